@@ -1,0 +1,177 @@
+"""Positioned reads and writes that finish what they begin, on every POSIX system.
+
+Owns the system calls of the copy engine. Where a call is missing, a portable one takes its place.
+"""
+
+import os
+import resource
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardconv.errors import SourceError
+
+Bytes = NDArray[np.uint8]
+
+
+def _pread_into(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+    """``os.preadv`` of one buffer, for systems without it."""
+    (buffer,) = buffers
+    data = os.pread(descriptor, len(buffer), offset)
+    buffer[: len(data)] = np.frombuffer(data, np.uint8)
+    return len(data)
+
+
+_preadv = getattr(os, "preadv", _pread_into)
+_fadvise = getattr(os, "posix_fadvise", None)
+
+
+def read_exactly(descriptor: int, buffer: Bytes, offset: int) -> None:
+    """Fill a buffer from a position of a file.
+
+    Raises:
+        EOFError: if the file ends before.
+    """
+    while len(buffer):
+        count = _preadv(descriptor, [buffer], offset)
+        if count == 0:
+            raise EOFError(f"the file ends at byte {offset}, {len(buffer)} bytes too early")
+        buffer, offset = buffer[count:], offset + count
+
+
+def write_exactly(descriptor: int, data: Bytes | bytes, offset: int) -> None:
+    """Write all of a buffer to a position of a file."""
+    view = memoryview(data)
+    while len(view):
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def will_need(descriptor: int, offset: int, size: int) -> None:
+    """Tell the system what is read next, so that it reads ahead; a hint, where the system takes one."""
+    if _fadvise is not None:
+        with suppress(OSError):
+            _fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the limit of open files to ``count`` and some more, as far as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 64
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
+
+
+class InputFiles:
+    """Files that are read, held open, and checked not to change meanwhile.
+
+    Args:
+        paths: the files.
+        sizes: the bytes that each has to have.
+
+    Raises:
+        SourceError: if a file cannot be opened or has another size.
+    """
+
+    def __init__(self, paths: Sequence[Path], sizes: Sequence[int]) -> None:
+        self.paths = paths
+        self.descriptors: list[int] = []
+        allow_open_files(len(paths))
+        try:
+            self._open(sizes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, sizes: Sequence[int]) -> None:
+        self._states = []
+        for path, size in zip(self.paths, sizes, strict=True):
+            try:
+                self.descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError as error:
+                raise SourceError(f"{path}: cannot be opened: {error.strerror or error}") from error
+            self._states.append(self._state(self.descriptors[-1]))
+            if self._states[-1][0] != size:
+                raise SourceError(f"{path}: has {self._states[-1][0]} bytes, expected {size}: it changed or is truncated")
+
+    @staticmethod
+    def _state(descriptor: int) -> tuple[int, int]:
+        status = os.fstat(descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def read(self, number: int, buffer: Bytes, offset: int) -> None:
+        """Fill a buffer from a position of file ``number``.
+
+        Raises:
+            SourceError: if the file ends before.
+        """
+        try:
+            read_exactly(self.descriptors[number], buffer, offset)
+        except EOFError as error:
+            raise SourceError(f"{self.paths[number]}: shrank while it was read: {error}") from error
+        except OSError as error:
+            raise SourceError(f"{self.paths[number]}: cannot be read: {error.strerror or error}") from error
+
+    def check_unchanged(self) -> None:
+        """Check that no file was written to since it was opened.
+
+        Raises:
+            SourceError: if one was.
+        """
+        for path, descriptor, state in zip(self.paths, self.descriptors, self._states, strict=True):
+            if self._state(descriptor) != state:
+                raise SourceError(f"{path}: changed while it was read; run the command again when it is at rest")
+
+    def close(self) -> None:
+        """Close the files."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class OutputFiles:
+    """New files of known sizes, written at any position.
+
+    Args:
+        paths: the files; none may exist.
+        heads: for each the bytes that it begins with.
+        sizes: the bytes of each file in the end; what is not written stays zero.
+    """
+
+    def __init__(self, paths: Sequence[Path], heads: Sequence[bytes], sizes: Sequence[int]) -> None:
+        self.descriptors: list[int] = []
+        allow_open_files(len(paths))
+        try:
+            for path, head, size in zip(paths, heads, sizes, strict=True):
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                self.descriptors.append(os.open(path, flags, 0o666))
+                os.ftruncate(self.descriptors[-1], size)
+                write_exactly(self.descriptors[-1], head, 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, number: int, data: Bytes, offset: int) -> None:
+        """Write to a position of file ``number``."""
+        write_exactly(self.descriptors[number], data, offset)
+
+    def close(self) -> None:
+        """Close the files."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

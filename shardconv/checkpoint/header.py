@@ -1,0 +1,247 @@
+"""The header of a safetensors file: read, check, build.
+
+Owns the container format (https://github.com/huggingface/safetensors#format) and trusts nothing in a file: whatever
+the reference library refuses is refused here too. Knows nothing of models, plans or ranks.
+"""
+
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from shardconv.errors import SourceError
+
+#: Bits per element of every dtype that the format has, named as in a header.
+DTYPE_BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8,
+    "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+
+#: The longest header that the format allows, in bytes.
+MAX_HEADER_BYTES = 100_000_000
+
+_U64_MAX = 2**64 - 1
+_LENGTH = struct.Struct("<Q")
+_TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a file: its dtype, its shape, and where its bytes lie in the file's data section."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor's data."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header.
+
+    Attributes:
+        raw: the JSON text as it stands in the file, with its padding and without the length before it.
+        tensors: name to tensor, in the order of the data.
+        metadata: the file's own strings, or None where it has none.
+    """
+
+    raw: bytes
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str] | None
+
+    @property
+    def data_offset(self) -> int:
+        """Where the data section begins in the file."""
+        return _LENGTH.size + len(self.raw)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the data section."""
+        return max((info.stop for info in self.tensors.values()), default=0)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.data_offset + self.data_bytes
+
+    @property
+    def head(self) -> bytes:
+        """The file's first bytes, up to its data section."""
+        return _LENGTH.pack(len(self.raw)) + self.raw
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of the file at ``path``.
+
+    Raises:
+        SourceError: if it is no regular file, or not a valid safetensors file.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise SourceError(f"{path}: is no regular file")
+        with path.open("rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            raw = _read_raw(file.read(_LENGTH.size), file_bytes, path, file)
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return parse_header(raw, file_bytes - _LENGTH.size - len(raw), path)
+
+
+def _read_raw(prefix: bytes, file_bytes: int, path: Path, file: Any) -> bytes:  # noqa: ANN401 - a binary file
+    if len(prefix) < _LENGTH.size:
+        raise SourceError(f"{path}: no safetensors file: {file_bytes} bytes are too few for a header")
+    (length,) = _LENGTH.unpack(prefix)
+    if length > MAX_HEADER_BYTES:
+        raise SourceError(f"{path}: no safetensors file: a header of {length} bytes is over the limit")
+    if _LENGTH.size + length > file_bytes:
+        raise SourceError(f"{path}: truncated: the header alone has {length} bytes, the file {file_bytes}")
+    raw: bytes = file.read(length)
+    return raw
+
+
+def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
+    """Check the JSON text of a header against the size of the data section behind it.
+
+    Args:
+        raw: the header without its length.
+        data_bytes: bytes of the file behind the header.
+        path: the file, for messages only.
+
+    Raises:
+        SourceError: if the header is not valid, or does not describe exactly ``data_bytes`` bytes.
+    """
+    try:
+        entries = _parse_json(raw)
+        metadata = _check_metadata(entries.pop("__metadata__", None))
+        tensors = {name: _check_tensor(name, entry) for name, entry in entries.items()}
+        ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
+        header = Header(raw, ordered, metadata)
+        _check_coverage(ordered)
+    except ValueError as error:
+        raise SourceError(f"{path}: invalid safetensors header: {error}") from error
+    if header.data_bytes != data_bytes:
+        kind = "truncated" if data_bytes < header.data_bytes else "longer than its header says"
+        raise SourceError(f"{path}: {kind}: expected {header.data_bytes} bytes of data, found {data_bytes}")
+    return header
+
+
+def _parse_json(raw: bytes) -> dict[str, Any]:
+    if not raw.startswith(b"{"):
+        raise ValueError("it does not begin with {")
+    try:
+        entries = json.loads(
+            raw.decode(), object_pairs_hook=_unique, parse_int=_natural, parse_constant=_refuse_constant
+        )
+        if b"\\u" in raw:
+            json.dumps(entries, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    assert isinstance(entries, dict)
+    return entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} stands there twice")
+    return result
+
+
+def _natural(text: str) -> int:
+    value = int(text) if text.isdigit() and len(text) <= 20 else -1
+    if not 0 <= value <= _U64_MAX:
+        raise ValueError(f"{text[:40]} is no unsigned 64-bit number")
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _check_metadata(value: Any) -> dict[str, str] | None:  # noqa: ANN401 - anything JSON holds
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ValueError("__metadata__ must map strings to strings")
+    return value
+
+
+def _check_tensor(name: str, entry: Any) -> TensorInfo:  # noqa: ANN401 - anything JSON holds
+    if not isinstance(entry, dict) or entry.keys() != _TENSOR_KEYS:
+        raise ValueError(f"tensor {name!r} must have dtype, shape and data_offsets, and nothing else")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
+        raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
+    if not _is_naturals(shape) or not _is_naturals(offsets) or len(offsets) != 2:
+        raise ValueError(f"tensor {name!r}: shape and data_offsets must be lists of natural numbers")
+    start, stop = offsets
+    if start > stop or _bits(name, shape, bits) != 8 * (stop - start):
+        raise ValueError(f"tensor {name!r}: {dtype} of shape {shape} does not fill bytes {start} to {stop}")
+    return TensorInfo(dtype, tuple(shape), start, stop)
+
+
+def _is_naturals(value: Any) -> bool:  # noqa: ANN401 - anything JSON holds
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _bits(name: str, shape: list[int], bits: int) -> int:
+    total = 1
+    for size in (*shape, bits):
+        total *= size
+        if total > _U64_MAX:  # the reference library refuses this even where a later size is 0
+            raise ValueError(f"tensor {name!r}: shape {shape} overflows")
+    return total
+
+
+def _check_coverage(ordered: dict[str, TensorInfo]) -> None:
+    end = 0
+    for name, info in ordered.items():
+        if info.start != end:
+            kind = "overlaps the tensor before it" if info.start < end else "leaves a hole before it"
+            raise ValueError(f"tensor {name!r} begins at byte {info.start} and {kind}, which ends at {end}")
+        end = info.stop
+
+
+def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None) -> Header:
+    """Lay tensors out one behind the other and describe them.
+
+    Args:
+        tensors: name, dtype and shape of each, in the order of the data.
+        metadata: the file's own strings.
+    """
+    infos: dict[str, TensorInfo] = {}
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + num_bytes(dtype, shape)
+        infos[name] = TensorInfo(dtype, shape, start, end)
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    for name, info in infos.items():
+        entries[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": (info.start, info.stop)}
+    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    return Header(raw + b" " * (-len(raw) % 8), infos, metadata)
+
+
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor; sub-byte dtypes must fill whole bytes.
+
+    Raises:
+        ValueError: if the tensor ends inside a byte.
+    """
+    bits = DTYPE_BITS[dtype]
+    for size in shape:
+        bits *= size
+    if bits % 8:
+        raise ValueError(f"{dtype} of shape {list(shape)} ends inside a byte")
+    return bits // 8

@@ -1,0 +1,88 @@
+"""The layout of a split checkpoint: which tensor lies where in which rank's file.
+
+Owns the order of tensors in rank files and their headers. Follows from the source's headers and a plan alone, so what
+reads a split checkpoint computes it anew and compares.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardconv.checkpoint.copy import Shards
+from shardconv.checkpoint.geometry import geometry, whole
+from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header
+from shardconv.plan.plan import Plan, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Files with the shards of tensors.
+
+    Attributes:
+        headers: of each file.
+        shards: for each tensor, in order, where its shards lie.
+    """
+
+    headers: tuple[Header, ...]
+    shards: tuple[Shards, ...]
+
+    @property
+    def file_bytes(self) -> list[int]:
+        """Bytes of each file."""
+        return [header.file_bytes for header in self.headers]
+
+
+def rank_file_name(rank: int, tp: int) -> str:
+    """The name of a rank's file, all of equal length."""
+    return f"rank-{rank:0{len(str(tp - 1))}}-of-{tp}.safetensors"
+
+
+def in_order(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The tensors of a source in the order of the rank files: widest dtype first, else as they lie.
+
+    So every shard is aligned to its dtype, as in files of the reference writer; those keep their order.
+    """
+    return dict(sorted(tensors.items(), key=lambda item: -max(DTYPE_BITS[item[1].dtype] // 8, 1)))
+
+
+def lay_out_ranks(tensors: Mapping[str, TensorSpec], plan: Plan, metadata: dict[str, str]) -> Layout:
+    """The files of the ranks.
+
+    Args:
+        tensors: name to dtype and shape of the full tensors, in order.
+        plan: their placements.
+        metadata: what the source's files say of themselves.
+    """
+    shapes = {name: plan.placement(name) for name in tensors}
+    headers = tuple(
+        build_header(
+            ((name, spec.dtype, shapes[name].shard_shape(spec.shape, rank)) for name, spec in tensors.items()),
+            {"format": "pt", **metadata},
+        )
+        for rank in range(plan.tp)
+    )
+    ranks = range(plan.tp)
+    shards = tuple(
+        Shards(
+            geometry(shapes[name], spec.dtype, spec.shape),
+            ranks,
+            tuple(header.data_offset + header.tensors[name].start for header in headers),
+        )
+        for name, spec in tensors.items()
+    )
+    return Layout(headers, shards)
+
+
+def lay_out_parts(headers: Sequence[Header], names: Iterable[str]) -> Layout:
+    """The files of a checkpoint that is not split.
+
+    Args:
+        headers: of each part.
+        names: the tensors, in order.
+    """
+    places = {
+        name: (number, header.data_offset + info.start, info.num_bytes)
+        for number, header in enumerate(headers)
+        for name, info in header.tensors.items()
+    }
+    found = (places[name] for name in names)
+    return Layout(tuple(headers), tuple(Shards(whole(size), (part,), (at,)) for part, at, size in found))

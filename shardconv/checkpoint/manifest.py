@@ -1,0 +1,227 @@
+"""shardconv.json: all that a split checkpoint needs to be verified, merged and resharded.
+
+Owns the manifest's format and its versions. What it says is checked like anything else from disk: no path in it is
+followed out of a folder.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+import xxhash
+
+from shardconv.checkpoint.copy import Stripe, cut_stripes
+from shardconv.checkpoint.header import Header, parse_header
+from shardconv.checkpoint.layout import Layout, in_order, lay_out_parts, lay_out_ranks, rank_file_name
+from shardconv.checkpoint.source import Source, is_plain_name
+from shardconv.errors import SourceError, SplitCheckpointError
+from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.request import PlanRequest
+
+MANIFEST_NAME = "shardconv.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of a split checkpoint.
+
+    Attributes:
+        plan: the placement of every tensor.
+        request: what the user said about the plan.
+        config: the source's config, or None.
+        source_name: the name of the source's file or folder.
+        is_folder: whether the source was a folder.
+        parts: name and header of each of the source's files.
+        index: name and text of the source's index, or None.
+        metadata: what the rank files say of themselves beside the format.
+        side_files: name to checksum of each side file.
+        stripe_bytes: the grain of the checksums.
+        checksums: for each rank the xxh3-128 of its bytes of each stripe; None where none were taken.
+    """
+
+    plan: Plan
+    request: PlanRequest
+    config: dict[str, Any] | None
+    source_name: str
+    is_folder: bool
+    parts: tuple[tuple[str, Header], ...]
+    index: tuple[str, str] | None
+    metadata: dict[str, str]
+    side_files: Mapping[str, str]
+    stripe_bytes: int
+    checksums: tuple[tuple[str, ...], ...] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of_source(cls, source: Source, plan: Plan, request: PlanRequest, *, stripe_bytes: int) -> Self:
+        """The manifest for a source that is about to be split."""
+        return cls(
+            plan=plan,
+            request=request,
+            config=source.config,
+            source_name=source.path.resolve().name,
+            is_folder=source.is_folder,
+            parts=tuple((part.name, part.header) for part in source.parts),
+            index=source.index,
+            metadata=source.metadata,
+            side_files={name: "" for name in source.side_files},
+            stripe_bytes=stripe_bytes,
+        )
+
+    @property
+    def tp(self) -> int:
+        """Number of ranks."""
+        return self.plan.tp
+
+    @cached_property
+    def source_tensors(self) -> dict[str, TensorSpec]:
+        """Name to dtype and full shape of every tensor, in the source's order."""
+        headers = (header for _, header in self.parts)
+        return {
+            name: TensorSpec(info.dtype, info.shape) for header in headers for name, info in header.tensors.items()
+        }
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Name to dtype and full shape of every tensor, in the order of the rank files."""
+        return in_order(self.source_tensors)
+
+    @cached_property
+    def stripes(self) -> list[Stripe]:
+        """The stripes of the full tensors."""
+        sizes = [shards.geometry.num_bytes for shards in self.part_layout().shards]
+        return cut_stripes(sizes, self.stripe_bytes)
+
+    def rank_layout(self) -> Layout:
+        """The files of the ranks, as they have to be."""
+        return lay_out_ranks(self.tensors, self.plan, self.metadata)
+
+    def part_layout(self) -> Layout:
+        """The files of the source, as they were."""
+        return lay_out_parts([header for _, header in self.parts], self.tensors)
+
+    def rank_paths(self, folder: Path) -> list[Path]:
+        """The files of the ranks in a folder."""
+        return [folder / rank_file_name(rank, self.tp) for rank in range(self.tp)]
+
+    def written(self, checksums: tuple[tuple[str, ...], ...] | None, side_files: Mapping[str, str]) -> Self:
+        """The manifest with what is known once the files are written."""
+        return replace(self, checksums=checksums, side_files=side_files)
+
+    def with_plan(self, plan: Plan) -> Self:
+        """The manifest of the same source under another plan, not yet written."""
+        return replace(self, plan=plan, checksums=None)
+
+    def to_json(self, created_by: str) -> dict[str, Any]:
+        """Plain data, with a checksum of its own."""
+        body = {
+            "format_version": FORMAT_VERSION,
+            "created_by": created_by,
+            "tp": self.tp,
+            "plan": self.plan.to_json(),
+            "request": self.request.to_json(),
+            "source": {
+                "name": self.source_name,
+                "is_folder": self.is_folder,
+                "parts": [
+                    {"name": name, "num_bytes": header.file_bytes, "header": header.raw.decode()}
+                    for name, header in self.parts
+                ],
+                "index": list(self.index) if self.index else None,
+                "metadata": self.metadata,
+                "config": self.config,
+            },
+            "side_files": dict(self.side_files),
+            "checksums": {"algorithm": "xxh3_128", "stripe_bytes": self.stripe_bytes, "ranks": self.checksums},
+        }
+        return {**body, "manifest_checksum": _checksum(body)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: if the data is no manifest of this version, or was changed.
+        """
+        version = data.get("format_version")
+        if type(version) is not int or version < 1:
+            raise ValueError("it is no manifest of shardconv")
+        if version > FORMAT_VERSION:
+            raise ValueError(
+                f"its format version is {version}, this shardconv reads up to {FORMAT_VERSION}: update shardconv"
+            )
+        body = dict(data)
+        if body.pop("manifest_checksum", None) != _checksum(body):
+            raise ValueError("it was changed after it was written (its own checksum differs)")
+        source, checksums = data["source"], data["checksums"]
+        ranks = checksums["ranks"]
+        manifest = cls(
+            plan=Plan.from_json(data["plan"]),
+            request=PlanRequest.from_json(data["request"]),
+            config=source["config"],
+            source_name=source["name"],
+            is_folder=source["is_folder"],
+            parts=tuple(_part(part) for part in source["parts"]),
+            index=tuple(source["index"]) if source["index"] else None,
+            metadata=source["metadata"],
+            side_files=data["side_files"],
+            stripe_bytes=checksums["stripe_bytes"],
+            checksums=None if ranks is None else tuple(map(tuple, ranks)),
+        )
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        if self.plan.tensors.keys() != self.tensors.keys():
+            raise ValueError("its plan is not for its tensors")
+        if self.checksums is not None:
+            counts = {len(self.checksums), *(len(rank) - len(self.stripes) for rank in self.checksums)}
+            if counts != {self.tp, 0}:
+                raise ValueError("its checksums are not for its tensors")
+        names = [name for name, _ in self.parts] + ([self.index[0]] if self.index else [])
+        for name in names:
+            if not is_plain_name(name):
+                raise ValueError(f"{name!r:.100} is no name of a file in its folder")
+        for name in self.side_files:
+            if not all(is_plain_name(part) for part in name.split("/")) or PurePosixPath(name).is_absolute():
+                raise ValueError(f"{name!r:.100} is no name of a file in its folder")
+
+
+def _part(data: dict[str, Any]) -> tuple[str, Header]:
+    raw = data["header"].encode()
+    data_bytes = data["num_bytes"] - 8 - len(raw)
+    return data["name"], parse_header(raw, data_bytes, Path(data["name"]))
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    text = json.dumps(body, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a split checkpoint.
+
+    Raises:
+        SplitCheckpointError: if the folder is no split checkpoint, or its manifest is not valid.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        data = json.loads(path.read_bytes())
+        if not isinstance(data, dict):
+            raise ValueError("it is no JSON object")  # noqa: TRY301, TRY004 - all become one error
+        return Manifest.from_json(data)
+    except FileNotFoundError as error:
+        raise SplitCheckpointError(f"{folder}: is no split checkpoint: it has no {MANIFEST_NAME}") from error
+    except OSError as error:
+        raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SourceError) as error:
+        raise SplitCheckpointError(f"{path}: cannot be used: {error}") from error
+
+
+def write_manifest(manifest: Manifest, folder: Path, created_by: str) -> None:
+    """Write a manifest into a folder."""
+    text = json.dumps(manifest.to_json(created_by), separators=(",", ":"), ensure_ascii=False)
+    (folder / MANIFEST_NAME).write_bytes(text.encode())

@@ -1,0 +1,118 @@
+"""Reshard: a split checkpoint for N ranks becomes one for M, without the source and without a merge in between."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardconv import __version__
+from shardconv.checkpoint.copy import Progress
+from shardconv.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from shardconv.checkpoint.planning import StrPath
+from shardconv.checkpoint.staging import check_free, staging
+from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes
+from shardconv.errors import OutputError, PlanError, SplitCheckpointError
+from shardconv.plan.request import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardReport:
+    """What a reshard did, or with ``dry_run`` would do.
+
+    Attributes:
+        path: the new split checkpoint.
+        old_tp: its source's number of ranks.
+        tp: its own.
+        num_tensors: number of tensors.
+        rank_bytes: bytes of each new rank's file.
+        seconds: wall time.
+        dry_run: whether nothing was written.
+    """
+
+    path: str
+    old_tp: int
+    tp: int
+    num_tensors: int
+    rank_bytes: tuple[int, ...]
+    seconds: float
+    dry_run: bool
+
+
+def reshard(
+    src: StrPath,
+    dst: StrPath | None = None,
+    *,
+    tp: int,
+    overwrite: bool = False,
+    checksums: bool = True,
+    dry_run: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> ReshardReport:
+    """Rewrite a split checkpoint for another number of ranks; the result is that of splitting the source for it.
+
+    Args:
+        src: the split checkpoint.
+        dst: the folder to write; by default ``NAME-tpM`` in the current folder.
+        tp: the new number of ranks.
+        overwrite: replace what is at ``dst``.
+        checksums: take checksums while the data passes.
+        dry_run: plan and check, write nothing.
+        threads: how many threads copy; by default as many as there are processors, up to 8.
+        progress: called with bytes done and bytes in all.
+
+    Raises:
+        SplitCheckpointError: if a rank file is missing, or bytes are not those that were written.
+        PlanError: if the checkpoint cannot be split for ``tp``.
+        OutputError: if the destination exists, is in use, or has no room.
+    """
+    began = time.perf_counter()
+    if tp < 1:
+        raise PlanError(f"--tp {tp}: there is at least one rank")
+    folder = Path(src)
+    old = read_manifest(folder)
+    resolver, assumed = resolve(old.source_tensors, old.config, old.request)
+    new = old.with_plan(resolver.plan(tp, assumed=assumed))
+    target = Path(dst) if dst is not None else Path(f"{folder.resolve().name.removesuffix(f'-tp{old.tp}')}-tp{tp}")
+    check_free(target, is_folder=True, overwrite=overwrite)
+    if target.resolve().is_relative_to(folder.resolve()):
+        raise OutputError(f"{target}: lies in the source; choose another place with -o")
+    if not dry_run:
+        _write(
+            old, new, folder, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress
+        )
+    return ReshardReport(
+        path=str(target),
+        old_tp=old.tp,
+        tp=tp,
+        num_tensors=len(new.tensors),
+        rank_bytes=tuple(new.rank_layout().file_bytes),
+        seconds=time.perf_counter() - began,
+        dry_run=dry_run,
+    )
+
+
+def _write(
+    old: Manifest,
+    new: Manifest,
+    folder: Path,
+    target: Path,
+    *,
+    overwrite: bool,
+    checksums: bool,
+    threads: int | None,
+    progress: Progress | None,
+) -> None:
+    side_files = {name: folder / name for name in old.side_files}
+    for path in side_files.values():
+        if path.is_symlink() or not path.is_file():
+            raise SplitCheckpointError(f"{path}: is missing, or no regular file")
+    layout = new.rank_layout()
+    reader, inputs = read_ranks(old, folder)
+    total = sum(layout.file_bytes) + side_bytes(side_files)
+    with inputs, staging(target, is_folder=True, overwrite=overwrite, num_bytes=total) as stage:
+        digests = copy_files(
+            reader, inputs, new.rank_paths(stage), layout, old.stripes,
+            checksums=checksums, threads=threads, progress=progress,
+        )  # fmt: skip
+        written = copy_side_files(side_files, stage)
+        write_manifest(new.written(digests, written), stage, f"shardconv {__version__}")

@@ -1,0 +1,158 @@
+"""Split: a source becomes a folder with one file a rank."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardconv import __version__
+from shardconv.checkpoint.copy import STRIPE_BYTES, Progress, ShardReader
+from shardconv.checkpoint.fileio import InputFiles
+from shardconv.checkpoint.manifest import MANIFEST_NAME, Manifest, write_manifest
+from shardconv.checkpoint.planning import StrPath, read_request, resolve_source
+from shardconv.checkpoint.source import Source, open_source
+from shardconv.checkpoint.staging import check_free, staging
+from shardconv.checkpoint.write import copy_files, copy_side_files, side_bytes
+from shardconv.errors import OutputError, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class SplitReport:
+    """What a split did, or with ``dry_run`` would do.
+
+    Attributes:
+        path: the split checkpoint.
+        tp: number of ranks.
+        family: whose rules were used.
+        num_tensors: number of tensors.
+        source_bytes: bytes of the source's weights.
+        rank_bytes: bytes of each rank's file.
+        assumed: what was concluded or assumed rather than read.
+        left_out: files with weights in the source's folder that are no part of the checkpoint.
+        seconds: wall time.
+        dry_run: whether nothing was written.
+    """
+
+    path: str
+    tp: int
+    family: str | None
+    num_tensors: int
+    source_bytes: int
+    rank_bytes: tuple[int, ...]
+    assumed: tuple[str, ...]
+    left_out: tuple[str, ...]
+    seconds: float
+    dry_run: bool
+
+
+def split(
+    src: StrPath,
+    dst: StrPath | None = None,
+    *,
+    tp: int,
+    plan: StrPath = "auto",
+    family: str | None = None,
+    replicate: tuple[str, ...] = (),
+    head_dim: int | None = None,
+    config: StrPath | None = None,
+    follow_links: bool = False,
+    overwrite: bool = False,
+    checksums: bool = True,
+    dry_run: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> SplitReport:
+    """Split a checkpoint for ``tp`` ranks.
+
+    Args:
+        src: a ``.safetensors`` file, an index file, or a folder.
+        dst: the folder to write; by default ``NAME-tpN`` in the current folder.
+        tp: number of ranks.
+        plan: a plan file whose rules come before the family's; "auto" for none.
+        family: the family to use, whatever the config says.
+        replicate: names or patterns of tensors that every rank gets whole.
+        head_dim: the head size, where there is no config to say it.
+        config: a config.json to use instead of the one beside the weights.
+        follow_links: read files that are links to outside of the folder.
+        overwrite: replace what is at ``dst``.
+        checksums: take checksums while the data passes, which verify and merge check.
+        dry_run: plan and check, write nothing.
+        threads: how many threads copy; by default as many as there are processors, up to 8.
+        progress: called with bytes done and bytes in all.
+
+    Raises:
+        SourceError: if the source cannot be read, or changes meanwhile.
+        PlanError: if no plan is known to be right.
+        OutputError: if the destination exists, is in use, or has no room.
+    """
+    began = time.perf_counter()
+    if tp < 1:
+        raise PlanError(f"--tp {tp}: there is at least one rank")
+    source = open_source(Path(src), config=None if config is None else Path(config), follow_links=follow_links)
+    request = read_request(plan=plan, family=family, replicate=replicate, head_dim=head_dim)
+    resolver, assumed = resolve_source(source, request)
+    made = resolver.plan(tp, assumed=assumed)
+    manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES)
+    layout = manifest.rank_layout()
+    target = Path(dst) if dst is not None else Path(f"{default_name(source)}-tp{tp}")
+    _check_target(source, target, overwrite=overwrite)
+    if not dry_run:
+        _write(source, manifest, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress)
+    return SplitReport(
+        path=str(target),
+        tp=tp,
+        family=made.family,
+        num_tensors=len(manifest.tensors),
+        source_bytes=source.num_bytes,
+        rank_bytes=tuple(layout.file_bytes),
+        assumed=assumed,
+        left_out=source.left_out,
+        seconds=time.perf_counter() - began,
+        dry_run=dry_run,
+    )
+
+
+def default_name(source: Source) -> str:
+    """The name that a source's split checkpoints begin with; in a Hugging Face cache the model's."""
+    path = source.path.resolve()
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.rpartition("--")[2]
+    return path.name if source.is_folder else path.name.removesuffix(".safetensors")
+
+
+def _check_target(source: Source, target: Path, *, overwrite: bool) -> None:
+    check_free(target, is_folder=True, overwrite=overwrite)
+    home = source.path.resolve()
+    if target.resolve() == home or source.is_folder and target.resolve().is_relative_to(home):
+        raise OutputError(f"{target}: lies in the source; choose another place with -o")
+    if home.is_relative_to(target.resolve()):
+        raise OutputError(f"{target}: holds the source; choose another place with -o")
+    if clash := {MANIFEST_NAME, *(f"rank-{rank}" for rank in ())} & source.side_files.keys():
+        raise OutputError(f"{source.path}: holds {clash.pop()}, so it is a split checkpoint itself")
+
+
+def _write(
+    source: Source,
+    manifest: Manifest,
+    target: Path,
+    *,
+    overwrite: bool,
+    checksums: bool,
+    threads: int | None,
+    progress: Progress | None,
+) -> None:
+    layout = manifest.rank_layout()
+    total = sum(layout.file_bytes) + side_bytes(source.side_files)
+    paths = [part.path for part in source.parts]
+    sizes = [part.header.file_bytes for part in source.parts]
+    with (
+        InputFiles(paths, sizes) as inputs,
+        staging(target, is_folder=True, overwrite=overwrite, num_bytes=total) as folder,
+    ):
+        names = list(manifest.tensors)
+        reader = ShardReader(manifest.part_layout().shards, inputs, labels=[part.name for part in source.parts], names=names)
+        digests = copy_files(
+            reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
+            checksums=checksums, threads=threads, progress=progress,
+        )  # fmt: skip
+        side_files = copy_side_files(source.side_files, folder)
+        write_manifest(manifest.written(digests, side_files), folder, f"shardconv {__version__}")

@@ -1,0 +1,135 @@
+"""Verify: prove a split checkpoint bit for bit, against its own checksums and against its source."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardconv.checkpoint.copy import Comparer, CopyJob, Progress, ShardReader
+from shardconv.checkpoint.fileio import InputFiles
+from shardconv.checkpoint.layout import lay_out_parts
+from shardconv.checkpoint.manifest import Manifest, read_manifest
+from shardconv.checkpoint.planning import StrPath
+from shardconv.checkpoint.source import Source, open_source
+from shardconv.checkpoint.write import checksum_file, read_ranks
+from shardconv.errors import IntegrityError, SplitCheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verification found.
+
+    Attributes:
+        path: the split checkpoint.
+        against: the source it was compared with, or None.
+        tp: number of ranks.
+        num_tensors: number of tensors.
+        num_bytes: bytes of all rank files.
+        has_checksums: whether there were checksums to check.
+        differences: what was found wrong; empty where all is as it should be.
+        seconds: wall time.
+    """
+
+    path: str
+    against: str | None
+    tp: int
+    num_tensors: int
+    num_bytes: int
+    has_checksums: bool
+    differences: tuple[str, ...]
+    seconds: float
+
+
+def verify(
+    src: StrPath,
+    *,
+    against: StrPath | None = None,
+    follow_links: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Check a split checkpoint: headers, checksums, equality of copies, zeros in the padding, side files.
+
+    Args:
+        src: the split checkpoint.
+        against: a source to compare every byte of every tensor with.
+        follow_links: read files of ``against`` that are links to outside of its folder.
+        threads: how many threads read; by default as many as there are processors, up to 8.
+        progress: called with bytes done and bytes in all.
+
+    Raises:
+        SplitCheckpointError: if there is no manifest that can be used.
+        SourceError: if ``against`` cannot be read.
+    """
+    began = time.perf_counter()
+    folder = Path(src)
+    manifest = read_manifest(folder)
+    source = None if against is None else open_source(Path(against), follow_links=follow_links)
+    differences = _side_differences(manifest, folder)
+    if source is not None:
+        differences += _header_differences(manifest, source)
+    try:
+        reader, inputs = read_ranks(manifest, folder)
+    except SplitCheckpointError as error:
+        differences.append(str(error))
+    else:
+        with inputs:
+            is_comparable = source is not None and source.specs == manifest.source_tensors
+            differences += _data_differences(
+                manifest, reader, source if is_comparable else None, threads=threads, progress=progress
+            )
+            inputs.check_unchanged()
+    return VerifyReport(
+        path=str(src),
+        against=None if against is None else str(against),
+        tp=manifest.tp,
+        num_tensors=len(manifest.tensors),
+        num_bytes=sum(manifest.rank_layout().file_bytes),
+        has_checksums=manifest.checksums is not None,
+        differences=tuple(differences),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _side_differences(manifest: Manifest, folder: Path) -> list[str]:
+    differences = []
+    for name, digest in manifest.side_files.items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            differences.append(f"{name}: is missing, or no regular file")
+        elif checksum_file(path) != digest:
+            differences.append(f"{name}: differs from its checksum")
+    return differences
+
+
+def _header_differences(manifest: Manifest, source: Source) -> list[str]:
+    ours, theirs = manifest.source_tensors, source.specs
+    differences = [f"{name}: is not in {source.path}" for name in ours.keys() - theirs.keys()]
+    differences += [f"{name}: is in {source.path} only" for name in theirs.keys() - ours.keys()]
+    differences += [
+        f"{name}: is {spec.dtype} {list(spec.shape)}, in {source.path} {theirs[name].dtype} {list(theirs[name].shape)}"
+        for name, spec in ours.items()
+        if name in theirs and theirs[name] != spec
+    ]
+    return sorted(differences)
+
+
+def _data_differences(
+    manifest: Manifest, reader: ShardReader, source: Source | None, *, threads: int | None, progress: Progress | None
+) -> list[str]:
+    found: list[str] = []
+
+    def note(error: IntegrityError) -> None:
+        found.extend(str(error).splitlines())
+
+    if source is None:
+        CopyJob(manifest.stripes, reader, [], note).run(threads=threads, progress=progress)
+        return sorted(set(found))
+    names = list(manifest.tensors)
+    headers = [part.header for part in source.parts]
+    with InputFiles([part.path for part in source.parts], [header.file_bytes for header in headers]) as inputs:
+        theirs = ShardReader(
+            lay_out_parts(headers, names).shards, inputs, labels=[part.name for part in source.parts], names=names
+        )
+        CopyJob(manifest.stripes, reader, [Comparer(theirs, names)], note).run(threads=threads, progress=progress)
+        inputs.check_unchanged()
+    return sorted(set(found))

@@ -1,0 +1,44 @@
+"""The exceptions of shardconv and the exit code of each.
+
+    ShardconvError                1   something that the user can act on went wrong
+    ├── UsageError                2   options that contradict each other or name nothing
+    ├── SourceError               1   the source cannot be read: a header, a part, an index, a config
+    ├── PlanError                 1   no plan: no family, no rule, a size that does not divide
+    ├── SplitCheckpointError      1   the split checkpoint is incomplete or its manifest unreadable
+    │   └── IntegrityError        1   bytes differ from their checksum, copies differ, padding is not zero
+    └── OutputError               1   the destination exists, is in use, or has no room
+
+A message is one text: what, which file, tensor and rank, got and expected, what to do.
+"""
+
+
+class ShardconvError(Exception):
+    """Base of every error that shardconv raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(ShardconvError):
+    """Options that contradict each other or name nothing."""
+
+    exit_code = 2
+
+
+class SourceError(ShardconvError):
+    """The source checkpoint cannot be read or is not what it says."""
+
+
+class PlanError(ShardconvError):
+    """No plan can be made that is known to be right."""
+
+
+class SplitCheckpointError(ShardconvError):
+    """A split checkpoint is incomplete, or its manifest cannot be read."""
+
+
+class IntegrityError(SplitCheckpointError):
+    """Bytes on disk are not the bytes that were written."""
+
+
+class OutputError(ShardconvError):
+    """The destination cannot be written."""

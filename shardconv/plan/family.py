@@ -1,0 +1,224 @@
+"""Family files and plan files: strict loading of the rules for the models of one shape.
+
+Owns the file format (CONTRIBUTING.md has it on a page). A key that is not known is an error, never skipped. Knows no
+checkpoint: rules meet tensors in resolve.py.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from shardconv.errors import PlanError
+from shardconv.plan.fields import check_expression
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """Which dim of a weight, and of the bias beside it, a style cuts; counted from the end, None for neither."""
+
+    weight: int | None
+    bias: int | None
+    packed: bool = False
+
+
+#: The styles of a rule, under the names that transformers gives them where it has them.
+STYLES = {
+    "colwise": Style(weight=-2, bias=-1),
+    "rowwise": Style(weight=-1, bias=None),
+    "packed_colwise": Style(weight=-2, bias=-1, packed=True),
+    "embedding_rowwise": Style(weight=-2, bias=-1),
+    "embedding_colwise": Style(weight=-1, bias=None),
+    "replicate": Style(weight=None, bias=None),
+}
+
+#: Rules for names that tell by themselves how a tensor is cut; used where no family fits.
+NAMES_FAMILY = "by_name"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRule:
+    """A unit in the words of the config; ``count`` is None where the tensor's own size tells it."""
+
+    count: str | int | None = None
+    size: str | int = 1
+    copies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One line of a family file.
+
+    Attributes:
+        pattern: module or tensor names; ``*`` is any text without a dot, ``{a,b}`` is a or b, a leading ``**.`` is any
+            prefix or none.
+        style: a key of :data:`STYLES`.
+        unit: the unit that cuts fall between; None for single elements.
+        parts: for packed styles, the unit of each part.
+        groups: how often the parts repeat.
+        pad: fill up with zeros what does not divide.
+        transposed: the weight is stored (in, out), as Conv1D stores it.
+        when: config fields that must have these values for the rule to count.
+        origin: whose rule it is, for the report.
+    """
+
+    pattern: str
+    style: str
+    unit: str | None = None
+    parts: tuple[str, ...] = ()
+    groups: str | int = 1
+    pad: bool = False
+    transposed: bool = False
+    when: tuple[tuple[str, Any], ...] = ()
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        if self.style not in STYLES:
+            raise ValueError(f"style {self.style!r} is none of {', '.join(STYLES)}")
+        if bool(self.parts) != STYLES[self.style].packed:
+            raise ValueError("packed styles, and only they, have parts")
+        if self.unit and self.parts:
+            raise ValueError("a rule has unit or parts, not both")
+        check_expression(self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The rules for the models of one shape.
+
+    Attributes:
+        name: the file's name without its ending.
+        model_types: the values of config.json's ``model_type`` that it serves.
+        prefix: what tensor names may lack at their beginning, as in checkpoints of a bare base model.
+        config: expressions for fields that a config may leave out.
+        units: name to unit.
+        rules: in the order in which they are tried; the first whose pattern matches counts.
+    """
+
+    name: str
+    model_types: tuple[str, ...] = ()
+    prefix: str = ""
+    config: Mapping[str, str | int] | None = None
+    units: Mapping[str, UnitRule] | None = None
+    rules: tuple[Rule, ...] = ()
+
+    def over(self, base: "Family") -> "Family":
+        """This family with what it does not say taken from ``base``; its own rules are tried first."""
+        return replace(
+            self,
+            prefix=self.prefix or base.prefix,
+            config={**(base.config or {}), **(self.config or {})},
+            units={**(base.units or {}), **(self.units or {})},
+            rules=self.rules + base.rules,
+        )
+
+
+def family_names() -> list[str]:
+    """The names of all families, sorted."""
+    files = resources.files("shardconv.plan").joinpath("families").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+@cache
+def load_family(name: str) -> Family:
+    """The family of that name, with what it inherits.
+
+    Raises:
+        PlanError: if there is no such family.
+    """
+    if name not in family_names():
+        known = ", ".join(known for known in family_names() if known != NAMES_FAMILY)
+        raise PlanError(f"there is no family {name!r}; there are: {known}")
+    text = resources.files("shardconv.plan").joinpath("families", f"{name}.toml").read_text("utf-8")
+    return _parse_family(name, tomllib.loads(text), f"family {name}")
+
+
+def family_for(model_type: str) -> Family | None:
+    """The family that serves a ``model_type`` of config.json, or None."""
+    return next((family for family in map(load_family, family_names()) if model_type in family.model_types), None)
+
+
+def parse_plan_file(name: str, text: str) -> Family:
+    """A user's plan file: the format of a family file, in TOML or, by its ending, JSON.
+
+    Raises:
+        PlanError: if it holds what no plan file holds.
+    """
+    is_json = name.endswith(".json")
+    try:
+        data = json.loads(text) if is_json else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{name}: is not {'JSON' if is_json else 'TOML'}: {error}") from error
+    if not isinstance(data, dict):
+        raise PlanError(f"{name}: a plan file is a table")
+    return _parse_family(name, data, f"plan file {name}")
+
+
+def _parse_family(name: str, data: dict[str, Any], origin: str) -> Family:
+    try:
+        _check_keys(data, {"model_types": list, "inherits": str, "prefix": str, "config": dict, "units": dict, "rules": dict})
+        family = Family(
+            name=name,
+            model_types=tuple(data.get("model_types", ())),
+            prefix=data.get("prefix", ""),
+            config=data.get("config", {}),
+            units={key: _parse_unit(key, unit) for key, unit in data.get("units", {}).items()},
+            rules=tuple(_parse_rules(data.get("rules", {}), origin)),
+        )
+        for expression in (family.config or {}).values():
+            check_expression(expression)
+    except ValueError as error:
+        raise PlanError(f"{origin}: {error}") from error
+    if "inherits" in data:
+        family = family.over(load_family(data["inherits"]))
+    _check_units_exist(family, origin)
+    return family
+
+
+def _parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOML holds
+    try:
+        _check_keys(data, {"count": (str, int), "size": (str, int), "copies": bool})
+        unit = UnitRule(**data)
+        for expression in (unit.count or 1, unit.size):
+            check_expression(expression)
+    except ValueError as error:
+        raise ValueError(f"unit {name}: {error}") from error
+    return unit
+
+
+_RULE_KEYS = {
+    "style": str, "unit": str, "parts": list, "groups": (str, int), "pad": bool, "transposed": bool, "when": dict,
+}  # fmt: skip
+
+
+def _parse_rules(rules: dict[str, Any], origin: str) -> Iterable[Rule]:
+    for pattern, alternatives in rules.items():
+        for data in alternatives if isinstance(alternatives, list) else [alternatives]:
+            try:
+                _check_keys(data, _RULE_KEYS)
+                parts, when = tuple(data.get("parts", ())), tuple(data.get("when", {}).items())
+                if "style" not in data:
+                    raise ValueError("style is missing")  # noqa: TRY301 - one place adds the pattern to the message
+                yield Rule(pattern, origin=origin, **{**data, "parts": parts, "when": when})
+            except ValueError as error:
+                raise ValueError(f"rule {pattern!r}: {error}") from error
+
+
+def _check_keys(data: Any, known: Mapping[str, type | tuple[type, ...]]) -> None:  # noqa: ANN401 - anything TOML holds
+    if not isinstance(data, dict):
+        raise ValueError(f"{data!r:.60} is no table")  # noqa: TRY004 - all of them become one PlanError
+    for key, value in data.items():
+        if key not in known:
+            raise ValueError(f"key {key!r} is not known; known are {', '.join(known)}")
+        if not isinstance(value, known[key]):
+            raise ValueError(f"{key} = {value!r:.60} has the wrong type")
+
+
+def _check_units_exist(family: Family, origin: str) -> None:
+    for rule in family.rules:
+        for unit in (rule.unit, *rule.parts):
+            if unit is not None and unit not in (family.units or {}):
+                raise PlanError(f"{origin}: rule {rule.pattern!r}: there is no unit {unit!r}")

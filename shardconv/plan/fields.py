@@ -1,0 +1,93 @@
+"""Config fields, and the arithmetic on them that family files may write.
+
+Owns the lookup of a field (the config's own, else the family's default) and keeps track of what was read.
+"""
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardconv.errors import PlanError
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+class Fields:
+    """The fields of one config, seen through one family.
+
+    Args:
+        config: what config.json holds; None where there is none.
+        defaults: field name to expression, for fields that a config may leave out.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | None, defaults: Mapping[str, str | int]) -> None:
+        self._config = {} if config is None else config
+        self._source = "there is no config" if config is None else "the config has none"
+        self._defaults = defaults
+        self.read: dict[str, Any] = {}
+
+    def raw(self, name: str) -> Any:  # noqa: ANN401 - anything JSON holds
+        """A field as the config has it, or None."""
+        return self._config.get(name)
+
+    def evaluate(self, expression: str | int) -> int:
+        """The value of an expression of fields, whole numbers, ``+ - * //`` and brackets.
+
+        Raises:
+            PlanError: if a field is missing or is no whole number.
+        """
+        try:
+            return self._value(ast.parse(str(expression), mode="eval").body)
+        except ZeroDivisionError:
+            raise PlanError(f"{expression}: a config field that divides is 0") from None
+
+    def _value(self, node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int() as value):
+                return value
+            case ast.Name(id=name):
+                return self._field(name)
+            case ast.BinOp(left=left, op=op, right=right):
+                return _OPERATORS[type(op)](self._value(left), self._value(right))
+        raise AssertionError(f"expression was not checked: {ast.dump(node)}")
+
+    def _field(self, name: str) -> int:
+        value = self._config.get(name)
+        if value is None and name in self._defaults:
+            value = self.evaluate(self._defaults[name])
+        if value is None:
+            raise PlanError(f"field {name} is needed and {self._source}: pass --config FILE with it")
+        if type(value) is not int or value < 0:
+            raise PlanError(f"config field {name} is {value!r:.60}, where a natural number is needed")
+        self.read[name] = value
+        return value
+
+
+def check_expression(expression: str | int) -> None:
+    """Check that an expression holds nothing but fields, whole numbers, ``+ - * //`` and brackets.
+
+    Raises:
+        ValueError: if it holds anything else.
+    """
+    try:
+        tree = ast.parse(str(expression), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{expression!r:.60} is no expression") from error
+    _check_node(tree, expression)
+
+
+def _check_node(node: ast.expr, expression: str | int) -> None:
+    match node:
+        case ast.Constant(value=int()) | ast.Name():
+            return
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            _check_node(left, expression)
+            _check_node(right, expression)
+            return
+    raise ValueError(f"{expression!r:.60}: only fields, whole numbers, + - * // and brackets may stand there")

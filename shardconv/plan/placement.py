@@ -1,0 +1,229 @@
+"""Placement: which elements of a full tensor each rank holds.
+
+One idea carries the project: every rule for cutting a tensor is one dim and, for each rank, an ordered list of pieces of
+that dim. Pure integers; knows nothing of bytes, files, models or torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple, Self
+
+
+class Interval(NamedTuple):
+    """The half-open range ``[start, stop)`` of a dim."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Elements of the dim that the piece takes up in the shard."""
+        return self.stop - self.start
+
+
+class Zeros(NamedTuple):
+    """Padding: zeros that the full tensor does not have."""
+
+    size: int
+
+
+Piece = Interval | Zeros
+
+
+class IndivisibleError(ValueError):
+    """The units of a dim cannot be shared among that many ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The pieces of one tensor, rank by rank.
+
+    A rank's shard is its pieces, concatenated along ``dim``. The intervals of a rank ascend and do not overlap; those of
+    all ranks together cover the dim. Ranks may hold the same elements: then they hold copies.
+
+    Attributes:
+        dim: the dim that is cut, from 0; None where every rank holds the whole tensor.
+        size: the true size of that dim in the full tensor, without padding; 0 where ``dim`` is None.
+        ranks: for each rank its pieces; empty where ``dim`` is None.
+    """
+
+    dim: int | None
+    size: int
+    ranks: tuple[tuple[Piece, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.dim is None:
+            if self.size or any(self.ranks) or not self.ranks:
+                raise ValueError("a replicated placement has no pieces")
+            return
+        for pieces in self.ranks:
+            _check_ascending(pieces, self.size)
+        _check_covered(sorted(piece for pieces in self.ranks for piece in intervals(pieces)), self.size)
+
+    @classmethod
+    def replicated(cls, tp: int) -> Self:
+        """Every one of ``tp`` ranks holds the whole tensor."""
+        return cls(None, 0, ((),) * tp)
+
+    @property
+    def tp(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some rank holds zeros that the full tensor does not have."""
+        return any(isinstance(piece, Zeros) for pieces in self.ranks for piece in pieces)
+
+    def shard_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """The shape of a rank's shard of a tensor of this ``shape``."""
+        if self.dim is None:
+            return tuple(shape)
+        local = sum(piece.size for piece in self.ranks[rank])
+        return (*shape[: self.dim], local, *shape[self.dim + 1 :])
+
+    def shard_numel(self, shape: Sequence[int], rank: int) -> int:
+        """Elements of a rank's shard of a tensor of this ``shape``."""
+        return prod(self.shard_shape(shape, rank))
+
+    def describe(self) -> str:
+        """The placement in a few words, for people."""
+        if self.dim is None:
+            return "replicated"
+        words = [f"dim {self.dim}"]
+        if (count := max(len(intervals(pieces)) for pieces in self.ranks)) > 1:
+            words.append(f"{count} pieces")
+        if sum(piece.size for pieces in self.ranks for piece in intervals(pieces)) > self.size:
+            words.append("copies")
+        if self.is_padded:
+            words.append(f"padded from {self.size}")
+        return ", ".join(words)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: an interval is ``[start, stop]``, a run of zeros its size."""
+        ranks = [[p.size if isinstance(p, Zeros) else [p.start, p.stop] for p in pieces] for pieces in self.ranks]
+        return {"dim": self.dim, "size": self.size, "ranks": ranks}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: if the data is not a placement.
+        """
+        try:
+            ranks = tuple(tuple(_piece(item) for item in pieces) for pieces in data["ranks"])
+            return cls(data["dim"], data["size"], ranks)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a placement: {data!r:.100}") from error
+
+
+def intervals(pieces: Sequence[Piece]) -> list[Interval]:
+    """The pieces that are elements of the full tensor."""
+    return [piece for piece in pieces if isinstance(piece, Interval)]
+
+
+def _piece(item: Any) -> Piece:  # noqa: ANN401 - anything JSON holds
+    if isinstance(item, int):
+        return Zeros(item)
+    start, stop = item
+    return Interval(start, stop)
+
+
+def _check_ascending(pieces: Sequence[Piece], size: int) -> None:
+    end = 0
+    for piece in pieces:
+        if piece.size <= 0:
+            raise ValueError(f"{piece} is empty")
+        if isinstance(piece, Interval):
+            if not end <= piece.start or not piece.stop <= size:
+                raise ValueError(f"{piece} overlaps the piece before it or leaves the dim of {size}")
+            end = piece.stop
+
+
+def _check_covered(ascending: Sequence[Interval], size: int) -> None:
+    end = 0
+    for piece in ascending:
+        if piece.start > end:
+            break
+        end = max(end, piece.stop)
+    if end < size:
+        raise ValueError(f"no rank holds element {end} of the dim of {size}")
+
+
+class Unit(NamedTuple):
+    """What cuts fall between: ``count`` things (heads, rows, blocks) of ``size`` elements each.
+
+    With ``copies``, fewer units than ranks are held by several ranks each; with ``pad``, a count that does not divide is
+    filled up with zeros.
+    """
+
+    count: int
+    size: int = 1
+    copies: bool = False
+    pad: bool = False
+
+    def share(self, tp: int, rank: int) -> tuple[int, int, int]:
+        """The units ``[first, last)`` of a rank, and how many units of zeros follow.
+
+        Raises:
+            IndivisibleError: if the units cannot be shared among ``tp`` ranks.
+        """
+        if self.count % tp == 0:
+            per_rank = self.count // tp
+            return rank * per_rank, (rank + 1) * per_rank, 0
+        if self.copies and tp % self.count == 0:
+            first = rank // (tp // self.count)
+            return first, first + 1, 0
+        if self.pad:
+            per_rank = -(-self.count // tp)
+            first, last = min(rank * per_rank, self.count), min((rank + 1) * per_rank, self.count)
+            return first, last, per_rank - (last - first)
+        either = f", nor is {tp} a multiple of {self.count}" if self.copies else ""
+        raise IndivisibleError(f"{self.count} is not a multiple of {tp}{either}")
+
+
+def cut(dim: int, parts: Sequence[Unit], tp: int, *, groups: int = 1) -> Placement:
+    """Cut a dim that consists of ``groups`` times the same ``parts``, one behind the other.
+
+    One group of one part is an ordinary column or row split; one group of three is a fused ``[q; k; v]``; as many groups
+    as kv heads is a projection that is interleaved per group. With at least as many groups as ranks, whole groups are
+    dealt out; with fewer, the ranks that share a group cut each of its parts.
+
+    Raises:
+        IndivisibleError: if groups or units cannot be shared among ``tp`` ranks.
+    """
+    width = sum(part.count * part.size for part in parts)
+    if groups % tp == 0:
+        per_rank = groups // tp * width
+        ranks = [[Interval(rank * per_rank, (rank + 1) * per_rank)] for rank in range(tp)]
+        return Placement(dim, groups * width, tuple(_joined(pieces) for pieces in ranks))
+    if tp % groups:
+        raise IndivisibleError(f"{groups} is not a multiple of {tp}, nor is {tp} a multiple of {groups}")
+    sharers = tp // groups
+    ranks_pieces = (_pieces(parts, sharers, rank % sharers, rank // sharers * width) for rank in range(tp))
+    return Placement(dim, groups * width, tuple(ranks_pieces))
+
+
+def _pieces(parts: Sequence[Unit], tp: int, rank: int, start: int) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
+    for part in parts:
+        first, last, zeros = part.share(tp, rank)
+        pieces += [Interval(start + first * part.size, start + last * part.size), Zeros(zeros * part.size)]
+        start += part.count * part.size
+    return _joined(pieces)
+
+
+def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """The same pieces without empty ones, and with neighbours made one."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if piece.size == 0:
+            continue
+        if isinstance(piece, Interval) and isinstance(last, Interval) and last.stop == piece.start:
+            joined[-1] = Interval(last.start, piece.stop)
+        else:
+            joined.append(piece)
+    return tuple(joined)

@@ -1,0 +1,165 @@
+"""What a user asks of a plan, and which rules that comes to.
+
+Owns the choice between a family named by the user, the family of the config's ``model_type``, and planning by name; and
+what is concluded from shapes where there is no config. Pure: a plan file comes as text.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+from shardconv.errors import PlanError
+from shardconv.plan.family import NAMES_FAMILY, Family, Rule, family_for, load_family, parse_plan_file
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.resolve import Resolver
+
+#: The largest head size in common use. A cut between heads of this size, among a power of two of ranks, is also one
+#: between heads of 32, 64, 80, 96, 128, 192 or any other size that has no higher power of two in it.
+_ASSUMED_HEAD_DIM = 256
+
+#: By name, these produce what those consume: planning by name requires that they fit.
+_PAIRS = (("q_proj", "o_proj"), ("q_proj", "out_proj"), ("up_proj", "down_proj"), ("fc1", "fc2"), ("w1", "w2"))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What a user may say about a plan; kept in the manifest, so that a reshard follows it.
+
+    Attributes:
+        family: the family to use, whatever the config says.
+        plan_file: name and text of a plan file, whose rules come before the family's.
+        replicate: names or patterns of tensors that every rank gets whole.
+        head_dim: the head size, where there is no config to say it.
+    """
+
+    family: str | None = None
+    plan_file: tuple[str, str] | None = None
+    replicate: tuple[str, ...] = ()
+    head_dim: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        plan_file = list(self.plan_file) if self.plan_file else None
+        return {
+            "family": self.family,
+            "plan_file": plan_file,
+            "replicate": list(self.replicate),
+            "head_dim": self.head_dim,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: if the data is no request.
+        """
+        try:
+            plan_file = tuple(data["plan_file"]) if data["plan_file"] else None
+            return cls(data["family"], plan_file, tuple(data["replicate"]), data["head_dim"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a plan request: {error!r}") from error
+
+
+class Resolution(NamedTuple):
+    """A resolver, and what had to be concluded or assumed on the way to it."""
+
+    resolver: Resolver
+    assumed: tuple[str, ...]
+
+
+def resolve(
+    tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None, request: PlanRequest
+) -> Resolution:
+    """Find the rules for a checkpoint.
+
+    Args:
+        tensors: name to dtype and shape.
+        config: what config.json holds, or None.
+        request: what the user said.
+
+    Raises:
+        PlanError: if no rules are known that cover every tensor.
+    """
+    assumed: list[str] = []
+    unsure = ""
+    if config is None or request.head_dim is not None:
+        config, sentence, unsure = _with_heads(tensors, config, request.head_dim)
+        assumed += [sentence] if sentence else []
+    family = _family(config, request)
+    if family.name == NAMES_FAMILY:
+        _check_pairs(tensors)
+        model = f"model type {config['model_type']!r}" if config.get("model_type") else "a checkpoint without a config"
+        assumed.append(f"{model} has no family: planned by the names of its tensors")
+    required: list[str] = []
+    if request.plan_file is not None:
+        user = parse_plan_file(*request.plan_file)
+        required += [rule.pattern for rule in user.rules]
+        family = replace(user, name=family.name).over(family)
+    if request.replicate:
+        rules = tuple(Rule(name, "replicate", origin="--replicate") for name in request.replicate)
+        required += request.replicate
+        family = Family(family.name, rules=rules).over(family)
+    return Resolution(Resolver(tensors, config, family, required=required, unsure=unsure), tuple(assumed))
+
+
+def _family(config: Mapping[str, Any], request: PlanRequest) -> Family:
+    if request.family is not None:
+        return load_family(request.family)
+    model_type = config.get("model_type")
+    known = family_for(model_type) if isinstance(model_type, str) else None
+    return known or load_family(NAMES_FAMILY)
+
+
+def _with_heads(
+    tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None, head_dim: int | None
+) -> tuple[dict[str, Any], str, str]:
+    """A config with what names and shapes tell of the heads; a sentence that says so; and what stays unsure."""
+    sentence = unsure = ""
+    if head_dim is not None:
+        source = "--head-dim"
+    elif found := _head_dim_by_shape(tensors):
+        head_dim, source = found
+        sentence = f"head_dim = {head_dim}, from the shape of {source}"
+    elif any(name.endswith("q_proj.weight") for name in tensors):
+        head_dim = _ASSUMED_HEAD_DIM
+        sentence = f"head_dim = {head_dim} assumed: there is no config, and smaller heads allow the same cuts"
+        unsure = "the head size is not in the checkpoint: pass --head-dim N or --config FILE to settle it"
+    if head_dim is None:
+        return dict(config or {}), "", ""
+    heads = {
+        field: spec.shape[0] // head_dim
+        for field, suffix in (("num_attention_heads", "q_proj.weight"), ("num_key_value_heads", "k_proj.weight"))
+        if (spec := _first(tensors, suffix)) is not None and spec.shape
+    }
+    return {**heads, **(config or {}), "head_dim": head_dim}, sentence, unsure
+
+
+def _head_dim_by_shape(tensors: Mapping[str, TensorSpec]) -> tuple[int, str] | None:
+    query = _first(tensors, "q_proj.weight")
+    for name, spec in tensors.items():
+        if name.endswith(".rotary_emb.inv_freq") and len(spec.shape) == 1:
+            return 2 * spec.shape[0], name
+        is_norm = name.endswith(".q_norm.weight") and len(spec.shape) == 1
+        if is_norm and query is not None and spec.shape[0] < query.shape[0]:
+            return spec.shape[0], name
+    return None
+
+
+def _first(tensors: Mapping[str, TensorSpec], suffix: str) -> TensorSpec | None:
+    return next((spec for name, spec in tensors.items() if name.endswith(suffix)), None)
+
+
+def _check_pairs(tensors: Mapping[str, TensorSpec]) -> None:
+    for name, spec in tensors.items():
+        for producer, consumer in _PAIRS:
+            if not name.endswith(f".{producer}.weight"):
+                continue
+            partner = re.sub(rf"{producer}\.weight$", f"{consumer}.weight", name)
+            other = tensors.get(partner)
+            if other is not None and (len(spec.shape) < 2 or other.shape[-1] != spec.shape[-2]):
+                raise PlanError(
+                    f"{name} of shape {list(spec.shape)} does not produce what {partner} of shape {list(other.shape)} "
+                    f"consumes, so its name does not tell how to cut it: name the --family, or a --plan FILE"
+                )

@@ -1,0 +1,327 @@
+"""Names and shapes of a checkpoint, and its config, become a plan.
+
+Owns the meeting of rules and tensors: which rule covers a name, which dim it cuts, between which units. What no rule
+covers is refused with the way out; nothing is guessed. Knows nothing of files.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+from shardconv.errors import PlanError
+from shardconv.plan.family import STYLES, Family, Rule
+from shardconv.plan.fields import Fields
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
+from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
+
+#: Names that hold several projections in one tensor: never planned without a rule that says how they lie in it.
+FUSED = re.compile(r"(qkv|query_key_value|c_attn|W_?pack|gate_up|in_proj|fused|packed)", re.IGNORECASE)
+
+#: Tensors beside a weight that follow it, by the last part of their name.
+_LEAVES = ("weight", "bias", "weight_scale_inv")
+
+#: The tp sizes that a report looks at.
+CANDIDATE_TPS = (*range(1, 65), 72, 80, 96, 128, 256)
+
+
+class Match(NamedTuple):
+    """The rule that covers a tensor, and which tensor of the rule's module it is."""
+
+    rule: Rule
+    leaf: str
+
+
+class _Question(NamedTuple):
+    """All that a placement depends on; tensors with the same question have the same answer."""
+
+    rule: Rule
+    leaf: str
+    spec: TensorSpec
+    weight: TensorSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class LegalSizes:
+    """The tp sizes that a checkpoint can be split for.
+
+    Attributes:
+        legal: the sizes, ascending.
+        blocked: for each other candidate, which tensor blocks it and why.
+    """
+
+    legal: tuple[int, ...]
+    blocked: Mapping[int, str]
+
+
+class Resolver:
+    """The rules of one family, and of the user, over the tensors of one checkpoint.
+
+    Args:
+        tensors: name to dtype and shape, as the headers have them.
+        config: what config.json holds, or None.
+        family: the rules; the user's own are laid over it already.
+        required: patterns of the user's, each of which has to match something.
+        unsure: why the head size is not known for certain, and what settles it; then only cuts are legal that are right
+            for every smaller head size, too.
+
+    Raises:
+        PlanError: if a tensor is covered by no rule, or a required rule covers no tensor.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorSpec],
+        config: Mapping[str, Any] | None,
+        family: Family,
+        *,
+        required: Sequence[str] = (),
+        unsure: str = "",
+    ) -> None:
+        self._family = family
+        self._unsure = unsure
+        self._config = config
+        self._check_quantization()
+        rules = [rule for rule in family.rules if self._applies(rule)]
+        self._questions = _ask(tensors, rules, family)
+        used = {question.rule.pattern for question in self._questions.values()}
+        if unmatched := [pattern for pattern in required if pattern not in used]:
+            raise PlanError(f"rule {unmatched[0]!r} matches no tensor of this checkpoint: correct its name or remove it")
+        self._first = {question: name for name, question in reversed(self._questions.items())}
+
+    @property
+    def family_name(self) -> str:
+        """The name of the family whose rules these are."""
+        return self._family.name
+
+    def plan(self, tp: int, *, assumed: tuple[str, ...] = ()) -> Plan:
+        """The plan for ``tp`` ranks.
+
+        Raises:
+            PlanError: if a tensor cannot be cut into that many; the message names the sizes that are legal.
+        """
+        try:
+            answers = {question: self._answer(question, tp) for question in self._ordered()}
+        except _BlockedError as error:
+            raise PlanError(f"{error}. {self._way_out(tp)}") from error
+        tensors = {name: answers[question] for name, question in self._questions.items()}
+        return Plan(tp, self._family.name, tensors, assumed)
+
+    def legal_sizes(self) -> LegalSizes:
+        """Which of :data:`CANDIDATE_TPS` are legal, and what blocks the others."""
+        legal, blocked = [], {}
+        for tp in CANDIDATE_TPS:
+            try:
+                for question in self._ordered():
+                    self._answer(question, tp)
+                legal.append(tp)
+            except _BlockedError as error:
+                blocked[tp] = str(error)
+        return LegalSizes(tuple(legal), blocked)
+
+    def _ordered(self) -> list[_Question]:
+        return list(dict.fromkeys(self._questions.values()))
+
+    def _way_out(self, tp: int) -> str:
+        legal = [str(size) for size in self.legal_sizes().legal]
+        return f"Use --tp {', '.join(legal)}." if legal else f"No size up to {max(tp, CANDIDATE_TPS[-1])} is legal."
+
+    def _applies(self, rule: Rule) -> bool:
+        config = self._config or {}
+        return all(config.get(field) == value for field, value in rule.when)
+
+    def _check_quantization(self) -> None:
+        settings = (self._config or {}).get("quantization_config")
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        if method not in (None, "fp8"):
+            raise PlanError(
+                f"the checkpoint is quantised by {method!r}, which shardconv cannot cut yet: split the unquantised "
+                f"checkpoint, or one quantised by fp8"
+            )
+
+    def _answer(self, question: _Question, tp: int) -> TensorPlan:
+        """The placement for one question.
+
+        Raises:
+            _BlockedError: if the units cannot be shared among ``tp`` ranks.
+            PlanError: if rule, config and shape do not fit together.
+        """
+        name = self._first[question]
+        if self._unsure and tp & (tp - 1):
+            raise _BlockedError(f"{tp} is no power of two, and {self._unsure}")
+        rule, leaf, spec, weight = question
+        fields = Fields(self._config, self._family.config or {})
+        reference = weight if leaf == "weight_scale_inv" and weight else spec
+        try:
+            placement = self._place(rule, leaf, reference, tp, fields, name)
+            if reference is not spec:
+                placement = _on_blocks(placement, name, spec, reference, self._block(spec, reference, name))
+            _check_bytes(placement, name, spec)
+        except IndivisibleError as error:
+            reason = ", ".join(f"{key}={value}" for key, value in fields.read.items()) or f"shape {list(spec.shape)}"
+            unsure = f"; {self._unsure}" if self._unsure else ""
+            raise _BlockedError(f"{name}: {error} ({reason}){unsure}") from error
+        read = tuple(f"{key}={value}" for key, value in fields.read.items())
+        return TensorPlan(placement, Reason(rule.origin, rule.pattern, rule.style, read))
+
+    def _place(self, rule: Rule, leaf: str, spec: TensorSpec, tp: int, fields: Fields, name: str) -> Placement:
+        dim = _dim(rule, leaf, spec, name)
+        if dim is None:
+            return Placement.replicated(tp)
+        size = spec.shape[dim]
+        groups = fields.evaluate(rule.groups)
+        units = [self._unit(unit, rule, size, fields, name) for unit in rule.parts or (rule.unit,)]
+        expected = groups * sum(unit.count * unit.size for unit in units)
+        if expected != size:
+            read = ", ".join(f"{key}={value}" for key, value in fields.read.items())
+            raise PlanError(
+                f"{name}: dim {dim} has {size} elements, rule {rule.pattern!r} and the config ({read}) expect {expected}: "
+                f"the config is not this checkpoint's, or the family does not fit; give --config, --family or --plan"
+            )
+        return cut(dim, units, tp, groups=groups)
+
+    def _unit(self, unit_name: str | None, rule: Rule, size: int, fields: Fields, name: str) -> Unit:
+        if unit_name is None:
+            return Unit(size, pad=rule.pad)
+        unit = (self._family.units or {})[unit_name]
+        copies = unit.copies and not self._unsure
+        unit_size = fields.evaluate(unit.size)
+        if unit.count is not None:
+            return Unit(fields.evaluate(unit.count), unit_size, copies, rule.pad)
+        if not unit_size or size % unit_size:
+            raise PlanError(f"{name}: {size} elements are no multiple of the {unit_size} of one {unit_name}")
+        return Unit(size // unit_size, unit_size, copies, rule.pad)
+
+    def _block(self, scale: TensorSpec, weight: TensorSpec, name: str) -> tuple[int, ...]:
+        settings = (self._config or {}).get("quantization_config") or {}
+        block = tuple(settings.get("weight_block_size") or (128, 128))
+        expected = tuple(-(-size // unit) for size, unit in zip(weight.shape[-2:], block, strict=False))
+        if len(block) != 2 or scale.shape[-2:] != expected:
+            raise PlanError(
+                f"{name}: shape {list(scale.shape)} does not fit blocks of {block} over a weight of "
+                f"{list(weight.shape)}: quantization_config.weight_block_size is needed, pass --config FILE with it"
+            )
+        return block
+
+
+class _BlockedError(Exception):
+    """A tensor cannot be cut for this tp."""
+
+
+def _dim(rule: Rule, leaf: str, spec: TensorSpec, name: str) -> int | None:
+    """The dim that a rule cuts of a tensor, from 0; None where it is replicated."""
+    style = STYLES[rule.style]
+    dim = style.bias if leaf == "bias" else style.weight
+    if dim is None or prod(spec.shape) <= 1 or not spec.shape:
+        return None
+    if len(spec.shape) == 1:
+        if dim == -1 and leaf != "bias":
+            raise PlanError(f"{name}: style {rule.style} needs a matrix, the tensor has one dim")
+        return 0
+    if rule.transposed and leaf != "bias":
+        dim = {-1: -2, -2: -1}[dim]
+    return len(spec.shape) + dim
+
+
+def _on_blocks(
+    placement: Placement, name: str, scale: TensorSpec, weight: TensorSpec, block: tuple[int, ...]
+) -> Placement:
+    """The placement of a block scale, from that of its weight: cuts must fall on the edges of blocks."""
+    if placement.dim is None:
+        return placement
+    width = block[placement.dim - len(weight.shape)]
+    ranks = []
+    for pieces in placement.ranks:
+        for piece in pieces:
+            if not isinstance(piece, Interval) or piece.start % width or piece.stop % width and piece.stop != placement.size:
+                kind = "input" if placement.dim == len(weight.shape) - 1 else "output"
+                raise IndivisibleError(
+                    f"{placement.size} / {placement.tp} = {piece.size} {kind} features a rank is not a multiple of the "
+                    f"{width}-wide scale block"
+                )
+        ranks.append(tuple(Interval(p.start // width, -(-p.stop // width)) for p in pieces if isinstance(p, Interval)))
+    return Placement(placement.dim, scale.shape[placement.dim], tuple(ranks))
+
+
+def _check_bytes(placement: Placement, name: str, spec: TensorSpec) -> None:
+    """Cuts of sub-byte dtypes must fall on whole bytes."""
+    if placement.dim is None or spec.dtype not in _ELEMENTS_PER_GROUP:
+        return
+    group = _ELEMENTS_PER_GROUP[spec.dtype]
+    inner = prod(spec.shape[placement.dim + 1 :])
+    edges = {edge for pieces in placement.ranks for p in pieces for edge in (p if isinstance(p, Interval) else (p.size,))}
+    if any(edge * inner % group for edge in edges) or prod(spec.shape[placement.dim :]) % group:
+        raise IndivisibleError(f"a cut of {spec.dtype} would fall inside a byte")
+
+
+#: What no rule covers and cannot be cut is whole on every rank.
+_SCALAR = Rule("(one element or none)", "replicate", origin="any model")
+
+#: Elements that together fill whole bytes, for the dtypes of which one does not.
+_ELEMENTS_PER_GROUP = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
+
+
+def _ask(tensors: Mapping[str, TensorSpec], rules: Sequence[Rule], family: Family) -> dict[str, _Question]:
+    matcher = Matcher(rules, family.prefix)
+    questions: dict[str, _Question] = {}
+    for name, spec in tensors.items():
+        match = matcher.match(name)
+        if match is None and prod(spec.shape) <= 1:
+            match = Match(_SCALAR, "weight")
+        if match is None:
+            raise PlanError(_uncovered(name, spec, family))
+        weight = None
+        if match.leaf == "weight_scale_inv":
+            weight = tensors.get(name.removesuffix("_scale_inv"))
+            if weight is None:
+                raise PlanError(f"{name}: there is no weight beside this scale")
+        questions[name] = _Question(match.rule, match.leaf, spec, weight)
+    return questions
+
+
+def _uncovered(name: str, spec: TensorSpec, family: Family) -> str:
+    shape = "x".join(map(str, spec.shape)) or "scalar"
+    what = "holds several projections in one, by its name; how they lie in it" if FUSED.search(name) else "is"
+    known = "unknown" if what != "is" else f"covered by no rule of family {family.name}"
+    return (
+        f"{name} ({spec.dtype} {shape}) {what} {'is ' if what != 'is' else ''}{known}: a guess could be silent garbage. "
+        f"Name the --family, or a --plan FILE with a rule for it, or --replicate {name!r} to put it whole on every rank"
+    )
+
+
+class Matcher:
+    """Finds the first of several rules whose pattern matches a tensor's name."""
+
+    def __init__(self, rules: Sequence[Rule], prefix: str = "") -> None:
+        self._rules = rules
+        patterns = "|".join(f"({_regex(rule.pattern, prefix)})" for rule in rules) or "(?!)"
+        self._whole = re.compile(patterns)
+        self.match = lru_cache(maxsize=None)(self._match)
+
+    def _match(self, name: str) -> Match | None:
+        if found := self._whole.fullmatch(name):
+            return Match(self._rules[(found.lastindex or 1) - 1], "bias" if name.endswith("bias") else "weight")
+        module, _, leaf = name.rpartition(".")
+        if leaf in _LEAVES and (found := self._whole.fullmatch(module)):
+            return Match(self._rules[(found.lastindex or 1) - 1], leaf)
+        return None
+
+
+def _regex(pattern: str, prefix: str) -> str:
+    start = ""
+    if pattern.startswith("**."):
+        start, pattern = r"(?:.+\.)?", pattern[3:]
+    elif prefix and pattern.startswith(prefix):
+        start, pattern = f"(?:{re.escape(prefix)})?", pattern[len(prefix) :]
+    tokens = re.split(r"(\*|\{[^{}]*\})", pattern)
+    return start + "".join(_token(token) for token in tokens)
+
+
+def _token(token: str) -> str:
+    if token == "*":  # noqa: S105 - a pattern's token
+        return r"[^.]*"
+    if token.startswith("{"):
+        return "(?:" + "|".join(re.escape(choice) for choice in token[1:-1].split(",")) + ")"
+    return re.escape(token)
