@@ -1,4 +1,4 @@
-"""shardconv: split safetensors checkpoints into tensor-parallel shards, one per rank, and merge them back byte for byte.
+"""shardconv: split safetensors checkpoints into tensor-parallel shards, one per rank, and merge them back.
 
 The public names are imported on first use, so that ``import shardconv`` costs nothing.
 """

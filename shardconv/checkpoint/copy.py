@@ -1,9 +1,9 @@
 """The copy engine: bytes from the files of one side to the files of another, in one pass and in bounded memory.
 
-The full tensors are the common ground. They are cut into stripes, flat runs of some 32 MiB that depend on the
-tensors alone and on no tp; threads take stripe after stripe, and block after block of a stripe is gathered from the shards
-that hold it and scattered to the shards that want it. The source of a split, and the result of a merge, are sides with
-one shard a tensor; a reshard has many on both; a verification has nothing to scatter to. So checksums of stripes, taken
+The full tensors are the common ground. They are cut into stripes, flat runs of some 32 MiB that depend on the tensors
+alone and on no tp; threads take stripe after stripe, and block after block of a stripe is gathered from the shards that
+hold it and scattered to the shards that want it. The source of a split, and the result of a merge, are sides with one
+shard a tensor; a reshard has many on both; a verification has nothing to scatter to. So checksums of stripes, taken
 while the bytes pass, can be checked by whatever reads them next.
 
 A block is small enough to stay in the processor's cache between the read and the writes.
@@ -103,7 +103,7 @@ class Sink(Protocol):
 
 
 class StripeState:
-    """What one side keeps while one stripe passes: a running checksum for each file, and the first thing found wrong."""
+    """What one side keeps while a stripe passes: a running checksum for each file, and the first thing found wrong."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -115,7 +115,7 @@ class StripeState:
         running = self.hashes.get(file)
         if running is None:
             running = self.hashes[file] = xxhash.xxh3_128()
-        running.update(data)
+        running.update(data.data)
 
 
 def _view(array: Bytes, start: int, rows: int, width: int, offset: int, size: int) -> Bytes:
@@ -199,7 +199,9 @@ class ShardReader:
             if not box.is_copy:
                 np.copyto(full, ours)
             elif not state.problem and not np.array_equal(full, ours):
-                state.problem = f"{self._labels[file]}: its copy of {self._names[span.tensor]} differs from a lower rank's"
+                state.problem = (
+                    f"{self._labels[file]}: its copy of {self._names[span.tensor]} differs from a lower rank's"
+                )
 
     def _check_padding(self, state: StripeState, span: Span, file: int, data: Bytes, boxes: Sequence[Box]) -> None:
         for box in boxes:
@@ -352,7 +354,8 @@ class CopyJob:
 
     def _blocks(self, span: Span) -> Iterator[Span]:
         """A span in blocks, of whole rows where rows are short."""
-        sides = [side.tensors[span.tensor].geometry for side in (self.reader, *self.sinks)]
+        everyone = [self.reader.tensors, *(sink.tensors for sink in self.sinks)]
+        sides = [tensors[span.tensor].geometry for tensors in everyone]
         shards = max(len(side.shards) for side in sides)
         size = min(max(_BLOCK_BYTES, shards * _BLOCK_BYTES_PER_SHARD), _MAX_BLOCK_BYTES)
         width = max((side.width for side in sides if side.width <= size), default=1)

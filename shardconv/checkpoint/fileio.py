@@ -45,8 +45,8 @@ def read_exactly(descriptor: int, buffer: Bytes, offset: int) -> None:
 
 def write_exactly(descriptor: int, data: Bytes | bytes, offset: int) -> None:
     """Write all of a buffer to a position of a file."""
-    view = memoryview(data)
-    while len(view):
+    view: Any = memoryview(data)  # type: ignore[arg-type, unused-ignore] # arrays have buffers
+    while view:
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
 
@@ -97,7 +97,9 @@ class InputFiles:
                 raise SourceError(f"{path}: cannot be opened: {error.strerror or error}") from error
             self._states.append(self._state(self.descriptors[-1]))
             if self._states[-1][0] != size:
-                raise SourceError(f"{path}: has {self._states[-1][0]} bytes, expected {size}: it changed or is truncated")
+                raise SourceError(
+                    f"{path}: has {self._states[-1][0]} bytes, expected {size}: it changed or is truncated"
+                )
 
     @staticmethod
     def _state(descriptor: int) -> tuple[int, int]:

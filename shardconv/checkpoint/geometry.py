@@ -91,9 +91,7 @@ class ShardRows:
                 low, high = max(first, run.start), min(last, run.start + run.size)
                 if low < high:
                     at = run.local + low - run.start - self._local_column(first)
-                    yield Box(
-                        full, local, rows, self.full_width, self.width, low - first, at, high - low, run.is_copy
-                    )
+                    yield Box(full, local, rows, self.full_width, self.width, low - first, at, high - low, run.is_copy)
 
 
 def _spans(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:

@@ -12,6 +12,8 @@ from shardconv.checkpoint.geometry import geometry, whole
 from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header
 from shardconv.plan.plan import Plan, TensorSpec
 
+MANIFEST_NAME = "shardconv.json"
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

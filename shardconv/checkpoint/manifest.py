@@ -15,13 +15,12 @@ import xxhash
 
 from shardconv.checkpoint.copy import Stripe, cut_stripes
 from shardconv.checkpoint.header import Header, parse_header
-from shardconv.checkpoint.layout import Layout, in_order, lay_out_parts, lay_out_ranks, rank_file_name
+from shardconv.checkpoint.layout import MANIFEST_NAME, Layout, in_order, lay_out_parts, lay_out_ranks, rank_file_name
 from shardconv.checkpoint.source import Source, is_plain_name
 from shardconv.errors import SourceError, SplitCheckpointError
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
 
-MANIFEST_NAME = "shardconv.json"
 FORMAT_VERSION = 1
 
 
@@ -67,7 +66,7 @@ class Manifest:
             parts=tuple((part.name, part.header) for part in source.parts),
             index=source.index,
             metadata=source.metadata,
-            side_files={name: "" for name in source.side_files},
+            side_files=dict.fromkeys(source.side_files, ""),
             stripe_bytes=stripe_bytes,
         )
 
@@ -80,9 +79,7 @@ class Manifest:
     def source_tensors(self) -> dict[str, TensorSpec]:
         """Name to dtype and full shape of every tensor, in the source's order."""
         headers = (header for _, header in self.parts)
-        return {
-            name: TensorSpec(info.dtype, info.shape) for header in headers for name, info in header.tensors.items()
-        }
+        return {name: TensorSpec(info.dtype, info.shape) for header in headers for name, info in header.tensors.items()}
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -211,7 +208,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         data = json.loads(path.read_bytes())
         if not isinstance(data, dict):
-            raise ValueError("it is no JSON object")  # noqa: TRY301, TRY004 - all become one error
+            raise ValueError("it is no JSON object")  # noqa: TRY004 - all become one error
         return Manifest.from_json(data)
     except FileNotFoundError as error:
         raise SplitCheckpointError(f"{folder}: is no split checkpoint: it has no {MANIFEST_NAME}") from error

@@ -119,6 +119,8 @@ def _write(
         copy_files(reader, inputs, paths, layout, manifest.stripes, threads=threads, progress=progress)
         written = copy_side_files(side_files, stage)
         if changed := next((name for name in written if written[name] != manifest.side_files[name]), None):
-            raise IntegrityError(f"{folder / changed}: differs from its checksum; put the original back to merge a folder")
+            raise IntegrityError(
+                f"{folder / changed}: differs from its checksum; put the original back to merge a folder"
+            )
         if is_folder and manifest.index is not None:
             (stage / manifest.index[0]).write_bytes(manifest.index[1].encode())

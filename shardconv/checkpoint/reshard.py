@@ -77,9 +77,7 @@ def reshard(
     if target.resolve().is_relative_to(folder.resolve()):
         raise OutputError(f"{target}: lies in the source; choose another place with -o")
     if not dry_run:
-        _write(
-            old, new, folder, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress
-        )
+        _write(old, new, folder, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress)
     return ReshardReport(
         path=str(target),
         old_tp=old.tp,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardconv.checkpoint.header import Header, TensorInfo, read_header
+from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.errors import SourceError
 from shardconv.plan.plan import TensorSpec
 
@@ -104,7 +105,9 @@ def open_source(path: Path, *, config: Path | None = None, follow_links: bool = 
     elif path.suffix == ".safetensors":
         source = _open_file(path)
     else:
-        raise SourceError(f"{path}: is no .safetensors file; convert other formats first, for example with save_pretrained")
+        raise SourceError(
+            f"{path}: is no .safetensors file; convert other formats first, for example with save_pretrained"
+        )
     if config is not None:
         source = _with_config(source, config)
     return source
@@ -122,13 +125,13 @@ def _open_file(path: Path) -> Source:
     beside = path.parent / CONFIG_NAME
     if not beside.is_file():
         return Source(path, is_folder=False, parts=(part,))
-    return Source(
-        path, is_folder=False, parts=(part,), config=read_json(beside), side_files={CONFIG_NAME: beside}
-    )
+    return Source(path, is_folder=False, parts=(part,), config=read_json(beside), side_files={CONFIG_NAME: beside})
 
 
 def _open_folder(folder: Path, index_name: str | None, *, follow_links: bool) -> Source:
     files = {path.name: path for path in sorted(folder.iterdir()) if not path.is_dir()}
+    if MANIFEST_NAME in files:
+        raise SourceError(f"{folder}: is a split checkpoint already: use merge, or reshard for another tp")
     weights = [name for name in files if name.endswith(".safetensors")]
     index_name = index_name or _find_index(folder, files)
     if index_name is None:
@@ -156,11 +159,13 @@ def _find_index(folder: Path, files: Mapping[str, Path]) -> str | None:
     if not indexes:
         return None
     if len(indexes) > 1:
-        raise SourceError(f"{folder}: has several indexes ({', '.join(indexes)}): name the one you mean instead of the folder")
+        raise SourceError(
+            f"{folder}: has several indexes ({', '.join(indexes)}): name the one you mean instead of the folder"
+        )
     single = indexes[0].removesuffix(".index.json")
     if single in files:
         raise SourceError(
-            f"{folder}: has both {single} and {indexes[0]}, so two checkpoints: name the one you mean instead of the folder"
+            f"{folder}: has both {single} and {indexes[0]}: name the one you mean instead of the folder"
         )
     return indexes[0]
 
@@ -171,10 +176,14 @@ def _find_single(folder: Path, weights: list[str]) -> str:
     if len(weights) == 1 and not _PART_NAME.fullmatch(weights[0]):
         return weights[0]
     if not weights:
-        raise SourceError(f"{folder}: holds no .safetensors file; convert other formats first, for example with save_pretrained")
+        raise SourceError(
+            f"{folder}: holds no .safetensors file; convert other formats first, for example with save_pretrained"
+        )
     if any(_PART_NAME.fullmatch(name) for name in weights):
         raise SourceError(f"{folder}: holds parts ({weights[0]}, ...) and no index over them (*{INDEX_SUFFIX})")
-    raise SourceError(f"{folder}: holds several checkpoints ({', '.join(weights)}): name the file you mean instead of the folder")
+    raise SourceError(
+        f"{folder}: holds several checkpoints ({', '.join(weights)}): name the file you mean instead of the folder"
+    )
 
 
 def _open_part(folder: Path, name: str, *, follow_links: bool) -> Part:
@@ -192,13 +201,15 @@ def _weight_map(path: Path, text: str) -> dict[str, str]:
         raise SourceError(f"{path}: has no weight_map")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not is_plain_name(name) or not name.endswith(".safetensors"):
-            raise SourceError(f"{path}: {tensor!r} is mapped to {name!r:.100}, which is no .safetensors file of this folder")
+            raise SourceError(
+                f"{path}: {tensor!r} is mapped to {name!r:.100}, which is no .safetensors file of this folder"
+            )
     return weight_map
 
 
 def is_plain_name(name: str) -> bool:
     """Whether a name from a file is that of a file right in its folder, on any system."""
-    return name not in {"", ".", ".."} and not re.search(r'[/\\:\x00-\x1f]', name)
+    return name not in {"", ".", ".."} and not re.search(r"[/\\:\x00-\x1f]", name)
 
 
 def _check_no_stale_part(folder: Path, names: list[str], weights: list[str]) -> None:
@@ -206,7 +217,9 @@ def _check_no_stale_part(folder: Path, names: list[str], weights: list[str]) -> 
     for name in weights:
         match = _PART_NAME.fullmatch(name)
         if name not in names and match and match["stem"] in stems:
-            raise SourceError(f"{folder}: part {name} is not in the index: remove it, or name the index file instead of the folder")
+            raise SourceError(
+                f"{folder}: part {name} is not in the index: remove it, or name the index file instead of the folder"
+            )
 
 
 def _check_unique(folder: Path, parts: tuple[Part, ...]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from shardconv import __version__
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress, ShardReader
 from shardconv.checkpoint.fileio import InputFiles
-from shardconv.checkpoint.manifest import MANIFEST_NAME, Manifest, write_manifest
+from shardconv.checkpoint.manifest import Manifest, write_manifest
 from shardconv.checkpoint.planning import StrPath, read_request, resolve_source
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.staging import check_free, staging
@@ -122,12 +122,10 @@ def default_name(source: Source) -> str:
 def _check_target(source: Source, target: Path, *, overwrite: bool) -> None:
     check_free(target, is_folder=True, overwrite=overwrite)
     home = source.path.resolve()
-    if target.resolve() == home or source.is_folder and target.resolve().is_relative_to(home):
+    if target.resolve() == home or (source.is_folder and target.resolve().is_relative_to(home)):
         raise OutputError(f"{target}: lies in the source; choose another place with -o")
     if home.is_relative_to(target.resolve()):
         raise OutputError(f"{target}: holds the source; choose another place with -o")
-    if clash := {MANIFEST_NAME, *(f"rank-{rank}" for rank in ())} & source.side_files.keys():
-        raise OutputError(f"{source.path}: holds {clash.pop()}, so it is a split checkpoint itself")
 
 
 def _write(
@@ -149,7 +147,9 @@ def _write(
         staging(target, is_folder=True, overwrite=overwrite, num_bytes=total) as folder,
     ):
         names = list(manifest.tensors)
-        reader = ShardReader(manifest.part_layout().shards, inputs, labels=[part.name for part in source.parts], names=names)
+        reader = ShardReader(
+            manifest.part_layout().shards, inputs, labels=[part.name for part in source.parts], names=names
+        )
         digests = copy_files(
             reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
             checksums=checksums, threads=threads, progress=progress,

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.errors import OutputError
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -73,8 +74,10 @@ def check_free(path: Path, *, is_folder: bool, overwrite: bool) -> None:
             return
         if not is_folder:
             raise OutputError(f"{path}: is a folder, and a file is to be written")
-        if overwrite and not (path / "shardconv.json").is_file() and not _holds_checkpoint(path):
-            raise OutputError(f"{path}: holds no checkpoint, so it is not overwritten; remove it yourself if that is meant")
+        if overwrite and not (path / MANIFEST_NAME).is_file() and not _holds_checkpoint(path):
+            raise OutputError(
+                f"{path}: holds no checkpoint, so it is not overwritten; remove it yourself if that is meant"
+            )
     if not overwrite:
         raise OutputError(f"{path}: exists; choose another name with -o, or --overwrite")
 
@@ -125,7 +128,9 @@ def _clear(folder: Path) -> None:
 def _check_room(path: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if num_bytes > free:
-        raise OutputError(f"{path}: {num_bytes:,} bytes are needed and {free:,} are free on its disk; nothing was written")
+        raise OutputError(
+            f"{path}: {num_bytes:,} bytes are needed and {free:,} are free on its disk; nothing was written"
+        )
 
 
 def _replaced(path: Path) -> Path:

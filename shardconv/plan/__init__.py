@@ -1,0 +1,1 @@
+"""Which tensor is cut how: pure data and pure functions."""

@@ -201,13 +201,13 @@ def _parse_rules(rules: dict[str, Any], origin: str) -> Iterable[Rule]:
                 _check_keys(data, _RULE_KEYS)
                 parts, when = tuple(data.get("parts", ())), tuple(data.get("when", {}).items())
                 if "style" not in data:
-                    raise ValueError("style is missing")  # noqa: TRY301 - one place adds the pattern to the message
+                    raise ValueError("style is missing")
                 yield Rule(pattern, origin=origin, **{**data, "parts": parts, "when": when})
             except ValueError as error:
                 raise ValueError(f"rule {pattern!r}: {error}") from error
 
 
-def _check_keys(data: Any, known: Mapping[str, type | tuple[type, ...]]) -> None:  # noqa: ANN401 - anything TOML holds
+def _check_keys(data: Any, known: Mapping[str, Any]) -> None:  # noqa: ANN401 - anything TOML holds
     if not isinstance(data, dict):
         raise ValueError(f"{data!r:.60} is no table")  # noqa: TRY004 - all of them become one PlanError
     for key, value in data.items():

@@ -1,7 +1,7 @@
 """Placement: which elements of a full tensor each rank holds.
 
-One idea carries the project: every rule for cutting a tensor is one dim and, for each rank, an ordered list of pieces of
-that dim. Pure integers; knows nothing of bytes, files, models or torch.
+One idea carries the project: every rule for cutting a tensor is one dim and, for each rank, an ordered list of pieces
+of that dim. Pure integers; knows nothing of bytes, files, models or torch.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ class IndivisibleError(ValueError):
 class Placement:
     """The pieces of one tensor, rank by rank.
 
-    A rank's shard is its pieces, concatenated along ``dim``. The intervals of a rank ascend and do not overlap; those of
-    all ranks together cover the dim. Ranks may hold the same elements: then they hold copies.
+    A rank's shard is its pieces, concatenated along ``dim``. The intervals of a rank ascend and do not overlap; those
+    of all ranks together cover the dim. Ranks may hold the same elements: then they hold copies.
 
     Attributes:
         dim: the dim that is cut, from 0; None where every rank holds the whole tensor.
@@ -152,11 +152,12 @@ def _check_covered(ascending: Sequence[Interval], size: int) -> None:
         raise ValueError(f"no rank holds element {end} of the dim of {size}")
 
 
-class Unit(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Unit:
     """What cuts fall between: ``count`` things (heads, rows, blocks) of ``size`` elements each.
 
-    With ``copies``, fewer units than ranks are held by several ranks each; with ``pad``, a count that does not divide is
-    filled up with zeros.
+    With ``copies``, fewer units than ranks are held by several ranks each; with ``pad``, a count that does not divide
+    is filled up with zeros.
     """
 
     count: int
@@ -187,9 +188,9 @@ class Unit(NamedTuple):
 def cut(dim: int, parts: Sequence[Unit], tp: int, *, groups: int = 1) -> Placement:
     """Cut a dim that consists of ``groups`` times the same ``parts``, one behind the other.
 
-    One group of one part is an ordinary column or row split; one group of three is a fused ``[q; k; v]``; as many groups
-    as kv heads is a projection that is interleaved per group. With at least as many groups as ranks, whole groups are
-    dealt out; with fewer, the ranks that share a group cut each of its parts.
+    One group of one part is an ordinary column or row split; one group of three is a fused ``[q; k; v]``; as many
+    groups as kv heads is a projection that is interleaved per group. With at least as many groups as ranks, whole
+    groups are dealt out; with fewer, the ranks that share a group cut each of its parts.
 
     Raises:
         IndivisibleError: if groups or units cannot be shared among ``tp`` ranks.

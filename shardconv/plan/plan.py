@@ -85,7 +85,9 @@ class Plan:
             ValueError: if the data is not a plan.
         """
         try:
-            rules = [TensorPlan(Placement.from_json(rule["placement"]), _reason(rule["reason"])) for rule in data["rules"]]
+            rules = [
+                TensorPlan(Placement.from_json(rule["placement"]), _reason(rule["reason"])) for rule in data["rules"]
+            ]
             tensors = {name: rules[index] for name, index in data["tensors"].items()}
             plan = cls(data["tp"], data["family"], tensors, tuple(data["assumed"]))
         except (KeyError, TypeError, IndexError, AttributeError) as error:

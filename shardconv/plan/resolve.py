@@ -158,7 +158,7 @@ class Resolver:
             placement = self._place(rule, leaf, reference, tp, fields, name)
             if reference is not spec:
                 placement = _on_blocks(placement, name, spec, reference, self._block(spec, reference, name))
-            _check_bytes(placement, name, spec)
+            _check_bytes(placement, spec)
         except IndivisibleError as error:
             reason = ", ".join(f"{key}={value}" for key, value in fields.read.items()) or f"shape {list(spec.shape)}"
             unsure = f"; {self._unsure}" if self._unsure else ""
@@ -235,7 +235,8 @@ def _on_blocks(
     ranks = []
     for pieces in placement.ranks:
         for piece in pieces:
-            if not isinstance(piece, Interval) or piece.start % width or piece.stop % width and piece.stop != placement.size:
+            ends_inside = isinstance(piece, Interval) and piece.stop % width and piece.stop != placement.size
+            if not isinstance(piece, Interval) or piece.start % width or ends_inside:
                 kind = "input" if placement.dim == len(weight.shape) - 1 else "output"
                 raise IndivisibleError(
                     f"{placement.size} / {placement.tp} = {piece.size} {kind} features a rank is not a multiple of the "
@@ -245,13 +246,13 @@ def _on_blocks(
     return Placement(placement.dim, scale.shape[placement.dim], tuple(ranks))
 
 
-def _check_bytes(placement: Placement, name: str, spec: TensorSpec) -> None:
+def _check_bytes(placement: Placement, spec: TensorSpec) -> None:
     """Cuts of sub-byte dtypes must fall on whole bytes."""
     if placement.dim is None or spec.dtype not in _ELEMENTS_PER_GROUP:
         return
     group = _ELEMENTS_PER_GROUP[spec.dtype]
     inner = prod(spec.shape[placement.dim + 1 :])
-    edges = {edge for pieces in placement.ranks for p in pieces for edge in (p if isinstance(p, Interval) else (p.size,))}
+    edges = {edge for pieces in placement.ranks for piece in pieces for edge in piece}  # of zeros, their size
     if any(edge * inner % group for edge in edges) or prod(spec.shape[placement.dim :]) % group:
         raise IndivisibleError(f"a cut of {spec.dtype} would fall inside a byte")
 
@@ -282,12 +283,11 @@ def _ask(tensors: Mapping[str, TensorSpec], rules: Sequence[Rule], family: Famil
 
 
 def _uncovered(name: str, spec: TensorSpec, family: Family) -> str:
-    shape = "x".join(map(str, spec.shape)) or "scalar"
-    what = "holds several projections in one, by its name; how they lie in it" if FUSED.search(name) else "is"
-    known = "unknown" if what != "is" else f"covered by no rule of family {family.name}"
+    fused = "; by its name it holds several projections in one, and how they lie in it is not known" if FUSED.search(name) else ""
     return (
-        f"{name} ({spec.dtype} {shape}) {what} {'is ' if what != 'is' else ''}{known}: a guess could be silent garbage. "
-        f"Name the --family, or a --plan FILE with a rule for it, or --replicate {name!r} to put it whole on every rank"
+        f"{name} ({spec.dtype} {list(spec.shape)}): no rule of family {family.name} covers it{fused}. A guess could be "
+        f"silent garbage: name the --family, or a --plan FILE with a rule for it, or --replicate {name} to put it whole "
+        f"on every rank"
     )
 
 

@@ -1,0 +1,246 @@
+"""The commands: options in, one library call, one report out.
+
+No logic, and no import of numpy or torch before a command runs.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from shardconv import __version__
+from shardconv.console import Console, ranges, show_error, size
+
+if TYPE_CHECKING:
+    from shardconv.checkpoint.planning import PlanReport
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def add(function: Command) -> Command:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
+_PATH = click.Path(path_type=Path)
+_output_options = _options(
+    click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object."),
+    click.option("-q", "--quiet", is_flag=True, help="Print no result for people and no progress."),
+    click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),
+)
+_plan_options = _options(
+    click.option("--plan", type=_PATH, help="TOML or JSON file with rules that come before the family's."),
+    click.option("--family", metavar="NAME", help="Use this family, whatever the config says."),
+    click.option("--replicate", metavar="NAME", multiple=True, help="Put this tensor whole on every rank. Repeatable."),
+    click.option("--head-dim", type=click.IntRange(min=1), metavar="N", help="Head size, if no config says it."),
+    click.option("--config", type=_PATH, help="config.json to use instead of the one beside the weights."),
+    click.option("--follow-links", is_flag=True, help="Read files that are links out of their folder."),
+)
+_write_options = _options(
+    click.option("--overwrite", is_flag=True, help="Replace what is at the destination."),
+    click.option("--dry-run", is_flag=True, help="Plan and check, write nothing."),
+    click.option(
+        "--threads", type=click.IntRange(min=1), metavar="N", help="Threads that copy. [default: processors, up to 8]"
+    ),
+)
+_checksum_option = click.option(
+    "--checksums/--no-checksums", default=True, help="Take checksums while the data passes. [default: on]"
+)
+_tp_option = click.option("--tp", type=click.IntRange(min=1), required=True, metavar="N", help="Number of ranks.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="shardconv %(version)s")
+def cli() -> None:
+    """Split safetensors checkpoints into tensor-parallel shards, one per rank, and merge them back byte for byte."""
+
+
+@cli.command()
+@click.argument("src", type=_PATH)
+@_tp_option
+@click.option("-o", "--output", type=_PATH, metavar="DIR", help="Folder to write. [default: NAME-tpN here]")
+@_plan_options
+@_write_options
+@_checksum_option
+@_output_options
+def split(src: Path, output: Path | None, *, as_json: bool, quiet: bool, plan: Path | None, **options: Any) -> None:  # noqa: ANN401
+    """Split the checkpoint SRC (a .safetensors file, an index, or a folder) for N ranks."""
+    from shardconv.checkpoint.split import split as run
+
+    console = Console(as_json=as_json, quiet=quiet)
+    with console.progress("split") as progress:
+        report = run(src, output, plan=plan or "auto", progress=progress, **options)
+    verb = "would be written" if report.dry_run else _rate(report.source_bytes, report.seconds)
+    console.report(
+        report,
+        [
+            f"{report.path}: {report.num_tensors} tensors, {size(report.source_bytes)}, family {report.family}",
+            f"{report.tp} rank files of {_sizes(report.rank_bytes)}; {verb}",
+            *_notes(report.assumed, report.left_out),
+        ],
+    )
+
+
+@cli.command()
+@click.argument("src", type=_PATH, metavar="DIR")
+@click.option(
+    "-o", "--output", type=_PATH, metavar="PATH", help="FILE.safetensors or folder. [default: NAME-merged here]"
+)
+@_write_options
+@_output_options
+def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
+    """Merge the split checkpoint DIR into its source again, byte for byte."""
+    from shardconv.checkpoint.merge import merge as run
+
+    console = Console(as_json=as_json, quiet=quiet)
+    with console.progress("merge") as progress:
+        report = run(src, output, progress=progress, **options)
+    same = "the source's bytes" if report.is_identical else "all tensors in one file"
+    verb = "would be written" if report.dry_run else _rate(report.num_bytes, report.seconds)
+    console.report(report, [f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {same}; {verb}"])
+
+
+@cli.command()
+@click.argument("src", type=_PATH, metavar="DIR")
+@_tp_option
+@click.option("-o", "--output", type=_PATH, metavar="DIR2", help="Folder to write. [default: NAME-tpN here]")
+@_write_options
+@_checksum_option
+@_output_options
+def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
+    """Rewrite the split checkpoint DIR for another number of ranks."""
+    from shardconv.checkpoint.reshard import reshard as run
+
+    console = Console(as_json=as_json, quiet=quiet)
+    with console.progress("reshard") as progress:
+        report = run(src, output, progress=progress, **options)
+    verb = "would be written" if report.dry_run else _rate(sum(report.rank_bytes), report.seconds)
+    console.report(
+        report,
+        [
+            f"{report.path}: {report.num_tensors} tensors, from {report.old_tp} ranks to {report.tp}",
+            f"{report.tp} rank files of {_sizes(report.rank_bytes)}; {verb}",
+        ],
+    )
+
+
+@cli.command()
+@click.argument("src", type=_PATH, metavar="DIR")
+@click.option("--against", type=_PATH, metavar="SRC", help="Compare every byte with this source, too.")
+@click.option("--follow-links", is_flag=True, help="Read files of SRC that are links out of their folder.")
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads that read.")
+@_output_options
+def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
+    """Prove the split checkpoint DIR bit for bit, against its checksums and its source. Exits 3 on a difference."""
+    from shardconv.checkpoint.verify import verify as run
+
+    console = Console(as_json=as_json, quiet=quiet)
+    with console.progress("verify") as progress:
+        report = run(src, progress=progress, **options)
+    proof = "checksums" if report.has_checksums else "NO CHECKSUMS (written with --no-checksums), headers only"
+    lines = [
+        f"{report.path}: {report.tp} rank files, {report.num_tensors} tensors, {size(report.num_bytes)}",
+        f"checked: {proof}, copies equal, padding zero"
+        + (f", every byte of {report.against}" if report.against else ""),
+        *(f"DIFFERENT  {line}" for line in report.differences),
+        "different" if report.differences else "correct",
+    ]
+    console.report(report, lines)
+    if report.differences:
+        sys.exit(3)
+
+
+@cli.command()
+@click.argument("src", type=_PATH)
+@click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Number of ranks. [default: legal sizes only]")
+@click.option("--all", "show_all", is_flag=True, help="A line for every tensor, not for every group alike.")
+@_plan_options
+@_output_options
+def plan(
+    src: Path,
+    *,
+    as_json: bool,
+    quiet: bool,
+    plan: Path | None,
+    show_all: bool,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """Show how SRC would be cut, why, and for which numbers of ranks it can be. Reads headers and config only."""
+    from shardconv.checkpoint.planning import report_plan
+
+    console = Console(as_json=as_json, quiet=quiet)
+    report = report_plan(src, plan=plan or "auto", **options)
+    console.report(report, _plan_lines(report))
+    if report.tp is not None:
+        console.table(
+            ("tensor", "count", "dtype", "shape", "shard", "placement", "why"), _plan_rows(report, show_all=show_all)
+        )
+
+
+def _plan_lines(report: "PlanReport") -> list[str]:
+    lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, family {report.family}"]
+    lines += _notes(report.assumed, report.left_out)
+    lines.append(f"legal tp: {', '.join(map(str, report.legal_tp)) or 'none'}")
+    by_tensor: dict[str, list[int]] = {}
+    first: dict[str, str] = {}
+    for tp, why in report.blocked_tp.items():
+        tensor = why.partition(":")[0]
+        by_tensor.setdefault(tensor, []).append(tp)
+        first.setdefault(tensor, why)
+    lines += [f"not legal: {ranges(sizes)}; {first[tensor]}" for tensor, sizes in by_tensor.items()]
+    if report.tp is not None:
+        lines += [f"tp {report.tp}: {_sizes(report.rank_bytes)} a rank", ""]
+    return lines
+
+
+def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]:
+    import re
+
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for tensor in report.tensors:
+        name = tensor.name if show_all else re.sub(r"\.\d+(?=\.)", ".*", tensor.name)
+        shards = " ".join(dict.fromkeys("x".join(map(str, shape)) or "scalar" for shape in tensor.shard_shapes))
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        key = (name, tensor.dtype, shape, shards, tensor.placement, tensor.reason)
+        groups.setdefault(key, []).append(tensor.name)
+    return [(key[0], str(len(names)), *key[1:]) for key, names in groups.items()]
+
+
+def _notes(assumed: tuple[str, ...], left_out: tuple[str, ...]) -> list[str]:
+    notes = [f"assumed: {sentence}" for sentence in assumed]
+    return [*notes, f"left out, as no part of this checkpoint: {', '.join(left_out)}"] if left_out else notes
+
+
+def _sizes(rank_bytes: tuple[int, ...]) -> str:
+    low, high = size(min(rank_bytes)), size(max(rank_bytes))
+    return low if low == high else f"{low} to {high}"
+
+
+def _rate(num_bytes: int, seconds: float) -> str:
+    return f"{seconds:.1f} s, {size(num_bytes / seconds)}/s"
+
+
+def _terminate(*_: object) -> NoReturn:
+    sys.exit(128 + signal.SIGTERM)
+
+
+def main() -> NoReturn:
+    """Run the command line, and exit."""
+    debug = "--debug" in sys.argv
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        sys.exit(cli.main(prog_name="shardconv", standalone_mode=False) or 0)
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            raise
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads it any more
+        sys.exit(show_error(error))

@@ -1,0 +1,140 @@
+"""The only place that prints: results on stdout, all else on stderr.
+
+Owns the human and the ``--json`` form of reports, the progress bar, and the table from exception to message and exit
+code. Style goes through rich, which is imported only where a terminal shows it. Knows reports as dataclasses only.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import click
+
+from shardconv.errors import ShardconvError
+
+#: Seconds between two lines of progress where there is no terminal.
+_LINE_SECONDS = 10.0
+
+Progress = Callable[[int, int], None]
+
+
+class Console:
+    """Prints for one command.
+
+    Args:
+        as_json: print results as one JSON object.
+        quiet: print no results for people, and no progress.
+    """
+
+    def __init__(self, *, as_json: bool, quiet: bool) -> None:
+        self._as_json = as_json
+        self._quiet = quiet
+
+    def report(self, report: Any, lines: Sequence[str]) -> None:  # noqa: ANN401 - any report dataclass
+        """Print a result: the dataclass as JSON, or ``lines`` for people."""
+        if self._as_json:
+            click.echo(json.dumps(dataclasses.asdict(report)))
+        elif not self._quiet:
+            click.echo("\n".join(lines))
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table for people."""
+        if self._as_json or self._quiet:
+            return
+        from rich.console import Console as RichConsole
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        widths = [max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True)]
+        width = None if sys.stdout.isatty() else max(sum(widths), 80)
+        RichConsole(width=width, highlight=False).print(table)
+
+    def progress(self, what: str) -> AbstractContextManager[Progress | None]:
+        """A callback for progress: a bar on a terminal, a line every ten seconds elsewhere."""
+        if self._quiet:
+            return nullcontext()
+        return _bar(what) if sys.stderr.isatty() else _lines(what)
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Progress]:
+    from rich.console import Console as RichConsole
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    bar: RichProgress = RichProgress(*columns, console=RichConsole(stderr=True), transient=True)
+    with bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _lines(what: str) -> Iterator[Progress]:
+    began = last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _LINE_SECONDS and done:
+            last = now
+            rate = done / (now - began)
+            left = (total - done) / rate
+            click.echo(f"{what}: {size(done)} of {size(total)}, {size(rate)}/s, {left:.0f} s left", err=True)
+
+    yield show
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people, in powers of ten."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers with runs of three and more as ``first-last``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(words)
+
+
+def show_error(error: BaseException) -> int:
+    """Print one message for an exception and give the exit code that goes with it."""
+    message, code = _describe(error)
+    if message:
+        click.echo(f"shardconv: {message}", err=True)
+    return code
+
+
+def _describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a table, in the order in which it is read
+    if isinstance(error, click.UsageError):
+        help_hint = f"\n{error.ctx.get_usage()}" if error.ctx else ""
+        return error.format_message() + help_hint, error.exit_code
+    if isinstance(error, click.ClickException):
+        return error.format_message(), error.exit_code
+    if isinstance(error, ShardconvError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return "interrupted; nothing was left behind", 130
+    if isinstance(error, MemoryError):
+        return "there is not enough memory", 1
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}", 1
+    return f"internal error: {type(error).__name__}: {error} (--debug shows where; please report it)", 1
