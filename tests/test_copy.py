@@ -1,0 +1,205 @@
+"""The copy engine over random tensors and placements, against numpy's own indexing."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardconv.checkpoint import copy as engine
+from shardconv.checkpoint.copy import Comparer, CopyJob, ShardReader, Shards, ShardWriter, cut_stripes
+from shardconv.checkpoint.fileio import InputFiles, OutputFiles
+from shardconv.checkpoint.geometry import geometry, whole
+from shardconv.errors import IntegrityError
+from shardconv.plan.placement import Interval, Placement, Unit, Zeros, cut
+
+DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32, "C64": np.uint64}
+
+
+@st.composite
+def placements(draw, tp: int):
+    """A shape and a placement of a tensor of that shape: any dim, fused, grouped, copied, padded or replicated."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=4))
+    if not shape or draw(st.booleans()):
+        return tuple(shape), Placement.replicated(tp)
+    dim = draw(st.integers(0, len(shape) - 1))
+    kind = draw(st.sampled_from(["plain", "fused", "grouped", "copies", "padded"]))
+    if kind == "plain":
+        placement = cut(dim, [Unit(tp * draw(st.integers(1, 3)), draw(st.integers(1, 3)))], tp)
+    elif kind == "fused":
+        placement = cut(dim, [Unit(tp * n) for n in draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))], tp)
+    elif kind == "grouped":
+        groups = draw(st.sampled_from([n for n in range(1, 9) if tp % n == 0]))
+        placement = cut(dim, [Unit(tp, 2), Unit(1, 2, copies=True)], tp, groups=groups)
+    elif kind == "copies":
+        heads = draw(st.sampled_from([n for n in range(1, 9) if tp % n == 0]))
+        placement = cut(dim, [Unit(heads, draw(st.integers(1, 3)), copies=True)], tp)
+    else:
+        parts = draw(st.lists(st.integers(1, 20), min_size=1, max_size=2))
+        placement = cut(dim, [Unit(n, pad=True) for n in parts], tp)
+    shape[dim] = placement.size
+    return tuple(shape), placement
+
+
+@st.composite
+def cases(draw):
+    """Some tensors, each with a placement over N ranks and one over M."""
+    tensors = []
+    old_tp, new_tp = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from([1, 2, 4, 6]))
+    for _ in range(draw(st.integers(1, 4))):
+        shape, old = draw(placements(old_tp))
+        new_shape, new = draw(placements(new_tp))
+        if new_shape != shape:
+            new = Placement.replicated(new_tp)
+        tensors.append((draw(st.sampled_from(sorted(DTYPES))), shape, old, new))
+    return tensors
+
+
+def shard_of(array: np.ndarray, placement: Placement, rank: int) -> np.ndarray:
+    """What a rank has to hold, by numpy."""
+    if placement.dim is None:
+        return array
+    parts = []
+    for piece in placement.ranks[rank]:
+        if isinstance(piece, Zeros):
+            shape = list(array.shape)
+            shape[placement.dim] = piece.size
+            parts.append(np.zeros(shape, array.dtype))
+        else:
+            parts.append(array.take(range(piece.start, piece.stop), axis=placement.dim))
+    empty = array.take(range(0), axis=placement.dim)
+    return np.concatenate([empty, *parts], axis=placement.dim)
+
+
+def side(arrays, placements_) -> tuple[list[Shards], list[bytes]]:
+    """Where shards lie, and the files with them, built by numpy."""
+    tp = placements_[0].tp
+    files = [b""] * tp
+    shards = []
+    names = {value: key for key, value in DTYPES.items()}
+    for array, placement in zip(arrays, placements_, strict=True):
+        shards.append(
+            Shards(geometry(placement, names[array.dtype.type], array.shape), range(tp), [len(file) for file in files])
+        )
+        files = [file + shard_of(array, placement, rank).tobytes() for rank, file in enumerate(files)]
+    return shards, files
+
+
+def write(folder: Path, prefix: str, files: list[bytes]) -> list[Path]:
+    paths = [folder / f"{prefix}{number}" for number in range(len(files))]
+    for path, data in zip(paths, files, strict=True):
+        path.write_bytes(data)
+    return paths
+
+
+def run(folder, old, old_files, new, new_sizes, *, stripe_bytes, checksums=None, threads=2):
+    """Pass everything from one side to another; gives the new files and their checksums."""
+    sizes = [shards.geometry.num_bytes for shards in old]
+    stripes = cut_stripes(sizes, stripe_bytes)
+    inputs = InputFiles(write(folder, "old", old_files), [len(file) for file in old_files])
+    paths = [folder / f"new{number}" for number in range(len(new_sizes))]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    with inputs, OutputFiles(paths, [b""] * len(paths), new_sizes) as outputs:
+        labels, names = [f"old{n}" for n in range(len(old_files))], [f"t{n}" for n in range(len(old))]
+        reader = ShardReader(old, inputs, labels=labels, names=names, checksums=checksums)
+        writer = ShardWriter(new, outputs, num_stripes=len(stripes), with_checksums=True)
+        CopyJob(stripes, reader, [writer]).run(threads=threads)
+    return [path.read_bytes() for path in paths], writer.checksums
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(case=cases(), stripe_bytes=st.integers(1, 200), block_bytes=st.integers(1, 64), seed=st.integers(0, 9))
+def test_any_placement_to_any_other_and_back(tmp_path, monkeypatch, case, stripe_bytes, block_bytes, seed):
+    """split, reshard and merge are this one copy; each result is what numpy makes of the same placement."""
+    monkeypatch.setattr(engine, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(engine, "_BLOCK_BYTES_PER_SHARD", 1)
+    rng = np.random.default_rng(seed)
+    arrays = [
+        rng.integers(1, 256, (*shape, np.dtype(DTYPES[dtype]).itemsize), np.uint8).view(DTYPES[dtype]).reshape(shape)
+        for dtype, shape, _, _ in case
+    ]
+    old, old_files = side(arrays, [old for _, _, old, _ in case])
+    new, new_files = side(arrays, [new for _, _, _, new in case])
+    source = [Shards(whole(array.nbytes), (0,), (0,)) for array in arrays]
+    starts = np.cumsum([0, *(array.nbytes for array in arrays)])
+    source = [shards._replace(offsets=(int(start),)) for shards, start in zip(source, starts, strict=False)]
+    source_file = b"".join(array.tobytes() for array in arrays)
+
+    split, checksums = run(
+        tmp_path, source, [source_file], old, [len(file) for file in old_files], stripe_bytes=stripe_bytes
+    )
+    assert split == old_files
+    resharded, _ = run(
+        tmp_path, old, split, new, [len(file) for file in new_files], stripe_bytes=stripe_bytes, checksums=checksums
+    )
+    assert resharded == new_files
+    merged, _ = run(tmp_path, old, split, source, [len(source_file)], stripe_bytes=stripe_bytes, checksums=checksums)
+    assert merged == [source_file]
+
+
+def one_tensor(placement: Placement, shape: tuple[int, ...]):
+    array = np.arange(1, math.prod(shape) + 1, dtype=np.uint8).reshape(shape)
+    shards, files = side([array], [placement])
+    source = [Shards(whole(array.nbytes), (0,), (0,))]
+    return array, shards, files, source
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize("position", [0, 7, 15])
+def test_one_flipped_bit_of_a_copy_is_found_without_checksums(tmp_path, rank, position):
+    array, shards, files, source = one_tensor(Placement.replicated(4), (16,))
+    broken = bytearray(files[rank])
+    broken[position] ^= 1
+    files[rank] = bytes(broken)
+    with pytest.raises(IntegrityError, match="copy of t0 differs"):
+        run(tmp_path, shards, files, source, [array.nbytes], stripe_bytes=4)
+
+
+def test_partly_shared_pieces_are_compared(tmp_path):
+    """Ranks whose pieces overlap without being equal: what both hold has to be equal."""
+    placement = Placement(0, 6, ((Interval(0, 4),), (Interval(2, 6),)))
+    array, shards, files, source = one_tensor(placement, (6, 2))
+    merged, _ = run(tmp_path, shards, files, source, [array.nbytes], stripe_bytes=100)
+    assert merged == [array.tobytes()]
+    files[1] = b"\xff" + files[1][1:]
+    with pytest.raises(IntegrityError, match="old1: its copy of t0"):
+        run(tmp_path, shards, files, source, [array.nbytes], stripe_bytes=100)
+
+
+def test_padding_that_is_not_zero_is_found(tmp_path):
+    array, shards, files, source = one_tensor(cut(0, [Unit(5, pad=True)], 4), (5, 3))
+    files[3] = files[3][:-1] + b"\x01"
+    with pytest.raises(IntegrityError, match="old3: the padding of t0 is not zero"):
+        run(tmp_path, shards, files, source, [array.nbytes], stripe_bytes=100)
+
+
+def test_a_checksum_names_the_file_whose_bytes_these_are(tmp_path):
+    array, shards, files, source = one_tensor(cut(0, [Unit(4)], 2), (4, 3))
+    _, checksums = run(tmp_path, source, [array.tobytes()], shards, [6, 6], stripe_bytes=100)
+    with pytest.raises(IntegrityError, match=r"old0: the bytes of t0 differ .* these are the bytes of old1"):
+        run(tmp_path, shards, files[::-1], source, [12], stripe_bytes=100, checksums=checksums)
+
+
+def test_comparer_names_tensor_and_byte(tmp_path):
+    array, shards, files, source = one_tensor(cut(0, [Unit(4)], 2), (4, 3))
+    other = bytearray(array.tobytes())
+    other[7] ^= 1
+    ours = InputFiles(write(tmp_path, "ours", files), [len(file) for file in files])
+    theirs = InputFiles(write(tmp_path, "theirs", [bytes(other)]), [len(other)])
+    found = []
+    with ours, theirs:
+        reader = ShardReader(shards, ours, labels=["a", "b"], names=["t0"])
+        comparer = Comparer(ShardReader(source, theirs, labels=["c"], names=["t0"]), ["t0"])
+        CopyJob(cut_stripes([12]), reader, [comparer], found.append).run()
+    assert [str(error) for error in found] == ["t0: byte 7 of the tensor is not the source's"]
+
+
+@given(sizes=st.lists(st.integers(0, 100), max_size=12), stripe_bytes=st.integers(1, 50))
+def test_stripes_cover_every_byte_once_and_in_order(sizes, stripe_bytes):
+    stripes = cut_stripes(sizes, stripe_bytes)
+    covered = [(span.tensor, byte) for stripe in stripes for span in stripe for byte in range(span.start, span.stop)]
+    assert covered == [(tensor, byte) for tensor, size in enumerate(sizes) for byte in range(size)]
+    assert all(sum(span.stop - span.start for span in stripe) <= stripe_bytes for stripe in stripes)

@@ -1,0 +1,115 @@
+"""Placements against plain numpy slicing, and cuts against the definition of each rule."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, Zeros, cut
+
+tps = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
+
+
+def held(placement: Placement, rank: int) -> list[int | None]:
+    """The elements of a rank's shard, one by one; None for padding."""
+    elements: list[int | None] = []
+    for piece in placement.ranks[rank]:
+        elements += [None] * piece.size if isinstance(piece, Zeros) else range(piece.start, piece.stop)
+    return elements
+
+
+@given(per_rank=st.integers(1, 5), size=st.integers(1, 4), tp=tps)
+def test_plain_cut_is_numpys(per_rank, size, tp):
+    placement = cut(0, [Unit(per_rank * tp, size)], tp)
+    chunks = np.split(np.arange(per_rank * tp * size), tp)
+    assert [held(placement, rank) for rank in range(tp)] == [list(chunk) for chunk in chunks]
+
+
+@given(heads=st.sampled_from([1, 2, 4, 8]), size=st.integers(1, 4), tp=st.sampled_from([8, 16, 32]))
+def test_few_kv_heads_are_repeated_in_place(heads, size, tp):
+    """Rank r holds head r // (tp / heads): numpy's repeat, not its tile."""
+    placement = cut(0, [Unit(heads, size, copies=True)], tp)
+    repeated = np.repeat(np.arange(heads * size).reshape(heads, size), tp // heads, axis=0)
+    assert [held(placement, rank) for rank in range(tp)] == [list(row) for row in repeated]
+
+
+@given(rows=st.integers(1, 70), tp=tps)
+def test_padded_rows_are_a_padded_array(rows, tp):
+    placement = cut(0, [Unit(rows, pad=True)], tp)
+    per_rank = -(-rows // tp)
+    padded = [*range(rows), *[None] * (per_rank * tp - rows)]
+    assert [held(placement, rank) for rank in range(tp)] == [
+        padded[rank * per_rank : (rank + 1) * per_rank] for rank in range(tp)
+    ]
+    assert placement.size == rows
+    assert placement.is_padded == (per_rank * tp != rows)
+
+
+@given(sizes=st.lists(st.integers(1, 3), min_size=2, max_size=4), tp=tps)
+def test_fused_parts_are_cut_one_by_one(sizes, tp):
+    placement = cut(0, [Unit(size * tp, 2) for size in sizes], tp)
+    parts = np.split(np.arange(sum(sizes) * tp * 2), np.cumsum([size * tp * 2 for size in sizes])[:-1])
+    for rank in range(tp):
+        assert held(placement, rank) == list(np.concatenate([np.split(part, tp)[rank] for part in parts]))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+def test_groups_with_more_ranks_than_groups(tp):
+    """Four groups of [4 query heads, k, v]: ranks that share a group share its queries and copy its k and v."""
+    groups, queries, size = 4, 4, 3
+    placement = cut(0, [Unit(queries, size), Unit(1, size, copies=True), Unit(1, size, copies=True)], tp, groups=groups)
+    full = np.arange(groups * (queries + 2) * size).reshape(groups, queries + 2, size)
+    q = full[:, :queries].reshape(groups * queries, size)
+    k, v = full[:, queries], full[:, queries + 1]
+    for rank in range(tp):
+        ours = np.array(held(placement, rank)).reshape(-1, size)
+        local_groups = max(groups // tp, 1)
+        grouped = ours.reshape(local_groups, -1, size)
+        kv = range(rank * groups // tp, rank * groups // tp + local_groups)
+        assert np.array_equal(grouped[:, :-2].reshape(-1, size), np.split(q, tp)[rank])
+        assert np.array_equal(grouped[:, -2], k[kv])
+        assert np.array_equal(grouped[:, -1], v[kv])
+
+
+@pytest.mark.parametrize(
+    ("unit", "tp"), [(Unit(6), 4), (Unit(6, copies=True), 4), (Unit(3, copies=True), 8), (Unit(71, 64), 2)]
+)
+def test_what_does_not_divide_is_refused(unit, tp):
+    with pytest.raises(IndivisibleError, match=f"{unit.count} is not a multiple of {tp}"):
+        cut(0, [unit], tp)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ((Interval(0, 2),), (Interval(3, 4),)),  # element 2 is nobody's
+        ((Interval(0, 2),), (Interval(2, 3),)),  # the last element is nobody's
+        ((Interval(0, 2), Interval(1, 4)),),  # a rank holds an element twice
+        ((Interval(2, 4), Interval(0, 2)),),  # not ascending
+        ((Interval(0, 5),),),  # outside
+        ((Interval(0, 4), Zeros(0)),),  # empty
+    ],
+)
+def test_pieces_that_are_no_placement(ranks):
+    with pytest.raises(ValueError, match=r"overlaps|no rank holds|empty"):
+        Placement(0, 4, ranks)
+
+
+@given(
+    tp=tps,
+    parts=st.lists(
+        st.tuples(st.integers(1, 6), st.integers(1, 3), st.booleans(), st.booleans()), min_size=1, max_size=3
+    ),
+)
+def test_json_round_trip(tp, parts):
+    try:
+        placement = cut(1, [Unit(*part) for part in parts], tp)
+    except IndivisibleError:
+        placement = Placement.replicated(tp)
+    assert Placement.from_json(placement.to_json()) == placement
+
+
+@pytest.mark.parametrize("data", [{}, {"dim": 0, "size": 4, "ranks": [[[0]]]}, {"dim": 0, "size": 4, "ranks": [["x"]]}])
+def test_json_that_is_no_placement(data):
+    with pytest.raises(ValueError, match="placement|unpack|element"):
+        Placement.from_json(data)
