@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from shardconv import __version__
-from shardconv.console import Console, ranges, show_error, size
+from shardconv.console import Console, Terminated, ranges, show_error, size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.planning import PlanReport
@@ -229,7 +229,7 @@ def _rate(num_bytes: int, seconds: float) -> str:
 
 
 def _terminate(*_: object) -> NoReturn:
-    sys.exit(128 + signal.SIGTERM)
+    raise Terminated
 
 
 def main() -> NoReturn:
@@ -238,7 +238,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         sys.exit(cli.main(prog_name="shardconv", standalone_mode=False) or 0)
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, Terminated) as error:
         if debug:
             raise
         if isinstance(error, BrokenPipeError):

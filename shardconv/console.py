@@ -6,6 +6,7 @@ code. Style goes through rich, which is imported only where a terminal shows it.
 
 import dataclasses
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,10 @@ from shardconv.errors import ShardconvError
 _LINE_SECONDS = 10.0
 
 Progress = Callable[[int, int], None]
+
+
+class Terminated(BaseException):
+    """SIGTERM came; like KeyboardInterrupt, no ``except Exception`` stops it on its way out."""
 
 
 class Console:
@@ -132,6 +137,8 @@ def _describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a tab
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return "interrupted; nothing was left behind", 130
+    if isinstance(error, Terminated):
+        return "terminated; nothing was left behind", 128 + signal.SIGTERM
     if isinstance(error, MemoryError):
         return "there is not enough memory", 1
     if isinstance(error, OSError):

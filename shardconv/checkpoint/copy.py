@@ -30,6 +30,8 @@ _BLOCK_BYTES = 2**20
 _BLOCK_BYTES_PER_SHARD = 128 * 2**10
 _MAX_BLOCK_BYTES = 4 * 2**20
 _MAX_THREADS = 8
+#: Seconds between two calls for progress.
+_REPORT_SECONDS = 0.1
 
 #: Called with the bytes done and the bytes in all.
 Progress = Callable[[int, int], None]
@@ -374,42 +376,44 @@ class _Run:
         self._progress = progress
         self._total = sum(span.stop - span.start for stripe in job.stripes for span in stripe)
         self._done = 0
-        self._stopping = False
+        self._numbers = iter(range(len(job.stripes)))
+        self._is_stopping = False
         self._lock = threading.Lock()
-        self._local = threading.local()
 
     def run(self, threads: int) -> None:
-        """Pass all stripes; on any exception, also Ctrl-C, no thread is left running."""
+        """Pass all stripes; whatever ends it, an error or Ctrl-C, no thread is left running."""
         with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
             try:
-                pending = {pool.submit(self._pass, number) for number in range(len(self._job.stripes))}
+                pending = {pool.submit(self._work) for _ in range(min(threads, len(self._job.stripes)))}
                 while pending:
-                    finished, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
+                    finished, pending = wait(pending, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)
                     for future in finished:
                         future.result()
-                    self._report()
-            except BaseException:
-                self._stopping = True
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+                    if self._progress is not None:
+                        self._progress(self._done, self._total)
+            finally:
+                self._is_stopping = True
 
-    def _pass(self, number: int) -> None:
-        if not hasattr(self._local, "scratch"):
-            self._local.scratch = Scratch()
-        try:
-            self._job.pass_stripe(number, self._local.scratch, self._advance)
-        except IntegrityError as error:
-            if self._job.on_problem is None:
-                raise
-            with self._lock:
-                self._job.on_problem(error)
+    def _work(self) -> None:
+        scratch = Scratch()
+        while (number := self._next()) is not None:
+            try:
+                self._job.pass_stripe(number, scratch, self._advance)
+            except IntegrityError as error:
+                self._note(error)
+
+    def _next(self) -> int | None:
+        with self._lock:
+            return None if self._is_stopping else next(self._numbers, None)
+
+    def _note(self, error: IntegrityError) -> None:
+        if self._job.on_problem is None:
+            raise error
+        with self._lock:
+            self._job.on_problem(error)
 
     def _advance(self, num_bytes: int) -> None:
-        if self._stopping:
-            raise InterruptedError("stopped")
+        if self._is_stopping:
+            raise InterruptedError("another thread has failed, or the user interrupted")
         with self._lock:
             self._done += num_bytes
-
-    def _report(self) -> None:
-        if self._progress is not None:
-            self._progress(self._done, self._total)

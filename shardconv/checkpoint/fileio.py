@@ -5,6 +5,7 @@ Owns the system calls of the copy engine. Where a call is missing, a portable on
 
 import os
 import resource
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -144,6 +145,9 @@ class InputFiles:
 class OutputFiles:
     """New files of known sizes, written at any position.
 
+    The kernel lets one thread at a time write to a file, and lets others spin for their turn. Here they sleep, so that
+    one thread reads while another writes.
+
     Args:
         paths: the files; none may exist.
         heads: for each the bytes that it begins with.
@@ -152,6 +156,7 @@ class OutputFiles:
 
     def __init__(self, paths: Sequence[Path], heads: Sequence[bytes], sizes: Sequence[int]) -> None:
         self.descriptors: list[int] = []
+        self._turns = [threading.Lock() for _ in paths]
         allow_open_files(len(paths))
         try:
             for path, head, size in zip(paths, heads, sizes, strict=True):
@@ -165,7 +170,8 @@ class OutputFiles:
 
     def write(self, number: int, data: Bytes, offset: int) -> None:
         """Write to a position of file ``number``."""
-        write_exactly(self.descriptors[number], data, offset)
+        with self._turns[number]:
+            write_exactly(self.descriptors[number], data, offset)
 
     def close(self) -> None:
         """Close the files."""

@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,7 @@ def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
         header = Header(raw, ordered, metadata)
         _check_coverage(ordered)
     except ValueError as error:
-        raise SourceError(f"{path}: invalid safetensors header: {error}") from error
+        raise SourceError(f"{path}: invalid safetensors header: {error!s:.300}") from error
     if header.data_bytes != data_bytes:
         kind = "truncated" if data_bytes < header.data_bytes else "longer than its header says"
         raise SourceError(f"{path}: {kind}: expected {header.data_bytes} bytes of data, found {data_bytes}")
@@ -153,8 +154,8 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} stands there twice")
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"key {name!r} stands there twice")
     return result
 
 

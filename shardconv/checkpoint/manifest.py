@@ -8,12 +8,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Self
 
 import xxhash
 
 from shardconv.checkpoint.copy import Stripe, cut_stripes
+from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.header import Header, parse_header
 from shardconv.checkpoint.layout import MANIFEST_NAME, Layout, in_order, lay_out_parts, lay_out_ranks, rank_file_name
 from shardconv.checkpoint.source import Source, is_plain_name
@@ -174,17 +175,28 @@ class Manifest:
     def _check(self) -> None:
         if self.plan.tensors.keys() != self.tensors.keys():
             raise ValueError("its plan is not for its tensors")
+        for name, spec in self.tensors.items():
+            geometry(self.plan.placement(name), spec.dtype, spec.shape)  # refuses what does not fit
+        if type(self.stripe_bytes) is not int or self.stripe_bytes < 1:
+            raise ValueError("its stripes are empty")
         if self.checksums is not None:
             counts = {len(self.checksums), *(len(rank) - len(self.stripes) for rank in self.checksums)}
             if counts != {self.tp, 0}:
                 raise ValueError("its checksums are not for its tensors")
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Check that no name leads out of a folder, and that no two files would overwrite each other."""
         names = [name for name, _ in self.parts] + ([self.index[0]] if self.index else [])
         for name in names:
             if not is_plain_name(name):
                 raise ValueError(f"{name!r:.100} is no name of a file in its folder")
         for name in self.side_files:
-            if not all(is_plain_name(part) for part in name.split("/")) or PurePosixPath(name).is_absolute():
+            if not all(is_plain_name(part) for part in name.split("/")):
                 raise ValueError(f"{name!r:.100} is no name of a file in its folder")
+        taken = {MANIFEST_NAME, *(rank_file_name(rank, self.tp) for rank in range(self.tp))}
+        if len({*names, *self.side_files}) != len(names) + len(self.side_files) or taken & self.side_files.keys():
+            raise ValueError("two of its files have one name")
 
 
 def _part(data: dict[str, Any]) -> tuple[str, Header]:

@@ -9,7 +9,7 @@ from shardconv.checkpoint.header import Header, build_header
 from shardconv.checkpoint.layout import lay_out_parts
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.planning import StrPath
-from shardconv.checkpoint.staging import check_free, staging
+from shardconv.checkpoint.staging import check_apart, check_free, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes
 from shardconv.errors import IntegrityError, SplitCheckpointError
 
@@ -70,6 +70,7 @@ def merge(
     is_folder = target.suffix != ".safetensors"
     headers = _headers(manifest, one_file=not is_folder)
     check_free(target, is_folder=is_folder, overwrite=overwrite)
+    check_apart(target, [folder])
     if not dry_run:
         _write(manifest, folder, target, headers, overwrite=overwrite, threads=threads, progress=progress)
     return MergeReport(

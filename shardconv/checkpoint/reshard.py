@@ -8,9 +8,9 @@ from shardconv import __version__
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from shardconv.checkpoint.planning import StrPath
-from shardconv.checkpoint.staging import check_free, staging
+from shardconv.checkpoint.staging import check_apart, check_free, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes
-from shardconv.errors import OutputError, PlanError, SplitCheckpointError
+from shardconv.errors import PlanError, SplitCheckpointError
 from shardconv.plan.request import resolve
 
 
@@ -74,8 +74,7 @@ def reshard(
     new = old.with_plan(resolver.plan(tp, assumed=assumed))
     target = Path(dst) if dst is not None else Path(f"{folder.resolve().name.removesuffix(f'-tp{old.tp}')}-tp{tp}")
     check_free(target, is_folder=True, overwrite=overwrite)
-    if target.resolve().is_relative_to(folder.resolve()):
-        raise OutputError(f"{target}: lies in the source; choose another place with -o")
+    check_apart(target, [folder])
     if not dry_run:
         _write(old, new, folder, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress)
     return ReshardReport(

@@ -7,6 +7,7 @@ followed out of the folder. Knows nothing of plans or ranks.
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,7 +111,16 @@ def open_source(path: Path, *, config: Path | None = None, follow_links: bool = 
         )
     if config is not None:
         source = _with_config(source, config)
+    _check_names(source)
     return source
+
+
+def _check_names(source: Source) -> None:
+    """Refuse names that a manifest would not be trusted with when it is read again."""
+    index = [] if source.index is None else [source.index[0]]
+    for name in (*(part.name for part in source.parts), *index, *source.side_files):
+        if not all(is_plain_name(folder_or_file) for folder_or_file in name.split("/")):
+            raise SourceError(f"{source.path}: file {name!r:.100} has a name that not every system can have: rename it")
 
 
 def _with_config(source: Source, config: Path) -> Source:
@@ -133,6 +143,7 @@ def _open_folder(folder: Path, index_name: str | None, *, follow_links: bool) ->
     if MANIFEST_NAME in files:
         raise SourceError(f"{folder}: is a split checkpoint already: use merge, or reshard for another tp")
     weights = [name for name in files if name.endswith(".safetensors")]
+    is_named = index_name is not None
     index_name = index_name or _find_index(folder, files)
     if index_name is None:
         names = [_find_single(folder, weights)]
@@ -142,7 +153,8 @@ def _open_folder(folder: Path, index_name: str | None, *, follow_links: bool) ->
         index = (index_name, _read_text(files[index_name]))
         weight_map = _weight_map(files[index_name], index[1])
         names = sorted(set(weight_map.values()))
-        _check_no_stale_part(folder, names, weights)
+        if not is_named:
+            _check_no_stale_part(folder, names, weights)
     parts = tuple(_open_part(folder, name, follow_links=follow_links) for name in names)
     _check_unique(folder, parts)
     if index is not None:
@@ -164,9 +176,7 @@ def _find_index(folder: Path, files: Mapping[str, Path]) -> str | None:
         )
     single = indexes[0].removesuffix(".index.json")
     if single in files:
-        raise SourceError(
-            f"{folder}: has both {single} and {indexes[0]}: name the one you mean instead of the folder"
-        )
+        raise SourceError(f"{folder}: has both {single} and {indexes[0]}: name the one you mean instead of the folder")
     return indexes[0]
 
 
@@ -209,7 +219,7 @@ def _weight_map(path: Path, text: str) -> dict[str, str]:
 
 def is_plain_name(name: str) -> bool:
     """Whether a name from a file is that of a file right in its folder, on any system."""
-    return name not in {"", ".", ".."} and not re.search(r"[/\\:\x00-\x1f]", name)
+    return name not in {"", ".", ".."} and not re.search(r"[/\\:\x00-\x1f\ud800-\udfff]", name)
 
 
 def _check_no_stale_part(folder: Path, names: list[str], weights: list[str]) -> None:
@@ -252,14 +262,17 @@ def _side_files(folder: Path, parts: set[str], *, follow_links: bool) -> tuple[d
             left_out.append(name)
             continue
         _check_link(path, folder, follow_links=follow_links)
-        if path.is_file():
-            side_files[name] = path
+        if not path.is_file():
+            raise SourceError(f"{path}: is no regular file (a pipe, a link to a folder or to nowhere): remove it first")
+        side_files[name] = path
     return side_files, left_out
 
 
 def _walk(folder: Path) -> Iterator[Path]:
+    """Every file under a folder, but those in hidden folders; for a link to a folder the link itself."""
     for root, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (path for name in folders if (path := Path(root, name)).is_symlink())
         yield from (Path(root, name) for name in sorted(files))
 
 
@@ -284,7 +297,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
+        status = path.stat()
+        if stat.S_ISFIFO(status.st_mode):
+            raise SourceError(f"{path}: is no regular file")  # to read it could wait for ever
+        if status.st_size > _MAX_JSON_BYTES:
             raise SourceError(f"{path}: is too large for what it should be")
         return path.read_bytes().decode()
     except OSError as error:

@@ -10,9 +10,9 @@ from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.manifest import Manifest, write_manifest
 from shardconv.checkpoint.planning import StrPath, read_request, resolve_source
 from shardconv.checkpoint.source import Source, open_source
-from shardconv.checkpoint.staging import check_free, staging
+from shardconv.checkpoint.staging import check_apart, check_free, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, side_bytes
-from shardconv.errors import OutputError, PlanError
+from shardconv.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ def split(
     manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES)
     layout = manifest.rank_layout()
     target = Path(dst) if dst is not None else Path(f"{default_name(source)}-tp{tp}")
-    _check_target(source, target, overwrite=overwrite)
+    check_free(target, is_folder=True, overwrite=overwrite)
+    check_apart(target, [source.path, *(part.path for part in source.parts), *source.side_files.values()])
     if not dry_run:
         _write(source, manifest, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress)
     return SplitReport(
@@ -117,15 +118,6 @@ def default_name(source: Source) -> str:
     if path.parent.name == "snapshots":
         return path.parent.parent.name.rpartition("--")[2]
     return path.name if source.is_folder else path.name.removesuffix(".safetensors")
-
-
-def _check_target(source: Source, target: Path, *, overwrite: bool) -> None:
-    check_free(target, is_folder=True, overwrite=overwrite)
-    home = source.path.resolve()
-    if target.resolve() == home or (source.is_folder and target.resolve().is_relative_to(home)):
-        raise OutputError(f"{target}: lies in the source; choose another place with -o")
-    if home.is_relative_to(target.resolve()):
-        raise OutputError(f"{target}: holds the source; choose another place with -o")
 
 
 def _write(

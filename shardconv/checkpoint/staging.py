@@ -8,14 +8,14 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.errors import OutputError
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 @contextmanager
@@ -56,9 +56,7 @@ def _messages(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _NO_ROOM:
             raise OutputError(f"{path}: the disk is full; nothing was left behind") from error
-        if isinstance(error, InterruptedError):
-            raise
-        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise OutputError(f"{error.filename or path}: {error.strerror or error}; nothing was written") from error
 
 
 def check_free(path: Path, *, is_folder: bool, overwrite: bool) -> None:
@@ -69,17 +67,30 @@ def check_free(path: Path, *, is_folder: bool, overwrite: bool) -> None:
     """
     if not os.path.lexists(path):
         return
-    if path.is_dir() and not path.is_symlink():
-        if not any(path.iterdir()):
-            return
-        if not is_folder:
-            raise OutputError(f"{path}: is a folder, and a file is to be written")
-        if overwrite and not (path / MANIFEST_NAME).is_file() and not _holds_checkpoint(path):
-            raise OutputError(
-                f"{path}: holds no checkpoint, so it is not overwritten; remove it yourself if that is meant"
-            )
+    found_folder = path.is_dir() and not path.is_symlink()
+    if found_folder and not any(path.iterdir()):
+        return
+    if found_folder != is_folder:
+        found, wanted = ("folder", "file") if found_folder else ("link" if path.is_symlink() else "file", "folder")
+        raise OutputError(f"{path}: is a {found}, and a {wanted} is to be written; choose another name with -o")
     if not overwrite:
         raise OutputError(f"{path}: exists; choose another name with -o, or --overwrite")
+    if found_folder and not (path / MANIFEST_NAME).is_file() and not _holds_checkpoint(path):
+        raise OutputError(f"{path}: holds no checkpoint, so it is not overwritten; remove it yourself if that is meant")
+
+
+def check_apart(target: Path, sources: Iterable[Path]) -> None:
+    """Check that a destination is neither in a source nor holds one, so that replacing it destroys none.
+
+    Raises:
+        OutputError: if it does.
+    """
+    home = target.resolve()
+    for source in {path.resolve() for path in sources}:
+        if home.is_relative_to(source):
+            raise OutputError(f"{target}: lies in the source; choose another place with -o")
+        if source.is_relative_to(home):
+            raise OutputError(f"{target}: holds {source}, which is read; choose another place with -o")
 
 
 def _holds_checkpoint(folder: Path) -> bool:
@@ -149,6 +160,8 @@ def _recover(path: Path) -> None:
 
 
 def _publish(result: Path, path: Path) -> None:
+    if os.path.lexists(path):
+        _flush(result)  # what is there goes only when its successor is on the disk
     if path.is_dir() and not path.is_symlink() and any(path.iterdir()):
         path.rename(_replaced(path))
     try:
@@ -159,6 +172,15 @@ def _publish(result: Path, path: Path) -> None:
         _recover(path)
         raise
     _recover(path)
+
+
+def _flush(result: Path) -> None:
+    for path in [*result.rglob("*"), result] if result.is_dir() else [result]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

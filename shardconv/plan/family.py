@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from shardconv.errors import PlanError
@@ -34,6 +34,8 @@ STYLES = {
     "embedding_colwise": Style(weight=-1, bias=None),
     "replicate": Style(weight=None, bias=None),
 }
+
+_FOLDER = Path(__file__).parent / "families"
 
 #: Rules for names that tell by themselves how a tensor is cut; used where no family fits.
 NAMES_FAMILY = "by_name"
@@ -93,33 +95,40 @@ class Family:
         name: the file's name without its ending.
         model_types: the values of config.json's ``model_type`` that it serves.
         prefix: what tensor names may lack at their beginning, as in checkpoints of a bare base model.
-        config: expressions for fields that a config may leave out.
+        inherits: the family that has what this one does not say; "" for none.
+        config: what fields that a config may leave out are then: expressions, or true or false.
         units: name to unit.
         rules: in the order in which they are tried; the first whose pattern matches counts.
     """
 
     name: str
     model_types: tuple[str, ...] = ()
+    inherits: str = ""
     prefix: str = ""
     config: Mapping[str, str | int] | None = None
     units: Mapping[str, UnitRule] | None = None
     rules: tuple[Rule, ...] = ()
 
     def over(self, base: "Family") -> "Family":
-        """This family with what it does not say taken from ``base``; its own rules are tried first."""
-        return replace(
+        """This family with what it does not say taken from ``base``; its own rules are tried first.
+
+        Raises:
+            PlanError: if a rule names a unit that neither has.
+        """
+        family = replace(
             self,
             prefix=self.prefix or base.prefix,
             config={**(base.config or {}), **(self.config or {})},
             units={**(base.units or {}), **(self.units or {})},
             rules=self.rules + base.rules,
         )
+        _check_units_exist(family)
+        return family
 
 
 def family_names() -> list[str]:
     """The names of all families, sorted."""
-    files = resources.files("shardconv.plan").joinpath("families").iterdir()
-    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
 @cache
@@ -132,17 +141,21 @@ def load_family(name: str) -> Family:
     if name not in family_names():
         known = ", ".join(known for known in family_names() if known != NAMES_FAMILY)
         raise PlanError(f"there is no family {name!r}; there are: {known}")
-    text = resources.files("shardconv.plan").joinpath("families", f"{name}.toml").read_text("utf-8")
-    return _parse_family(name, tomllib.loads(text), f"family {name}")
+    text = (_FOLDER / f"{name}.toml").read_text("utf-8")
+    family = _parse_family(name, tomllib.loads(text), f"family {name}")
+    return family.over(load_family(family.inherits) if family.inherits else Family(name))
 
 
 def family_for(model_type: str) -> Family | None:
     """The family that serves a ``model_type`` of config.json, or None."""
-    return next((family for family in map(load_family, family_names()) if model_type in family.model_types), None)
+    mentioning = (name for name in family_names() if model_type in (_FOLDER / f"{name}.toml").read_text("utf-8"))
+    return next((family for family in map(load_family, mentioning) if model_type in family.model_types), None)
 
 
 def parse_plan_file(name: str, text: str) -> Family:
     """A user's plan file: the format of a family file, in TOML or, by its ending, JSON.
+
+    It stands for itself: what it inherits, and the units of the family that it is laid over, are not in it yet.
 
     Raises:
         PlanError: if it holds what no plan file holds.
@@ -157,12 +170,18 @@ def parse_plan_file(name: str, text: str) -> Family:
     return _parse_family(name, data, f"plan file {name}")
 
 
+_FAMILY_KEYS = {
+    "model_types": list, "inherits": str, "prefix": str, "config": dict, "units": dict, "rules": dict,
+}  # fmt: skip
+
+
 def _parse_family(name: str, data: dict[str, Any], origin: str) -> Family:
     try:
-        _check_keys(data, {"model_types": list, "inherits": str, "prefix": str, "config": dict, "units": dict, "rules": dict})
+        _check_keys(data, _FAMILY_KEYS)
         family = Family(
             name=name,
             model_types=tuple(data.get("model_types", ())),
+            inherits=data.get("inherits", ""),
             prefix=data.get("prefix", ""),
             config=data.get("config", {}),
             units={key: _parse_unit(key, unit) for key, unit in data.get("units", {}).items()},
@@ -172,9 +191,6 @@ def _parse_family(name: str, data: dict[str, Any], origin: str) -> Family:
             check_expression(expression)
     except ValueError as error:
         raise PlanError(f"{origin}: {error}") from error
-    if "inherits" in data:
-        family = family.over(load_family(data["inherits"]))
-    _check_units_exist(family, origin)
     return family
 
 
@@ -214,11 +230,11 @@ def _check_keys(data: Any, known: Mapping[str, Any]) -> None:  # noqa: ANN401 - 
         if key not in known:
             raise ValueError(f"key {key!r} is not known; known are {', '.join(known)}")
         if not isinstance(value, known[key]):
-            raise ValueError(f"{key} = {value!r:.60} has the wrong type")
+            raise ValueError(f"{key} = {value!r:.60} has the wrong type")  # noqa: TRY004 - as above
 
 
-def _check_units_exist(family: Family, origin: str) -> None:
+def _check_units_exist(family: Family) -> None:
     for rule in family.rules:
         for unit in (rule.unit, *rule.parts):
             if unit is not None and unit not in (family.units or {}):
-                raise PlanError(f"{origin}: rule {rule.pattern!r}: there is no unit {unit!r}")
+                raise PlanError(f"{rule.origin}: rule {rule.pattern!r}: there is no unit {unit!r}")

@@ -32,9 +32,12 @@ class Fields:
         self._defaults = defaults
         self.read: dict[str, Any] = {}
 
-    def raw(self, name: str) -> Any:  # noqa: ANN401 - anything JSON holds
-        """A field as the config has it, or None."""
-        return self._config.get(name)
+    def has(self, name: str, value: Any) -> bool:  # noqa: ANN401 - anything JSON holds
+        """Whether a field has this value, in the config or, where that leaves it out, by the family's default."""
+        field = self._config.get(name)
+        if field is None:
+            field = self._defaults.get(name)
+        return type(field) is type(value) and bool(field == value)
 
     def evaluate(self, expression: str | int) -> int:
         """The value of an expression of fields, whole numbers, ``+ - * //`` and brackets.
@@ -46,6 +49,8 @@ class Fields:
             return self._value(ast.parse(str(expression), mode="eval").body)
         except ZeroDivisionError:
             raise PlanError(f"{expression}: a config field that divides is 0") from None
+        except RecursionError:
+            raise PlanError(f"{expression}: the defaults of config fields go round in a circle") from None
 
     def _value(self, node: ast.expr) -> int:
         match node:

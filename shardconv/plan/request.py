@@ -7,6 +7,7 @@ what is concluded from shapes where there is no config. Pure: a plan file comes 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, NamedTuple, Self
 
 from shardconv.errors import PlanError
@@ -15,7 +16,8 @@ from shardconv.plan.plan import TensorSpec
 from shardconv.plan.resolve import Resolver
 
 #: The largest head size in common use. A cut between heads of this size, among a power of two of ranks, is also one
-#: between heads of 32, 64, 80, 96, 128, 192 or any other size that has no higher power of two in it.
+#: between heads of 32, 64, 80, 96, 128, 192 or any other size that has no higher power of two in it. Where rows are no
+#: multiple of it, the same is true of the highest power of two that they are a multiple of.
 _ASSUMED_HEAD_DIM = 256
 
 #: By name, these produce what those consume: planning by name requires that they fit.
@@ -69,9 +71,7 @@ class Resolution(NamedTuple):
     assumed: tuple[str, ...]
 
 
-def resolve(
-    tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None, request: PlanRequest
-) -> Resolution:
+def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None, request: PlanRequest) -> Resolution:
     """Find the rules for a checkpoint.
 
     Args:
@@ -87,14 +87,14 @@ def resolve(
     if config is None or request.head_dim is not None:
         config, sentence, unsure = _with_heads(tensors, config, request.head_dim)
         assumed += [sentence] if sentence else []
-    family = _family(config, request)
+    user = parse_plan_file(*request.plan_file) if request.plan_file else None
+    family = _family(config, request.family or (user.inherits if user else ""))
     if family.name == NAMES_FAMILY:
         _check_pairs(tensors)
         model = f"model type {config['model_type']!r}" if config.get("model_type") else "a checkpoint without a config"
         assumed.append(f"{model} has no family: planned by the names of its tensors")
     required: list[str] = []
-    if request.plan_file is not None:
-        user = parse_plan_file(*request.plan_file)
+    if user is not None:
         required += [rule.pattern for rule in user.rules]
         family = replace(user, name=family.name).over(family)
     if request.replicate:
@@ -104,9 +104,9 @@ def resolve(
     return Resolution(Resolver(tensors, config, family, required=required, unsure=unsure), tuple(assumed))
 
 
-def _family(config: Mapping[str, Any], request: PlanRequest) -> Family:
-    if request.family is not None:
-        return load_family(request.family)
+def _family(config: Mapping[str, Any], name: str) -> Family:
+    if name:
+        return load_family(name)
     model_type = config.get("model_type")
     known = family_for(model_type) if isinstance(model_type, str) else None
     return known or load_family(NAMES_FAMILY)
@@ -117,13 +117,13 @@ def _with_heads(
 ) -> tuple[dict[str, Any], str, str]:
     """A config with what names and shapes tell of the heads; a sentence that says so; and what stays unsure."""
     sentence = unsure = ""
-    if head_dim is not None:
-        source = "--head-dim"
-    elif found := _head_dim_by_shape(tensors):
+    if head_dim is not None and head_dim < 1:
+        raise PlanError(f"--head-dim {head_dim}: a head has at least one element")
+    if head_dim is None and (found := _head_dim_by_shape(tensors)):
         head_dim, source = found
         sentence = f"head_dim = {head_dim}, from the shape of {source}"
-    elif any(name.endswith("q_proj.weight") for name in tensors):
-        head_dim = _ASSUMED_HEAD_DIM
+    elif head_dim is None and (rows := _projected_rows(tensors)):
+        head_dim = gcd(_ASSUMED_HEAD_DIM, *rows)
         sentence = f"head_dim = {head_dim} assumed: there is no config, and smaller heads allow the same cuts"
         unsure = "the head size is not in the checkpoint: pass --head-dim N or --config FILE to settle it"
     if head_dim is None:
@@ -137,14 +137,19 @@ def _with_heads(
 
 
 def _head_dim_by_shape(tensors: Mapping[str, TensorSpec]) -> tuple[int, str] | None:
+    """The size of a norm over single heads. (That of ``inv_freq`` tells nothing: rotary may be over part of a head.)"""
     query = _first(tensors, "q_proj.weight")
     for name, spec in tensors.items():
-        if name.endswith(".rotary_emb.inv_freq") and len(spec.shape) == 1:
-            return 2 * spec.shape[0], name
         is_norm = name.endswith(".q_norm.weight") and len(spec.shape) == 1
-        if is_norm and query is not None and spec.shape[0] < query.shape[0]:
+        if is_norm and query is not None and query.shape and 0 < spec.shape[0] < query.shape[0]:
             return spec.shape[0], name
     return None
+
+
+def _projected_rows(tensors: Mapping[str, TensorSpec]) -> set[int]:
+    """The rows of the query and key projections: whole numbers of heads."""
+    suffixes = ("q_proj.weight", "k_proj.weight")
+    return {spec.shape[0] for name, spec in tensors.items() if name.endswith(suffixes) and spec.shape}
 
 
 def _first(tensors: Mapping[str, TensorSpec], suffix: str) -> TensorSpec | None:
@@ -158,7 +163,7 @@ def _check_pairs(tensors: Mapping[str, TensorSpec]) -> None:
                 continue
             partner = re.sub(rf"{producer}\.weight$", f"{consumer}.weight", name)
             other = tensors.get(partner)
-            if other is not None and (len(spec.shape) < 2 or other.shape[-1] != spec.shape[-2]):
+            if other is not None and other.shape[-1:] != spec.shape[-2:-1]:
                 raise PlanError(
                     f"{name} of shape {list(spec.shape)} does not produce what {partner} of shape {list(other.shape)} "
                     f"consumes, so its name does not tell how to cut it: name the --family, or a --plan FILE"

@@ -88,7 +88,7 @@ class Resolver:
         self._questions = _ask(tensors, rules, family)
         used = {question.rule.pattern for question in self._questions.values()}
         if unmatched := [pattern for pattern in required if pattern not in used]:
-            raise PlanError(f"rule {unmatched[0]!r} matches no tensor of this checkpoint: correct its name or remove it")
+            raise PlanError(f"rule {unmatched[0]!r} matches no tensor of this checkpoint: correct or remove it")
         self._first = {question: name for name, question in reversed(self._questions.items())}
 
     @property
@@ -129,8 +129,11 @@ class Resolver:
         return f"Use --tp {', '.join(legal)}." if legal else f"No size up to {max(tp, CANDIDATE_TPS[-1])} is legal."
 
     def _applies(self, rule: Rule) -> bool:
-        config = self._config or {}
-        return all(config.get(field) == value for field, value in rule.when)
+        fields = self._fields()
+        return all(fields.has(field, value) for field, value in rule.when)
+
+    def _fields(self) -> Fields:
+        return Fields(self._config, self._family.config or {})
 
     def _check_quantization(self) -> None:
         settings = (self._config or {}).get("quantization_config")
@@ -152,12 +155,12 @@ class Resolver:
         if self._unsure and tp & (tp - 1):
             raise _BlockedError(f"{tp} is no power of two, and {self._unsure}")
         rule, leaf, spec, weight = question
-        fields = Fields(self._config, self._family.config or {})
+        fields = self._fields()
         reference = weight if leaf == "weight_scale_inv" and weight else spec
         try:
             placement = self._place(rule, leaf, reference, tp, fields, name)
             if reference is not spec:
-                placement = _on_blocks(placement, name, spec, reference, self._block(spec, reference, name))
+                placement = _on_blocks(placement, spec, reference, self._block(spec, reference, name))
             _check_bytes(placement, spec)
         except IndivisibleError as error:
             reason = ", ".join(f"{key}={value}" for key, value in fields.read.items()) or f"shape {list(spec.shape)}"
@@ -177,8 +180,9 @@ class Resolver:
         if expected != size:
             read = ", ".join(f"{key}={value}" for key, value in fields.read.items())
             raise PlanError(
-                f"{name}: dim {dim} has {size} elements, rule {rule.pattern!r} and the config ({read}) expect {expected}: "
-                f"the config is not this checkpoint's, or the family does not fit; give --config, --family or --plan"
+                f"{name}: dim {dim} has {size} elements, rule {rule.pattern!r} and the config ({read}) expect "
+                f"{expected}: the config is not this checkpoint's, or the family does not fit; give --config, "
+                f"--family or --plan"
             )
         return cut(dim, units, tp, groups=groups)
 
@@ -225,9 +229,7 @@ def _dim(rule: Rule, leaf: str, spec: TensorSpec, name: str) -> int | None:
     return len(spec.shape) + dim
 
 
-def _on_blocks(
-    placement: Placement, name: str, scale: TensorSpec, weight: TensorSpec, block: tuple[int, ...]
-) -> Placement:
+def _on_blocks(placement: Placement, scale: TensorSpec, weight: TensorSpec, block: tuple[int, ...]) -> Placement:
     """The placement of a block scale, from that of its weight: cuts must fall on the edges of blocks."""
     if placement.dim is None:
         return placement
@@ -283,11 +285,13 @@ def _ask(tensors: Mapping[str, TensorSpec], rules: Sequence[Rule], family: Famil
 
 
 def _uncovered(name: str, spec: TensorSpec, family: Family) -> str:
-    fused = "; by its name it holds several projections in one, and how they lie in it is not known" if FUSED.search(name) else ""
+    fused = ""
+    if FUSED.search(name):
+        fused = "; by its name it holds several projections in one, and how they lie in it is not known"
     return (
         f"{name} ({spec.dtype} {list(spec.shape)}): no rule of family {family.name} covers it{fused}. A guess could be "
-        f"silent garbage: name the --family, or a --plan FILE with a rule for it, or --replicate {name} to put it whole "
-        f"on every rank"
+        f"silent garbage: name the --family, or a --plan FILE with a rule for it, or --replicate {name} to put it "
+        f"whole on every rank"
     )
 
 

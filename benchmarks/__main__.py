@@ -1,0 +1,207 @@
+"""Run the benchmarks and write RESULTS.md: ``python -m benchmarks [--memory DIR] [--disk DIR] [--only NAME]``."""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import models
+from benchmarks.measure import Command, Pairs, remove, run, run_pairs
+
+SHARDCONV: Command = (sys.executable, "-m", "shardconv")
+RESULTS = Path(__file__).parent / "RESULTS.md"
+ROUNDS = 5
+
+
+class Row(NamedTuple):
+    """One claim, what it should reach, what was measured, and what was run."""
+
+    claim: str
+    goal: str
+    figure: str
+    detail: str
+
+
+class Place(NamedTuple):
+    """A folder to measure in, and the kind of storage that it is on."""
+
+    kind: str
+    folder: Path
+
+
+def shardconv(*words: str | Path) -> Command:
+    """A command of shardconv, as a process of its own."""
+    return (*SHARDCONV, *words)
+
+
+@contextmanager
+def llama(place: Place) -> Iterator[tuple[Path, float]]:
+    """The source of most rows, with its size in GB."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+    try:
+        source = folder / "llama.safetensors"
+        num_bytes = models.write_file(source, models.llama_tensors())
+        (folder / "config.json").write_text(json.dumps(models.LLAMA_CONFIG))
+        os.sync()
+        yield source, num_bytes / 1e9
+    finally:
+        remove(folder)
+
+
+def _pair_row(claim: str, goal: str, pairs: Pairs, against: str) -> Row:
+    detail = f"{pairs.our_seconds:.2f} s, {against} {pairs.their_seconds:.2f} s, peak {pairs.peak_mb:.0f} MB"
+    return Row(claim, goal, f"{pairs.ratio:.2f}", detail)
+
+
+def copying(place: Place) -> Iterator[Row]:
+    """Split, merge and reshard against ``cp`` of the source."""
+    with llama(place) as (source, _):
+        parent = source.parent
+        copied, out, out4, back = parent / "cp.out", parent / "out8", parent / "out4", parent / "back.safetensors"
+        copy = ("cp", source, copied)
+        flush = os.sync if place.kind == "disk" else None
+        split = shardconv("split", source, "--tp", "8", "-o", out)
+        pairs = run_pairs(split, copy, outputs=(copied, out), rounds=ROUNDS, between=flush)
+        yield _pair_row(f"split for tp=8 / cp, {place.kind}", "0.7 or less", pairs, "cp")
+        run(split)
+        pairs = run_pairs(
+            shardconv("merge", out, "-o", back), copy, outputs=(copied, back), rounds=ROUNDS, between=flush
+        )
+        yield _pair_row(f"merge of 8 into one file / cp, {place.kind}", "0.9 or less", pairs, "cp")
+        again = shardconv("reshard", out, "--tp", "4", "-o", out4)
+        pairs = run_pairs(again, copy, outputs=(copied, out4), rounds=ROUNDS, between=flush)
+        yield _pair_row(f"reshard 8 to 4 / cp, {place.kind}", "0.9 or less", pairs, "cp")
+        pairs = run_pairs(
+            shardconv("verify", out, "--against", source), copy, outputs=(copied,), rounds=2, between=flush
+        )
+        yield _pair_row(f"verify --against source / cp, {place.kind}", "(none)", pairs, "cp")
+
+
+def usual_script(place: Place) -> Iterator[Row]:
+    """Split against the script that people write today."""
+    with llama(place) as (source, _):
+        ours, theirs = source.parent / "ours", source.parent / "theirs"
+        script = (sys.executable, Path(__file__).with_name("usual_script.py"), source, theirs, "8")
+        pairs = run_pairs(
+            shardconv("split", source, "--tp", "8", "-o", ours), script, outputs=(ours, theirs), rounds=ROUNDS
+        )
+        theirs_mb = max(usage.peak_mb for usage in pairs.theirs)
+        yield Row(
+            "the usual script (get_slice, save_file) / split",
+            "4 or more",
+            f"{1 / pairs.ratio:.1f}",
+            f"script {pairs.their_seconds:.2f} s, peak {theirs_mb:.0f} MB; split {pairs.our_seconds:.2f} s, "
+            f"peak {pairs.peak_mb:.0f} MB",
+        )
+
+
+def checksums(place: Place) -> Iterator[Row]:
+    """What checksums cost a split."""
+    with llama(place) as (source, _):
+        out = source.parent / "out"
+        split = shardconv("split", source, "--tp", "8", "-o", out)
+        pairs = run_pairs(split, (*split, "--no-checksums"), outputs=(out,), rounds=2 * ROUNDS)
+        yield _pair_row("split with checksums / without", "1.10 or less", pairs, "without")
+
+
+def memory(place: Place) -> Iterator[Row]:
+    """Peak memory, on a source of three sizes."""
+    for layers in (2, 10, 40):
+        folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+        source, out, out4, back = (folder / name for name in ("llama.safetensors", "out8", "out4", "back.safetensors"))
+        gigabytes = models.write_file(source, models.llama_tensors(layers), is_sparse=True) / 1e9
+        (folder / "config.json").write_text(json.dumps(models.LLAMA_CONFIG))
+        commands = {
+            "split": shardconv("split", source, "--tp", "8", "-o", out),
+            "merge": shardconv("merge", out, "-o", back),
+            "reshard": shardconv("reshard", out, "--tp", "4", "-o", out4),
+            "verify": shardconv("verify", out, "--against", source),
+        }
+        peaks = {}
+        for name, command in commands.items():
+            peaks[name] = run(command).peak_mb
+            remove(back)
+            remove(out4)
+        remove(folder)
+        each = ", ".join(f"{name} {peak:.0f}" for name, peak in peaks.items())
+        yield Row(f"peak RSS in MB, source of {gigabytes:.1f} GB", "64 or less", f"{max(peaks.values()):.0f}", each)
+
+
+def startup(_: Place) -> Iterator[Row]:
+    """How long ``--help`` takes, beyond Python itself."""
+    pairs = run_pairs(shardconv("--help"), (sys.executable, "-c", "pass"), rounds=4 * ROUNDS)
+    extra = pairs.our_seconds - pairs.their_seconds
+    detail = f"{pairs.our_seconds:.3f} s, python -c pass {pairs.their_seconds:.3f} s"
+    yield Row("--help beyond python -c pass, s", "0.15 or less", f"{extra:.2f}", detail)
+
+
+def planning(place: Place) -> Iterator[Row]:
+    """A plan for a checkpoint shaped like DeepSeek-V3."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+    tensors = models.deepseek_tensors()
+    gigabytes = models.write_parts(folder / "deepseek", tensors, models.DEEPSEEK_CONFIG, 163) / 1e9
+    usages = [run(shardconv("plan", folder / "deepseek", "--tp", "8")) for _ in range(ROUNDS)]
+    remove(folder)
+    seconds = sorted(usage.seconds for usage in usages)[ROUNDS // 2]
+    peak = max(usage.peak_mb for usage in usages)
+    what = f"plan of {len(tensors):,} tensors in 163 files ({gigabytes:.0f} GB, sparse)"
+    yield Row(f"{what}, s", "3 or less", f"{seconds:.2f}", "median of the runs")
+    yield Row(f"{what}, MB", "400 or less", f"{peak:.0f}", "highest of the runs")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--memory", type=Path, default=Path("/dev/shm"), help="folder on a tmpfs [default: %(default)s]"
+    )
+    parser.add_argument("--disk", type=Path, default=Path.cwd(), help="folder on a disk [default: here]")
+    parser.add_argument("--only", help="run just the benchmark of this name, print it, and leave RESULTS.md alone")
+    arguments = parser.parse_args()
+    tmpfs, disk = Place("tmpfs", arguments.memory), Place("disk", arguments.disk)
+    plan: list[tuple[Callable[[Place], Iterator[Row]], Place]] = [
+        (copying, tmpfs), (copying, disk), (usual_script, tmpfs), (checksums, tmpfs), (memory, tmpfs),
+        (startup, tmpfs), (planning, tmpfs),
+    ]  # fmt: skip
+    rows = []
+    for benchmark, place in plan:
+        if arguments.only in (None, benchmark.__name__):
+            for row in benchmark(place):
+                print(" | ".join(row), flush=True)
+                rows.append(row)
+    if arguments.only is None:
+        RESULTS.write_text(_page(rows))
+
+
+def _page(rows: list[Row]) -> str:
+    gigabytes = sum(prod(shape) * 2 for _, shape in models.llama_tensors().values()) / 1e9
+    lines = [
+        "# Results",
+        "",
+        f"Measured by `make bench` on {datetime.now(UTC):%Y-%m-%d}: {platform.system()} {platform.machine()}, "
+        f"{os.cpu_count()} processors, Python {platform.python_version()}. Nothing here is typed by hand.",
+        "",
+        f"The source is a llama-shaped bf16 file of {gigabytes:.2f} GB with random bytes. Times are those of whole "
+        "processes, from start to exit. A ratio is the median over rounds in which both commands run right after each "
+        "other, in changing order: times alone say little on a shared machine. GB and MB are powers of ten.",
+        "",
+        "| claim | to reach | measured | detail |",
+        "|---|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+        "One row alone: `python -m benchmarks --only NAME`, with NAME one of copying, usual_script, checksums, memory, "
+        "startup, planning.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Processes, measured whole: wall time from start to exit, and peak memory; and pairs of them in one run."""
+
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+Command = Sequence[str | Path]
+
+
+class Usage(NamedTuple):
+    """What a process took: wall time in seconds, peak resident memory in MB (10^6 bytes)."""
+
+    seconds: float
+    peak_mb: float
+
+
+def run(command: Command) -> Usage:
+    """Run a command to its end.
+
+    Raises:
+        subprocess.CalledProcessError: if it fails.
+    """
+    began = time.perf_counter()
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - began
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
+    return Usage(seconds, usage.ru_maxrss * 1024 / 1e6)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Two commands, run in turns.
+
+    Attributes:
+        ours: usage of the first command, a round each.
+        theirs: usage of the second.
+    """
+
+    ours: tuple[Usage, ...]
+    theirs: tuple[Usage, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Median over the rounds of our wall time by theirs."""
+        return statistics.median(a.seconds / b.seconds for a, b in zip(self.ours, self.theirs, strict=True))
+
+    @property
+    def our_seconds(self) -> float:
+        """Our median wall time."""
+        return statistics.median(usage.seconds for usage in self.ours)
+
+    @property
+    def their_seconds(self) -> float:
+        """Their median wall time."""
+        return statistics.median(usage.seconds for usage in self.theirs)
+
+    @property
+    def peak_mb(self) -> float:
+        """Our highest peak memory."""
+        return max(usage.peak_mb for usage in self.ours)
+
+
+def run_pairs(
+    ours: Command,
+    theirs: Command,
+    *,
+    outputs: Sequence[Path] = (),
+    rounds: int = 5,
+    between: Callable[[], None] | None = None,
+) -> Pairs:
+    """Run two commands in turns, the first one first in every other round, after one round that does not count.
+
+    Args:
+        ours: a command.
+        theirs: the command to compare with.
+        outputs: what the commands write; removed before each of them.
+        rounds: how many rounds count.
+        between: called before each command, when the outputs are gone.
+    """
+    results: tuple[list[Usage], list[Usage]] = ([], [])
+    for number in range(rounds + 1):
+        for which in (0, 1) if number % 2 else (1, 0):
+            for output in outputs:
+                remove(output)
+            if between is not None:
+                between()
+            usage = run((ours, theirs)[which])
+            if number:
+                results[which].append(usage)
+    for output in outputs:
+        remove(output)
+    return Pairs(tuple(results[0]), tuple(results[1]))

@@ -1,0 +1,142 @@
+"""Checkpoints to measure on, written by hand: headers of the real shapes, random or absent data."""
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+BITS = {"BF16": 16, "F32": 32, "F8_E4M3": 8}
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+
+LLAMA_CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 3072, "intermediate_size": 8192,
+    "num_hidden_layers": 10, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 128256,
+}  # fmt: skip
+
+DEEPSEEK_CONFIG = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+    "first_k_dense_replace": 3, "num_nextn_predict_layers": 1, "vocab_size": 129280,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}  # fmt: skip
+
+
+def llama_tensors(layers: int = LLAMA_CONFIG["num_hidden_layers"]) -> dict[str, tuple[str, tuple[int, ...]]]:  # type: ignore[assignment]
+    """Llama's tensors, with the sizes of its 3B model and an untied head."""
+    hidden, inner, kv, vocab = 3072, 8192, 1024, 128256
+    tensors: dict[str, tuple[int, ...]] = {
+        "lm_head.weight": (vocab, hidden),
+        "model.embed_tokens.weight": (vocab, hidden),
+    }
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        tensors |= {
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.mlp.down_proj.weight": (hidden, inner),
+            f"{at}.mlp.gate_proj.weight": (inner, hidden),
+            f"{at}.mlp.up_proj.weight": (inner, hidden),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+            f"{at}.self_attn.k_proj.weight": (kv, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{at}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{at}.self_attn.v_proj.weight": (kv, hidden),
+        }
+    tensors["model.norm.weight"] = (hidden,)
+    return {name: ("BF16", shape) for name, shape in tensors.items()}
+
+
+def deepseek_tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """DeepSeek-V3's tensors: 62 layers (the last predicts the token after the next), 256 experts, fp8 blocks."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {"model.embed_tokens.weight": ("BF16", (129280, 7168))}
+
+    def linear(name: str, out_features: int, in_features: int) -> None:
+        tensors[f"{name}.weight"] = ("F8_E4M3", (out_features, in_features))
+        tensors[f"{name}.weight_scale_inv"] = ("F32", (-(-out_features // 128), -(-in_features // 128)))
+
+    def mlp(name: str, inner: int) -> None:
+        linear(f"{name}.gate_proj", inner, 7168)
+        linear(f"{name}.up_proj", inner, 7168)
+        linear(f"{name}.down_proj", 7168, inner)
+
+    for layer in range(62):
+        at = f"model.layers.{layer}"
+        attention = f"{at}.self_attn"
+        linear(f"{attention}.q_a_proj", 1536, 7168)
+        linear(f"{attention}.q_b_proj", 128 * 192, 1536)
+        linear(f"{attention}.kv_a_proj_with_mqa", 576, 7168)
+        linear(f"{attention}.kv_b_proj", 128 * 256, 512)
+        linear(f"{attention}.o_proj", 7168, 128 * 128)
+        for norm, size in (("q_a_layernorm", 1536), ("kv_a_layernorm", 512)):
+            tensors[f"{attention}.{norm}.weight"] = ("BF16", (size,))
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{at}.{norm}.weight"] = ("BF16", (7168,))
+        if layer < 3:
+            mlp(f"{at}.mlp", 18432)
+            continue
+        tensors[f"{at}.mlp.gate.weight"] = ("BF16", (256, 7168))
+        tensors[f"{at}.mlp.gate.e_score_correction_bias"] = ("F32", (256,))
+        mlp(f"{at}.mlp.shared_experts", 2048)
+        for expert in range(256):
+            mlp(f"{at}.mlp.experts.{expert}", 2048)
+    last = "model.layers.61"
+    tensors |= {
+        f"{last}.eh_proj.weight": ("BF16", (7168, 14336)),
+        f"{last}.enorm.weight": ("BF16", (7168,)),
+        f"{last}.hnorm.weight": ("BF16", (7168,)),
+        f"{last}.shared_head.norm.weight": ("BF16", (7168,)),
+        f"{last}.shared_head.head.weight": ("BF16", (129280, 7168)),
+        f"{last}.embed_tokens.weight": ("BF16", (129280, 7168)),
+        "model.norm.weight": ("BF16", (7168,)),
+        "lm_head.weight": ("BF16", (129280, 7168)),
+    }
+    return tensors
+
+
+def write_file(path: Path, tensors: Tensors, *, is_sparse: bool = False) -> int:
+    """Write a safetensors file, with random bytes or (sparse) none on disk; returns its size in bytes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + prod(shape) * BITS[dtype] // 8
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
+    raw = json.dumps(entries, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        if is_sparse:
+            os.truncate(path, 8 + len(raw) + end)
+        else:
+            file.writelines(_random_blocks(end))
+    return 8 + len(raw) + end
+
+
+def _random_blocks(num_bytes: int) -> Iterator[bytes]:
+    rng = np.random.default_rng(0)
+    while num_bytes:
+        size = min(num_bytes, 2**24)
+        yield rng.bytes(size)
+        num_bytes -= size
+
+
+def write_parts(folder: Path, tensors: Tensors, config: Mapping[str, object], num_parts: int) -> int:
+    """Write a sparse checkpoint in parts with an index and a config; returns its size in bytes."""
+    folder.mkdir(parents=True)
+    names = list(tensors)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for part in range(num_parts):
+        mine = names[part * len(names) // num_parts : (part + 1) * len(names) // num_parts]
+        file_name = f"model-{part + 1:05d}-of-{num_parts:05d}.safetensors"
+        total += write_file(folder / file_name, {name: tensors[name] for name in mine}, is_sparse=True)
+        weight_map |= dict.fromkeys(mine, file_name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config))
+    return total

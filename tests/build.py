@@ -1,0 +1,130 @@
+"""Small checkpoints, written by hand: no torch, so that the tests that use them start at once."""
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: Name to dtype and shape, in the order of the data.
+Specs = dict[str, tuple[str, tuple[int, ...]]]
+
+_ITEM_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}
+
+
+def safetensors_bytes(header: bytes | Mapping[str, Any], data: bytes = b"", *, length: int | None = None) -> bytes:
+    """A file from its header and data, right or wrong; ``length`` is what it claims to be the header's."""
+    raw = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
+
+
+def entries(specs: Specs) -> dict[str, dict[str, Any]]:
+    """What a header says of tensors that lie one behind the other."""
+    result: dict[str, dict[str, Any]] = {}
+    end = 0
+    for name, (dtype, shape) in specs.items():
+        start, end = end, end + int(np.prod(shape, dtype=np.int64)) * _ITEM_BYTES[dtype]
+        result[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    return result
+
+
+def write_weights(path: Path, specs: Specs, *, seed: int = 0, metadata: Mapping[str, str] | None = None) -> Path:
+    """Write a file with random data."""
+    described = entries(specs)
+    size = max((entry["data_offsets"][1] for entry in described.values()), default=0)
+    head = {} if metadata is None else {"__metadata__": metadata}
+    path.write_bytes(safetensors_bytes({**head, **described}, np.random.default_rng(seed).bytes(size)))
+    return path
+
+
+def llama_config(
+    *, layers: int = 2, hidden: int = 64, heads: int = 8, kv_heads: int = 2, intermediate: int = 96, vocab: int = 131
+) -> dict[str, Any]:
+    """A config; by default one whose tensors, over 4 ranks, are cut, copied, padded and replicated."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+    }
+
+
+def llama_specs(config: Mapping[str, Any], dtype: str = "BF16") -> Specs:
+    """The tensors that a model with this config has."""
+    hidden, intermediate, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    query = config["num_attention_heads"] * config["head_dim"]
+    key = config["num_key_value_heads"] * config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (query, hidden),
+            f"{layer}.self_attn.k_proj.weight": (key, hidden),
+            f"{layer}.self_attn.v_proj.weight": (key, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, query),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.mlp.gate_proj.weight": (intermediate, hidden),
+            f"{layer}.mlp.up_proj.weight": (intermediate, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, intermediate),
+        }
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+    return {name: (dtype, shape) for name, shape in shapes.items()}
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Write a config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(config, indent=2))
+    return path
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], name: str = "model.safetensors.index.json") -> Path:
+    """Write an index over parts."""
+    path = folder / name
+    path.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}, indent=2))
+    return path
+
+
+def part_names(count: int, stem: str = "model") -> list[str]:
+    """The names of parts, as Hugging Face libraries write them."""
+    return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def write_checkpoint(
+    folder: Path, *, parts: int = 1, config: Mapping[str, Any] | None = None, dtype: str = "BF16", seed: int = 0
+) -> Path:
+    """Write a llama-shaped folder: one file, or ``parts`` with an index over them; config and tokenizer beside."""
+    config = llama_config() if config is None else config
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, config)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    specs = llama_specs(config, dtype)
+    if parts == 1:
+        write_weights(folder / "model.safetensors", specs, seed=seed, metadata={"format": "pt"})
+        return folder
+    weight_map = {}
+    for number, (part, names) in enumerate(zip(part_names(parts), deal(list(specs), parts), strict=True)):
+        chosen = {name: specs[name] for name in names}
+        write_weights(folder / part, chosen, seed=seed + number, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, part)
+    write_index(folder, weight_map)
+    return folder
+
+
+def deal(names: Sequence[str], parts: int) -> list[Sequence[str]]:
+    """Names, in order, dealt out to parts."""
+    per_part = -(-len(names) // parts)
+    return [names[start : start + per_part] for start in range(0, len(names), per_part)]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Name to bytes of every file under a folder, hidden ones too."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

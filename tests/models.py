@@ -1,0 +1,238 @@
+"""Tiny random models of each family, as transformers writes them, and in the other forms that hubs hold.
+
+Every model has the structure of a real one: 8 heads, 2 kv heads where they may differ, an odd vocabulary, and random
+numbers everywhere, norms and biases too.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+
+HEADS, KV_HEADS, LAYERS, HIDDEN, INTERMEDIATE, EXPERTS, VOCAB = 8, 2, 2, 64, 96, 4, 131
+FP8_BLOCK = 8
+
+#: What every config is given; configs ignore, but keep, what is not theirs.
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+GQA = {"num_key_value_heads": KV_HEADS, "head_dim": 16}
+MOE = {
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+MLA = {
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+}
+T5 = {"d_model": HIDDEN, "d_ff": INTERMEDIATE, "d_kv": 16, "num_heads": HEADS, "num_layers": LAYERS}
+
+
+@dataclass(frozen=True)
+class Model:
+    """How a tiny model is made.
+
+    Attributes:
+        model_type: its type.
+        config: fields beside :data:`COMMON`.
+        auto: the transformers class that makes a model of its config.
+        rewrite: what changes the tensors that transformers wrote into another form.
+        extra: further fields of config.json that go with the rewriting.
+    """
+
+    model_type: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    auto: str = "AutoModelForCausalLM"
+    rewrite: Callable[[Tensors], Tensors] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path, *, max_shard_size: str = "1GB") -> Path:
+        """Write the model as a checkpoint: weights and config.json."""
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(self.model_type, **{**COMMON, **self.config})
+        make = getattr(transformers, self.auto)
+        model = make.from_config(config) if self.auto.startswith("Auto") else make(config)
+        for tensor in model.state_dict().values():
+            tensor.normal_()
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        if self.rewrite is not None:
+            save_file(self.rewrite(read(folder)), folder / "model.safetensors", metadata={"format": "pt"})
+        if self.extra:
+            change_config(folder, self.extra)
+        return folder
+
+
+def read(folder: Path) -> Tensors:
+    """The tensors of a checkpoint in one file."""
+    return load_file(folder / "model.safetensors")
+
+
+def change_config(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Set fields of a checkpoint's config.json; None removes one."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def pack_experts(tensors: Tensors) -> Tensors:
+    """Per-expert tensors, packed as transformers holds them: [experts, gate and up, hidden], [experts, hidden, ...]."""
+    packed = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    packed = {name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in packed.items()}
+    for layer in sorted({name.split(".experts.")[0] for name in tensors if ".experts." in name}):
+        gates, ups, downs = (
+            torch.stack([
+                next(tensors[name] for end in ends if (name := f"{layer}.experts.{expert}.{end}.weight") in tensors)
+                for expert in range(EXPERTS)
+            ])
+            for ends in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+        )  # fmt: skip
+        experts = f"{layer.replace('block_sparse_moe', 'mlp')}.experts"
+        packed |= {f"{experts}.gate_up_proj": torch.cat([gates, ups], dim=1), f"{experts}.down_proj": downs}
+    return packed
+
+
+def deepseek_hub(tensors: Tensors) -> Tensors:
+    """As DeepSeek-V3 is on the hub: an MTP layer behind the last, and matrices of layers in fp8 with block scales."""
+    last = f"model.layers.{LAYERS - 1}."
+    extra = {name.replace(last, f"model.layers.{LAYERS}."): tensor for name, tensor in tensors.items() if last in name}
+    for name, shape in {
+        "embed_tokens": (VOCAB, HIDDEN),
+        "enorm": (HIDDEN,),
+        "hnorm": (HIDDEN,),
+        "eh_proj": (HIDDEN, 2 * HIDDEN),
+        "shared_head.norm": (HIDDEN,),
+        "shared_head.head": (VOCAB, HIDDEN),
+    }.items():
+        extra[f"model.layers.{LAYERS}.{name}.weight"] = torch.randn(shape)
+    hub: Tensors = {}
+    for name, tensor in {**tensors, **extra}.items():
+        if re.search(r"(self_attn\..*|mlp|experts?)\.?.*proj(_with_mqa)?\.weight$", name) and tensor.dim() == 2:
+            hub[name] = tensor.to(torch.float8_e4m3fn)
+            hub[f"{name}_scale_inv"] = torch.rand([-(-size // FP8_BLOCK) for size in tensor.shape])
+        else:
+            hub[name] = tensor.clone()
+    return hub
+
+
+def adding(buffers: Mapping[str, tuple[int, ...]], *, without_prefix: str = "") -> Callable[[Tensors], Tensors]:
+    """Old checkpoints: with the buffers that later ones do not store, and some without the prefix of their names."""
+
+    def rewrite(tensors: Tensors) -> Tensors:
+        old = {name.removeprefix(without_prefix): tensor for name, tensor in tensors.items()}
+        return {**old, **{name: torch.randn(shape) for name, shape in buffers.items()}}
+
+    return rewrite
+
+
+MODELS = {
+    "llama": Model("llama", GQA),
+    "llama-old": Model("llama", GQA, rewrite=adding({"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)})),
+    "llama-base": Model("llama", GQA, "AutoModel"),
+    "llama-classifier": Model("llama", GQA, "AutoModelForSequenceClassification"),
+    "llama-biases": Model("llama", {**GQA, "attention_bias": True, "mlp_bias": True}),
+    "qwen2": Model("qwen2", {"num_key_value_heads": KV_HEADS}),
+    "qwen3": Model("qwen3", GQA),
+    "stablelm": Model("stablelm", {"num_key_value_heads": KV_HEADS, "qk_layernorm": True, "use_qkv_bias": True}),
+    "olmo2": Model("olmo2", {"num_key_value_heads": KV_HEADS}),
+    "cohere": Model("cohere", {"num_key_value_heads": KV_HEADS, "use_qk_norm": True, "attention_bias": True}),
+    "starcoder2": Model("starcoder2", {"num_key_value_heads": KV_HEADS}),
+    "phi": Model("phi", {"num_key_value_heads": KV_HEADS, "qk_layernorm": True}),
+    "phi3": Model("phi3", {"num_key_value_heads": KV_HEADS}),
+    "glm4": Model("glm4", {**GQA, "attention_bias": True}),
+    "mixtral": Model("mixtral", {**GQA, **MOE}),
+    "mixtral-packed": Model("mixtral", {**GQA, **MOE}, rewrite=pack_experts),
+    "qwen2_moe": Model("qwen2_moe", {"num_key_value_heads": KV_HEADS, **MOE}),
+    "qwen2_moe-packed": Model("qwen2_moe", {"num_key_value_heads": KV_HEADS, **MOE}, rewrite=pack_experts),
+    "qwen3_moe": Model("qwen3_moe", {**GQA, **MOE}),
+    "qwen3_moe-packed": Model("qwen3_moe", {**GQA, **MOE}, rewrite=pack_experts),
+    "olmoe": Model("olmoe", {"num_key_value_heads": KV_HEADS, **MOE}),
+    "glm4_moe": Model("glm4_moe", {**GQA, **MOE, "use_qk_norm": True, "attention_bias": True}),
+    "deepseek_v2": Model("deepseek_v2", {**MLA, **MOE, "q_lora_rank": None}),
+    "deepseek_v3": Model("deepseek_v3", {**MLA, **MOE}),
+    "deepseek_v3-packed": Model("deepseek_v3", {**MLA, **MOE}, rewrite=pack_experts),
+    "deepseek_v3-hub": Model(
+        "deepseek_v3",
+        {**MLA, **MOE, "intermediate_size": 128},
+        rewrite=deepseek_hub,
+        extra={"quantization_config": {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}},
+    ),
+    "gpt2": Model("gpt2"),
+    "gpt2-old": Model(
+        "gpt2",
+        rewrite=adding({"h.0.attn.bias": (1, 1, 32, 32), "h.0.attn.masked_bias": ()}, without_prefix="transformer."),
+    ),
+    "gpt_bigcode": Model("gpt_bigcode"),
+    "gpt_bigcode-mha": Model("gpt_bigcode", {"multi_query": False}),
+    "gpt_neox": Model("gpt_neox"),
+    "gpt_neox-old": Model(
+        "gpt_neox",
+        rewrite=adding({
+            "gpt_neox.layers.0.attention.bias": (1, 1, 32, 32),
+            "gpt_neox.layers.0.attention.masked_bias": (),
+            "gpt_neox.layers.0.attention.rotary_emb.inv_freq": (4,),
+        }),
+    ),
+    "bloom": Model("bloom"),
+    "falcon-40b": Model("falcon", {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS, "bias": True}),
+    "falcon-7b": Model("falcon", {"multi_query": True}),
+    "falcon-7b-bare": Model("falcon", extra={"multi_query": None, "new_decoder_architecture": None}),
+    "falcon-rw": Model("falcon", {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
+    "bert": Model("bert", auto="BertForPreTraining"),
+    "bert-old": Model(
+        "bert",
+        {"tie_word_embeddings": True},
+        "BertForMaskedLM",
+        adding({"bert.embeddings.position_ids": (1, 32), "bert.embeddings.LayerNorm.gamma": (HIDDEN,)}),
+    ),
+    "bert-classifier": Model("bert", auto="BertForSequenceClassification"),
+    "roberta": Model("roberta", auto="RobertaForMaskedLM"),
+    "roberta-classifier": Model("roberta", auto="RobertaForSequenceClassification"),
+    "electra": Model("electra", {"embedding_size": 32}, "ElectraForMaskedLM"),
+    "electra-discriminator": Model("electra", {"embedding_size": 32}, "ElectraForPreTraining"),
+    "t5": Model("t5", {**T5, "tie_word_embeddings": True}, "T5ForConditionalGeneration"),
+    "t5-gated": Model("t5", {**T5, "feed_forward_proj": "gated-gelu"}, "T5ForConditionalGeneration"),
+    "t5-encoder": Model("t5", T5, "T5EncoderModel"),
+}  # fmt: skip
+
+
+def plain(model_type: str) -> Model:
+    """The model that represents a type which needs no fields of its own."""
+    masked = model_type in transformers.models.auto.modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if model_type.endswith("t5"):
+        return Model(model_type, T5, "AutoModelForSeq2SeqLM")
+    if masked:
+        return Model(model_type, auto="AutoModelForMaskedLM")
+    is_latent = model_type in ("deepseek_v32", "youtu")
+    indexer = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 4}
+    return Model(model_type, {**MOE, **(MLA | indexer if is_latent else GQA)})

@@ -1,0 +1,465 @@
+"""Sources on disk: what is a checkpoint, what belongs to it, and what is refused rather than guessed."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from build import (
+    llama_config,
+    llama_specs,
+    part_names,
+    safetensors_bytes,
+    write_checkpoint,
+    write_config,
+    write_index,
+    write_weights,
+)
+
+from shardconv.checkpoint.source import INDEX_SUFFIX, Source, open_source
+from shardconv.checkpoint.split import default_name
+from shardconv.errors import SourceError
+
+INDEX = "model" + INDEX_SUFFIX
+PARTS = part_names(3)
+FIRST_TENSOR = "model.embed_tokens.weight"  # it lies in the first part
+
+
+@pytest.fixture
+def single(tmp_path) -> Path:
+    """A folder with one file."""
+    return write_checkpoint(tmp_path / "single")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder with three parts."""
+    return write_checkpoint(tmp_path / "folder", parts=3)
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    return json.loads((folder / INDEX).read_text())["weight_map"]
+
+
+def refuses(path: Path, match: str, **options) -> None:
+    with pytest.raises(SourceError, match=match):
+        open_source(path, **options)
+
+
+# --- what is read ---------------------------------------------------------------------------------------------------
+
+
+def test_file(tmp_path):
+    specs = llama_specs(llama_config())
+    path = write_weights(tmp_path / "weights.safetensors", specs, metadata={"format": "pt", "x": "y"})
+    source = open_source(path)
+    assert source.specs == specs
+    assert source.metadata == {"format": "pt", "x": "y"}
+    assert (source.is_folder, source.config, source.index, source.side_files) == (False, None, None, {})
+
+
+def test_file_takes_the_config_beside_it_and_nothing_else(single):
+    source = open_source(single / "model.safetensors")
+    assert source.config == llama_config()
+    assert list(source.side_files) == ["config.json"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "diffusion_pytorch_model.safetensors"])
+def test_folder_with_one_file(single, name):
+    (single / "model.safetensors").rename(single / name)
+    source = open_source(single)
+    assert [part.name for part in source.parts] == [name]
+    assert sorted(source.side_files) == ["config.json", "tokenizer.json"]
+    assert source.is_folder
+    assert source.config == llama_config()
+
+
+def test_folder_with_parts(folder):
+    source = open_source(folder)
+    assert [part.name for part in source.parts] == PARTS
+    assert list(source.specs) == list(weight_map(folder))
+    assert source.specs == llama_specs(llama_config())
+    assert source.index == (INDEX, (folder / INDEX).read_text())
+    assert sorted(source.side_files) == ["config.json", "tokenizer.json"]
+    assert source.left_out == ()
+    assert source.num_bytes == sum(part.header.data_bytes for part in source.parts)
+
+
+def test_index_named(folder):
+    by_name, by_folder = open_source(folder / INDEX), open_source(folder)
+    assert by_name == by_folder
+
+
+def test_index_named_from_inside_the_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert [part.name for part in open_source(Path(INDEX)).parts] == PARTS
+
+
+def test_a_link_to_the_folder(folder, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(folder, target_is_directory=True)
+    assert open_source(link).specs == open_source(folder).specs
+
+
+def test_config_given(single, tmp_path):
+    other = write_config(tmp_path, {"model_type": "other"})
+    source = open_source(single, config=other)
+    assert source.config == {"model_type": "other"}
+    assert source.side_files["config.json"] == other
+
+
+def test_metadata_of_parts_that_differ(folder):
+    """The first part counts; what only later ones have is kept."""
+    specs = open_source(folder).parts
+    for number, part in enumerate(specs[:2]):
+        tensors = {name: (info.dtype, info.shape) for name, info in part.header.tensors.items()}
+        write_weights(part.path, tensors, metadata={"both": str(number), f"only{number}": "x"})
+    assert open_source(folder).metadata == {"both": "0", "only0": "x", "only1": "x", "format": "pt"}
+
+
+def test_tensors_come_as_their_data_lies(tmp_path):
+    """Not as the header lists them."""
+    entry = {"dtype": "U8", "shape": [1]}
+    header = {"b": {**entry, "data_offsets": [1, 2]}, "a": {**entry, "data_offsets": [0, 1]}}
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(safetensors_bytes(header, b"ab"))
+    assert list(open_source(path).specs) == ["a", "b"]
+
+
+def test_side_files_of_sub_folders_but_not_hidden_ones(single):
+    for name in ("runs/a/log.txt", "1_Pooling/config.json", ".cache/secret.txt", "runs/.git/config", ".gitattributes"):
+        path = single / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    source = open_source(single)
+    expected = [".gitattributes", "1_Pooling/config.json", "config.json", "runs/a/log.txt", "tokenizer.json"]
+    assert sorted(source.side_files) == expected
+    assert source.config == llama_config()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "consolidated.safetensors",
+        "adapter/adapter_model.safetensors",
+        "pytorch_model-00001-of-00002.bin",
+        "pytorch_model.bin.index.json",
+        "original/consolidated.00.pth",
+        "model.gguf",
+        "onnx/model.onnx_data",
+    ],
+)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_other_weights_are_left_out_and_said_to_be(tmp_path, parts, name):
+    folder = write_checkpoint(tmp_path / "x", parts=parts)
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"not even read")
+    source = open_source(folder)
+    assert source.left_out == (name,)
+    assert name not in source.side_files
+
+
+# --- the Hugging Face cache -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def snapshot(folder, tmp_path) -> Path:
+    """The folder as huggingface_hub keeps it: links into a folder of blobs."""
+    snapshot = tmp_path / "hub" / "models--org--tiny-llama" / "snapshots" / "0123abcd"
+    blobs = snapshot.parent.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        blob = blobs / f"{number:064x}"
+        shutil.copyfile(path, blob)
+        (snapshot / path.name).symlink_to(Path("../../blobs", blob.name))
+    return snapshot
+
+
+def without_place(source: Source) -> tuple:
+    parts = tuple((part.name, part.header) for part in source.parts)
+    return parts, source.index, source.config, sorted(source.side_files), source.left_out
+
+
+@pytest.mark.parametrize("named", ["", INDEX])
+def test_snapshot(snapshot, folder, named):
+    assert without_place(open_source(snapshot / named)) == without_place(open_source(folder))
+
+
+def test_snapshot_is_called_by_its_model(snapshot):
+    assert default_name(open_source(snapshot)) == "tiny-llama"
+
+
+def test_snapshot_whose_blob_is_gone(snapshot):
+    (snapshot / "config.json").resolve().unlink()
+    refuses(snapshot, "config.json: is no regular file .*link")
+
+
+def test_links_to_the_blobs_of_another_model(snapshot, folder):
+    other = snapshot.parent.parent.parent / "models--org--other" / "blobs"
+    other.mkdir(parents=True)
+    shutil.copyfile(folder / PARTS[0], other / "x")
+    (snapshot / PARTS[0]).unlink()
+    (snapshot / PARTS[0]).symlink_to(other / "x")
+    refuses(snapshot, "link out of its folder")
+
+
+# --- links out of the folder ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [PARTS[1], "tokenizer.json", "config.json", INDEX])
+def test_link_out_of_the_folder(folder, tmp_path, name):
+    outside = tmp_path / "outside"
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+    refuses(folder, f"{name}: is a link out of its folder; pass --follow-links")
+    source = open_source(folder, follow_links=True)
+    assert source.specs == llama_specs(llama_config())
+    assert source.config == llama_config()
+
+
+def test_link_within_the_folder(folder):
+    (folder / "tokenizer.json").rename(folder / "real.json")
+    (folder / "tokenizer.json").symlink_to("real.json")
+    assert sorted(open_source(folder).side_files) == ["config.json", "real.json", "tokenizer.json"]
+
+
+def test_link_by_way_of_a_sibling_with_the_same_beginning(folder, tmp_path):
+    """`folder-x` begins like `folder`, and is outside."""
+    outside = tmp_path / "folder-x"
+    outside.mkdir()
+    (outside / "notes").write_text("secret")
+    (folder / "notes").symlink_to("../folder-x/notes")
+    refuses(folder, "link out of its folder")
+
+
+@pytest.mark.parametrize("follow_links", [False, True])
+def test_link_to_a_folder(folder, follow_links):
+    """Neither followed, which could go in circles, nor left out in silence."""
+    (folder / "sub").mkdir()
+    (folder / "again").symlink_to("sub", target_is_directory=True)
+    refuses(folder, "again: is no regular file .*link", follow_links=follow_links)
+
+
+# --- indexes that lie -----------------------------------------------------------------------------------------------
+
+NO_NAMES = [
+    "../evil.safetensors",
+    "sub/../../evil.safetensors",
+    "/etc/evil.safetensors",
+    "sub/evil.safetensors",
+    "./model.safetensors",
+    "C:\\evil.safetensors",
+    "C:evil.safetensors",
+    "..\\evil.safetensors",
+    "\\\\host\\share\\evil.safetensors",
+    "",
+    ".",
+    "..",
+    "evil\0.safetensors",
+    "evil\n.safetensors",
+    "evil\ud800.safetensors",
+    "passwd",
+    "pytorch_model.bin",
+    "model.safetensors\0",
+    None,
+    7,
+    ["model.safetensors"],
+    {},
+]
+
+
+@pytest.mark.parametrize("name", NO_NAMES, ids=repr)
+def test_index_that_names_no_file_of_its_folder(folder, name):
+    """Even where such a file exists, and is a valid one."""
+    write_weights(folder.parent / "evil.safetensors", {"x": ("U8", (1,))})
+    write_index(folder, {**weight_map(folder), "x": name})
+    refuses(folder, "'x' is mapped to .* which is no .safetensors file of this folder")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "{",
+        "\ufeff{}",
+        "[" * 100_000,
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map"',
+    ],
+    ids=lambda text: repr(text)[:20],
+)
+def test_index_that_is_none(folder, text):
+    (folder / INDEX).write_text(text)
+    refuses(folder, f"{INDEX}: (is not JSON|is no JSON object|has no weight_map)")
+
+
+def test_index_that_is_not_utf8(folder):
+    (folder / INDEX).write_bytes(b'{"weight_map": "\xff"}')
+    refuses(folder, "is not UTF-8")
+
+
+def test_tensor_of_the_index_in_no_part(folder):
+    write_index(folder, {**weight_map(folder), "ghost": PARTS[0]})
+    refuses(folder, f"{INDEX}: tensor ghost should be in {PARTS[0]}, and it is in no part")
+
+
+def test_tensor_of_the_index_in_another_part(folder):
+    write_index(folder, {**weight_map(folder), FIRST_TENSOR: PARTS[1]})
+    refuses(folder, f"{FIRST_TENSOR} should be in {PARTS[1]}, and it is in {PARTS[0]}")
+
+
+def test_tensor_of_a_part_not_in_the_index(folder):
+    names = weight_map(folder)
+    del names[FIRST_TENSOR]
+    write_index(folder, names)
+    refuses(folder, f"{FIRST_TENSOR} of {PARTS[0]} is not in the index")
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_part_missing(folder, part):
+    (folder / part).unlink()
+    refuses(folder, f"part {part} is missing")
+
+
+@pytest.mark.parametrize("kept", [0, 5, 300, -1])
+def test_part_truncated(folder, kept):
+    """To nothing, inside the header's length, inside the header, by one byte."""
+    path = folder / PARTS[1]
+    os.truncate(path, kept % path.stat().st_size)
+    refuses(folder, f"{PARTS[1]}: (truncated|no safetensors file)")
+
+
+def test_part_too_long(folder):
+    with (folder / PARTS[1]).open("ab") as file:
+        file.write(b"x")
+    refuses(folder, f"{PARTS[1]}: longer than its header says")
+
+
+def test_part_is_a_folder(folder):
+    (folder / PARTS[1]).unlink()
+    (folder / PARTS[1]).mkdir()
+    refuses(folder, f"{PARTS[1]}: is no regular file")
+
+
+def test_tensor_in_two_parts(folder):
+    specs = {FIRST_TENSOR: ("U8", (1,))}
+    write_weights(folder / "extra.safetensors", specs)
+    write_index(folder, {**weight_map(folder), FIRST_TENSOR: "extra.safetensors"})
+    refuses(folder, f"tensor {FIRST_TENSOR} is in both extra.safetensors and {PARTS[0]}")
+
+
+def test_stale_part(folder):
+    """A part of an earlier, larger save: nobody says whether it belongs to the checkpoint."""
+    stale = part_names(4)[3]
+    shutil.copyfile(folder / PARTS[0], folder / stale)
+    refuses(folder, f"part {stale} is not in the index: remove it, or name the index file")
+    assert open_source(folder / INDEX).left_out == (stale,)
+
+
+def test_parts_without_an_index(folder):
+    (folder / INDEX).unlink()
+    refuses(folder, "holds parts .* and no index")
+
+
+def test_one_part_without_an_index(folder):
+    """It is not taken for a whole checkpoint."""
+    for name in (INDEX, *PARTS[1:]):
+        (folder / name).unlink()
+    refuses(folder, "holds parts .* and no index")
+
+
+def test_two_indexes(folder):
+    other = "model.fp16" + INDEX_SUFFIX
+    names = part_names(1, "model.fp16")
+    write_weights(folder / names[0], {"x": ("F16", (2,))})
+    write_index(folder, {"x": names[0]}, other)
+    refuses(folder, "has several indexes .*: name the one you mean")
+    assert open_source(folder / INDEX).left_out == tuple(sorted([names[0], other]))
+    assert open_source(folder / other).specs == {"x": ("F16", (2,))}
+
+
+def test_index_and_single_file(folder):
+    specs = {"x": ("U8", (2,))}
+    write_weights(folder / "model.safetensors", specs)
+    refuses(folder, f"has both model.safetensors and {INDEX}: name the one you mean")
+    assert open_source(folder / "model.safetensors").specs == specs
+    assert open_source(folder / INDEX).left_out == ("model.safetensors",)
+
+
+def test_several_single_files(single):
+    (single / "model.safetensors").rename(single / "one.safetensors")
+    shutil.copyfile(single / "one.safetensors", single / "two.safetensors")
+    refuses(single, r"holds several checkpoints \(one.safetensors, two.safetensors\): name the file you mean")
+
+
+# --- side files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "null", "\ufeff{}", "[" * 100_000], ids=lambda t: repr(t)[:20])
+@pytest.mark.parametrize("named", ["", "model.safetensors"])
+def test_config_that_is_no_object(single, text, named):
+    (single / "config.json").write_text(text)
+    refuses(single / named, r"config.json: (is not JSON|is no JSON object)")
+
+
+def test_config_given_that_is_not_there(single, tmp_path):
+    refuses(single, "No such file", config=tmp_path / "nowhere.json")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["pipe", "config.json", INDEX, "sub/pipe"])
+def test_pipe(folder, name):
+    """To open one would wait for ever; to leave it out would be silent."""
+    path = folder / name
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    refuses(folder, f"{path.name}: is no regular file")
+
+
+@pytest.mark.timeout(20)
+def test_config_given_is_a_pipe(single, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    refuses(single, "pipe: is no regular file", config=tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("name", ["a:b.txt", "a\\b.txt", "a\nb.txt", "sub\\x/b.txt", os.fsdecode(b"\xff.txt")])
+def test_side_file_with_a_name_that_could_not_be_read_back(single, name):
+    """The manifest's reader would refuse it: better now than at the merge."""
+    path = single / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("")
+    refuses(single, "rename it")
+
+
+# --- what is no source ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_there(tmp_path):
+    refuses(tmp_path / "nowhere", "there is no such file or folder")
+
+
+def test_empty_folder(tmp_path):
+    refuses(tmp_path, "holds no .safetensors file; convert other formats first")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "model"])
+def test_other_formats(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    refuses(tmp_path / name, "is no .safetensors file; convert other formats first")
+    refuses(tmp_path, "holds no .safetensors file; convert other formats first")
+
+
+def test_a_split_checkpoint(single):
+    (single / "shardconv.json").write_text("{}")
+    refuses(single, "is a split checkpoint already: use merge, or reshard")
