@@ -3,6 +3,7 @@
 No logic, and no import of numpy or torch before a command runs.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from shardconv import __version__
 from shardconv.console import Console, Terminated, ranges, show_error, size
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.planning import PlanReport
+    from shardconv.checkpoint.planning import PlanReport, TensorReport
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -204,14 +205,20 @@ def _plan_lines(report: "PlanReport") -> list[str]:
 def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]:
     import re
 
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[Any, ...], list["TensorReport"]] = {}
     for tensor in report.tensors:
         name = tensor.name if show_all else re.sub(r"\.\d+(?=\.)", ".*", tensor.name)
-        shards = " ".join(dict.fromkeys("x".join(map(str, shape)) or "scalar" for shape in tensor.shard_shapes))
-        shape = "x".join(map(str, tensor.shape)) or "scalar"
-        key = (name, tensor.dtype, shape, shards, tensor.placement, tensor.reason)
-        groups.setdefault(key, []).append(tensor.name)
-    return [(key[0], str(len(names)), *key[1:]) for key, names in groups.items()]
+        groups.setdefault((name, tensor.dtype, tensor.shape, tensor.placement, tensor.reason), []).append(tensor)
+    return [_plan_row(key[0], tensors[0], len(tensors)) for key, tensors in groups.items()]
+
+
+def _plan_row(name: str, tensor: "TensorReport", count: int) -> tuple[str, ...]:
+    shards = " ".join(dict.fromkeys(map(_shape, tensor.shard_shapes)))
+    return name, str(count), tensor.dtype, _shape(tensor.shape), shards, tensor.placement, tensor.reason
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def _notes(assumed: tuple[str, ...], left_out: tuple[str, ...]) -> list[str]:
@@ -236,6 +243,7 @@ def main() -> NoReturn:
     """Run the command line, and exit."""
     debug = "--debug" in sys.argv
     signal.signal(signal.SIGTERM, _terminate)
+    gc.disable()  # headers and plans are many objects and no cycles; looking for some takes as long as the plan itself
     try:
         sys.exit(cli.main(prog_name="shardconv", standalone_mode=False) or 0)
     except (Exception, KeyboardInterrupt, Terminated) as error:

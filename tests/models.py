@@ -235,4 +235,5 @@ def plain(model_type: str) -> Model:
         return Model(model_type, auto="AutoModelForMaskedLM")
     is_latent = model_type in ("deepseek_v32", "youtu")
     indexer = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 4}
-    return Model(model_type, {**MOE, **(MLA | indexer if is_latent else GQA)})
+    heads = {"num_key_value_heads": KV_HEADS, "head_dim": HIDDEN // HEADS}
+    return Model(model_type, {**MOE, **(MLA | indexer if is_latent else heads)})

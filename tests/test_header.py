@@ -64,7 +64,7 @@ def reference(path: Path) -> Tensors | None:
     try:
         deserialize(path.read_bytes())
         with safe_open(path, framework="numpy") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+            slices = {name: opened.get_slice(name) for name in opened.keys()}
             return {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
     except SafetensorError:
         return None

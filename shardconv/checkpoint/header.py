@@ -6,11 +6,13 @@ the reference library refuses is refused here too. Knows nothing of models, plan
 
 import json
 import os
+import re
 import stat
 import struct
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -136,12 +138,17 @@ def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
     return header
 
 
+#: A minus sign where a number may begin. Python reads -0 as 0, which the reference library refuses.
+_MAYBE_NEGATIVE = re.compile(rb"[\[,:]\s*-")
+
+
 def _parse_json(raw: bytes) -> dict[str, Any]:
     if not raw.startswith(b"{"):
         raise ValueError("it does not begin with {")
     try:
+        parse_int = _natural if _MAYBE_NEGATIVE.search(raw) else None  # the slow way only where it may matter
         entries = json.loads(
-            raw.decode(), object_pairs_hook=_unique, parse_int=_natural, parse_constant=_refuse_constant
+            raw.decode(), object_pairs_hook=_unique, parse_int=parse_int, parse_constant=_refuse_constant
         )
         if b"\\u" in raw:
             json.dumps(entries, ensure_ascii=False).encode()  # refuses half of a surrogate pair
@@ -182,28 +189,28 @@ def _check_tensor(name: str, entry: Any) -> TensorInfo:  # noqa: ANN401 - anythi
     if not isinstance(entry, dict) or entry.keys() != _TENSOR_KEYS:
         raise ValueError(f"tensor {name!r} must have dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
-    if bits is None:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
-    if not _is_naturals(shape) or not _is_naturals(offsets) or len(offsets) != 2:
+    is_lists = isinstance(shape, list) and isinstance(offsets, list)
+    if not is_lists or len(offsets) != 2 or {*map(type, shape), *map(type, offsets)} != {int}:
         raise ValueError(f"tensor {name!r}: shape and data_offsets must be lists of natural numbers")
-    start, stop = offsets
-    if start > stop or _bits(name, shape, bits) != 8 * (stop - start):
-        raise ValueError(f"tensor {name!r}: {dtype} of shape {shape} does not fill bytes {start} to {stop}")
-    return TensorInfo(dtype, tuple(shape), start, stop)
+    info = TensorInfo(dtype, tuple(shape), *offsets)
+    if info.start < 0 or info.start + _checked_bytes(dtype, info.shape) != info.stop:
+        raise ValueError(f"tensor {name!r}: {dtype} of shape {shape} does not fill bytes {info.start} to {info.stop}")
+    return info
 
 
-def _is_naturals(value: Any) -> bool:  # noqa: ANN401 - anything JSON holds
-    return isinstance(value, list) and all(type(item) is int for item in value)
-
-
-def _bits(name: str, shape: list[int], bits: int) -> int:
+@lru_cache
+def _checked_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor, checked as the reference library does: no product on the way may be over 64 bits."""
     total = 1
-    for size in (*shape, bits):
+    for size in (*shape, DTYPE_BITS[dtype]):
         total *= size
-        if total > _U64_MAX:  # the reference library refuses this even where a later size is 0
-            raise ValueError(f"tensor {name!r}: shape {shape} overflows")
-    return total
+        if not 0 <= size <= _U64_MAX or total > _U64_MAX:
+            raise ValueError(f"shape {list(shape)} overflows")
+    if total % 8:
+        raise ValueError(f"{dtype} of shape {list(shape)} ends inside a byte")
+    return total // 8
 
 
 def _check_coverage(ordered: dict[str, TensorInfo]) -> None:

@@ -218,6 +218,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     try:
+        if path.is_fifo():
+            raise ValueError("it is no regular file")  # to read it could wait for ever
         data = json.loads(path.read_bytes())
         if not isinstance(data, dict):
             raise ValueError("it is no JSON object")  # noqa: TRY004 - all become one error

@@ -155,15 +155,15 @@ def report_plan(
 
 def tensor_reports(source: Source, plan: Plan) -> tuple[TensorReport, ...]:
     """How each tensor of a source is cut."""
-    cut: dict[Any, tuple[str, str, tuple[tuple[int, ...], ...], tuple[int, ...]]] = {}
+    cut: dict[Any, tuple[str, str, tuple[tuple[int, ...], ...], tuple[int, ...]]] = {}  # tensors share placements
     reports = []
     for name, spec in source.specs.items():
         placed = plan.tensors[name]
-        if (placed, spec) not in cut:
+        if (id(placed), spec) not in cut:
             shapes = tuple(placed.placement.shard_shape(spec.shape, rank) for rank in range(plan.tp))
             sizes = tuple(num_bytes(spec.dtype, shape) for shape in shapes)
-            cut[placed, spec] = (placed.placement.describe(), str(placed.reason), shapes, sizes)
-        reports.append(TensorReport(name, spec.dtype, spec.shape, *cut[placed, spec]))
+            cut[id(placed), spec] = (placed.placement.describe(), str(placed.reason), shapes, sizes)
+        reports.append(TensorReport(name, spec.dtype, spec.shape, *cut[id(placed), spec]))
     return tuple(reports)
 
 

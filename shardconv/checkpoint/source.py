@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class Part:
     header: Header
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Source:
     """A checkpoint that can be split.
 
@@ -61,7 +62,7 @@ class Source:
     side_files: Mapping[str, Path] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def specs(self) -> dict[str, TensorSpec]:
         """Name to dtype and shape of every tensor, in the order of the parts and of their data."""
         return {name: TensorSpec(info.dtype, info.shape) for name, _, info in self.tensors()}
@@ -209,8 +210,10 @@ def _weight_map(path: Path, text: str) -> dict[str, str]:
     weight_map = data.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{path}: has no weight_map")
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not is_plain_name(name) or not name.endswith(".safetensors"):
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise SourceError(f"{path}: weight_map must map strings to strings")
+    for name, tensor in {name: tensor for tensor, name in weight_map.items()}.items():
+        if not is_plain_name(name) or not name.endswith(".safetensors"):
             raise SourceError(
                 f"{path}: {tensor!r} is mapped to {name!r:.100}, which is no .safetensors file of this folder"
             )

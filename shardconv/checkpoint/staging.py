@@ -86,7 +86,7 @@ def check_apart(target: Path, sources: Iterable[Path]) -> None:
         OutputError: if it does.
     """
     home = target.resolve()
-    for source in {path.resolve() for path in sources}:
+    for source in dict.fromkeys(path.resolve() for path in sources):
         if home.is_relative_to(source):
             raise OutputError(f"{target}: lies in the source; choose another place with -o")
         if source.is_relative_to(home):
@@ -165,7 +165,7 @@ def _publish(result: Path, path: Path) -> None:
     if path.is_dir() and not path.is_symlink() and any(path.iterdir()):
         path.rename(_replaced(path))
     try:
-        if path.is_dir() and not result.is_dir():
+        if path.is_dir() and not path.is_symlink() and not result.is_dir():
             path.rmdir()
         result.rename(path)
     except BaseException:

@@ -50,9 +50,9 @@ class UnitRule:
     copies: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """One line of a family file.
+    """One line of a family file, equal to itself alone: a checkpoint with very many tensors compares it as often.
 
     Attributes:
         pattern: module or tensor names; ``*`` is any text without a dot, ``{a,b}`` is a or b, a leading ``**.`` is any
@@ -218,6 +218,10 @@ def _parse_rules(rules: dict[str, Any], origin: str) -> Iterable[Rule]:
                 parts, when = tuple(data.get("parts", ())), tuple(data.get("when", {}).items())
                 if "style" not in data:
                     raise ValueError("style is missing")
+                if not all(isinstance(part, str) for part in parts):
+                    raise ValueError("parts are names of units")
+                if any(isinstance(value, dict | list) for _, value in when):
+                    raise ValueError("when compares fields with single values")
                 yield Rule(pattern, origin=origin, **{**data, "parts": parts, "when": when})
             except ValueError as error:
                 raise ValueError(f"rule {pattern!r}: {error}") from error

@@ -69,7 +69,9 @@ class Fields:
         if value is None:
             raise PlanError(f"field {name} is needed and {self._source}: pass --config FILE with it")
         if type(value) is not int or value < 0:
-            raise PlanError(f"config field {name} is {value!r:.60}, where a natural number is needed")
+            raise PlanError(
+                f"config field {name} is {value!r:.60}, where a natural number is needed: pass --config FILE with it"
+            )
         self.read[name] = value
         return value
 

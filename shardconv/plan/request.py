@@ -137,7 +137,7 @@ def _with_heads(
 
 
 def _head_dim_by_shape(tensors: Mapping[str, TensorSpec]) -> tuple[int, str] | None:
-    """The size of a norm over single heads. (That of ``inv_freq`` tells nothing: rotary may be over part of a head.)"""
+    """The size of a norm over single heads; that of ``inv_freq`` would not tell: rotary may be over part of a head."""
     query = _first(tensors, "q_proj.weight")
     for name, spec in tensors.items():
         is_norm = name.endswith(".q_norm.weight") and len(spec.shape) == 1

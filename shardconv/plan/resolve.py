@@ -86,10 +86,12 @@ class Resolver:
         self._check_quantization()
         rules = [rule for rule in family.rules if self._applies(rule)]
         self._questions = _ask(tensors, rules, family)
-        used = {question.rule.pattern for question in self._questions.values()}
+        self._first: dict[_Question, str] = {}
+        for name, question in self._questions.items():
+            self._first.setdefault(question, name)
+        used = {question.rule.pattern for question in self._first}
         if unmatched := [pattern for pattern in required if pattern not in used]:
             raise PlanError(f"rule {unmatched[0]!r} matches no tensor of this checkpoint: correct or remove it")
-        self._first = {question: name for name, question in reversed(self._questions.items())}
 
     @property
     def family_name(self) -> str:
@@ -103,7 +105,7 @@ class Resolver:
             PlanError: if a tensor cannot be cut into that many; the message names the sizes that are legal.
         """
         try:
-            answers = {question: self._answer(question, tp) for question in self._ordered()}
+            answers = {question: self._answer(question, tp) for question in self._first}
         except _BlockedError as error:
             raise PlanError(f"{error}. {self._way_out(tp)}") from error
         tensors = {name: answers[question] for name, question in self._questions.items()}
@@ -114,15 +116,12 @@ class Resolver:
         legal, blocked = [], {}
         for tp in CANDIDATE_TPS:
             try:
-                for question in self._ordered():
+                for question in self._first:
                     self._answer(question, tp)
                 legal.append(tp)
             except _BlockedError as error:
                 blocked[tp] = str(error)
         return LegalSizes(tuple(legal), blocked)
-
-    def _ordered(self) -> list[_Question]:
-        return list(dict.fromkeys(self._questions.values()))
 
     def _way_out(self, tp: int) -> str:
         legal = [str(size) for size in self.legal_sizes().legal]
@@ -269,29 +268,37 @@ _ELEMENTS_PER_GROUP = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
 def _ask(tensors: Mapping[str, TensorSpec], rules: Sequence[Rule], family: Family) -> dict[str, _Question]:
     matcher = Matcher(rules, family.prefix)
     questions: dict[str, _Question] = {}
+    uncovered: list[str] = []
     for name, spec in tensors.items():
         match = matcher.match(name)
         if match is None and prod(spec.shape) <= 1:
             match = Match(_SCALAR, "weight")
         if match is None:
-            raise PlanError(_uncovered(name, spec, family))
+            uncovered.append(name)
+            continue
         weight = None
         if match.leaf == "weight_scale_inv":
             weight = tensors.get(name.removesuffix("_scale_inv"))
             if weight is None:
                 raise PlanError(f"{name}: there is no weight beside this scale")
         questions[name] = _Question(match.rule, match.leaf, spec, weight)
+    if uncovered:
+        raise PlanError(_uncovered(uncovered, tensors, family))
     return questions
 
 
-def _uncovered(name: str, spec: TensorSpec, family: Family) -> str:
+def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: Family) -> str:
+    """Why some tensors have no plan, said of the most telling: a fused one, if there is one."""
+    name = next(filter(FUSED.search, names), names[0])
+    spec = tensors[name]
     fused = ""
     if FUSED.search(name):
         fused = "; by its name it holds several projections in one, and how they lie in it is not known"
+    others = f" (nor {len(names) - 1} others)" if len(names) > 1 else ""
     return (
-        f"{name} ({spec.dtype} {list(spec.shape)}): no rule of family {family.name} covers it{fused}. A guess could be "
-        f"silent garbage: name the --family, or a --plan FILE with a rule for it, or --replicate {name} to put it "
-        f"whole on every rank"
+        f"{name} ({spec.dtype} {list(spec.shape)}): no rule of family {family.name} covers it{others}{fused}. A guess "
+        f"could be silent garbage: name the --family, or a --plan FILE with a rule for it, or --replicate {name} to put "
+        f"it whole on every rank"
     )
 
 
@@ -301,16 +308,25 @@ class Matcher:
     def __init__(self, rules: Sequence[Rule], prefix: str = "") -> None:
         self._rules = rules
         patterns = "|".join(f"({_regex(rule.pattern, prefix)})" for rule in rules) or "(?!)"
-        self._whole = re.compile(patterns)
-        self.match = lru_cache(maxsize=None)(self._match)
+        self._regex = re.compile(f"(?:{patterns})(?:\\.({'|'.join(_LEAVES)}))?")
+        self._has_numbers = any(_NUMBER_IN_PATTERN.search(rule.pattern) for rule in rules)
+        self._found = lru_cache(maxsize=None)(self._find)
 
-    def _match(self, name: str) -> Match | None:
-        if found := self._whole.fullmatch(name):
-            return Match(self._rules[(found.lastindex or 1) - 1], "bias" if name.endswith("bias") else "weight")
-        module, _, leaf = name.rpartition(".")
-        if leaf in _LEAVES and (found := self._whole.fullmatch(module)):
-            return Match(self._rules[(found.lastindex or 1) - 1], leaf)
-        return None
+    def match(self, name: str) -> Match | None:
+        """The rule for a tensor, or None. Where no pattern has a number, all layers have the same answer."""
+        return self._found(name if self._has_numbers else _NUMBER.sub(".0", name))
+
+    def _find(self, name: str) -> Match | None:
+        found = self._regex.fullmatch(name)
+        if found is None:
+            return None
+        *patterns, leaf = found.groups()
+        rule = next(rule for rule, text in zip(self._rules, patterns, strict=True) if text is not None)
+        return Match(rule, leaf or ("bias" if name.endswith("bias") else "weight"))
+
+
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+_NUMBER_IN_PATTERN = re.compile(r"(?:^|[.{,])\d+(?:$|[.},])")
 
 
 def _regex(pattern: str, prefix: str) -> str:
