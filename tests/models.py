@@ -51,9 +51,9 @@ MLA = {
     "num_key_value_heads": HEADS,
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
+    "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
+    "v_head_dim": 16,
     "head_dim": 8,
 }
 T5 = {"d_model": HIDDEN, "d_ff": INTERMEDIATE, "d_kv": 16, "num_heads": HEADS, "num_layers": LAYERS}
@@ -192,6 +192,7 @@ MODELS = {
         "gpt2",
         rewrite=adding({"h.0.attn.bias": (1, 1, 32, 32), "h.0.attn.masked_bias": ()}, without_prefix="transformer."),
     ),
+    "gpt2-classifier": Model("gpt2", auto="GPT2ForSequenceClassification"),
     "gpt_bigcode": Model("gpt_bigcode"),
     "gpt_bigcode-mha": Model("gpt_bigcode", {"multi_query": False}),
     "gpt_neox": Model("gpt_neox"),
@@ -203,10 +204,14 @@ MODELS = {
             "gpt_neox.layers.0.attention.rotary_emb.inv_freq": (4,),
         }),
     ),
+    "gpt_neox-classifier": Model("gpt_neox", auto="GPTNeoXForSequenceClassification"),
     "bloom": Model("bloom"),
+    "bloom-classifier": Model("bloom", auto="BloomForSequenceClassification"),
+    "bloom-old": Model("bloom", extra={"n_embed": HIDDEN, "hidden_size": None, "num_attention_heads": HEADS, "n_head": None}),
     "falcon-40b": Model("falcon", {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS, "bias": True}),
     "falcon-7b": Model("falcon", {"multi_query": True}),
     "falcon-7b-bare": Model("falcon", extra={"multi_query": None, "new_decoder_architecture": None}),
+    "falcon-old": Model("falcon", rewrite=adding({"transformer.h.0.self_attention.rotary.inv_freq": (4,)})),
     "falcon-rw": Model("falcon", {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
     "bert": Model("bert", auto="BertForPreTraining"),
     "bert-old": Model(
@@ -220,8 +225,11 @@ MODELS = {
     "roberta-classifier": Model("roberta", auto="RobertaForSequenceClassification"),
     "electra": Model("electra", {"embedding_size": 32}, "ElectraForMaskedLM"),
     "electra-discriminator": Model("electra", {"embedding_size": 32}, "ElectraForPreTraining"),
+    "electra-classifier": Model("electra", auto="ElectraForSequenceClassification"),
     "t5": Model("t5", {**T5, "tie_word_embeddings": True}, "T5ForConditionalGeneration"),
     "t5-gated": Model("t5", {**T5, "feed_forward_proj": "gated-gelu"}, "T5ForConditionalGeneration"),
+    "t5-untied": Model("t5", T5, "T5ForConditionalGeneration", adding({"lm_head.weight": (VOCAB, HIDDEN)})),
+    "t5-classifier": Model("t5", T5, "T5ForSequenceClassification"),
     "t5-encoder": Model("t5", T5, "T5EncoderModel"),
 }  # fmt: skip
 

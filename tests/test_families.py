@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 import shardconv
 from shardconv.errors import PlanError
-from shardconv.plan.family import family_names, load_family
+from shardconv.plan.family import NAMES_FAMILY, STYLES, family_names, load_family
 
 TPS = (1, 2, 4, 8)
 
@@ -253,6 +253,13 @@ def test_every_family_has_a_model():
     assert len(served) == sum(len(load_family(name).model_types) for name in family_names())
 
 
+@pytest.mark.parametrize("name", [name for name in family_names() if name != NAMES_FAMILY])
+def test_cuts_are_checked_against_the_config(name):
+    """A cut without a unit of the config would be legal inside of heads, or for the wrong config."""
+    cutting = [rule for rule in load_family(name).rules if STYLES[rule.style].weight is not None]
+    assert all(rule.pad or rule.unit or rule.parts for rule in cutting)
+
+
 @pytest.mark.parametrize("name", [name for name in REPRESENTATIVES if MODELS[name].rewrite is None])
 def test_round_trip_of_several_parts(name, tmp_path):
     source = MODELS[name].write(tmp_path / "source", max_shard_size="60KB")
@@ -270,6 +277,12 @@ def test_reshard_is_a_split_of_the_source(name, old, new, split, tmp_path):
     assert contents(tmp_path / "resharded") == contents(split(name, new))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_limit_the_sizes(name, checkpoint):
+    """Rows alone would allow more: 16, and where 96 of them are all that is cut, 3 and 6."""
+    assert shardconv.report_plan(checkpoint(name)).legal_tp == TPS
+
+
 def test_what_does_not_divide_is_refused_with_the_sizes_that_do(checkpoint):
     with pytest.raises(PlanError, match=r"2 is not a multiple of 3, nor is 3 a multiple of 2 .*Use --tp 1, 2, 4, 8\."):
         shardconv.make_plan(checkpoint("llama"), tp=3)
@@ -278,7 +291,7 @@ def test_what_does_not_divide_is_refused_with_the_sizes_that_do(checkpoint):
 
 
 def test_fp8_blocks_are_not_cut(checkpoint, tmp_path):
-    """The hub's layout with blocks 16 wide: heads of 24 rows in kv_b_proj then end inside of a block."""
+    """The hub's layout with blocks 16 wide: heads of 40 rows in kv_b_proj then end inside of a block."""
     tensors = read(checkpoint("deepseek_v3-hub"))
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         weight = tensors[name.removesuffix("_scale_inv")]
@@ -289,7 +302,7 @@ def test_fp8_blocks_are_not_cut(checkpoint, tmp_path):
         shardconv.make_plan(tmp_path, tp=2)
     change_config(tmp_path, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}})
     with pytest.raises(
-        PlanError, match=r"192 / 8 = 24 output features a rank is not a multiple of the 16-wide scale block"
+        PlanError, match=r"320 / 8 = 40 output features a rank is not a multiple of the 16-wide scale block"
     ):
         shardconv.make_plan(tmp_path, tp=8)
 
@@ -320,7 +333,7 @@ def altered(source: Path, folder: Path, fields: dict[str, object]) -> Path:
         ("falcon-40b", {"new_decoder_architecture": False}),
         ("falcon-7b", {"multi_query": False}),
         ("gpt_bigcode", {"multi_query": False}),
-        ("deepseek_v3", {"v_head_dim": 16}),
+        ("deepseek_v3", {"v_head_dim": 8}),
         ("qwen3_moe-packed", {"moe_intermediate_size": 32}),
         ("t5", {"num_heads": 4}),
     ],

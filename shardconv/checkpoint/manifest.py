@@ -24,6 +24,31 @@ from shardconv.plan.request import PlanRequest
 
 FORMAT_VERSION = 1
 
+#: What a manifest holds. A list stands for any number of what is in it, a mapping from ``...`` for any keys, a tuple
+#: for a choice.
+_SCHEMA = {
+    "plan": {
+        "tp": int,
+        "family": (str, None),
+        "assumed": [str],
+        "rules": [
+            {"placement": {"dim": (int, None), "size": int, "ranks": [[(int, [int])]]}, "reason": [(str, [str])]},
+        ],
+        "tensors": {...: int},
+    },
+    "request": {"family": (str, None), "plan_file": ([str], None), "replicate": [str], "head_dim": (int, None)},
+    "source": {
+        "name": str,
+        "is_folder": bool,
+        "parts": [{"name": str, "num_bytes": int, "header": str}],
+        "index": ([str], None),
+        "metadata": {...: str},
+        "config": (dict, None),
+    },
+    "side_files": {...: str},
+    "checksums": {"stripe_bytes": int, "ranks": ([[str]], None)},
+}
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -154,6 +179,8 @@ class Manifest:
         body = dict(data)
         if body.pop("manifest_checksum", None) != _checksum(body):
             raise ValueError("it was changed after it was written (its own checksum differs)")
+        if not _fits(data, _SCHEMA):
+            raise ValueError("something in it is not what belongs there")
         source, checksums = data["source"], data["checksums"]
         ranks = checksums["ranks"]
         manifest = cls(
@@ -177,8 +204,10 @@ class Manifest:
             raise ValueError("its plan is not for its tensors")
         for name, spec in self.tensors.items():
             geometry(self.plan.placement(name), spec.dtype, spec.shape)  # refuses what does not fit
-        if type(self.stripe_bytes) is not int or self.stripe_bytes < 1:
-            raise ValueError("its stripes are empty")
+        if self.stripe_bytes < 1 or (self.request.head_dim or 1) < 1:
+            raise ValueError("its stripes or heads are empty")
+        if any(pair is not None and len(pair) != 2 for pair in (self.index, self.request.plan_file)):
+            raise ValueError("its index and its plan file are not a name and a text each")
         if self.checksums is not None:
             counts = {len(self.checksums), *(len(rank) - len(self.stripes) for rank in self.checksums)}
             if counts != {self.tp, 0}:
@@ -197,6 +226,21 @@ class Manifest:
         taken = {MANIFEST_NAME, *(rank_file_name(rank, self.tp) for rank in range(self.tp))}
         if len({*names, *self.side_files}) != len(names) + len(self.side_files) or taken & self.side_files.keys():
             raise ValueError("two of its files have one name")
+
+
+def _fits(value: Any, schema: Any) -> bool:  # noqa: ANN401 - anything JSON holds
+    match schema:
+        case tuple():
+            return any(_fits(value, choice) for choice in schema)
+        case [inner]:
+            return isinstance(value, list) and all(_fits(item, inner) for item in value)
+        case dict():
+            if not isinstance(value, dict):
+                return False
+            if ... in schema:
+                return all(_fits(item, schema[...]) for item in value.values())
+            return schema.keys() <= value.keys() and all(_fits(value[key], inner) for key, inner in schema.items())
+    return value is None if schema is None else type(value) is schema
 
 
 def _part(data: dict[str, Any]) -> tuple[str, Header]:

@@ -210,12 +210,11 @@ def _weight_map(path: Path, text: str) -> dict[str, str]:
     weight_map = data.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{path}: has no weight_map")
-    if not all(isinstance(name, str) for name in weight_map.values()):
-        raise SourceError(f"{path}: weight_map must map strings to strings")
-    for name, tensor in {name: tensor for tensor, name in weight_map.items()}.items():
+    tensor_in = {name if isinstance(name, str) else "": tensor for tensor, name in weight_map.items()}
+    for name, tensor in tensor_in.items():
         if not is_plain_name(name) or not name.endswith(".safetensors"):
             raise SourceError(
-                f"{path}: {tensor!r} is mapped to {name!r:.100}, which is no .safetensors file of this folder"
+                f"{path}: {tensor!r} is mapped to {weight_map[tensor]!r:.100}, which is no .safetensors file of this folder"
             )
     return weight_map
 

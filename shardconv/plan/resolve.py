@@ -297,8 +297,8 @@ def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: 
     others = f" (nor {len(names) - 1} others)" if len(names) > 1 else ""
     return (
         f"{name} ({spec.dtype} {list(spec.shape)}): no rule of family {family.name} covers it{others}{fused}. A guess "
-        f"could be silent garbage: name the --family, or a --plan FILE with a rule for it, or --replicate {name} to put "
-        f"it whole on every rank"
+        f"could be silent garbage: name the --family, or a --plan FILE with a rule for it, or --replicate {name} to "
+        f"put it whole on every rank"
     )
 
 

@@ -1,0 +1,400 @@
+"""The command line: what goes where, which exit code, what is imported; and the public names."""
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from build import contents, llama_config, write_checkpoint
+from command import call, finish, run, start
+
+import shardconv
+from shardconv import console
+from shardconv.checkpoint.copy import CopyJob
+
+PACKAGE = Path(shardconv.__file__).parent
+REPORTS = {
+    "split": shardconv.SplitReport,
+    "merge": shardconv.MergeReport,
+    "reshard": shardconv.ReshardReport,
+    "verify": shardconv.VerifyReport,
+    "plan": shardconv.PlanReport,
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    write_checkpoint(folder / "tiny", config=llama_config(layers=1))
+    shardconv.split(folder / "tiny", folder / "tiny-tp2", tp=2)
+    return folder
+
+
+@pytest.fixture
+def commands(made, tmp_path, monkeypatch) -> dict[str, list[str]]:
+    """A command line for each command, run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    source, parts = str(made / "tiny"), str(made / "tiny-tp2")
+    return {
+        "split": ["split", source, "--tp", "2"],
+        "merge": ["merge", parts],
+        "reshard": ["reshard", parts, "--tp", "4"],
+        "verify": ["verify", parts],
+        "plan": ["plan", source, "--tp", "2"],
+    }
+
+
+each_command = pytest.mark.parametrize("command", REPORTS)
+each_writing_command = pytest.mark.parametrize("command", ["split", "merge", "reshard"])
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+
+
+@each_command
+def test_json_is_the_report(commands, command):
+    result = call(*commands[command], "--json")
+    report = json.loads(result.out)
+    assert list(report) == [field.name for field in dataclasses.fields(REPORTS[command])]
+    assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
+    if command == "plan":
+        names = [field.name for field in dataclasses.fields(shardconv.TensorReport)]
+        assert all(list(tensor) == names for tensor in report["tensors"])
+
+
+def test_json_of_a_verification_that_fails(made, commands, tmp_path):
+    """The exit code says it, and the object what."""
+    write_checkpoint(tmp_path / "other", config=llama_config(layers=1), seed=1)
+    result = call(*commands["verify"], "--against", tmp_path / "other", "--json")
+    assert result.code == 3
+    assert json.loads(result.out)["differences"]
+
+
+@each_command
+def test_results_go_to_stdout(commands, command):
+    result = call(*commands[command])
+    assert (result.code, result.err) == (0, "")
+    assert "12 tensors" in result.out
+
+
+@each_command
+@pytest.mark.parametrize("option", ["-q", "--quiet"])
+def test_quiet(commands, command, option):
+    assert call(*commands[command], option) == (0, "", "")
+
+
+@each_command
+def test_quiet_does_not_silence_json_nor_errors(commands, command):
+    assert json.loads(call(*commands[command], "-q", "--json").out)
+    wrong = call(command, "nowhere", *commands[command][2:], "-q")
+    assert (wrong.code, wrong.out) == (1, "")
+    assert "nowhere" in wrong.err
+
+
+@each_writing_command
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_dry_run(commands, tmp_path, command, options):
+    """It says what would be, and writes nothing."""
+    dry = call(*commands[command], "--dry-run", *options)
+    assert (dry.code, dry.err) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+    wet = call(*commands[command], *options)
+    if options:
+        said = {**json.loads(dry.out), "dry_run": False}
+        assert {**said, "seconds": 0} == {**json.loads(wet.out), "seconds": 0}
+    else:
+        assert "would be written" in dry.out
+        assert "would be written" not in wet.out
+
+
+@each_writing_command
+def test_dry_run_fails_where_the_run_would(commands, command):
+    assert call(*commands[command]).code == 0
+    dry, wet = call(*commands[command], "--dry-run"), call(*commands[command])
+    assert dry == wet
+    assert "exists; choose another name" in dry.err
+
+
+@pytest.mark.parametrize(
+    ("command", "source", "name"),
+    [
+        (["split", "--tp", "2"], "tiny", "tiny-tp2"),
+        (["split", "--tp", "2"], "tiny/model.safetensors", "model-tp2"),
+        (["merge"], "tiny-tp2", "tiny-merged"),
+        (["reshard", "--tp", "4"], "tiny-tp2", "tiny-tp4"),
+    ],
+)
+def test_default_names(made, commands, tmp_path, command, source, name):
+    result = call(*command, made / source, "--json")
+    assert json.loads(result.out)["path"] == name
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_default_name_of_a_merge_into_a_file(made, commands, tmp_path):
+    assert call("split", made / "tiny" / "model.safetensors", "--tp", "2").code == 0
+    assert call("merge", "model-tp2").code == 0
+    merged = tmp_path / "model-merged.safetensors"
+    assert merged.read_bytes() == (made / "tiny" / "model.safetensors").read_bytes()
+
+
+def test_default_name_from_inside_the_folder(made, tmp_path, monkeypatch):
+    shardconv.split(made / "tiny", tmp_path / "here-tp2", tp=2)
+    monkeypatch.chdir(tmp_path / "here-tp2")
+    assert json.loads(call("merge", ".", "--json", "--dry-run", "-o", "../x").out)["path"] == "../x"
+    refused = call("merge", ".")
+    assert "here-merged: lies in the source" in refused.err
+    assert refused.code == 1
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "Usage: shardconv"),
+        (["nonsense"], 2, "No such command 'nonsense'"),
+        (["split"], 2, "Missing argument 'SRC'"),
+        (["split", "x"], 2, "Missing option '--tp'"),
+        (["split", "x", "--tp", "0"], 2, "Invalid value for '--tp'"),
+        (["split", "x", "--tp", "two"], 2, "Invalid value for '--tp'"),
+        (["split", "x", "--tp", "2", "--treads", "1"], 2, "No such option"),
+        (["verify", "x", "y"], 2, "unexpected extra argument"),
+        (["split", "x", "--tp", "2"], 1, "x: there is no such file or folder"),
+        (["plan", "x"], 1, "x: there is no such file or folder"),
+        (["merge", "x"], 1, "x: is no split checkpoint"),
+        (["reshard", "x", "--tp", "2"], 1, "x: is no split checkpoint"),
+        (["verify", "x"], 1, "x: is no split checkpoint"),
+    ],
+)
+def test_errors_go_to_stderr(commands, arguments, code, message):
+    result = call(*arguments)
+    assert (result.code, result.out) == (code, "")
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+def raising(error: BaseException):
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; nothing was left behind"),
+        (console.Terminated(), 143, "terminated; nothing was left behind"),
+        (MemoryError(), 1, "there is not enough memory"),
+        (RuntimeError("boo"), 1, "internal error: RuntimeError: boo (--debug shows where; please report it)"),
+    ],
+)
+@each_writing_command
+def test_exit_codes(commands, tmp_path, monkeypatch, command, error, code, message):
+    monkeypatch.setattr(CopyJob, "pass_stripe", raising(error))
+    result = call(*commands[command])
+    assert (result.code, result.out) == (code, "")
+    assert result.err.strip() == f"shardconv: {message}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback_and_nothing_else_does(commands):
+    for arguments in (["split", "x", "--tp", "2"], ["merge", "x"]):
+        plain, debug = run(*arguments), run(*arguments, "--debug")
+        assert "Traceback" not in plain.err
+        assert debug.err.startswith("Traceback")
+        assert plain.err.removeprefix("shardconv: ").strip() in debug.err
+        assert plain.code == debug.code == 1
+
+
+def test_debug_changes_nothing_else(commands):
+    result = call(*commands["plan"], "--debug")
+    assert result == call(*commands["plan"])
+    assert result.code == 0
+
+
+@pytest.mark.parametrize("command", ["", *REPORTS])
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help(command, option):
+    result = call(*([command] if command else []), option)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith(f"Usage: shardconv {command}")
+
+
+@each_command
+def test_every_command_has_the_same_ways_of_printing(command):
+    shown = call(command, "--help").out
+    assert all(option in shown for option in ("--json", "-q, --quiet", "--debug"))
+
+
+def test_version():
+    assert call("--version") == (0, f"shardconv {shardconv.__version__}\n", "")
+
+
+# --- how it looks ---------------------------------------------------------------------------------------------------
+
+
+def test_progress_where_there_is_no_terminal(commands, monkeypatch):
+    """A line now and then, on stderr."""
+    monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
+    result = call(*commands["split"], "--json")
+    lines = result.err.splitlines()
+    assert lines
+    shape = r"split: \d+(\.\d+)? k?B of \d+(\.\d+)? kB, \S+ [kMGT]?B/s, \d+ s left"
+    assert all(re.fullmatch(shape, line) for line in lines), lines
+    assert json.loads(result.out)
+
+
+def test_no_progress_when_quiet(commands, monkeypatch):
+    monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
+    assert call(*commands["split"], "-q") == (0, "", "")
+
+
+@pytest.mark.parametrize(("variables", "has_color"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_no_color(commands, variables, has_color):
+    """On a terminal, which stdout here is only said to be; a table has a bold head, which is style and no colour."""
+    patch = "import sys; sys.stdout.isatty = lambda: True"
+    forced = {"TERM": "xterm-256color", "COLUMNS": "200", "NO_COLOR": "", **variables}
+    result = run(*commands["plan"], patch=patch, env=forced)
+    assert result.code == 0
+    colors = re.findall(r"\x1b\[(?:\d+;)*(?:3|4|9|10)\d[;m]", result.out)
+    assert not (colors and not has_color)
+
+
+@each_command
+def test_no_escapes_where_there_is_no_terminal(commands, command):
+    assert "\x1b" not in run(*commands[command]).out
+
+
+def test_names_are_no_markup(tmp_path):
+    """Of tensors, as rich would take it: brackets stay, and nothing is styled by them."""
+    from build import write_weights
+
+    path = write_weights(
+        tmp_path / "x.safetensors", {"[red]x[/red].weight": ("F32", (1,)), "y[0].weight": ("F32", (1,))}
+    )
+    result = call("plan", path, "--tp", "2", "--all")
+    assert result.code == 0
+    assert "[red]x[/red].weight" in result.out
+    assert "y[0].weight" in result.out
+
+
+def test_narrow_pipes_do_not_cut_the_table(commands):
+    shown = run(*commands["plan"], env={"COLUMNS": "20"}).out
+    assert "model.layers.*.self_attn.q_proj.weight" in shown
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--all"]])
+def test_closed_pipe(commands, options):
+    """As after ``| head -1``: no traceback, and no message about it."""
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardconv", *commands["plan"], *options],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+    )
+    os.close(reading)
+    os.close(writing)
+    _, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+
+
+def test_as_a_module_and_as_a_script(commands, made):
+    for patch in ("", "pass"):
+        result = finish(start("verify", made / "tiny-tp2", patch=patch))
+        assert (result.code, result.err) == (0, "")
+        assert result.out.endswith("correct\n")
+
+
+# --- what is imported -----------------------------------------------------------------------------------------------
+
+HEAVY = {"torch", "transformers", "safetensors", "numpy", "rich", "xxhash"}
+
+
+@pytest.mark.parametrize(
+    ("command", "allowed"),
+    [
+        ("--help", set()),
+        ("--version", set()),
+        ("split", {"numpy", "xxhash"}),
+        ("merge", {"numpy", "xxhash"}),
+        ("reshard", {"numpy", "xxhash"}),
+        ("verify", {"numpy", "xxhash"}),
+        ("plan", {"rich"}),
+    ],
+)
+def test_imports_are_light(commands, command, allowed):
+    patch = f"""
+import atexit, sys
+heavy = {sorted(HEAVY)!r}
+atexit.register(lambda: print("imported", *(name for name in heavy if name in sys.modules), file=sys.stderr))
+"""
+    result = run(*commands.get(command, [command]), patch=patch)
+    assert result.code == 0
+    imported = set(result.err.split()) - {"imported"}
+    assert result.err.startswith("imported")
+    assert imported <= allowed
+
+
+def test_import_of_the_package_imports_nothing_of_it():
+    code = "import sys, shardconv; print(*(name for name in sys.modules if name.startswith('shardconv')))"
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["shardconv"]
+
+
+def test_public_names():
+    assert shardconv.__all__ == sorted(shardconv.__all__)
+    assert len(set(shardconv.__all__)) == len(shardconv.__all__)
+    assert all(getattr(shardconv, name) is not None for name in shardconv.__all__)
+    assert dir(shardconv) == shardconv.__all__
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = shardconv.nonsense
+
+
+#: From the bottom up: a package may import those before it, and itself. What stands in no row is a module on its own.
+LAYERS = ["errors", "plan", "checkpoint", "distributed", "layers", "tensor", "convert", "runtime", "console", "cli"]
+#: Layers beside each other: neither imports the other.
+APART = {("distributed", "checkpoint"), ("layers", "checkpoint"), ("tensor", "checkpoint"), ("console", "checkpoint")}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The layers whose modules a module imports, at its top or in a function; not those for types alone."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    froms = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    plain = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    return {name.split(".")[1] for name in froms | plain if name.startswith("shardconv.")}
+
+
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if (PACKAGE / layer).is_dir()] + ["errors", "console"])
+def test_imports_go_one_way(layer):
+    allowed = {name for name in LAYERS[: LAYERS.index(layer) + 1] if (layer, name) not in APART}
+    paths = sorted((PACKAGE / layer).rglob("*.py")) or [PACKAGE / f"{layer}.py"]
+    wrong = {path.name: found - allowed for path in paths if (found := imports_of(path)) - allowed}
+    assert wrong == {}
+
+
+def test_only_the_console_prints():
+    """So that --json and -q hold everywhere."""
+    printing = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"\bprint\(|click\.(s?echo|secho)\(|sys\.stdout\.write", path.read_text())
+    ]
+    assert printing == ["console.py"]
+
+
+def test_nothing_was_written_into_the_source(made):
+    assert sorted(contents(made / "tiny")) == ["config.json", "model.safetensors", "tokenizer.json"]
