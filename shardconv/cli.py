@@ -205,7 +205,7 @@ def _plan_lines(report: "PlanReport") -> list[str]:
 def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]:
     import re
 
-    groups: dict[tuple[Any, ...], list["TensorReport"]] = {}
+    groups: dict[tuple[Any, ...], list[TensorReport]] = {}
     for tensor in report.tensors:
         name = tensor.name if show_all else re.sub(r"\.\d+(?=\.)", ".*", tensor.name)
         groups.setdefault((name, tensor.dtype, tensor.shape, tensor.placement, tensor.reason), []).append(tensor)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import shardconv
 from shardconv.cli import main
 
-_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(shardconv.__file__).parents[1])}
+#: For a process of its own: it finds the package that these tests run on.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(shardconv.__file__).parents[1])}
 
 
 class Result(NamedTuple):
@@ -28,31 +29,24 @@ def call(*arguments: object) -> Result:
     out, err = io.StringIO(), io.StringIO()
     argv, handler = sys.argv, signal.getsignal(signal.SIGTERM)
     sys.argv = ["shardconv", *map(str, arguments)]
-    code: object = None
     try:
         with redirect_stdout(out), redirect_stderr(err):
             main()
+        raise AssertionError("main came back")
     except SystemExit as exit_:
         code = exit_.code
     finally:
         sys.argv = argv
         signal.signal(signal.SIGTERM, handler)
-    assert type(code) is int
     return Result(code, out.getvalue(), err.getvalue())
 
 
 def start(*arguments: object, patch: str = "", **options) -> subprocess.Popen[str]:
     """Start a command in a process of its own, after ``patch``, some lines of Python, has run in it."""
     command = ["-m", "shardconv"] if not patch else ["-c", f"{patch}\nfrom shardconv.cli import main\nmain()"]
-    return subprocess.Popen(
-        [sys.executable, *command, *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**_ENVIRONMENT, **options.pop("env", {})},
-        **options,
-    )
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    streams["env"] = {**ENVIRONMENT, **options.get("env", {})}
+    return subprocess.Popen([sys.executable, *command, *map(str, arguments)], text=True, **streams)
 
 
 def finish(process: subprocess.Popen[str]) -> Result:

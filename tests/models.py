@@ -207,7 +207,9 @@ MODELS = {
     "gpt_neox-classifier": Model("gpt_neox", auto="GPTNeoXForSequenceClassification"),
     "bloom": Model("bloom"),
     "bloom-classifier": Model("bloom", auto="BloomForSequenceClassification"),
-    "bloom-old": Model("bloom", extra={"n_embed": HIDDEN, "hidden_size": None, "num_attention_heads": HEADS, "n_head": None}),
+    "bloom-old": Model(
+        "bloom", extra={"n_embed": HIDDEN, "hidden_size": None, "num_attention_heads": HEADS, "n_head": None}
+    ),
     "falcon-40b": Model("falcon", {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS, "bias": True}),
     "falcon-7b": Model("falcon", {"multi_query": True}),
     "falcon-7b-bare": Model("falcon", extra={"multi_query": None, "new_decoder_architecture": None}),

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from build import contents, llama_config, write_checkpoint
-from command import call, finish, run, start
+from build import contents, llama_config, write_checkpoint, write_weights
+from command import ENVIRONMENT, call, finish, run, start
 
 import shardconv
 from shardconv import console
@@ -256,15 +256,41 @@ def test_no_progress_when_quiet(commands, monkeypatch):
     assert call(*commands["split"], "-q") == (0, "", "")
 
 
-@pytest.mark.parametrize(("variables", "has_color"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_no_color(commands, variables, has_color):
-    """On a terminal, which stdout here is only said to be; a table has a bold head, which is style and no colour."""
-    patch = "import sys; sys.stdout.isatty = lambda: True"
-    forced = {"TERM": "xterm-256color", "COLUMNS": "200", "NO_COLOR": "", **variables}
-    result = run(*commands["plan"], patch=patch, env=forced)
-    assert result.code == 0
-    colors = re.findall(r"\x1b\[(?:\d+;)*(?:3|4|9|10)\d[;m]", result.out)
-    assert not (colors and not has_color)
+def stderr_on_a_terminal(arguments: list[str], **environment: str) -> str:
+    """Run a command whose stderr is a terminal; gives what that shows."""
+    terminal, end = os.openpty()
+    done = run(*arguments, stderr=end, env={"TERM": "xterm-256color", "COLUMNS": "100", **environment})
+    os.close(end)
+    assert done.code == 0
+    with os.fdopen(terminal, "rb") as shown:
+        return shown.read1(2**16).decode()
+
+
+COLOR = re.compile(r"\x1b\[(?:\d+;)*(?:[349]\d|10[0-7])[;\d]*m")
+
+
+@each_writing_command
+def test_bar_on_a_terminal(commands, command):
+    shown = stderr_on_a_terminal(commands[command])
+    assert command in shown
+    assert COLOR.search(shown)
+
+
+@each_writing_command
+def test_no_color(commands, command):
+    shown = stderr_on_a_terminal(commands[command], NO_COLOR="1")
+    assert command in shown
+    assert not COLOR.search(shown)
+
+
+@each_command
+def test_no_bar_when_quiet(commands, command):
+    reading, writing = os.openpty()
+    assert run(*commands[command], "-q", stderr=writing).code == 0
+    os.close(writing)
+    os.set_blocking(reading, False)
+    with os.fdopen(reading, "rb", buffering=0) as shown, pytest.raises(OSError, match="Input/output error"):
+        shown.read(1)  # nothing was written, and nobody is left who could
 
 
 @each_command
@@ -274,8 +300,6 @@ def test_no_escapes_where_there_is_no_terminal(commands, command):
 
 def test_names_are_no_markup(tmp_path):
     """Of tensors, as rich would take it: brackets stay, and nothing is styled by them."""
-    from build import write_weights
-
     path = write_weights(
         tmp_path / "x.safetensors", {"[red]x[/red].weight": ("F32", (1,)), "y[0].weight": ("F32", (1,))}
     )
@@ -294,16 +318,10 @@ def test_narrow_pipes_do_not_cut_the_table(commands):
 def test_closed_pipe(commands, options):
     """As after ``| head -1``: no traceback, and no message about it."""
     reading, writing = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shardconv", *commands["plan"], *options],
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
-    )
+    process = start(*commands["plan"], *options, stdout=writing)
     os.close(reading)
     os.close(writing)
-    _, err = process.communicate(timeout=60)
+    err = finish(process).err
     assert "Traceback" not in err
     assert "Exception ignored" not in err
 
@@ -329,7 +347,7 @@ HEAVY = {"torch", "transformers", "safetensors", "numpy", "rich", "xxhash"}
         ("merge", {"numpy", "xxhash"}),
         ("reshard", {"numpy", "xxhash"}),
         ("verify", {"numpy", "xxhash"}),
-        ("plan", {"rich"}),
+        ("plan", {"numpy", "xxhash", "rich"}),
     ],
 )
 def test_imports_are_light(commands, command, allowed):
@@ -347,8 +365,7 @@ atexit.register(lambda: print("imported", *(name for name in heavy if name in sy
 
 def test_import_of_the_package_imports_nothing_of_it():
     code = "import sys, shardconv; print(*(name for name in sys.modules if name.startswith('shardconv')))"
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert done.stdout.split() == ["shardconv"]
 
 

@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardconv.checkpoint import copy as engine
-from shardconv.checkpoint.copy import Comparer, CopyJob, ShardReader, Shards, ShardWriter, cut_stripes
+from shardconv.checkpoint.copy import CopyJob, Shards, cut_stripes
 from shardconv.checkpoint.fileio import InputFiles, OutputFiles
 from shardconv.checkpoint.geometry import geometry, whole
+from shardconv.checkpoint.shards import Comparer, ShardReader, ShardWriter
 from shardconv.errors import IntegrityError
 from shardconv.plan.placement import Interval, Placement, Unit, Zeros, cut
 

@@ -282,7 +282,9 @@ def failing(function: Callable[..., Any], after: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("threads", ["1", "4"])
 def test_write_error(job, target, monkeypatch, after, threads):
     monkeypatch.setattr(os, "pwrite", failing(os.pwrite, after))
-    check_failed(job.call(target, "--threads", threads), target, f"{target}: Input/output error; nothing was written")
+    check_failed(
+        job.call(target, "--threads", threads), target, f"{target}: Input/output error; nothing was left behind"
+    )
 
 
 @pytest.mark.parametrize("after", [0, 3])

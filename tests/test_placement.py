@@ -111,5 +111,5 @@ def test_json_round_trip(tp, parts):
 
 @pytest.mark.parametrize("data", [{}, {"dim": 0, "size": 4, "ranks": [[[0]]]}, {"dim": 0, "size": 4, "ranks": [["x"]]}])
 def test_json_that_is_no_placement(data):
-    with pytest.raises(ValueError, match="placement|unpack|element"):
+    with pytest.raises(ValueError, match=r"placement|unpack|element"):
         Placement.from_json(data)

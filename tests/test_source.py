@@ -276,7 +276,7 @@ def test_index_that_names_no_file_of_its_folder(folder, name):
     """Even where such a file exists, and is a valid one."""
     write_weights(folder.parent / "evil.safetensors", {"x": ("U8", (1,))})
     write_index(folder, {**weight_map(folder), "x": name})
-    refuses(folder, "'x' is mapped to .* which is no .safetensors file of this folder")
+    refuses(folder, "'x' is mapped to .* which is no part of this folder")
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-from shardconv.checkpoint.fileio import Bytes, InputFiles, OutputFiles, will_need
-from shardconv.checkpoint.geometry import Box, Geometry
+from shardconv.checkpoint.fileio import Bytes
+from shardconv.checkpoint.geometry import Geometry
 from shardconv.errors import IntegrityError
 
 #: Bytes of a stripe; also the grain of the checksums, so a manifest records the value it was written with.
@@ -92,18 +92,6 @@ class Scratch:
         return buffer[:size]
 
 
-class Sink(Protocol):
-    """What is done with a block of full-tensor bytes."""
-
-    tensors: Sequence[Shards]
-
-    def put(self, state: "StripeState", span: Span, block: Bytes, scratch: Scratch) -> None:
-        """Take a block."""
-
-    def finish(self, state: "StripeState") -> None:
-        """Called when the stripe is through."""
-
-
 class StripeState:
     """What one side keeps while a stripe passes: a running checksum for each file, and the first thing found wrong."""
 
@@ -120,196 +108,31 @@ class StripeState:
         running.update(data.data)
 
 
-def _view(array: Bytes, start: int, rows: int, width: int, offset: int, size: int) -> Bytes:
-    if rows == 1:
-        return array[start + offset : start + offset + size]
-    return array[start : start + rows * width].reshape(rows, width)[:, offset : offset + size]
+class Reader(Protocol):
+    """Where blocks of full-tensor bytes come from."""
 
-
-def _full_view(block: Bytes, box: Box) -> Bytes:
-    return _view(block, box.full, box.rows, box.full_width, box.offset, box.size)
-
-
-def _local_view(local: Bytes, box: Box) -> Bytes:
-    return _view(local, box.local, box.rows, box.local_width, box.local_offset, box.size)
-
-
-def _as_it_lies(boxes: Sequence[Box], size: int, block: Bytes) -> Bytes | None:
-    """The part of a block that is a shard's whole range of ``size`` bytes as it lies, if there is one."""
-    if len(boxes) != 1 or boxes[0].rows * boxes[0].size != size:
-        return None
-    box = boxes[0]
-    if box.rows > 1 and box.size != box.full_width:
-        return None
-    return block[box.full + box.offset : box.full + box.offset + size]
-
-
-class ShardReader:
-    """The side that is read.
-
-    Args:
-        tensors: where each tensor's shards lie.
-        files: the open files.
-        labels: for each file how messages name it.
-        names: for each tensor its name.
-        checksums: for each file and stripe the checksum to expect; None where there are none.
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[Shards],
-        files: InputFiles,
-        *,
-        labels: Sequence[str],
-        names: Sequence[str],
-        checksums: Sequence[Sequence[str]] | None = None,
-    ) -> None:
-        self.tensors = tensors
-        self._files = files
-        self._labels = labels
-        self._names = names
-        self._checksums = checksums
-
-    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
-        """Fill a block with the bytes of a span; note copies that differ and padding that is not zero."""
-        shards = self.tensors[span.tensor]
-        for shard, file, offset in zip(shards.geometry.shards, shards.files, shards.offsets, strict=True):
-            low, high = shard.local(span.start), shard.local(span.stop)
-            if low == high:
-                continue
-            boxes = list(shard.boxes(span.start, span.stop))
-            data = None if any(box.is_copy for box in boxes) else _as_it_lies(boxes, high - low, block)
-            if data is not None:
-                self._read(state, file, data, offset + low)
-                continue
-            data = scratch.take("gather", high - low)
-            self._read(state, file, data, offset + low)
-            self._place(state, span, file, data, block, boxes)
-            if shard.is_padded:
-                self._check_padding(state, span, file, data, boxes)
-
-    def _read(self, state: StripeState, file: int, data: Bytes, offset: int) -> None:
-        self._files.read(file, data, offset)
-        if self._checksums is not None:
-            state.update(file, data)
-
-    def _place(
-        self, state: StripeState, span: Span, file: int, data: Bytes, block: Bytes, boxes: Sequence[Box]
-    ) -> None:
-        for box in boxes:
-            ours, full = _local_view(data, box), _full_view(block, box)
-            if not box.is_copy:
-                np.copyto(full, ours)
-            elif not state.problem and not np.array_equal(full, ours):
-                state.problem = (
-                    f"{self._labels[file]}: its copy of {self._names[span.tensor]} differs from a lower rank's"
-                )
-
-    def _check_padding(self, state: StripeState, span: Span, file: int, data: Bytes, boxes: Sequence[Box]) -> None:
-        for box in boxes:
-            _local_view(data, box)[...] = 0
-        if not state.problem and data.any():
-            state.problem = f"{self._labels[file]}: the padding of {self._names[span.tensor]} is not zero"
-
-    def finish(self, state: StripeState, stripe: Stripe) -> None:
-        """Check what was read.
-
-        Raises:
-            IntegrityError: if checksums, copies or padding are not as they should be.
-        """
-        if self._checksums is not None:
-            found = {file: running.hexdigest() for file, running in state.hashes.items()}
-            wrong = [file for file, digest in found.items() if digest != self._checksums[file][state.number]]
-            if wrong:
-                raise IntegrityError("\n".join(self._wrong(file, found[file], state, stripe) for file in wrong))
-        if state.problem:
-            raise IntegrityError(state.problem)
-
-    def _wrong(self, file: int, digest: str, state: StripeState, stripe: Stripe) -> str:
-        assert self._checksums is not None
-        first, last = self._names[stripe[0].tensor], self._names[stripe[-1].tensor]
-        where = first if first == last else f"{first} ... {last}"
-        owners = [other for other in range(len(self._checksums)) if self._checksums[other][state.number] == digest]
-        hint = f": these are the bytes of {self._labels[owners[0]]}" if owners else ""
-        return f"{self._labels[file]}: the bytes of {where} differ from their checksum{hint}"
+    tensors: Sequence[Shards]
 
     def prefetch(self, stripe: Stripe) -> None:
         """Have the system begin to read a stripe."""
-        for span in stripe:
-            shards = self.tensors[span.tensor]
-            for shard, file, offset in zip(shards.geometry.shards, shards.files, shards.offsets, strict=True):
-                low, high = shard.local(span.start), shard.local(span.stop)
-                will_need(self._files.descriptors[file], offset + low, high - low)
+
+    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
+        """Fill a block with the bytes of a span."""
+
+    def finish(self, state: StripeState, stripe: Stripe) -> None:
+        """Called when the stripe is through; raises IntegrityError if something in it was wrong."""
 
 
-class ShardWriter:
-    """The side that is written: a sink that also takes the checksums.
+class Sink(Protocol):
+    """Where blocks of full-tensor bytes go."""
 
-    Args:
-        tensors: where each tensor's shards lie.
-        files: the open files.
-        num_stripes: how many stripes will pass.
-        with_checksums: whether checksums are wanted.
-    """
-
-    def __init__(
-        self, tensors: Sequence[Shards], files: OutputFiles, *, num_stripes: int, with_checksums: bool
-    ) -> None:
-        self.tensors = tensors
-        self._files = files
-        self._with_checksums = with_checksums
-        empty = xxhash.xxh3_128().hexdigest()
-        self.checksums = [[empty] * num_stripes for _ in files.descriptors]
+    tensors: Sequence[Shards]
 
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
-        """Write to every shard what it wants of a block."""
-        shards = self.tensors[span.tensor]
-        for shard, file, offset in zip(shards.geometry.shards, shards.files, shards.offsets, strict=True):
-            low, high = shard.local(span.start), shard.local(span.stop)
-            if low == high:
-                continue
-            boxes = list(shard.boxes(span.start, span.stop))
-            data = _as_it_lies(boxes, high - low, block)
-            if data is None:
-                data = scratch.take("scatter", high - low)
-                if shard.is_padded:
-                    data[...] = 0
-                for box in boxes:
-                    np.copyto(_local_view(data, box), _full_view(block, box))
-            if self._with_checksums:
-                state.update(file, data)
-            self._files.write(file, data, offset + low)
+        """Take a block."""
 
     def finish(self, state: StripeState) -> None:
-        """Keep the checksums of a stripe."""
-        for file, running in state.hashes.items():
-            self.checksums[file][state.number] = running.hexdigest()
-
-
-class Comparer:
-    """A sink that compares every block with what another reader has there."""
-
-    def __init__(self, reader: ShardReader, names: Sequence[str]) -> None:
-        self.tensors = reader.tensors
-        self._reader = reader
-        self._names = names
-
-    def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
-        """Compare a block."""
-        other = scratch.take("compare", len(block))
-        self._reader.gather(state, span, other, scratch)
-        if not state.problem and not np.array_equal(block, other):
-            at = span.start + int(np.flatnonzero(block != other)[0])
-            state.problem = f"{self._names[span.tensor]}: byte {at} of the tensor is not the source's"
-
-    def finish(self, state: StripeState) -> None:
-        """Say what was found.
-
-        Raises:
-            IntegrityError: if something differed.
-        """
-        if state.problem:
-            raise IntegrityError(state.problem)
+        """Called when the stripe is through; raises IntegrityError if something in it was wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +147,7 @@ class CopyJob:
     """
 
     stripes: Sequence[Stripe]
-    reader: ShardReader
+    reader: Reader
     sinks: Sequence[Sink]
     on_problem: Callable[[IntegrityError], None] | None = None
 

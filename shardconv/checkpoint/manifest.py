@@ -115,13 +115,15 @@ class Manifest:
     @cached_property
     def stripes(self) -> list[Stripe]:
         """The stripes of the full tensors."""
-        sizes = [shards.geometry.num_bytes for shards in self.part_layout().shards]
+        sizes = [shards.geometry.num_bytes for shards in self.part_layout.shards]
         return cut_stripes(sizes, self.stripe_bytes)
 
+    @cached_property
     def rank_layout(self) -> Layout:
         """The files of the ranks, as they have to be."""
         return lay_out_ranks(self.tensors, self.plan, self.metadata)
 
+    @cached_property
     def part_layout(self) -> Layout:
         """The files of the source, as they were."""
         return lay_out_parts([header for _, header in self.parts], self.tensors)

@@ -82,7 +82,7 @@ def reshard(
         old_tp=old.tp,
         tp=tp,
         num_tensors=len(new.tensors),
-        rank_bytes=tuple(new.rank_layout().file_bytes),
+        rank_bytes=tuple(new.rank_layout.file_bytes),
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
     )
@@ -103,7 +103,7 @@ def _write(
     for path in side_files.values():
         if path.is_symlink() or not path.is_file():
             raise SplitCheckpointError(f"{path}: is missing, or no regular file")
-    layout = new.rank_layout()
+    layout = new.rank_layout
     reader, inputs = read_ranks(old, folder)
     total = sum(layout.file_bytes) + side_bytes(side_files)
     with inputs, staging(target, is_folder=True, overwrite=overwrite, num_bytes=total) as stage:

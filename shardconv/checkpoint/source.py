@@ -214,7 +214,7 @@ def _weight_map(path: Path, text: str) -> dict[str, str]:
     for name, tensor in tensor_in.items():
         if not is_plain_name(name) or not name.endswith(".safetensors"):
             raise SourceError(
-                f"{path}: {tensor!r} is mapped to {weight_map[tensor]!r:.100}, which is no .safetensors file of this folder"
+                f"{path}: {tensor!r} is mapped to {weight_map[tensor]!r:.100}, which is no part of this folder"
             )
     return weight_map
 

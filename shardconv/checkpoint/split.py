@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardconv import __version__
-from shardconv.checkpoint.copy import STRIPE_BYTES, Progress, ShardReader
+from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.manifest import Manifest, write_manifest
 from shardconv.checkpoint.planning import StrPath, read_request, resolve_source
+from shardconv.checkpoint.shards import ShardReader
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.staging import check_apart, check_free, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, side_bytes
@@ -92,7 +93,7 @@ def split(
     resolver, assumed = resolve_source(source, request)
     made = resolver.plan(tp, assumed=assumed)
     manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES)
-    layout = manifest.rank_layout()
+    layout = manifest.rank_layout
     target = Path(dst) if dst is not None else Path(f"{default_name(source)}-tp{tp}")
     check_free(target, is_folder=True, overwrite=overwrite)
     check_apart(target, [source.path, *(part.path for part in source.parts), *source.side_files.values()])
@@ -130,7 +131,7 @@ def _write(
     threads: int | None,
     progress: Progress | None,
 ) -> None:
-    layout = manifest.rank_layout()
+    layout = manifest.rank_layout
     total = sum(layout.file_bytes) + side_bytes(source.side_files)
     paths = [part.path for part in source.parts]
     sizes = [part.header.file_bytes for part in source.parts]
@@ -140,7 +141,7 @@ def _write(
     ):
         names = list(manifest.tensors)
         reader = ShardReader(
-            manifest.part_layout().shards, inputs, labels=[part.name for part in source.parts], names=names
+            manifest.part_layout.shards, inputs, labels=[part.name for part in source.parts], names=names
         )
         digests = copy_files(
             reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,

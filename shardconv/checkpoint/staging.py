@@ -56,7 +56,7 @@ def _messages(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _NO_ROOM:
             raise OutputError(f"{path}: the disk is full; nothing was left behind") from error
-        raise OutputError(f"{error.filename or path}: {error.strerror or error}; nothing was written") from error
+        raise OutputError(f"{error.filename or path}: {error.strerror or error}; nothing was left behind") from error
 
 
 def check_free(path: Path, *, is_folder: bool, overwrite: bool) -> None:

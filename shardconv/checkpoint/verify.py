@@ -4,11 +4,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardconv.checkpoint.copy import Comparer, CopyJob, Progress, ShardReader
+from shardconv.checkpoint.copy import CopyJob, Progress
 from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.layout import lay_out_parts
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.planning import StrPath
+from shardconv.checkpoint.shards import Comparer, ShardReader
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.write import checksum_file, read_ranks
 from shardconv.errors import IntegrityError, SplitCheckpointError
@@ -83,7 +84,7 @@ def verify(
         against=None if against is None else str(against),
         tp=manifest.tp,
         num_tensors=len(manifest.tensors),
-        num_bytes=sum(manifest.rank_layout().file_bytes),
+        num_bytes=sum(manifest.rank_layout.file_bytes),
         has_checksums=manifest.checksums is not None,
         differences=tuple(differences),
         seconds=time.perf_counter() - began,

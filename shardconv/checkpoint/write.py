@@ -6,10 +6,11 @@ from pathlib import Path
 
 import xxhash
 
-from shardconv.checkpoint.copy import CopyJob, Progress, ShardReader, ShardWriter, Stripe
+from shardconv.checkpoint.copy import CopyJob, Progress, Stripe
 from shardconv.checkpoint.fileio import InputFiles, OutputFiles
 from shardconv.checkpoint.layout import Layout
 from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.shards import ShardReader, ShardWriter
 from shardconv.errors import SourceError, SplitCheckpointError
 
 
@@ -53,7 +54,7 @@ def read_ranks(manifest: Manifest, folder: Path) -> tuple[ShardReader, InputFile
     Raises:
         SplitCheckpointError: if a file is missing, of another size, or has not the header that it has to have.
     """
-    layout = manifest.rank_layout()
+    layout = manifest.rank_layout
     paths = manifest.rank_paths(folder)
     for path in paths:
         if not path.is_file():
