@@ -20,6 +20,9 @@ class Usage(NamedTuple):
     peak_mb: float
 
 
+_ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+
+
 def run(command: Command) -> Usage:
     """Run a command to its end.
 
@@ -27,7 +30,7 @@ def run(command: Command) -> Usage:
         subprocess.CalledProcessError: if it fails.
     """
     began = time.perf_counter()
-    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, env=_ENVIRONMENT)
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - began
     process.returncode = os.waitstatus_to_exitcode(status)

@@ -1,13 +1,13 @@
 """Checkpoints to measure on, written by hand: headers of the real shapes, random or absent data."""
 
+import argparse
 import json
 import os
+import random
 import struct
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-
-import numpy as np
 
 BITS = {"BF16": 16, "F32": 32, "F8_E4M3": 8}
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -28,7 +28,7 @@ DEEPSEEK_CONFIG = {
 }  # fmt: skip
 
 
-def llama_tensors(layers: int = LLAMA_CONFIG["num_hidden_layers"]) -> dict[str, tuple[str, tuple[int, ...]]]:  # type: ignore[assignment]
+def llama_tensors(layers: int = 10) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Llama's tensors, with the sizes of its 3B model and an untied head."""
     hidden, inner, kv, vocab = 3072, 8192, 1024, 128256
     tensors: dict[str, tuple[int, ...]] = {
@@ -118,10 +118,10 @@ def write_file(path: Path, tensors: Tensors, *, is_sparse: bool = False) -> int:
 
 
 def _random_blocks(num_bytes: int) -> Iterator[bytes]:
-    rng = np.random.default_rng(0)
+    rng = random.Random(0)
     while num_bytes:
         size = min(num_bytes, 2**24)
-        yield rng.bytes(size)
+        yield rng.randbytes(size)
         num_bytes -= size
 
 
@@ -140,3 +140,16 @@ def write_parts(folder: Path, tensors: Tensors, config: Mapping[str, object], nu
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config))
     return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the llama-shaped source that most benchmarks read.")
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--sparse", action="store_true", help="no data on disk")
+    arguments = parser.parse_args()
+    write_file(arguments.path, llama_tensors(arguments.layers), is_sparse=arguments.sparse)
+
+
+if __name__ == "__main__":
+    main()

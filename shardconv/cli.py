@@ -243,6 +243,7 @@ def main() -> NoReturn:
     """Run the command line, and exit."""
     debug = "--debug" in sys.argv
     signal.signal(signal.SIGTERM, _terminate)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's linear algebra would start threads that nobody uses
     gc.disable()  # headers and plans are many objects and no cycles; looking for some takes as long as the plan itself
     try:
         sys.exit(cli.main(prog_name="shardconv", standalone_mode=False) or 0)

@@ -26,8 +26,10 @@ from shardconv.errors import IntegrityError
 #: Bytes of a stripe; also the grain of the checksums, so a manifest records the value it was written with.
 STRIPE_BYTES = 32 * 2**20
 #: Bytes that pass through at once, for each thread; more ranks get more, so that single writes do not become small.
-_BLOCK_BYTES = 2**20
-_BLOCK_BYTES_PER_SHARD = 128 * 2**10
+_BLOCK_BYTES = 2 * 2**20
+_BLOCK_BYTES_PER_SHARD = 256 * 2**10
+#: Bytes of blocks that all threads together may hold.
+_MAX_BLOCKS_BYTES = 12 * 2**20
 _MAX_BLOCK_BYTES = 4 * 2**20
 _MAX_THREADS = 8
 #: Seconds between two calls for progress.
@@ -79,9 +81,10 @@ def cut_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -> list[
 
 
 class Scratch:
-    """The buffers of one thread, as large as was needed so far."""
+    """The buffers of one thread, as large as was needed so far; a block should have at most ``block_bytes``."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
         self._buffers: dict[str, Bytes] = {}
 
     def take(self, name: str, size: int) -> Bytes:
@@ -167,7 +170,7 @@ class CopyJob:
         stripe = self.stripes[number]
         self.reader.prefetch(stripe)
         for whole_span in stripe:
-            for span in self._blocks(whole_span):
+            for span in self._blocks(whole_span, scratch.block_bytes):
                 block = scratch.take("block", span.stop - span.start)
                 self.reader.gather(state, span, block, scratch)
                 for sink, sink_state in sinks:
@@ -177,12 +180,12 @@ class CopyJob:
         for sink, sink_state in sinks:
             sink.finish(sink_state)
 
-    def _blocks(self, span: Span) -> Iterator[Span]:
+    def _blocks(self, span: Span, max_bytes: int) -> Iterator[Span]:
         """A span in blocks, of whole rows where rows are short."""
         everyone = [self.reader.tensors, *(sink.tensors for sink in self.sinks)]
         sides = [tensors[span.tensor].geometry for tensors in everyone]
         shards = max(len(side.shards) for side in sides)
-        size = min(max(_BLOCK_BYTES, shards * _BLOCK_BYTES_PER_SHARD), _MAX_BLOCK_BYTES)
+        size = min(max(_BLOCK_BYTES, shards * _BLOCK_BYTES_PER_SHARD), max_bytes)
         width = max((side.width for side in sides if side.width <= size), default=1)
         start = span.start
         while start < span.stop:
@@ -207,7 +210,9 @@ class _Run:
         """Pass all stripes; whatever ends it, an error or Ctrl-C, no thread is left running."""
         with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
             try:
-                pending = {pool.submit(self._work) for _ in range(min(threads, len(self._job.stripes)))}
+                block_bytes = min(_MAX_BLOCKS_BYTES // threads, _MAX_BLOCK_BYTES)
+                workers = min(threads, len(self._job.stripes))
+                pending = {pool.submit(self._work, Scratch(block_bytes)) for _ in range(workers)}
                 while pending:
                     finished, pending = wait(pending, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)
                     for future in finished:
@@ -217,8 +222,7 @@ class _Run:
             finally:
                 self._is_stopping = True
 
-    def _work(self) -> None:
-        scratch = Scratch()
+    def _work(self, scratch: Scratch) -> None:
         while (number := self._next()) is not None:
             try:
                 self._job.pass_stripe(number, scratch, self._advance)

@@ -6,12 +6,12 @@ boxes (the rest of a row, whole rows, the beginning of a row) and, because piece
 shard. Pure integers: opens nothing.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from shardconv.checkpoint.header import DTYPE_BITS
 from shardconv.plan.placement import Interval, Piece, Placement
@@ -59,12 +59,27 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardRows:
-    """One rank's shard, row by row: ``width`` bytes a row, of which ``runs`` come from the full tensor."""
+    """One rank's shard, row by row.
+
+    Attributes:
+        full_width: bytes of a row of the full tensor.
+        width: bytes of a row of the shard.
+        runs: what both have in common.
+        starts: where each run begins in a row of the full tensor.
+        is_padded: whether the shard has zeros beside the runs.
+    """
 
     full_width: int
     width: int
     runs: tuple[Run, ...]
+    starts: tuple[int, ...]
     is_padded: bool
+
+    @classmethod
+    def of_runs(cls, full_width: int, width: int, runs: Sequence[Run]) -> Self:
+        """Rows of ``width`` bytes with these runs, and zeros elsewhere."""
+        is_padded = sum(run.size for run in runs) < width
+        return cls(full_width, width, tuple(runs), tuple(run.start for run in runs), is_padded)
 
     def local(self, position: int) -> int:
         """How many bytes of the shard come before a byte of the full tensor; padding goes with what is before it."""
@@ -74,23 +89,23 @@ class ShardRows:
     def _local_column(self, column: int) -> int:
         if column == 0:
             return 0
-        index = bisect_right(self.runs, column - 1, key=lambda run: run.start) - 1
-        if index < 0:
-            return self.runs[0].local if self.runs else self.width
-        run = self.runs[index]
-        if column < run.start + run.size:
-            return run.local + column - run.start
-        return self.runs[index + 1].local if index + 1 < len(self.runs) else self.width
+        after = bisect_left(self.starts, column)
+        if after:
+            run = self.runs[after - 1]
+            if column < run.start + run.size:
+                return run.local + column - run.start
+        return self.runs[after].local if after < len(self.runs) else self.width
 
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
         """What the flat range ``[start, stop)`` of the full tensor and this shard have in common."""
         base = self.local(start)
         for row, rows, first, last in _spans(start, stop, self.full_width):
-            full, local = row * self.full_width + first - start, row * self.width + self._local_column(first) - base
+            before = self._local_column(first)
+            full, local = row * self.full_width + first - start, row * self.width + before - base
             for run in self.runs:
                 low, high = max(first, run.start), min(last, run.start + run.size)
                 if low < high:
-                    at = run.local + low - run.start - self._local_column(first)
+                    at = run.local + low - run.start - before
                     yield Box(full, local, rows, self.full_width, self.width, low - first, at, high - low, run.is_copy)
 
 
@@ -116,9 +131,12 @@ class Geometry:
     width: int
     shards: tuple[ShardRows, ...]
 
-    def shard_bytes(self, rank: int) -> int:
-        """Bytes of a rank's shard."""
-        return self.num_bytes // self.width * self.shards[rank].width if self.width else 0
+    def shares(self, start: int, stop: int) -> Iterator[tuple[int, ShardRows, int, int]]:
+        """The shards that hold something of a flat range: the rank, its rows, and the range of the shard's bytes."""
+        for rank, shard in enumerate(self.shards):
+            low, high = shard.local(start), shard.local(stop)
+            if low < high:
+                yield rank, shard, low, high
 
 
 @lru_cache(maxsize=4096)
@@ -149,8 +167,8 @@ def whole(num_bytes: int) -> Geometry:
 
 
 def _whole_rows(num_bytes: int, rank: int) -> ShardRows:
-    runs = (Run(0, 0, num_bytes, rank > 0),) if num_bytes else ()
-    return ShardRows(num_bytes, num_bytes, runs, is_padded=False)
+    runs = [Run(0, 0, num_bytes, rank > 0)] if num_bytes else []
+    return ShardRows.of_runs(num_bytes, num_bytes, runs)
 
 
 def _shard_rows(pieces: Sequence[Piece], width: int, bits: int, owned: Sequence[Interval]) -> ShardRows:
@@ -162,8 +180,7 @@ def _shard_rows(pieces: Sequence[Piece], width: int, bits: int, owned: Sequence[
                 at = local + (part.start - piece.start) * bits
                 runs.append(Run(_whole(part.start * bits), _whole(at), _whole(part.size * bits), is_copy))
         local += piece.size * bits
-    is_padded = any(not isinstance(piece, Interval) for piece in pieces)
-    return ShardRows(width, _whole(local), tuple(runs), is_padded)
+    return ShardRows.of_runs(width, _whole(local), runs)
 
 
 def _by_owner(piece: Interval, owned: Sequence[Interval]) -> Iterator[tuple[Interval, bool]]:

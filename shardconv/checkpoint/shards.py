@@ -68,10 +68,8 @@ class ShardReader:
     def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Fill a block with the bytes of a span; note copies that differ and padding that is not zero."""
         shards = self.tensors[span.tensor]
-        for shard, file, offset in zip(shards.geometry.shards, shards.files, shards.offsets, strict=True):
-            low, high = shard.local(span.start), shard.local(span.stop)
-            if low == high:
-                continue
+        for rank, shard, low, high in shards.geometry.shares(span.start, span.stop):
+            file, offset = shards.files[rank], shards.offsets[rank]
             boxes = list(shard.boxes(span.start, span.stop))
             data = None if any(box.is_copy for box in boxes) else _as_it_lies(boxes, high - low, block)
             if data is not None:
@@ -132,9 +130,8 @@ class ShardReader:
         """Have the system begin to read a stripe."""
         for span in stripe:
             shards = self.tensors[span.tensor]
-            for shard, file, offset in zip(shards.geometry.shards, shards.files, shards.offsets, strict=True):
-                low, high = shard.local(span.start), shard.local(span.stop)
-                will_need(self._files.descriptors[file], offset + low, high - low)
+            for rank, _, low, high in shards.geometry.shares(span.start, span.stop):
+                will_need(self._files.descriptors[shards.files[rank]], shards.offsets[rank] + low, high - low)
 
 
 class ShardWriter:
@@ -159,10 +156,8 @@ class ShardWriter:
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Write to every shard what it wants of a block."""
         shards = self.tensors[span.tensor]
-        for shard, file, offset in zip(shards.geometry.shards, shards.files, shards.offsets, strict=True):
-            low, high = shard.local(span.start), shard.local(span.stop)
-            if low == high:
-                continue
+        for rank, shard, low, high in shards.geometry.shares(span.start, span.stop):
+            file, offset = shards.files[rank], shards.offsets[rank]
             boxes = list(shard.boxes(span.start, span.stop))
             data = _as_it_lies(boxes, high - low, block)
             if data is None:
