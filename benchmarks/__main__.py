@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -43,17 +44,32 @@ def shardconv(*words: str | Path) -> Command:
 
 
 @contextmanager
-def llama(place: Place) -> Iterator[tuple[Path, float]]:
-    """The source of most rows, with its size in GB."""
+def llama(place: Place) -> Iterator[Path]:
+    """The source of most rows."""
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     try:
         source = folder / "llama.safetensors"
-        num_bytes = write_llama(source)
+        write_llama(source)
         (folder / "config.json").write_text(json.dumps(models.LLAMA_CONFIG))
         os.sync()
-        yield source, num_bytes / 1e9
+        yield source
     finally:
         remove(folder)
+
+
+def rest(place: Place, num_bytes: int) -> None:
+    """Bring memory and disk to the same state before each command.
+
+    On a virtual machine, memory that was not used for some seconds is slow when it is used first. So as much as a
+    command will write is written and freed; then, on a disk, what is not on it yet is waited for.
+    """
+    path, block = place.folder / "bench-rest", bytes(2**22)
+    with path.open("wb", buffering=0) as file:
+        for _ in range(num_bytes // len(block)):
+            file.write(block)
+    remove(path)
+    if place.kind == "disk":
+        os.sync()
 
 
 def write_llama(path: Path, *options: str) -> int:
@@ -69,36 +85,34 @@ def _pair_row(claim: str, goal: str, pairs: Pairs, against: str) -> Row:
 
 def copying(place: Place) -> Iterator[Row]:
     """Split, merge and reshard against ``cp`` of the source."""
-    with llama(place) as (source, _):
+    with llama(place) as source:
         parent = source.parent
         copied, out, out4, back = parent / "cp.out", parent / "out8", parent / "out4", parent / "back.safetensors"
         copy = ("cp", source, copied)
-        flush = os.sync if place.kind == "disk" else None
+        settle = partial(rest, place, source.stat().st_size)
         split = shardconv("split", source, "--tp", "8", "-o", out)
-        pairs = run_pairs(split, copy, outputs=(copied, out), rounds=ROUNDS, between=flush)
+        pairs = run_pairs(split, copy, outputs=(copied, out), rounds=ROUNDS, between=settle)
         yield _pair_row(f"split for tp=8 / cp, {place.kind}", "0.7 or less", pairs, "cp")
         run(split)
         pairs = run_pairs(
-            shardconv("merge", out, "-o", back), copy, outputs=(copied, back), rounds=ROUNDS, between=flush
+            shardconv("merge", out, "-o", back), copy, outputs=(copied, back), rounds=ROUNDS, between=settle
         )
         yield _pair_row(f"merge of 8 into one file / cp, {place.kind}", "0.9 or less", pairs, "cp")
         again = shardconv("reshard", out, "--tp", "4", "-o", out4)
-        pairs = run_pairs(again, copy, outputs=(copied, out4), rounds=ROUNDS, between=flush)
+        pairs = run_pairs(again, copy, outputs=(copied, out4), rounds=ROUNDS, between=settle)
         yield _pair_row(f"reshard 8 to 4 / cp, {place.kind}", "0.9 or less", pairs, "cp")
         pairs = run_pairs(
-            shardconv("verify", out, "--against", source), copy, outputs=(copied,), rounds=2, between=flush
+            shardconv("verify", out, "--against", source), copy, outputs=(copied,), rounds=2, between=settle
         )
         yield _pair_row(f"verify --against source / cp, {place.kind}", "(none)", pairs, "cp")
 
 
 def usual_script(place: Place) -> Iterator[Row]:
     """Split against the script that people write today."""
-    with llama(place) as (source, _):
+    with llama(place) as source:
         ours, theirs = source.parent / "ours", source.parent / "theirs"
         script = (sys.executable, Path(__file__).with_name("usual_script.py"), source, theirs, "8")
-        pairs = run_pairs(
-            shardconv("split", source, "--tp", "8", "-o", ours), script, outputs=(ours, theirs), rounds=ROUNDS
-        )
+        pairs = run_pairs(shardconv("split", source, "--tp", "8", "-o", ours), script, outputs=(ours, theirs), rounds=3)
         theirs_mb = max(usage.peak_mb for usage in pairs.theirs)
         yield Row(
             "the usual script (get_slice, save_file) / split",
@@ -111,10 +125,11 @@ def usual_script(place: Place) -> Iterator[Row]:
 
 def checksums(place: Place) -> Iterator[Row]:
     """What checksums cost a split."""
-    with llama(place) as (source, _):
+    with llama(place) as source:
         out = source.parent / "out"
         split = shardconv("split", source, "--tp", "8", "-o", out)
-        pairs = run_pairs(split, (*split, "--no-checksums"), outputs=(out,), rounds=2 * ROUNDS)
+        settle = partial(rest, place, source.stat().st_size)
+        pairs = run_pairs(split, (*split, "--no-checksums"), outputs=(out,), rounds=2 * ROUNDS, between=settle)
         yield _pair_row("split with checksums / without", "1.10 or less", pairs, "without")
 
 
@@ -196,7 +211,8 @@ def _page(rows: list[Row]) -> str:
         "",
         f"The source is a llama-shaped bf16 file of {gigabytes:.2f} GB with random bytes. Times are those of whole "
         "processes, from start to exit. A ratio is the median over rounds in which both commands run right after each "
-        "other, in changing order: times alone say little on a shared machine. GB and MB are powers of ten.",
+        "other, in changing order, on memory and a disk brought to the same state: times alone say little on a shared "
+        "machine. GB and MB are powers of ten.",
         "",
         "| claim | to reach | measured | detail |",
         "|---|---|---|---|",
