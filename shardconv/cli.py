@@ -31,6 +31,9 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
     return add
 
 
+#: Differences that are shown to people.
+_MAX_LINES = 20
+
 _PATH = click.Path(path_type=Path)
 _output_options = _options(
     click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object."),
@@ -84,7 +87,7 @@ def split(src: Path, output: Path | None, *, as_json: bool, quiet: bool, plan: P
         report,
         [
             f"{report.path}: {report.num_tensors} tensors, {size(report.source_bytes)}, family {report.family}",
-            f"{report.tp} rank files of {_sizes(report.rank_bytes)}; {verb}",
+            f"{_count(report.tp, 'rank file')} of {_sizes(report.rank_bytes)}; {verb}",
             *_notes(report.assumed, report.left_out),
         ],
     )
@@ -127,8 +130,8 @@ def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **opt
     console.report(
         report,
         [
-            f"{report.path}: {report.num_tensors} tensors, from {report.old_tp} ranks to {report.tp}",
-            f"{report.tp} rank files of {_sizes(report.rank_bytes)}; {verb}",
+            f"{report.path}: {report.num_tensors} tensors, from {_count(report.old_tp, 'rank')} to {report.tp}",
+            f"{_count(report.tp, 'rank file')} of {_sizes(report.rank_bytes)}; {verb}",
         ],
     )
 
@@ -146,13 +149,14 @@ def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  #
     console = Console(as_json=as_json, quiet=quiet)
     with console.progress("verify") as progress:
         report = run(src, progress=progress, **options)
-    proof = "checksums" if report.has_checksums else "NO CHECKSUMS (written with --no-checksums), headers only"
+    shown, more = report.differences[:_MAX_LINES], len(report.differences) - _MAX_LINES
     lines = [
-        f"{report.path}: {report.tp} rank files, {report.num_tensors} tensors, {size(report.num_bytes)}",
-        f"checked: {proof}, copies equal, padding zero"
-        + (f", every byte of {report.against}" if report.against else ""),
-        *(f"DIFFERENT  {line}" for line in report.differences),
-        "different" if report.differences else "correct",
+        f"{report.path}: {_count(report.tp, 'rank')}, {report.num_tensors} tensors, {size(report.num_bytes)}",
+        f"checked: {', '.join(report.checked)}",
+        *([] if report.has_checksums else ["there are no checksums: it was split with --no-checksums"]),
+        *(f"DIFFERENT  {line}" for line in shown),
+        *([f"... and {more} more (--json has all)"] if more > 0 else []),
+        "different: split the source again, or put back what was changed" if report.differences else "correct",
     ]
     console.report(report, lines)
     if report.differences:
@@ -229,6 +233,10 @@ def _notes(assumed: tuple[str, ...], left_out: tuple[str, ...]) -> list[str]:
 def _sizes(rank_bytes: tuple[int, ...]) -> str:
     low, high = size(min(rank_bytes)), size(max(rank_bytes))
     return low if low == high else f"{low} to {high}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _rate(num_bytes: int, seconds: float) -> str:

@@ -128,6 +128,9 @@ def show_error(error: BaseException) -> int:
 
 
 def _describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a table, in the order in which it is read
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return "", error.exit_code
     if isinstance(error, click.UsageError):
         help_hint = f"\n{error.ctx.get_usage()}" if error.ctx else ""
         return error.format_message() + help_hint, error.exit_code

@@ -167,9 +167,9 @@ def test_default_name_from_inside_the_folder(made, tmp_path, monkeypatch):
         (["verify", "x", "y"], 2, "unexpected extra argument"),
         (["split", "x", "--tp", "2"], 1, "x: there is no such file or folder"),
         (["plan", "x"], 1, "x: there is no such file or folder"),
-        (["merge", "x"], 1, "x: is no split checkpoint"),
-        (["reshard", "x", "--tp", "2"], 1, "x: is no split checkpoint"),
-        (["verify", "x"], 1, "x: is no split checkpoint"),
+        (["merge", "x"], 1, "x: there is no such folder"),
+        (["reshard", "x", "--tp", "2"], 1, "x: there is no such folder"),
+        (["verify", "x"], 1, "x: there is no such folder"),
     ],
 )
 def test_errors_go_to_stderr(commands, arguments, code, message):

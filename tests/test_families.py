@@ -382,21 +382,21 @@ def bare(path: Path, *, heads: int, kv_heads: int, head_dim: int) -> Path:
 
 
 def test_a_bare_file_is_planned_for_powers_of_two(tmp_path):
-    source = bare(tmp_path / "m.safetensors", heads=24, kv_heads=12, head_dim=128)
+    source = bare(tmp_path / "m.safetensors", heads=24, kv_heads=8, head_dim=128)
     report = shardconv.report_plan(source)
     assert report.legal_tp == (1, 2)
     assert [sentence.split(":")[0] for sentence in report.assumed] == [
-        "head_dim = 256 assumed",
+        "heads have at most 512 elements, for there is no config; cuts are right for smaller ones, too",
         "a checkpoint without a config has no family",
     ]
-    assert re.search("3 is no power of two.*--head-dim N or --config FILE", report.blocked_tp[3])
+    assert re.search("only powers of two are safe.*--head-dim N or --config FILE", report.blocked_tp[3])
     assert re.search("--head-dim N or --config FILE", report.blocked_tp[4])
     assert set(TPS[:3]) < set(shardconv.report_plan(source, head_dim=128).legal_tp)
     assert 8 not in shardconv.report_plan(source, head_dim=256).legal_tp
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(8, 2, 64), (12, 4, 96), (6, 6, 80), (8, 1, 32), (16, 8, 256)]
+    ("heads", "kv_heads", "head_dim"), [(8, 2, 64), (12, 4, 96), (6, 6, 80), (8, 1, 32), (16, 8, 256), (4, 2, 512)]
 )
 def test_what_a_bare_file_is_planned_for_never_cuts_a_head(heads, kv_heads, head_dim, tmp_path):
     source = bare(tmp_path / "m.safetensors", heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -407,6 +407,13 @@ def test_what_a_bare_file_is_planned_for_never_cuts_a_head(heads, kv_heads, head
     for tp in guessed:
         ours, theirs = shardconv.make_plan(source, tp=tp), shardconv.make_plan(source, tp=tp, head_dim=head_dim)
         assert all(ours.placement(name) == theirs.placement(name) for name in ours.tensors)
+
+
+def test_a_norm_over_all_heads_is_not_planned_by_name(checkpoint, tmp_path):
+    """Its name is that of a norm over one head, which is whole on every rank; only its size tells them apart."""
+    unknown = altered(checkpoint("olmo2"), tmp_path, {"model_type": "unheard_of"})
+    with pytest.raises(shardconv.PlanError, match=r"[qk]_norm\.weight: shape .* does not end in head_dim"):
+        shardconv.make_plan(unknown, tp=2)
 
 
 def test_a_norm_over_heads_tells_their_size(checkpoint, tmp_path):
@@ -462,7 +469,8 @@ def test_a_plan_file_may_name_the_family(checkpoint, tmp_path):
     (tmp_path / "mine.toml").write_text('inherits = "phi3"\n[rules]\n"lm_head" = { style = "replicate" }\n')
     plan = shardconv.make_plan(unknown, tp=2, plan=tmp_path / "mine.toml")
     known = shardconv.make_plan(unknown, tp=2, family="phi3", replicate=("lm_head",))
-    assert plan.assumed == known.assumed == ()
+    assert plan.assumed == ()
+    assert known.assumed == ("lm_head is whole on every rank, as asked; what belongs to it may be cut",)
     assert all(plan.placement(name) == known.placement(name) for name in known.tensors)
 
 

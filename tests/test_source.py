@@ -462,4 +462,16 @@ def test_other_formats(tmp_path, name):
 
 def test_a_split_checkpoint(single):
     (single / "shardconv.json").write_text("{}")
-    refuses(single, "is a split checkpoint already: use merge, or reshard")
+    refuses(single, "is a split checkpoint, no source: merge it, or reshard")
+
+
+def test_a_part_is_not_the_whole(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", parts=3)
+    refuses(folder / part_names(3)[0], "is one part of 3: name their folder")
+    single = (folder / part_names(3)[0]).rename(tmp_path / part_names(1)[0])
+    assert len(open_source(single).parts) == 1
+
+
+def test_a_model_in_a_cache_is_not_its_snapshot(tmp_path):
+    (tmp_path / "models--a--b" / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    refuses(tmp_path / "models--a--b", "name a folder in its snapshots/")

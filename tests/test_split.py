@@ -200,3 +200,12 @@ def test_progress_ends_at_the_whole(tmp_path):
     calls = []
     report = shardconv.split(source, tmp_path / "out", tp=2, progress=lambda done, total: calls.append((done, total)))
     assert calls[-1] == (report.source_bytes, report.source_bytes)
+
+
+def test_what_only_the_owner_may_read_stays_so(tmp_path):
+    source = write_checkpoint(tmp_path / "model", parts=2)
+    next(source.glob("*.safetensors")).chmod(0o400)
+    shardconv.split(source, tmp_path / "out", tp=2)
+    shardconv.merge(tmp_path / "out", tmp_path / "back")
+    written = [*(tmp_path / "out").glob("*.safetensors"), *(tmp_path / "back").glob("*.safetensors")]
+    assert {path.stat().st_mode & 0o777 for path in written} == {0o600}

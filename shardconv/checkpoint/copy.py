@@ -134,7 +134,7 @@ class Sink(Protocol):
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Take a block."""
 
-    def finish(self, state: StripeState) -> None:
+    def finish(self, state: StripeState, stripe: Stripe) -> None:
         """Called when the stripe is through; raises IntegrityError if something in it was wrong."""
 
 
@@ -176,9 +176,19 @@ class CopyJob:
                 for sink, sink_state in sinks:
                     sink.put(sink_state, span, block, scratch)
                 advance(len(block))
-        self.reader.finish(state, stripe)
-        for sink, sink_state in sinks:
-            sink.finish(sink_state)
+        self._finish(stripe, [(self.reader, state), *sinks])
+
+    @staticmethod
+    def _finish(stripe: Stripe, sides: Sequence[tuple[Reader | Sink, StripeState]]) -> None:
+        """Let every side say what was wrong, so that one does not hide what another has found."""
+        problems = []
+        for side, state in sides:
+            try:
+                side.finish(state, stripe)
+            except IntegrityError as error:
+                problems.append(str(error))
+        if problems:
+            raise IntegrityError("\n".join(problems))
 
     def _blocks(self, span: Span, max_bytes: int) -> Iterator[Span]:
         """A span in blocks, of whole rows where rows are short."""

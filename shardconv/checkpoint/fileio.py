@@ -75,6 +75,9 @@ class InputFiles:
         paths: the files.
         sizes: the bytes that each has to have.
 
+    Attributes:
+        mode: the permissions that all of them have, and to write for their owner: who may read a copy.
+
     Raises:
         SourceError: if a file cannot be opened or has another size.
     """
@@ -91,12 +94,14 @@ class InputFiles:
 
     def _open(self, sizes: Sequence[int]) -> None:
         self._states = []
+        self.mode = 0o666
         for path, size in zip(self.paths, sizes, strict=True):
             try:
                 self.descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             except OSError as error:
                 raise SourceError(f"{path}: cannot be opened: {error.strerror or error}") from error
             self._states.append(self._state(self.descriptors[-1]))
+            self.mode &= os.fstat(self.descriptors[-1]).st_mode | 0o200
             if self._states[-1][0] != size:
                 raise SourceError(
                     f"{path}: has {self._states[-1][0]} bytes, expected {size}: it changed or is truncated"
@@ -152,16 +157,17 @@ class OutputFiles:
         paths: the files; none may exist.
         heads: for each the bytes that it begins with.
         sizes: the bytes of each file in the end; what is not written stays zero.
+        mode: their permissions, before the umask.
     """
 
-    def __init__(self, paths: Sequence[Path], heads: Sequence[bytes], sizes: Sequence[int]) -> None:
+    def __init__(self, paths: Sequence[Path], heads: Sequence[bytes], sizes: Sequence[int], mode: int = 0o666) -> None:
         self.descriptors: list[int] = []
         self._turns = [threading.Lock() for _ in paths]
         allow_open_files(len(paths))
         try:
             for path, head, size in zip(paths, heads, sizes, strict=True):
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-                self.descriptors.append(os.open(path, flags, 0o666))
+                self.descriptors.append(os.open(path, flags, mode))
                 os.ftruncate(self.descriptors[-1], size)
                 write_exactly(self.descriptors[-1], head, 0)
         except BaseException:

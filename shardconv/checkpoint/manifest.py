@@ -263,6 +263,8 @@ def read_manifest(folder: Path) -> Manifest:
         SplitCheckpointError: if the folder is no split checkpoint, or its manifest is not valid.
     """
     path = folder / MANIFEST_NAME
+    if not folder.exists():
+        raise SplitCheckpointError(f"{folder}: there is no such folder")
     try:
         if path.is_fifo():
             raise ValueError("it is no regular file")  # to read it could wait for ever

@@ -170,7 +170,7 @@ class ShardWriter:
                 state.update(file, data)
             self._files.write(file, data, offset + low)
 
-    def finish(self, state: StripeState) -> None:
+    def finish(self, state: StripeState, stripe: Stripe) -> None:  # noqa: ARG002 - all sides have it
         """Keep the checksums of a stripe."""
         for file, running in state.hashes.items():
             self.checksums[file][state.number] = running.hexdigest()
@@ -192,7 +192,7 @@ class Comparer:
             at = span.start + int(np.flatnonzero(block != other)[0])
             state.problem = f"{self._names[span.tensor]}: byte {at} of the tensor is not the source's"
 
-    def finish(self, state: StripeState) -> None:
+    def finish(self, state: StripeState, stripe: Stripe) -> None:  # noqa: ARG002 - all sides have it
         """Say what was found.
 
         Raises:

@@ -22,7 +22,7 @@ from shardconv.plan.plan import TensorSpec
 INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG_NAME = "config.json"
 
-_PART_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors")
+_PART_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 #: Endings of files that hold weights, or list them: they are never side files.
 _WEIGHT_SUFFIXES = (
     ".safetensors", INDEX_SUFFIX, ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack",
@@ -132,6 +132,9 @@ def _with_config(source: Source, config: Path) -> Source:
 
 
 def _open_file(path: Path) -> Source:
+    match = _PART_NAME.fullmatch(path.name)
+    if match and int(match["count"]) > 1:
+        raise SourceError(f"{path}: is one part of {int(match['count'])}: name their folder, or the index over them")
     part = Part(path.name, path, read_header(path))
     beside = path.parent / CONFIG_NAME
     if not beside.is_file():
@@ -142,7 +145,7 @@ def _open_file(path: Path) -> Source:
 def _open_folder(folder: Path, index_name: str | None, *, follow_links: bool) -> Source:
     files = {path.name: path for path in sorted(folder.iterdir()) if not path.is_dir()}
     if MANIFEST_NAME in files:
-        raise SourceError(f"{folder}: is a split checkpoint already: use merge, or reshard for another tp")
+        raise SourceError(f"{folder}: is a split checkpoint, no source: merge it, or reshard it for another tp")
     weights = [name for name in files if name.endswith(".safetensors")]
     is_named = index_name is not None
     index_name = index_name or _find_index(folder, files)
@@ -186,6 +189,8 @@ def _find_single(folder: Path, weights: list[str]) -> str:
         return "model.safetensors"
     if len(weights) == 1 and not _PART_NAME.fullmatch(weights[0]):
         return weights[0]
+    if not weights and (folder / "snapshots").is_dir():
+        raise SourceError(f"{folder}: is a model in a Hugging Face cache: name a folder in its snapshots/")
     if not weights:
         raise SourceError(
             f"{folder}: holds no .safetensors file; convert other formats first, for example with save_pretrained"

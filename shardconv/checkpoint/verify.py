@@ -25,7 +25,8 @@ class VerifyReport:
         tp: number of ranks.
         num_tensors: number of tensors.
         num_bytes: bytes of all rank files.
-        has_checksums: whether there were checksums to check.
+        checked: what was checked to the end, in words.
+        has_checksums: whether there are checksums; without them a wrong byte shows only in copies and padding.
         differences: what was found wrong; empty where all is as it should be.
         seconds: wall time.
     """
@@ -35,6 +36,7 @@ class VerifyReport:
     tp: int
     num_tensors: int
     num_bytes: int
+    checked: tuple[str, ...]
     has_checksums: bool
     differences: tuple[str, ...]
     seconds: float
@@ -65,6 +67,7 @@ def verify(
     folder = Path(src)
     manifest = read_manifest(folder)
     source = None if against is None else open_source(Path(against), follow_links=follow_links)
+    checked = ["side files"]
     differences = _side_differences(manifest, folder)
     if source is not None:
         differences += _header_differences(manifest, source)
@@ -79,12 +82,15 @@ def verify(
                 manifest, reader, source if is_comparable else None, threads=threads, progress=progress
             )
             inputs.check_unchanged()
+        checked += ["headers", *(["checksums"] if manifest.checksums else []), "copies equal", "padding zero"]
+        checked += [f"every byte of {against}"] if is_comparable else []
     return VerifyReport(
         path=str(src),
         against=None if against is None else str(against),
         tp=manifest.tp,
         num_tensors=len(manifest.tensors),
         num_bytes=sum(manifest.rank_layout.file_bytes),
+        checked=tuple(checked),
         has_checksums=manifest.checksums is not None,
         differences=tuple(differences),
         seconds=time.perf_counter() - began,

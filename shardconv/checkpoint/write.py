@@ -41,7 +41,7 @@ def copy_files(
         For each file the checksum of each stripe, or None.
     """
     heads = [header.head for header in layout.headers]
-    with OutputFiles(paths, heads, layout.file_bytes) as outputs:
+    with OutputFiles(paths, heads, layout.file_bytes, inputs.mode) as outputs:
         writer = ShardWriter(layout.shards, outputs, num_stripes=len(stripes), with_checksums=checksums)
         CopyJob(stripes, reader, [writer]).run(threads=threads, progress=progress)
         inputs.check_unchanged()

@@ -63,6 +63,7 @@ class Rule:
         groups: how often the parts repeat.
         pad: fill up with zeros what does not divide.
         transposed: the weight is stored (in, out), as Conv1D stores it.
+        size: what the last dim has to be, where another size would be another thing of the same name.
         when: config fields that must have these values for the rule to count.
         origin: whose rule it is, for the report.
     """
@@ -74,6 +75,7 @@ class Rule:
     groups: str | int = 1
     pad: bool = False
     transposed: bool = False
+    size: str | int | None = None
     when: tuple[tuple[str, Any], ...] = ()
     origin: str = ""
 
@@ -85,6 +87,7 @@ class Rule:
         if self.unit and self.parts:
             raise ValueError("a rule has unit or parts, not both")
         check_expression(self.groups)
+        check_expression(1 if self.size is None else self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +209,8 @@ def _parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TO
 
 
 _RULE_KEYS = {
-    "style": str, "unit": str, "parts": list, "groups": (str, int), "pad": bool, "transposed": bool, "when": dict,
+    "style": str, "unit": str, "parts": list, "groups": (str, int), "pad": bool, "transposed": bool, "size": (str, int),
+    "when": dict,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from shardconv.plan.resolve import Resolver
 #: The largest head size in common use. A cut between heads of this size, among a power of two of ranks, is also one
 #: between heads of 32, 64, 80, 96, 128, 192 or any other size that has no higher power of two in it. Where rows are no
 #: multiple of it, the same is true of the highest power of two that they are a multiple of.
-_ASSUMED_HEAD_DIM = 256
+_ASSUMED_HEAD_DIM = 512
 
 #: By name, these produce what those consume: planning by name requires that they fit.
 _PAIRS = (("q_proj", "o_proj"), ("q_proj", "out_proj"), ("up_proj", "down_proj"), ("fc1", "fc2"), ("w1", "w2"))
@@ -99,6 +99,9 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         family = replace(user, name=family.name).over(family)
     if request.replicate:
         rules = tuple(Rule(name, "replicate", origin="--replicate") for name in request.replicate)
+        assumed += [
+            f"{name} is whole on every rank, as asked; what belongs to it may be cut" for name in request.replicate
+        ]
         required += request.replicate
         family = Family(family.name, rules=rules).over(family)
     return Resolution(Resolver(tensors, config, family, required=required, unsure=unsure), tuple(assumed))
@@ -124,7 +127,9 @@ def _with_heads(
         sentence = f"head_dim = {head_dim}, from the shape of {source}"
     elif head_dim is None and (rows := _projected_rows(tensors)):
         head_dim = gcd(_ASSUMED_HEAD_DIM, *rows)
-        sentence = f"head_dim = {head_dim} assumed: there is no config, and smaller heads allow the same cuts"
+        sentence = (
+            f"heads have at most {head_dim} elements, for there is no config; cuts are right for smaller ones, too"
+        )
         unsure = "the head size is not in the checkpoint: pass --head-dim N or --config FILE to settle it"
     if head_dim is None:
         return dict(config or {}), "", ""

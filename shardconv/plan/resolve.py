@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import STYLES, Family, Rule
+from shardconv.plan.family import NAMES_FAMILY, STYLES, Family, Rule
 from shardconv.plan.fields import Fields
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
@@ -152,7 +152,7 @@ class Resolver:
         """
         name = self._first[question]
         if self._unsure and tp & (tp - 1):
-            raise _BlockedError(f"{tp} is no power of two, and {self._unsure}")
+            raise _BlockedError(f"only powers of two are safe: {self._unsure}")
         rule, leaf, spec, weight = question
         fields = self._fields()
         reference = weight if leaf == "weight_scale_inv" and weight else spec
@@ -169,6 +169,11 @@ class Resolver:
         return TensorPlan(placement, Reason(rule.origin, rule.pattern, rule.style, read))
 
     def _place(self, rule: Rule, leaf: str, spec: TensorSpec, tp: int, fields: Fields, name: str) -> Placement:
+        if rule.size is not None and spec.shape[-1:] != (expected := fields.evaluate(rule.size),):
+            raise PlanError(
+                f"{name}: shape {list(spec.shape)} does not end in {rule.size} = {expected}, so rule {rule.pattern!r} "
+                f"is not meant for it; name the --family, or a --plan FILE with a rule for it"
+            )
         dim = _dim(rule, leaf, spec, name)
         if dim is None:
             return Placement.replicated(tp)
@@ -295,10 +300,13 @@ def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: 
     if FUSED.search(name):
         fused = "; by its name it holds several projections in one, and how they lie in it is not known"
     others = f" (nor {len(names) - 1} others)" if len(names) > 1 else ""
+    no_rule = f"no rule of family {family.name} covers it"
+    if family.name == NAMES_FAMILY:
+        no_rule = "no family is known for this model, and its name alone does not tell how to cut it"
     return (
-        f"{name} ({spec.dtype} {list(spec.shape)}): no rule of family {family.name} covers it{others}{fused}. A guess "
-        f"could be silent garbage: name the --family, or a --plan FILE with a rule for it, or --replicate {name} to "
-        f"put it whole on every rank"
+        f"{name} ({spec.dtype} {list(spec.shape)}): {no_rule}{others}{fused}. A guess could be silent garbage: name the "
+        f"--family, or a --plan FILE with a rule for it, or --replicate {_NUMBER.sub('.*', name)!r} to put it whole on "
+        f"every rank"
     )
 
 
