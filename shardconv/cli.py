@@ -260,4 +260,4 @@ def main() -> NoReturn:
             raise
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads it any more
-        sys.exit(show_error(error))
+        sys.exit(show_error(error, as_json="--json" in sys.argv))

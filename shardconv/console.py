@@ -119,9 +119,11 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(words)
 
 
-def show_error(error: BaseException) -> int:
-    """Print one message for an exception and give the exit code that goes with it."""
+def show_error(error: BaseException, *, as_json: bool) -> int:
+    """Print one message for an exception, with ``as_json`` an object, too; gives the exit code that goes with it."""
     message, code = _describe(error)
+    if as_json:
+        click.echo(json.dumps({"error": message, "exit_code": code}))
     if message:
         click.echo(f"shardconv: {message}", err=True)
     return code

@@ -18,7 +18,6 @@ from build import (
 )
 
 from shardconv.checkpoint.source import INDEX_SUFFIX, Source, open_source
-from shardconv.checkpoint.split import default_name
 from shardconv.errors import SourceError
 
 INDEX = "model" + INDEX_SUFFIX
@@ -189,7 +188,7 @@ def test_snapshot(snapshot, folder, named):
 
 
 def test_snapshot_is_called_by_its_model(snapshot):
-    assert default_name(open_source(snapshot)) == "tiny-llama"
+    assert open_source(snapshot).name == "tiny-llama"
 
 
 def test_snapshot_whose_blob_is_gone(snapshot):

@@ -21,7 +21,7 @@ import xxhash
 
 from shardconv.checkpoint.fileio import Bytes
 from shardconv.checkpoint.geometry import Geometry
-from shardconv.errors import IntegrityError
+from shardconv.errors import IntegrityError, UsageError
 
 #: Bytes of a stripe; also the grain of the checksums, so a manifest records the value it was written with.
 STRIPE_BYTES = 32 * 2**20
@@ -30,7 +30,7 @@ _BLOCK_BYTES = 2 * 2**20
 _BLOCK_BYTES_PER_SHARD = 256 * 2**10
 #: Bytes of blocks that all threads together may hold.
 _MAX_BLOCKS_BYTES = 12 * 2**20
-_MAX_BLOCK_BYTES = 4 * 2**20
+_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 64 * 2**10, 4 * 2**20
 _MAX_THREADS = 8
 #: Seconds between two calls for progress.
 _REPORT_SECONDS = 0.1
@@ -159,8 +159,11 @@ class CopyJob:
 
         Raises:
             IntegrityError: if something read is wrong and there is no ``on_problem``.
+            UsageError: if ``threads`` is less than one.
             OSError: if something cannot be written.
         """
+        if threads is not None and threads < 1:
+            raise UsageError(f"threads = {threads}: there is at least one")
         _Run(self, progress).run(threads or min(_MAX_THREADS, os.cpu_count() or 1))
 
     def pass_stripe(self, number: int, scratch: Scratch, advance: Callable[[int], None]) -> None:
@@ -220,8 +223,8 @@ class _Run:
         """Pass all stripes; whatever ends it, an error or Ctrl-C, no thread is left running."""
         with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
             try:
-                block_bytes = min(_MAX_BLOCKS_BYTES // threads, _MAX_BLOCK_BYTES)
                 workers = min(threads, len(self._job.stripes))
+                block_bytes = max(min(_MAX_BLOCKS_BYTES // max(workers, 1), _MAX_BLOCK_BYTES), _MIN_BLOCK_BYTES)
                 pending = {pool.submit(self._work, Scratch(block_bytes)) for _ in range(workers)}
                 while pending:
                     finished, pending = wait(pending, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)

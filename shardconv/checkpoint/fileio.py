@@ -60,9 +60,9 @@ def will_need(descriptor: int, offset: int, size: int) -> None:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the limit of open files to ``count`` and some more, as far as the system lets us."""
+    """Raise the limit of open files so that ``count`` more can be opened, as far as the system lets us."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 64
+    wanted = len(os.listdir("/dev/fd")) + count + 64  # noqa: PTH208 - names only
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))

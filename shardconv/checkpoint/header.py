@@ -228,6 +228,9 @@ def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
     Args:
         tensors: name, dtype and shape of each, in the order of the data.
         metadata: the file's own strings.
+
+    Raises:
+        SourceError: if the header would be longer than the format allows.
     """
     infos: dict[str, TensorInfo] = {}
     end = 0
@@ -238,6 +241,8 @@ def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
     for name, info in infos.items():
         entries[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": (info.start, info.stop)}
     raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(raw) > MAX_HEADER_BYTES - 8:
+        raise SourceError(f"a header of {len(raw)} bytes would be over the limit of the format: use a smaller metadata")
     return Header(raw + b" " * (-len(raw) % 8), infos, metadata)
 
 

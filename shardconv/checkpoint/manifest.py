@@ -21,12 +21,16 @@ from shardconv.checkpoint.source import Source, is_plain_name
 from shardconv.errors import SourceError, SplitCheckpointError
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
+from shardconv.plan.resolve import MAX_TP
 
 FORMAT_VERSION = 1
+_MIN_STRIPE_BYTES = 2**12
+_MAX_MANIFEST_BYTES = 2**30
 
 #: What a manifest holds. A list stands for any number of what is in it, a mapping from ``...`` for any keys, a tuple
 #: for a choice.
 _SCHEMA = {
+    "tp": int,
     "plan": {
         "tp": int,
         "family": (str, None),
@@ -87,7 +91,7 @@ class Manifest:
             plan=plan,
             request=request,
             config=source.config,
-            source_name=source.path.resolve().name,
+            source_name=source.name,
             is_folder=source.is_folder,
             parts=tuple((part.name, part.header) for part in source.parts),
             index=source.index,
@@ -183,6 +187,10 @@ class Manifest:
             raise ValueError("it was changed after it was written (its own checksum differs)")
         if not _fits(data, _SCHEMA):
             raise ValueError("something in it is not what belongs there")
+        if not data["tp"] == data["plan"]["tp"] <= MAX_TP:
+            raise ValueError(
+                f"it is for {data['tp']} ranks, its plan for {data['plan']['tp']}, and there are at most {MAX_TP}"
+            )
         source, checksums = data["source"], data["checksums"]
         ranks = checksums["ranks"]
         manifest = cls(
@@ -206,11 +214,14 @@ class Manifest:
             raise ValueError("its plan is not for its tensors")
         for name, spec in self.tensors.items():
             geometry(self.plan.placement(name), spec.dtype, spec.shape)  # refuses what does not fit
-        if self.stripe_bytes < 1 or (self.request.head_dim or 1) < 1:
+        if self.stripe_bytes < _MIN_STRIPE_BYTES or (self.request.head_dim or 1) < 1:
             raise ValueError("its stripes or heads are empty")
         if any(pair is not None and len(pair) != 2 for pair in (self.index, self.request.plan_file)):
             raise ValueError("its index and its plan file are not a name and a text each")
         if self.checksums is not None:
+            num_bytes = sum(header.data_bytes for _, header in self.parts)
+            if any(len(rank) < num_bytes // self.stripe_bytes for rank in self.checksums):
+                raise ValueError("it has fewer checksums than its tensors need")  # before anything is as many
             counts = {len(self.checksums), *(len(rank) - len(self.stripes) for rank in self.checksums)}
             if counts != {self.tp, 0}:
                 raise ValueError("its checksums are not for its tensors")
@@ -252,7 +263,7 @@ def _part(data: dict[str, Any]) -> tuple[str, Header]:
 
 
 def _checksum(body: dict[str, Any]) -> str:
-    text = json.dumps(body, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+    text = json.dumps(body, separators=(",", ":"), sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -266,8 +277,10 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.exists():
         raise SplitCheckpointError(f"{folder}: there is no such folder")
     try:
-        if path.is_fifo():
+        if not path.is_file() and path.exists():
             raise ValueError("it is no regular file")  # to read it could wait for ever
+        if path.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise ValueError("it is too large")
         data = json.loads(path.read_bytes())
         if not isinstance(data, dict):
             raise ValueError("it is no JSON object")  # noqa: TRY004 - all become one error
@@ -282,5 +295,5 @@ def read_manifest(folder: Path) -> Manifest:
 
 def write_manifest(manifest: Manifest, folder: Path, created_by: str) -> None:
     """Write a manifest into a folder."""
-    text = json.dumps(manifest.to_json(created_by), separators=(",", ":"), ensure_ascii=False)
+    text = json.dumps(manifest.to_json(created_by), separators=(",", ":"))
     (folder / MANIFEST_NAME).write_bytes(text.encode())

@@ -73,11 +73,12 @@ def read_request(
     Raises:
         PlanError: if the plan file cannot be read.
     """
+    names = (replicate,) if isinstance(replicate, str) else tuple(replicate)
     if plan == "auto":
-        return PlanRequest(family, None, tuple(replicate), head_dim)
+        return PlanRequest(family, None, names, head_dim)
     path = Path(plan)
     try:
-        return PlanRequest(family, (path.name, path.read_text("utf-8")), tuple(replicate), head_dim)
+        return PlanRequest(family, (path.name, path.read_text("utf-8")), names, head_dim)
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: cannot be read: {error}") from error
 

@@ -10,7 +10,7 @@ from shardconv.checkpoint.manifest import Manifest, read_manifest, write_manifes
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.staging import check_apart, check_free, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes
-from shardconv.errors import PlanError, SplitCheckpointError
+from shardconv.errors import SplitCheckpointError
 from shardconv.plan.request import resolve
 
 
@@ -66,8 +66,6 @@ def reshard(
         OutputError: if the destination exists, is in use, or has no room.
     """
     began = time.perf_counter()
-    if tp < 1:
-        raise PlanError(f"--tp {tp}: there is at least one rank")
     folder = Path(src)
     old = read_manifest(folder)
     resolver, assumed = resolve(old.source_tensors, old.config, old.request)

@@ -68,6 +68,15 @@ class Source:
         return {name: TensorSpec(info.dtype, info.shape) for name, _, info in self.tensors()}
 
     @property
+    def name(self) -> str:
+        """The name of the file or folder, without the file's ending; in a Hugging Face cache the model's."""
+        path = Path(os.path.abspath(self.path))  # noqa: PTH100 - resolve() would give the name of a cache's blob
+        folder = path if path.is_dir() else path.parent
+        if folder.parent.name == "snapshots":
+            return folder.parent.parent.name.rpartition("--")[2]
+        return path.name.removesuffix(".safetensors") if path.suffix == ".safetensors" else folder.name
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(part.header.data_bytes for part in self.parts)

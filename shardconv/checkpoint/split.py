@@ -13,7 +13,6 @@ from shardconv.checkpoint.shards import ShardReader
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.staging import check_apart, check_free, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, side_bytes
-from shardconv.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +85,13 @@ def split(
         OutputError: if the destination exists, is in use, or has no room.
     """
     began = time.perf_counter()
-    if tp < 1:
-        raise PlanError(f"--tp {tp}: there is at least one rank")
     source = open_source(Path(src), config=None if config is None else Path(config), follow_links=follow_links)
     request = read_request(plan=plan, family=family, replicate=replicate, head_dim=head_dim)
     resolver, assumed = resolve_source(source, request)
     made = resolver.plan(tp, assumed=assumed)
     manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES)
     layout = manifest.rank_layout
-    target = Path(dst) if dst is not None else Path(f"{default_name(source)}-tp{tp}")
+    target = Path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
     check_free(target, is_folder=True, overwrite=overwrite)
     check_apart(target, [source.path, *(part.path for part in source.parts), *source.side_files.values()])
     if not dry_run:
@@ -111,14 +108,6 @@ def split(
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
     )
-
-
-def default_name(source: Source) -> str:
-    """The name that a source's split checkpoints begin with; in a Hugging Face cache the model's."""
-    path = source.path.resolve()
-    if path.parent.name == "snapshots":
-        return path.parent.parent.name.rpartition("--")[2]
-    return path.name if source.is_folder else path.name.removesuffix(".safetensors")
 
 
 def _write(

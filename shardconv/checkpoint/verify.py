@@ -24,7 +24,7 @@ class VerifyReport:
         against: the source it was compared with, or None.
         tp: number of ranks.
         num_tensors: number of tensors.
-        num_bytes: bytes of all rank files.
+        num_bytes: bytes of all rank files; 0 where they cannot be read.
         checked: what was checked to the end, in words.
         has_checksums: whether there are checksums; without them a wrong byte shows only in copies and padding.
         differences: what was found wrong; empty where all is as it should be.
@@ -67,15 +67,16 @@ def verify(
     folder = Path(src)
     manifest = read_manifest(folder)
     source = None if against is None else open_source(Path(against), follow_links=follow_links)
-    checked = ["side files"]
+    checked, num_bytes = ["side files"], 0
     differences = _side_differences(manifest, folder)
     if source is not None:
-        differences += _header_differences(manifest, source)
+        differences += _tensor_differences(manifest, source) + _file_differences(manifest, source)
     try:
         reader, inputs = read_ranks(manifest, folder)
     except SplitCheckpointError as error:
         differences.append(str(error))
     else:
+        num_bytes = sum(manifest.rank_layout.file_bytes)
         with inputs:
             is_comparable = source is not None and source.specs == manifest.source_tensors
             differences += _data_differences(
@@ -83,13 +84,13 @@ def verify(
             )
             inputs.check_unchanged()
         checked += ["headers", *(["checksums"] if manifest.checksums else []), "copies equal", "padding zero"]
-        checked += [f"every byte of {against}"] if is_comparable else []
+        checked += [f"every tensor of {against}"] if is_comparable else []
     return VerifyReport(
         path=str(src),
         against=None if against is None else str(against),
         tp=manifest.tp,
         num_tensors=len(manifest.tensors),
-        num_bytes=sum(manifest.rank_layout.file_bytes),
+        num_bytes=num_bytes,
         checked=tuple(checked),
         has_checksums=manifest.checksums is not None,
         differences=tuple(differences),
@@ -108,7 +109,7 @@ def _side_differences(manifest: Manifest, folder: Path) -> list[str]:
     return differences
 
 
-def _header_differences(manifest: Manifest, source: Source) -> list[str]:
+def _tensor_differences(manifest: Manifest, source: Source) -> list[str]:
     ours, theirs = manifest.source_tensors, source.specs
     differences = [f"{name}: is not in {source.path}" for name in ours.keys() - theirs.keys()]
     differences += [f"{name}: is in {source.path} only" for name in theirs.keys() - ours.keys()]
@@ -118,6 +119,23 @@ def _header_differences(manifest: Manifest, source: Source) -> list[str]:
         if name in theirs and theirs[name] != spec
     ]
     return sorted(differences)
+
+
+def _file_differences(manifest: Manifest, source: Source) -> list[str]:
+    """What merge would write otherwise than it is in a source that has the same weight files."""
+    theirs = {part.name: part.header.raw for part in source.parts}
+    if theirs.keys() != {name for name, _ in manifest.parts}:
+        return []  # a file of all parts, say: only its tensors can be compared
+    differences = [
+        f"{name}: its header is not that of the source" for name, h in manifest.parts if h.raw != theirs[name]
+    ]
+    if manifest.index != source.index:
+        differences.append("the index is not that of the source")
+    for name in sorted(manifest.side_files.keys() | source.side_files.keys()):
+        path = source.side_files.get(name)
+        if path is None or checksum_file(path) != manifest.side_files.get(name):
+            differences.append(f"{name}: is not as in {source.path}")
+    return differences
 
 
 def _data_differences(

@@ -54,11 +54,11 @@ def read_ranks(manifest: Manifest, folder: Path) -> tuple[ShardReader, InputFile
     Raises:
         SplitCheckpointError: if a file is missing, of another size, or has not the header that it has to have.
     """
-    layout = manifest.rank_layout
     paths = manifest.rank_paths(folder)
     for path in paths:
         if not path.is_file():
             raise SplitCheckpointError(f"{path}: is missing; all {manifest.tp} rank files are needed")
+    layout = manifest.rank_layout
     try:
         inputs = InputFiles(paths, layout.file_bytes)
     except SourceError as error:

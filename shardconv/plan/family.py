@@ -201,7 +201,7 @@ def _parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TO
     try:
         _check_keys(data, {"count": (str, int), "size": (str, int), "copies": bool})
         unit = UnitRule(**data)
-        for expression in (unit.count or 1, unit.size):
+        for expression in (1 if unit.count is None else unit.count, unit.size):
             check_expression(expression)
     except ValueError as error:
         raise ValueError(f"unit {name}: {error}") from error
@@ -237,8 +237,9 @@ def _check_keys(data: Any, known: Mapping[str, Any]) -> None:  # noqa: ANN401 - 
     for key, value in data.items():
         if key not in known:
             raise ValueError(f"key {key!r} is not known; known are {', '.join(known)}")
-        if not isinstance(value, known[key]):
-            raise ValueError(f"{key} = {value!r:.60} has the wrong type")  # noqa: TRY004 - as above
+        kinds = known[key] if isinstance(known[key], tuple) else (known[key],)
+        if type(value) not in kinds:  # exactly: true is no number
+            raise ValueError(f"{key} = {value!r:.60} has the wrong type")
 
 
 def _check_units_exist(family: Family) -> None:

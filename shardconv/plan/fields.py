@@ -46,11 +46,14 @@ class Fields:
             PlanError: if a field is missing or is no whole number.
         """
         try:
-            return self._value(ast.parse(str(expression), mode="eval").body)
+            value = self._value(ast.parse(str(expression), mode="eval").body)
         except ZeroDivisionError:
             raise PlanError(f"{expression}: a config field that divides is 0") from None
         except RecursionError:
             raise PlanError(f"{expression}: the defaults of config fields go round in a circle") from None
+        if value < 0:
+            raise PlanError(f"{expression} is {value} with this config, where a natural number is needed")
+        return value
 
     def _value(self, node: ast.expr) -> int:
         match node:
@@ -63,6 +66,8 @@ class Fields:
         raise AssertionError(f"expression was not checked: {ast.dump(node)}")
 
     def _field(self, name: str) -> int:
+        if name in self.read:
+            return int(self.read[name])
         value = self._config.get(name)
         if value is None and name in self._defaults:
             value = self.evaluate(self._defaults[name])

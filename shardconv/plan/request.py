@@ -93,16 +93,16 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         _check_pairs(tensors)
         model = f"model type {config['model_type']!r}" if config.get("model_type") else "a checkpoint without a config"
         assumed.append(f"{model} has no family: planned by the names of its tensors")
-    required: list[str] = []
+    required: list[Rule] = []
     if user is not None:
-        required += [rule.pattern for rule in user.rules]
+        required += user.rules
         family = replace(user, name=family.name).over(family)
     if request.replicate:
         rules = tuple(Rule(name, "replicate", origin="--replicate") for name in request.replicate)
         assumed += [
             f"{name} is whole on every rank, as asked; what belongs to it may be cut" for name in request.replicate
         ]
-        required += request.replicate
+        required += rules
         family = Family(family.name, rules=rules).over(family)
     return Resolution(Resolver(tensors, config, family, required=required, unsure=unsure), tuple(assumed))
 

@@ -20,8 +20,12 @@ from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
 #: Names that hold several projections in one tensor: never planned without a rule that says how they lie in it.
 FUSED = re.compile(r"(qkv|query_key_value|c_attn|W_?pack|gate_up|in_proj|fused|packed)", re.IGNORECASE)
 
+_SCALE = ".weight_scale_inv"
 #: Tensors beside a weight that follow it, by the last part of their name.
 _LEAVES = ("weight", "bias", "weight_scale_inv")
+
+#: The most ranks that a plan may have.
+MAX_TP = 4096
 
 #: The tp sizes that a report looks at.
 CANDIDATE_TPS = (*range(1, 65), 72, 80, 96, 128, 256)
@@ -63,7 +67,7 @@ class Resolver:
         tensors: name to dtype and shape, as the headers have them.
         config: what config.json holds, or None.
         family: the rules; the user's own are laid over it already.
-        required: patterns of the user's, each of which has to match something.
+        required: rules of the user's, each of which has to match something.
         unsure: why the head size is not known for certain, and what settles it; then only cuts are legal that are right
             for every smaller head size, too.
 
@@ -77,7 +81,7 @@ class Resolver:
         config: Mapping[str, Any] | None,
         family: Family,
         *,
-        required: Sequence[str] = (),
+        required: Sequence[Rule] = (),
         unsure: str = "",
     ) -> None:
         self._family = family
@@ -89,9 +93,9 @@ class Resolver:
         self._first: dict[_Question, str] = {}
         for name, question in self._questions.items():
             self._first.setdefault(question, name)
-        used = {question.rule.pattern for question in self._first}
-        if unmatched := [pattern for pattern in required if pattern not in used]:
-            raise PlanError(f"rule {unmatched[0]!r} matches no tensor of this checkpoint: correct or remove it")
+        used = {question.rule for question in self._first}
+        if unmatched := next((rule for rule in required if rule not in used), None):
+            raise PlanError(f"rule {unmatched.pattern!r} matches no tensor of this checkpoint: correct or remove it")
 
     @property
     def family_name(self) -> str:
@@ -104,6 +108,8 @@ class Resolver:
         Raises:
             PlanError: if a tensor cannot be cut into that many; the message names the sizes that are legal.
         """
+        if type(tp) is not int or not 1 <= tp <= MAX_TP:
+            raise PlanError(f"tp = {tp!r}: it has to be a whole number from 1 to {MAX_TP}")
         try:
             answers = {question: self._answer(question, tp) for question in self._first}
         except _BlockedError as error:
@@ -136,10 +142,10 @@ class Resolver:
 
     def _check_quantization(self) -> None:
         settings = (self._config or {}).get("quantization_config")
-        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
         if method not in (None, "fp8"):
             raise PlanError(
-                f"the checkpoint is quantised by {method!r}, which shardconv cannot cut yet: split the unquantised "
+                f"the checkpoint is quantised by {method!r:.60}, which shardconv cannot cut yet: split the unquantised "
                 f"checkpoint, or one quantised by fp8"
             )
 
@@ -177,6 +183,11 @@ class Resolver:
         dim = _dim(rule, leaf, spec, name)
         if dim is None:
             return Placement.replicated(tp)
+        if len(spec.shape) > 2 and rule.origin == f"family {NAMES_FAMILY}":
+            raise PlanError(
+                f"{name} of shape {list(spec.shape)}: its name does not tell which of its dims is which; name the "
+                f"--family, or a --plan FILE with a rule for it"
+            )
         size = spec.shape[dim]
         groups = fields.evaluate(rule.groups)
         units = [self._unit(unit, rule, size, fields, name) for unit in rule.parts or (rule.unit,)]
@@ -203,15 +214,16 @@ class Resolver:
         return Unit(size // unit_size, unit_size, copies, rule.pad)
 
     def _block(self, scale: TensorSpec, weight: TensorSpec, name: str) -> tuple[int, ...]:
-        settings = (self._config or {}).get("quantization_config") or {}
-        block = tuple(settings.get("weight_block_size") or (128, 128))
-        expected = tuple(-(-size // unit) for size, unit in zip(weight.shape[-2:], block, strict=False))
-        if len(block) != 2 or scale.shape[-2:] != expected:
-            raise PlanError(
-                f"{name}: shape {list(scale.shape)} does not fit blocks of {block} over a weight of "
-                f"{list(weight.shape)}: quantization_config.weight_block_size is needed, pass --config FILE with it"
-            )
-        return block
+        settings = (self._config or {}).get("quantization_config")
+        block = (settings or {}).get("weight_block_size") or [128, 128]
+        if isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) > 0:
+            blocks = tuple(-(-size // unit) for size, unit in zip(weight.shape[-2:], block, strict=False))
+            if scale.shape == (*weight.shape[:-2], *blocks) and len(blocks) == 2:
+                return tuple(block)
+        raise PlanError(
+            f"{name}: shape {list(scale.shape)} does not fit blocks of {block!r:.60} over a weight of "
+            f"{list(weight.shape)}: quantization_config.weight_block_size is needed, pass --config FILE with it"
+        )
 
 
 class _BlockedError(Exception):
@@ -275,21 +287,34 @@ def _ask(tensors: Mapping[str, TensorSpec], rules: Sequence[Rule], family: Famil
     questions: dict[str, _Question] = {}
     uncovered: list[str] = []
     for name, spec in tensors.items():
-        match = matcher.match(name)
-        if match is None and prod(spec.shape) <= 1:
-            match = Match(_SCALAR, "weight")
+        match, weight = matcher.match(name), None
+        if name.endswith(_SCALE):
+            match, weight = _scale_match(name, match, matcher, tensors)
+        if prod(spec.shape) <= 1 and (match is None or weight is not None):
+            match, weight = Match(_SCALAR, "weight"), None
         if match is None:
             uncovered.append(name)
             continue
-        weight = None
-        if match.leaf == "weight_scale_inv":
-            weight = tensors.get(name.removesuffix("_scale_inv"))
-            if weight is None:
-                raise PlanError(f"{name}: there is no weight beside this scale")
         questions[name] = _Question(match.rule, match.leaf, spec, weight)
     if uncovered:
         raise PlanError(_uncovered(uncovered, tensors, family))
     return questions
+
+
+def _scale_match(
+    name: str, own: Match | None, matcher: "Matcher", tensors: Mapping[str, TensorSpec]
+) -> tuple[Match | None, TensorSpec]:
+    """The rule of a block scale, which is that of its weight; and its weight."""
+    weight_name = name.removesuffix("_scale_inv")
+    if weight_name not in tensors:
+        raise PlanError(f"{name}: there is no weight beside this scale")
+    match = matcher.match(weight_name)
+    if own is not None and match is not None and own.rule is not match.rule:
+        raise PlanError(
+            f"{name}: rule {own.rule.pattern!r} is not that of its weight, {match.rule.pattern!r}, and a scale is cut "
+            f"as its weight is: name their module, {weight_name.removesuffix('.weight')!r}"
+        )
+    return (None if match is None else Match(match.rule, "weight_scale_inv")), tensors[weight_name]
 
 
 def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: Family) -> str:
@@ -299,14 +324,15 @@ def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: 
     fused = ""
     if FUSED.search(name):
         fused = "; by its name it holds several projections in one, and how they lie in it is not known"
-    others = f" (nor {len(names) - 1} others)" if len(names) > 1 else ""
+    others = f" (nor {len(names) - 1} more)" if len(names) > 1 else ""
     no_rule = f"no rule of family {family.name} covers it"
     if family.name == NAMES_FAMILY:
         no_rule = "no family is known for this model, and its name alone does not tell how to cut it"
+    module, _, leaf = name.rpartition(".")
+    pattern = _NUMBER.sub(".*", f"{module if leaf in _LEAVES else name}.")[:-1]
     return (
-        f"{name} ({spec.dtype} {list(spec.shape)}): {no_rule}{others}{fused}. A guess could be silent garbage: name the "
-        f"--family, or a --plan FILE with a rule for it, or --replicate {_NUMBER.sub('.*', name)!r} to put it whole on "
-        f"every rank"
+        f"{name} ({spec.dtype} {list(spec.shape)}): {no_rule}{others}{fused}. A guess could be silent garbage: name "
+        f"the --family, or a --plan FILE with a rule for it, or --replicate {pattern!r} to put it whole on every rank"
     )
 
 
@@ -334,7 +360,7 @@ class Matcher:
 
 
 _NUMBER = re.compile(r"\.\d+(?=\.)")
-_NUMBER_IN_PATTERN = re.compile(r"(?:^|[.{,])\d+(?:$|[.},])")
+_NUMBER_IN_PATTERN = re.compile(r"(?:^|[.{,])[\d*]*\d[\d*]*(?:$|[.},])")
 
 
 def _regex(pattern: str, prefix: str) -> str:

@@ -1,0 +1,101 @@
+"""Where rules and tensors meet: scales and their weights, patterns with numbers, values that are none."""
+
+import json
+
+import pytest
+from build import safetensors_bytes
+
+import shardconv
+from shardconv.checkpoint.header import num_bytes
+
+
+def fp8(path, plan: str, tmp_path, *, rows: int = 256, columns: int = 1024) -> dict[str, object]:
+    """A bare fp8 weight with its block scales, and a plan file for it."""
+    specs = {
+        "down.weight": ("F8_E4M3", (rows, columns)),
+        "down.weight_scale_inv": ("F32", (-(-rows // 128), -(-columns // 128))),
+    }
+    header, end = {}, 0
+    for name, (dtype, shape) in specs.items():
+        start, end = end, end + num_bytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
+    path.write_bytes(safetensors_bytes(header, bytes(end)))
+    (tmp_path / "plan.toml").write_text(plan)
+    return {"plan": tmp_path / "plan.toml"}
+
+
+@pytest.mark.parametrize("pattern", ["down", "down.*"])
+def test_a_scale_is_cut_as_its_weight_is(pattern, tmp_path):
+    source = tmp_path / "m.safetensors"
+    options = fp8(source, f'[rules]\n"{pattern}" = {{ style = "rowwise" }}', tmp_path)
+    plan = shardconv.make_plan(source, tp=2, **options)
+    assert [plan.placement(name).ranks[1] for name in ("down.weight", "down.weight_scale_inv")] == [
+        ((512, 1024),),
+        ((4, 8),),
+    ]
+    with pytest.raises(
+        shardconv.PlanError, match=r"1024 / 16 = 64 input features a rank is not a multiple of the 128-w"
+    ):
+        shardconv.make_plan(source, tp=16, **options)
+
+
+@pytest.mark.parametrize("name", ["down.weight", "down.weight_scale_inv"])
+def test_a_scale_and_its_weight_have_one_rule(name, tmp_path):
+    source = tmp_path / "m.safetensors"
+    options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
+    with pytest.raises(shardconv.PlanError, match="a scale is cut as its weight is: name their module, 'down'"):
+        shardconv.make_plan(source, tp=2, replicate=(name,), **options)
+    assert shardconv.make_plan(source, tp=2, replicate="d*n", family="llama").placement("down.weight").dim is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers"), [("1*", [1]), ("*0", [0]), ("{0,1}", [0, 1]), ("1", [1]), ("*", [0, 1])]
+)
+def test_patterns_with_numbers_match_these_layers_only(pattern, layers, checkpoint):
+    name = "model.layers.{}.mlp.down_proj"
+    plan = shardconv.make_plan(checkpoint("llama"), tp=2, replicate=(name.format(pattern),))
+    whole = [layer for layer in (0, 1) if plan.placement(f"{name.format(layer)}.weight").dim is None]
+    assert whole == layers
+
+
+def test_a_rule_whose_condition_fails_is_not_forgotten(checkpoint, tmp_path):
+    """The family has a rule of the same pattern, which matches; the user's own does not count."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[rules]\n"model.layers.*.mlp.down_proj" = { style = "replicate", when = { foo = true } }')
+    with pytest.raises(shardconv.PlanError, match="down_proj' matches no tensor"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
+
+
+@pytest.mark.parametrize("tp", [0, -1, 2.0, True, 10**9])
+def test_a_tp_that_is_none(tp, checkpoint):
+    with pytest.raises(shardconv.PlanError, match="whole number from 1"):
+        shardconv.make_plan(checkpoint("llama"), tp=tp)
+
+
+@pytest.mark.parametrize("block", [[0, 0], 128, ["a", "b"], [128], [128, 128, 128]])
+def test_block_sizes_that_are_none(block, tmp_path):
+    source = tmp_path / "m.safetensors"
+    options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(shardconv.PlanError, match="weight_block_size is needed"):
+        shardconv.make_plan(source, tp=2, **options)
+
+
+def test_experts_in_one_tensor_are_not_planned_by_name(tmp_path):
+    """Which of three dims is the output, a name does not tell."""
+    source = tmp_path / "m.safetensors"
+    header = {"experts.down_proj": {"dtype": "U8", "shape": [4, 8, 6], "data_offsets": [0, 192]}}
+    source.write_bytes(safetensors_bytes(header, bytes(192)))
+    with pytest.raises(shardconv.PlanError, match="does not tell which of its dims is which"):
+        shardconv.make_plan(source, tp=2)
+
+
+def test_defaults_that_double_are_evaluated_once(checkpoint, tmp_path):
+    """Else each level would take twice as long as the one below it."""
+    plan = tmp_path / "plan.toml"
+    levels = "".join(f'a{n} = "a{n + 1} + a{n + 1}"\n' for n in range(200))
+    rules = '[units]\nu = { count = "a0" }\n[rules]\n"lm_head" = { style = "colwise", unit = "u" }'
+    plan.write_text(f"[config]\n{levels}a200 = 1\n{rules}")
+    with pytest.raises(shardconv.PlanError, match="elements, rule 'lm_head'"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
