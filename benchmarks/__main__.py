@@ -185,7 +185,10 @@ def main() -> None:
     )
     parser.add_argument("--disk", type=Path, default=Path.cwd(), help="folder on a disk [default: here]")
     parser.add_argument("--only", help="run just the benchmark of this name, print it, and leave RESULTS.md alone")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each pair [default: %(default)s]")
     arguments = parser.parse_args()
+    global ROUNDS  # noqa: PLW0603 - set once, before anything runs
+    ROUNDS = arguments.rounds
     tmpfs, disk = Place("tmpfs", arguments.memory), Place("disk", arguments.disk)
     plan: list[tuple[Callable[[Place], Iterator[Row]], Place]] = [
         (copying, tmpfs), (copying, disk), (usual_script, tmpfs), (checksums, tmpfs), (memory, tmpfs),
@@ -206,7 +209,8 @@ def _page(rows: list[Row]) -> str:
     lines = [
         "# Results",
         "",
-        f"Measured by `make bench` on {datetime.now(UTC):%Y-%m-%d}: {platform.system()} {platform.machine()}, "
+        f"Measured by `python -m benchmarks --rounds {ROUNDS}` on {datetime.now(UTC):%Y-%m-%d}: "
+        f"{platform.system()} {platform.machine()}, "
         f"{os.cpu_count()} processors, Python {platform.python_version()}. Nothing here is typed by hand.",
         "",
         f"The source is a llama-shaped bf16 file of {gigabytes:.2f} GB with random bytes. Times are those of whole "

@@ -67,6 +67,8 @@ def made(tmp_path_factory) -> Path:
     """A folder with a source and its split checkpoint."""
     folder = tmp_path_factory.mktemp("made")
     write_checkpoint(folder / "source", parts=2, config=llama_config(layers=1))
+    (folder / "source" / "extra").mkdir()
+    (folder / "source" / "extra" / "notes.txt").write_text("a side file in a folder")
     split(folder / "source", folder / "split", tp=4)
     return folder
 
@@ -156,7 +158,7 @@ def status_of_child(function: Callable[[], int]) -> int:
 @pytest.mark.parametrize("is_there", [False, True], ids=["new", "overwrite"])
 def test_killed_before_every_step(job, target, is_there):
     options = ["--overwrite"] if is_there else []
-    old = {"model.safetensors": b"old", "sub/x": b"old"}
+    old = {"model.safetensors": b"old", "extra/notes.txt": b"old"}
     for step in itertools.count(1):
         shutil.rmtree(target, ignore_errors=True)
         if is_there:
@@ -172,7 +174,7 @@ def test_killed_before_every_step(job, target, is_there):
         assert status in {0, -signal.SIGKILL}
         allowed = [old, job.expected] if is_there else [job.expected]
         assert not target.exists() or contents(target) in allowed
-        assert set(beside(target)) <= {target.name, ".result.partial", ".result.replaced"}
+        assert set(beside(target)) <= {target.name, ".result.partial"}
         if status == 0:
             break
         if not target.exists() or is_there:
@@ -197,7 +199,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def start_slowly(job: Job, target: Path, delay: float) -> subprocess.Popen[str]:
     """Start a command, and come back when it has been writing for a while."""
     process = start(*job.arguments, "-o", target, "--threads", "1", patch=SLOW)
-    while not list(target.parent.glob(".*.partial/*")):
+    while not list(target.parent.glob(".*.partial/result/*")):
         assert process.poll() is None
         time.sleep(0.001)
     time.sleep(delay)
@@ -334,7 +336,7 @@ def put_notes(target: Path) -> None:
 def put_checkpoint(target: Path) -> None:
     target.mkdir()
     (target / "model.safetensors").write_text("old")
-    (target / "notes.txt").write_text("mine")
+    (target / "tokenizer.json").write_text("old")
 
 
 def put_link(target: Path) -> None:
@@ -402,7 +404,7 @@ def test_overwrite_brings_the_old_one_back_when_the_new_cannot_take_its_place(jo
     rename = Path.rename
 
     def fail_once(path: Path, to: Path) -> Path:
-        if path.name == ".result.partial":
+        if path.parent.name == ".result.partial" and path.name == "result":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return rename(path, to)
 
@@ -436,7 +438,7 @@ class TestMergeIntoOneFile:
         put_checkpoint(file)
         result = call("merge", made / "split", "-o", file, "--overwrite")
         assert "is a folder, and a file is to be written" in result.err
-        assert sorted(contents(file)) == ["model.safetensors", "notes.txt"]
+        assert sorted(contents(file)) == ["model.safetensors", "tokenizer.json"]
 
 
 # --- destinations too near to the source ----------------------------------------------------------------------------
@@ -468,13 +470,67 @@ def test_destination_that_holds_what_the_source_links_to(made, target):
     source = target.parent / "source"
     shutil.copytree(made / "source", target)
     source.mkdir()
-    for path in target.iterdir():
+    for path in filter(Path.is_file, target.iterdir()):
         (source / path.name).symlink_to(path)
     before = contents(target.parent)
     result = call("split", source, "--tp", "2", "-o", target, "--follow-links", "--overwrite")
     assert result.code == 1
     assert "which is read; choose another place" in result.err
     assert contents(target.parent) == before
+
+
+# --- what is not ours to replace --------------------------------------------------------------------------------------
+
+
+def test_destination_that_appears_meanwhile(made, target):
+    """Nobody asked for it to be overwritten, and when the run began it was not there."""
+
+    def appear(done: int, total: int) -> None:
+        target.mkdir(exist_ok=True)
+        (target / "precious.txt").write_text("mine")
+
+    with pytest.raises(OutputError, match="result"):
+        split(made / "source", target, tp=2, progress=appear)
+    assert contents(target.parent) == {"result/precious.txt": b"mine"}
+
+
+def test_file_that_appears_meanwhile(made, tmp_path):
+    file = tmp_path / "out" / "result.safetensors"
+    file.parent.mkdir()
+    with pytest.raises(OutputError, match="result"):
+        merge(made / "split", file, progress=lambda done, total: file.write_text("mine") and None)
+    assert contents(file.parent) == {"result.safetensors": b"mine"}
+
+
+@pytest.mark.parametrize("name", ["NOTES.md", "extra/mine.txt", "other/deep/x", ".hidden"])
+def test_overwrite_spares_what_is_no_checkpoints(job, target, name):
+    job.function(job.source, target)
+    (target / name).parent.mkdir(parents=True, exist_ok=True)
+    (target / name).write_text("mine")
+    before = contents(target)
+    result = job.call(target, "--overwrite")
+    assert result.code == 1
+    assert f"holds {name}, which is no part of a checkpoint" in result.err
+    assert contents(target) == before
+
+
+def test_overwrite_spares_the_plan_file_that_is_read(made, target):
+    shutil.copytree(made / "split", target)
+    (target / "plan.toml").write_text('[rules]\n"lm_head" = { style = "replicate" }')
+    result = call("split", made / "source", "--tp", "2", "-o", target, "--plan", target / "plan.toml", "--overwrite")
+    assert result.code == 1
+    assert "plan.toml, which is read" in result.err
+    assert (target / "plan.toml").is_file()
+
+
+def test_a_folder_of_the_name_that_is_worked_in(job, target):
+    mine = target.parent / ".result.partial" / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    result = job.call(target)
+    assert result.code == 1
+    assert "holds what is not of shardconv; rename it first" in result.err
+    assert mine.read_text() == "mine"
 
 
 # --- sources that change --------------------------------------------------------------------------------------------

@@ -69,8 +69,8 @@ def merge(
     target = Path(dst) if dst is not None else _default_target(folder, manifest)
     is_folder = target.suffix != ".safetensors"
     headers = _headers(manifest, one_file=not is_folder)
-    check_free(target, is_folder=is_folder, overwrite=overwrite)
     check_apart(target, [folder])
+    check_free(target, is_folder=is_folder, overwrite=overwrite, side_files=manifest.side_files)
     if not dry_run:
         _write(manifest, folder, target, headers, overwrite=overwrite, threads=threads, progress=progress)
     return MergeReport(
@@ -115,7 +115,10 @@ def _write(
     layout = lay_out_parts(list(headers.values()), manifest.tensors)
     reader, inputs = read_ranks(manifest, folder)
     total = sum(layout.file_bytes) + side_bytes(side_files)
-    with inputs, staging(target, is_folder=is_folder, overwrite=overwrite, num_bytes=total) as stage:
+    with (
+        inputs,
+        staging(target, is_folder=is_folder, overwrite=overwrite, num_bytes=total, side_files=side_files) as stage,
+    ):
         paths = [stage / (name if is_folder else target.name) for name in headers]
         copy_files(reader, inputs, paths, layout, manifest.stripes, threads=threads, progress=progress)
         written = copy_side_files(side_files, stage)

@@ -71,8 +71,8 @@ def reshard(
     resolver, assumed = resolve(old.source_tensors, old.config, old.request)
     new = old.with_plan(resolver.plan(tp, assumed=assumed))
     target = Path(dst) if dst is not None else Path(f"{folder.resolve().name.removesuffix(f'-tp{old.tp}')}-tp{tp}")
-    check_free(target, is_folder=True, overwrite=overwrite)
     check_apart(target, [folder])
+    check_free(target, is_folder=True, overwrite=overwrite, side_files=old.side_files)
     if not dry_run:
         _write(old, new, folder, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress)
     return ReshardReport(
@@ -104,7 +104,10 @@ def _write(
     layout = new.rank_layout
     reader, inputs = read_ranks(old, folder)
     total = sum(layout.file_bytes) + side_bytes(side_files)
-    with inputs, staging(target, is_folder=True, overwrite=overwrite, num_bytes=total) as stage:
+    with (
+        inputs,
+        staging(target, is_folder=True, overwrite=overwrite, num_bytes=total, side_files=side_files) as stage,
+    ):
         digests = copy_files(
             reader, inputs, new.rank_paths(stage), layout, old.stripes,
             checksums=checksums, threads=threads, progress=progress,

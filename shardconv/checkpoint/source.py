@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shardconv.checkpoint.header import Header, TensorInfo, read_header
 from shardconv.checkpoint.layout import MANIFEST_NAME
@@ -51,7 +51,8 @@ class Source:
         index: name and text of the index over the parts; None where there is none.
         config: what config.json holds; None where there is none.
         side_files: name in the folder (with / between folders) to path, of all that holds no weights.
-        left_out: names of files with weights that are no part of this checkpoint.
+        left_out: names of files with weights that are no part of this checkpoint, and, with a / behind, of hidden
+            folders.
     """
 
     path: Path
@@ -274,6 +275,9 @@ def _side_files(folder: Path, parts: set[str], *, follow_links: bool) -> tuple[d
         name = path.relative_to(folder).as_posix()
         if name in parts:
             continue
+        if path.name.startswith(".") and path.is_dir():
+            left_out.append(f"{name}/")
+            continue
         if name.endswith(_WEIGHT_SUFFIXES):
             left_out.append(name)
             continue
@@ -285,10 +289,15 @@ def _side_files(folder: Path, parts: set[str], *, follow_links: bool) -> tuple[d
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Every file under a folder, but those in hidden folders; for a link to a folder the link itself."""
-    for root, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (path for name in folders if (path := Path(root, name)).is_symlink())
+    """Every file under a folder; for a hidden folder or a link to one itself, and nothing that is in it."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise SourceError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    for root, folders, files in os.walk(folder, onerror=refuse):
+        paths = [Path(root, name) for name in sorted(folders)]
+        yield from (path for path in paths if path.name.startswith(".") or path.is_symlink())
+        folders[:] = [path.name for path in paths if not path.name.startswith(".")]
         yield from (Path(root, name) for name in sorted(files))
 
 

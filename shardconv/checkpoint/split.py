@@ -27,7 +27,7 @@ class SplitReport:
         source_bytes: bytes of the source's weights.
         rank_bytes: bytes of each rank's file.
         assumed: what was concluded or assumed rather than read.
-        left_out: files with weights in the source's folder that are no part of the checkpoint.
+        left_out: files with weights, and hidden folders, in the source's folder that are no part of the checkpoint.
         seconds: wall time.
         dry_run: whether nothing was written.
     """
@@ -92,8 +92,9 @@ def split(
     manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES)
     layout = manifest.rank_layout
     target = Path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
-    check_free(target, is_folder=True, overwrite=overwrite)
-    check_apart(target, [source.path, *(part.path for part in source.parts), *source.side_files.values()])
+    read = [source.path, *(part.path for part in source.parts), *source.side_files.values()]
+    check_apart(target, read if plan == "auto" else [*read, Path(plan)])
+    check_free(target, is_folder=True, overwrite=overwrite, side_files=source.side_files)
     if not dry_run:
         _write(source, manifest, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress)
     return SplitReport(
@@ -126,7 +127,7 @@ def _write(
     sizes = [part.header.file_bytes for part in source.parts]
     with (
         InputFiles(paths, sizes) as inputs,
-        staging(target, is_folder=True, overwrite=overwrite, num_bytes=total) as folder,
+        staging(target, is_folder=True, overwrite=overwrite, num_bytes=total, side_files=source.side_files) as folder,
     ):
         names = list(manifest.tensors)
         reader = ShardReader(

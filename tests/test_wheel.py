@@ -1,0 +1,51 @@
+"""The wheel, and not only the tree: what users install splits and merges."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from build import contents, write_checkpoint
+
+from shardconv.plan.family import family_names
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder with what the wheel has in it, built from a copy of the tree."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT / "shardconv", folder / "tree" / "shardconv", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "tree")
+    build = "from hatchling.build import build_wheel; print(build_wheel('..'))"
+    built = subprocess.run(
+        [sys.executable, "-c", build], cwd=folder / "tree", check=True, capture_output=True, text=True
+    )
+    with zipfile.ZipFile(folder / built.stdout.split()[-1]) as wheel:
+        wheel.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_has_the_data_files(installed):
+    assert (installed / "shardconv" / "py.typed").is_file()
+    families = {path.stem for path in (installed / "shardconv" / "plan" / "families").glob("*.toml")}
+    assert families == set(family_names())
+
+
+def test_the_wheel_splits_and_merges(installed, tmp_path):
+    source = write_checkpoint(tmp_path / "model", parts=2)
+
+    def run(*words: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(installed)}
+        subprocess.run([sys.executable, "-m", "shardconv", *words], cwd=tmp_path, env=environment, check=True)
+
+    run("split", "model", "--tp", "2", "-q")
+    run("verify", "model-tp2", "--against", "model", "-q")
+    run("merge", "model-tp2", "-q")
+    assert contents(tmp_path / "model-merged") == contents(source)
