@@ -32,10 +32,11 @@ class Row(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A folder to measure in, and the kind of storage that it is on."""
+    """A folder to measure in, the kind of storage that it is on, and a folder on a tmpfs."""
 
     kind: str
     folder: Path
+    memory: Path
 
 
 def shardconv(*words: str | Path) -> Command:
@@ -57,19 +58,18 @@ def llama(place: Place) -> Iterator[Path]:
         remove(folder)
 
 
-def rest(place: Place, num_bytes: int) -> None:
-    """Bring memory and disk to the same state before each command.
+def rest(memory: Path, num_bytes: int) -> None:
+    """Bring disk and memory to the same state before each command.
 
-    On a virtual machine, memory that was not used for some seconds is slow when it is used first. So as much as a
-    command will write is written and freed; then, on a disk, what is not on it yet is waited for.
+    What is not on the disk yet is waited for. On a virtual machine, memory that was not used for some seconds is slow
+    when it is used first; so as much as a command will write is written to a tmpfs and freed.
     """
-    path, block = place.folder / "bench-rest", bytes(2**22)
+    os.sync()
+    path, block = memory / "bench-rest", bytes(2**22)
     with path.open("wb", buffering=0) as file:
         for _ in range(num_bytes // len(block)):
             file.write(block)
     remove(path)
-    if place.kind == "disk":
-        os.sync()
 
 
 def write_llama(path: Path, *options: str) -> int:
@@ -89,7 +89,7 @@ def copying(place: Place) -> Iterator[Row]:
         parent = source.parent
         copied, out, out4, back = parent / "cp.out", parent / "out8", parent / "out4", parent / "back.safetensors"
         copy = ("cp", source, copied)
-        settle = partial(rest, place, source.stat().st_size)
+        settle = partial(rest, place.memory, source.stat().st_size)
         split = shardconv("split", source, "--tp", "8", "-o", out)
         pairs = run_pairs(split, copy, outputs=(copied, out), rounds=ROUNDS, between=settle)
         yield _pair_row(f"split for tp=8 / cp, {place.kind}", "0.7 or less", pairs, "cp")
@@ -112,7 +112,9 @@ def usual_script(place: Place) -> Iterator[Row]:
     with llama(place) as source:
         ours, theirs = source.parent / "ours", source.parent / "theirs"
         script = (sys.executable, Path(__file__).with_name("usual_script.py"), source, theirs, "8")
-        pairs = run_pairs(shardconv("split", source, "--tp", "8", "-o", ours), script, outputs=(ours, theirs), rounds=3)
+        settle = partial(rest, place.memory, source.stat().st_size)
+        split = shardconv("split", source, "--tp", "8", "-o", ours)
+        pairs = run_pairs(split, script, outputs=(ours, theirs), rounds=ROUNDS, between=settle)
         theirs_mb = max(usage.peak_mb for usage in pairs.theirs)
         yield Row(
             "the usual script (get_slice, save_file) / split",
@@ -128,7 +130,7 @@ def checksums(place: Place) -> Iterator[Row]:
     with llama(place) as source:
         out = source.parent / "out"
         split = shardconv("split", source, "--tp", "8", "-o", out)
-        settle = partial(rest, place, source.stat().st_size)
+        settle = partial(rest, place.memory, source.stat().st_size)
         pairs = run_pairs(split, (*split, "--no-checksums"), outputs=(out,), rounds=2 * ROUNDS, between=settle)
         yield _pair_row("split with checksums / without", "1.10 or less", pairs, "without")
 
@@ -189,7 +191,10 @@ def main() -> None:
     arguments = parser.parse_args()
     global ROUNDS  # noqa: PLW0603 - set once, before anything runs
     ROUNDS = arguments.rounds
-    tmpfs, disk = Place("tmpfs", arguments.memory), Place("disk", arguments.disk)
+    tmpfs, disk = (
+        Place("tmpfs", arguments.memory, arguments.memory),
+        Place("disk", arguments.disk, arguments.memory),
+    )
     plan: list[tuple[Callable[[Place], Iterator[Row]], Place]] = [
         (copying, tmpfs), (copying, disk), (usual_script, tmpfs), (checksums, tmpfs), (memory, tmpfs),
         (startup, tmpfs), (planning, tmpfs),

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.merge import MergeReport, merge
-    from shardconv.checkpoint.planning import PlanReport, TensorReport, make_plan, report_plan
+    from shardconv.checkpoint.planning import PlanOptions, PlanReport, TensorReport, make_plan, report_plan
     from shardconv.checkpoint.reshard import ReshardReport, reshard
     from shardconv.checkpoint.split import SplitReport, split
     from shardconv.checkpoint.verify import VerifyReport, verify
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     )
     from shardconv.plan.placement import Interval, Placement, Zeros
     from shardconv.plan.plan import Plan, Reason, TensorPlan
+    from shardconv.plan.resolve import BlockedTp
 
 _HOMES = {
     "shardconv.checkpoint.merge": ("MergeReport", "merge"),
-    "shardconv.checkpoint.planning": ("PlanReport", "TensorReport", "make_plan", "report_plan"),
+    "shardconv.checkpoint.planning": ("PlanOptions", "PlanReport", "TensorReport", "make_plan", "report_plan"),
     "shardconv.checkpoint.reshard": ("ReshardReport", "reshard"),
     "shardconv.checkpoint.split": ("SplitReport", "split"),
     "shardconv.checkpoint.verify": ("VerifyReport", "verify"),
@@ -43,10 +44,12 @@ _HOMES = {
     ),
     "shardconv.plan.placement": ("Interval", "Placement", "Zeros"),
     "shardconv.plan.plan": ("Plan", "Reason", "TensorPlan"),
+    "shardconv.plan.resolve": ("BlockedTp",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "BlockedTp",
     "IntegrityError",
     "Interval",
     "MergeReport",
@@ -54,6 +57,7 @@ __all__ = [
     "Placement",
     "Plan",
     "PlanError",
+    "PlanOptions",
     "PlanReport",
     "Reason",
     "ReshardReport",

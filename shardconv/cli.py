@@ -18,6 +18,7 @@ from shardconv.console import Console, Terminated, ranges, show_error, size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.planning import PlanReport, TensorReport
+    from shardconv.plan.resolve import BlockedTp
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -194,13 +195,11 @@ def _plan_lines(report: "PlanReport") -> list[str]:
     lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, family {report.family}"]
     lines += _notes(report.assumed, report.left_out)
     lines.append(f"legal tp: {', '.join(map(str, report.legal_tp)) or 'none'}")
-    by_tensor: dict[str, list[int]] = {}
-    first: dict[str, str] = {}
-    for tp, why in report.blocked_tp.items():
-        tensor = why.partition(":")[0]
-        by_tensor.setdefault(tensor, []).append(tp)
-        first.setdefault(tensor, why)
-    lines += [f"not legal: {ranges(sizes)}; {first[tensor]}" for tensor, sizes in by_tensor.items()]
+    blocks: dict[str, list[BlockedTp]] = {}
+    for blocked in report.blocked_tp:
+        blocks.setdefault(blocked.tensor, []).append(blocked)
+    for tensor, sizes in blocks.items():
+        lines.append(f"not legal: {ranges([blocked.tp for blocked in sizes])}; {tensor}: {sizes[0].reason}")
     if report.tp is not None:
         lines += [f"tp {report.tp}: {_sizes(report.rank_bytes)} a rank", ""]
     return lines

@@ -390,9 +390,13 @@ def imports_of(path: Path) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = []
-    froms = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    froms = {
+        f"{node.module}.{alias.name}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }  # fmt: skip
     plain = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    return {name.split(".")[1] for name in froms | plain if name.startswith("shardconv.")}
+    names = {name.split(".")[1] for name in froms | plain if name.startswith("shardconv.")} - {"__version__"}
+    return {shardconv._HOME_OF.get(name, f"shardconv.{name}").split(".")[1] for name in names}
 
 
 @pytest.mark.parametrize("layer", [layer for layer in LAYERS if (PACKAGE / layer).is_dir()] + ["errors", "console"])

@@ -99,7 +99,7 @@ def run(folder, old, old_files, new, new_sizes, *, stripe_bytes, checksums=None,
     """Pass everything from one side to another; gives the new files and their checksums."""
     sizes = [shards.geometry.num_bytes for shards in old]
     stripes = cut_stripes(sizes, stripe_bytes)
-    inputs = InputFiles(write(folder, "old", old_files), [len(file) for file in old_files])
+    inputs = InputFiles(write(folder, "old", old_files), [b""] * len(old_files), [len(file) for file in old_files])
     paths = [folder / f"new{number}" for number in range(len(new_sizes))]
     for path in paths:
         path.unlink(missing_ok=True)
@@ -188,8 +188,8 @@ def test_comparer_names_tensor_and_byte(tmp_path):
     array, shards, files, source = one_tensor(cut(0, [Unit(4)], 2), (4, 3))
     other = bytearray(array.tobytes())
     other[7] ^= 1
-    ours = InputFiles(write(tmp_path, "ours", files), [len(file) for file in files])
-    theirs = InputFiles(write(tmp_path, "theirs", [bytes(other)]), [len(other)])
+    ours = InputFiles(write(tmp_path, "ours", files), [b""] * len(files), [len(file) for file in files])
+    theirs = InputFiles(write(tmp_path, "theirs", [bytes(other)]), [b""], [len(other)])
     found = []
     with ours, theirs:
         reader = ShardReader(shards, ours, labels=["a", "b"], names=["t0"])

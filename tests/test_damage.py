@@ -132,7 +132,7 @@ def test_one_bit_of_the_padding(either, at):
 def test_one_bit_of_a_header(either, rank, position):
     path = either / RANK_FILES[rank]
     flip(path, position % read_header(path).data_offset)
-    check_refused(either, f"{path}: its header is not the one that was written")
+    check_refused(either, f"{path}: its header is not the one that was expected")
 
 
 @pytest.mark.parametrize("seed", range(25))

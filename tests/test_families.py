@@ -389,8 +389,9 @@ def test_a_bare_file_is_planned_for_powers_of_two(tmp_path):
         "heads have at most 512 elements, for there is no config; cuts are right for smaller ones, too",
         "a checkpoint without a config has no family",
     ]
-    assert re.search("only powers of two are safe.*--head-dim N or --config FILE", report.blocked_tp[3])
-    assert re.search("--head-dim N or --config FILE", report.blocked_tp[4])
+    blocked = {entry.tp: entry.reason for entry in report.blocked_tp}
+    assert re.search("only powers of two are safe.*--head-dim N or --config FILE", blocked[3])
+    assert re.search("--head-dim N or --config FILE", blocked[4])
     assert set(TPS[:3]) < set(shardconv.report_plan(source, head_dim=128).legal_tp)
     assert 8 not in shardconv.report_plan(source, head_dim=256).legal_tp
 

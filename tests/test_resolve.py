@@ -33,6 +33,7 @@ def test_a_scale_is_cut_as_its_weight_is(pattern, tmp_path):
         ((512, 1024),),
         ((4, 8),),
     ]
+    assert "fp8 scales are for blocks of 128 by 128; no config says it" in plan.assumed
     with pytest.raises(
         shardconv.PlanError, match=r"1024 / 16 = 64 input features a rank is not a multiple of the 128-w"
     ):

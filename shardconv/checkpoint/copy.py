@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import xxhash
 
 from shardconv.checkpoint.fileio import Bytes
@@ -80,6 +80,15 @@ def cut_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -> list[
     return [*stripes, tuple(open_stripe)] if open_stripe else stripes
 
 
+def apart(count: int, threads: int) -> Iterator[int]:
+    """The numbers below ``count`` in an order that keeps those taken at the same time far from each other.
+
+    Stripes that are neighbours often go to the same file, where threads would wait for each other.
+    """
+    distance = -(-count // threads)
+    return chain.from_iterable(range(first, count, distance) for first in range(distance))
+
+
 class Scratch:
     """The buffers of one thread, as large as was needed so far; a block should have at most ``block_bytes``."""
 
@@ -91,7 +100,7 @@ class Scratch:
         """A buffer of ``size`` bytes with any content; the one of that name that was taken before is gone."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < size:
-            buffer = self._buffers[name] = np.empty(size, np.uint8)
+            buffer = self._buffers[name] = memoryview(bytearray(size))
         return buffer[:size]
 
 
@@ -108,7 +117,7 @@ class StripeState:
         running = self.hashes.get(file)
         if running is None:
             running = self.hashes[file] = xxhash.xxh3_128()
-        running.update(data.data)
+        running.update(data)
 
 
 class Reader(Protocol):
@@ -215,7 +224,7 @@ class _Run:
         self._progress = progress
         self._total = sum(span.stop - span.start for stripe in job.stripes for span in stripe)
         self._done = 0
-        self._numbers = iter(range(len(job.stripes)))
+        self._numbers: Iterator[int] = iter(())
         self._is_stopping = False
         self._lock = threading.Lock()
 
@@ -224,6 +233,7 @@ class _Run:
         with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
             try:
                 workers = min(threads, len(self._job.stripes))
+                self._numbers = apart(len(self._job.stripes), threads)
                 block_bytes = max(min(_MAX_BLOCKS_BYTES // max(workers, 1), _MAX_BLOCK_BYTES), _MIN_BLOCK_BYTES)
                 pending = {pool.submit(self._work, Scratch(block_bytes)) for _ in range(workers)}
                 while pending:

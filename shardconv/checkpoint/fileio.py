@@ -11,19 +11,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shardconv.errors import SourceError
 
-Bytes = NDArray[np.uint8]
+#: Writable bytes, one dimension.
+Bytes = memoryview
 
 
 def _pread_into(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
     """``os.preadv`` of one buffer, for systems without it."""
     (buffer,) = buffers
     data = os.pread(descriptor, len(buffer), offset)
-    buffer[: len(data)] = np.frombuffer(data, np.uint8)
+    buffer[: len(data)] = data
     return len(data)
 
 
@@ -46,7 +44,7 @@ def read_exactly(descriptor: int, buffer: Bytes, offset: int) -> None:
 
 def write_exactly(descriptor: int, data: Bytes | bytes, offset: int) -> None:
     """Write all of a buffer to a position of a file."""
-    view: Any = memoryview(data)  # type: ignore[arg-type, unused-ignore] # arrays have buffers
+    view = memoryview(data)
     while view:
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
@@ -73,39 +71,44 @@ class InputFiles:
 
     Args:
         paths: the files.
+        heads: for each the bytes that it has to begin with.
         sizes: the bytes that each has to have.
 
     Attributes:
         mode: the permissions that all of them have, and to write for their owner: who may read a copy.
 
     Raises:
-        SourceError: if a file cannot be opened or has another size.
+        SourceError: if a file cannot be opened, has another size or begins otherwise.
     """
 
-    def __init__(self, paths: Sequence[Path], sizes: Sequence[int]) -> None:
+    def __init__(self, paths: Sequence[Path], heads: Sequence[bytes], sizes: Sequence[int]) -> None:
         self.paths = paths
         self.descriptors: list[int] = []
+        self._states: list[tuple[int, int]] = []
+        self.mode = 0o666
         allow_open_files(len(paths))
         try:
-            self._open(sizes)
+            for path, head, size in zip(paths, heads, sizes, strict=True):
+                self._open(path, head, size)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, sizes: Sequence[int]) -> None:
-        self._states = []
-        self.mode = 0o666
-        for path, size in zip(self.paths, sizes, strict=True):
-            try:
-                self.descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            except OSError as error:
-                raise SourceError(f"{path}: cannot be opened: {error.strerror or error}") from error
-            self._states.append(self._state(self.descriptors[-1]))
-            self.mode &= os.fstat(self.descriptors[-1]).st_mode | 0o200
-            if self._states[-1][0] != size:
-                raise SourceError(
-                    f"{path}: has {self._states[-1][0]} bytes, expected {size}: it changed or is truncated"
-                )
+    def _open(self, path: Path, head: bytes, size: int) -> None:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SourceError(f"{path}: cannot be opened: {error.strerror or error}") from error
+        self.descriptors.append(descriptor)
+        self._states.append(self._state(descriptor))
+        self.mode &= os.fstat(descriptor).st_mode | 0o200
+        found, _ = self._states[-1]
+        if found != size:
+            raise SourceError(f"{path}: has {found} bytes, expected {size}: it changed or is truncated")
+        start = memoryview(bytearray(len(head)))
+        self.read(len(self.descriptors) - 1, start, 0)
+        if start != head:
+            raise SourceError(f"{path}: its header is not the one that was expected: it changed")
 
     @staticmethod
     def _state(descriptor: int) -> tuple[int, int]:

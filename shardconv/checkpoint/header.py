@@ -195,22 +195,9 @@ def _check_tensor(name: str, entry: Any) -> TensorInfo:  # noqa: ANN401 - anythi
     if not is_lists or len(offsets) != 2 or {*map(type, shape), *map(type, offsets)} != {int}:
         raise ValueError(f"tensor {name!r}: shape and data_offsets must be lists of natural numbers")
     info = TensorInfo(dtype, tuple(shape), *offsets)
-    if info.start < 0 or info.start + _checked_bytes(dtype, info.shape) != info.stop:
+    if info.start < 0 or info.start + num_bytes(dtype, info.shape) != info.stop:
         raise ValueError(f"tensor {name!r}: {dtype} of shape {shape} does not fill bytes {info.start} to {info.stop}")
     return info
-
-
-@lru_cache
-def _checked_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor, checked as the reference library does: no product on the way may be over 64 bits."""
-    total = 1
-    for size in (*shape, DTYPE_BITS[dtype]):
-        total *= size
-        if not 0 <= size <= _U64_MAX or total > _U64_MAX:
-            raise ValueError(f"shape {list(shape)} overflows")
-    if total % 8:
-        raise ValueError(f"{dtype} of shape {list(shape)} ends inside a byte")
-    return total // 8
 
 
 def _check_coverage(ordered: dict[str, TensorInfo]) -> None:
@@ -246,15 +233,18 @@ def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
     return Header(raw + b" " * (-len(raw) % 8), infos, metadata)
 
 
+@lru_cache
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor; sub-byte dtypes must fill whole bytes.
+    """Bytes of a tensor, checked as the reference library does: no product on the way may be over 64 bits.
 
     Raises:
-        ValueError: if the tensor ends inside a byte.
+        ValueError: if it overflows, or if the tensor ends inside a byte.
     """
-    bits = DTYPE_BITS[dtype]
-    for size in shape:
-        bits *= size
-    if bits % 8:
+    total = 1
+    for size in (*shape, DTYPE_BITS[dtype]):
+        total *= size
+        if not 0 <= size <= _U64_MAX or total > _U64_MAX:
+            raise ValueError(f"shape {list(shape)} overflows")
+    if total % 8:
         raise ValueError(f"{dtype} of shape {list(shape)} ends inside a byte")
-    return bits // 8
+    return total // 8

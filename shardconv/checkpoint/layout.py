@@ -28,6 +28,11 @@ class Layout:
     shards: tuple[Shards, ...]
 
     @property
+    def heads(self) -> list[bytes]:
+        """What each file begins with, up to its data."""
+        return [header.head for header in self.headers]
+
+    @property
     def file_bytes(self) -> list[int]:
         """Bytes of each file."""
         return [header.file_bytes for header in self.headers]

@@ -10,8 +10,8 @@ from shardconv.checkpoint.layout import lay_out_parts
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.staging import check_apart, check_free, staging
-from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes
-from shardconv.errors import IntegrityError, SplitCheckpointError
+from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes, side_paths
+from shardconv.errors import IntegrityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,7 @@ def _write(
     progress: Progress | None,
 ) -> None:
     is_folder = target.suffix != ".safetensors"
-    side_files = {name: folder / name for name in manifest.side_files} if is_folder else {}
-    for path in side_files.values():
-        if path.is_symlink() or not path.is_file():
-            raise SplitCheckpointError(f"{path}: is missing, or no regular file")
+    side_files = side_paths(manifest, folder) if is_folder else {}
     layout = lay_out_parts(list(headers.values()), manifest.tensors)
     reader, inputs = read_ranks(manifest, folder)
     total = sum(layout.file_bytes) + side_bytes(side_files)

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from shardconv.checkpoint.header import num_bytes
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.errors import PlanError
 from shardconv.plan.plan import Plan
 from shardconv.plan.request import PlanRequest, Resolution, resolve
+from shardconv.plan.resolve import BlockedTp
 
 #: A path as users give it.
 StrPath = str | Path
@@ -43,7 +44,7 @@ class PlanReport:
         assumed: what was concluded or assumed rather than read.
         left_out: files with weights in the folder that are no part of the checkpoint.
         legal_tp: the legal sizes.
-        blocked_tp: size to the first tensor that blocks it, and why.
+        blocked_tp: the sizes up to 256 that are not, each with the first tensor that blocks it, and why.
         rank_bytes: for each rank the bytes of its tensors.
         tensors: the placement of each tensor.
     """
@@ -56,86 +57,86 @@ class PlanReport:
     assumed: tuple[str, ...]
     left_out: tuple[str, ...]
     legal_tp: tuple[int, ...]
-    blocked_tp: dict[int, str]
+    blocked_tp: tuple[BlockedTp, ...]
     rank_bytes: tuple[int, ...]
     tensors: tuple[TensorReport, ...]
 
 
-def read_request(
-    *,
-    plan: StrPath = "auto",
-    family: str | None = None,
-    replicate: tuple[str, ...] = (),
-    head_dim: int | None = None,
-) -> PlanRequest:
-    """What a user said, with the plan file read.
+class PlanOptions(TypedDict, total=False):
+    """How a source is to be read and planned.
 
-    Raises:
-        PlanError: if the plan file cannot be read.
-    """
-    names = (replicate,) if isinstance(replicate, str) else tuple(replicate)
-    if plan == "auto":
-        return PlanRequest(family, None, names, head_dim)
-    path = Path(plan)
-    try:
-        return PlanRequest(family, (path.name, path.read_text("utf-8")), names, head_dim)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path}: cannot be read: {error}") from error
-
-
-def resolve_source(source: Source, request: PlanRequest) -> Resolution:
-    """The rules for a source."""
-    return resolve(source.specs, source.config, request)
-
-
-def make_plan(
-    src: StrPath,
-    *,
-    tp: int,
-    plan: StrPath = "auto",
-    family: str | None = None,
-    replicate: tuple[str, ...] = (),
-    head_dim: int | None = None,
-    config: StrPath | None = None,
-    follow_links: bool = False,
-) -> Plan:
-    """Plan a checkpoint from its headers and its config, without reading its data.
-
-    Args:
-        src: a ``.safetensors`` file, an index file, or a folder.
-        tp: number of ranks.
+    Attributes:
         plan: a plan file whose rules come before the family's; "auto" for none.
         family: the family to use, whatever the config says.
         replicate: names or patterns of tensors that every rank gets whole.
         head_dim: the head size, where there is no config to say it.
         config: a config.json to use instead of the one beside the weights.
         follow_links: read files that are links to outside of the folder.
-
-    Raises:
-        SourceError: if the checkpoint cannot be read.
-        PlanError: if no plan is known to be right.
     """
-    source = open_source(Path(src), config=_path(config), follow_links=follow_links)
-    request = read_request(plan=plan, family=family, replicate=replicate, head_dim=head_dim)
-    resolution = resolve_source(source, request)
-    return resolution.resolver.plan(tp, assumed=resolution.assumed)
+
+    plan: StrPath
+    family: str | None
+    replicate: tuple[str, ...]
+    head_dim: int | None
+    config: StrPath | None
+    follow_links: bool
 
 
-def report_plan(
+class PlannedSource(NamedTuple):
+    """A source, what the user said about its plan, the rules for it, and all files that this was read from."""
+
+    source: Source
+    request: PlanRequest
+    resolution: Resolution
+    paths: tuple[Path, ...]
+
+
+def plan_source(
     src: StrPath,
     *,
-    tp: int | None = None,
     plan: StrPath = "auto",
     family: str | None = None,
     replicate: tuple[str, ...] = (),
     head_dim: int | None = None,
     config: StrPath | None = None,
     follow_links: bool = False,
-) -> PlanReport:
+) -> PlannedSource:
+    """Open a source and find the rules for it; the options are :class:`PlanOptions`, the errors :func:`make_plan`'s."""
+    source = open_source(Path(src), config=None if config is None else Path(config), follow_links=follow_links)
+    names = (replicate,) if isinstance(replicate, str) else tuple(replicate)
+    plan_file = None if plan == "auto" else _read_plan_file(Path(plan))
+    request = PlanRequest(family, plan_file, names, head_dim)
+    paths = (source.path, *(part.path for part in source.parts), *source.side_files.values())
+    resolution = resolve(source.specs, source.config, request)
+    return PlannedSource(source, request, resolution, paths if plan_file is None else (*paths, Path(plan)))
+
+
+def _read_plan_file(path: Path) -> tuple[str, str]:
+    try:
+        return path.name, path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: cannot be read: {error}") from error
+
+
+def make_plan(src: StrPath, *, tp: int, **options: Unpack[PlanOptions]) -> Plan:
+    """Plan a checkpoint from its headers and its config, without reading its data.
+
+    Args:
+        src: a ``.safetensors`` file, an index file, or a folder.
+        tp: number of ranks.
+        options: see :class:`PlanOptions`.
+
+    Raises:
+        SourceError: if the checkpoint cannot be read.
+        PlanError: if no plan is known to be right.
+    """
+    resolver, assumed = plan_source(src, **options).resolution
+    return resolver.plan(tp, assumed=assumed)
+
+
+def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOptions]) -> PlanReport:
     """Report how a checkpoint is cut, and for which sizes it can be; arguments and errors as in :func:`make_plan`."""
-    source = open_source(Path(src), config=_path(config), follow_links=follow_links)
-    request = read_request(plan=plan, family=family, replicate=replicate, head_dim=head_dim)
-    resolver, assumed = resolve_source(source, request)
+    source, _, (resolver, assumed), _ = plan_source(src, **options)
     sizes = resolver.legal_sizes()
     made = None if tp is None else resolver.plan(tp, assumed=assumed)
     tensors = () if made is None else tensor_reports(source, made)
@@ -148,7 +149,7 @@ def report_plan(
         assumed=assumed,
         left_out=source.left_out,
         legal_tp=sizes.legal,
-        blocked_tp=dict(sizes.blocked),
+        blocked_tp=sizes.blocked,
         rank_bytes=tuple(sum(column) for column in zip(*(tensor.shard_bytes for tensor in tensors), strict=True)),
         tensors=tensors,
     )
@@ -166,7 +167,3 @@ def tensor_reports(source: Source, plan: Plan) -> tuple[TensorReport, ...]:
             cut[id(placed), spec] = (placed.placement.describe(), str(placed.reason), shapes, sizes)
         reports.append(TensorReport(name, spec.dtype, spec.shape, *cut[id(placed), spec]))
     return tuple(reports)
-
-
-def _path(path: StrPath | None) -> Path | None:
-    return None if path is None else Path(path)

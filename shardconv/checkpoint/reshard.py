@@ -9,8 +9,7 @@ from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.staging import check_apart, check_free, staging
-from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes
-from shardconv.errors import SplitCheckpointError
+from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes, side_paths
 from shardconv.plan.request import resolve
 
 
@@ -97,10 +96,7 @@ def _write(
     threads: int | None,
     progress: Progress | None,
 ) -> None:
-    side_files = {name: folder / name for name in old.side_files}
-    for path in side_files.values():
-        if path.is_symlink() or not path.is_file():
-            raise SplitCheckpointError(f"{path}: is missing, or no regular file")
+    side_files = side_paths(old, folder)
     layout = new.rank_layout
     reader, inputs = read_ranks(old, folder)
     total = sum(layout.file_bytes) + side_bytes(side_files)

@@ -6,27 +6,12 @@ rest is one strided copy a box. Knows nothing of threads and stripes beyond the 
 
 from collections.abc import Sequence
 
-import numpy as np
 import xxhash
 
 from shardconv.checkpoint.copy import Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.fileio import Bytes, InputFiles, OutputFiles, will_need
 from shardconv.checkpoint.geometry import Box
 from shardconv.errors import IntegrityError
-
-
-def _view(array: Bytes, start: int, rows: int, width: int, offset: int, size: int) -> Bytes:
-    if rows == 1:
-        return array[start + offset : start + offset + size]
-    return array[start : start + rows * width].reshape(rows, width)[:, offset : offset + size]
-
-
-def _full_view(block: Bytes, box: Box) -> Bytes:
-    return _view(block, box.full, box.rows, box.full_width, box.offset, box.size)
-
-
-def _local_view(local: Bytes, box: Box) -> Bytes:
-    return _view(local, box.local, box.rows, box.local_width, box.local_offset, box.size)
 
 
 def _as_it_lies(boxes: Sequence[Box], size: int, block: Bytes) -> Bytes | None:
@@ -77,9 +62,7 @@ class ShardReader:
                 continue
             data = scratch.take("gather", high - low)
             self._read(state, file, data, offset + low)
-            self._place(state, span, file, data, block, boxes)
-            if shard.is_padded:
-                self._check_padding(state, span, file, data, boxes)
+            self._place(state, span, file, data, block, boxes, is_padded=shard.is_padded)
 
     def _read(self, state: StripeState, file: int, data: Bytes, offset: int) -> None:
         self._files.read(file, data, offset)
@@ -87,22 +70,18 @@ class ShardReader:
             state.update(file, data)
 
     def _place(
-        self, state: StripeState, span: Span, file: int, data: Bytes, block: Bytes, boxes: Sequence[Box]
-    ) -> None:
-        for box in boxes:
-            ours, full = _local_view(data, box), _full_view(block, box)
-            if not box.is_copy:
-                np.copyto(full, ours)
-            elif not state.problem and not np.array_equal(full, ours):
-                state.problem = (
-                    f"{self._labels[file]}: its copy of {self._names[span.tensor]} differs from a lower rank's"
-                )
+        self, state: StripeState, span: Span, file: int, data: Bytes, block: Bytes, boxes: Sequence[Box], *,
+        is_padded: bool,
+    ) -> None:  # fmt: skip
+        from shardconv.checkpoint import strided  # noqa: PLC0415 - see there
 
-    def _check_padding(self, state: StripeState, span: Span, file: int, data: Bytes, boxes: Sequence[Box]) -> None:
-        for box in boxes:
-            _local_view(data, box)[...] = 0
-        if not state.problem and data.any():
-            state.problem = f"{self._labels[file]}: the padding of {self._names[span.tensor]} is not zero"
+        label, name = self._labels[file], self._names[span.tensor]
+        problem = ""
+        if not strided.gather(data, boxes, block):
+            problem = f"{label}: its copy of {name} differs from a lower rank's"
+        elif is_padded and not strided.is_zero_beside(boxes, data):
+            problem = f"{label}: the padding of {name} is not zero"
+        state.problem = state.problem or problem
 
     def finish(self, state: StripeState, stripe: Stripe) -> None:
         """Check what was read.
@@ -161,11 +140,10 @@ class ShardWriter:
             boxes = list(shard.boxes(span.start, span.stop))
             data = _as_it_lies(boxes, high - low, block)
             if data is None:
+                from shardconv.checkpoint import strided  # noqa: PLC0415 - see there
+
                 data = scratch.take("scatter", high - low)
-                if shard.is_padded:
-                    data[...] = 0
-                for box in boxes:
-                    np.copyto(_local_view(data, box), _full_view(block, box))
+                strided.scatter(block, boxes, data, is_padded=shard.is_padded)
             if self._with_checksums:
                 state.update(file, data)
             self._files.write(file, data, offset + low)
@@ -186,11 +164,13 @@ class Comparer:
 
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Compare a block."""
+        from shardconv.checkpoint import strided  # noqa: PLC0415 - see there
+
         other = scratch.take("compare", len(block))
         self._reader.gather(state, span, other, scratch)
-        if not state.problem and not np.array_equal(block, other):
-            at = span.start + int(np.flatnonzero(block != other)[0])
-            state.problem = f"{self._names[span.tensor]}: byte {at} of the tensor is not the source's"
+        at = strided.first_difference(block, other)
+        if at is not None and not state.problem:
+            state.problem = f"{self._names[span.tensor]}: byte {span.start + at} of the tensor is not the source's"
 
     def finish(self, state: StripeState, stripe: Stripe) -> None:  # noqa: ARG002 - all sides have it
         """Say what was found.

@@ -3,14 +3,15 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 from shardconv import __version__
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.manifest import Manifest, write_manifest
-from shardconv.checkpoint.planning import StrPath, read_request, resolve_source
+from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.shards import ShardReader
-from shardconv.checkpoint.source import Source, open_source
+from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.staging import check_apart, check_free, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, side_bytes
 
@@ -49,17 +50,12 @@ def split(
     dst: StrPath | None = None,
     *,
     tp: int,
-    plan: StrPath = "auto",
-    family: str | None = None,
-    replicate: tuple[str, ...] = (),
-    head_dim: int | None = None,
-    config: StrPath | None = None,
-    follow_links: bool = False,
     overwrite: bool = False,
     checksums: bool = True,
     dry_run: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
+    **options: Unpack[PlanOptions],
 ) -> SplitReport:
     """Split a checkpoint for ``tp`` ranks.
 
@@ -67,17 +63,12 @@ def split(
         src: a ``.safetensors`` file, an index file, or a folder.
         dst: the folder to write; by default ``NAME-tpN`` in the current folder.
         tp: number of ranks.
-        plan: a plan file whose rules come before the family's; "auto" for none.
-        family: the family to use, whatever the config says.
-        replicate: names or patterns of tensors that every rank gets whole.
-        head_dim: the head size, where there is no config to say it.
-        config: a config.json to use instead of the one beside the weights.
-        follow_links: read files that are links to outside of the folder.
         overwrite: replace what is at ``dst``.
         checksums: take checksums while the data passes, which verify and merge check.
         dry_run: plan and check, write nothing.
         threads: how many threads copy; by default as many as there are processors, up to 8.
         progress: called with bytes done and bytes in all.
+        options: how the source is read and planned: see :class:`PlanOptions`.
 
     Raises:
         SourceError: if the source cannot be read, or changes meanwhile.
@@ -85,15 +76,12 @@ def split(
         OutputError: if the destination exists, is in use, or has no room.
     """
     began = time.perf_counter()
-    source = open_source(Path(src), config=None if config is None else Path(config), follow_links=follow_links)
-    request = read_request(plan=plan, family=family, replicate=replicate, head_dim=head_dim)
-    resolver, assumed = resolve_source(source, request)
+    source, request, (resolver, assumed), read = plan_source(src, **options)
     made = resolver.plan(tp, assumed=assumed)
     manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES)
     layout = manifest.rank_layout
     target = Path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
-    read = [source.path, *(part.path for part in source.parts), *source.side_files.values()]
-    check_apart(target, read if plan == "auto" else [*read, Path(plan)])
+    check_apart(target, read)
     check_free(target, is_folder=True, overwrite=overwrite, side_files=source.side_files)
     if not dry_run:
         _write(source, manifest, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress)
@@ -124,15 +112,13 @@ def _write(
     layout = manifest.rank_layout
     total = sum(layout.file_bytes) + side_bytes(source.side_files)
     paths = [part.path for part in source.parts]
-    sizes = [part.header.file_bytes for part in source.parts]
+    parts = manifest.part_layout
     with (
-        InputFiles(paths, sizes) as inputs,
+        InputFiles(paths, parts.heads, parts.file_bytes) as inputs,
         staging(target, is_folder=True, overwrite=overwrite, num_bytes=total, side_files=source.side_files) as folder,
     ):
         names = list(manifest.tensors)
-        reader = ShardReader(
-            manifest.part_layout.shards, inputs, labels=[part.name for part in source.parts], names=names
-        )
+        reader = ShardReader(parts.shards, inputs, labels=[part.name for part in source.parts], names=names)
         digests = copy_files(
             reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
             checksums=checksums, threads=threads, progress=progress,

@@ -150,11 +150,9 @@ def _data_differences(
         CopyJob(manifest.stripes, reader, [], note).run(threads=threads, progress=progress)
         return sorted(set(found))
     names = list(manifest.tensors)
-    headers = [part.header for part in source.parts]
-    with InputFiles([part.path for part in source.parts], [header.file_bytes for header in headers]) as inputs:
-        theirs = ShardReader(
-            lay_out_parts(headers, names).shards, inputs, labels=[part.name for part in source.parts], names=names
-        )
+    parts = lay_out_parts([part.header for part in source.parts], names)
+    with InputFiles([part.path for part in source.parts], parts.heads, parts.file_bytes) as inputs:
+        theirs = ShardReader(parts.shards, inputs, labels=[part.name for part in source.parts], names=names)
         CopyJob(manifest.stripes, reader, [Comparer(theirs, names)], note).run(threads=threads, progress=progress)
         inputs.check_unchanged()
     return sorted(set(found))

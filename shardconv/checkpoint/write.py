@@ -40,8 +40,7 @@ def copy_files(
     Returns:
         For each file the checksum of each stripe, or None.
     """
-    heads = [header.head for header in layout.headers]
-    with OutputFiles(paths, heads, layout.file_bytes, inputs.mode) as outputs:
+    with OutputFiles(paths, layout.heads, layout.file_bytes, inputs.mode) as outputs:
         writer = ShardWriter(layout.shards, outputs, num_stripes=len(stripes), with_checksums=checksums)
         CopyJob(stripes, reader, [writer]).run(threads=threads, progress=progress)
         inputs.check_unchanged()
@@ -60,22 +59,27 @@ def read_ranks(manifest: Manifest, folder: Path) -> tuple[ShardReader, InputFile
             raise SplitCheckpointError(f"{path}: is missing; all {manifest.tp} rank files are needed")
     layout = manifest.rank_layout
     try:
-        inputs = InputFiles(paths, layout.file_bytes)
+        inputs = InputFiles(paths, layout.heads, layout.file_bytes)
     except SourceError as error:
         raise SplitCheckpointError(str(error)) from error
-    try:
-        for path, header in zip(paths, layout.headers, strict=True):
-            with path.open("rb") as file:
-                if file.read(len(header.head)) != header.head:
-                    raise SplitCheckpointError(f"{path}: its header is not the one that was written")
-    except BaseException:
-        inputs.close()
-        raise
     labels = [path.name for path in paths]
     reader = ShardReader(
         layout.shards, inputs, labels=labels, names=list(manifest.tensors), checksums=manifest.checksums
     )
     return reader, inputs
+
+
+def side_paths(manifest: Manifest, folder: Path) -> dict[str, Path]:
+    """The side files of a split checkpoint, by name.
+
+    Raises:
+        SplitCheckpointError: if one is missing, or no regular file.
+    """
+    paths = {name: folder / name for name in manifest.side_files}
+    for path in paths.values():
+        if path.is_symlink() or not path.is_file():
+            raise SplitCheckpointError(f"{path}: is missing, or no regular file")
+    return paths
 
 
 def copy_side_files(files: Mapping[str, Path], folder: Path) -> dict[str, str]:

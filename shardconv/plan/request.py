@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 from shardconv.errors import PlanError
 from shardconv.plan.family import NAMES_FAMILY, Family, Rule, family_for, load_family, parse_plan_file
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolve import DEFAULT_BLOCK, SCALE, Resolver, block_size
 
 #: The largest head size in common use. A cut between heads of this size, among a power of two of ranks, is also one
 #: between heads of 32, 64, 80, 96, 128, 192 or any other size that has no higher power of two in it. Where rows are no
@@ -87,6 +87,8 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
     if config is None or request.head_dim is not None:
         config, sentence, unsure = _with_heads(tensors, config, request.head_dim)
         assumed += [sentence] if sentence else []
+    if not block_size(config) and any(name.endswith(SCALE) for name in tensors):
+        assumed.append(f"fp8 scales are for blocks of {DEFAULT_BLOCK[0]} by {DEFAULT_BLOCK[1]}; no config says it")
     user = parse_plan_file(*request.plan_file) if request.plan_file else None
     family = _family(config, request.family or (user.inherits if user else ""))
     if family.name == NAMES_FAMILY:

@@ -7,35 +7,26 @@ covers is refused with the way out; nothing is guessed. Knows nothing of files.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 from shardconv.errors import PlanError
 from shardconv.plan.family import NAMES_FAMILY, STYLES, Family, Rule
 from shardconv.plan.fields import Fields
+from shardconv.plan.matcher import Match, Matcher, pattern_for
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
 
 #: Names that hold several projections in one tensor: never planned without a rule that says how they lie in it.
 FUSED = re.compile(r"(qkv|query_key_value|c_attn|W_?pack|gate_up|in_proj|fused|packed)", re.IGNORECASE)
 
-_SCALE = ".weight_scale_inv"
-#: Tensors beside a weight that follow it, by the last part of their name.
-_LEAVES = ("weight", "bias", "weight_scale_inv")
-
+#: How the name of a block scale ends, and the block where the config does not say it: DeepSeek-V3's.
+SCALE, DEFAULT_BLOCK = ".weight_scale_inv", (128, 128)
 #: The most ranks that a plan may have.
 MAX_TP = 4096
 
 #: The tp sizes that a report looks at.
 CANDIDATE_TPS = (*range(1, 65), 72, 80, 96, 128, 256)
-
-
-class Match(NamedTuple):
-    """The rule that covers a tensor, and which tensor of the rule's module it is."""
-
-    rule: Rule
-    leaf: str
 
 
 class _Question(NamedTuple):
@@ -48,16 +39,31 @@ class _Question(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockedTp:
+    """A tp size that is not legal.
+
+    Attributes:
+        tp: the size.
+        tensor: the first tensor that blocks it.
+        reason: why it does.
+    """
+
+    tp: int
+    tensor: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LegalSizes:
     """The tp sizes that a checkpoint can be split for.
 
     Attributes:
         legal: the sizes, ascending.
-        blocked: for each other candidate, which tensor blocks it and why.
+        blocked: the other candidates, each with what blocks it.
     """
 
     legal: tuple[int, ...]
-    blocked: Mapping[int, str]
+    blocked: tuple[BlockedTp, ...]
 
 
 class Resolver:
@@ -119,15 +125,15 @@ class Resolver:
 
     def legal_sizes(self) -> LegalSizes:
         """Which of :data:`CANDIDATE_TPS` are legal, and what blocks the others."""
-        legal, blocked = [], {}
+        legal, blocked = [], []
         for tp in CANDIDATE_TPS:
             try:
                 for question in self._first:
                     self._answer(question, tp)
                 legal.append(tp)
             except _BlockedError as error:
-                blocked[tp] = str(error)
-        return LegalSizes(tuple(legal), blocked)
+                blocked.append(BlockedTp(tp, error.tensor, error.reason))
+        return LegalSizes(tuple(legal), tuple(blocked))
 
     def _way_out(self, tp: int) -> str:
         legal = [str(size) for size in self.legal_sizes().legal]
@@ -158,7 +164,7 @@ class Resolver:
         """
         name = self._first[question]
         if self._unsure and tp & (tp - 1):
-            raise _BlockedError(f"only powers of two are safe: {self._unsure}")
+            raise _BlockedError(name, f"only powers of two are safe: {self._unsure}")
         rule, leaf, spec, weight = question
         fields = self._fields()
         reference = weight if leaf == "weight_scale_inv" and weight else spec
@@ -170,7 +176,7 @@ class Resolver:
         except IndivisibleError as error:
             reason = ", ".join(f"{key}={value}" for key, value in fields.read.items()) or f"shape {list(spec.shape)}"
             unsure = f"; {self._unsure}" if self._unsure else ""
-            raise _BlockedError(f"{name}: {error} ({reason}){unsure}") from error
+            raise _BlockedError(name, f"{error} ({reason}){unsure}") from error
         read = tuple(f"{key}={value}" for key, value in fields.read.items())
         return TensorPlan(placement, Reason(rule.origin, rule.pattern, rule.style, read))
 
@@ -214,8 +220,7 @@ class Resolver:
         return Unit(size // unit_size, unit_size, copies, rule.pad)
 
     def _block(self, scale: TensorSpec, weight: TensorSpec, name: str) -> tuple[int, ...]:
-        settings = (self._config or {}).get("quantization_config")
-        block = (settings or {}).get("weight_block_size") or [128, 128]
+        block = block_size(self._config) or list(DEFAULT_BLOCK)
         if isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) > 0:
             blocks = tuple(-(-size // unit) for size, unit in zip(weight.shape[-2:], block, strict=False))
             if scale.shape == (*weight.shape[:-2], *blocks) and len(blocks) == 2:
@@ -226,8 +231,19 @@ class Resolver:
         )
 
 
+def block_size(config: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - as the config has it
+    """The size of the blocks that have a scale each, as the config says it; None where it does not."""
+    settings = (config or {}).get("quantization_config")
+    return settings.get("weight_block_size") if isinstance(settings, dict) else None
+
+
 class _BlockedError(Exception):
     """A tensor cannot be cut for this tp."""
+
+    def __init__(self, tensor: str, reason: str) -> None:
+        super().__init__(f"{tensor}: {reason}")
+        self.tensor = tensor
+        self.reason = reason
 
 
 def _dim(rule: Rule, leaf: str, spec: TensorSpec, name: str) -> int | None:
@@ -288,7 +304,7 @@ def _ask(tensors: Mapping[str, TensorSpec], rules: Sequence[Rule], family: Famil
     uncovered: list[str] = []
     for name, spec in tensors.items():
         match, weight = matcher.match(name), None
-        if name.endswith(_SCALE):
+        if name.endswith(SCALE):
             match, weight = _scale_match(name, match, matcher, tensors)
         if prod(spec.shape) <= 1 and (match is None or weight is not None):
             match, weight = Match(_SCALAR, "weight"), None
@@ -302,7 +318,7 @@ def _ask(tensors: Mapping[str, TensorSpec], rules: Sequence[Rule], family: Famil
 
 
 def _scale_match(
-    name: str, own: Match | None, matcher: "Matcher", tensors: Mapping[str, TensorSpec]
+    name: str, own: Match | None, matcher: Matcher, tensors: Mapping[str, TensorSpec]
 ) -> tuple[Match | None, TensorSpec]:
     """The rule of a block scale, which is that of its weight; and its weight."""
     weight_name = name.removesuffix("_scale_inv")
@@ -328,54 +344,8 @@ def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: 
     no_rule = f"no rule of family {family.name} covers it"
     if family.name == NAMES_FAMILY:
         no_rule = "no family is known for this model, and its name alone does not tell how to cut it"
-    module, _, leaf = name.rpartition(".")
-    pattern = _NUMBER.sub(".*", f"{module if leaf in _LEAVES else name}.")[:-1]
     return (
         f"{name} ({spec.dtype} {list(spec.shape)}): {no_rule}{others}{fused}. A guess could be silent garbage: name "
-        f"the --family, or a --plan FILE with a rule for it, or --replicate {pattern!r} to put it whole on every rank"
+        f"the --family, or a --plan FILE with a rule for it, or --replicate {pattern_for(name)!r} to put it "
+        f"whole on every rank"
     )
-
-
-class Matcher:
-    """Finds the first of several rules whose pattern matches a tensor's name."""
-
-    def __init__(self, rules: Sequence[Rule], prefix: str = "") -> None:
-        self._rules = rules
-        patterns = "|".join(f"({_regex(rule.pattern, prefix)})" for rule in rules) or "(?!)"
-        self._regex = re.compile(f"(?:{patterns})(?:\\.({'|'.join(_LEAVES)}))?")
-        self._has_numbers = any(_NUMBER_IN_PATTERN.search(rule.pattern) for rule in rules)
-        self._found = lru_cache(maxsize=None)(self._find)
-
-    def match(self, name: str) -> Match | None:
-        """The rule for a tensor, or None. Where no pattern has a number, all layers have the same answer."""
-        return self._found(name if self._has_numbers else _NUMBER.sub(".0", name))
-
-    def _find(self, name: str) -> Match | None:
-        found = self._regex.fullmatch(name)
-        if found is None:
-            return None
-        *patterns, leaf = found.groups()
-        rule = next(rule for rule, text in zip(self._rules, patterns, strict=True) if text is not None)
-        return Match(rule, leaf or ("bias" if name.endswith("bias") else "weight"))
-
-
-_NUMBER = re.compile(r"\.\d+(?=\.)")
-_NUMBER_IN_PATTERN = re.compile(r"(?:^|[.{,])[\d*]*\d[\d*]*(?:$|[.},])")
-
-
-def _regex(pattern: str, prefix: str) -> str:
-    start = ""
-    if pattern.startswith("**."):
-        start, pattern = r"(?:.+\.)?", pattern[3:]
-    elif prefix and pattern.startswith(prefix):
-        start, pattern = f"(?:{re.escape(prefix)})?", pattern[len(prefix) :]
-    tokens = re.split(r"(\*|\{[^{}]*\})", pattern)
-    return start + "".join(_token(token) for token in tokens)
-
-
-def _token(token: str) -> str:
-    if token == "*":  # noqa: S105 - a pattern's token
-        return r"[^.]*"
-    if token.startswith("{"):
-        return "(?:" + "|".join(re.escape(choice) for choice in token[1:-1].split(",")) + ")"
-    return re.escape(token)

@@ -1,0 +1,71 @@
+"""Which rule covers a tensor's name: patterns of families and of users, as one regular expression.
+
+In a pattern ``*`` is any run of characters but dots, ``{a,b}`` a choice, and a leading ``**.`` any modules or none.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardconv.plan.family import Rule
+
+#: Tensors beside a weight that follow it, by the last part of their name.
+_LEAVES = ("weight", "bias", "weight_scale_inv")
+
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+_NUMBER_IN_PATTERN = re.compile(r"(?:^|[.{,])[\d*]*\d[\d*]*(?:$|[.},])")
+
+
+class Match(NamedTuple):
+    """The rule that covers a tensor, and which tensor of the rule's module it is."""
+
+    rule: Rule
+    leaf: str
+
+
+class Matcher:
+    """Finds the first of several rules whose pattern matches a tensor's name."""
+
+    def __init__(self, rules: Sequence[Rule], prefix: str = "") -> None:
+        self._rules = rules
+        patterns = "|".join(f"({_regex(rule.pattern, prefix)})" for rule in rules) or "(?!)"
+        self._regex = re.compile(f"(?:{patterns})(?:\\.({'|'.join(_LEAVES)}))?")
+        self._has_numbers = any(_NUMBER_IN_PATTERN.search(rule.pattern) for rule in rules)
+        self._found = lru_cache(maxsize=None)(self._find)
+
+    def match(self, name: str) -> Match | None:
+        """The rule for a tensor, or None. Where no pattern has a number, all layers have the same answer."""
+        return self._found(name if self._has_numbers else _NUMBER.sub(".0", name))
+
+    def _find(self, name: str) -> Match | None:
+        found = self._regex.fullmatch(name)
+        if found is None:
+            return None
+        *patterns, leaf = found.groups()
+        rule = next(rule for rule, text in zip(self._rules, patterns, strict=True) if text is not None)
+        return Match(rule, leaf or ("bias" if name.endswith("bias") else "weight"))
+
+
+def pattern_for(name: str) -> str:
+    """A pattern for the module of a tensor in every layer."""
+    module, _, leaf = name.rpartition(".")
+    return _NUMBER.sub(".*", f"{module if leaf in _LEAVES else name}.")[:-1]
+
+
+def _regex(pattern: str, prefix: str) -> str:
+    start = ""
+    if pattern.startswith("**."):
+        start, pattern = r"(?:.+\.)?", pattern[3:]
+    elif prefix and pattern.startswith(prefix):
+        start, pattern = f"(?:{re.escape(prefix)})?", pattern[len(prefix) :]
+    tokens = re.split(r"(\*|\{[^{}]*\})", pattern)
+    return start + "".join(_token(token) for token in tokens)
+
+
+def _token(token: str) -> str:
+    if token == "*":  # noqa: S105 - a pattern's token
+        return r"[^.]*"
+    if token.startswith("{"):
+        return "(?:" + "|".join(re.escape(choice) for choice in token[1:-1].split(",")) + ")"
+    return re.escape(token)
