@@ -1,10 +1,17 @@
 """Fixtures that several modules share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from build import contents, llama_config, write_checkpoint
+
+pytest.register_assert_rewrite("faults")  # before its import, so that its checks say what they found
+
+from faults import COMMANDS, Job  # noqa: E402
+
+from shardconv.checkpoint.split import split  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +20,51 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     from models import MODELS  # noqa: PLC0415 - transformers takes seconds to import, and few tests need it
 
     return cache(lambda name: MODELS[name].write(tmp_path_factory.mktemp(name)))
+
+
+# --- for test_faults.py and test_destination.py ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A folder with a source and its split checkpoint."""
+    folder = tmp_path_factory.mktemp("made")
+    write_checkpoint(folder / "source", parts=2, config=llama_config(layers=1))
+    (folder / "source" / "extra").mkdir()
+    (folder / "source" / "extra" / "notes.txt").write_text("a side file in a folder")
+    split(folder / "source", folder / "split", tp=4)
+    return folder
+
+
+@pytest.fixture(scope="module", params=COMMANDS)
+def job(request, made, tmp_path_factory) -> Job:
+    """Each command that writes, with something to write."""
+    name, options, function = COMMANDS[request.param]
+    expected = tmp_path_factory.mktemp("expected") / request.param
+    function(made / name, expected)
+    return Job([request.param, str(made / name), *options], function, made / name, contents(expected))
+
+
+@pytest.fixture
+def _sources_stay_as_they_are(made) -> Iterator[None]:
+    """Whatever a run does, and however it ends, no byte of its source changes."""
+    before = contents(made)
+    yield
+    assert contents(made) == before
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    """A destination in a folder of its own, so that what is left beside it shows."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder / "result"
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """Run a check on four processes; see ranks.py."""
+    from ranks import ranks_in  # noqa: PLC0415 - for tests of layers only
+
+    with ranks_in(tmp_path_factory.mktemp("ranks")) as run:
+        yield run

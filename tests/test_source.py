@@ -16,6 +16,7 @@ from build import (
     write_index,
     write_weights,
 )
+from faults import refuse_to_list
 
 from shardconv.checkpoint.source import INDEX_SUFFIX, Source, open_source
 from shardconv.errors import SourceError
@@ -134,7 +135,19 @@ def test_side_files_of_sub_folders_but_not_hidden_ones(single):
     source = open_source(single)
     expected = [".gitattributes", "1_Pooling/config.json", "config.json", "runs/a/log.txt", "tokenizer.json"]
     assert sorted(source.side_files) == expected
+    assert sorted(source.left_out) == [".cache/", "runs/.git/"]
     assert source.config == llama_config()
+
+
+@pytest.mark.parametrize(("name", "is_needed"), [("extra", True), ("extra/deep", True), (".cache", False)])
+def test_folder_that_cannot_be_read(single, monkeypatch, name, is_needed):
+    """Its files would be missing in silence; but nobody looks into a hidden one, and it is said to be left out."""
+    (single / name).mkdir(parents=True)
+    refuse_to_list(monkeypatch, single / name)
+    if is_needed:
+        refuses(single, f"{name}: cannot be read: Permission denied")
+    else:
+        assert open_source(single).left_out == (f"{name}/",)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,163 @@
+"""Process groups by axis: which processes hold the shards of one tensor, and which hold replicas.
+
+Owns the one piece of global state, the current groups, and how a ``group=`` argument is read. Stands on torch's
+DeviceMesh; knows nothing of layers or placements.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+_NAMES = ("pipeline", "data", "tensor")
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of the processes, as this process sees it.
+
+    Attributes:
+        name: ``tensor``, ``data``, ``pipeline``, or what a mesh calls it.
+        rank: of this process in the group, from 0.
+        size: number of processes in the group.
+        ranks: their ranks in the world.
+        group: torch's process group; None where it would be of this process alone and none was made.
+    """
+
+    name: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: a copy of a layer belongs to the same processes."""
+        return self
+
+    def __repr__(self) -> str:
+        """Without the group, whose address says nothing."""
+        return f"Axis({self.name}, rank {self.rank} of {self.size}, ranks {list(self.ranks)})"
+
+
+#: What every ``group=`` takes: a process group, a one-dimensional mesh, an axis, or None for the current tensor axis.
+GroupLike = dist.ProcessGroup | DeviceMesh | Axis | None
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelGroups:
+    """The axes of the current processes.
+
+    Attributes:
+        tensor: the processes that hold the shards of the same tensors; their ranks in the world are adjacent.
+        data: the processes that hold the same shards and see other data.
+        pipeline: the processes that hold other layers.
+        mesh: torch's mesh over all of them, of shape (pipeline, data, tensor); None for a single process without
+            ``torch.distributed``.
+    """
+
+    tensor: Axis
+    data: Axis
+    pipeline: Axis
+    mesh: DeviceMesh | None
+
+
+_current: ParallelGroups | None = None
+
+
+def init_parallel(
+    *, tensor: int = 1, data: int = 1, pipeline: int = 1, device_type: str | None = None
+) -> ParallelGroups:
+    """Make the groups, and make them current.
+
+    ``torch.distributed`` is started if it is not, from the environment that torchrun sets. Stands on
+    :func:`torch.distributed.device_mesh.init_device_mesh`; the mesh has the shape (pipeline, data, tensor).
+
+    Args:
+        tensor: processes that share the tensors of a layer.
+        data: processes that hold the same.
+        pipeline: processes that follow each other.
+        device_type: ``cpu`` or ``cuda``; by default cuda where there is one.
+
+    Raises:
+        ValueError: if the sizes do not multiply to the number of processes.
+
+    Example:
+        >>> groups = init_parallel(tensor=1)
+        >>> groups.tensor.size, current_groups() is groups
+        (1, True)
+    """
+    global _current  # noqa: PLW0603 - the one piece of global state
+    sizes = (pipeline, data, tensor)
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if min(sizes) < 1 or pipeline * data * tensor != world:
+        raise ValueError(
+            f"tensor {tensor} * data {data} * pipeline {pipeline} = {pipeline * data * tensor} processes, and the "
+            f"world has {world}: they have to be equal"
+        )
+    if world == 1 and not dist.is_initialized():
+        alone = {name: Axis(name, 0, 1, (0,), None) for name in _NAMES}
+        _current = ParallelGroups(**alone, mesh=None)
+        return _current
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_NAMES)
+    _current = ParallelGroups(**{name: _of_mesh(mesh[name]) for name in _NAMES}, mesh=mesh)
+    return _current
+
+
+def current_groups() -> ParallelGroups:
+    """The groups that :func:`init_parallel` made last.
+
+    Raises:
+        RuntimeError: if it was not called.
+    """
+    if _current is None:
+        raise RuntimeError("there are no groups yet: call shardconv.init_parallel(tensor=...) first")
+    return _current
+
+
+def destroy_parallel() -> None:
+    """Forget the current groups, and end ``torch.distributed`` if it runs."""
+    global _current  # noqa: PLW0603 - the one piece of global state
+    _current = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def as_axis(group: GroupLike = None) -> Axis:
+    """What a ``group=`` argument means.
+
+    Args:
+        group: a process group, a one-dimensional mesh, or an axis. None for the current tensor axis; before
+            :func:`init_parallel`, for all processes, as in torch.
+
+    Raises:
+        ValueError: if this process is not in the group, or a mesh has several dimensions.
+    """
+    if isinstance(group, Axis):
+        return group
+    if group is None:
+        if _current is not None:
+            return _current.tensor
+        if not dist.is_initialized():
+            return Axis("tensor", 0, 1, (0,), None)
+        group = dist.group.WORLD
+    if isinstance(group, DeviceMesh):
+        return _of_mesh(group)
+    return _of_group("tensor", group)
+
+
+def _of_mesh(mesh: DeviceMesh) -> Axis:
+    if mesh.ndim != 1:
+        raise ValueError(f"a mesh of {mesh.ndim} dimensions is no group: take one of them, as in mesh['tensor']")
+    name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "tensor"
+    return _of_group(name, mesh.get_group())
+
+
+def _of_group(name: str, group: Any) -> Axis:
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"this process, rank {dist.get_rank()} of the world, is not in the group")
+    return Axis(name, rank, dist.get_world_size(group), tuple(dist.get_process_group_ranks(group)), group)

@@ -1,0 +1,25 @@
+"""Layers whose parameters are cut over the ranks of the tensor axis, and that compute what torch's own compute."""
+
+from shardconv.layers import functional, init
+from shardconv.layers.dropout import ParallelDropout
+from shardconv.layers.embedding import ParallelEmbedding, VocabParallelEmbedding
+from shardconv.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear, VocabParallelClassifier
+from shardconv.layers.loss import ParallelCrossEntropyLoss
+from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.tags import RegisterParallelDim, get_parallel_dim
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelCrossEntropyLoss",
+    "ParallelDropout",
+    "ParallelEmbedding",
+    "ParallelLinear",
+    "ParallelModule",
+    "RegisterParallelDim",
+    "RowParallelLinear",
+    "VocabParallelClassifier",
+    "VocabParallelEmbedding",
+    "functional",
+    "get_parallel_dim",
+    "init",
+]

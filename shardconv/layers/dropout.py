@@ -1,0 +1,86 @@
+"""Dropout whose masks agree where ranks hold the same and differ where they hold different parts."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardconv.distributed import GroupLike, as_axis
+
+
+class ParallelDropout(nn.Dropout):
+    """nn.Dropout for tensors that are replicated or split over the ranks of the tensor axis.
+
+    On replicated input it is nn.Dropout: ranks that are seeded alike draw alike. On split input every call draws one
+    number from the default generator of the CPU, and a mask from a generator that this number and the rank seed. So
+    the default generators stay in step, and the mask is drawn again alike under ``torch.utils.checkpoint``.
+
+    The ranks of the tensor axis have to be seeded alike, as in ``torch.manual_seed(0)`` on all of them. The first call
+    checks it.
+
+    Args:
+        p: the probability that an element is set to zero.
+        inplace: as nn.Dropout's.
+        input_is_parallel: whether the input is split.
+        group: see :func:`~shardconv.distributed.as_axis`.
+
+    Raises:
+        RuntimeError: on the first call, if the ranks are not seeded alike.
+
+    Example:
+        >>> dropout = ParallelDropout(0.5, input_is_parallel=True)
+        >>> dropout(torch.ones(4, 4)).shape
+        torch.Size([4, 4])
+    """
+
+    def __init__(
+        self,
+        p: float = 0.5,
+        inplace: bool = False,
+        *,
+        input_is_parallel: bool = False,
+        group: GroupLike = None,
+    ) -> None:
+        super().__init__(p, inplace)
+        self.input_is_parallel = input_is_parallel
+        self.axis = as_axis(group)
+        self._is_checked = self.axis.size == 1
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The input with some elements zero and the others scaled by 1 / (1 - p); as it is in evaluation."""
+        if not self.training or self.p == 0:
+            return input
+        if not self._is_checked and not torch.compiler.is_compiling():
+            self._check_seeds(input.device)
+        if not self.input_is_parallel or self.axis.size == 1:
+            return super().forward(input)
+        seed = torch.randint(2**62, ())
+        mask = _mask(input.detach(), seed, self.axis.rank, 1 - self.p)
+        mask = mask / (1 - self.p) if self.p < 1 else mask
+        return input.mul_(mask) if self.inplace else input * mask
+
+    def _check_seeds(self, device: torch.device) -> None:
+        """Compare the states of the default generators, without drawing from them."""
+        state = torch.get_rng_state()
+        if device.type == "cuda":
+            state = torch.cat([state, torch.cuda.get_rng_state(device)])
+        where = device if dist.get_backend(self.axis.group) == "nccl" else torch.device("cpu")
+        first = state.to(where, copy=True)
+        dist.broadcast(first, self.axis.ranks[0], group=self.axis.group)
+        equal = torch.tensor(int(torch.equal(first.cpu(), state)), device=where)
+        dist.all_reduce(equal, op=dist.ReduceOp.MIN, group=self.axis.group)
+        if not equal:
+            raise RuntimeError(
+                f"the ranks {list(self.axis.ranks)} are seeded differently, so their masks would not fit together: "
+                f"call torch.manual_seed with the same number on all of them"
+            )
+        self._is_checked = True
+
+
+@torch.library.custom_op("shardconv::dropout_mask", mutates_args=())
+def _mask(input: Tensor, seed: Tensor, rank: int, keep: float) -> Tensor:
+    """Ones with probability ``keep`` and zeros, of the shape of ``input``, out of nothing but seed and rank."""
+    generator = torch.Generator(input.device).manual_seed((int(seed) + rank * 0x9E3779B97F4A7C15) % 2**63)
+    return torch.empty_like(input).bernoulli_(keep, generator=generator)
+
+
+_mask.register_fake(lambda like, *_: torch.empty_like(like))

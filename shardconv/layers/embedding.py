@@ -1,0 +1,281 @@
+"""Embeddings whose table is cut over ranks, by words or by features, with every option of nn.Embedding."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - as everywhere
+from torch import Tensor, nn
+
+from shardconv.distributed import Axis, GroupLike, as_axis, reduce_from_tp
+from shardconv.layers.init import Initializer, fill_shard_, get_initializer
+from shardconv.layers.sharding import ParallelModule, even_placement, gather_shards, take_shard
+from shardconv.plan.placement import Interval, Placement, intervals
+
+#: ``dim`` to the dim of the table that it cuts.
+_TABLE_DIM = {None: None, 0: 0, -1: 1, 1: 1}
+
+
+def _table_placement(num_embeddings: int, embedding_dim: int, dim: int | None, tp: int) -> Placement | None:
+    if dim not in _TABLE_DIM:
+        raise ValueError(f"dim = {dim!r}: it has to be None (not split), 0 (words), 1 or -1 (features)")
+    if dim is None:
+        return None
+    size, what = ((num_embeddings, "num_embeddings"), (embedding_dim, "embedding_dim"))[_TABLE_DIM[dim] or 0]
+    return even_placement(_TABLE_DIM[dim] or 0, (size,), tp, pad=dim == 0, what=what)
+
+
+def parallel_embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    num_embeddings: int | None = None,
+    dim: int | None = None,
+    *,
+    group: GroupLike = None,
+) -> Tensor:
+    """``F.embedding`` on a shard of the table that the caller has made.
+
+    Args:
+        input: ids, of any shape, the same on every rank.
+        weight: [ceil(num_embeddings / tp), embedding_dim] with dim=0, [num_embeddings, embedding_dim / tp] with dim=-1.
+        padding_idx: a row of the full table that gets no gradient; counted from the end if negative.
+        max_norm: rows that are looked up and are longer are scaled down to it, in place; the length is that of the
+            full row.
+        norm_type: the p of that norm.
+        scale_grad_by_freq: divide gradients by how often their id is in the input.
+        sparse: make the gradient of the shard a sparse tensor.
+        num_embeddings: rows of the full table; by default those of all shards together.
+        dim: the dim of the table that is cut: 0, 1 or -1; None if none is.
+        group: see :func:`~shardconv.distributed.as_axis`.
+
+    Returns:
+        [*, embedding_dim], the same on every rank.
+
+    Raises:
+        IndexError: if an id is out of range; on CUDA a device-side assertion, as torch's.
+        ValueError: if the shape of the shard does not fit.
+
+    Example:
+        >>> table = torch.arange(10.0).view(5, 2)
+        >>> parallel_embedding(torch.tensor([4, 0]), table, num_embeddings=5, dim=0)
+        tensor([[8., 9.],
+                [0., 1.]])
+    """
+    axis = as_axis(group)
+    rows = weight.shape[0] * (axis.size if dim == 0 else 1)
+    num_embeddings = rows if num_embeddings is None else num_embeddings
+    features = weight.shape[1] * (axis.size if dim in (1, -1) else 1)
+    placement = _table_placement(num_embeddings, features, dim, axis.size)
+    if placement is not None and placement.shard_shape((num_embeddings, features), axis.rank) != tuple(weight.shape):
+        raise ValueError(
+            f"weight of shape {list(weight.shape)} is no shard of {num_embeddings} rows on {axis.size} ranks"
+        )
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += num_embeddings
+    if placement is None or (axis.size == 1 and not placement.is_padded):
+        return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if dim != 0:
+        if max_norm is not None:
+            _scale_rows_(weight, input, max_norm, norm_type, axis)
+        found = F.embedding(input, weight, padding_idx, None, 2.0, scale_grad_by_freq, sparse)
+        return gather_shards(found, placement, axis, dim=-1)
+    ((first, last),) = intervals(placement.ranks[axis.rank]) or [Interval(num_embeddings, num_embeddings)]
+    own_padding = padding_idx - first if padding_idx is not None and first <= padding_idx < last else None
+    if max_norm is None and not scale_grad_by_freq and not sparse:
+        return reduce_from_tp(_look_up_masked(input, weight, own_padding, first, last, num_embeddings), group=axis)
+    options = (own_padding, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return reduce_from_tp(_look_up_own(input, weight, options, first, last, num_embeddings), group=axis)
+
+
+def _look_up_masked(
+    input: Tensor, weight: Tensor, padding_idx: int | None, first: int, last: int, num_embeddings: int
+) -> Tensor:
+    """Rows of the ids in [first, last), zeros for the other ids; without a shape that depends on the ids."""
+    is_own = (input >= first) & (input < last)
+    # An id that no rank has stays out of range of the shard, too, so that the lookup refuses it as torch does.
+    is_foreign = ~is_own & (input >= 0) & (input < num_embeddings)
+    index = torch.where(is_own, input - first, weight.shape[0]).masked_fill(is_foreign, 0)
+    return F.embedding(index, weight, padding_idx).masked_fill(~is_own.unsqueeze(-1), 0)
+
+
+def _look_up_own(
+    input: Tensor, weight: Tensor, options: tuple[Any, ...], first: int, last: int, num_embeddings: int
+) -> Tensor:
+    """The same, looking up the own ids only: for options to which a row that is looked up matters."""
+    _check_range(input, num_embeddings)
+    ids = input.reshape(-1)
+    is_own = (ids >= first) & (ids < last)
+    output = weight.new_zeros((len(ids), weight.shape[1]))
+    output = output.index_put((is_own,), F.embedding(ids[is_own] - first, weight, *options))
+    return output.view(*input.shape, weight.shape[1])
+
+
+def _check_range(input: Tensor, num_embeddings: int) -> None:
+    if ((input < 0) | (input >= num_embeddings)).any():
+        raise IndexError("index out of range in self")
+
+
+@torch.no_grad()
+def _scale_rows_(weight: Tensor, input: Tensor, max_norm: float, norm_type: float, axis: Axis) -> None:
+    """Scale the rows that are looked up down to a norm over all ranks, as ``torch.embedding_renorm_`` does."""
+    _check_range(input, len(weight))
+    ids = input.unique()
+    rows = weight[ids].abs()
+    if norm_type == float("inf"):
+        norms = reduce_from_tp(rows.amax(1), op=dist.ReduceOp.MAX, group=axis)
+    else:
+        norms = reduce_from_tp(rows.pow(norm_type).sum(1), group=axis).pow(1 / norm_type)
+    scales = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1)
+    weight[ids] *= scales.unsqueeze(1).to(weight.dtype)
+
+
+class ParallelEmbedding(ParallelModule):
+    """nn.Embedding with its table cut over the ranks of the tensor axis.
+
+    After construction the gathered table is, bit for bit, what nn.Embedding would have drawn on the first rank.
+
+    Args:
+        num_embeddings: rows of the full table; with dim=0 it need not divide, the last ranks then hold zeros.
+        embedding_dim: features of the full table.
+        padding_idx: as nn.Embedding's.
+        max_norm: as nn.Embedding's; the norm is that of the full row.
+        norm_type: as nn.Embedding's.
+        scale_grad_by_freq: as nn.Embedding's.
+        sparse: as nn.Embedding's.
+        _weight: the full table to start from, as nn.Embedding's.
+        dim: the dim of the table that is cut: 0 for words, 1 or -1 for features, None for none.
+        weight: a shard that is used as it is.
+        weight_init: an initialiser, or the name of one; by default N(0, 1) with zeros at ``padding_idx``.
+        device: of the table, also ``meta``.
+        dtype: of the table.
+        group: see :func:`~shardconv.distributed.as_axis`.
+
+    Shape:
+        - weight: [ceil(num_embeddings / tp), embedding_dim] with dim=0, [num_embeddings, embedding_dim / tp] with
+          dim=-1.
+        - input: [*], the same on every rank.
+        - output: [*, embedding_dim], the same on every rank.
+
+    Raises:
+        ValueError: if ``embedding_dim`` does not divide, or ``padding_idx`` is out of range.
+
+    Example:
+        >>> layer = ParallelEmbedding(64, 512, dim=0)
+        >>> layer(torch.tensor([[1, 2], [3, 63]])).shape
+        torch.Size([2, 2, 512])
+    """
+
+    weight: nn.Parameter
+    bias = None
+    _weight_init: Initializer
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        dim: int | None = None,
+        *,
+        weight: nn.Parameter | None = None,
+        weight_init: Initializer | str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        group: GroupLike = None,
+    ) -> None:
+        super().__init__()
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx {padding_idx} is not within the {num_embeddings} embeddings")
+        self.num_embeddings, self.embedding_dim, self.dim = num_embeddings, embedding_dim, dim
+        self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.set_up(as_axis(group))
+        shape = (num_embeddings, embedding_dim)
+        given = weight if weight is not None else _weight
+        placement = self.placements.get("weight")
+        local = shape if placement is None else placement.shard_shape(shape, self.axis.rank)
+        expected = shape if weight is None else local
+        if given is not None and tuple(given.shape) != expected:
+            raise ValueError(f"weight of shape {list(given.shape)}: one of {list(expected)} is needed")
+        if _weight is not None:
+            shard = _weight.detach().clone() if placement is None else take_shard(_weight, placement, self.axis.rank)
+            weight = nn.Parameter(shard.detach().clone())
+        self.weight = nn.Parameter(torch.empty(local, device=device, dtype=dtype)) if weight is None else weight
+        self.describe_parameters()
+        self._is_given = given is not None
+        self._weight_init = get_initializer(weight_init or self._weight_init)
+        self._is_plain_init = weight_init is None
+        self.reset_parameters()
+
+    def set_up(self, axis: Axis) -> None:
+        """See :meth:`ParallelModule.set_up`."""
+        self.axis = axis
+        self._is_given, self._is_plain_init = False, True
+        self._weight_init = nn.init.normal_
+        placement = _table_placement(self.num_embeddings, self.embedding_dim, self.dim, axis.size)
+        self.placements = {} if placement is None else {"weight": placement}
+
+    def reset_parameters(self) -> None:
+        """Draw the values that nn.Embedding draws; all ranks have to call it."""
+        if self._is_given:
+            return
+
+        def draw(full: Tensor) -> None:
+            self._weight_init(full)
+            if self.padding_idx is not None and self._is_plain_init:
+                full[self.padding_idx].fill_(0)
+
+        fill_shard_(self.weight, self.placements.get("weight"), self.axis, draw)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rows of the ids."""
+        return parallel_embedding(
+            input,
+            self.weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+            self.num_embeddings,
+            self.dim,
+            group=self.axis,
+        )
+
+    @classmethod
+    def convert_parallel_embedding(cls, module: nn.Module, dim: int | None = None, **options: Any) -> Any:
+        """See :func:`shardconv.convert.convert_parallel_embedding`."""
+        from shardconv.layers.conversion import convert_parallel_embedding  # noqa: PLC0415 - which imports this
+
+        return convert_parallel_embedding(module, dim, **options)
+
+    def extra_repr(self) -> str:
+        """As nn.Embedding's, with dim and tp."""
+        defaults = {
+            "padding_idx": None, "max_norm": None, "norm_type": 2.0, "scale_grad_by_freq": False, "sparse": False
+        }  # fmt: skip
+        options = "".join(f", {n}={getattr(self, n)}" for n, default in defaults.items() if getattr(self, n) != default)
+        return f"{self.num_embeddings}, {self.embedding_dim}{options}, dim={self.dim}, tp={self.axis.size}"
+
+
+class VocabParallelEmbedding(ParallelEmbedding):
+    """:class:`ParallelEmbedding` with dim=0: each rank holds its part of the words.
+
+    Example:
+        >>> layer = VocabParallelEmbedding(1999, 8, padding_idx=0)
+        >>> layer(torch.tensor([1998])).shape
+        torch.Size([1, 8])
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **options: Any) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx, **options, dim=0)

@@ -1,0 +1,245 @@
+"""Cross entropy over logits that are split by class, without gathering them.
+
+With x the logits, y the target, w the class weights, W their sum, C the number of classes, e the label smoothing and
+lse = log(sum over c of exp(x_c)), torch's definition is
+
+    loss = (1 - e) w_y (lse - x_y) + e / C * (W lse - sum over c of w_c x_c)
+
+divided, for ``mean``, by the sum of w_y. All sums over classes are sums over ranks: one all-reduce finds the largest
+logit, a second one carries all sums. The gradient needs no communication.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - as everywhere
+from torch import Tensor, nn
+
+from shardconv.distributed import Axis, GroupLike, as_axis, reduce_from_tp
+
+
+def parallel_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    num_classes: int | None = None,
+    group: GroupLike = None,
+) -> Tensor:
+    """``F.cross_entropy`` over logits split by class.
+
+    Args:
+        input: logits, [N, C / tp], [N, C / tp, d1, ...] or [C / tp]; where C does not divide, the last ranks' further
+            columns are padding, and not looked at. With ``num_classes`` given, also the full logits.
+        target: class indices, [N], [N, d1, ...] or []; or probabilities, of the shape of ``input``, split likewise. The
+            same on every rank, as far as not split.
+        weight: of each class, [C], on every rank.
+        size_average: deprecated, as torch's.
+        ignore_index: the target that does not count.
+        reduce: deprecated, as torch's.
+        reduction: ``none``, ``mean`` or ``sum``.
+        label_smoothing: from 0 to 1.
+        num_classes: C. By default all that is split counts as a class; logits that are not split, or padded, need it.
+        group: see :func:`~shardconv.distributed.as_axis`.
+
+    Returns:
+        The loss, the same on every rank: [], or the target's shape with ``reduction="none"``. Computed in float32 at
+        least, given in the dtype of ``input``.
+
+    Raises:
+        IndexError: if a target is no class; on CUDA a device-side assertion, as torch's.
+        ValueError: if shapes or options do not fit.
+
+    Example:
+        >>> logits = torch.randn(3, 5, requires_grad=True)
+        >>> parallel_cross_entropy(logits, torch.tensor([1, 0, 4])).backward()
+    """
+    if size_average is not None or reduce is not None:
+        reduction = nn.CrossEntropyLoss(size_average=size_average, reduce=reduce).reduction
+    axis = as_axis(group)
+    class_dim = 0 if input.dim() == 1 else 1
+    width = input.shape[class_dim]
+    num_classes = width * axis.size if num_classes is None else num_classes
+    if axis.size == 1 or width == num_classes:
+        full = input.narrow(class_dim, 0, num_classes)
+        return F.cross_entropy(full, target, weight, None, ignore_index, None, reduction, label_smoothing)
+    if width != -(-num_classes // axis.size):
+        raise ValueError(
+            f"input of shape {list(input.shape)}: {num_classes} classes on {axis.size} ranks are "
+            f"{-(-num_classes // axis.size)} or, not split, {num_classes}"
+        )
+    if weight is not None and tuple(weight.shape) != (num_classes,):
+        raise ValueError(f"weight of shape {list(weight.shape)}: one of [{num_classes}] is needed")
+    if not 0 <= label_smoothing <= 1 or reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"label_smoothing = {label_smoothing}, reduction = {reduction!r}: not within torch's")
+    first = axis.rank * width
+    classes = _Classes(first, max(min(width, num_classes - first), 0), num_classes, axis)
+    logits = input.movedim(class_dim, -1)
+    if target.is_floating_point():
+        loss = _against_probabilities(logits, target.movedim(class_dim, -1), weight, label_smoothing, classes)
+        count: Any = max(loss.numel(), 1)
+    else:
+        loss, count = _against_indices(logits, target, weight, ignore_index, label_smoothing, classes)
+    loss = loss.sum() if reduction == "sum" else loss.sum() / count if reduction == "mean" else loss
+    return loss.to(input.dtype)
+
+
+class _Classes(NamedTuple):
+    """The classes of this rank: ``size`` from ``first`` of ``total``; what follows in its logits is padding."""
+
+    first: int
+    size: int
+    total: int
+    axis: Axis
+
+    def own(self, values: Tensor, dim: int = 0) -> Tensor:
+        """Of a tensor over all classes, or over those of this rank and padding, what belongs to this rank's."""
+        first = self.first if values.shape[dim] == self.total else 0
+        return values.narrow(dim, min(first, values.shape[dim]), self.size)
+
+
+def _against_indices(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, classes: _Classes
+) -> tuple[Tensor, Tensor]:
+    """The loss of each target, and what their mean is divided by."""
+    if logits.shape[:-1] != target.shape:
+        raise ValueError(f"target of shape {list(target.shape)}: {list(logits.shape[:-1])} is needed")
+    counts = target != ignore_index
+    _check_targets(target, counts, classes.total)
+    target = target.masked_fill(~counts, 0)
+    weight = logits.new_ones(classes.total, dtype=torch.float32) if weight is None else weight
+    own_weight = classes.own(weight) if smoothing else None
+    log_sum, target_logit, weighted = _ClassSums.apply(logits, target, own_weight, classes)
+    factor = weight.to(log_sum.dtype)[target] * counts
+    loss = (1 - smoothing) * factor * (log_sum - target_logit)
+    if smoothing:
+        loss = loss + smoothing / classes.total * (weight.sum() * log_sum - weighted)
+    return loss.masked_fill(~counts, 0), factor.sum()
+
+
+def _check_targets(target: Tensor, counts: Tensor, num_classes: int) -> None:
+    if torch.compiler.is_compiling():
+        return
+    is_wrong = counts & ((target < 0) | (target >= num_classes))
+    if target.is_cuda:
+        torch._assert_async(~is_wrong.any())  # noqa: SLF001 - as torch's own checks: no wait for the device
+    elif is_wrong.any():
+        raise IndexError(f"Target {int(target[is_wrong][0])} is out of bounds.")
+
+
+def _against_probabilities(
+    logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, classes: _Classes
+) -> Tensor:
+    """The loss of each row of probabilities."""
+    if logits.shape != target.shape:
+        raise ValueError(f"target of shape {list(target.shape)}, classes last: {list(logits.shape)} is needed")
+    if target.requires_grad:
+        raise ValueError("target probabilities get no gradient over split classes: detach them")
+    mass = classes.own(target, -1) * (1 - smoothing) + smoothing / classes.total
+    mass = mass if weight is None else mass * classes.own(weight)
+    log_sum, _, weighted = _ClassSums.apply(logits, None, mass, classes)
+    return reduce_from_tp(mass.sum(-1), group=classes.axis) * log_sum - weighted
+
+
+class _ClassSums(torch.autograd.Function):
+    """Sums over the classes of all ranks: of exp(logits) the logarithm, the target's logit, and a weighted sum.
+
+    All three are of logits less the largest one, which cancels out in a loss. What is not asked for is zero.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor | None, weight: Tensor | None, classes: _Classes
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        own = classes.own(logits, -1)
+        own = own.to(torch.promote_types(own.dtype, torch.float32))
+        largest = own.amax(-1) if classes.size else own.new_full(own.shape[:-1], float("-inf"))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=classes.axis.group)
+        own = own - largest.unsqueeze(-1)
+        sums = torch.zeros((3, *largest.shape), dtype=own.dtype, device=own.device)
+        index = is_own = None
+        if target is not None and classes.size:
+            index = target - classes.first
+            is_own = (index >= 0) & (index < classes.size)
+            index = index.masked_fill(~is_own, 0).unsqueeze(-1)
+            sums[1] = own.gather(-1, index).squeeze(-1).masked_fill(~is_own, 0)
+        if weight is not None:
+            sums[2] = (own * weight).sum(-1)
+        own = own.exp_()
+        sums[0] = own.sum(-1)
+        dist.all_reduce(sums, group=classes.axis.group)
+        ctx.save_for_backward(own.div_(sums[0].unsqueeze(-1)), index, is_own, weight)
+        ctx.dtype, ctx.width = logits.dtype, logits.shape[-1]
+        return sums[0].log(), sums[1].clone(), sums[2].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        softmax, index, is_own, weight = ctx.saved_tensors
+        by_log_sum, by_target, by_weighted = (grad.unsqueeze(-1) for grad in grads)
+        grad = softmax * by_log_sum
+        if index is not None:
+            grad.scatter_add_(-1, index, by_target * is_own.unsqueeze(-1))
+        if weight is not None:
+            grad += by_weighted * weight
+        return F.pad(grad, (0, ctx.width - grad.shape[-1])).to(ctx.dtype), None, None, None
+
+
+class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
+    """nn.CrossEntropyLoss over logits split by class, as :class:`~shardconv.layers.VocabParallelClassifier` gives them.
+
+    Args:
+        weight: as nn.CrossEntropyLoss, of all classes.
+        size_average: likewise, deprecated.
+        ignore_index: likewise.
+        reduce: likewise, deprecated.
+        reduction: likewise.
+        label_smoothing: likewise.
+        num_classes: of all ranks together; see :func:`parallel_cross_entropy`. With it, logits that are not split are
+            taken, too.
+        group: see :func:`~shardconv.distributed.as_axis`.
+
+    Shape:
+        - input: [N, C / tp], [N, C / tp, d1, ...] or [C / tp].
+        - target: [N], [N, d1, ...] or [], on every rank; or probabilities of the shape of the input.
+        - output: [], or the target's shape with ``reduction="none"``; the same on every rank.
+
+    Example:
+        >>> loss = ParallelCrossEntropyLoss(label_smoothing=0.1)
+        >>> loss(torch.zeros(2, 4), torch.tensor([0, 3]))  # log(4)
+        tensor(1.3863)
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        num_classes: int | None = None,
+        group: GroupLike = None,
+    ) -> None:
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        self.num_classes = num_classes
+        self.axis = as_axis(group)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss."""
+        return parallel_cross_entropy(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            num_classes=self.num_classes,
+            group=self.axis,
+        )

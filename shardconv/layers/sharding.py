@@ -1,0 +1,183 @@
+"""Placements of tensors in memory: a rank's shard of a full tensor, and the full tensor out of the shards.
+
+Owns what all parallel layers have in common: which of their parameters are cut and how. The placements are those of
+:mod:`shardconv.plan.placement`, so a layer and a rank's file agree by construction.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardconv.distributed import Axis, gather_from_tp, scatter_to_tp
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
+
+
+def even_placement(dim: int, sizes: tuple[int, ...], tp: int, *, pad: bool = False, what: str) -> Placement:
+    """The placement of a dim that consists of parts of these sizes, each shared evenly.
+
+    Args:
+        dim: the dim that is cut.
+        sizes: of the parts, one behind the other.
+        tp: number of ranks.
+        pad: fill up what does not divide with zeros.
+        what: what the dim is, for the message.
+
+    Raises:
+        ValueError: if a part does not divide.
+    """
+    try:
+        return cut(dim, [Unit(size, pad=pad) for size in sizes], tp)
+    except IndivisibleError as error:
+        raise ValueError(f"{what}: {error} (tp)") from error
+
+
+def take_shard(full: Tensor, placement: Placement, rank: int) -> Tensor:
+    """A rank's shard of a full tensor: its pieces along the placement's dim, behind each other; contiguous."""
+    if placement.dim is None:
+        return full
+    dim = placement.dim
+    parts = []
+    for piece in placement.ranks[rank]:
+        if isinstance(piece, Interval):
+            parts.append(full.narrow(dim, piece.start, piece.size))
+        else:
+            parts.append(full.new_zeros((*full.shape[:dim], piece.size, *full.shape[dim + 1 :])))
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def gather_shards(shard: Tensor, placement: Placement, axis: Axis, *, dim: int | None = None) -> Tensor:
+    """The full tensor, in its original order and without padding; differentiable.
+
+    Args:
+        shard: this rank's shard.
+        placement: how the full tensor is cut.
+        axis: the ranks that hold the shards.
+        dim: the dim that is cut, where it is not the placement's: outputs are cut along their last dim as a weight is
+            along its first.
+    """
+    if placement.dim is None:
+        return shard
+    dim = placement.dim if dim is None else dim
+    gathered = gather_from_tp(shard, dim, group=axis)
+    runs = _runs(placement)
+    if len(runs) == 1:
+        return gathered.narrow(dim, *runs[0]) if runs[0][1] != gathered.shape[dim] else gathered
+    return torch.cat([gathered.narrow(dim, start, size) for start, size in runs], dim)
+
+
+def scatter_shards(full: Tensor, placement: Placement, axis: Axis, *, dim: int) -> Tensor:
+    """This rank's shard of a replicated tensor; differentiable: backward gathers.
+
+    Args:
+        full: the full tensor, the same on every rank.
+        placement: how it is cut; without padding.
+        axis: the ranks.
+        dim: the dim of ``full`` that is cut.
+    """
+    pieces = [piece for pieces in placement.ranks for piece in pieces if isinstance(piece, Interval)]
+    if len(_runs(placement)) > 1:
+        full = torch.cat([full.narrow(dim, piece.start, piece.size) for piece in pieces], dim)
+    return scatter_to_tp(full, dim, group=axis)
+
+
+@lru_cache
+def _runs(placement: Placement) -> tuple[tuple[int, int], ...]:
+    """The full dim in its order, as (start, size) in what the ranks' shards are behind each other."""
+    found = []
+    position = 0
+    for pieces in placement.ranks:
+        for piece in pieces:
+            if isinstance(piece, Interval):
+                found.append((piece.start, position, piece.size))
+            position += piece.size
+    runs: list[tuple[int, int]] = []
+    end = 0
+    for start, at, size in sorted(found):
+        if (skip := end - start) >= size:
+            continue  # a copy
+        begin, length = at + skip, size - skip
+        if runs and sum(runs[-1]) == begin:
+            runs[-1] = (runs[-1][0], runs[-1][1] + length)
+        else:
+            runs.append((begin, length))
+        end = start + size
+    return tuple(runs)
+
+
+class ParallelModule(nn.Module):
+    """A module some of whose parameters are shards.
+
+    Attributes:
+        axis: the ranks that hold the shards.
+        dim: the dim that is cut, as the layer counts; None where none is.
+        placements: name of each parameter of its own that is a shard, to its placement.
+    """
+
+    axis: Axis
+    dim: int | None
+    placements: dict[str, Placement]
+
+    def set_up(self, axis: Axis) -> None:
+        """Set all but the parameters, from the sizes and the ``dim`` that are there; a plain layer becomes this so."""
+        raise NotImplementedError
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the full tensor of a parameter."""
+        shape, placement = list(getattr(self, name).shape), self.placements.get(name)
+        if placement is not None and placement.dim is not None:
+            shape[placement.dim] = placement.size
+        return tuple(shape)
+
+    def gather_parameter(self, name: str) -> Tensor:
+        """The full tensor of a parameter, in its original order; differentiable. All ranks have to call it."""
+        parameter: Tensor = getattr(self, name)
+        placement = self.placements.get(name)
+        return parameter if placement is None else gather_shards(parameter, placement, self.axis)
+
+    @property
+    def master_weight(self) -> Tensor:
+        """The full weight, in its original order; differentiable. All ranks have to ask for it."""
+        return self.gather_parameter("weight")
+
+    @property
+    def master_bias(self) -> Tensor | None:
+        """The full bias, or None; differentiable. All ranks have to ask for it."""
+        return None if self.bias is None else self.gather_parameter("bias")
+
+    def describe_parameters(self) -> None:
+        """Leave on each shard how it is cut, for those who meet the parameter without its module."""
+        for name, placement in self.own_shards():
+            parameter: Any = getattr(self, name)
+            parameter.placement, parameter.axis = placement, self.axis
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies of parameters have no attributes of their own."""
+        super().__setstate__(state)
+        self.describe_parameters()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *arguments: Any
+    ) -> None:
+        error_messages: list[str] = arguments[-1]
+        if local_metadata.get("is_full"):
+            for name, placement in self.own_shards():
+                key = prefix + name
+                full = state_dict.get(key)
+                if full is None:
+                    continue
+                if tuple(full.shape) != (expected := self.full_shape(name)):
+                    error_messages.append(
+                        f"size mismatch for {key}: copying a param with shape {full.shape} from checkpoint, the shape "
+                        f"in current model is {torch.Size(expected)}."
+                    )
+                    state_dict[key] = getattr(self, name)  # said already
+                else:
+                    state_dict[key] = take_shard(full, placement, self.axis.rank)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+
+    def own_shards(self) -> Iterator[tuple[str, Placement]]:
+        """Name and placement of each shard that is there."""
+        return (item for item in self.placements.items() if self._parameters.get(item[0]) is not None)

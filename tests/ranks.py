@@ -1,0 +1,104 @@
+"""Processes under torch.distributed for tests: started once, used by many.
+
+A check is a function of a test module. It runs on four ranks at once, each with the axis of its group: two pairs of
+neighbours, two strided pairs, or all four.
+"""
+
+import importlib
+import multiprocessing
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+WORLD = 4
+LAYOUTS = {"pairs": ((0, 1), (2, 3)), "strided": ((0, 2), (1, 3)), "four": ((0, 1, 2, 3),)}
+_PATIENCE, _NO_ANSWER = 60, "no answer"
+
+
+class Ranks:
+    """Four processes that run checks."""
+
+    def __init__(self, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes = []
+        self._processes = []
+        for rank in range(WORLD):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs, str(folder / "rendezvous")), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, layout: str, check: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run a check on every rank; gives what they return, or raises with what the first failing one says."""
+        for pipe in self._pipes:
+            pipe.send((layout, check.__module__, check.__qualname__, arguments))
+        results = [pipe.recv() if pipe.poll(_PATIENCE) else (False, _NO_ANSWER) for pipe in self._pipes]
+        failures = [f"rank {rank}: {result}" for rank, (is_right, result) in enumerate(results) if not is_right]
+        if any(result == (False, _NO_ANSWER) for result in results):
+            self.stop()
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [result for _, result in results]
+
+    @property
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+
+@contextmanager
+def ranks_in(folder: Path) -> Iterator[Callable[..., list[Any]]]:
+    """A function like :meth:`Ranks.run` that starts the processes when they are needed, anew after a failure."""
+    current: list[Ranks] = []
+
+    def run(*arguments: Any) -> list[Any]:
+        if not current or not current[-1].is_alive:
+            home = folder / str(len(current))
+            home.mkdir()
+            current.append(Ranks(home))
+        return current[-1].run(*arguments)
+
+    yield run
+    for ranks in current:
+        ranks.stop()
+
+
+def _serve(rank: int, pipe: Any, rendezvous: str) -> None:
+    import torch  # noqa: PLC0415 - in the processes only: those that start them need none
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from shardconv.distributed import as_axis  # noqa: PLC0415
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
+    )
+    axes = {}
+    for layout, groups in LAYOUTS.items():
+        for ranks in groups:
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=30))
+            if rank in ranks:
+                axes[layout] = as_axis(group)
+    while True:
+        try:
+            layout, module, name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            check = importlib.import_module(module)
+            for part in name.split("."):
+                check = getattr(check, part)
+            pipe.send((True, check(axes[layout], *arguments)))
+        except BaseException:  # noqa: BLE001 - whatever it was, the test has to hear of it
+            pipe.send((False, traceback.format_exc()))

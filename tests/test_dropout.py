@@ -1,0 +1,107 @@
+"""Dropout: masks that agree or differ, come back, and survive checkpointing. Also the notes on tensors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from shardconv.layers import ParallelDropout, RegisterParallelDim, get_parallel_dim
+
+
+def everyones(axis, tensor):
+    parts = [torch.empty_like(tensor) for _ in range(axis.size)]
+    dist.all_gather(parts, tensor.contiguous(), group=axis.group)
+    return parts
+
+
+def check_masks(axis):
+    x = torch.ones(64, 64)
+    for is_parallel in (False, True):
+        dropout = ParallelDropout(0.25, input_is_parallel=is_parallel, group=axis)
+        torch.manual_seed(5)
+        first, second = dropout(x), dropout(x)
+        parts = everyones(axis, first)
+        assert all(torch.equal(part, parts[0]) for part in parts[1:]) != is_parallel
+        assert not torch.equal(first, second)
+        assert torch.equal(first.unique(), torch.tensor([0, 4 / 3]))
+        assert abs((first == 0).double().mean() - 0.25) < 0.035  # five standard deviations of 4096 draws
+        state = everyones(axis, torch.get_rng_state())
+        assert all(torch.equal(part, state[0]) for part in state[1:])
+        torch.manual_seed(5)
+        assert torch.equal(dropout(x), first)
+        assert dropout.eval()(x) is x
+    torch.manual_seed(5)
+    assert torch.equal(ParallelDropout(0.25, group=axis)(x), (torch.manual_seed(5), torch.dropout(x, 0.25, True))[1])
+    inplace = torch.ones(4, 4)
+    assert ParallelDropout(0.5, True, input_is_parallel=True, group=axis)(inplace) is inplace
+    assert (ParallelDropout(1.0, input_is_parallel=True, group=axis)(x) == 0).all()
+
+
+@pytest.mark.parametrize("layout", ["pairs", "strided", "four"])
+def test_masks(ranks, layout):
+    ranks(layout, check_masks)
+
+
+def check_checkpointed(axis):
+    for is_parallel in (False, True):
+        dropout = ParallelDropout(0.5, input_is_parallel=is_parallel, group=axis)
+        results = []
+        for wrapped in (False, True):
+            torch.manual_seed(6)
+            x = torch.ones(16, 16, requires_grad=True)
+
+            def block(x, dropout=dropout):
+                return dropout(x * 2).square()
+
+            y = checkpoint(block, x, use_reentrant=False) if wrapped else block(x)
+            dropout(torch.ones(3))  # what is drawn afterwards does not change what is drawn again
+            y.sum().backward()
+            results.append((y.detach(), x.grad))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+        assert torch.equal(results[0][1] == 0, results[0][0] == 0)
+
+
+def test_activation_checkpointing(ranks):
+    ranks("pairs", check_checkpointed)
+
+
+def check_seeds(axis):
+    torch.manual_seed(axis.rank)
+    with pytest.raises(RuntimeError, match="are seeded differently"):
+        ParallelDropout(0.5, group=axis)(torch.ones(2))
+
+
+def test_ranks_that_are_seeded_differently(ranks):
+    ranks("four", check_seeds)
+
+
+def check_compiled(axis):
+    dropout = ParallelDropout(0.5, input_is_parallel=True, group=axis)
+    dropout(torch.ones(1))
+    output = torch.compile(dropout, fullgraph=True, backend="aot_eager")(torch.ones(64, 64))
+    assert set(output.unique().tolist()) == {0.0, 2.0}
+    parts = everyones(axis, output)
+    assert not torch.equal(parts[0], parts[1])
+
+
+def test_compiled(ranks):
+    ranks("pairs", check_compiled)
+
+
+def test_notes():
+    x, y = torch.zeros(3), torch.zeros(2)
+    assert get_parallel_dim(x) is None
+    assert RegisterParallelDim(dim=0)(x) is x
+    assert get_parallel_dim(x) == 0
+    pair = (x, y)
+    assert RegisterParallelDim(-1)(pair) is pair
+    assert (get_parallel_dim(x), get_parallel_dim(y)) == (-1, -1)
+    RegisterParallelDim()([x])
+    assert get_parallel_dim(x) is None
+    for wrong in ("text", {"a": x}, [x, 1]):
+        with pytest.raises(ValueError, match="a tensor, or a list or tuple of tensors"):
+            RegisterParallelDim(0)(wrong)
+    with pytest.raises(ValueError, match="dim = 3"):
+        RegisterParallelDim(3)
+    assert repr(RegisterParallelDim(0)) == "RegisterParallelDim(dim=0)"

@@ -1,0 +1,151 @@
+"""Embeddings that are cut, against nn.Embedding with tables that the test builds itself.
+
+A row of the output comes from one rank, the others add zeros: outputs are equal, not near. So are gradients of the
+table, except where norms are summed over ranks, and those of a table cut by words with a row looked up several times,
+which torch adds up in the order of the rank's own ids.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from shardconv.layers import ParallelEmbedding, VocabParallelEmbedding
+from shardconv.layers.functional import parallel_embedding
+
+LAYOUTS = ["pairs", "strided", "four"]
+WORDS, WIDTH = 22, 8
+IDS = [[0, 21, 5, 5, 13], [11, 3, 5, 20, 13]]
+
+OPTIONS = [
+    {},
+    {"padding_idx": 5},
+    {"padding_idx": -1},
+    {"padding_idx": 0},
+    {"max_norm": 2.0},
+    {"max_norm": 2.0, "norm_type": 1.0, "padding_idx": 13},
+    {"max_norm": 1.0, "norm_type": float("inf")},
+    {"scale_grad_by_freq": True},
+    {"scale_grad_by_freq": True, "padding_idx": 13, "max_norm": 2.0},
+    {"sparse": True},
+    {"sparse": True, "padding_idx": 5},
+]
+
+
+def table_of(dtype=torch.float64, words=WORDS):
+    return torch.randn(words, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(2))
+
+
+def mine_of(axis, full, dim):
+    """The rank's part of a table, with zeros where there are no more words."""
+    if dim is None:
+        return full
+    if dim != 0:
+        return full.chunk(axis.size, 1)[axis.rank]
+    rows = -(-len(full) // axis.size)
+    padded = torch.cat([full, full.new_zeros(rows * axis.size - len(full), full.shape[1])])
+    return padded[axis.rank * rows : (axis.rank + 1) * rows]
+
+
+def check_options(axis, dim, options):
+    ids, grad = torch.tensor(IDS), torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    plain = nn.Embedding(WORDS, WIDTH, dtype=torch.float64, _weight=table_of(), **options)
+    layer = ParallelEmbedding(WORDS, WIDTH, dim=dim, _weight=table_of(), group=axis, **options)
+    assert torch.equal(layer.weight, mine_of(axis, table_of(), dim))
+    expected, found = plain(ids), layer(ids)
+    expected.backward(grad)
+    found.backward(grad)
+    is_summed = dim != 0 and "max_norm" in options  # a norm over ranks rounds otherwise than one over a row
+    torch.testing.assert_close(found, expected, rtol=1e-14 if is_summed else 0, atol=0)
+    torch.testing.assert_close(layer.weight, mine_of(axis, plain.weight, dim), rtol=1e-14 if is_summed else 0, atol=0)
+    assert layer.weight.grad.is_sparse == plain.weight.grad.is_sparse
+    if plain.weight.grad.is_sparse and dim == 0:
+        first = axis.rank * -(-WORDS // axis.size)
+        rows = plain.weight.grad.coalesce().indices()[0] - first
+        own = rows[(rows >= 0) & (rows < len(layer.weight))]
+        assert torch.equal(layer.weight.grad.coalesce().indices()[0], own)  # no row that was not looked up
+    torch.testing.assert_close(
+        layer.weight.grad.to_dense(), mine_of(axis, plain.weight.grad.to_dense(), dim), rtol=1e-14, atol=0
+    )
+    torch.testing.assert_close(layer.master_weight, plain.weight, rtol=1e-14 if is_summed else 0, atol=0)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "none")
+@pytest.mark.parametrize("dim", [0, -1, 1, None])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_option(ranks, layout, dim, options):
+    ranks(layout, check_options, dim, options)
+
+
+def check_range(axis, dim, options):
+    layer = ParallelEmbedding(WORDS, WIDTH, dim=dim, group=axis, **options)
+    for wrong in (-1, WORDS, WORDS + 1, 10**6):
+        with pytest.raises(IndexError, match="out of range"):
+            layer(torch.tensor([0, wrong]))
+    assert layer(torch.zeros((0, 3), dtype=torch.int64)).shape == (0, 3, WIDTH)
+    assert layer(torch.tensor(WORDS - 1)).shape == (WIDTH,)
+    assert layer(torch.tensor([1, 2], dtype=torch.int32)).shape == (2, WIDTH)
+
+
+@pytest.mark.parametrize("options", [{}, {"sparse": True}, {"max_norm": 1.0}])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_ids_out_of_range(ranks, dim, options):
+    ranks("four", check_range, dim, options)
+
+
+def check_initial_values(axis, seeds_differ):
+    for dim in (0, -1):
+        for options in ({}, {"padding_idx": 3}):
+            torch.manual_seed(10)
+            plain = nn.Embedding(WORDS, WIDTH, **options)
+            seed = 10 + (axis.rank if seeds_differ else 0)
+            torch.manual_seed(seed)
+            nn.Embedding(WORDS, WIDTH)
+            state = torch.get_rng_state()
+            torch.manual_seed(seed)
+            layer = ParallelEmbedding(WORDS, WIDTH, dim=dim, group=axis, **options)
+            assert torch.equal(torch.get_rng_state(), state)
+            assert torch.equal(layer.master_weight, plain.weight)
+
+
+@pytest.mark.parametrize("seeds_differ", [False, True])
+@pytest.mark.parametrize("layout", ["strided", "four"])
+def test_initial_values(ranks, layout, seeds_differ):
+    ranks(layout, check_initial_values, seeds_differ)
+
+
+def check_few_words(axis):
+    """Fewer words than ranks: some ranks hold nothing but padding."""
+    layer = VocabParallelEmbedding(3, WIDTH, 1, group=axis, dtype=torch.float64)
+    full = layer.master_weight
+    assert full.shape == (3, WIDTH)
+    output = layer(torch.tensor([0, 1, 2]))
+    assert torch.equal(output, full)
+    output.sum().backward()
+    assert torch.equal(layer.weight.grad, mine_of(axis, torch.tensor([[1.0], [0], [1]]).expand(3, WIDTH).double(), 0))
+
+
+def test_fewer_words_than_ranks(ranks):
+    ranks("four", check_few_words)
+
+
+def check_refused(axis):
+    for message, build in {
+        f"embedding_dim: 7 is not a multiple of {axis.size}": lambda: ParallelEmbedding(4, 7, dim=1, group=axis),
+        "dim = 2: it has to be": lambda: ParallelEmbedding(4, 8, dim=2, group=axis),
+        "padding_idx 4 is not within the 4": lambda: ParallelEmbedding(4, 8, 4, dim=0, group=axis),
+        r"weight of shape \[2, 2\]: one of \[4, 8\]": lambda: ParallelEmbedding(
+            4, 8, _weight=torch.zeros(2, 2), dim=0, group=axis
+        ),
+        r"weight of shape \[3, 8\] is no shard of 4 rows": lambda: parallel_embedding(
+            torch.tensor([0]), torch.zeros(3, 8), num_embeddings=4, dim=0, group=axis
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            build()
+    meta = ParallelEmbedding(WORDS, WIDTH, dim=0, device="meta", dtype=torch.bfloat16, group=axis)
+    assert (meta.weight.is_meta, meta.weight.dtype) == (True, torch.bfloat16)
+    assert f"dim=0, tp={axis.size}" in repr(meta)
+
+
+def test_refused(ranks):
+    ranks("pairs", check_refused)

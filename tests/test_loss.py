@@ -1,0 +1,178 @@
+"""Cross entropy over split logits, against F.cross_entropy over the whole ones.
+
+Near, not equal: exponentials are summed rank by rank. float64 to 1e-13 of the largest value, float32 to 1e-6.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - as everywhere
+
+from shardconv.layers import ParallelCrossEntropyLoss
+from shardconv.layers.functional import parallel_cross_entropy
+
+BATCH = 6
+SHAPES = [(BATCH,), (BATCH, 2, 2), None]
+
+
+def split(axis, full, num_classes, fill=7.0):
+    """The rank's classes of full logits, classes in dim 1 or alone; with nonsense in the padding."""
+    dim = 0 if full.dim() == 1 else 1
+    width = -(-num_classes // axis.size)
+    missing = list(full.shape)
+    missing[dim] = width * axis.size - num_classes
+    return torch.cat([full, full.new_full(missing, fill)], dim).narrow(dim, axis.rank * width, width)
+
+
+def case(shape, num_classes, dtype):
+    logits = torch.randn((num_classes,) if shape is None else (shape[0], num_classes, *shape[1:]), dtype=dtype) * 5
+    target = torch.randint(num_classes, () if shape is None else shape)
+    return logits, target
+
+
+def compare(axis, logits, target, expected_target, num_classes, **options):
+    plain, mine = logits.clone().requires_grad_(), split(axis, logits, num_classes).clone().requires_grad_()
+    expected = F.cross_entropy(plain, expected_target, **options)
+    found = parallel_cross_entropy(mine, target, num_classes=num_classes, group=axis, **options)
+    assert found.dtype == logits.dtype
+    tolerance = 1e-13 if logits.dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * 10, equal_nan=True)
+    weights = torch.rand_like(expected)
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    expected_grad = split(axis, plain.grad, num_classes, fill=0.0)
+    scale = expected_grad.abs().max().nan_to_num().clamp_min(1).item()
+    torch.testing.assert_close(mine.grad, expected_grad, rtol=0, atol=tolerance * scale, equal_nan=True)
+
+
+def check_indices(axis, dtype, num_classes, shape):
+    for smoothing, reduction, weighted, ignored in itertools.product(
+        (0.0, 0.1, 1.0), ("mean", "sum", "none"), (False, True), ("none", "some", "all")
+    ):
+        torch.manual_seed(3)
+        logits, target = case(shape, num_classes, dtype)
+        weight = torch.rand(num_classes, dtype=dtype) if weighted else None
+        ignore_index = -100 if ignored != "some" else int(target.reshape(-1)[0])
+        if ignored == "all":
+            target = torch.full_like(target, -100)
+        options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignore_index}
+        compare(axis, logits, target, target, num_classes, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("layout", "num_classes"), [("pairs", 12), ("strided", 5), ("four", 10), ("four", 3)])
+def test_class_indices(ranks, layout, num_classes, shape):
+    ranks(layout, check_indices, torch.float64, num_classes, shape)
+
+
+def test_class_indices_in_float32(ranks):
+    ranks("four", check_indices, torch.float32, 10, (BATCH,))
+
+
+def check_probabilities(axis, num_classes, shape):
+    for smoothing, reduction, weighted in itertools.product((0.0, 0.1), ("mean", "sum", "none"), (False, True)):
+        torch.manual_seed(4)
+        logits, _ = case(shape, num_classes, torch.float64)
+        target = torch.rand_like(logits)
+        weight = torch.rand(num_classes, dtype=torch.float64) if weighted else None
+        options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
+        compare(axis, logits, split(axis, target, num_classes), target, num_classes, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_classes", [12, 5])
+def test_probabilities(ranks, num_classes, shape):
+    ranks("four", check_probabilities, num_classes, shape)
+
+
+def check_collectives(axis):
+    counts = []
+    original = dist.all_reduce
+
+    def counting(tensor, *arguments, **options):
+        counts.append(tensor.numel())
+        return original(tensor, *arguments, **options)
+
+    dist.all_reduce = counting
+    try:
+        logits = torch.randn(BATCH, 8, requires_grad=True)
+        loss = parallel_cross_entropy(logits, torch.arange(BATCH), label_smoothing=0.1, group=axis)
+        assert len(counts) <= 3
+        assert max(counts) <= 3 * BATCH  # never the logits
+        forward = len(counts)
+        loss.backward()
+        assert len(counts) == forward
+    finally:
+        dist.all_reduce = original
+
+
+def test_collectives(ranks):
+    ranks("four", check_collectives)
+
+
+def check_large_and_half(axis):
+    """What overflows in the open: large logits, -inf for masked classes, and half precision."""
+    logits = torch.tensor([[1e4, -1e4, 0, 1], [float("-inf"), 3, 2, 1]], dtype=torch.float64)
+    compare(axis, logits, torch.tensor([0, 1]), torch.tensor([0, 1]), 4)
+    for dtype in (torch.bfloat16, torch.float16):
+        logits, target = case((BATCH,), 12, torch.float32)
+        logits = logits.to(dtype)
+        mine = split(axis, logits, 12).clone().requires_grad_()
+        found = parallel_cross_entropy(mine, target, group=axis)
+        found.backward()
+        assert (found.dtype, mine.grad.dtype) == (dtype, dtype)
+        expected = F.cross_entropy(logits.double(), target)
+        torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)  # one rounding
+
+
+def test_large_and_half(ranks):
+    ranks("pairs", check_large_and_half)
+
+
+def check_module(axis):
+    logits, target = case((BATCH,), 10, torch.float64)
+    weight = torch.rand(10, dtype=torch.float64)
+    loss = ParallelCrossEntropyLoss(weight, label_smoothing=0.2, num_classes=10, group=axis)
+    expected = F.cross_entropy(logits, target, weight, label_smoothing=0.2)
+    torch.testing.assert_close(loss(split(axis, logits, 10), target), expected)
+    torch.testing.assert_close(loss(logits, target), expected)  # not split: told by the width
+    assert list(loss.state_dict()) == ["weight"]
+    for old in ({"size_average": False}, {"reduce": False}, {"size_average": True, "reduce": True}):
+        with pytest.warns(UserWarning, match="deprecated"):
+            expected = F.cross_entropy(logits, target, **old)
+        with pytest.warns(UserWarning, match="deprecated"):
+            module = ParallelCrossEntropyLoss(**old, num_classes=10, group=axis)
+        torch.testing.assert_close(module(split(axis, logits, 10), target), expected)
+        with pytest.warns(UserWarning, match="deprecated"):
+            found = parallel_cross_entropy(split(axis, logits, 10), target, num_classes=10, group=axis, **old)
+        torch.testing.assert_close(found, expected)
+
+
+def test_module(ranks):
+    ranks("four", check_module)
+
+
+def check_refused(axis):
+    logits, target = torch.randn(BATCH, 4), torch.zeros(BATCH, dtype=torch.int64)
+    total = 4 * axis.size
+    for wrong in (-1, total, 10**6):
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            parallel_cross_entropy(logits, target + wrong, group=axis)
+    for message, options in {
+        "5 classes on": {"num_classes": 5},
+        r"weight of shape \[3\]": {"weight": torch.ones(3)},
+        "not within torch's": {"reduction": "typo"},
+        "label_smoothing = 2": {"label_smoothing": 2},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            parallel_cross_entropy(logits, target, group=axis, **options)
+    with pytest.raises(ValueError, match=r"target of shape \[2\]"):
+        parallel_cross_entropy(logits, target[:2], group=axis)
+    with pytest.raises(ValueError, match="get no gradient"):
+        parallel_cross_entropy(logits, torch.rand_like(logits).requires_grad_(), group=axis)
+
+
+def test_refused(ranks):
+    ranks("pairs", check_refused)

@@ -1,0 +1,146 @@
+"""Groups, and the four operations between them, against sums and chunks of what the test built itself."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardconv
+from shardconv.distributed import (
+    as_axis,
+    copy_to_tp,
+    gather_from_tp,
+    init_parallel,
+    reduce_from_tp,
+    scatter_to_tp,
+)
+
+LAYOUTS = ["pairs", "strided", "four"]
+
+
+def everyones(axis, shape, seed=1):
+    """What each rank of the axis holds, in order; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(axis.size)]
+
+
+def passed(function, value, grad):
+    """Output, and gradient, of a function; checks that neither argument changes."""
+    argument = value.clone().requires_grad_()
+    before, grad_before = argument.detach().clone(), grad.clone()
+    output = function(argument)
+    output.backward(grad)
+    assert torch.equal(argument, before)
+    assert torch.equal(grad, grad_before)
+    return output.detach(), argument.grad
+
+
+def check_copy(axis):
+    values, grads = everyones(axis, (3, 4)), everyones(axis, (3, 4), seed=2)
+    output, grad = passed(lambda x: copy_to_tp(x, group=axis), values[0], grads[axis.rank])
+    assert torch.equal(output, values[0])
+    torch.testing.assert_close(grad, sum(grads))  # a sum of four, in an order that gloo chooses
+
+
+def check_reduce(axis):
+    values, grads = everyones(axis, (3, 4)), everyones(axis, (3, 4), seed=2)
+    output, grad = passed(lambda x: reduce_from_tp(x, group=axis), values[axis.rank], grads[0])
+    torch.testing.assert_close(output, sum(values))
+    assert torch.equal(grad, grads[0])
+    largest = reduce_from_tp(values[axis.rank], op=dist.ReduceOp.MAX, group=axis)
+    assert torch.equal(largest, torch.stack(values).amax(0))
+    with pytest.raises(RuntimeError, match="only the sum over ranks has a gradient"):
+        reduce_from_tp(values[axis.rank].requires_grad_(), op=dist.ReduceOp.MAX, group=axis).sum().backward()
+
+
+def check_scatter_and_gather(axis, dim):
+    shape = [4, 8, 12]
+    full, grads = everyones(axis, shape)[0], everyones(axis, shape, seed=2)
+    chunks = [chunk.contiguous() for chunk in full.chunk(axis.size, dim)]
+    grad_chunks = [chunk.contiguous() for chunk in grads[0].chunk(axis.size, dim)]
+    output, grad = passed(lambda x: scatter_to_tp(x, dim, group=axis), full, grad_chunks[axis.rank])
+    assert output.is_contiguous()
+    assert torch.equal(output, chunks[axis.rank])
+    assert torch.equal(grad, grads[0])
+    output, grad = passed(lambda x: gather_from_tp(x, dim, group=axis), chunks[axis.rank], grads[0])
+    assert output.is_contiguous()
+    assert torch.equal(output, full)
+    assert torch.equal(grad, grad_chunks[axis.rank])
+    with pytest.raises(ValueError, match=rf"dim {dim} of shape .* is not a multiple of the {axis.size} ranks"):
+        scatter_to_tp(full.narrow(dim, 0, 3), dim, group=axis)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copy(ranks, layout):
+    ranks(layout, check_copy)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reduce(ranks, layout):
+    ranks(layout, check_reduce)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scatter_and_gather(ranks, layout, dim):
+    ranks(layout, check_scatter_and_gather, dim)
+
+
+def check_groups(axis):
+    groups = init_parallel(tensor=2, data=2)
+    rank = dist.get_rank()
+    assert groups is shardconv.current_groups()
+    assert (groups.tensor.rank, groups.tensor.size, groups.tensor.ranks) == (rank % 2, 2, ((0, 1), (2, 3))[rank // 2])
+    assert (groups.data.rank, groups.data.ranks) == (rank // 2, ((0, 2), (1, 3))[rank % 2])
+    assert (groups.pipeline.rank, groups.pipeline.size) == (0, 1)
+    assert groups.mesh.mesh_dim_names == ("pipeline", "data", "tensor")
+    assert as_axis() is groups.tensor
+    assert as_axis(groups.mesh["data"]).ranks == groups.data.ranks
+    assert as_axis(groups.data.group).rank == groups.data.rank
+    with pytest.raises(ValueError, match="a mesh of 3 dimensions is no group"):
+        as_axis(groups.mesh)
+    with pytest.raises(ValueError, match=r"tensor 3 \* data 1 \* pipeline 1 = 3 processes, and the world has 4"):
+        init_parallel(tensor=3)
+    other = dist.new_group([(0, 1), (2, 3)][0])
+    if rank > 1:
+        with pytest.raises(ValueError, match=f"this process, rank {rank} of the world, is not in the group"):
+            as_axis(other)
+    pipelined = init_parallel(tensor=2, pipeline=2)
+    assert pipelined.pipeline.ranks == ((0, 2), (1, 3))[rank % 2]
+    shardconv.distributed.groups._current = None
+
+
+def test_groups(ranks):
+    ranks("four", check_groups)
+
+
+def test_one_process_alone():
+    """Without torch.distributed all operations are the identity."""
+    with pytest.raises(RuntimeError, match=r"call shardconv\.init_parallel"):
+        shardconv.current_groups()
+    x = torch.randn(3, 4, requires_grad=True)
+    for operation in (copy_to_tp, reduce_from_tp, scatter_to_tp, gather_from_tp):
+        assert operation(x) is x
+    try:
+        assert init_parallel().tensor.size == 1
+        with pytest.raises(ValueError, match="the world has 1"):
+            init_parallel(tensor=2)
+    finally:
+        shardconv.distributed.destroy_parallel()
+
+
+def check_compiled(axis):
+    def block(x):
+        y = reduce_from_tp(torch.relu(copy_to_tp(x, group=axis) * (axis.rank + 1)), group=axis)
+        return gather_from_tp(scatter_to_tp(y, group=axis).sin(), group=axis)
+
+    x = torch.randn(3, 8, dtype=torch.float64)
+    plain, compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected, found = block(plain), torch.compile(block, fullgraph=True, backend="aot_eager")(compiled)
+    expected.sum().backward()
+    found.sum().backward()
+    assert torch.equal(expected, found)  # the same kernels in the same order
+    assert torch.equal(plain.grad, compiled.grad)
+
+
+def test_traceable(ranks):
+    ranks("strided", check_compiled)
