@@ -9,12 +9,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import models
+from benchmarks import layers, models
 from benchmarks.measure import Command, Pairs, remove, run, run_pairs
 
 SHARDCONV: Command = (sys.executable, "-m", "shardconv")
@@ -32,11 +31,10 @@ class Row(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A folder to measure in, the kind of storage that it is on, and a folder on a tmpfs."""
+    """A folder to measure in, and the kind of storage that it is on."""
 
     kind: str
     folder: Path
-    memory: Path
 
 
 def shardconv(*words: str | Path) -> Command:
@@ -58,20 +56,6 @@ def llama(place: Place) -> Iterator[Path]:
         remove(folder)
 
 
-def rest(memory: Path, num_bytes: int) -> None:
-    """Bring disk and memory to the same state before each command.
-
-    What is not on the disk yet is waited for. On a virtual machine, memory that was not used for some seconds is slow
-    when it is used first; so as much as a command will write is written to a tmpfs and freed.
-    """
-    os.sync()
-    path, block = memory / "bench-rest", bytes(2**22)
-    with path.open("wb", buffering=0) as file:
-        for _ in range(num_bytes // len(block)):
-            file.write(block)
-    remove(path)
-
-
 def write_llama(path: Path, *options: str) -> int:
     """Write a source from a process of its own, since a process begins with the peak memory of the one that made it."""
     run((sys.executable, "-m", "benchmarks.models", path, *options))
@@ -89,21 +73,16 @@ def copying(place: Place) -> Iterator[Row]:
         parent = source.parent
         copied, out, out4, back = parent / "cp.out", parent / "out8", parent / "out4", parent / "back.safetensors"
         copy = ("cp", source, copied)
-        settle = partial(rest, place.memory, source.stat().st_size)
         split = shardconv("split", source, "--tp", "8", "-o", out)
-        pairs = run_pairs(split, copy, outputs=(copied, out), rounds=ROUNDS, between=settle)
+        pairs = run_pairs(split, copy, outputs=(copied, out), rounds=ROUNDS)
         yield _pair_row(f"split for tp=8 / cp, {place.kind}", "0.7 or less", pairs, "cp")
         run(split)
-        pairs = run_pairs(
-            shardconv("merge", out, "-o", back), copy, outputs=(copied, back), rounds=ROUNDS, between=settle
-        )
+        pairs = run_pairs(shardconv("merge", out, "-o", back), copy, outputs=(copied, back), rounds=ROUNDS)
         yield _pair_row(f"merge of 8 into one file / cp, {place.kind}", "0.9 or less", pairs, "cp")
         again = shardconv("reshard", out, "--tp", "4", "-o", out4)
-        pairs = run_pairs(again, copy, outputs=(copied, out4), rounds=ROUNDS, between=settle)
+        pairs = run_pairs(again, copy, outputs=(copied, out4), rounds=ROUNDS)
         yield _pair_row(f"reshard 8 to 4 / cp, {place.kind}", "0.9 or less", pairs, "cp")
-        pairs = run_pairs(
-            shardconv("verify", out, "--against", source), copy, outputs=(copied,), rounds=2, between=settle
-        )
+        pairs = run_pairs(shardconv("verify", out, "--against", source), copy, outputs=(copied,), rounds=2)
         yield _pair_row(f"verify --against source / cp, {place.kind}", "(none)", pairs, "cp")
 
 
@@ -112,9 +91,8 @@ def usual_script(place: Place) -> Iterator[Row]:
     with llama(place) as source:
         ours, theirs = source.parent / "ours", source.parent / "theirs"
         script = (sys.executable, Path(__file__).with_name("usual_script.py"), source, theirs, "8")
-        settle = partial(rest, place.memory, source.stat().st_size)
         split = shardconv("split", source, "--tp", "8", "-o", ours)
-        pairs = run_pairs(split, script, outputs=(ours, theirs), rounds=ROUNDS, between=settle)
+        pairs = run_pairs(split, script, outputs=(ours, theirs), rounds=ROUNDS)
         theirs_mb = max(usage.peak_mb for usage in pairs.theirs)
         yield Row(
             "the usual script (get_slice, save_file) / split",
@@ -130,17 +108,16 @@ def checksums(place: Place) -> Iterator[Row]:
     with llama(place) as source:
         out = source.parent / "out"
         split = shardconv("split", source, "--tp", "8", "-o", out)
-        settle = partial(rest, place.memory, source.stat().st_size)
-        pairs = run_pairs(split, (*split, "--no-checksums"), outputs=(out,), rounds=2 * ROUNDS, between=settle)
+        pairs = run_pairs(split, (*split, "--no-checksums"), outputs=(out,), rounds=2 * ROUNDS)
         yield _pair_row("split with checksums / without", "1.10 or less", pairs, "without")
 
 
 def memory(place: Place) -> Iterator[Row]:
     """Peak memory, on a source of three sizes."""
-    for layers in (2, 10, 40):
+    for count in (2, 10, 40):
         folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
         source, out, out4, back = (folder / name for name in ("llama.safetensors", "out8", "out4", "back.safetensors"))
-        gigabytes = write_llama(source, "--sparse", "--layers", str(layers)) / 1e9
+        gigabytes = write_llama(source, "--sparse", "--layers", str(count)) / 1e9
         (folder / "config.json").write_text(json.dumps(models.LLAMA_CONFIG))
         commands = {
             "split": shardconv("split", source, "--tp", "8", "-o", out),
@@ -180,6 +157,22 @@ def planning(place: Place) -> Iterator[Row]:
     yield Row(f"{what}, MB", "400 or less", f"{peak:.0f}", "highest of the runs")
 
 
+def parallel_layers(place: Place) -> Iterator[Row]:
+    """A transformer block over two ranks on gloo, forward and backward, one thread each."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+    for size, goal in ((layers.SMALL, "1.3 or more"), (layers.LARGE, "1.0 or more")):
+        report = layers.measure(("ours", "torch"), size, folder, 4 * ROUNDS)
+        speed, ours, theirs = layers.ratio(report, "ours", "torch")
+        claim = f"torch's parallelize_module / ours, width {size[0]}, {size[1]} tokens"
+        yield Row(claim, goal, f"{speed:.2f}", f"{ours * 1e3:.1f} ms a step, parallelize_module {theirs * 1e3:.1f} ms")
+    split = layers.measure(("ours",), layers.HEAVY, folder, 1)
+    plain = layers.measure(("plain",), layers.HEAVY, folder, 1, ranks=1)
+    ours, theirs = max(rank["peak_bytes"] for rank in split), plain[0]["peak_bytes"]
+    claim = f"peak memory of a rank / of the plain block, width {layers.HEAVY[0]}, {layers.HEAVY[1]} tokens"
+    yield Row(claim, "0.55 or less", f"{ours / theirs:.2f}", f"{ours / 1e6:.0f} MB, plain {theirs / 1e6:.0f} MB")
+    remove(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
@@ -191,47 +184,51 @@ def main() -> None:
     arguments = parser.parse_args()
     global ROUNDS  # noqa: PLW0603 - set once, before anything runs
     ROUNDS = arguments.rounds
-    tmpfs, disk = (
-        Place("tmpfs", arguments.memory, arguments.memory),
-        Place("disk", arguments.disk, arguments.memory),
-    )
-    plan: list[tuple[Callable[[Place], Iterator[Row]], Place]] = [
-        (copying, tmpfs), (copying, disk), (usual_script, tmpfs), (checksums, tmpfs), (memory, tmpfs),
-        (startup, tmpfs), (planning, tmpfs),
+    tmpfs, disk = Place("tmpfs", arguments.memory), Place("disk", arguments.disk)
+    plan: list[tuple[Callable[[Place], Iterator[Row]], tuple[Place, ...]]] = [
+        (copying, (tmpfs, disk)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)), (memory, (tmpfs,)),
+        (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)),
     ]  # fmt: skip
-    rows = []
-    for benchmark, place in plan:
+    for benchmark, places in plan:
         if arguments.only in (None, benchmark.__name__):
-            for row in benchmark(place):
-                print(" | ".join(row), flush=True)
-                rows.append(row)
-    if arguments.only is None:
-        RESULTS.write_text(_page(rows))
+            rows = []
+            for place in places:
+                for row in benchmark(place):
+                    print(" | ".join(row), flush=True)
+                    rows.append(row)
+            _write_section(benchmark, rows, [benchmark.__name__ for benchmark, _ in plan])
 
 
-def _page(rows: list[Row]) -> str:
-    gigabytes = sum(prod(shape) * 2 for _, shape in models.llama_tensors().values()) / 1e9
+def _write_section(benchmark: Callable[..., object], rows: list[Row], order: list[str]) -> None:
+    """Put the rows of one benchmark into the results, in place of those from its last run."""
+    old = RESULTS.read_text() if RESULTS.exists() else ""
+    sections = {text.partition("\n")[0]: text for text in old.split("\n## ")[1:]}
     lines = [
-        "# Results",
+        benchmark.__name__,
         "",
-        f"Measured by `python -m benchmarks --rounds {ROUNDS}` on {datetime.now(UTC):%Y-%m-%d}: "
-        f"{platform.system()} {platform.machine()}, "
-        f"{os.cpu_count()} processors, Python {platform.python_version()}. Nothing here is typed by hand.",
-        "",
-        f"The source is a llama-shaped bf16 file of {gigabytes:.2f} GB with random bytes. Times are those of whole "
-        "processes, from start to exit. A ratio is the median over rounds in which both commands run right after each "
-        "other, in changing order, on memory and a disk brought to the same state: times alone say little on a shared "
-        "machine. GB and MB are powers of ten.",
+        f"{benchmark.__doc__} Measured by `python -m benchmarks --only {benchmark.__name__} --rounds {ROUNDS}` on "
+        f"{datetime.now(UTC):%Y-%m-%d}: {platform.system()} {platform.machine()}, {os.cpu_count()} processors, Python "
+        f"{platform.python_version()}.",
         "",
         "| claim | to reach | measured | detail |",
         "|---|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in rows),
-        "",
-        "One row alone: `python -m benchmarks --only NAME`, with NAME one of copying, usual_script, checksums, memory, "
-        "startup, planning.",
-        "",
     ]
-    return "\n".join(lines)
+    sections[benchmark.__name__] = "\n".join(lines)
+    parts = [_introduction(), *(sections[name].rstrip() for name in order if name in sections)]
+    RESULTS.write_text("\n\n## ".join(parts) + "\n")
+
+
+def _introduction() -> str:
+    gigabytes = sum(prod(shape) * 2 for _, shape in models.llama_tensors().values()) / 1e9
+    return f"""# Results
+
+`make bench` measures all of this and writes it; nothing here is typed by hand.
+
+The source of most rows is a llama-shaped bf16 file of {gigabytes:.2f} GB with random bytes. Times are those of whole
+processes, from start to exit, where nothing else is said. A ratio is the median over rounds in which both commands run
+right after each other, in changing order; times alone say little on a shared machine. Before each command the disk is
+waited for. GB and MB are powers of ten."""
 
 
 if __name__ == "__main__":

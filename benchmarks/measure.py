@@ -5,7 +5,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -86,24 +86,24 @@ def run_pairs(
     *,
     outputs: Sequence[Path] = (),
     rounds: int = 5,
-    between: Callable[[], None] | None = None,
 ) -> Pairs:
     """Run two commands in turns, the first one first in every other round, after one round that does not count.
+
+    What is not on the disk yet is waited for before each; then the outputs are removed, and the command starts at once:
+    on a virtual machine, memory that was just freed is the least slow to use again.
 
     Args:
         ours: a command.
         theirs: the command to compare with.
-        outputs: what the commands write; removed before each of them.
+        outputs: what the commands write.
         rounds: how many rounds count.
-        between: called before each command, when the outputs are gone.
     """
     results: tuple[list[Usage], list[Usage]] = ([], [])
     for number in range(rounds + 1):
         for which in (0, 1) if number % 2 else (1, 0):
+            os.sync()
             for output in outputs:
                 remove(output)
-            if between is not None:
-                between()
             usage = run((ours, theirs)[which])
             if number:
                 results[which].append(usage)

@@ -1,5 +1,9 @@
-"""The README tells the truth about the families."""
+"""The README tells the truth about the families, and its conversion of a model runs."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 from shardconv.plan.family import NAMES_FAMILY, family_names, load_family
@@ -17,3 +21,36 @@ def families_table() -> str:
 
 def test_the_families_are_those_in_the_readme():
     assert families_table() in README.read_text("utf-8")
+
+
+def test_the_conversion_in_the_readme(tmp_path):
+    """As a user would run it, on two ranks; then the logits are those of the plain model, and so is the state dict."""
+    code = next(
+        text
+        for text in re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+        if "ModuleList" in text
+    )
+    script = tmp_path / "convert.py"
+    script.write_text(
+        code
+        + """
+import torch
+
+ids = torch.arange(20).view(2, 10)
+plain = AutoModelForCausalLM.from_pretrained("examples/demo-model").float()
+with torch.no_grad():
+    expected, found = plain(ids).logits, model.float()(ids).logits
+assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()  # float32, sums over two ranks
+state = shardconv.gather_state_dict(model)
+assert list(state) == list(plain.state_dict())
+assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+assert model.model.layers[0].mlp.up_proj.weight.shape[0] == plain.model.layers[0].mlp.up_proj.weight.shape[0] // 2
+shardconv.destroy_parallel()
+"""
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(README.parent), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(  # noqa: PLW1510 - the code is asserted
+        command, cwd=README.parent, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,69 @@
+"""A small GPT, of torch's own layers or of parallel ones; the same in all else."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everywhere
+from torch import Tensor, nn
+
+from shardconv.distributed import Axis
+from shardconv.layers import (
+    ColumnParallelLinear,
+    ParallelCrossEntropyLoss,
+    RowParallelLinear,
+    VocabParallelClassifier,
+    VocabParallelEmbedding,
+)
+
+WORDS, WIDTH, HEADS, LENGTH, LAYERS = 45, 32, 4, 12, 2
+
+
+class Block(nn.Module):
+    """Attention and an MLP; on ``axis`` the rank's heads only."""
+
+    def __init__(self, axis: Axis | None) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        if axis is None:
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        else:
+            self.qkv = ColumnParallelLinear(WIDTH, 3 * WIDTH, split_sizes=(WIDTH, WIDTH, WIDTH), group=axis)
+            self.out = RowParallelLinear(WIDTH, WIDTH, input_is_parallel=True, group=axis)
+            self.up = ColumnParallelLinear(WIDTH, 4 * WIDTH, group=axis)
+            self.down = RowParallelLinear(4 * WIDTH, WIDTH, input_is_parallel=True, group=axis)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
+        q, k, v = (y.unflatten(-1, (-1, WIDTH // HEADS)).transpose(-3, -2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(-3, -2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Tokens to their loss; the head is tied to the embedding, and 45 words divide by no tp."""
+
+    def __init__(self, axis: Axis | None = None) -> None:
+        super().__init__()
+        self.axis = axis
+        self.words = nn.Embedding(WORDS, WIDTH) if axis is None else VocabParallelEmbedding(WORDS, WIDTH, group=axis)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(*(Block(axis) for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        if axis is None:
+            self.head = nn.Linear(WIDTH, WORDS, bias=False)
+            self.head.weight = self.words.weight
+            self.loss = nn.CrossEntropyLoss()
+        else:
+            self.head = VocabParallelClassifier(WIDTH, WORDS, False, weight=self.words.weight, group=axis)
+            self.loss = ParallelCrossEntropyLoss(num_classes=WORDS, group=axis)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens[:, :-1]) + self.positions(torch.arange(tokens.shape[1] - 1))
+        logits = self.head(self.norm(self.blocks(x)))
+        return self.loss(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch(step: int) -> Tensor:
+    """Tokens with something to learn: [8, LENGTH + 1], counting up from a random start."""
+    start = torch.randint(WORDS, (8, 1), generator=torch.Generator().manual_seed(step))
+    return (start + torch.arange(LENGTH + 1) * (1 + start % 3)) % WORDS

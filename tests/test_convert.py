@@ -1,0 +1,213 @@
+"""Conversion of layers in place: all of them that is not the cut survives; and state dicts of the plain model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shardconv
+from shardconv.convert import (
+    convert_parallel_embedding,
+    convert_parallel_linear,
+    gather_state_dict,
+    load_full_state_dict,
+)
+from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
+
+WORDS, WIDTH = 21, 16
+
+
+class Net(nn.Module):
+    """Nested, shared and tied: ``again`` is ``inner.up``, and the head's weight is the embedding's."""
+
+    def __init__(self, words=WORDS, inner=32):
+        super().__init__()
+        self.words = nn.Embedding(words, WIDTH, padding_idx=2, max_norm=3.0, scale_grad_by_freq=True)
+        self.inner = nn.ModuleDict({"up": nn.Linear(WIDTH, inner), "down": nn.Linear(inner, WIDTH)})
+        self.again = self.inner["up"]
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, words, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for _ in range(2):
+            x = x + self.inner["down"](torch.tanh(self.again(x)))
+        return self.head(self.norm(x.flatten(0, -2)))
+
+
+IDS = torch.tensor([[1, 2, 20], [3, 3, 0]])
+
+
+def net(**options):
+    torch.manual_seed(8)
+    return Net(**options).double()
+
+
+def check_model(axis):
+    """Converted step by step, it computes what it did, forward and backward; nothing else of it changes."""
+    plain, model = net(), net()
+    calls = []
+    up, down, words = model.inner["up"], model.inner["down"], model.words
+    up.register_forward_hook(lambda *_: calls.append("forward"))
+    up.register_full_backward_hook(lambda *_: calls.append("backward"))
+    up.note = "mine"
+    down.bias.requires_grad_(False)
+    model.eval()
+    parameters = list(model.parameters())
+    convert_parallel_linear(up, -1, group=axis)  # a bare layer: a new one, and the old one is as it was
+    assert type(up) is nn.Linear
+    assert convert_parallel_linear(nn.ModuleList([up]), -1, group=axis)[0] is up
+    assert convert_parallel_linear(nn.Sequential(down), 0, group=axis)[0] is down
+    assert convert_parallel_embedding(nn.ModuleDict({"words": words, "head": model.head}), 0, group=axis)
+    assert [type(layer) for layer in (up, down, words, model.head)] == [
+        ParallelLinear, ParallelLinear, ParallelEmbedding, VocabParallelClassifier
+    ]  # fmt: skip
+    assert model.again is model.inner["up"] is up
+    assert model.head.weight is words.weight
+    assert all(old is new for old, new in zip(parameters, model.parameters(), strict=True))
+    assert (up.note, up.training, down.bias.requires_grad, up.weight.dtype) == ("mine", False, False, torch.float64)
+    assert (words.padding_idx, words.max_norm, words.scale_grad_by_freq) == (2, 3.0, True)
+    assert tuple(up.weight.shape) == (32 // axis.size, WIDTH)
+    state = gather_state_dict(model)
+    assert list(state) == list(plain.state_dict())
+    assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+    before = copy.deepcopy(model.state_dict())
+    convert_parallel_linear(nn.ModuleList([up]), 1, group=axis)
+    convert_parallel_embedding(nn.ModuleList([words]), 0, group=axis)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="0: is split already"):
+        convert_parallel_linear(nn.ModuleList([up]), 0, group=axis)
+    model.train()
+    plain.inner["down"].bias.requires_grad_(False)
+    expected, found = plain(IDS), model(IDS)
+    torch.testing.assert_close(found, expected)  # sums over ranks
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    assert calls == ["forward"] * 2 + ["backward"] * 2
+    mine = axis.rank * (32 // axis.size)
+    torch.testing.assert_close(up.weight.grad, plain.again.weight.grad[mine : mine + 32 // axis.size])
+    assert down.bias.grad is None
+    copied = copy.deepcopy(model)
+    assert copied.again.axis is axis
+    assert copied.again.weight.placement == up.weight.placement
+    torch.testing.assert_close(copied.eval()(IDS), model.eval()(IDS))
+
+
+@pytest.mark.parametrize("layout", ["pairs", "strided", "four"])
+def test_model(ranks, layout):
+    ranks(layout, check_model)
+
+
+def check_tied_by_linear(axis):
+    """Converting the linear layers takes along the embedding that is tied to one of them."""
+    plain = net(words=24)
+    model = net(words=24)
+    both = nn.ModuleDict({"words": model.words, "head": model.head})
+    convert_parallel_linear(both, -1, gather_output=True, group=axis)
+    assert isinstance(model.words, ParallelEmbedding)
+    assert model.head.weight is model.words.weight
+    torch.testing.assert_close(model(IDS), plain(IDS))
+    model = net(words=24)
+    both = nn.ModuleDict({"words": model.words, "head": model.head})
+    convert_parallel_embedding(both, -1, group=axis)
+    assert (model.head.dim, model.words.dim) == (0, -1)
+    torch.testing.assert_close(model(IDS), plain(IDS))
+
+
+def test_tied_layers_go_together(ranks):
+    ranks("four", check_tied_by_linear)
+
+
+class Odd(nn.Module):
+    """Holds a parameter of another layer."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+
+def check_refused(axis):
+    """Each refusal leaves the model as it was."""
+
+    def fails(model, message, convert=convert_parallel_linear, dim=-1):
+        before = copy.deepcopy(model.state_dict())
+        kinds = [type(module) for module in model.modules()]
+        with pytest.raises(ValueError, match=message):
+            convert(model, dim, group=axis)
+        assert kinds == [type(module) for module in model.modules()]
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+    fails(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6)), rf"1: out_features: 6 is not a multiple of {axis.size} \(tp")
+    fails(nn.Sequential(nn.Linear(8, 8), nn.Linear(6, 8)), f"1: in_features: 6 is not a multiple of {axis.size}", dim=0)
+    fails(nn.ModuleList([nn.Embedding(4, 6)]), "0: embedding_dim: 6 is not", convert_parallel_embedding, 1)
+    fails(nn.Sequential(nn.Linear(8, 8)), "dim = 5: it has to be", dim=5)
+    fails(nn.MultiheadAttention(8, 2), "out_proj: is a NonDynamicallyQuantizableLinear")
+    fails(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), "0: is a ParametrizedLinear")
+    linear = nn.Linear(8, 8)
+    fails(nn.ModuleList([linear, Odd(linear.weight)]), "1: a Odd has a parameter in common")
+    torch.manual_seed(axis.rank)
+    fails(nn.Sequential(nn.Linear(8, 8)), "hold different values in 0: seed all ranks alike")
+
+
+def test_refused(ranks):
+    ranks("four", check_refused)
+
+
+def check_bare(axis):
+    linear = nn.Linear(8, 16, dtype=torch.bfloat16)
+    linear.weight.requires_grad_(False)
+    new = ParallelLinear.convert_parallel_linear(linear, -1, group=axis)
+    assert (type(linear), tuple(linear.weight.shape)) == (nn.Linear, (16, 8))
+    assert (new.weight.dtype, new.weight.requires_grad, new.bias.requires_grad) == (torch.bfloat16, False, True)
+    assert torch.equal(new.master_weight, linear.weight)
+    assert repr(new).startswith("ParallelLinear(in_features=8, out_features=16, bias=True, dim=-1")
+    table = nn.Embedding(9, 8, 3, sparse=True)
+    new = ParallelEmbedding.convert_parallel_embedding(table, 0, group=axis)
+    assert (new.padding_idx, new.sparse) == (3, True)
+    assert torch.equal(new.master_weight, table.weight)
+    assert type(shardconv.convert_parallel_linear(nn.Linear(4, 4), None, group=axis)) is ParallelLinear
+    meta = convert_parallel_linear(nn.Linear(8, 16, device="meta"), -1, group=axis)
+    assert (meta.weight.is_meta, tuple(meta.weight.shape)) == (True, (16 // axis.size, 8))
+    new.reset_parameters()
+    torch.manual_seed(0)
+    graded = nn.Linear(8, 8)
+    graded(torch.ones(8)).sum().backward()
+    kept = graded.weight.grad.clone()
+    convert_parallel_linear(nn.Sequential(graded), 0, group=axis)
+    assert torch.equal(graded.weight.grad, kept.chunk(axis.size, 1)[axis.rank])
+
+
+def test_bare_layers(ranks):
+    ranks("pairs", check_bare)
+
+
+def check_state_dict(axis):
+    plain, model = net(), net()
+    convert_parallel_embedding(model, 0, group=axis)
+    convert_parallel_linear(nn.ModuleList([model.inner["up"]]), -1, group=axis)
+    other = {name: torch.randn_like(tensor) if tensor.is_floating_point() else tensor + 1
+             for name, tensor in plain.state_dict().items()}  # fmt: skip
+    other |= {"head.weight": other["words.weight"], "again.weight": other["inner.up.weight"]}
+    other["again.bias"] = other["inner.up.bias"]
+    assert load_full_state_dict(model, other).missing_keys == []
+    state = gather_state_dict(model)
+    assert all(torch.equal(state[name], tensor) for name, tensor in other.items())
+    assert model.head.weight is model.words.weight
+    wrong = {**other, "words.weight": torch.zeros(3, 3), "extra": torch.zeros(1)}
+    del wrong["again.bias"], wrong["inner.up.bias"]
+    messages = []
+    for load in (plain.load_state_dict, lambda state: load_full_state_dict(model, state)):
+        with pytest.raises(RuntimeError) as caught:
+            load(wrong)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert "size mismatch for words.weight: copying a param with shape torch.Size([3, 3])" in messages[0]
+    found = load_full_state_dict(model, {"extra": torch.zeros(1)}, strict=False)
+    assert found == plain.load_state_dict({"extra": torch.zeros(1)}, strict=False)
+
+
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+def test_state_dict(ranks, layout):
+    ranks(layout, check_state_dict)
