@@ -337,3 +337,19 @@ def check_tied(axis):
 @pytest.mark.parametrize("layout", ["pairs", "four"])
 def test_tied_head(ranks, layout):
     ranks(layout, check_tied)
+
+
+def check_master_gradients(axis):
+    """A loss of the full tensors reaches each shard, in the right order."""
+    for dim, parts in ((-1, (8, 8, 24)), (0, None)):
+        layer = ParallelLinear(IN, OUT, dim=dim, split_sizes=parts, dtype=torch.float64, group=axis)
+        weights = fixed((OUT, IN))
+        (layer.master_weight * weights).sum().backward()
+        mine = columns_of(axis, parts or (IN,))
+        assert torch.equal(layer.weight.grad, weights[mine] if dim == -1 else weights[:, mine])
+        (layer.master_bias * weights[:, 0]).sum().backward()
+        assert torch.equal(layer.bias.grad, weights[mine, 0] if dim == -1 else weights[:, 0])
+
+
+def test_master_tensors_are_differentiable(ranks):
+    ranks("strided", check_master_gradients)
