@@ -195,6 +195,10 @@ def check_state_dict(axis):
     state = gather_state_dict(model)
     assert all(torch.equal(state[name], tensor) for name, tensor in other.items())
     assert model.head.weight is model.words.weight
+    load_full_state_dict(model, other, assign=True)
+    up = model.inner["up"].weight
+    assert up.untyped_storage().nbytes() == up.numel() * up.element_size()  # not all of the full tensor
+    assert torch.equal(gather_state_dict(model)["again.weight"], other["again.weight"])
     wrong = {**other, "words.weight": torch.zeros(3, 3), "extra": torch.zeros(1)}
     del wrong["again.bias"], wrong["inner.up.bias"]
     messages = []

@@ -35,7 +35,10 @@ def even_placement(dim: int, sizes: tuple[int, ...], tp: int, *, pad: bool = Fal
 
 
 def take_shard(full: Tensor, placement: Placement, rank: int) -> Tensor:
-    """A rank's shard of a full tensor: its pieces along the placement's dim, behind each other; contiguous."""
+    """A rank's shard of a full tensor: its pieces along the placement's dim, behind each other.
+
+    Contiguous; a view of the full tensor where that is.
+    """
     if placement.dim is None:
         return full
     dim = placement.dim
@@ -175,7 +178,9 @@ class ParallelModule(nn.Module):
                     )
                     state_dict[key] = getattr(self, name)  # said already
                 else:
-                    state_dict[key] = take_shard(full, placement, self.axis.rank)
+                    shard = take_shard(full, placement, self.axis.rank)
+                    is_kept = local_metadata.get("assign_to_params_buffers", False)
+                    state_dict[key] = shard.clone() if is_kept else shard  # a view would keep the full tensor alive
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
 
     def own_shards(self) -> Iterator[tuple[str, Placement]]:
