@@ -96,14 +96,15 @@ def failing(function: Callable[..., Any], after: int) -> Callable[..., Any]:
 
 def refuse_to_list(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let a folder be one that may not be read; root, who may be running this, could read any."""
-    scandir = os.scandir
+    for name in ("scandir", "listdir"):
+        plain = getattr(os, name)
 
-    def refuse(path: Any) -> Any:
-        if Path(path) == folder:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return scandir(path)
+        def refuse(path: Any, plain: Callable[..., Any] = plain) -> Any:
+            if Path(path) == folder:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return plain(path)
 
-    monkeypatch.setattr(os, "scandir", refuse)
+        monkeypatch.setattr(os, name, refuse)
 
 
 def put_file(target: Path) -> None:

@@ -139,6 +139,11 @@ def test_side_files_of_sub_folders_but_not_hidden_ones(single):
     assert source.config == llama_config()
 
 
+def test_source_that_cannot_be_read(single, monkeypatch):
+    refuse_to_list(monkeypatch, single)
+    refuses(single, "single: cannot be read: Permission denied")
+
+
 @pytest.mark.parametrize(("name", "is_needed"), [("extra", True), ("extra/deep", True), (".cache", False)])
 def test_folder_that_cannot_be_read(single, monkeypatch, name, is_needed):
     """Its files would be missing in silence; but nobody looks into a hidden one, and it is said to be left out."""

@@ -153,7 +153,10 @@ def _open_file(path: Path) -> Source:
 
 
 def _open_folder(folder: Path, index_name: str | None, *, follow_links: bool) -> Source:
-    files = {path.name: path for path in sorted(folder.iterdir()) if not path.is_dir()}
+    try:
+        files = {path.name: path for path in sorted(folder.iterdir()) if not path.is_dir()}
+    except OSError as error:
+        raise SourceError(f"{folder}: cannot be read: {error.strerror or error}") from error
     if MANIFEST_NAME in files:
         raise SourceError(f"{folder}: is a split checkpoint, no source: merge it, or reshard it for another tp")
     weights = [name for name in files if name.endswith(".safetensors")]
