@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardconv
@@ -181,6 +182,23 @@ def check_bare(axis):
 
 def test_bare_layers(ranks):
     ranks("pairs", check_bare)
+
+
+def check_stored(axis, path):
+    """A layer is stored without its group, and finds it again among the current ones; another rank's is refused."""
+    layer = convert_parallel_linear(nn.Linear(8, 16), -1, group=axis)
+    torch.save(layer, f"{path}/{axis.ranks}-{axis.rank}")
+    dist.barrier()
+    stored = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=False)
+    assert torch.equal(stored.weight, layer.weight)
+    assert torch.equal(stored.master_weight, layer.master_weight)  # by a group that works
+    assert stored.weight.placement == layer.weight.placement
+    with pytest.raises(RuntimeError, match=r"has to be loaded by it: call shardconv.init_parallel first"):
+        torch.load(f"{path}/{axis.ranks}-{(axis.rank + 1) % axis.size}", weights_only=False)
+
+
+def test_stored_modules(ranks, tmp_path):
+    ranks("four", check_stored, str(tmp_path))
 
 
 def check_state_dict(axis):

@@ -181,6 +181,66 @@ def test_a_pair_costs_one_collective_each_way(ranks, layout):
     ranks(layout, check_pair)
 
 
+def plain_pair(dtype):
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN)).to(dtype)
+
+
+def split_pair(dtype, axis):
+    pair = plain_pair(dtype)
+    pair[0] = ParallelLinear.convert_parallel_linear(pair[0], -1, group=axis)
+    pair[1] = ParallelLinear.convert_parallel_linear(pair[1], 0, group=axis)
+    return pair
+
+
+def check_autocast(axis):
+    """The dtypes are torch's: bfloat16 out, float32 gradients."""
+    pair, x = split_pair(torch.float32, axis), fixed((BATCH, IN), torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = pair(x), plain_pair(torch.float32)(x)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    error = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
+    assert error < 4 * torch.finfo(torch.bfloat16).eps  # the partial sums, their sum, and the bias are each rounded
+    found.sum().backward()
+    assert {parameter.grad.dtype for parameter in pair.parameters()} == {torch.float32}
+
+
+def test_autocast(ranks):
+    ranks("pairs", check_autocast)
+
+
+def penalised(pair):
+    """The gradient of a gradient penalty."""
+    x = fixed((BATCH, IN)).requires_grad_()
+    (grad,) = torch.autograd.grad(pair(x).pow(2).sum(), x, create_graph=True)
+    grad.pow(2).sum().backward()
+    return x.grad
+
+
+def check_second_gradients(axis):
+    gathers, scatters = plain_pair(torch.float64), plain_pair(torch.float64)
+    gathers[0] = ParallelLinear.convert_parallel_linear(gathers[0], -1, gather_output=True, group=axis)
+    scatters[0] = ParallelLinear.convert_parallel_linear(scatters[0], 0, group=axis)
+    for pair in (split_pair(torch.float64, axis), gathers, scatters):
+        assert_near(penalised(pair), penalised(plain_pair(torch.float64)))
+
+
+def test_second_gradients(ranks):
+    ranks("four", check_second_gradients)
+
+
+def check_shapes(axis):
+    pair, plain = split_pair(torch.float64, axis), plain_pair(torch.float64)
+    for x in (fixed((IN,)), fixed((0, IN)), fixed((3, 0, IN)), fixed((IN, BATCH)).t(), fixed((4, 3, IN))[:, ::2]):
+        found, expected = pair(x), plain(x)
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # a sum in two parts
+
+
+def test_inputs_of_any_shape(ranks):
+    ranks("pairs", check_shapes)
+
+
 def check_initial_values(axis, seeds_differ):
     """What the layers draw is what nn.Linear draws on the first rank; the generator is left as nn.Linear leaves it."""
     for dim in (None, -1, 0):

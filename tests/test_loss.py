@@ -79,6 +79,7 @@ def check_probabilities(axis, num_classes, shape):
         weight = torch.rand(num_classes, dtype=torch.float64) if weighted else None
         options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
         compare(axis, logits, split(axis, target, num_classes), target, num_classes, **options)
+        compare(axis, logits, target, target, num_classes, **options)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -129,6 +130,45 @@ def check_large_and_half(axis):
 
 def test_large_and_half(ranks):
     ranks("pairs", check_large_and_half)
+
+
+def check_autocast(axis):
+    """There torch computes the loss in float32, and gives it so."""
+    logits, target = case((BATCH,), 12, torch.float32)
+    logits = logits.bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = F.cross_entropy(logits, target)
+        found = parallel_cross_entropy(split(axis, logits, 12), target, group=axis)
+    torch.testing.assert_close(found, expected)  # of the same dtype
+
+
+def test_autocast(ranks):
+    ranks("pairs", check_autocast)
+
+
+def check_no_rows(axis):
+    """The mean of nothing is nan, as in torch."""
+    for target in (torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)):
+        for reduction in ("mean", "sum", "none"):
+            expected = F.cross_entropy(torch.zeros(0, 4), target, reduction=reduction)
+            mine = split(axis, torch.zeros(0, 4), 4)
+            found = parallel_cross_entropy(mine, target, reduction=reduction, num_classes=4, group=axis)
+            torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_no_rows(ranks):
+    ranks("pairs", check_no_rows)
+
+
+def check_second_gradient(axis):
+    logits, target = case((BATCH,), 12, torch.float64)
+    mine = split(axis, logits, 12).requires_grad_()
+    with pytest.raises(RuntimeError, match="has no gradient: gather the logits"):
+        torch.autograd.grad(parallel_cross_entropy(mine, target, group=axis), mine, create_graph=True)
+
+
+def test_second_gradient_is_refused(ranks):
+    ranks("pairs", check_second_gradient)
 
 
 def check_module(axis):

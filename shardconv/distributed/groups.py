@@ -37,6 +37,10 @@ class Axis:
         """Itself: a copy of a layer belongs to the same processes."""
         return self
 
+    def __reduce__(self) -> Any:
+        """A group cannot be stored: where the axis is read, one of the same processes has to be there."""
+        return _stored_axis, (self.name, self.rank, self.ranks)
+
     def __repr__(self) -> str:
         """Without the group, whose address says nothing."""
         return f"Axis({self.name}, rank {self.rank} of {self.size}, ranks {list(self.ranks)})"
@@ -147,6 +151,19 @@ def as_axis(group: GroupLike = None) -> Axis:
     if isinstance(group, DeviceMesh):
         return _of_mesh(group)
     return _of_group("tensor", group)
+
+
+def _stored_axis(name: str, rank: int, ranks: tuple[int, ...]) -> Axis:
+    if len(ranks) == 1:
+        return Axis(name, 0, 1, ranks, None)
+    known = [as_axis()] if _current is None else [_current.tensor, _current.data, _current.pipeline]
+    for axis in known:
+        if (axis.rank, axis.ranks) == (rank, ranks):
+            return axis
+    raise RuntimeError(
+        f"this was saved by rank {rank} of the processes {list(ranks)}, and has to be loaded by it: call "
+        f"shardconv.init_parallel first, as there; for another number of processes store gather_state_dict(module)"
+    )
 
 
 def _of_mesh(mesh: DeviceMesh) -> Axis:

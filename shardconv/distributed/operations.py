@@ -7,6 +7,8 @@
 | scatter | the rank's own chunk | all chunks |
 | gather | all chunks | the rank's own chunk |
 
+Copy and reduce are each other's gradient, and so are scatter and gather; so gradients have gradients.
+
 They rest on one contract: behind a ``reduce`` or a ``gather`` every rank computes the same, up to the same loss. Ranks
 that compute different losses from a gathered tensor would need a reduce-scatter backward instead.
 
@@ -123,20 +125,20 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.axis), None
+        return _Reduce.apply(grad, ctx.axis, _SUM), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, axis: Axis, op: Any) -> Tensor:
-        ctx.is_sum = op == _SUM
+        ctx.axis, ctx.is_sum = axis, op == _SUM
         return _all_reduce(input, axis, op)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if not ctx.is_sum:
             raise RuntimeError("only the sum over ranks has a gradient; detach the input of another reduction")
-        return grad, None, None
+        return _Copy.apply(grad, ctx.axis), None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -147,7 +149,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.axis, ctx.dim), None, None
+        return _Gather.apply(grad, ctx.axis, ctx.dim), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -158,4 +160,4 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _chunk(grad, ctx.axis, ctx.dim), None, None
+        return _Scatter.apply(grad, ctx.axis, ctx.dim), None, None

@@ -76,7 +76,7 @@ def parallel_linear(
         return gather_shards(output, placement, axis, dim=-1) if gather_output else output
     split = enter_split(input, placement, axis, input_is_parallel)
     output = reduce_from_tp(F.linear(split, weight), group=axis)
-    return output if bias is None else output + bias
+    return output if bias is None else output + bias.to(output.dtype)
 
 
 def enter_split(input: Tensor, placement: Placement, axis: Axis, is_parallel: bool | None) -> Tensor:
@@ -92,7 +92,7 @@ def enter_split(input: Tensor, placement: Placement, axis: Axis, is_parallel: bo
         ValueError: if the width is neither, or not the one that ``is_parallel`` says.
     """
     width = input.shape[-1]
-    whole, part = placement.size, sum(piece.size for piece in placement.ranks[axis.rank])
+    whole, part = placement.size, placement.local_size(axis.rank)
     allowed = {None: (whole, part), True: (part,), False: (whole,)}[is_parallel]
     if width not in allowed:
         expected = " or ".join(map(str, dict.fromkeys(allowed)))
@@ -280,7 +280,7 @@ class ParallelLinear(ParallelModule):
             output = self._mask_padding(output)
         if self.skip_bias_add:
             return output, self._whole_bias()
-        return output + self.bias if late_bias and self.bias is not None else output
+        return output + self.bias.to(output.dtype) if late_bias and self.bias is not None else output
 
     def _whole_bias(self) -> Tensor | None:
         return self.master_bias if self.gather_output else self.bias

@@ -37,7 +37,7 @@ def parallel_cross_entropy(
     Args:
         input: logits, [N, C / tp], [N, C / tp, d1, ...] or [C / tp]; where C does not divide, the last ranks' further
             columns are padding, and not looked at. With ``num_classes`` given, also the full logits.
-        target: class indices, [N], [N, d1, ...] or []; or probabilities, of the shape of ``input``, split likewise. The
+        target: class indices, [N], [N, d1, ...] or []; or probabilities, split as ``input`` is or of all classes. The
             same on every rank, as far as not split.
         weight: of each class, [C], on every rank.
         size_average: deprecated, as torch's.
@@ -63,6 +63,8 @@ def parallel_cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = nn.CrossEntropyLoss(size_average=size_average, reduce=reduce).reduction
     axis = as_axis(group)
+    if torch.is_autocast_enabled(input.device.type):
+        input = input.to(torch.promote_types(input.dtype, torch.float32))  # as torch does there
     class_dim = 0 if input.dim() == 1 else 1
     width = input.shape[class_dim]
     num_classes = width * axis.size if num_classes is None else num_classes
@@ -83,7 +85,7 @@ def parallel_cross_entropy(
     logits = input.movedim(class_dim, -1)
     if target.is_floating_point():
         loss = _against_probabilities(logits, target.movedim(class_dim, -1), weight, label_smoothing, classes)
-        count: Any = max(loss.numel(), 1)
+        count: Any = loss.numel()
     else:
         loss, count = _against_indices(logits, target, weight, ignore_index, label_smoothing, classes)
     loss = loss.sum() if reduction == "sum" else loss.sum() / count if reduction == "mean" else loss
@@ -137,8 +139,11 @@ def _against_probabilities(
     logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, classes: _Classes
 ) -> Tensor:
     """The loss of each row of probabilities."""
-    if logits.shape != target.shape:
-        raise ValueError(f"target of shape {list(target.shape)}, classes last: {list(logits.shape)} is needed")
+    if target.shape[:-1] != logits.shape[:-1] or target.shape[-1] not in (logits.shape[-1], classes.total):
+        raise ValueError(
+            f"target of shape {list(target.shape)}, classes last: {list(logits.shape)} is needed, or all "
+            f"{classes.total} classes"
+        )
     if target.requires_grad:
         raise ValueError("target probabilities get no gradient over split classes: detach them")
     mass = classes.own(target, -1) * (1 - smoothing) + smoothing / classes.total
@@ -180,6 +185,8 @@ class _ClassSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("the gradient of a cross entropy over split classes has no gradient: gather the logits")
         softmax, index, is_own, weight = ctx.saved_tensors
         by_log_sum, by_target, by_weighted = (grad.unsqueeze(-1) for grad in grads)
         grad = softmax * by_log_sum
@@ -206,7 +213,7 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
 
     Shape:
         - input: [N, C / tp], [N, C / tp, d1, ...] or [C / tp].
-        - target: [N], [N, d1, ...] or [], on every rank; or probabilities of the shape of the input.
+        - target: [N], [N, d1, ...] or [], on every rank; or probabilities, split as the input is or of all classes.
         - output: [], or the target's shape with ``reduction="none"``; the same on every rank.
 
     Example:
