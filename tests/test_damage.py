@@ -241,22 +241,49 @@ def test_rank_file_of_another_run_without_checksums(made, tmp_path):
 def test_side_file_changed(either, name):
     before = (either / name).read_text()
     (either / name).write_text(before + " ")
-    result = call("verify", either)
-    assert result.code == 3
-    assert f"{name}: differs from its checksum" in result.out
+    check_refused(either, f"{name}: differs from its checksum")
     result = call("merge", either, "-o", either.parent / "result")
-    assert result.code == 1
     assert f"{either / name}: differs from its checksum" in result.err
-    assert not (either.parent / "result").exists()
 
 
-@pytest.mark.parametrize("how", ["missing", "link"])
-def test_side_file_gone(either, how):
+@pytest.mark.parametrize(
+    ("to", "said"), [(None, "is missing"), ("config.json", "differs"), ("../secret", "a link out")]
+)
+def test_side_file_gone(either, to, said):
+    (either.parent / "secret").write_text("secret")
     path = either / "tokenizer.json"
     path.unlink()
-    if how == "link":
-        path.symlink_to("config.json")
-    check_refused(either, "tokenizer.json: is missing, or no regular file")
+    if to is not None:
+        path.symlink_to(to)
+    check_refused(either, "tokenizer.json: ", said)
+
+
+def test_side_file_in_a_folder_that_is_a_link(made, tmp_path):
+    source = shutil.copytree(made / "source", tmp_path / "source")
+    (source / "sub").mkdir()
+    (source / "sub" / "notes.txt").write_text("notes")
+    split(source, tmp_path / "split", tp=2)
+    (tmp_path / "split" / "sub").rename(tmp_path / "outside")
+    (tmp_path / "split" / "sub").symlink_to(tmp_path / "outside")
+    check_refused(tmp_path / "split", "sub/notes.txt: is missing, no regular file, or a link out of its folder")
+
+
+def test_rank_file_that_is_a_link_out_of_the_folder(folder):
+    (folder / RANK_FILES[1]).rename(folder.parent / "elsewhere")
+    (folder / RANK_FILES[1]).symlink_to(folder.parent / "elsewhere")
+    check_refused(folder, f"{RANK_FILES[1]}: is a link out of its folder")
+
+
+def test_split_checkpoint_in_a_hugging_face_cache(folder, made, tmp_path):
+    """There every file is a link to a blob beside the snapshots."""
+    snapshot, blobs = tmp_path / "models--org--split" / "snapshots" / "1f", tmp_path / "models--org--split" / "blobs"
+    shutil.copytree(folder, blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    assert call("verify", snapshot).code == 0
+    assert call("merge", snapshot, "-o", tmp_path / "merged").code == 0
+    assert contents(tmp_path / "merged") == contents(made / "source")
 
 
 # --- the manifest ---------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from faults import (
     refuse_to_list,
 )
 
-from shardconv.checkpoint import staging
+from shardconv.checkpoint import staging, write
 from shardconv.checkpoint.copy import CopyJob
 from shardconv.checkpoint.split import split
 from shardconv.errors import OutputError, ShardconvError
@@ -149,7 +149,7 @@ def test_overwrite_a_folder_that_cannot_be_read(job, target, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "after"), [(os, "pwrite", 0), (os, "pwrite", 9), (Path, "rename", 0), (Path, "write_bytes", 0)]
+    ("owner", "name", "after"), [(os, "pwrite", 0), (os, "pwrite", 9), (Path, "rename", 0), (write, "create", 0)]
 )
 def test_overwrite_keeps_the_old_one_when_the_new_fails(job, target, monkeypatch, owner, name, after):
     put_checkpoint(target)
@@ -381,6 +381,30 @@ def test_file_systems_without_locks(job, target, monkeypatch):
 
     monkeypatch.setattr(staging.fcntl, "flock", refuse)
     check_done(job.call(target), job, target)
+    remains = target.parent / ".result.partial"
+    remains.mkdir()
+    (remains / ".shardconv").touch()
+    result = job.call(target, "--overwrite")
+    assert (result.code, "another run may be writing it" in result.err) == (1, True)
+    assert f"remove {remains}" in result.err
+    shutil.rmtree(remains)
+    check_done(job.call(target, "--overwrite"), job, target)
+
+
+def test_the_folder_that_is_worked_in_is_replaced(job, target, monkeypatch):
+    """By someone who takes it for the remains of a killed run, and starts another."""
+    partial = target.parent / ".result.partial"
+    copy = CopyJob.run
+
+    def replace_then_copy(*arguments: Any, **options: Any) -> None:
+        copy(*arguments, **options)
+        partial.rename(tmp := target.parent / "moved")
+        shutil.copytree(tmp, partial)
+
+    monkeypatch.setattr(CopyJob, "run", replace_then_copy)
+    result = job.call(target)
+    assert (result.code, "was removed while it was written to" in result.err) == (1, True)
+    assert not target.exists()
 
 
 # --- a file as the destination --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from build import contents, part_names
 from command import Result, call, finish, run, start
 from faults import SLOW, Job, beside, check_done, check_failed, failing
 
-from shardconv.checkpoint import fileio, staging
+from shardconv.checkpoint import fileio, staging, write
 from shardconv.checkpoint.copy import CopyJob
 
 pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")
 # --- killed ---------------------------------------------------------------------------------------------------------
 
 #: What Python tells of before it does it; beside these, every write is a step.
-AUDITED = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.copyfile", "open"}
+AUDITED = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "open"}
 
 
 def kill_before(step: int, folder: Path) -> None:
@@ -181,7 +181,7 @@ def test_read_error(job, target, monkeypatch, after):
 
 
 def test_side_file_that_cannot_be_copied(job, target, monkeypatch):
-    monkeypatch.setattr(shutil, "copyfile", failing(shutil.copyfile, 1))
+    monkeypatch.setattr(write, "create", failing(write.create, 1))
     check_failed(job.call(target), target, "Input/output error")
 
 
@@ -234,6 +234,13 @@ def test_part_that_goes_between_the_plan_and_the_copy(made, tmp_path, target, mo
     path = source / part_names(2)[1]
     monkeypatch.setattr("shardconv.checkpoint.split.check_apart", lambda *_: path.unlink())
     check_failed(call("split", source, "--tp", "2", "-o", target), target, f"{path}: cannot be opened")
+
+
+def test_config_that_changes_between_the_plan_and_the_copy(made, tmp_path, target, monkeypatch):
+    source = shutil.copytree(made / "source", tmp_path / "copy")
+    path = source / "config.json"
+    monkeypatch.setattr("shardconv.checkpoint.split.check_apart", lambda *_: path.write_text("{}"))
+    check_failed(call("split", source, "--tp", "2", "-o", target), target, f"{path}: changed after the plan was made")
 
 
 # --- systems that differ --------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from build import safetensors_bytes
+from build import safetensors_bytes, write_config, write_weights
 
 import shardconv
 from shardconv.checkpoint.header import num_bytes
@@ -90,6 +90,42 @@ def test_experts_in_one_tensor_are_not_planned_by_name(tmp_path):
     source.write_bytes(safetensors_bytes(header, bytes(192)))
     with pytest.raises(shardconv.PlanError, match="does not tell which of its dims is which"):
         shardconv.make_plan(source, tp=2)
+
+
+@pytest.mark.parametrize("config", [{"model_type": "my_vlm", "hidden_size": 64, "num_attention_heads": 8}, None])
+def test_two_towers_of_which_the_config_describes_one(tmp_path, config):
+    """By name alone the heads of one would be taken for those of the other, and cut in the middle."""
+    names = [f"{tower}.layers.0.self_attn.{name}_proj.weight" for tower in ("text", "vision") for name in "qkvo"]
+    write_weights(tmp_path / "model.safetensors", dict.fromkeys(names, ("BF16", (64, 64))))
+    if config is not None:
+        write_config(tmp_path, config)
+    with pytest.raises(shardconv.PlanError, match=r"1 is not a multiple of 2.*pass --head-dim N, or --plan FILE"):
+        shardconv.make_plan(tmp_path, tp=2)
+    plan = shardconv.make_plan(tmp_path, tp=2, head_dim=32)
+    assert plan.placement(names[4]).shard_shape((64, 64), 0) == (32, 64)
+
+
+@pytest.mark.parametrize("pattern", ["{model.normX", "model.norm}", "model.{norm,{a}}"])
+def test_patterns_with_a_brace_too_many(checkpoint, tmp_path, pattern):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f'[rules]\n"{pattern}" = {{ style = "replicate" }}')
+    with pytest.raises(shardconv.PlanError, match=r"has no }, or a } no {"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
+    with pytest.raises(shardconv.PlanError, match=r"--replicate.*has no }, or a } no {"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, replicate=[pattern])
+
+
+def test_a_very_long_expression(checkpoint, tmp_path):
+    plan = tmp_path / "plan.toml"
+    count = "+".join("1" * 5000)
+    plan.write_text(f'[units]\nu = {{ count = "{count}" }}')
+    with pytest.raises(shardconv.PlanError, match="is no expression, or too long a one"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
+
+
+def test_a_checkpoint_of_nothing(tmp_path):
+    report = shardconv.report_plan(write_weights(tmp_path / "m.safetensors", {}), tp=2)
+    assert (report.rank_bytes, report.tensors) == ((0, 0), ())
 
 
 def test_defaults_that_double_are_evaluated_once(checkpoint, tmp_path):

@@ -237,6 +237,24 @@ def test_link_out_of_the_folder(folder, tmp_path, name):
     assert source.config == llama_config()
 
 
+@pytest.mark.parametrize("follow_links", [False, True])
+def test_config_beside_a_file_is_a_link_out_of_the_folder(single, tmp_path, follow_links):
+    (single / "config.json").rename(tmp_path / "elsewhere.json")
+    (single / "config.json").symlink_to(tmp_path / "elsewhere.json")
+    path = single / "model.safetensors"
+    if follow_links:
+        assert open_source(path, follow_links=True).config == llama_config()
+    else:
+        refuses(path, "config.json: is a link out of its folder")
+
+
+def test_config_beside_a_file_is_a_link_to_nowhere(single):
+    """Else the checkpoint would be planned as one without a config."""
+    (single / "config.json").unlink()
+    (single / "config.json").symlink_to("gone")
+    refuses(single / "model.safetensors", "config.json: cannot be read: No such file")
+
+
 def test_link_within_the_folder(folder):
     (folder / "tokenizer.json").rename(folder / "real.json")
     (folder / "tokenizer.json").symlink_to("real.json")

@@ -205,7 +205,10 @@ def test_progress_ends_at_the_whole(tmp_path):
 def test_what_only_the_owner_may_read_stays_so(tmp_path):
     source = write_checkpoint(tmp_path / "model", parts=2)
     next(source.glob("*.safetensors")).chmod(0o400)
+    for path in source.glob("*.json"):
+        path.chmod(0o600)
     shardconv.split(source, tmp_path / "out", tp=2)
     shardconv.merge(tmp_path / "out", tmp_path / "back")
-    written = [*(tmp_path / "out").glob("*.safetensors"), *(tmp_path / "back").glob("*.safetensors")]
+    shardconv.reshard(tmp_path / "out", tmp_path / "again", tp=4)
+    written = [path for name in ("out", "back", "again") for path in (tmp_path / name).iterdir()]
     assert {path.stat().st_mode & 0o777 for path in written} == {0o600}

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from shardconv.errors import SourceError
 
@@ -18,6 +18,8 @@ Bytes = memoryview
 #: The most bytes of one write. For larger ones a file system may take memory in pieces of 2 MiB, which a virtual
 #: machine tends to have given back to its host: on such a machine writes of 2 MiB take twice as long.
 _WRITE_BYTES = 256 * 2**10
+#: A file that is made is new, and no link to another.
+_CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def _pread_into(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
@@ -51,6 +53,11 @@ def write_exactly(descriptor: int, data: Bytes | bytes, offset: int) -> None:
     while view:
         count = os.pwrite(descriptor, view[:_WRITE_BYTES], offset)
         view, offset = view[count:], offset + count
+
+
+def create(path: Path, mode: int = 0o666) -> BinaryIO:
+    """Make a new file, with these permissions before the umask."""
+    return os.fdopen(os.open(path, _CREATE | os.O_WRONLY, mode), "wb")
 
 
 def will_need(descriptor: int, offset: int, size: int) -> None:
@@ -172,8 +179,7 @@ class OutputFiles:
         allow_open_files(len(paths))
         try:
             for path, head, size in zip(paths, heads, sizes, strict=True):
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-                self.descriptors.append(os.open(path, flags, mode))
+                self.descriptors.append(os.open(path, _CREATE | os.O_RDWR, mode))
                 os.ftruncate(self.descriptors[-1], size)
                 write_exactly(self.descriptors[-1], head, 0)
         except BaseException:

@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple, Self
 
 from shardconv.checkpoint.header import DTYPE_BITS
-from shardconv.plan.placement import Interval, Piece, Placement
+from shardconv.plan.placement import Interval, Piece, Placement, intervals
 
 
 class Run(NamedTuple):
@@ -157,7 +157,7 @@ def geometry(placement: Placement, dtype: str, shape: tuple[int, ...]) -> Geomet
     shards = []
     for pieces in placement.ranks:
         shards.append(_shard_rows(pieces, width, bits, owned))
-        owned = sorted([*owned, *(piece for piece in pieces if isinstance(piece, Interval))])
+        owned = _joined(sorted([*owned, *intervals(pieces)]))
     return Geometry(num_bytes, width, tuple(shards))
 
 
@@ -183,8 +183,18 @@ def _shard_rows(pieces: Sequence[Piece], width: int, bits: int, owned: Sequence[
     return ShardRows.of_runs(width, _whole(local), runs)
 
 
+def _joined(ascending: Sequence[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for piece in ascending:
+        if joined and piece.start <= joined[-1].stop:
+            joined[-1] = Interval(joined[-1].start, max(joined[-1].stop, piece.stop))
+        else:
+            joined.append(piece)
+    return joined
+
+
 def _by_owner(piece: Interval, owned: Sequence[Interval]) -> Iterator[tuple[Interval, bool]]:
-    """A piece in parts that a lower rank holds already (``owned``, sorted), and parts that none does."""
+    """A piece in parts that a lower rank holds already (``owned``, apart and sorted), and parts that none does."""
     start = piece.start
     for other in owned:
         low, high = max(start, other.start), min(piece.stop, other.stop)

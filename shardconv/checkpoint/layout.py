@@ -59,24 +59,27 @@ def lay_out_ranks(tensors: Mapping[str, TensorSpec], plan: Plan, metadata: dict[
         plan: their placements.
         metadata: what the source's files say of themselves.
     """
-    shapes = {name: plan.placement(name) for name in tensors}
-    headers = tuple(
-        build_header(
-            ((name, spec.dtype, shapes[name].shard_shape(spec.shape, rank)) for name, spec in tensors.items()),
+    placements = {name: plan.placement(name) for name in tensors}
+    distinct = tuple(dict.fromkeys(placements.values()))
+    sizes = [tuple(placement.local_size(rank) for placement in distinct) for rank in range(plan.tp)]
+    first_alike = [sizes.index(size) for size in sizes]  # most often 0: ranks with equal shapes share a header
+    headers = {
+        rank: build_header(
+            ((name, spec.dtype, placements[name].shard_shape(spec.shape, rank)) for name, spec in tensors.items()),
             {"format": "pt", **metadata},
         )
-        for rank in range(plan.tp)
-    )
-    ranks = range(plan.tp)
+        for rank in dict.fromkeys(first_alike)
+    }
+
+    def offsets(name: str) -> tuple[int, ...]:
+        found = {rank: header.data_offset + header.tensors[name].start for rank, header in headers.items()}
+        return tuple(map(found.__getitem__, first_alike))
+
     shards = tuple(
-        Shards(
-            geometry(shapes[name], spec.dtype, spec.shape),
-            ranks,
-            tuple(header.data_offset + header.tensors[name].start for header in headers),
-        )
+        Shards(geometry(placements[name], spec.dtype, spec.shape), range(plan.tp), offsets(name))
         for name, spec in tensors.items()
     )
-    return Layout(headers, shards)
+    return Layout(tuple(map(headers.__getitem__, first_alike)), shards)
 
 
 def lay_out_parts(headers: Sequence[Header], names: Iterable[str]) -> Layout:

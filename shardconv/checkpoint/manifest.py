@@ -14,6 +14,7 @@ from typing import Any, Self
 import xxhash
 
 from shardconv.checkpoint.copy import Stripe, cut_stripes
+from shardconv.checkpoint.fileio import create
 from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.header import Header, parse_header
 from shardconv.checkpoint.layout import MANIFEST_NAME, Layout, in_order, lay_out_parts, lay_out_ranks, rank_file_name
@@ -293,7 +294,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise SplitCheckpointError(f"{path}: cannot be used: {error}") from error
 
 
-def write_manifest(manifest: Manifest, folder: Path, created_by: str) -> None:
-    """Write a manifest into a folder."""
+def write_manifest(manifest: Manifest, folder: Path, created_by: str, *, mode: int) -> None:
+    """Write a manifest into a folder, with the permissions ``mode`` before the umask."""
     text = json.dumps(manifest.to_json(created_by), separators=(",", ":"))
-    (folder / MANIFEST_NAME).write_bytes(text.encode())
+    with create(folder / MANIFEST_NAME, mode) as file:
+        file.write(text.encode())

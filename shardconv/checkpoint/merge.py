@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardconv.checkpoint.copy import Progress
+from shardconv.checkpoint.fileio import create
 from shardconv.checkpoint.header import Header, build_header
 from shardconv.checkpoint.layout import lay_out_parts
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.staging import check_apart, check_free, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes, side_paths
-from shardconv.errors import IntegrityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,7 @@ def _write(
     ):
         paths = [stage / (name if is_folder else target.name) for name in headers]
         copy_files(reader, inputs, paths, layout, manifest.stripes, threads=threads, progress=progress)
-        written = copy_side_files(side_files, stage)
-        if changed := next((name for name in written if written[name] != manifest.side_files[name]), None):
-            raise IntegrityError(
-                f"{folder / changed}: differs from its checksum; put the original back to merge a folder"
-            )
+        copy_side_files(side_files, stage, manifest.side_files)
         if is_folder and manifest.index is not None:
-            (stage / manifest.index[0]).write_bytes(manifest.index[1].encode())
+            with create(stage / manifest.index[0], inputs.mode) as file:
+                file.write(manifest.index[1].encode())

@@ -140,6 +140,7 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
     sizes = resolver.legal_sizes()
     made = None if tp is None else resolver.plan(tp, assumed=assumed)
     tensors = () if made is None else tensor_reports(source, made)
+    ranks = () if made is None else range(made.tp)
     return PlanReport(
         source=str(src),
         family=resolver.family_name,
@@ -150,7 +151,7 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
         left_out=source.left_out,
         legal_tp=sizes.legal,
         blocked_tp=sizes.blocked,
-        rank_bytes=tuple(sum(column) for column in zip(*(tensor.shard_bytes for tensor in tensors), strict=True)),
+        rank_bytes=tuple(sum(tensor.shard_bytes[rank] for tensor in tensors) for rank in ranks),
         tensors=tensors,
     )
 

@@ -108,5 +108,5 @@ def _write(
             reader, inputs, new.rank_paths(stage), layout, old.stripes,
             checksums=checksums, threads=threads, progress=progress,
         )  # fmt: skip
-        written = copy_side_files(side_files, stage)
-        write_manifest(new.written(digests, written), stage, f"shardconv {__version__}")
+        copied = copy_side_files(side_files, stage, old.side_files)
+        write_manifest(new.written(digests, copied), stage, f"shardconv {__version__}", mode=inputs.mode)

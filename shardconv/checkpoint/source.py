@@ -115,7 +115,7 @@ def open_source(path: Path, *, config: Path | None = None, follow_links: bool = 
     elif path.name.endswith(INDEX_SUFFIX):
         source = _open_folder(path.parent, path.name, follow_links=follow_links)
     elif path.suffix == ".safetensors":
-        source = _open_file(path)
+        source = _open_file(path, follow_links=follow_links)
     else:
         raise SourceError(
             f"{path}: is no .safetensors file; convert other formats first, for example with save_pretrained"
@@ -141,14 +141,15 @@ def _with_config(source: Source, config: Path) -> Source:
     )  # fmt: skip
 
 
-def _open_file(path: Path) -> Source:
+def _open_file(path: Path, *, follow_links: bool) -> Source:
     match = _PART_NAME.fullmatch(path.name)
     if match and int(match["count"]) > 1:
         raise SourceError(f"{path}: is one part of {int(match['count'])}: name their folder, or the index over them")
     part = Part(path.name, path, read_header(path))
     beside = path.parent / CONFIG_NAME
-    if not beside.is_file():
+    if not os.path.lexists(beside):
         return Source(path, is_folder=False, parts=(part,))
+    _check_link(beside, path.parent, follow_links=follow_links)
     return Source(path, is_folder=False, parts=(part,), config=read_json(beside), side_files={CONFIG_NAME: beside})
 
 
@@ -305,13 +306,15 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _check_link(path: Path, folder: Path, *, follow_links: bool) -> None:
-    """Refuse a link that leads out of the folder; in a Hugging Face cache its blobs belong to it."""
-    if follow_links or not path.is_symlink():
-        return
+    if not follow_links and leads_out(path, folder):
+        raise SourceError(f"{path}: is a link out of its folder; pass --follow-links if that is meant")
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether links take a path out of its folder; in a Hugging Face cache the blobs belong to it."""
     root, target = folder.resolve(), path.resolve()
     homes = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    if not any(target.is_relative_to(home) for home in homes):
-        raise SourceError(f"{path}: is a link out of its folder; pass --follow-links if that is meant")
+    return not any(target.is_relative_to(home) for home in homes)
 
 
 def read_json(path: Path) -> dict[str, Any]:

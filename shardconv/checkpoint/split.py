@@ -11,9 +11,10 @@ from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.manifest import Manifest, write_manifest
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.shards import ShardReader
-from shardconv.checkpoint.source import Source
+from shardconv.checkpoint.source import CONFIG_NAME, Source, read_json
 from shardconv.checkpoint.staging import check_apart, check_free, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, side_bytes
+from shardconv.errors import SourceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,4 +125,8 @@ def _write(
             checksums=checksums, threads=threads, progress=progress,
         )  # fmt: skip
         side_files = copy_side_files(source.side_files, folder)
-        write_manifest(manifest.written(digests, side_files), folder, f"shardconv {__version__}")
+        if source.config is not None and read_json(folder / CONFIG_NAME) != source.config:
+            raise SourceError(
+                f"{source.side_files[CONFIG_NAME]}: changed after the plan was made; run the command again"
+            )
+        write_manifest(manifest.written(digests, side_files), folder, f"shardconv {__version__}", mode=inputs.mode)

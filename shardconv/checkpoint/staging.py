@@ -50,13 +50,15 @@ def staging(
     with _messages(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.parent / f".{path.name}.partial"
-        with _locked(partial, path):
+        with _locked(partial, path) as descriptor:
             check_free(path, is_folder=is_folder, overwrite=overwrite, side_files=side_files)
             _check_room(path, num_bytes)
             result = partial / (_RESULT if is_folder else path.name)
             if is_folder:
                 result.mkdir()
             yield result if is_folder else partial
+            if not _is_still(partial, descriptor):
+                raise OutputError(f"{partial}: was removed while it was written to; run the command again")
             if overwrite:
                 if os.path.lexists(path):
                     _flush(result)  # what is there goes only when its successor is on the disk
@@ -146,7 +148,7 @@ def check_apart(target: Path, sources: Iterable[Path]) -> None:
 
 
 @contextmanager
-def _locked(partial: Path, path: Path) -> Iterator[None]:
+def _locked(partial: Path, path: Path) -> Iterator[int]:
     """Hold the folder that is worked in, at first with nothing in it but the marker, and remove it in the end."""
     descriptor = _lock(partial, path)
     try:
@@ -154,7 +156,7 @@ def _locked(partial: Path, path: Path) -> Iterator[None]:
             _recover(partial, path)
             _clear(partial)
             (partial / _MARKER).touch()
-            yield
+            yield descriptor
         finally:
             if _is_still(partial, descriptor):
                 _recover(partial, path)
@@ -168,27 +170,39 @@ def _locked(partial: Path, path: Path) -> Iterator[None]:
 def _lock(partial: Path, path: Path) -> int:
     """Make or take over the folder that is worked in, and lock it against other runs."""
     while True:
+        is_new = False
         with suppress(FileExistsError):
             partial.mkdir()
+            is_new = True
         try:
             descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise OutputError(f"{path}: another run is writing it") from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(descriptor)
-                raise
-        if _is_still(partial, descriptor):
-            if _is_ours(partial):
+            _take_lock(descriptor, partial, path, is_new=is_new)
+            if _is_still(partial, descriptor):
+                if not _is_ours(partial):
+                    raise OutputError(f"{partial}: is needed, and holds what is not of shardconv; rename it first")
                 return descriptor
+        except BaseException:
             os.close(descriptor)
-            raise OutputError(f"{partial}: is needed, and holds what is not of shardconv; rename it first")
+            raise
         os.close(descriptor)
+
+
+def _take_lock(descriptor: int, partial: Path, path: Path, *, is_new: bool) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutputError(f"{path}: another run is writing it") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        if not is_new:
+            raise OutputError(
+                f"{path}: another run may be writing it, and this file system has no locks to tell; if none is, remove "
+                f"{partial}"
+            ) from error
 
 
 def _is_still(partial: Path, descriptor: int) -> bool:

@@ -11,7 +11,7 @@ from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.shards import Comparer, ShardReader
 from shardconv.checkpoint.source import Source, open_source
-from shardconv.checkpoint.write import checksum_file, read_ranks
+from shardconv.checkpoint.write import checksum_file, is_side_file, read_ranks
 from shardconv.errors import IntegrityError, SplitCheckpointError
 
 
@@ -102,8 +102,8 @@ def _side_differences(manifest: Manifest, folder: Path) -> list[str]:
     differences = []
     for name, digest in manifest.side_files.items():
         path = folder / name
-        if path.is_symlink() or not path.is_file():
-            differences.append(f"{name}: is missing, or no regular file")
+        if not is_side_file(path, folder):
+            differences.append(f"{name}: is missing, no regular file, or a link out of its folder")
         elif checksum_file(path) != digest:
             differences.append(f"{name}: differs from its checksum")
     return differences

@@ -1,17 +1,20 @@
 """What split, merge and reshard have in common: new files, the copy into them, and the side files."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import xxhash
 
 from shardconv.checkpoint.copy import CopyJob, Progress, Stripe
-from shardconv.checkpoint.fileio import InputFiles, OutputFiles
+from shardconv.checkpoint.fileio import InputFiles, OutputFiles, create
 from shardconv.checkpoint.layout import Layout
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.shards import ShardReader, ShardWriter
-from shardconv.errors import SourceError, SplitCheckpointError
+from shardconv.checkpoint.source import leads_out
+from shardconv.errors import IntegrityError, SourceError, SplitCheckpointError
+
+#: Bytes of a side file that are in memory at once.
+_PIECE_BYTES = 2**20
 
 
 def copy_files(
@@ -57,6 +60,8 @@ def read_ranks(manifest: Manifest, folder: Path) -> tuple[ShardReader, InputFile
     for path in paths:
         if not path.is_file():
             raise SplitCheckpointError(f"{path}: is missing; all {manifest.tp} rank files are needed")
+        if leads_out(path, folder):
+            raise SplitCheckpointError(f"{path}: is a link out of its folder")
     layout = manifest.rank_layout
     try:
         inputs = InputFiles(paths, layout.heads, layout.file_bytes)
@@ -73,29 +78,65 @@ def side_paths(manifest: Manifest, folder: Path) -> dict[str, Path]:
     """The side files of a split checkpoint, by name.
 
     Raises:
-        SplitCheckpointError: if one is missing, or no regular file.
+        SplitCheckpointError: if one is missing, no regular file, or a link out of the folder.
     """
     paths = {name: folder / name for name in manifest.side_files}
     for path in paths.values():
-        if path.is_symlink() or not path.is_file():
-            raise SplitCheckpointError(f"{path}: is missing, or no regular file")
+        if not is_side_file(path, folder):
+            raise SplitCheckpointError(f"{path}: is missing, no regular file, or a link out of its folder")
     return paths
 
 
-def copy_side_files(files: Mapping[str, Path], folder: Path) -> dict[str, str]:
-    """Copy side files into a folder, each under its name; returns name to checksum."""
+def is_side_file(path: Path, folder: Path) -> bool:
+    """Whether a regular file of a folder is there."""
+    return path.is_file() and not leads_out(path, folder)
+
+
+def copy_side_files(
+    files: Mapping[str, Path], folder: Path, expected: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Copy side files into a folder.
+
+    Args:
+        files: name to path.
+        folder: where each goes under its name.
+        expected: name to the checksum that it has to have.
+
+    Returns:
+        Name to checksum.
+
+    Raises:
+        IntegrityError: if a checksum is not the expected one.
+        SourceError: if a file changes meanwhile.
+    """
+    checksums = {}
     for name, path in files.items():
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-    return {name: checksum_file(folder / name) for name in files}
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        checksums[name] = _copy_file(path, folder / name)
+        if expected is not None and checksums[name] != expected[name]:
+            raise IntegrityError(f"{path}: differs from its checksum; put the original back")
+    return checksums
+
+
+def _copy_file(path: Path, target: Path) -> str:
+    """Copy a file, with its permissions; returns its checksum."""
+    size = path.stat().st_size
+    running = xxhash.xxh3_128()
+    with InputFiles([path], [b""], [size]) as inputs, create(target, inputs.mode) as copy:
+        for start in range(0, size, _PIECE_BYTES):
+            piece = memoryview(bytearray(min(_PIECE_BYTES, size - start)))
+            inputs.read(0, piece, start)
+            running.update(piece)
+            copy.write(piece)
+        inputs.check_unchanged()
+    return running.hexdigest()
 
 
 def checksum_file(path: Path) -> str:
     """The xxh3-128 of a file, in bounded memory."""
     running = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while data := file.read(2**20):
+        while data := file.read(_PIECE_BYTES):
             running.update(data)
     return running.hexdigest()
 

@@ -5,6 +5,7 @@ checkpoint: rules meet tensors in resolve.py.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +37,9 @@ STYLES = {
 }
 
 _FOLDER = Path(__file__).parent / "families"
+
+#: What stands in a pattern for one of several texts.
+CHOICE = re.compile(r"\{[^{}]*\}")
 
 #: Rules for names that tell by themselves how a tensor is cut; used where no family fits.
 NAMES_FAMILY = "by_name"
@@ -80,6 +84,8 @@ class Rule:
     origin: str = ""
 
     def __post_init__(self) -> None:
+        if set("{}") & set(CHOICE.sub("", self.pattern)):
+            raise ValueError("a { has no }, or a } no {")
         if self.style not in STYLES:
             raise ValueError(f"style {self.style!r} is none of {', '.join(STYLES)}")
         if bool(self.parts) != STYLES[self.style].packed:

@@ -88,10 +88,9 @@ def check_expression(expression: str | int) -> None:
         ValueError: if it holds anything else.
     """
     try:
-        tree = ast.parse(str(expression), mode="eval").body
+        _check_node(ast.parse(str(expression), mode="eval").body, expression)
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{expression!r:.60} is no expression") from error
-    _check_node(tree, expression)
+        raise ValueError(f"{expression!r:.60} is no expression, or too long a one") from error
 
 
 def _check_node(node: ast.expr, expression: str | int) -> None:

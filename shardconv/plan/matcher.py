@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardconv.plan.family import Rule
+from shardconv.plan.family import CHOICE, Rule
 
 #: Tensors beside a weight that follow it, by the last part of their name.
 _LEAVES = ("weight", "bias", "weight_scale_inv")
@@ -59,7 +59,7 @@ def _regex(pattern: str, prefix: str) -> str:
         start, pattern = r"(?:.+\.)?", pattern[3:]
     elif prefix and pattern.startswith(prefix):
         start, pattern = f"(?:{re.escape(prefix)})?", pattern[len(prefix) :]
-    tokens = re.split(r"(\*|\{[^{}]*\})", pattern)
+    tokens = re.split(rf"(\*|{CHOICE.pattern})", pattern)
     return start + "".join(_token(token) for token in tokens)
 
 

@@ -76,12 +76,15 @@ class Placement:
         """Whether some rank holds zeros that the full tensor does not have."""
         return any(isinstance(piece, Zeros) for pieces in self.ranks for piece in pieces)
 
+    def local_size(self, rank: int) -> int:
+        """Elements of a rank's shard along ``dim``, padding included; 0 where ``dim`` is None."""
+        return sum(piece.size for piece in self.ranks[rank])
+
     def shard_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """The shape of a rank's shard of a tensor of this ``shape``."""
         if self.dim is None:
             return tuple(shape)
-        local = sum(piece.size for piece in self.ranks[rank])
-        return (*shape[: self.dim], local, *shape[self.dim + 1 :])
+        return (*shape[: self.dim], self.local_size(rank), *shape[self.dim + 1 :])
 
     def shard_numel(self, shape: Sequence[int], rank: int) -> int:
         """Elements of a rank's shard of a tensor of this ``shape``."""

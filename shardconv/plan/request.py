@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from shardconv.errors import PlanError
 from shardconv.plan.family import NAMES_FAMILY, Family, Rule, family_for, load_family, parse_plan_file
+from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.resolve import DEFAULT_BLOCK, SCALE, Resolver, block_size
 
@@ -19,6 +20,9 @@ from shardconv.plan.resolve import DEFAULT_BLOCK, SCALE, Resolver, block_size
 #: between heads of 32, 64, 80, 96, 128, 192 or any other size that has no higher power of two in it. Where rows are no
 #: multiple of it, the same is true of the highest power of two that they are a multiple of.
 _ASSUMED_HEAD_DIM = 512
+
+#: What a config says of the heads.
+_HEAD_FIELDS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 
 #: By name, these produce what those consume: planning by name requires that they fit.
 _PAIRS = (("q_proj", "o_proj"), ("q_proj", "out_proj"), ("up_proj", "down_proj"), ("fc1", "fc2"), ("w1", "w2"))
@@ -84,13 +88,14 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
     """
     assumed: list[str] = []
     unsure = ""
-    if config is None or request.head_dim is not None:
-        config, sentence, unsure = _with_heads(tensors, config, request.head_dim)
+    user = parse_plan_file(*request.plan_file) if request.plan_file else None
+    family = _family(config or {}, request.family or (user.inherits if user else ""))
+    towers = _towers(tensors) if family.name == NAMES_FAMILY else []
+    if config is None or request.head_dim is not None or len(towers) > 1:
+        config, sentence, unsure = _with_heads(tensors, config, request.head_dim, towers)
         assumed += [sentence] if sentence else []
     if not block_size(config) and any(name.endswith(SCALE) for name in tensors):
         assumed.append(f"fp8 scales are for blocks of {DEFAULT_BLOCK[0]} by {DEFAULT_BLOCK[1]}; no config says it")
-    user = parse_plan_file(*request.plan_file) if request.plan_file else None
-    family = _family(config, request.family or (user.inherits if user else ""))
     if family.name == NAMES_FAMILY:
         _check_pairs(tensors)
         model = f"model type {config['model_type']!r}" if config.get("model_type") else "a checkpoint without a config"
@@ -100,13 +105,20 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         required += user.rules
         family = replace(user, name=family.name).over(family)
     if request.replicate:
-        rules = tuple(Rule(name, "replicate", origin="--replicate") for name in request.replicate)
+        rules = tuple(map(_replicated, request.replicate))
         assumed += [
             f"{name} is whole on every rank, as asked; what belongs to it may be cut" for name in request.replicate
         ]
         required += rules
         family = Family(family.name, rules=rules).over(family)
     return Resolution(Resolver(tensors, config, family, required=required, unsure=unsure), tuple(assumed))
+
+
+def _replicated(name: str) -> Rule:
+    try:
+        return Rule(name, "replicate", origin="--replicate")
+    except ValueError as error:
+        raise PlanError(f"--replicate {name!r}: {error}") from error
 
 
 def _family(config: Mapping[str, Any], name: str) -> Family:
@@ -118,21 +130,27 @@ def _family(config: Mapping[str, Any], name: str) -> Family:
 
 
 def _with_heads(
-    tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None, head_dim: int | None
+    tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None, head_dim: int | None, towers: list[str]
 ) -> tuple[dict[str, Any], str, str]:
-    """A config with what names and shapes tell of the heads; a sentence that says so; and what stays unsure."""
+    """A config with what names and shapes tell of the heads; a sentence that says so; and what stays unsure.
+
+    Where there are several towers, neither the config's heads nor a shape of one of them are those of all.
+    """
     sentence = unsure = ""
+    why = "there is no config"
+    if len(towers) > 1:
+        config = {field: value for field, value in (config or {}).items() if field not in _HEAD_FIELDS}
+        why = f"{' and '.join(towers)} may have other heads each"
     if head_dim is not None and head_dim < 1:
         raise PlanError(f"--head-dim {head_dim}: a head has at least one element")
-    if head_dim is None and (found := _head_dim_by_shape(tensors)):
+    if head_dim is None and len(towers) < 2 and (found := _head_dim_by_shape(tensors)):
         head_dim, source = found
         sentence = f"head_dim = {head_dim}, from the shape of {source}"
     elif head_dim is None and (rows := _projected_rows(tensors)):
         head_dim = gcd(_ASSUMED_HEAD_DIM, *rows)
-        sentence = (
-            f"heads have at most {head_dim} elements, for there is no config; cuts are right for smaller ones, too"
-        )
-        unsure = "the head size is not in the checkpoint: pass --head-dim N or --config FILE to settle it"
+        sentence = f"heads have at most {head_dim} elements, for {why}; cuts are right for smaller ones, too"
+        settled = "--head-dim N or --config FILE" if len(towers) < 2 else "--head-dim N, or --plan FILE with rules,"
+        unsure = f"the head size is not in the checkpoint: pass {settled} to settle it"
     if head_dim is None:
         return dict(config or {}), "", ""
     heads = {
@@ -157,6 +175,11 @@ def _projected_rows(tensors: Mapping[str, TensorSpec]) -> set[int]:
     """The rows of the query and key projections: whole numbers of heads."""
     suffixes = ("q_proj.weight", "k_proj.weight")
     return {spec.shape[0] for name, spec in tensors.items() if name.endswith(suffixes) and spec.shape}
+
+
+def _towers(tensors: Mapping[str, TensorSpec]) -> list[str]:
+    """The modules that have heads of their own, layers aside: an encoder and a decoder, text and vision."""
+    return sorted({pattern_for(name) for name in tensors if name.endswith(".q_proj.weight")})
 
 
 def _first(tensors: Mapping[str, TensorSpec], suffix: str) -> TensorSpec | None:
