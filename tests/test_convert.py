@@ -15,6 +15,8 @@ from shardconv.convert import (
     load_full_state_dict,
 )
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
+from shardconv.layers.init import shard_init_
+from shardconv.layers.sharding import description
 
 WORDS, WIDTH = 21, 16
 
@@ -92,7 +94,7 @@ def check_model(axis):
     assert down.bias.grad is None
     copied = copy.deepcopy(model)
     assert copied.again.axis is axis
-    assert copied.again.weight.placement == up.weight.placement
+    assert description(copied.again.weight) == description(up.weight)
     torch.testing.assert_close(copied.eval()(IDS), model.eval()(IDS))
 
 
@@ -148,8 +150,66 @@ def check_refused(axis):
     fails(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), "0: is a ParametrizedLinear")
     linear = nn.Linear(8, 8)
     fails(nn.ModuleList([linear, Odd(linear.weight)]), "1: a Odd has a parameter in common")
-    torch.manual_seed(axis.rank)
-    fails(nn.Sequential(nn.Linear(8, 8)), "hold different values in 0: seed all ranks alike")
+    fails(nn.Sequential(nn.ReLU()), "there is no Linear in this Sequential")
+    fails(nn.Sequential(nn.Linear(8, 8)), "there is no Embedding", convert_parallel_embedding)
+    looked_up = nn.Embedding(8, 4, sparse=True)
+    looked_up(torch.tensor([1])).sum().backward()
+    fails(nn.Sequential(looked_up), "0: has .* a sparse gradient", convert_parallel_embedding)
+    patched = nn.Linear(8, 8)
+    patched.forward = patched.forward
+    fails(nn.Sequential(patched), "0: has a forward of its own")
+    done = convert_parallel_linear(nn.Sequential(nn.Linear(8, 8)), -1, group=axis)
+    with pytest.raises(ValueError, match="0: is split already"):
+        convert_parallel_linear(done, -1, gather_output=True, group=axis)
+
+
+def check_ranks_that_differ(axis):
+    """All ranks refuse, and none waits for another."""
+
+    def fails(model, message, dim=-1):
+        with pytest.raises(ValueError, match=message):
+            convert_parallel_linear(model, dim, group=axis)
+
+    rolled = nn.Linear(8, 8)
+    with torch.no_grad():
+        rolled.weight.copy_(torch.arange(64.0).view(8, 8).roll(axis.rank, 0))  # the same bytes in another order
+    fails(nn.Sequential(nn.Linear(8, 8), rolled), "hold different values in 1: seed all ranks alike")
+    fails(nn.Sequential(nn.Linear(8, 8, device="meta" if axis.rank else "cpu")), "do not hold the same layers")
+    width = 6 if axis.rank == 1 else 8
+    fails(nn.Sequential(nn.Linear(8, width)), "6 is not a multiple" if axis.rank == 1 else "or one cannot convert them")
+
+
+def test_ranks_that_differ(ranks):
+    ranks("four", check_ranks_that_differ)
+
+
+def check_descriptions(axis):
+    """Parameters that take the place of others are shards of the same layer."""
+    torch.manual_seed(0)
+    expected = nn.init.normal_(torch.empty(16, 8)).chunk(axis.size)[axis.rank]
+    layer = ParallelLinear(8, 16, dim=-1, device="meta", group=axis).to_empty(device="cpu")
+    torch.manual_seed(0)
+    assert torch.equal(shard_init_(nn.init.normal_, layer.weight), expected)
+    layer.load_state_dict({name: tensor.clone() for name, tensor in layer.state_dict().items()}, assign=True)
+    assert description(layer.weight) == (layer.placements["weight"], axis)
+    assert description(layer.double().weight) == (layer.placements["weight"], axis)
+    assert description(torch.zeros(1)) is None
+
+
+def test_descriptions(ranks):
+    ranks("pairs", check_descriptions)
+
+
+def check_parameters_stored(axis, path):
+    """They are stored as plain tensors, which need no code to be loaded."""
+    layer = ParallelLinear(8, 16, dim=-1, group=axis)
+    torch.save(dict(layer.named_parameters()), f"{path}/{axis.ranks}-{axis.rank}")
+    loaded = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=True)
+    assert torch.equal(loaded["weight"], layer.weight)
+
+
+def test_parameters_stored(ranks, tmp_path):
+    ranks("pairs", check_parameters_stored, str(tmp_path))
 
 
 def test_refused(ranks):
@@ -175,6 +235,12 @@ def check_bare(axis):
     torch.manual_seed(0)
     graded = nn.Linear(8, 8)
     graded(torch.ones(8)).sum().backward()
+    calls = []
+    new = convert_parallel_linear(graded, -1, group=axis)
+    new.register_forward_hook(lambda *_: calls.append(1))
+    new.register_buffer("extra", torch.zeros(1))
+    graded(torch.ones(8))
+    assert (calls, list(graded.state_dict())) == ([], ["weight", "bias"])  # the old layer is as it was
     kept = graded.weight.grad.clone()
     convert_parallel_linear(nn.Sequential(graded), 0, group=axis)
     assert torch.equal(graded.weight.grad, kept.chunk(axis.size, 1)[axis.rank])
@@ -192,7 +258,7 @@ def check_stored(axis, path):
     stored = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=False)
     assert torch.equal(stored.weight, layer.weight)
     assert torch.equal(stored.master_weight, layer.master_weight)  # by a group that works
-    assert stored.weight.placement == layer.weight.placement
+    assert description(stored.weight)[0] == layer.placements["weight"]
     with pytest.raises(RuntimeError, match=r"has to be loaded by it: call shardconv.init_parallel first"):
         torch.load(f"{path}/{axis.ranks}-{(axis.rank + 1) % axis.size}", weights_only=False)
 

@@ -24,6 +24,7 @@ OPTIONS = [
     {"max_norm": 2.0},
     {"max_norm": 2.0, "norm_type": 1.0, "padding_idx": 13},
     {"max_norm": 1.0, "norm_type": float("inf")},
+    {"max_norm": 3.0, "norm_type": 0.0},
     {"scale_grad_by_freq": True},
     {"scale_grad_by_freq": True, "padding_idx": 13, "max_norm": 2.0},
     {"sparse": True},
@@ -126,6 +127,20 @@ def check_few_words(axis):
 
 def test_fewer_words_than_ranks(ranks):
     ranks("four", check_few_words)
+
+
+def check_half_norms(axis):
+    """The squares of large float16 values are beyond float16."""
+    table = (torch.arange(1.0, 13 * WIDTH + 1).view(13, WIDTH)).half()
+    for dim in (0, -1):
+        plain = nn.Embedding(13, WIDTH, max_norm=1.0, _weight=table.clone())
+        layer = ParallelEmbedding(13, WIDTH, max_norm=1.0, _weight=table.clone(), dim=dim, group=axis)
+        plain(torch.arange(13)), layer(torch.arange(13))
+        torch.testing.assert_close(layer.master_weight, plain.weight)
+
+
+def test_half_norms(ranks):
+    ranks("pairs", check_half_norms)
 
 
 def check_refused(axis):

@@ -20,6 +20,7 @@ from shardconv.layers import (
 )
 from shardconv.layers.functional import parallel_linear
 from shardconv.layers.init import INITIALIZERS, init_affine_weight_, shard_init_
+from shardconv.plan.placement import Interval, Placement, Unit, Zeros, cut
 
 LAYOUTS = ["pairs", "strided", "four"]
 BATCH, IN, OUT = 5, 24, 40
@@ -179,6 +180,60 @@ def check_pair(axis):
 @pytest.mark.parametrize("layout", ["pairs", "four"])
 def test_a_pair_costs_one_collective_each_way(ranks, layout):
     ranks(layout, check_pair)
+
+
+def check_copies(axis, gather):
+    """As kv heads are held where there are fewer than ranks: output, gradients and a step are the plain layer's."""
+    heads, size = axis.size // 2, 3
+    placement = cut(0, [Unit(heads, size, copies=True)], axis.size)
+    plain = plain_layer(out=heads * size)
+    layer = ParallelLinear(
+        IN, heads * size, dim=-1, placement=placement, gather_output=gather, dtype=torch.float64, group=axis
+    )
+    own = torch.arange(axis.rank // 2 * size, axis.rank // 2 * size + size)
+    with torch.no_grad():
+        layer.weight.copy_(plain.weight[own])
+        layer.bias.copy_(plain.bias[own])
+    grads = [fixed((BATCH, heads * size), seed=7 + rank) for rank in range(axis.size)]
+    if gather:
+        expected, expected_grad = run(plain, fixed((BATCH, IN)), grads[0])
+        found, found_grad = run(layer, fixed((BATCH, IN)), grads[0])
+    else:  # each of the two that hold a head uses it otherwise
+        owners = [
+            torch.zeros_like(grad).index_copy(1, rank // 2 * size + torch.arange(size), grad[:, :size])
+            for rank, grad in enumerate(grads)
+        ]
+        expected, expected_grad = run(plain, fixed((BATCH, IN)), sum(owners))
+        expected = expected[:, own]
+        found, found_grad = run(layer, fixed((BATCH, IN)), grads[axis.rank][:, :size])
+    assert_near(found, expected, "output")
+    assert_near(found_grad, expected_grad, "gradient of the input")
+    assert_near(layer.weight.grad, plain.weight.grad[own], "gradient of the weight")
+    assert_near(layer.bias.grad, plain.bias.grad[own], "gradient of the bias")
+    layer.zero_grad()
+    layer.master_weight.pow(2).sum().backward()
+    assert_near(layer.weight.grad, 2 * plain.weight[own], "gradient through the full weight")
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_copies(ranks, gather):
+    ranks("four", check_copies, gather)
+
+
+def check_placements_refused(axis):
+    for dim, pieces, message in [
+        (-1, ((Interval(0, 3),), (Interval(3, 4),)), "shards of different sizes"),
+        (0, ((Interval(0, 2),), (Interval(2, 3), Zeros(1))), "rows cannot be padded"),
+        (0, ((Interval(0, 4),), (Interval(0, 4),)), "nor have copies"),
+    ]:
+        size = max(piece.stop for rank in pieces for piece in rank if isinstance(piece, Interval))
+        placement = Placement(0 if dim else 1, size, pieces)
+        with pytest.raises(ValueError, match=message):
+            ParallelLinear(size, size, dim=dim, placement=placement, group=axis)
+
+
+def test_placements_that_are_refused(ranks):
+    ranks("pairs", check_placements_refused)
 
 
 def plain_pair(dtype):

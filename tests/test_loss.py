@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everywhere
 
+from shardconv.distributed import reduce_from_tp
 from shardconv.layers import ParallelCrossEntropyLoss
 from shardconv.layers.functional import parallel_cross_entropy
 
@@ -161,14 +162,23 @@ def test_no_rows(ranks):
 
 
 def check_second_gradient(axis):
+    """As a gradient penalty takes it, against torch's."""
     logits, target = case((BATCH,), 12, torch.float64)
-    mine = split(axis, logits, 12).requires_grad_()
-    with pytest.raises(RuntimeError, match="has no gradient: gather the logits"):
-        torch.autograd.grad(parallel_cross_entropy(mine, target, group=axis), mine, create_graph=True)
+    weight = torch.rand(12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for options in ({}, {"weight": weight, "label_smoothing": 0.2}):
+        full = logits.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(F.cross_entropy(full, target, **options), full, create_graph=True)
+        grad.pow(2).sum().backward()
+        mine = split(axis, logits, 12).clone().requires_grad_()
+        (grad,) = torch.autograd.grad(
+            parallel_cross_entropy(mine, target, group=axis, **options), mine, create_graph=True
+        )
+        reduce_from_tp(grad.pow(2).sum(), group=axis).backward()
+        torch.testing.assert_close(mine.grad, split(axis, full.grad, 12))
 
 
-def test_second_gradient_is_refused(ranks):
-    ranks("pairs", check_second_gradient)
+def test_second_gradient(ranks):
+    ranks("four", check_second_gradient)
 
 
 def check_module(axis):

@@ -33,6 +33,12 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
 
+    @property
+    def message_device(self) -> torch.device:
+        """Where the tensors of a collective have to be that are on no device by themselves."""
+        is_on_device = self.group is not None and dist.get_backend(self.group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if is_on_device else torch.device("cpu")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself: a copy of a layer belongs to the same processes."""
         return self

@@ -4,14 +4,16 @@ Layers and parameters keep their identity: what held them still does, so what is
 before anything changes.
 """
 
+import copy
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 
-from shardconv.distributed import Axis, GroupLike, as_axis
+from shardconv.distributed import Axis, GroupLike, as_axis, reduce_from_tp
 from shardconv.layers.embedding import ParallelEmbedding
 from shardconv.layers.linear import ParallelLinear, VocabParallelClassifier
 from shardconv.layers.sharding import ParallelModule, take_shard
@@ -91,24 +93,35 @@ def convert_parallel_embedding(module: nn.Module, dim: int | None = None, *, gro
 
 
 def _convert(module: nn.Module, target: _Target, axis: Axis) -> Any:
+    changes: list[_Change] = []
+    problem: ValueError | None = None
+    try:
+        changes = _changes(module, target, axis)
+    except ValueError as error:
+        problem = error
+    _check_alike(changes, problem, axis)
+    if changes and changes[0].layer is module:
+        return _new_layer(changes[0].shell)
+    _cut_parameters([change.shell for change in changes])
+    for change in changes:
+        change.layer.__class__ = type(change.shell)
+        change.layer.__dict__.update(change.shell.__dict__)
+        change.shell.describe_parameters()
+    return module
+
+
+def _changes(module: nn.Module, target: _Target, axis: Axis) -> list[_Change]:
     found = {name: child for name, child in module.named_modules() if _is_kind(child, target.kind)}
+    if not found:
+        raise ValueError(f"there is no {_PLAIN[target.kind].__name__} in this {type(module).__name__}")
     targets = dict.fromkeys(found, target)
     for name, child in _tied(module, found.values()):
         found[name], targets[name] = child, _tied_target(target, child, name)
-    changes = [
+    return [
         _Change(name, child, _shell(name, child, targets[name], axis))
         for name, child in found.items()
         if not _is_converted(name, child, targets[name], axis)
     ]
-    _check_values(changes, axis)
-    if changes and changes[0].layer is module:
-        return _new_layer(changes[0].shell)
-    done: set[int] = set()
-    for change in changes:
-        _cut_parameters(change.shell, done)
-        change.layer.__class__ = type(change.shell)
-        change.layer.__dict__.update(change.shell.__dict__)
-    return module
 
 
 def _is_kind(child: nn.Module, kind: type[ParallelModule]) -> bool:
@@ -121,8 +134,9 @@ def _is_converted(name: str, child: nn.Module, target: _Target, axis: Axis) -> b
     shell: Any = object.__new__(type(child))
     shell.__dict__.update(child.__dict__)
     shell.dim = target.dim
-    shell.set_up(axis)
-    if shell.placements != child.placements or child.axis.ranks != axis.ranks:
+    shell.set_up(axis, **target.options)
+    differs = any(getattr(child, name) != value for name, value in target.options.items())
+    if differs or shell.placements != child.placements or child.axis.ranks != axis.ranks:
         label = name or "the layer"
         raise ValueError(f"{label}: is split already, as {child}; load the plain model to split it otherwise")
     return True
@@ -142,6 +156,10 @@ def _shell(name: str, child: nn.Module, target: _Target, axis: Axis) -> Parallel
             f"{label}: is a {type(child).__name__} with parameters {', '.join(parameters)}, not a plain "
             f"{plain.__name__}, and may compute something else; convert the parts of the model that hold plain layers"
         )
+    if "forward" in vars(child) or any(
+        parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters.values()
+    ):
+        raise ValueError(f"{label}: has a forward of its own, or a sparse gradient: convert it before, or without it")
     shell: Any = object.__new__(target.kind)
     shell.__dict__.update(child.__dict__)
     shell.dim = target.dim
@@ -183,48 +201,80 @@ def _tied_target(target: _Target, child: nn.Module, name: str) -> _Target:
     )
 
 
-def _check_values(changes: list[_Change], axis: Axis) -> None:
-    """Check that all ranks hold the same bytes."""
-    parameters = [
-        parameter for change in changes for parameter in _own_parameters(change.layer).values() if not parameter.is_meta
-    ]
-    if axis.size == 1 or not parameters:
-        return
-    sums = torch.stack([_byte_sum(parameter) for parameter in parameters]).to(parameters[0].device)
-    low, high = sums.clone(), sums.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=axis.group)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=axis.group)
-    if not torch.equal(low, high):
-        names = [change.name or "the layer" for change in changes]
-        raise ValueError(
-            f"the ranks {list(axis.ranks)} hold different values in {', '.join(names[:3])}{' ...' if names[3:] else ''}"
-            f": seed all ranks alike, or load the same checkpoint on all, before converting"
-        )
+def _check_alike(changes: list[_Change], problem: ValueError | None, axis: Axis) -> None:
+    """Check that all ranks are about to do the same, to the same bytes; whatever a rank found, all get here."""
+    if axis.size > 1:
+        named = [
+            (change.name, name, parameter)
+            for change in changes
+            for name, parameter in _own_parameters(change.layer).items()
+        ]
+        shapes = [(layer, name, p.shape, p.dtype, p.is_meta) for layer, name, p in named]
+        if not _is_alike([_digest(repr((shapes, str(problem))).encode())], axis)[0] and problem is None:
+            raise ValueError(
+                f"the ranks {list(axis.ranks)} do not hold the same layers, of the same shapes and on the same kind of "
+                f"device, or one cannot convert them"
+            )
+    if problem is not None:
+        raise problem
+    if axis.size > 1 and named:
+        equal = _is_alike([_digest_of(parameter) for *_, parameter in named], axis)
+        pairs = zip(named, equal, strict=True)
+        layers = list(dict.fromkeys(layer or "the layer" for (layer, *_), same in pairs if not same))
+        if layers:
+            raise ValueError(
+                f"the ranks {list(axis.ranks)} hold different values in {', '.join(layers[:3])}"
+                f"{' ...' if layers[3:] else ''}: seed all ranks alike, or load the same checkpoint on all, before "
+                f"converting"
+            )
 
 
-def _byte_sum(parameter: nn.Parameter) -> torch.Tensor:
-    data = parameter.detach().contiguous().view(-1)
-    return data.view(torch.uint8).sum(dtype=torch.int64) if data.numel() else data.new_zeros((), dtype=torch.int64)
+def _is_alike(digests: list[int], axis: Axis) -> list[bool]:
+    """For each number whether all ranks have the same: the largest of it and of its negative tell."""
+    mine = torch.tensor([digests, [-digest for digest in digests]], device=axis.message_device)
+    most = reduce_from_tp(mine, op=dist.ReduceOp.MAX, group=axis)
+    return [bool(same) for same in (most[0] == -most[1]).tolist()]
 
 
-def _cut_parameters(shell: ParallelModule, done: set[int]) -> None:
-    """Cut the parameters, in place: what refers to one of them still does."""
-    for name, placement in shell.own_shards():
-        parameter = getattr(shell, name)
-        if id(parameter) in done:
-            continue
-        done.add(id(parameter))
-        gradient, parameter.grad = parameter.grad, None
-        parameter.data = take_shard(parameter.data, placement, shell.axis.rank).clone()
-        if gradient is not None:
-            parameter.grad = take_shard(gradient, placement, shell.axis.rank).clone()
-    shell.describe_parameters()
+def _digest_of(parameter: nn.Parameter) -> int:
+    if parameter.is_meta:
+        return 0
+    return _digest(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _digest(data: Any) -> int:
+    return xxhash.xxh3_64_intdigest(data) >> 1  # as a whole number that has a sign
+
+
+def _cut_parameters(shells: list[ParallelModule]) -> None:
+    """Cut the parameters, in place: what refers to one of them still does. First all is made, then it is put there."""
+    made: dict[int, tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = {}
+    for shell in shells:
+        for name, placement in shell.own_shards():
+            parameter = getattr(shell, name)
+            if id(parameter) in made:
+                continue
+            gradient = parameter.grad
+            made[id(parameter)] = (
+                parameter,
+                take_shard(parameter.data, placement, shell.axis.rank).clone(),
+                None if gradient is None else take_shard(gradient, placement, shell.axis.rank).clone(),
+            )
+    for parameter, shard, gradient in made.values():
+        parameter.grad = None
+        parameter.data = shard
+        parameter.grad = gradient
 
 
 def _new_layer(shell: ParallelModule) -> ParallelModule:
-    """The layer with parameters of its own."""
-    shell.__dict__["_parameters"] = dict(shell.__dict__["_parameters"])
+    """The layer with parameters, buffers and hooks of its own."""
+    for name, value in shell.__dict__.items():
+        if isinstance(value, (dict, set)):
+            shell.__dict__[name] = copy.copy(value)
+    for name, buffer in shell.named_buffers(recurse=False):
+        setattr(shell, name, buffer.clone())
     for name, parameter in _own_parameters(shell).items():
         setattr(shell, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
-    _cut_parameters(shell, set())
+    _cut_parameters([shell])
+    shell.describe_parameters()
     return shell

@@ -125,9 +125,11 @@ def _scale_rows_(weight: Tensor, input: Tensor, max_norm: float, norm_type: floa
     """Scale the rows that are looked up down to a norm over all ranks, as ``torch.embedding_renorm_`` does."""
     _check_range(input, len(weight))
     ids = input.unique()
-    rows = weight[ids].abs()
+    rows = weight[ids].to(torch.promote_types(weight.dtype, torch.float32)).abs()  # as torch does: no sum overflows
     if norm_type == float("inf"):
         norms = reduce_from_tp(rows.amax(1), op=dist.ReduceOp.MAX, group=axis)
+    elif norm_type == 0:
+        norms = reduce_from_tp(rows.count_nonzero(1).to(rows.dtype), group=axis)
     else:
         norms = reduce_from_tp(rows.pow(norm_type).sum(1), group=axis).pow(1 / norm_type)
     scales = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis
-from shardconv.layers.sharding import take_shard
+from shardconv.layers.sharding import description, take_shard
 from shardconv.plan.placement import Placement, Unit, cut
 
 #: Fills a tensor in place.
@@ -88,9 +88,11 @@ def shard_init_(
         >>> layer = ParallelLinear(20, 30, dim=-1)
         >>> _ = shard_init_(torch.nn.init.kaiming_normal_, layer.weight, a=0, mode="fan_in")
     """
-    placement = placement or getattr(tensor, "placement", None)
-    axis = getattr(tensor, "axis", None) if group is None else None
-    fill_shard_(tensor, placement, axis or as_axis(group), lambda full: init_method(full, **kwargs))
+    described = description(tensor)
+    if described is not None:
+        placement = placement or described[0]
+        group = described[1] if group is None else group
+    fill_shard_(tensor, placement, as_axis(group), lambda full: init_method(full, **kwargs))
     return tensor
 
 
@@ -115,7 +117,7 @@ def _draw_alike(full: Tensor, axis: Axis, init: Initializer) -> None:
     device = torch.get_device_module(full.device) if full.device.type != "cpu" else torch.random
     mine = device.get_rng_state()
     init(full)
-    first = mine.to(full.device if dist.get_backend(axis.group) == "nccl" else "cpu", copy=True)
+    first = mine.to(axis.message_device, copy=True)
     dist.broadcast(first, axis.ranks[0], group=axis.group)
     if not torch.equal(first.cpu(), mine.cpu()):  # the ranks were seeded differently
         after = device.get_rng_state()

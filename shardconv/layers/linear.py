@@ -187,7 +187,8 @@ class ParallelLinear(ParallelModule):
         )
         if skip_bias_add and not bias:
             raise ValueError("skip_bias_add without a bias: there is nothing to skip")
-        self.lora_rank, self.lora_scale = lora_rank, (lora_alpha or lora_rank) / max(lora_rank, 1)
+        alpha = lora_rank if lora_alpha is None else lora_alpha
+        self.lora_rank, self.lora_scale = lora_rank, alpha / max(lora_rank, 1)
         options = {"device": device, "dtype": dtype}
         shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
         shapes |= {"lora_a": (lora_rank, in_features), "lora_b": (out_features, lora_rank)} if lora_rank else {}
@@ -228,6 +229,7 @@ class ParallelLinear(ParallelModule):
         self.gather_output, self.input_is_parallel = gather_output, input_is_parallel
         self.skip_bias_add = skip_bias_add
         self.placements = {}
+        self._has_copies = False
         if cut_dim is None:
             return
         size = self.out_features if cut_dim == 0 else self.in_features
@@ -239,6 +241,11 @@ class ParallelLinear(ParallelModule):
             placement = even_placement(cut_dim, sizes, axis.size, pad=self._padding is not None, what=what)
         if (placement.dim, placement.size, placement.tp) != (cut_dim, size, axis.size):
             raise ValueError(f"the placement ({placement.describe()}) is not one of dim {cut_dim} of {size}")
+        if not placement.is_even:
+            raise ValueError(f"the placement ({placement.describe()}) has shards of different sizes")
+        if cut_dim == 1 and (placement.is_padded or placement.has_copies):
+            raise ValueError(f"the placement ({placement.describe()}): rows cannot be padded, nor have copies")
+        self._has_copies = placement.has_copies
         self.placements["weight"] = placement
         if cut_dim == 0:
             self.placements |= {"bias": placement, "lora_b": placement}
@@ -269,7 +276,11 @@ class ParallelLinear(ParallelModule):
         elif is_row:
             entered = enter_split(input, self.placements["weight"], self.axis, self.input_is_parallel)
         late_bias = is_row or self.skip_bias_add
-        output = F.linear(entered, self.weight, None if late_bias else self.bias)
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if self._has_copies and torch.is_grad_enabled():
+            weight, bias = self.shard("weight"), None if bias is None else self.shard("bias")
+        output = F.linear(entered, weight, None if late_bias else bias)
         if self.lora_rank:
             output = output + self._low_rank(entered)
         if is_row:
@@ -279,17 +290,14 @@ class ParallelLinear(ParallelModule):
         elif self._padding is not None:
             output = self._mask_padding(output)
         if self.skip_bias_add:
-            return output, self._whole_bias()
-        return output + self.bias.to(output.dtype) if late_bias and self.bias is not None else output
-
-    def _whole_bias(self) -> Tensor | None:
-        return self.master_bias if self.gather_output else self.bias
+            return output, self.master_bias if self.gather_output else bias
+        return output + bias.to(output.dtype) if late_bias and bias is not None else output
 
     def _low_rank(self, input: Tensor) -> Tensor:
         """The pair's part of the output; the gradient of its replicated half is the sum of the ranks'."""
         first, second = (
-            parameter if name in self.placements or self.dim is None else copy_to_tp(parameter, group=self.axis)
-            for name, parameter in (("lora_a", self.lora_a), ("lora_b", self.lora_b))
+            self.shard(name) if name in self.placements or self.dim is None else copy_to_tp(whole, group=self.axis)
+            for name, whole in (("lora_a", self.lora_a), ("lora_b", self.lora_b))
         )
         return F.linear(F.linear(input, first), second) * self.lora_scale
 

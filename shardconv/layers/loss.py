@@ -6,7 +6,7 @@ lse = log(sum over c of exp(x_c)), torch's definition is
     loss = (1 - e) w_y (lse - x_y) + e / C * (W lse - sum over c of w_c x_c)
 
 divided, for ``mean``, by the sum of w_y. All sums over classes are sums over ranks: one all-reduce finds the largest
-logit, a second one carries all sums. The gradient needs no communication.
+logit, a second one carries all sums. The gradient needs no communication, unless it is to have one itself.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everywhere
 from torch import Tensor, nn
 
-from shardconv.distributed import Axis, GroupLike, as_axis, reduce_from_tp
+from shardconv.distributed import Axis, GroupLike, as_axis, copy_to_tp, reduce_from_tp
 
 
 def parallel_cross_entropy(
@@ -162,8 +162,7 @@ class _ClassSums(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor | None, weight: Tensor | None, classes: _Classes
     ) -> tuple[Tensor, Tensor, Tensor]:
-        own = classes.own(logits, -1)
-        own = own.to(torch.promote_types(own.dtype, torch.float32))
+        own = _at_least_float32(classes.own(logits, -1))
         largest = own.amax(-1) if classes.size else own.new_full(own.shape[:-1], float("-inf"))
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=classes.axis.group)
         own = own - largest.unsqueeze(-1)
@@ -176,25 +175,31 @@ class _ClassSums(torch.autograd.Function):
             sums[1] = own.gather(-1, index).squeeze(-1).masked_fill(~is_own, 0)
         if weight is not None:
             sums[2] = (own * weight).sum(-1)
-        own = own.exp_()
-        sums[0] = own.sum(-1)
+        sums[0] = own.exp_().sum(-1)
         dist.all_reduce(sums, group=classes.axis.group)
-        ctx.save_for_backward(own.div_(sums[0].unsqueeze(-1)), index, is_own, weight)
-        ctx.dtype, ctx.width = logits.dtype, logits.shape[-1]
-        return sums[0].log(), sums[1].clone(), sums[2].clone()
+        log_sum = sums[0].log()
+        ctx.save_for_backward(logits, largest, log_sum, index, is_own, weight)
+        ctx.classes = classes
+        return log_sum, sums[1].clone(), sums[2].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("the gradient of a cross entropy over split classes has no gradient: gather the logits")
-        softmax, index, is_own, weight = ctx.saved_tensors
+        logits, largest, log_sum, index, is_own, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a gradient of the gradient: what is equal on all ranks is used by each apart
+            log_sum = copy_to_tp(log_sum, group=ctx.classes.axis)
+            grads = tuple(copy_to_tp(grad, group=ctx.classes.axis) for grad in grads)
         by_log_sum, by_target, by_weighted = (grad.unsqueeze(-1) for grad in grads)
-        grad = softmax * by_log_sum
+        own = _at_least_float32(ctx.classes.own(logits, -1))
+        grad = (own - largest.unsqueeze(-1) - log_sum.unsqueeze(-1)).exp() * by_log_sum
         if index is not None:
-            grad.scatter_add_(-1, index, by_target * is_own.unsqueeze(-1))
+            grad = grad.scatter_add(-1, index, by_target * is_own.unsqueeze(-1))
         if weight is not None:
-            grad += by_weighted * weight
-        return F.pad(grad, (0, ctx.width - grad.shape[-1])).to(ctx.dtype), None, None, None
+            grad = grad + by_weighted * weight
+        return F.pad(grad, (0, logits.shape[-1] - grad.shape[-1])).to(logits.dtype), None, None, None
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):

@@ -10,9 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardconv.distributed import Axis, gather_from_tp, scatter_to_tp
+from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
+
+#: Of parameters that are shards, the placement and the ranks. Beside them, so that they are stored as plain tensors.
+_described: Any = WeakTensorKeyDictionary()
+
+
+def description(tensor: Tensor) -> tuple[Placement, Axis] | None:
+    """How a parameter of a parallel layer is cut, and over which ranks; None of any other tensor."""
+    found: tuple[Placement, Axis] | None = _described.get(tensor)
+    return found
 
 
 def even_placement(dim: int, sizes: tuple[int, ...], tp: int, *, pad: bool = False, what: str) -> Placement:
@@ -86,6 +96,52 @@ def scatter_shards(full: Tensor, placement: Placement, axis: Axis, *, dim: int) 
     return scatter_to_tp(full, dim, group=axis)
 
 
+def share_copies(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
+    """A shard as it is. Its gradient becomes the sum of those of all ranks that hold the same elements.
+
+    Args:
+        shard: this rank's shard.
+        placement: how the full tensor is cut, with copies.
+        axis: the ranks.
+    """
+    return shard if axis.size == 1 else _Share.apply(shard, placement, axis)
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
+        ctx.placement, ctx.axis = placement, axis
+        return shard.view_as(shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _SumShared.apply(grad, ctx.placement, ctx.axis), None, None
+
+
+class _SumShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
+        ctx.placement, ctx.axis = placement, axis
+        full = reduce_from_tp(_put_shard(shard, placement, axis.rank), group=axis)
+        return take_shard(full, placement, axis.rank)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Share.apply(grad, ctx.placement, ctx.axis), None, None
+
+
+def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
+    """A full tensor with a rank's shard in its place, and zeros elsewhere."""
+    assert placement.dim is not None
+    dim, position = placement.dim, 0
+    full = shard.new_zeros((*shard.shape[:dim], placement.size, *shard.shape[dim + 1 :]))
+    for piece in placement.ranks[rank]:
+        if isinstance(piece, Interval):
+            full.narrow(dim, piece.start, piece.size).copy_(shard.narrow(dim, position, piece.size))
+        position += piece.size
+    return full
+
+
 @lru_cache
 def _runs(placement: Placement) -> tuple[tuple[int, int], ...]:
     """The full dim in its order, as (start, size) in what the ranks' shards are behind each other."""
@@ -138,7 +194,15 @@ class ParallelModule(nn.Module):
         """The full tensor of a parameter, in its original order; differentiable. All ranks have to call it."""
         parameter: Tensor = getattr(self, name)
         placement = self.placements.get(name)
-        return parameter if placement is None else gather_shards(parameter, placement, self.axis)
+        return parameter if placement is None else gather_shards(self.shard(name), placement, self.axis)
+
+    def shard(self, name: str) -> Tensor:
+        """A parameter of the layer, to compute with: where ranks hold copies, they have one gradient."""
+        parameter: Tensor = getattr(self, name)
+        placement = self.placements.get(name)
+        if placement is None or not placement.has_copies:
+            return parameter
+        return share_copies(parameter, placement, self.axis)
 
     @property
     def master_weight(self) -> Tensor:
@@ -151,15 +215,20 @@ class ParallelModule(nn.Module):
         return None if self.bias is None else self.gather_parameter("bias")
 
     def describe_parameters(self) -> None:
-        """Leave on each shard how it is cut, for those who meet the parameter without its module."""
+        """Say how each shard is cut, for those who meet the parameter without its module: see :func:`description`."""
         for name, placement in self.own_shards():
-            parameter: Any = getattr(self, name)
-            parameter.placement, parameter.axis = placement, self.axis
+            _described[getattr(self, name)] = placement, self.axis
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Copies of parameters have no attributes of their own."""
+        """A copy has parameters of its own."""
         super().__setstate__(state)
         self.describe_parameters()
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        """What moves or converts parameters may make new ones."""
+        super()._apply(*arguments, **options)
+        self.describe_parameters()
+        return self
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *arguments: Any
@@ -182,6 +251,7 @@ class ParallelModule(nn.Module):
                     is_kept = local_metadata.get("assign_to_params_buffers", False)
                     state_dict[key] = shard.clone() if is_kept else shard  # a view would keep the full tensor alive
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+        self.describe_parameters()  # assign=True puts others in their place
 
     def own_shards(self) -> Iterator[tuple[str, Placement]]:
         """Name and placement of each shard that is there."""

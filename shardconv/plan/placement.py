@@ -76,6 +76,16 @@ class Placement:
         """Whether some rank holds zeros that the full tensor does not have."""
         return any(isinstance(piece, Zeros) for pieces in self.ranks for piece in pieces)
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether some rank holds elements that another holds, too, and the dim is cut."""
+        return sum(piece.size for pieces in self.ranks for piece in intervals(pieces)) > self.size
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all shards have the same shape."""
+        return len({self.local_size(rank) for rank in range(self.tp)}) == 1
+
     def local_size(self, rank: int) -> int:
         """Elements of a rank's shard along ``dim``, padding included; 0 where ``dim`` is None."""
         return sum(piece.size for piece in self.ranks[rank])
@@ -97,7 +107,7 @@ class Placement:
         words = [f"dim {self.dim}"]
         if (count := max(len(intervals(pieces)) for pieces in self.ranks)) > 1:
             words.append(f"{count} pieces")
-        if sum(piece.size for pieces in self.ranks for piece in intervals(pieces)) > self.size:
+        if self.has_copies:
             words.append("copies")
         if self.is_padded:
             words.append(f"padded from {self.size}")
