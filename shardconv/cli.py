@@ -18,6 +18,7 @@ from shardconv.console import Console, Terminated, ranges, show_error, size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.planning import PlanReport, TensorReport
+    from shardconv.checkpoint.verify import VerifyReport
     from shardconv.plan.resolve import BlockedTp
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -108,7 +109,11 @@ def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **optio
     console = Console(as_json=as_json, quiet=quiet)
     with console.progress("merge") as progress:
         report = run(src, output, progress=progress, **options)
-    same = "the source's bytes" if report.is_identical else "all tensors in one file"
+    same = {
+        True: "the source's bytes",
+        False: "all tensors in one file",
+        None: "as the source, but there are no checksums to tell",
+    }[report.is_identical]
     verb = "would be written" if report.dry_run else _rate(report.num_bytes, report.seconds)
     console.report(report, [f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {same}; {verb}"])
 
@@ -157,11 +162,17 @@ def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  #
         *([] if report.has_checksums else ["there are no checksums: it was split with --no-checksums"]),
         *(f"DIFFERENT  {line}" for line in shown),
         *([f"... and {more} more (--json has all)"] if more > 0 else []),
-        "different: split the source again, or put back what was changed" if report.differences else "correct",
+        "different: split the source again, or put back what was changed" if report.differences else _correct(report),
     ]
     console.report(report, lines)
     if report.differences:
         sys.exit(3)
+
+
+def _correct(report: "VerifyReport") -> str:
+    if report.has_checksums or report.is_compared:
+        return "correct"
+    return "nothing is wrong that shows without checksums; --against SRC compares every byte"
 
 
 @cli.command()

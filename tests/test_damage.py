@@ -1,5 +1,6 @@
 """Split checkpoints that were damaged: verify says where, merge and reshard refuse."""
 
+import errno
 import json
 import os
 import random
@@ -81,8 +82,35 @@ def place(path: Path, tensor: str) -> range:
 def test_undamaged(either):
     result = call("verify", either)
     assert result.code == 0
-    assert result.out.endswith("correct\n")
-    assert ("there are no checksums" in result.out) == (verify(either).has_checksums is False)
+    summed = verify(either).has_checksums
+    assert result.out.endswith("correct\n" if summed else "--against SRC compares every byte\n")
+    assert ("there are no checksums" in result.out) is not summed
+
+
+def test_nothing_is_said_to_be_right_that_nothing_tells(made, tmp_path):
+    """Without checksums a wrong byte shows in a comparison only; nobody takes new ones over it."""
+    folder = shutil.copytree(made / "unsummed", tmp_path / "split")
+    path = folder / RANK_FILES[1]
+    flip(path, place(path, f"{LAYER}.mlp.up_proj.weight")[9])
+    result = call("merge", folder, "-o", tmp_path / "merged")
+    assert (result.code, "as the source, but there are no checksums to tell" in result.out) == (0, True)
+    assert call("reshard", folder, "--tp", "2", "-o", tmp_path / "two").code == 0
+    assert not verify(tmp_path / "two").has_checksums
+    assert call("verify", folder, "--against", made / "source").code == 3
+    assert call("verify", made / "unsummed", "--against", made / "source").out.endswith("correct\n")
+
+
+def test_rank_file_that_may_not_be_read(folder, monkeypatch):
+    """That is no difference: the file may well be right."""
+    opened = os.open
+
+    def refuse(path, *arguments, **options):
+        if Path(path).name == RANK_FILES[1]:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    check_refused(folder, f"{RANK_FILES[1]}: cannot be opened: Permission denied", verified=False)
 
 
 # --- bits -----------------------------------------------------------------------------------------------------------

@@ -417,6 +417,15 @@ def test_a_norm_over_all_heads_is_not_planned_by_name(checkpoint, tmp_path):
         shardconv.make_plan(unknown, tp=2)
 
 
+@pytest.mark.parametrize("name", ["self_attn.attn_sub_norm", "mlp.ffn_sub_norm", "self_attn.norm", "mlp.ffn_layernorm"])
+def test_a_norm_inside_what_is_cut_is_not_planned_by_name(tmp_path, name):
+    """A rank has a part of what such a norm is over, and so of its weight, or not: no name tells."""
+    source = bare(tmp_path / "m.safetensors", heads=8, kv_heads=2, head_dim=64)
+    save_file({**load_file(source), f"model.layers.0.{name}.weight": torch.randn(96)}, source)
+    with pytest.raises(PlanError, match=rf"{name}.weight .* its name alone does not tell how to cut it"):
+        shardconv.make_plan(source, tp=2)
+
+
 def test_a_norm_over_heads_tells_their_size(checkpoint, tmp_path):
     source = tmp_path / "model.safetensors"
     source.write_bytes((checkpoint("qwen3") / "model.safetensors").read_bytes())

@@ -23,7 +23,8 @@ class MergeReport:
         files: the names of its weight files.
         num_tensors: number of tensors.
         num_bytes: bytes of the weight files.
-        is_identical: whether those are the source's files again, byte for byte; parts merged into one file are not.
+        is_identical: whether those are the source's files again, byte for byte: parts merged into one file are not.
+            None where the split checkpoint has no checksums to tell.
         seconds: wall time.
         dry_run: whether nothing was written.
     """
@@ -32,7 +33,7 @@ class MergeReport:
     files: tuple[str, ...]
     num_tensors: int
     num_bytes: int
-    is_identical: bool
+    is_identical: bool | None
     seconds: float
     dry_run: bool
 
@@ -69,6 +70,7 @@ def merge(
     target = Path(dst) if dst is not None else _default_target(folder, manifest)
     is_folder = target.suffix != ".safetensors"
     headers = _headers(manifest, one_file=not is_folder)
+    is_same_layout = list(headers.values()) == [header for _, header in manifest.parts]
     check_apart(target, [folder])
     check_free(target, is_folder=is_folder, overwrite=overwrite, side_files=manifest.side_files)
     if not dry_run:
@@ -78,7 +80,7 @@ def merge(
         files=tuple(headers) if is_folder else (target.name,),
         num_tensors=len(manifest.tensors),
         num_bytes=sum(header.file_bytes for header in headers.values()),
-        is_identical=list(headers.values()) == [header for _, header in manifest.parts],
+        is_identical=None if is_same_layout and manifest.checksums is None else is_same_layout,
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
     )

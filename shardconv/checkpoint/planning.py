@@ -114,8 +114,10 @@ def plan_source(
 def _read_plan_file(path: Path) -> tuple[str, str]:
     try:
         return path.name, path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path}: cannot be read: {error}") from error
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path}: is not UTF-8") from error
 
 
 def make_plan(src: StrPath, *, tp: int, **options: Unpack[PlanOptions]) -> Plan:

@@ -54,7 +54,7 @@ def reshard(
         dst: the folder to write; by default ``NAME-tpM`` in the current folder.
         tp: the new number of ranks.
         overwrite: replace what is at ``dst``.
-        checksums: take checksums while the data passes.
+        checksums: take checksums while the data passes, unless the split checkpoint has none to check it by.
         dry_run: plan and check, write nothing.
         threads: how many threads copy; by default as many as there are processors, up to 8.
         progress: called with bytes done and bytes in all.
@@ -67,6 +67,7 @@ def reshard(
     began = time.perf_counter()
     folder = Path(src)
     old = read_manifest(folder)
+    checksums = checksums and old.checksums is not None  # new ones over old errors would say that there are none
     resolver, assumed = resolve(old.source_tensors, old.config, old.request)
     new = old.with_plan(resolver.plan(tp, assumed=assumed))
     target = Path(dst) if dst is not None else Path(f"{folder.resolve().name.removesuffix(f'-tp{old.tp}')}-tp{tp}")

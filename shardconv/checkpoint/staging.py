@@ -141,8 +141,10 @@ def check_apart(target: Path, sources: Iterable[Path]) -> None:
     """
     home = target.resolve()
     for source in dict.fromkeys(path.resolve() for path in sources):
+        if home == source:
+            raise OutputError(f"{target}: is what is read; choose another place with -o")
         if home.is_relative_to(source):
-            raise OutputError(f"{target}: lies in the source; choose another place with -o")
+            raise OutputError(f"{target}: lies in the source, {source}; choose another place with -o")
         if source.is_relative_to(home):
             raise OutputError(f"{target}: holds {source}, which is read; choose another place with -o")
 

@@ -12,7 +12,7 @@ from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.shards import Comparer, ShardReader
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.write import checksum_file, is_side_file, read_ranks
-from shardconv.errors import IntegrityError, SplitCheckpointError
+from shardconv.errors import IntegrityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class VerifyReport:
         num_tensors: number of tensors.
         num_bytes: bytes of all rank files; 0 where they cannot be read.
         checked: what was checked to the end, in words.
+        is_compared: whether every byte was compared with that of ``against``.
         has_checksums: whether there are checksums; without them a wrong byte shows only in copies and padding.
         differences: what was found wrong; empty where all is as it should be.
         seconds: wall time.
@@ -37,6 +38,7 @@ class VerifyReport:
     num_tensors: int
     num_bytes: int
     checked: tuple[str, ...]
+    is_compared: bool
     has_checksums: bool
     differences: tuple[str, ...]
     seconds: float
@@ -60,31 +62,31 @@ def verify(
         progress: called with bytes done and bytes in all.
 
     Raises:
-        SplitCheckpointError: if there is no manifest that can be used.
+        SplitCheckpointError: if there is no manifest that can be used, or a file cannot be read.
         SourceError: if ``against`` cannot be read.
     """
     began = time.perf_counter()
     folder = Path(src)
     manifest = read_manifest(folder)
     source = None if against is None else open_source(Path(against), follow_links=follow_links)
-    checked, num_bytes = ["side files"], 0
+    checked, num_bytes, is_compared = ["side files"], 0, False
     differences = _side_differences(manifest, folder)
     if source is not None:
         differences += _tensor_differences(manifest, source) + _file_differences(manifest, source)
     try:
         reader, inputs = read_ranks(manifest, folder)
-    except SplitCheckpointError as error:
+    except IntegrityError as error:
         differences.append(str(error))
     else:
         num_bytes = sum(manifest.rank_layout.file_bytes)
         with inputs:
-            is_comparable = source is not None and source.specs == manifest.source_tensors
+            is_compared = source is not None and source.specs == manifest.source_tensors
             differences += _data_differences(
-                manifest, reader, source if is_comparable else None, threads=threads, progress=progress
+                manifest, reader, source if is_compared else None, threads=threads, progress=progress
             )
             inputs.check_unchanged()
         checked += ["headers", *(["checksums"] if manifest.checksums else []), "copies equal", "padding zero"]
-        checked += [f"every tensor of {against}"] if is_comparable else []
+        checked += [f"every tensor of {against}"] if is_compared else []
     return VerifyReport(
         path=str(src),
         against=None if against is None else str(against),
@@ -92,6 +94,7 @@ def verify(
         num_tensors=len(manifest.tensors),
         num_bytes=num_bytes,
         checked=tuple(checked),
+        is_compared=is_compared,
         has_checksums=manifest.checksums is not None,
         differences=tuple(differences),
         seconds=time.perf_counter() - began,

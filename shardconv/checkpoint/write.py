@@ -54,19 +54,21 @@ def read_ranks(manifest: Manifest, folder: Path) -> tuple[ShardReader, InputFile
     """The rank files of a split checkpoint, opened and with their headers checked.
 
     Raises:
-        SplitCheckpointError: if a file is missing, of another size, or has not the header that it has to have.
+        IntegrityError: if a file is missing, of another size, or has not the header that it has to have.
+        SplitCheckpointError: if a file cannot be read.
     """
     paths = manifest.rank_paths(folder)
     for path in paths:
         if not path.is_file():
-            raise SplitCheckpointError(f"{path}: is missing; all {manifest.tp} rank files are needed")
+            raise IntegrityError(f"{path}: is missing; all {manifest.tp} rank files are needed")
         if leads_out(path, folder):
-            raise SplitCheckpointError(f"{path}: is a link out of its folder")
+            raise IntegrityError(f"{path}: is a link out of its folder")
     layout = manifest.rank_layout
     try:
         inputs = InputFiles(paths, layout.heads, layout.file_bytes)
     except SourceError as error:
-        raise SplitCheckpointError(str(error)) from error
+        kind = SplitCheckpointError if isinstance(error.__cause__, OSError) else IntegrityError
+        raise kind(str(error)) from error
     labels = [path.name for path in paths]
     reader = ShardReader(
         layout.shards, inputs, labels=labels, names=list(manifest.tensors), checksums=manifest.checksums

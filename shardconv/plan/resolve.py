@@ -177,6 +177,10 @@ class Resolver:
             reason = ", ".join(f"{key}={value}" for key, value in fields.read.items()) or f"shape {list(spec.shape)}"
             unsure = f"; {self._unsure}" if self._unsure else ""
             raise _BlockedError(name, f"{error} ({reason}){unsure}") from error
+        except PlanError as error:
+            if self._family.name != NAMES_FAMILY:
+                raise
+            raise PlanError(f"{error}. No family is known for this model: --family or --plan may settle it") from error
         read = tuple(f"{key}={value}" for key, value in fields.read.items())
         return TensorPlan(placement, Reason(rule.origin, rule.pattern, rule.style, read))
 
