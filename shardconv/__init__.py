@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardconv.checkpoint.split import SplitReport, split
     from shardconv.checkpoint.verify import VerifyReport, verify
     from shardconv.convert import (
+        convert_model,
         convert_parallel_embedding,
         convert_parallel_linear,
         gather_state_dict,
@@ -63,6 +64,7 @@ _HOMES = {
     "shardconv.checkpoint.split": ("SplitReport", "split"),
     "shardconv.checkpoint.verify": ("VerifyReport", "verify"),
     "shardconv.convert": (
+        "convert_model",
         "convert_parallel_embedding",
         "convert_parallel_linear",
         "gather_state_dict",
@@ -140,6 +142,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "Zeros",
     "__version__",
+    "convert_model",
     "convert_parallel_embedding",
     "convert_parallel_linear",
     "copy_to_tp",

@@ -77,14 +77,19 @@ class Model:
     rewrite: Callable[[Tensors], Tensors] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def write(self, folder: Path, *, max_shard_size: str = "1GB") -> Path:
-        """Write the model as a checkpoint: weights and config.json."""
+    def build(self, scale: float = 1.0) -> transformers.PreTrainedModel:
+        """The model, with random numbers of this standard deviation everywhere."""
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(self.model_type, **{**COMMON, **self.config})
         make = getattr(transformers, self.auto)
         model = make.from_config(config) if self.auto.startswith("Auto") else make(config)
         for tensor in model.state_dict().values():
-            tensor.normal_()
+            tensor.normal_(std=scale)
+        return model
+
+    def write(self, folder: Path, *, max_shard_size: str = "1GB") -> Path:
+        """Write the model as a checkpoint: weights and config.json."""
+        model = self.build()
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         if self.rewrite is not None:
             save_file(self.rewrite(read(folder)), folder / "model.safetensors", metadata={"format": "pt"})

@@ -99,10 +99,10 @@ def _convert(module: nn.Module, target: _Target, axis: Axis) -> Any:
         changes = _changes(module, target, axis)
     except ValueError as error:
         problem = error
-    _check_alike(changes, problem, axis)
+    check_alike([(change.name, change.layer) for change in changes], problem, axis)
     if changes and changes[0].layer is module:
         return _new_layer(changes[0].shell)
-    _cut_parameters([change.shell for change in changes])
+    cut_parameters([change.shell for change in changes])
     for change in changes:
         change.layer.__class__ = type(change.shell)
         change.layer.__dict__.update(change.shell.__dict__)
@@ -201,15 +201,13 @@ def _tied_target(target: _Target, child: nn.Module, name: str) -> _Target:
     )
 
 
-def _check_alike(changes: list[_Change], problem: ValueError | None, axis: Axis) -> None:
+def check_alike(layers: list[tuple[str, nn.Module]], problem: ValueError | None, axis: Axis) -> None:
     """Check that all ranks are about to do the same, to the same bytes; whatever a rank found, all get here."""
     if axis.size > 1:
         named = [
-            (change.name, name, parameter)
-            for change in changes
-            for name, parameter in _own_parameters(change.layer).items()
+            (label, name, parameter) for label, layer in layers for name, parameter in _own_parameters(layer).items()
         ]
-        shapes = [(layer, name, p.shape, p.dtype, p.is_meta) for layer, name, p in named]
+        shapes = [(label, name, p.shape, p.dtype, p.is_meta) for label, name, p in named]
         if not _is_alike([_digest(repr((shapes, str(problem))).encode())], axis)[0] and problem is None:
             raise ValueError(
                 f"the ranks {list(axis.ranks)} do not hold the same layers, of the same shapes and on the same kind of "
@@ -220,11 +218,11 @@ def _check_alike(changes: list[_Change], problem: ValueError | None, axis: Axis)
     if axis.size > 1 and named:
         equal = _is_alike([_digest_of(parameter) for *_, parameter in named], axis)
         pairs = zip(named, equal, strict=True)
-        layers = list(dict.fromkeys(layer or "the layer" for (layer, *_), same in pairs if not same))
-        if layers:
+        labels = list(dict.fromkeys(label or "the layer" for (label, *_), same in pairs if not same))
+        if labels:
             raise ValueError(
-                f"the ranks {list(axis.ranks)} hold different values in {', '.join(layers[:3])}"
-                f"{' ...' if layers[3:] else ''}: seed all ranks alike, or load the same checkpoint on all, before "
+                f"the ranks {list(axis.ranks)} hold different values in {', '.join(labels[:3])}"
+                f"{' ...' if labels[3:] else ''}: seed all ranks alike, or load the same checkpoint on all, before "
                 f"converting"
             )
 
@@ -246,7 +244,7 @@ def _digest(data: Any) -> int:
     return xxhash.xxh3_64_intdigest(data) >> 1  # as a whole number that has a sign
 
 
-def _cut_parameters(shells: list[ParallelModule]) -> None:
+def cut_parameters(shells: list[ParallelModule]) -> None:
     """Cut the parameters, in place: what refers to one of them still does. First all is made, then it is put there."""
     made: dict[int, tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = {}
     for shell in shells:
@@ -275,6 +273,6 @@ def _new_layer(shell: ParallelModule) -> ParallelModule:
         setattr(shell, name, buffer.clone())
     for name, parameter in _own_parameters(shell).items():
         setattr(shell, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
-    _cut_parameters([shell])
+    cut_parameters([shell])
     shell.describe_parameters()
     return shell

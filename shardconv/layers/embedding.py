@@ -36,6 +36,7 @@ def parallel_embedding(
     num_embeddings: int | None = None,
     dim: int | None = None,
     *,
+    gather_output: bool = True,
     group: GroupLike = None,
 ) -> Tensor:
     """``F.embedding`` on a shard of the table that the caller has made.
@@ -51,10 +52,11 @@ def parallel_embedding(
         sparse: make the gradient of the shard a sparse tensor.
         num_embeddings: rows of the full table; by default those of all shards together.
         dim: the dim of the table that is cut: 0, 1 or -1; None if none is.
+        gather_output: with dim=-1, put the ranks' features behind each other.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
-        [*, embedding_dim], the same on every rank.
+        [*, embedding_dim], the same on every rank; [*, embedding_dim / tp] with dim=-1 and without ``gather_output``.
 
     Raises:
         IndexError: if an id is out of range; on CUDA a device-side assertion, as torch's.
@@ -83,7 +85,7 @@ def parallel_embedding(
         if max_norm is not None:
             _scale_rows_(weight, input, max_norm, norm_type, axis)
         found = F.embedding(input, weight, padding_idx, None, 2.0, scale_grad_by_freq, sparse)
-        return gather_shards(found, placement, axis, dim=-1)
+        return gather_shards(found, placement, axis, dim=-1) if gather_output else found
     ((first, last),) = intervals(placement.ranks[axis.rank]) or [Interval(num_embeddings, num_embeddings)]
     own_padding = padding_idx - first if padding_idx is not None and first <= padding_idx < last else None
     if max_norm is None and not scale_grad_by_freq and not sparse:
@@ -136,7 +138,7 @@ def _scale_rows_(weight: Tensor, input: Tensor, max_norm: float, norm_type: floa
     weight[ids] *= scales.unsqueeze(1).to(weight.dtype)
 
 
-class ParallelEmbedding(ParallelModule):
+class ParallelEmbedding(ParallelModule, nn.Embedding):
     """nn.Embedding with its table cut over the ranks of the tensor axis.
 
     After construction the gathered table is, bit for bit, what nn.Embedding would have drawn on the first rank.
@@ -151,6 +153,7 @@ class ParallelEmbedding(ParallelModule):
         sparse: as nn.Embedding's.
         _weight: the full table to start from, as nn.Embedding's.
         dim: the dim of the table that is cut: 0 for words, 1 or -1 for features, None for none.
+        gather_output: with dim=-1, give the full output instead of the rank's part.
         weight: a shard that is used as it is.
         weight_init: an initialiser, or the name of one; by default N(0, 1) with zeros at ``padding_idx``.
         device: of the table, also ``meta``.
@@ -161,7 +164,8 @@ class ParallelEmbedding(ParallelModule):
         - weight: [ceil(num_embeddings / tp), embedding_dim] with dim=0, [num_embeddings, embedding_dim / tp] with
           dim=-1.
         - input: [*], the same on every rank.
-        - output: [*, embedding_dim], the same on every rank.
+        - output: [*, embedding_dim], the same on every rank; [*, embedding_dim / tp] with dim=-1 and without
+          ``gather_output``.
 
     Raises:
         ValueError: if ``embedding_dim`` does not divide, or ``padding_idx`` is out of range.
@@ -188,20 +192,21 @@ class ParallelEmbedding(ParallelModule):
         _weight: Tensor | None = None,
         dim: int | None = None,
         *,
+        gather_output: bool = True,
         weight: nn.Parameter | None = None,
         weight_init: Initializer | str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         group: GroupLike = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx {padding_idx} is not within the {num_embeddings} embeddings")
         self.num_embeddings, self.embedding_dim, self.dim = num_embeddings, embedding_dim, dim
         self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.set_up(as_axis(group))
+        self.set_up(as_axis(group), gather_output=gather_output)
         shape = (num_embeddings, embedding_dim)
         given = weight if weight is not None else _weight
         placement = self.placements.get("weight")
@@ -219,9 +224,9 @@ class ParallelEmbedding(ParallelModule):
         self._is_plain_init = weight_init is None
         self.reset_parameters()
 
-    def set_up(self, axis: Axis) -> None:
+    def set_up(self, axis: Axis, *, gather_output: bool = True) -> None:
         """See :meth:`ParallelModule.set_up`."""
-        self.axis = axis
+        self.axis, self.gather_output = axis, gather_output
         self._is_given, self._is_plain_init = False, True
         self._weight_init = nn.init.normal_
         placement = _table_placement(self.num_embeddings, self.embedding_dim, self.dim, axis.size)
@@ -251,6 +256,7 @@ class ParallelEmbedding(ParallelModule):
             self.sparse,
             self.num_embeddings,
             self.dim,
+            gather_output=self.gather_output,
             group=self.axis,
         )
 

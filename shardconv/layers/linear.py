@@ -6,6 +6,7 @@ None cuts nothing. torch keeps the transpose: dim=-1 cuts dim 0 of ``weight``, a
 A column layer followed by a row layer costs one all-reduce forward and one backward.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -103,7 +104,7 @@ def enter_split(input: Tensor, placement: Placement, axis: Axis, is_parallel: bo
     return input if width == part else scatter_shards(input, placement, axis, dim=-1)
 
 
-class ParallelLinear(ParallelModule):
+class ParallelLinear(ParallelModule, nn.Linear):
     """nn.Linear with its weight cut over the ranks of the tensor axis.
 
     After construction the gathered weight and bias are, bit for bit, what nn.Linear would have drawn on the first rank.
@@ -145,7 +146,7 @@ class ParallelLinear(ParallelModule):
     """
 
     weight: nn.Parameter
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment] # as in nn.Linear, which says otherwise
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     _weight_init: Initializer
@@ -153,6 +154,8 @@ class ParallelLinear(ParallelModule):
 
     #: The fill of output columns that are padding; None where padding is not allowed.
     _padding: ClassVar[float | None] = None
+    #: Whether the weight is stored (in_features, out_features).
+    transposed: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -175,7 +178,7 @@ class ParallelLinear(ParallelModule):
         dtype: torch.dtype | None = None,
         group: GroupLike = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.in_features, self.out_features, self.dim = in_features, out_features, dim
         self.set_up(
             as_axis(group),
@@ -235,11 +238,12 @@ class ParallelLinear(ParallelModule):
         size = self.out_features if cut_dim == 0 else self.in_features
         sizes = tuple(split_sizes or (size,))
         what = "out_features" if cut_dim == 0 else "in_features"
+        stored_dim = 1 - cut_dim if self.transposed else cut_dim
         if sum(sizes) != size:
             raise ValueError(f"split_sizes {list(sizes)} are {sum(sizes)} together, {what} is {size}")
         if placement is None:
-            placement = even_placement(cut_dim, sizes, axis.size, pad=self._padding is not None, what=what)
-        if (placement.dim, placement.size, placement.tp) != (cut_dim, size, axis.size):
+            placement = even_placement(stored_dim, sizes, axis.size, pad=self._padding is not None, what=what)
+        if (placement.dim, placement.size, placement.tp) != (stored_dim, size, axis.size):
             raise ValueError(f"the placement ({placement.describe()}) is not one of dim {cut_dim} of {size}")
         if not placement.is_even:
             raise ValueError(f"the placement ({placement.describe()}) has shards of different sizes")
@@ -247,10 +251,8 @@ class ParallelLinear(ParallelModule):
             raise ValueError(f"the placement ({placement.describe()}): rows cannot be padded, nor have copies")
         self._has_copies = placement.has_copies
         self.placements["weight"] = placement
-        if cut_dim == 0:
-            self.placements |= {"bias": placement, "lora_b": placement}
-        else:
-            self.placements["lora_a"] = placement
+        own = replace(placement, dim=cut_dim)  # what is stored as in nn.Linear
+        self.placements |= {"bias": own, "lora_b": own} if cut_dim == 0 else {"lora_a": own}
 
     def _local_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         placement = self.placements.get(name)
@@ -280,7 +282,7 @@ class ParallelLinear(ParallelModule):
         bias: Tensor | None = self.bias
         if self._has_copies and torch.is_grad_enabled():
             weight, bias = self.shard("weight"), None if bias is None else self.shard("bias")
-        output = F.linear(entered, weight, None if late_bias else bias)
+        output = F.linear(entered, weight.t() if self.transposed else weight, None if late_bias else bias)
         if self.lora_rank:
             output = output + self._low_rank(entered)
         if is_row:

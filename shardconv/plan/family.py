@@ -7,11 +7,11 @@ checkpoint: rules meet tensors in resolve.py.
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from shardconv.errors import PlanError
 from shardconv.plan.fields import check_expression
@@ -34,6 +34,7 @@ STYLES = {
     "embedding_rowwise": Style(weight=-2, bias=-1),
     "embedding_colwise": Style(weight=-1, bias=None),
     "replicate": Style(weight=None, bias=None),
+    "replicated_with_grad_allreduce": Style(weight=None, bias=None),
 }
 
 _FOLDER = Path(__file__).parent / "families"
@@ -97,6 +98,37 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleRule:
+    """What modules that work on a rank's part have to be told; in expressions a unit counts what a rank has of it.
+
+    Attributes:
+        pattern: module names, as in a :class:`Rule`.
+        attributes: name of an attribute, or ``config.`` and a field of the module's config, to its value on a rank.
+        inputs: name of an argument to the dim of it, and the unit of which that holds one after the other.
+        norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
+        shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
+            their gradient is to be summed; None for none.
+        when: config fields that must have these values for it to count.
+    """
+
+    pattern: str
+    attributes: Mapping[str, str | int]
+    inputs: Mapping[str, tuple[int, str]]
+    norms: str = ""
+    shared_output: str | int | None = None
+    when: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def joined(cls, rules: Sequence["ModuleRule"]) -> Self:
+        """What several rules say together; where two differ, the last counts."""
+        attributes = {name: value for rule in rules for name, value in rule.attributes.items()}
+        inputs = {name: value for rule in rules for name, value in rule.inputs.items()}
+        norms = next((rule.norms for rule in reversed(rules) if rule.norms), "")
+        shared = next((rule.shared_output for rule in reversed(rules) if rule.shared_output is not None), None)
+        return cls("", attributes, inputs, norms, shared)
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """The rules for the models of one shape.
 
@@ -108,6 +140,7 @@ class Family:
         config: what fields that a config may leave out are then: expressions, or true or false.
         units: name to unit.
         rules: in the order in which they are tried; the first whose pattern matches counts.
+        modules: what modules have to be told; all that match count, the last of an attribute's values most.
     """
 
     name: str
@@ -117,6 +150,7 @@ class Family:
     config: Mapping[str, str | int] | None = None
     units: Mapping[str, UnitRule] | None = None
     rules: tuple[Rule, ...] = ()
+    modules: tuple[ModuleRule, ...] = ()
 
     def over(self, base: "Family") -> "Family":
         """This family with what it does not say taken from ``base``; its own rules are tried first.
@@ -130,6 +164,7 @@ class Family:
             config={**(base.config or {}), **(self.config or {})},
             units={**(base.units or {}), **(self.units or {})},
             rules=self.rules + base.rules,
+            modules=base.modules + self.modules,
         )
         _check_units_exist(family)
         return family
@@ -180,7 +215,7 @@ def parse_plan_file(name: str, text: str) -> Family:
 
 
 _FAMILY_KEYS = {
-    "model_types": list, "inherits": str, "prefix": str, "config": dict, "units": dict, "rules": dict,
+    "model_types": list, "inherits": str, "prefix": str, "config": dict, "units": dict, "rules": dict, "modules": dict,
 }  # fmt: skip
 
 
@@ -195,6 +230,7 @@ def _parse_family(name: str, data: dict[str, Any], origin: str) -> Family:
             config=data.get("config", {}),
             units={key: _parse_unit(key, unit) for key, unit in data.get("units", {}).items()},
             rules=tuple(_parse_rules(data.get("rules", {}), origin)),
+            modules=tuple(_parse_modules(data.get("modules", {}))),
         )
         for expression in (family.config or {}).values():
             check_expression(expression)
@@ -235,6 +271,27 @@ def _parse_rules(rules: dict[str, Any], origin: str) -> Iterable[Rule]:
                 yield Rule(pattern, origin=origin, **{**data, "parts": parts, "when": when})
             except ValueError as error:
                 raise ValueError(f"rule {pattern!r}: {error}") from error
+
+
+_MODULE_KEYS = {"attributes": dict, "inputs": dict, "norms": str, "shared_output": (str, int), "when": dict}
+
+
+def _parse_modules(modules: dict[str, Any]) -> Iterable[ModuleRule]:
+    for pattern, alternatives in modules.items():
+        for data in alternatives if isinstance(alternatives, list) else [alternatives]:
+            try:
+                _check_keys(data, _MODULE_KEYS)
+                attributes, inputs = data.get("attributes", {}), data.get("inputs", {})
+                for expression in (*attributes.values(), data.get("shared_output", 0)):
+                    check_expression(expression)
+                for place in inputs.values():
+                    _check_keys(place, {"dim": int, "unit": str})
+                places = {name: (place["dim"], place["unit"]) for name, place in inputs.items()}
+                when = tuple(data.get("when", {}).items())
+                norms, shared = data.get("norms", ""), data.get("shared_output")
+                yield ModuleRule(pattern, attributes, places, norms, shared, when)
+            except (ValueError, KeyError) as error:
+                raise ValueError(f"modules {pattern!r}: {error}") from error
 
 
 def _check_keys(data: Any, known: Mapping[str, Any]) -> None:  # noqa: ANN401 - anything TOML holds

@@ -93,6 +93,11 @@ def check_expression(expression: str | int) -> None:
         raise ValueError(f"{expression!r:.60} is no expression, or too long a one") from error
 
 
+def names_in(expression: str | int) -> set[str]:
+    """The fields that an expression, which was checked, reads."""
+    return {node.id for node in ast.walk(ast.parse(str(expression))) if isinstance(node, ast.Name)}
+
+
 def _check_node(node: ast.expr, expression: str | int) -> None:
     match node:
         case ast.Constant(value=int()) | ast.Name():

@@ -53,6 +53,11 @@ def pattern_for(name: str) -> str:
     return _NUMBER.sub(".*", f"{module if leaf in _LEAVES else name}.")[:-1]
 
 
+def module_regex(pattern: str, prefix: str) -> re.Pattern[str]:
+    """What the full names of modules have to match for a pattern."""
+    return re.compile(_regex(pattern, prefix))
+
+
 def _regex(pattern: str, prefix: str) -> str:
     start = ""
     if pattern.startswith("**."):

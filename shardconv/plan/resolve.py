@@ -5,15 +5,15 @@ covers is refused with the way out; nothing is guessed. Knows nothing of files.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import NAMES_FAMILY, STYLES, Family, Rule
-from shardconv.plan.fields import Fields
-from shardconv.plan.matcher import Match, Matcher, pattern_for
+from shardconv.plan.family import NAMES_FAMILY, STYLES, Family, ModuleRule, Rule
+from shardconv.plan.fields import Fields, names_in
+from shardconv.plan.matcher import Match, Matcher, module_regex, pattern_for
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
 
@@ -122,6 +122,32 @@ class Resolver:
             raise PlanError(f"{error}. {self._way_out(tp)}") from error
         tensors = {name: answers[question] for name, question in self._questions.items()}
         return Plan(tp, self._family.name, tensors, assumed)
+
+    def modules(self) -> Iterator[tuple[re.Pattern[str], ModuleRule]]:
+        """What modules have to be told, with what their names have to match."""
+        fields = self._fields()
+        for rule in self._family.modules:
+            if all(fields.has(field, value) for field, value in rule.when):
+                yield module_regex(rule.pattern, self._family.prefix), rule
+
+    def on_rank(self, expression: str | int, tp: int) -> int:
+        """The value of an expression in which a unit stands for how many of it a rank has."""
+        units = self._family.units or {}
+        counts = {name: self.local_units(name, tp, 0)[1] for name in names_in(expression) if name in units}
+        return Fields({**(self._config or {}), **counts}, self._family.config or {}).evaluate(expression)
+
+    def local_units(self, name: str, tp: int, rank: int) -> tuple[int, int, int]:
+        """The first unit that a rank has, how many it has, and how many there are.
+
+        Raises:
+            PlanError: if that depends on a tensor.
+        """
+        unit = (self._family.units or {})[name]
+        if unit.count is None:
+            raise PlanError(f"unit {name}: has no count of its own")
+        count = self._fields().evaluate(unit.count)
+        first, last, _ = Unit(count, copies=unit.copies).share(tp, rank)
+        return first, last - first, count
 
     def legal_sizes(self) -> LegalSizes:
         """Which of :data:`CANDIDATE_TPS` are legal, and what blocks the others."""

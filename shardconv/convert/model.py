@@ -1,0 +1,212 @@
+"""A whole model, converted by the rules of its family: the same rules, and the same placements, as those of split.
+
+Owns what kind of layer each module becomes. The plan is made of the model's own state dict and config, so a rank's file
+and a converted module agree by construction.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardconv.convert.modules import (
+    GlobalRMSNorm,
+    NormsOfHeads,
+    ParallelConv1D,
+    ParallelExperts,
+    ReplicatedOverHeads,
+    Sharded,
+    SharedOutput,
+    mixed,
+)
+from shardconv.distributed import Axis, GroupLike, as_axis
+from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
+from shardconv.layers.conversion import check_alike, cut_parameters
+from shardconv.layers.sharding import ParallelModule
+from shardconv.plan.family import ModuleRule
+from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
+from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.resolve import Resolver
+
+#: torch's dtypes under the names of safetensors.
+DTYPE_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
+    torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
+
+
+#: Classes that compute what nn.Linear does.
+_LINEARS = ("Linear", "Conv1D", "FalconLinear")
+
+
+class _Target(NamedTuple):
+    """What a module becomes: a class, and what its ``set_up`` is given; None where it only gets its shards."""
+
+    kind: type[ParallelModule]
+    options: dict[str, Any] | None = None
+
+
+def convert_model(model: nn.Module, policy: str = "auto", *, group: GroupLike = None) -> nn.Module:
+    """Cut a model over the ranks, in place, by the rules of its family.
+
+    The result computes what the model computed, forward, backward and in generation, each rank with its share of heads,
+    hidden features, experts' features and words. Full logits come out on every rank.
+
+    Args:
+        model: a model of transformers, with its values in memory, the same on every rank, or on the meta device.
+        policy: ``auto`` for the family of the model's type, or the name of a family.
+        group: see :func:`~shardconv.distributed.as_axis`.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        PlanError: if no rules are known for the model, or it cannot be cut for so many ranks.
+        ValueError: if a module is of a kind that is not known, or the ranks hold different values. The model is then
+            as it was.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(f"{type(model).__name__} has no config, from which its family would be known")
+    request = PlanRequest(family=None if policy == "auto" else policy)
+    return convert_by(model, config.to_dict(), request, as_axis(group))
+
+
+def convert_by(model: nn.Module, config: Mapping[str, Any], request: PlanRequest, axis: Axis) -> nn.Module:
+    """Cut a model as :func:`convert_model`, with a config and with what a user asked of the plan."""
+    state = model.state_dict()
+    specs = {name: TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
+    resolver = resolve(specs, config, request).resolver
+    plan = resolver.plan(axis.size)
+    shells = []
+    for name, module in model.named_modules():
+        target = _target(name, module, _own_plans(name, module, plan))
+        if target is not None:
+            shells.append((name, module, _shell(name, module, target, plan, axis)))
+    told = [*_told(model, resolver)]
+    check_alike([(name, module) for name, module, _ in shells], None, axis)
+    cut_parameters([shell for *_, shell in shells])
+    for _, module, shell in shells:
+        module.__class__ = type(shell)
+        module.__dict__.update(shell.__dict__)
+        shell.describe_parameters()
+    for module, rule in told:
+        _tell(module, rule, resolver, axis)
+    return model
+
+
+def _own_plans(name: str, module: nn.Module, plan: Plan) -> dict[str, TensorPlan]:
+    prefix = f"{name}." if name else ""
+    return {own: plan.tensors[prefix + own] for own in module._parameters if prefix + own in plan.tensors}  # noqa: SLF001
+
+
+def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _Target | None:
+    """What a module becomes, by its class and by which dim of which of its parameters is cut."""
+    cut = {own: planned for own, planned in plans.items() if planned.placement.dim is not None}
+    if not cut:
+        is_shared = any(planned.reason.style == "replicated_with_grad_allreduce" for planned in plans.values())
+        return _Target(ReplicatedOverHeads) if is_shared else None
+    weight = cut.get("weight")
+    if isinstance(module, nn.Embedding) and weight is not None:
+        dim = -1 if weight.placement.dim else 0
+        return _Target(ParallelEmbedding, {"dim": dim, "gather_output": False})
+    kind = type(module).__name__
+    if weight is not None and kind in _LINEARS:
+        return _linear_target(weight, is_transposed=kind == "Conv1D")
+    if isinstance(module, nn.Linear):
+        raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")  # noqa: TRY004 - as below
+    dims = {len(module.get_parameter(own).shape) for own in cut}
+    if 3 in dims:
+        return _Target(ParallelExperts)
+    if dims == {1} and weight is not None:
+        if not type(module).__name__.endswith("RMSNorm"):
+            raise ValueError(f"{name}: a {type(module).__name__} over features that are cut is not known")
+        return _Target(GlobalRMSNorm)
+    return _Target(Sharded)
+
+
+def _linear_target(weight: TensorPlan, *, is_transposed: bool) -> _Target:
+    is_column = (weight.placement.dim == 0) is not is_transposed
+    options = {"dim": -1 if is_column else 0, "placement": weight.placement}
+    if weight.reason.style == "embedding_rowwise":
+        return _Target(VocabParallelClassifier, {**options, "gather_output": True})
+    return _Target(ParallelConv1D if is_transposed else ParallelLinear, options)
+
+
+def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis) -> ParallelModule:
+    """The module that ``module`` becomes: all of its state, but for shards."""
+    shell: Any = object.__new__(mixed(target.kind, type(module)))
+    shell.__dict__.update(module.__dict__)
+    placements = {own: planned.placement for own, planned in _own_plans(name, module, plan).items()}
+    placements = {own: placement for own, placement in placements.items() if placement.dim is not None}
+    if target.options is None:
+        shell.axis, shell.dim, shell.placements = axis, None, placements
+        return shell
+    if target.kind is ParallelConv1D:
+        shell.in_features, shell.out_features = shell.nx, shell.nf
+    options = dict(target.options)
+    shell.dim = options.pop("dim")
+    shell.set_up(axis, **options)
+    if any(shell.placements.get(own) != placement for own, placement in placements.items()):
+        raise ValueError(f"{name}: the plan cuts it as no {target.kind.__name__} is cut")
+    return shell
+
+
+def _told(model: nn.Module, resolver: Resolver) -> list[tuple[nn.Module, ModuleRule]]:
+    """The modules that have to be told something, each with all of it."""
+    rules = list(resolver.modules())
+    matching = (
+        (module, [rule for regex, rule in rules if regex.fullmatch(name)]) for name, module in model.named_modules()
+    )
+    return [(module, ModuleRule.joined(found)) for module, found in matching if found]
+
+
+def _tell(module: nn.Module, rule: ModuleRule, resolver: Resolver, axis: Axis) -> None:
+    for name, expression in rule.attributes.items():
+        holder: Any = module
+        attribute = name.removeprefix("config.")
+        if attribute != name:
+            module.config = holder = copy.copy(module.config)
+        if hasattr(holder, attribute):
+            setattr(holder, attribute, resolver.on_rank(expression, axis.size))
+    if rule.inputs:
+        cuts = {
+            name: (dim, resolver.local_units(unit, axis.size, axis.rank)) for name, (dim, unit) in rule.inputs.items()
+        }
+        names = list(inspect.signature(module.forward).parameters)
+        module.register_forward_pre_hook(partial(_cut_inputs, cuts, names), with_kwargs=True)
+    if rule.norms and hasattr(module, "norms"):
+        _become(module, NormsOfHeads, axis, first=resolver.local_units(rule.norms, axis.size, axis.rank)[0])
+    if rule.shared_output is not None:
+        _become(module, SharedOutput, axis, num_shared=resolver.on_rank(rule.shared_output, axis.size))
+
+
+def _become(module: Any, kind: type[ParallelModule], axis: Axis, **attributes: int) -> None:
+    module.__class__ = mixed(kind, type(module))
+    module.__dict__.update(axis=axis, dim=None, placements=getattr(module, "placements", {}), **attributes)
+
+
+def _cut_inputs(
+    cuts: Mapping[str, tuple[int, tuple[int, int, int]]],
+    names: list[str],
+    module: nn.Module,  # noqa: ARG001 - as hooks are called
+    inputs: tuple[Any, ...],
+    options: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of arguments that hold something for each unit, keep the rank's."""
+    keep: Callable[[str, Any], Any] = lambda name, value: _cut_input(value, *cuts[name]) if name in cuts else value  # noqa: E731
+    kept = tuple(keep(name, value) for name, value in zip(names, inputs, strict=False))
+    return (*kept, *inputs[len(kept) :]), {name: keep(name, value) for name, value in options.items()}
+
+
+def _cut_input(value: Any, dim: int, units: tuple[int, int, int]) -> Any:
+    first, size, count = units
+    if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] == 1:
+        return value  # not given, or the same for all units
+    return value.unflatten(dim, (-1, count)).narrow(dim + 1, first, size).flatten(dim, dim + 1)

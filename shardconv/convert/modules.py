@@ -1,0 +1,144 @@
+"""What modules of a model become that are no plain layers: each computes what it did, on a rank's part.
+
+They are mixed into the class of the module that they convert, so that its forward stays the model's own.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardconv.distributed import copy_to_tp, reduce_from_tp
+from shardconv.layers.linear import ParallelLinear
+from shardconv.layers.sharding import ParallelModule
+
+
+class Sharded(ParallelModule):
+    """A module that works on its shards as it would on full tensors, as a norm of each head by itself."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """As the module's own."""
+        if not torch.is_grad_enabled():
+            return super().forward(*inputs, **options)
+        try:
+            for name, parameter in self._parameters.items():
+                if parameter is not None:
+                    self.__dict__[name] = self.used(name)  # found before the parameter is
+            return super().forward(*inputs, **options)
+        finally:
+            for name in self._parameters:
+                self.__dict__.pop(name, None)
+
+    def used(self, name: str) -> Tensor:
+        """What a parameter is computed with, so that its gradient is that of all ranks."""
+        return self.shard(name)
+
+
+class ReplicatedOverHeads(Sharded):
+    """A module with whole parameters and a rank's part as input: their gradient is the sum of those of the ranks."""
+
+    def used(self, name: str) -> Tensor:
+        """See :meth:`Sharded.used`."""
+        return copy_to_tp(getattr(self, name), group=self.axis)
+
+
+class GlobalRMSNorm(Sharded):
+    """A root mean square norm over features of which a rank has a part; one number a row is summed over the ranks.
+
+    With m the mean of squares over all features and l over the rank's, the module's own output is multiplied by
+    sqrt((l + eps) / (m + eps)).
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., features / tp] to the same."""
+        placement = self.placements["weight"]
+        eps: Any = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        squares = hidden_states.float().pow(2).sum(-1, keepdim=True)
+        held = sum(placement.local_size(rank) for rank in range(placement.tp))  # with copies, more than there are
+        total = copy_to_tp(reduce_from_tp(squares, group=self.axis), group=self.axis)
+        own, full = squares / hidden_states.shape[-1], total / held
+        normed: Tensor = super().forward(hidden_states)
+        return (normed * ((own + eps) / (full + eps)).sqrt()).to(normed.dtype)
+
+
+class ParallelExperts(ParallelModule):
+    """Packed experts, each of them cut over the ranks: replicated in, replicated out."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """As the module's own: hidden states, and which experts with which weight."""
+        entered = (self._enter(value) for value in inputs)
+        output = super().forward(*entered, **{name: self._enter(value) for name, value in options.items()})
+        return reduce_from_tp(output, group=self.axis)
+
+    def _enter(self, value: Any) -> Any:
+        is_number = isinstance(value, Tensor) and value.is_floating_point()
+        return copy_to_tp(value, group=self.axis) if is_number else value
+
+
+class NormsOfHeads(ParallelModule):
+    """Layer norms in a list, one for each head of all ranks, over the heads of this one.
+
+    Attributes:
+        first: the first head of the rank.
+        norms: of all heads.
+    """
+
+    first: int
+    norms: nn.ModuleList
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[batch, heads of the rank, tokens, head_dim] to the same."""
+        norm: Any = self.norms[0]
+        normed = nn.functional.layer_norm(hidden_states, norm.normalized_shape, eps=norm.eps)
+        heads = slice(self.first, self.first + hidden_states.shape[1])
+        for parameter, combine in (("weight", torch.mul), ("bias", torch.add)):
+            if getattr(norm, parameter) is not None:
+                every = torch.stack([getattr(one, parameter) for one in self.norms])
+                normed = combine(normed, copy_to_tp(every, group=self.axis)[heads].unsqueeze(1))
+        return normed
+
+
+class SharedOutput(ParallelModule):
+    """A replicated module the end of whose output goes to what is cut without a layer between.
+
+    Attributes:
+        num_shared: how many elements at the end that is.
+    """
+
+    num_shared: int
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """As the module's own."""
+        output: Tensor = super().forward(*inputs, **options)
+        if not torch.is_grad_enabled():
+            return output
+        whole, shared = output.split([output.shape[-1] - self.num_shared, self.num_shared], -1)
+        return torch.cat([whole, copy_to_tp(shared, group=self.axis)], -1)
+
+
+class ParallelConv1D(ParallelLinear):
+    """transformers' Conv1D, which is a linear layer whose weight is stored (in_features, out_features)."""
+
+    transposed = True
+
+
+def mixed(kind: type[ParallelModule], plain: type[nn.Module]) -> Any:
+    """The class of a converted module: ``kind``, going on in the module's own class.
+
+    An embedding of a class of its own goes first instead, and finds ``kind`` in place of nn.Embedding.
+    """
+    if issubclass(plain, kind):
+        return plain
+    if (kind, plain) not in _mixed:
+        _mixed[kind, plain] = _mix(kind, plain)
+    return _mixed[kind, plain]
+
+
+_mixed: dict[tuple[type, type], type] = {}
+
+
+def _mix(kind: type[ParallelModule], plain: type[nn.Module]) -> type:
+    if issubclass(kind, nn.Linear) or (issubclass(kind, nn.Embedding) and plain is nn.Embedding):
+        return kind
+    bases = (plain, kind) if issubclass(kind, nn.Embedding) else (kind, plain)
+    return type(plain.__name__, bases, {"__module__": plain.__module__})
