@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         IntegrityError,
         OutputError,
         PlanError,
+        RunError,
         ShardconvError,
         SourceError,
         SplitCheckpointError,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from shardconv.plan.placement import Interval, Placement, Zeros
     from shardconv.plan.plan import Plan, Reason, TensorPlan
     from shardconv.plan.resolve import BlockedTp
+    from shardconv.runtime import load
 
 _HOMES = {
     "shardconv.checkpoint.merge": ("MergeReport", "merge"),
@@ -85,6 +87,7 @@ _HOMES = {
         "IntegrityError",
         "OutputError",
         "PlanError",
+        "RunError",
         "ShardconvError",
         "SourceError",
         "SplitCheckpointError",
@@ -105,6 +108,7 @@ _HOMES = {
     "shardconv.plan.placement": ("Interval", "Placement", "Zeros"),
     "shardconv.plan.plan": ("Plan", "Reason", "TensorPlan"),
     "shardconv.plan.resolve": ("BlockedTp",),
+    "shardconv.runtime": ("load",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -130,6 +134,7 @@ __all__ = [
     "RegisterParallelDim",
     "ReshardReport",
     "RowParallelLinear",
+    "RunError",
     "ShardconvError",
     "SourceError",
     "SplitCheckpointError",
@@ -152,6 +157,7 @@ __all__ = [
     "gather_state_dict",
     "get_parallel_dim",
     "init_parallel",
+    "load",
     "load_full_state_dict",
     "make_plan",
     "merge",

@@ -6,7 +6,8 @@
     ├── PlanError                 1   no plan: no family, no rule, a size that does not divide
     ├── SplitCheckpointError      1   the split checkpoint is incomplete or its manifest unreadable
     │   └── IntegrityError        1   bytes differ from their checksum, copies differ, padding is not zero
-    └── OutputError               1   the destination exists, is in use, or has no room
+    ├── OutputError               1   the destination exists, is in use, or has no room
+    └── RunError                  1   too few or too many processes, or a model that cannot be built, filled or run
 
 A message is one text: what, which file, tensor and rank, got and expected, what to do.
 """
@@ -42,3 +43,7 @@ class IntegrityError(SplitCheckpointError):
 
 class OutputError(ShardconvError):
     """The destination cannot be written."""
+
+
+class RunError(ShardconvError):
+    """A model cannot be run: the processes do not fit it, or it cannot be built or filled."""

@@ -128,6 +128,11 @@ def current_groups() -> ParallelGroups:
     return _current
 
 
+def has_groups() -> bool:
+    """Whether :func:`init_parallel` was called."""
+    return _current is not None
+
+
 def destroy_parallel() -> None:
     """Forget the current groups, and end ``torch.distributed`` if it runs."""
     global _current  # noqa: PLW0603 - the one piece of global state

@@ -1,0 +1,183 @@
+"""Load: each rank builds the model on the meta device, converts it, and takes its values from its own file.
+
+Owns the way of a rank's file into a model. The model is transformers' own, and so is the mapping from names on disk to
+names in memory; only the conversion comes in between, when the model is built and nothing is in memory yet.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardconv.checkpoint.fileio import InputFiles
+from shardconv.checkpoint.manifest import Manifest, read_manifest
+from shardconv.checkpoint.planning import StrPath
+from shardconv.convert.model import convert_by
+from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
+from shardconv.distributed.groups import has_groups
+from shardconv.errors import RunError, ShardconvError, SourceError, SplitCheckpointError
+from shardconv.layers import ParallelModule
+
+
+def load(
+    path: StrPath,
+    *,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+    model: Callable[[], nn.Module] | None = None,
+    group: GroupLike = None,
+) -> Any:
+    """Load a split checkpoint; each rank calls this, and reads its own file only.
+
+    Without groups it starts them, one rank a process of ``torchrun``. On a CPU the values are views of the file, which
+    is mapped into memory and must not be changed meanwhile.
+
+    Args:
+        path: the split checkpoint.
+        device: where the model goes; by default the rank's own GPU where there is one, else the CPU.
+        dtype: of the values; by default as they are stored.
+        model: makes the module, on the meta device, whose names are those of the checkpoint; by default the class of
+            transformers that its config names.
+        group: the ranks; by default the current tensor axis, else all processes.
+
+    Returns:
+        The model, converted, in eval mode; with full logits on every rank.
+
+    Raises:
+        RunError: if there are not as many processes as ranks, or the model cannot be built or filled; on all ranks.
+        SplitCheckpointError: if the checkpoint or the rank's file cannot be used; on all ranks.
+
+    Example:
+        >>> model = shardconv.load("llama-tp2")  # doctest: +SKIP
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    device = _device(device)
+    axis = _axis(manifest, folder, device, group)
+    convert = partial(convert_by, config=manifest.config or {}, request=manifest.request, axis=axis)
+    tensors = _agreed(axis, lambda: _map_rank_file(manifest, folder, axis.rank))
+    build = partial(_from_transformers, folder, manifest) if model is None else partial(_from_maker, model)
+    loaded = _agreed(axis, lambda: build(convert, tensors, dtype))
+    for module in loaded.modules():
+        if isinstance(module, ParallelModule):
+            module.describe_parameters()
+    return loaded.to(device).eval()
+
+
+def _axis(manifest: Manifest, folder: Path, device: torch.device, group: GroupLike) -> Axis:
+    """The ranks, as many as the checkpoint is for."""
+    has_axis = group is not None or has_groups() or dist.is_initialized()
+    size = as_axis(group).size if has_axis else int(os.environ.get("WORLD_SIZE", "1"))
+    if size != manifest.tp:
+        found = "is 1 process" if size == 1 else f"are {size} processes"
+        raise RunError(
+            f"{folder}: is for {manifest.tp} ranks, and there {found}: start it by torchrun --nproc-per-node "
+            f"{manifest.tp}, or make one for {size} by shardconv reshard {folder} --tp {size}"
+        )
+    if not has_axis:
+        init_parallel(tensor=size, device_type=device.type)
+    return as_axis(group)
+
+
+def _device(device: Any) -> torch.device:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.device(default if device is None else device)
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(torch.cuda.device_count(), 1))
+    return found
+
+
+def _agreed(axis: Axis, step: Callable[[], Any]) -> Any:
+    """Do a step that can fail on one rank alone; where one fails, all raise, and none waits for it."""
+    result, problem = None, None
+    try:
+        result = step()
+    except ShardconvError as error:
+        problem = error
+    except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it, whatever it was
+        problem = RunError(f"{type(error).__name__}: {error}")
+        problem.__cause__ = error
+    if axis.size > 1:
+        problems: list[str | None] = [None] * axis.size
+        dist.all_gather_object(problems, None if problem is None else str(problem), group=axis.group)
+        for rank, text in enumerate(problems):
+            if text is not None and problem is None:
+                raise RunError(f"rank {rank}: {text}")
+    if problem is not None:
+        raise problem
+    return result
+
+
+def _map_rank_file(manifest: Manifest, folder: Path, rank: int) -> dict[str, Tensor]:
+    """The tensors of a rank's file, as views of the file in memory."""
+    from safetensors.torch import load_file  # noqa: PLC0415 - torch and it are imported where they are needed
+
+    path = manifest.rank_paths(folder)[rank]
+    layout = manifest.rank_layout
+    try:
+        with InputFiles([path], [layout.heads[rank]], [layout.file_bytes[rank]]):
+            tensors: dict[str, Tensor] = load_file(path)
+            return tensors
+    except SourceError as error:
+        raise SplitCheckpointError(str(error)) from error
+
+
+def _from_maker(
+    make: Callable[[], nn.Module],
+    convert: Callable[[nn.Module], nn.Module],
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    """A module of the user's own."""
+    with torch.device("meta"):
+        model = convert(make())
+    if dtype is not None:
+        tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    model.load_state_dict(tensors, assign=True)
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if left:
+        raise RunError(f"{', '.join(left[:3])}: is in no file, and has to be computed when the module is made on meta")
+    return model
+
+
+def _from_transformers(
+    folder: Path,
+    manifest: Manifest,
+    convert: Callable[[nn.Module], nn.Module],
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    """The model of the class that the config names, filled by transformers itself."""
+    try:
+        import transformers  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
+    config = transformers.AutoConfig.from_pretrained(folder)
+    names = config.architectures or []
+    plain: Any = getattr(transformers, names[0], None) if names else None
+    if plain is None:
+        raise RunError(f"{folder}: its config names the architecture {names or None}, which transformers does not have")
+    if (manifest.config or {}).get("quantization_config"):
+        raise RunError(f"{folder}: is quantised, and cannot be run so far")
+
+    def build(self: Any, *arguments: Any, **options: Any) -> None:
+        plain.__init__(self, *arguments, **options)
+        convert(self)
+
+    converted: Any = type(plain.__name__, (plain,), {"__module__": plain.__module__, "__init__": build})
+    model, report = converted.from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype or "auto", output_loading_info=True
+    )
+    for kind in ("missing_keys", "mismatched_keys"):
+        if found := report[kind]:
+            names = ", ".join(map(str, sorted(found)[:3]))
+            raise RunError(f"{folder}: {kind.replace('_', ' ')} for {plain.__name__}: {names}")
+    model.__class__ = plain
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
