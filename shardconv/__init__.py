@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shardconv.errors import (
         IntegrityError,
         OutputError,
+        PeerError,
         PlanError,
         RunError,
         ShardconvError,
@@ -86,6 +87,7 @@ _HOMES = {
     "shardconv.errors": (
         "IntegrityError",
         "OutputError",
+        "PeerError",
         "PlanError",
         "RunError",
         "ShardconvError",
@@ -125,6 +127,7 @@ __all__ = [
     "ParallelEmbedding",
     "ParallelGroups",
     "ParallelLinear",
+    "PeerError",
     "Placement",
     "Plan",
     "PlanError",

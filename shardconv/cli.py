@@ -5,6 +5,7 @@ No logic, and no import of numpy or torch before a command runs.
 
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from shardconv import __version__
-from shardconv.console import Console, Terminated, ranges, show_error, size
+from shardconv.console import Console, Terminated, describe, ranges, show_error, size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.planning import PlanReport, TensorReport
     from shardconv.checkpoint.verify import VerifyReport
     from shardconv.plan.resolve import BlockedTp
+    from shardconv.runtime.run import RunReport
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -169,6 +171,57 @@ def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  #
         sys.exit(3)
 
 
+@cli.command()
+@click.argument("src", type=_PATH, metavar="DIR")
+@click.option(
+    "--prompt", multiple=True, metavar="TEXT", help="What to go on with. Repeatable. [default: lines of stdin]"
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.0, help="0 takes the likeliest token. [default: 0]"
+)
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the tokens that are drawn.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda where there is one]")
+@click.option("--chat", is_flag=True, help="Put prompts into the model's chat template.")
+@click.option("--check", type=_PATH, metavar="SRC", help="Compare with this unsplit checkpoint, in float32.")
+@_output_options
+def run(src: Path, prompt: tuple[str, ...], *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
+    """Run the split checkpoint DIR, one process a rank: starts them, or joins them when torchrun did."""
+    from shardconv.runtime.launch import is_rank, join, launch
+
+    gc.enable()
+    if not is_rank():
+        from shardconv.checkpoint.manifest import read_manifest
+
+        sys.exit(launch(sys.argv[1:], read_manifest(src).tp))
+    join()
+    from shardconv.runtime.run import RunOptions, run_rank
+
+    is_first = os.environ["RANK"] == "0"
+    prompts = prompt or (tuple(sys.stdin.read().splitlines()) if is_first else ())
+    console = Console(as_json=as_json, quiet=quiet)
+    report = run_rank(src, prompts, RunOptions(**options), console.stream)
+    if report is not None:
+        console.report(report, [] if len(report.outputs) == 1 and report.tokens_per_second else list(report.outputs))
+        console.note(_figures(report))
+        if report.differences is not None:
+            console.note(["equal to the unsplit model" if not report.differences else "DIFFERENT", *report.differences])
+    if report is not None and report.differences:
+        sys.exit(3)
+
+
+def _figures(report: "RunReport") -> list[str]:
+    memory = " ".join(map(size, report.memory_bytes))
+    lines = [
+        f"{_count(report.tp, 'rank')} on {report.device}: {size(report.load_bytes)} a rank loaded in "
+        f"{report.load_seconds:.2f} s, {size(report.load_bytes / report.load_seconds)}/s; peak memory {memory}"
+    ]
+    if report.first_token_seconds is not None:
+        speed = f", then {report.tokens_per_second:.1f} tokens/s" if report.tokens_per_second else ""
+        lines.append(f"first token after {report.first_token_seconds:.3f} s{speed}")
+    return lines
+
+
 def _correct(report: "VerifyReport") -> str:
     if report.has_checksums or report.is_compared:
         return "correct"
@@ -217,8 +270,6 @@ def _plan_lines(report: "PlanReport") -> list[str]:
 
 
 def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]:
-    import re
-
     groups: dict[tuple[Any, ...], list[TensorReport]] = {}
     for tensor in report.tensors:
         name = tensor.name if show_all else re.sub(r"\.\d+(?=\.)", ".*", tensor.name)
@@ -257,6 +308,29 @@ def _terminate(*_: object) -> NoReturn:
     raise Terminated
 
 
+def _end_rank(error: BaseException) -> int:
+    """Say what went wrong on a rank; gives the exit code. Those that were started here leave it to be said once."""
+    from shardconv.runtime.launch import is_launched, tell
+
+    if _is_others(error):
+        return 1  # another process says it
+    if not is_launched():
+        return show_error(error, as_json="--json" in sys.argv)
+    message, code = describe(error)
+    tell(message)
+    return code
+
+
+def _is_others(error: BaseException) -> bool:
+    """Whether a rank ends because of another process: one that failed, was lost, or told it to."""
+    from shardconv.errors import PeerError
+    from shardconv.runtime.launch import is_launched
+
+    is_lost = isinstance(error, RuntimeError) and re.search("(gloo|nccl|[Cc]onnection|TCPStore|FileStore)", str(error))
+    is_told = isinstance(error, KeyboardInterrupt | Terminated)
+    return isinstance(error, PeerError) or (is_launched() and bool(is_lost or is_told))
+
+
 def main() -> NoReturn:
     """Run the command line, and exit."""
     debug = "--debug" in sys.argv
@@ -268,6 +342,8 @@ def main() -> NoReturn:
     except (Exception, KeyboardInterrupt, Terminated) as error:
         if debug:
             raise
+        if os.environ.get("RANK"):
+            sys.exit(_end_rank(error))
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads it any more
         sys.exit(show_error(error, as_json="--json" in sys.argv))

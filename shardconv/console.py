@@ -46,6 +46,17 @@ class Console:
         elif not self._quiet:
             click.echo("\n".join(lines))
 
+    def stream(self, text: str) -> None:
+        """Print a piece of a result for people, as it comes."""
+        if not self._as_json:
+            click.echo(text, nl=False)
+            sys.stdout.flush()
+
+    def note(self, lines: Sequence[str]) -> None:
+        """Print figures that belong to no result, for people, on stderr."""
+        if not self._quiet:
+            click.echo("\n".join(lines), err=True)
+
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table for people."""
         if self._as_json or self._quiet:
@@ -121,7 +132,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def show_error(error: BaseException, *, as_json: bool) -> int:
     """Print one message for an exception, with ``as_json`` an object, too; gives the exit code that goes with it."""
-    message, code = _describe(error)
+    message, code = describe(error)
     if as_json:
         click.echo(json.dumps({"error": message, "exit_code": code}))
     if message:
@@ -129,7 +140,8 @@ def show_error(error: BaseException, *, as_json: bool) -> int:
     return code
 
 
-def _describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a table, in the order in which it is read
+def describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a table, in the order in which it is read
+    """The message for an exception, and the exit code that goes with it."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return "", error.exit_code

@@ -8,6 +8,7 @@
     │   └── IntegrityError        1   bytes differ from their checksum, copies differ, padding is not zero
     ├── OutputError               1   the destination exists, is in use, or has no room
     └── RunError                  1   too few or too many processes, or a model that cannot be built, filled or run
+        └── PeerError             1   another rank failed, and has said why
 
 A message is one text: what, which file, tensor and rank, got and expected, what to do.
 """
@@ -47,3 +48,7 @@ class OutputError(ShardconvError):
 
 class RunError(ShardconvError):
     """A model cannot be run: the processes do not fit it, or it cannot be built or filled."""
+
+
+class PeerError(RunError):
+    """Another rank failed, and has said why."""

@@ -20,7 +20,7 @@ from shardconv.checkpoint.planning import StrPath
 from shardconv.convert.model import convert_by
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
 from shardconv.distributed.groups import has_groups
-from shardconv.errors import RunError, ShardconvError, SourceError, SplitCheckpointError
+from shardconv.errors import PeerError, RunError, ShardconvError, SourceError, SplitCheckpointError
 from shardconv.layers import ParallelModule
 
 
@@ -87,6 +87,8 @@ def _axis(manifest: Manifest, folder: Path, device: torch.device, group: GroupLi
 def _device(device: Any) -> torch.device:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(default if device is None else device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise RunError("there is no CUDA device here: use --device cpu")
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(torch.cuda.device_count(), 1))
     return found
@@ -107,7 +109,7 @@ def _agreed(axis: Axis, step: Callable[[], Any]) -> Any:
         dist.all_gather_object(problems, None if problem is None else str(problem), group=axis.group)
         for rank, text in enumerate(problems):
             if text is not None and problem is None:
-                raise RunError(f"rank {rank}: {text}")
+                raise PeerError(f"rank {rank}: {text}")
     if problem is not None:
         raise problem
     return result

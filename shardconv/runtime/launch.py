@@ -1,0 +1,125 @@
+"""Start the ranks of a run on this machine, or join those that torchrun started.
+
+Stands on torch's own launcher of processes. The ranks find each other by a file in a folder of their own and talk over
+the loopback interface, so nothing of a run can be reached from elsewhere.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from shardconv.errors import RunError
+
+#: Where the ranks that :func:`launch` started meet; the sign of being one of them.
+RENDEZVOUS = "SHARDCONV_RENDEZVOUS"
+_WATCH_SECONDS, _END_SECONDS = 1.0, 10
+
+
+def is_rank() -> bool:
+    """Whether this process is one of several, started by torchrun or by :func:`launch`."""
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def launch(arguments: Sequence[str], ranks: int) -> int:
+    """Run ``shardconv`` with these arguments in as many processes as there are ranks.
+
+    When one ends with an error, or this process is interrupted, the others are ended, too.
+
+    Args:
+        arguments: of the command line.
+        ranks: number of processes.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        RunError: if a rank failed, with what it said; or was killed.
+    """
+    from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415 - not where ranks only join
+        DefaultLogsSpecs,
+        SignalException,
+        start_processes,
+    )
+
+    with TemporaryDirectory(prefix="shardconv-") as folder:
+        threads = os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // ranks, 1)))
+        common = {
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "OMP_NUM_THREADS": threads,
+            "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
+            RENDEZVOUS: f"file://{folder}/rendezvous",
+        }
+        context = start_processes(
+            name="rank",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(range(ranks), ("-m", "shardconv", *arguments)),
+            envs={rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
+        )
+        try:
+            result = context.wait(period=0.1)
+        except SignalException as error:  # torch's, of a signal to this process
+            if error.sigval is signal.SIGINT:
+                raise KeyboardInterrupt from error
+            sys.exit(128 + error.sigval)
+        finally:
+            context.close(signal.SIGTERM, timeout=_END_SECONDS)
+        said = {rank: _error_file(folder, rank) for rank in range(ranks)}
+        errors = {rank: path.read_text() for rank, path in said.items() if path.exists()}
+    failures = {} if result is None else result.failures
+    if not failures:
+        return 0
+    first = min(failures.values(), key=lambda failure: failure.timestamp)
+    if first.exitcode < 0 and not errors:
+        name = signal.Signals(-first.exitcode).name
+        raise RunError(f"rank {first.local_rank} was ended by {name}; the others were ended, too")
+    if errors:
+        raise RunError(errors[min(errors)])
+    return int(first.exitcode)
+
+
+def _error_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"error-{rank}"
+
+
+def tell(message: str) -> None:
+    """Leave what went wrong on this rank to :func:`launch`, so that it is said once."""
+    folder = os.environ[RENDEZVOUS].removeprefix("file://").rpartition("/")[0]
+    _error_file(folder, int(os.environ["RANK"])).write_text(message)
+
+
+def is_launched() -> bool:
+    """Whether :func:`launch` started this process; it says what is to be said of signals and lost connections."""
+    return RENDEZVOUS in os.environ
+
+
+def join() -> None:
+    """Be a rank: start ``torch.distributed`` as :func:`launch` means it; nothing to do where torchrun did the start."""
+    rendezvous = os.environ.get(RENDEZVOUS)
+    if rendezvous is None:
+        return
+    import torch  # noqa: PLC0415 - not where processes are only started
+    import torch.distributed as dist  # noqa: PLC0415
+
+    _end_with(os.getppid())
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= ranks else "gloo"  # nccl: one rank a device
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent does, however that ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,282 @@
+"""Run: prompts through a split checkpoint, on every rank at once; the first rank speaks.
+
+Owns what a model does with a prompt: a text generator goes on with it, a masked language model fills in its masks, and
+what only encodes gives embeddings.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardconv.checkpoint.manifest import read_manifest
+from shardconv.errors import RunError
+from shardconv.runtime.load import load
+
+#: Words that are shown for a mask.
+_TOP = 5
+#: What float32 logits may differ by: sums are taken rank by rank.
+_ALLOWED = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a run did, as the first rank saw it.
+
+    Attributes:
+        path: the split checkpoint.
+        tp: number of ranks.
+        device: of the first rank.
+        prompts: what was given.
+        outputs: what came of each: the text that follows, the text with its masks filled in, or an embedding as JSON.
+        load_seconds: from the call to the loaded model.
+        load_bytes: bytes of the rank's file.
+        memory_bytes: for each rank the most memory that it took, of the device where that is a GPU.
+        first_token_seconds: from the prompt to the first token; None where nothing is generated.
+        tokens_per_second: of all prompts together, after the first token; None where nothing is generated.
+        differences: with ``check``, how the unsplit model differs; empty where it does not.
+    """
+
+    path: str
+    tp: int
+    device: str
+    prompts: tuple[str, ...]
+    outputs: tuple[str, ...]
+    load_seconds: float
+    load_bytes: int
+    memory_bytes: tuple[int, ...]
+    first_token_seconds: float | None
+    tokens_per_second: float | None
+    differences: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run.
+
+    Attributes:
+        max_new_tokens: the most tokens that follow a prompt.
+        temperature: 0 for the likeliest token, else what the logits are divided by before one is drawn.
+        seed: of the drawing.
+        device: ``cpu`` or ``cuda``; None for cuda where there is one.
+        chat: put prompts into the model's chat template.
+        check: an unsplit checkpoint to compare with, both in float32, or None.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    device: str | None = None
+    chat: bool = False
+    check: Path | None = None
+
+
+def run_rank(path: Path, prompts: Sequence[str], options: RunOptions, write: Callable[[str], None]) -> RunReport | None:
+    """Run prompts on this rank; all ranks call it.
+
+    Args:
+        path: the split checkpoint.
+        prompts: given to the first rank; the others take its.
+        options: how to run.
+        write: takes the text of a single prompt while it comes, on the first rank.
+
+    Returns:
+        The report, on the first rank.
+
+    Raises:
+        RunError: if the checkpoint has no tokenizer, or the model gives nothing for a prompt.
+        ShardconvError: as :func:`~shardconv.load`.
+    """
+    from transformers import logging  # noqa: PLC0415 - an extra
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    manifest = read_manifest(path)
+    began = time.perf_counter()
+    model = load(path, device=options.device, dtype=None if options.check is None else torch.float32)
+    load_seconds = time.perf_counter() - began
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    prompts = _everywhere(list(prompts))
+    tokenizer = _tokenizer(path)
+    texts = [_as_chat(tokenizer, prompt) for prompt in prompts] if options.chat else list(prompts)
+    inputs = _encode(tokenizer, texts).to(model.device)
+    clock = _Clock(tokenizer, write if is_first and len(texts) == 1 else None)
+    differences = None
+    with torch.inference_mode():
+        outputs = _answer(model, tokenizer, inputs, options, clock)
+        if options.check is not None:
+            differences = _compare(model, inputs, outputs, options, is_first=is_first)
+    memory = _everyones(_peak_memory(model.device))
+    if not is_first:
+        return None
+    return RunReport(
+        path=str(path),
+        tp=manifest.tp,
+        device=str(model.device),
+        prompts=tuple(prompts),
+        outputs=tuple(outputs.texts),
+        load_seconds=load_seconds,
+        load_bytes=manifest.rank_layout.file_bytes[0],
+        memory_bytes=tuple(memory),
+        first_token_seconds=clock.first_token_seconds,
+        tokens_per_second=clock.tokens_per_second(len(texts)),
+        differences=differences,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    texts: list[str]
+    tokens: Any = None
+
+
+class _Clock:
+    """A streamer of transformers that takes the time, and writes a single prompt's text as it comes."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None] | None) -> None:
+        from transformers import TextStreamer  # noqa: PLC0415 - an extra
+
+        self._texts = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if write else None
+        if self._texts is not None:
+            self._texts.on_finalized_text = lambda text, stream_end=False: write(text + "\n" * stream_end)  # type: ignore[misc]
+        self._times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        """Take the prompt, and then token after token."""
+        self._times.append(time.perf_counter())
+        if self._texts is not None:
+            self._texts.put(value)
+
+    def end(self) -> None:
+        """The last token was taken."""
+        if self._texts is not None:
+            self._texts.end()
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        return self._times[1] - self._times[0] if len(self._times) > 1 else None
+
+    def tokens_per_second(self, prompts: int) -> float | None:
+        steps = len(self._times) - 2
+        return prompts * steps / (self._times[-1] - self._times[1]) if steps > 0 else None
+
+
+def _answer(model: Any, tokenizer: Any, inputs: Any, options: RunOptions, clock: _Clock) -> _Outputs:
+    if model.can_generate():
+        torch.manual_seed(options.seed)
+        drawn = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
+        tokens = model.generate(
+            **inputs, max_new_tokens=options.max_new_tokens, **drawn, streamer=clock,
+            pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+        prompt = 0 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+        return _Outputs(tokenizer.batch_decode(tokens[:, prompt:], skip_special_tokens=True), tokens)
+    output = model(**inputs)
+    if type(model).__name__.endswith("ForMaskedLM"):
+        return _Outputs(_fill(tokenizer, inputs, output.logits), output.logits)
+    if "last_hidden_state" in output:
+        mask = inputs["attention_mask"].unsqueeze(-1)
+        means = (output.last_hidden_state * mask).sum(1) / mask.sum(1)
+        return _Outputs([json.dumps([round(x, 6) for x in mean]) for mean in means.float().tolist()], means)
+    raise RunError(
+        f"a {type(model).__name__} gives {', '.join(output.keys())}, and neither text nor embeddings: call it from "
+        f"Python, as shardconv.load(...) gives it"
+    )
+
+
+def _fill(tokenizer: Any, inputs: Any, logits: Any) -> list[str]:
+    """The likeliest words for each mask."""
+    if tokenizer.mask_token is None or not (inputs["input_ids"] == tokenizer.mask_token_id).any(1).all():
+        raise RunError(f"this model fills in masks: put {tokenizer.mask_token} into each prompt")
+    lines = []
+    for ids, row in zip(inputs["input_ids"], logits, strict=True):
+        places = (ids == tokenizer.mask_token_id).nonzero().flatten()
+        chances, tokens = row[places].float().softmax(-1).topk(_TOP, -1)
+        words = [
+            ", ".join(f"{tokenizer.decode([token])} {chance:.3f}" for token, chance in zip(*pair, strict=True))
+            for pair in zip(tokens.tolist(), chances.tolist(), strict=True)
+        ]
+        lines.append("; ".join(words))
+    return lines
+
+
+def _compare(
+    model: Any, inputs: Any, outputs: _Outputs, options: RunOptions, *, is_first: bool
+) -> tuple[str, ...] | None:
+    """How the unsplit model's logits and greedy tokens differ, on the first rank, while the others wait."""
+    tokens = outputs.tokens if model.can_generate() and not model.config.is_encoder_decoder else inputs["input_ids"]
+    more = {"decoder_input_ids": outputs.tokens} if model.config.is_encoder_decoder else {}
+    ours = model(input_ids=tokens, **more).logits if not more else model(**inputs, **more).logits
+    found: list[str] = []
+    if is_first:
+        plain = type(model).from_pretrained(options.check, dtype=torch.float32).to(model.device).eval()
+        theirs = plain(input_ids=tokens).logits if not more else plain(**inputs, **more).logits
+        error = float((ours - theirs).abs().max() / theirs.abs().max())
+        if error > _ALLOWED:
+            found.append(f"logits differ by {error:.1e} of the largest; {_ALLOWED:.0e} are due to rounding")
+        if model.can_generate() and not options.temperature:
+            expected = plain.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
+            if not torch.equal(expected, outputs.tokens):
+                width = min(expected.shape[1], outputs.tokens.shape[1])
+                same = (expected[:, :width] == outputs.tokens[:, :width]).all(0).long().cumprod(0).sum()
+                found.append(f"greedy tokens differ from token {int(same)} on")
+    return tuple(_everywhere(found))
+
+
+def _tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - an extra
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"{path}: has no tokenizer that can be read: {str(error).splitlines()[0]}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _encode(tokenizer: Any, texts: list[str]) -> Any:
+    inputs = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1)
+    if not inputs["input_ids"].shape[1]:
+        raise RunError("a prompt is empty")
+    inputs.pop("token_type_ids", None)
+    return inputs
+
+
+def _as_chat(tokenizer: Any, prompt: str) -> str:
+    if not tokenizer.chat_template:
+        raise RunError("this checkpoint has no chat template: run it without --chat")
+    messages = [{"role": "user", "content": prompt}]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text
+
+
+def _everywhere(value: list[Any]) -> list[Any]:
+    """What the first rank has."""
+    if not dist.is_initialized():
+        return value
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, 0)
+    return list(box[0])
+
+
+def _everyones(value: int) -> list[int]:
+    if not dist.is_initialized():
+        return [value]
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

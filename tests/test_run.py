@@ -1,0 +1,195 @@
+"""`shardconv run` as users start it: real processes, real kills, and the demo model, which speaks."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from command import finish, run, start
+
+import shardconv
+
+DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
+PROMPT = "The import statement"
+TOKENS = 12
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "demo-tp2"
+    shardconv.split(DEMO, folder, tp=2)
+    return folder
+
+
+def plain_texts(*prompts):
+    """What the unsplit model goes on with, by transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - other tests need none
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(DEMO)
+    texts = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        inputs.pop("token_type_ids", None)
+        with torch.inference_mode():
+            tokens = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+        texts.append(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+def children_of(pid):
+    """The processes that a process started, and they did."""
+    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return found + [one for child in found for one in children_of(child)]
+
+
+def check_gone(pids, seconds=30):
+    end = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end, "a process was left behind"
+        time.sleep(0.1)
+
+
+def test_text_is_the_unsplit_models(split):
+    result = run("run", split, "--prompt", PROMPT, "--max-new-tokens", TOKENS, "--device", "cpu", "--check", DEMO)
+    assert result.code == 0, result.err
+    assert result.out.rstrip("\n") == plain_texts(PROMPT)[0]
+    for words in (
+        "2 ranks on cpu",
+        "loaded in",
+        "peak memory",
+        "first token after",
+        "tokens/s",
+        "equal to the unsplit",
+    ):
+        assert words in result.err
+
+
+def test_prompts_from_stdin_in_one_batch(split):
+    prompts = [PROMPT, "A list is"]
+    options = ["--max-new-tokens", str(TOKENS), "--device", "cpu", "--json"]
+    result = subprocess.run(
+        [sys.executable, "-m", "shardconv", "run", str(split), *options],
+        input="\n".join(prompts), capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["prompts"] == prompts
+    assert report["outputs"] == plain_texts(*prompts)
+    assert len(report["memory_bytes"]) == 2
+
+
+def test_joins_the_ranks_that_torchrun_started(split):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "shardconv",
+    ]
+    options = ["--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--device", "cpu", "-q"]
+    result = subprocess.run(
+        [*command, "run", str(split), *options], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (result.returncode, result.stdout.rstrip("\n")) == (0, plain_texts(PROMPT)[0]), result.stderr
+
+
+def test_another_model_is_told_apart(split, tmp_path):
+    """The same names and shapes, other numbers."""
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415
+
+    other = shutil.copytree(DEMO, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.5
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    result = run("run", split, "--prompt", PROMPT, "--max-new-tokens", "3", "--device", "cpu", "--check", other)
+    assert (result.code, "DIFFERENT" in result.err, "logits differ by" in result.err) == (3, True, True)
+
+
+def test_drawn_tokens_follow_the_seed(split):
+    options = ["--prompt", PROMPT, "--max-new-tokens", "8", "--device", "cpu", "--temperature", "1.5", "-q"]
+    texts = [run("run", split, *options, "--seed", seed).out for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+def lines_of(err):
+    return [line for line in err.splitlines() if line.startswith("shardconv: ")]
+
+
+def test_rank_file_missing(split, tmp_path):
+    folder = shutil.copytree(split, tmp_path / "split")
+    (folder / "rank-1-of-2.safetensors").unlink()
+    result = run("run", folder, "--prompt", PROMPT, "--device", "cpu")
+    assert (result.code, result.out) == (1, "")
+    (line,) = lines_of(result.err)
+    assert "rank-1-of-2.safetensors: cannot be opened" in line
+    result = run("run", folder, "--prompt", PROMPT, "--device", "cpu", "--json")
+    assert "rank-1-of-2.safetensors: cannot be opened" in json.loads(result.out)["error"]
+
+
+def test_tokenizer_missing(split, tmp_path):
+    folder = shutil.copytree(split, tmp_path / "split")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    result = run("run", folder, "--prompt", PROMPT, "--device", "cpu")
+    assert result.code == 1
+    assert "has no tokenizer" in result.err
+
+
+def test_no_split_checkpoint(tmp_path):
+    result = run("run", tmp_path, "--prompt", PROMPT)
+    assert (result.code, "is no split checkpoint" in result.err) == (1, True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_device_that_is_not_there(split):
+    result = run("run", split, "--prompt", PROMPT, "--device", "cuda")
+    assert (result.code, lines_of(result.err)) == (1, ["shardconv: there is no CUDA device here: use --device cpu"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc which processes there are")
+@pytest.mark.parametrize("seconds", [1, 4, 7])
+def test_a_rank_is_killed(split, seconds):
+    """While it starts, loads, or generates."""
+    process = start("run", split, "--prompt", PROMPT, "--max-new-tokens", "100000", "--device", "cpu")
+    time.sleep(seconds)
+    pids = children_of(process.pid)
+    ranks = [pid for pid in pids if b"shardconv" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    if ranks:
+        os.kill(ranks[-1], signal.SIGKILL)
+    else:  # none has started yet
+        process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    result = finish(process)
+    assert time.monotonic() - began < 30
+    assert result.code != 0
+    check_gone(pids)
+    if ranks:
+        assert lines_of(result.err)[-1:] == ["shardconv: rank 1 was ended by SIGKILL; the others were ended, too"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc which processes there are")
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_ended_from_outside(split, sent, code):
+    process = start("run", split, "--prompt", PROMPT, "--max-new-tokens", "100000", "--device", "cpu")
+    time.sleep(6)
+    pids = children_of(process.pid)
+    assert pids
+    process.send_signal(sent)
+    result = finish(process)
+    assert result.code == code, result.err
+    check_gone(pids)
