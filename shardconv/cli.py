@@ -187,7 +187,7 @@ def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  #
 @_output_options
 def run(src: Path, prompt: tuple[str, ...], *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
     """Run the split checkpoint DIR, one process a rank: starts them, or joins them when torchrun did."""
-    from shardconv.runtime.launch import is_rank, join, launch
+    from shardconv.runtime.launch import is_rank, join, launch, leave
 
     gc.enable()
     if not is_rank():
@@ -201,12 +201,13 @@ def run(src: Path, prompt: tuple[str, ...], *, as_json: bool, quiet: bool, **opt
     prompts = prompt or (tuple(sys.stdin.read().splitlines()) if is_first else ())
     console = Console(as_json=as_json, quiet=quiet)
     report = run_rank(src, prompts, RunOptions(**options), console.stream)
-    if report is not None:
-        console.report(report, [] if len(report.outputs) == 1 and report.tokens_per_second else list(report.outputs))
+    if is_first:
+        console.report(report, [] if len(report.outputs) == 1 and report.first_token_seconds else list(report.outputs))
         console.note(_figures(report))
         if report.differences is not None:
             console.note(["equal to the unsplit model" if not report.differences else "DIFFERENT", *report.differences])
-    if report is not None and report.differences:
+    leave()
+    if report.differences:
         sys.exit(3)
 
 

@@ -114,6 +114,15 @@ def join() -> None:
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
 
 
+def leave() -> None:
+    """End ``torch.distributed`` when all ranks are done."""
+    import torch.distributed as dist  # noqa: PLC0415 - as above
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def _end_with(parent: int) -> None:
     """End this process when its parent does, however that ended."""
 

@@ -28,12 +28,12 @@ _ALLOWED = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What a run did, as the first rank saw it.
+    """What a run did, as one rank saw it.
 
     Attributes:
         path: the split checkpoint.
         tp: number of ranks.
-        device: of the first rank.
+        device: of the rank.
         prompts: what was given.
         outputs: what came of each: the text that follows, the text with its masks filled in, or an embedding as JSON.
         load_seconds: from the call to the loaded model.
@@ -78,7 +78,7 @@ class RunOptions:
     check: Path | None = None
 
 
-def run_rank(path: Path, prompts: Sequence[str], options: RunOptions, write: Callable[[str], None]) -> RunReport | None:
+def run_rank(path: Path, prompts: Sequence[str], options: RunOptions, write: Callable[[str], None]) -> RunReport:
     """Run prompts on this rank; all ranks call it.
 
     Args:
@@ -88,7 +88,7 @@ def run_rank(path: Path, prompts: Sequence[str], options: RunOptions, write: Cal
         write: takes the text of a single prompt while it comes, on the first rank.
 
     Returns:
-        The report, on the first rank.
+        The report; the times are the rank's own.
 
     Raises:
         RunError: if the checkpoint has no tokenizer, or the model gives nothing for a prompt.
@@ -114,8 +114,6 @@ def run_rank(path: Path, prompts: Sequence[str], options: RunOptions, write: Cal
         if options.check is not None:
             differences = _compare(model, inputs, outputs, options, is_first=is_first)
     memory = _everyones(_peak_memory(model.device))
-    if not is_first:
-        return None
     return RunReport(
         path=str(path),
         tp=manifest.tp,
