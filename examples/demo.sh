@@ -1,5 +1,5 @@
 #!/bin/sh
-# The main job, on the small trained model in this folder: plan, split for two ranks, verify, merge, compare.
+# The main job, on the small trained model in this folder: plan, split for two ranks, verify, merge, compare, run.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)
@@ -20,3 +20,4 @@ show shardconv merge demo-model-tp2
 show cmp demo-model-merged/model.safetensors demo-model/model.safetensors
 show diff -r demo-model-merged demo-model/
 printf '\nThe merged folder has the bytes of the source.\n'
+show shardconv run demo-model-tp2 --prompt "An exception is" --max-new-tokens 24 --device cpu --check demo-model

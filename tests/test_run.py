@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import finish, run, start
+from command import ENVIRONMENT, finish, run, start
 
 import shardconv
 
@@ -43,6 +44,22 @@ def plain_texts(*prompts):
             tokens = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
         texts.append(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     return texts
+
+
+def write_bert(folder, auto):
+    """A small BERT with a tokenizer of the few words that are needed."""
+    import transformers  # noqa: PLC0415
+
+    folder.mkdir()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "an", "exception", "is", "raised"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
+    )
+    torch.manual_seed(0)
+    getattr(transformers, auto)(config).save_pretrained(folder)
+    return folder
 
 
 def children_of(pid):
@@ -78,7 +95,7 @@ def test_prompts_from_stdin_in_one_batch(split):
     options = ["--max-new-tokens", str(TOKENS), "--device", "cpu", "--json"]
     result = subprocess.run(
         [sys.executable, "-m", "shardconv", "run", str(split), *options],
-        input="\n".join(prompts), capture_output=True, text=True, check=False, timeout=100,
+        input="\n".join(prompts), capture_output=True, text=True, check=False, timeout=100, env=ENVIRONMENT,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
@@ -100,8 +117,9 @@ def test_joins_the_ranks_that_torchrun_started(split):
     ]
     options = ["--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--device", "cpu", "-q"]
     result = subprocess.run(
-        [*command, "run", str(split), *options], capture_output=True, text=True, check=False, timeout=100
-    )
+        [*command, "run", str(split), *options],
+        capture_output=True, text=True, check=False, timeout=100, env=ENVIRONMENT,
+    )  # fmt: skip
     assert (result.returncode, result.stdout.rstrip("\n")) == (0, plain_texts(PROMPT)[0]), result.stderr
 
 
@@ -121,6 +139,32 @@ def test_drawn_tokens_follow_the_seed(split):
     options = ["--prompt", PROMPT, "--max-new-tokens", "8", "--device", "cpu", "--temperature", "1.5", "-q"]
     texts = [run("run", split, *options, "--seed", seed).out for seed in ("1", "1", "2")]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_example_of_an_own_module():
+    example = DEMO.parent / "own_module.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=ENVIRONMENT)
+    assert result.returncode == 0, result.stderr
+    assert "ParallelLinear(in_features=32, out_features=96, bias=True, dim=-1, tp=2)" in result.stdout
+
+
+@pytest.mark.parametrize(("auto", "prompt", "said"), [
+    ("BertForMaskedLM", "an [MASK] is", r"\S+ 0\.\d{3}, .*"),
+    ("BertForMaskedLM", "an exception", None),
+    ("BertModel", "an exception", r"\[-?\d.*\]"),
+    ("BertForSequenceClassification", "an exception", None),
+])  # fmt: skip
+def test_models_that_generate_nothing(tmp_path, auto, prompt, said):
+    source = write_bert(tmp_path / "bert", auto)
+    shardconv.split(source, tmp_path / "split", tp=2)
+    result = run("run", tmp_path / "split", "--prompt", prompt, "--device", "cpu")
+    if said is None:
+        assert result.code == 1
+        assert "put [MASK] into each prompt" in result.err or "neither text nor embeddings" in result.err
+    else:
+        assert result.code == 0, result.err
+        assert re.fullmatch(said, result.out.strip())
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------
