@@ -158,13 +158,14 @@ def test_example_of_an_own_module():
 def test_models_that_generate_nothing(tmp_path, auto, prompt, said):
     source = write_bert(tmp_path / "bert", auto)
     shardconv.split(source, tmp_path / "split", tp=2)
-    result = run("run", tmp_path / "split", "--prompt", prompt, "--device", "cpu")
+    result = run("run", tmp_path / "split", "--prompt", prompt, "--device", "cpu", "--check", source)
     if said is None:
         assert result.code == 1
         assert "put [MASK] into each prompt" in result.err or "neither text nor embeddings" in result.err
     else:
         assert result.code == 0, result.err
         assert re.fullmatch(said, result.out.strip())
+        assert "equal to the unsplit model" in result.err
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------

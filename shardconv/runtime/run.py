@@ -103,7 +103,9 @@ def run_rank(path: Path, prompts: Sequence[str], options: RunOptions, write: Cal
     model = load(path, device=options.device, dtype=None if options.check is None else torch.float32)
     load_seconds = time.perf_counter() - began
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    prompts = _everywhere(list(prompts))
+    prompts = _everywhere([prompt for prompt in prompts if prompt.strip()])
+    if not prompts:
+        raise RunError("there is no prompt: give --prompt TEXT, or a line of stdin each")
     tokenizer = _tokenizer(path)
     texts = [_as_chat(tokenizer, prompt) for prompt in prompts] if options.chat else list(prompts)
     inputs = _encode(tokenizer, texts).to(model.device)
@@ -205,17 +207,17 @@ def _fill(tokenizer: Any, inputs: Any, logits: Any) -> list[str]:
     return lines
 
 
-def _compare(
-    model: Any, inputs: Any, outputs: _Outputs, options: RunOptions, *, is_first: bool
-) -> tuple[str, ...] | None:
-    """How the unsplit model's logits and greedy tokens differ, on the first rank, while the others wait."""
-    tokens = outputs.tokens if model.can_generate() and not model.config.is_encoder_decoder else inputs["input_ids"]
-    more = {"decoder_input_ids": outputs.tokens} if model.config.is_encoder_decoder else {}
-    ours = model(input_ids=tokens, **more).logits if not more else model(**inputs, **more).logits
+def _compare(model: Any, inputs: Any, outputs: _Outputs, options: RunOptions, *, is_first: bool) -> tuple[str, ...]:
+    """How the unsplit model's numbers and greedy tokens differ; the first rank asks it, while the others wait."""
+    given = dict(inputs)
+    if model.can_generate():
+        is_pair = model.config.is_encoder_decoder
+        given = {**given, "decoder_input_ids": outputs.tokens} if is_pair else {"input_ids": outputs.tokens}
+    ours = _numbers(model(**given))
     found: list[str] = []
     if is_first:
         plain = type(model).from_pretrained(options.check, dtype=torch.float32).to(model.device).eval()
-        theirs = plain(input_ids=tokens).logits if not more else plain(**inputs, **more).logits
+        theirs = _numbers(plain(**given))
         error = float((ours - theirs).abs().max() / theirs.abs().max())
         if error > _ALLOWED:
             found.append(f"logits differ by {error:.1e} of the largest; {_ALLOWED:.0e} are due to rounding")
@@ -226,6 +228,11 @@ def _compare(
                 same = (expected[:, :width] == outputs.tokens[:, :width]).all(0).long().cumprod(0).sum()
                 found.append(f"greedy tokens differ from token {int(same)} on")
     return tuple(_everywhere(found))
+
+
+def _numbers(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output.logits if "logits" in output else output.last_hidden_state
+    return found
 
 
 def _tokenizer(path: Path) -> Any:

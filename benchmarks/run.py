@@ -1,0 +1,64 @@
+"""Loading and running a split checkpoint, against transformers' own tensor parallelism on the unsplit one.
+
+The ranks run in :mod:`benchmarks.runner`, two processes of one thread each on gloo.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+#: A llama-shaped model of about 1 GB in bf16.
+CONFIG = {
+    "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+RANKS = 2
+
+WRITE = """
+import json, sys, torch, transformers
+torch.manual_seed(0)
+config = transformers.LlamaConfig(**json.loads(sys.argv[2]), dtype="bfloat16")
+transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(sys.argv[1])
+"""
+
+
+def write_model(folder: Path) -> None:
+    """Write the model, as transformers makes it, from a process of its own."""
+    subprocess.run([sys.executable, "-c", WRITE, str(folder), json.dumps(CONFIG)], check=True, capture_output=True)
+
+
+def run_ranks(kind: str, path: Path, work: Path) -> list[dict[str, Any]]:
+    """What every rank reports of one run of ``ours`` or ``theirs``."""
+    rendezvous = work / "rendezvous"
+    rendezvous.unlink(missing_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.runner", kind, str(path), str(rank), str(RANKS), str(rendezvous)],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(RANKS)
+    ]  # fmt: skip
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"a rank failed: {[process.returncode for process in processes]}")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def compare(source: Path, split: Path, work: Path, rounds: int) -> dict[str, tuple[float, float, float]]:
+    """For each figure the median of theirs by ours, and the median of both; a run is as slow as its slower rank."""
+    runs: dict[str, list[list[dict[str, Any]]]] = {"ours": [], "theirs": []}
+    for number in range(rounds):
+        for kind in sorted(runs, reverse=bool(number % 2)):
+            runs[kind].append(run_ranks(kind, split if kind == "ours" else source, work))
+    figures = {}
+    for name in ("load", "first", "prefill", "decode", "memory"):
+        ours, theirs = ([max(rank[name] for rank in run) for run in runs[kind]] for kind in ("ours", "theirs"))
+        each = [their / our for our, their in zip(ours, theirs, strict=True)]
+        figures[name] = median(each), median(ours), median(theirs)
+    return figures

@@ -1,0 +1,110 @@
+"""One rank of the benchmark of loading and running; :mod:`benchmarks.run` starts it."""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers.distributed import DistributedConfig
+from transformers.models.llama import modeling_llama  # noqa: F401 - imported before anything is timed
+
+import shardconv
+import shardconv.runtime
+
+PROMPT, TOKENS = 256, 32
+
+
+def load(kind: str, path: str) -> Any:  # noqa: ANN401 - a model of transformers
+    """The model, as ``ours`` or ``theirs`` loads it."""
+    if kind == "ours":
+        return shardconv.load(path, device="cpu")
+    config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+    return transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype="auto").eval()
+
+
+class Memory:
+    """The most memory of the process's own, that is not a file's, while a block runs; looked at every few ms."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        while not self._is_done.wait(0.005):
+            self.most = max(self.most, own_bytes())
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_done.set()
+        self._thread.join()
+
+
+def own_bytes() -> int:
+    """Anonymous memory of this process."""
+    with Path("/proc/self/status").open() as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
+
+
+def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
+    """Load, read a prompt, and go on with it; print what each took."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    dist.barrier()
+    before = own_bytes()
+    with Memory() as memory:
+        began = time.perf_counter()
+        model = load(kind, path)
+        dist.barrier()
+        load_seconds = time.perf_counter() - began
+    ids = torch.randint(3, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        began = time.perf_counter()
+        model(ids, logits_to_keep=1)
+        first = time.perf_counter() - began
+        began = time.perf_counter()
+        model(ids, logits_to_keep=1)
+        prefill = time.perf_counter() - began
+        times: list[float] = []
+        options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
+        tokens = model.generate(ids[:, :16], **options, streamer=Clock(times))
+    report = {
+        "load": load_seconds,
+        "first": first,
+        "prefill": prefill,
+        "decode": (times[-1] - times[1]) / (len(times) - 2),
+        "memory": memory.most - before,
+        "tokens": tokens[0, 16:].tolist(),
+    }
+    print(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Clock:
+    """When each token came."""
+
+    def __init__(self, times: list[float]) -> None:
+        self._times = times
+
+    def put(self, _: object) -> None:
+        """Take the prompt, or a token."""
+        self._times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing more comes."""
+
+
+if __name__ == "__main__":
+    kind, path, rank, ranks, rendezvous = sys.argv[1:]
+    main(kind, path, int(rank), int(ranks), rendezvous)
