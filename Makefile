@@ -22,6 +22,7 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks
 
 clean:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import layers, models
+from benchmarks import run as running
 from benchmarks.measure import Command, Pairs, remove, run, run_pairs
 
 SHARDCONV: Command = (sys.executable, "-m", "shardconv")
@@ -173,6 +174,34 @@ def parallel_layers(place: Place) -> Iterator[Row]:
     remove(folder)
 
 
+def loading_and_running(place: Place) -> Iterator[Row]:
+    """`shardconv.load` of a split checkpoint against transformers' own tensor parallelism on the unsplit one.
+
+    Two ranks of one thread on gloo, warm cache, bf16.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+    try:
+        source, split = folder / "source", folder / "split"
+        running.write_model(source)
+        run(shardconv("split", source, "--tp", str(running.RANKS), "-o", split))
+        found = running.compare(source, split, folder, ROUNDS)
+    finally:
+        remove(folder)
+    claims = {
+        "load": ("from the call to the loaded model", "0.5 or less", 1, "s"),
+        "bytes": ("bytes of the checkpoint that a rank maps or reads", "0.5 or less", 1e6, "MB"),
+        "memory": ("peak private memory of a rank while it loads", "0.6 or less", 1e6, "MB"),
+        "first": (f"first pass of {running.PROMPT} tokens, which brings the pages in", "(none)", 1, "s"),
+        "prefill": (f"prefill of {running.PROMPT} tokens", "1.0 or less", 1, "s"),
+        "decode": ("a token", "1.0 or less, aim 0.77", 1e-3, "ms"),
+    }
+    for name, (claim, goal, unit, symbol) in claims.items():
+        ratio, ours, theirs = found[name]
+        shown = (f"{seconds / unit:.{2 if symbol == 's' else 0}f} {symbol}" for seconds in (ours, theirs))
+        detail = ", transformers ".join(shown)
+        yield Row(f"{claim} / transformers'", goal, f"{ratio:.2f}", detail)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
@@ -187,7 +216,7 @@ def main() -> None:
     tmpfs, disk = Place("tmpfs", arguments.memory), Place("disk", arguments.disk)
     plan: list[tuple[Callable[[Place], Iterator[Row]], tuple[Place, ...]]] = [
         (copying, (tmpfs, disk)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)), (memory, (tmpfs,)),
-        (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)),
+        (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)), (loading_and_running, (tmpfs,)),
     ]  # fmt: skip
     for benchmark, places in plan:
         if arguments.only in (None, benchmark.__name__):

@@ -9,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 #: A llama-shaped model of about 1 GB in bf16.
 CONFIG = {
     "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8,
     "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
-RANKS = 2
+RANKS, PROMPT, TOKENS = 2, 128, 32
 
 WRITE = """
 import json, sys, torch, transformers
@@ -50,15 +50,29 @@ def run_ranks(kind: str, path: Path, work: Path) -> list[dict[str, Any]]:
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def compare(source: Path, split: Path, work: Path, rounds: int) -> dict[str, tuple[float, float, float]]:
-    """For each figure the median of theirs by ours, and the median of both; a run is as slow as its slower rank."""
+class Figure(NamedTuple):
+    """One figure of the slower rank, median of the rounds.
+
+    Attributes:
+        ratio: ours by theirs, median of the pairs.
+        ours: median.
+        theirs: median.
+    """
+
+    ratio: float
+    ours: float
+    theirs: float
+
+
+def compare(source: Path, split: Path, work: Path, rounds: int) -> dict[str, Figure]:
+    """What loading and running take, in pairs of changing order; of each run the slower rank counts."""
     runs: dict[str, list[list[dict[str, Any]]]] = {"ours": [], "theirs": []}
     for number in range(rounds):
         for kind in sorted(runs, reverse=bool(number % 2)):
             runs[kind].append(run_ranks(kind, split if kind == "ours" else source, work))
     figures = {}
-    for name in ("load", "first", "prefill", "decode", "memory"):
+    for name in ("load", "first", "prefill", "decode", "memory", "bytes"):
         ours, theirs = ([max(rank[name] for rank in run) for run in runs[kind]] for kind in ("ours", "theirs"))
-        each = [their / our for our, their in zip(ours, theirs, strict=True)]
-        figures[name] = median(each), median(ours), median(theirs)
+        each = [our / their for our, their in zip(ours, theirs, strict=True)]
+        figures[name] = Figure(median(each), median(ours), median(theirs))
     return figures

@@ -15,8 +15,7 @@ from transformers.models.llama import modeling_llama  # noqa: F401 - imported be
 
 import shardconv
 import shardconv.runtime
-
-PROMPT, TOKENS = 256, 32
+from benchmarks.run import PROMPT, TOKENS
 
 
 def load(kind: str, path: str) -> Any:  # noqa: ANN401 - a model of transformers
@@ -27,17 +26,19 @@ def load(kind: str, path: str) -> Any:  # noqa: ANN401 - a model of transformers
     return transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype="auto").eval()
 
 
-class Memory:
-    """The most memory of the process's own, that is not a file's, while a block runs; looked at every few ms."""
+class Watch:
+    """The most memory of the process's own, and the most of a folder's files in memory; looked at every few ms."""
 
-    def __init__(self) -> None:
-        self.most = 0
+    def __init__(self, folder: str) -> None:
+        self.own_bytes = self.mapped_bytes = 0
+        self._folder = folder
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
         while not self._is_done.wait(0.005):
-            self.most = max(self.most, own_bytes())
+            self.own_bytes = max(self.own_bytes, own_bytes())
+            self.mapped_bytes = max(self.mapped_bytes, mapped_bytes(self._folder))
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -54,6 +55,18 @@ def own_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
 
 
+def mapped_bytes(folder: str) -> int:
+    """What this process maps of the files in a folder."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ends = (line.split()[0].split("-") for line in lines if folder in line)
+    return sum(int(end, 16) - int(start, 16) for start, end in ends)
+
+
+def read_bytes() -> int:
+    """What this process has read from files by calls."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
     """Load, read a prompt, and go on with it; print what each took."""
     transformers.logging.set_verbosity_error()
@@ -61,12 +74,13 @@ def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     dist.barrier()
-    before = own_bytes()
-    with Memory() as memory:
+    memory, read = own_bytes(), read_bytes()
+    with Watch(path) as watch:
         began = time.perf_counter()
         model = load(kind, path)
         dist.barrier()
         load_seconds = time.perf_counter() - began
+        read = read_bytes() - read
     ids = torch.randint(3, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         began = time.perf_counter()
@@ -83,7 +97,8 @@ def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
         "first": first,
         "prefill": prefill,
         "decode": (times[-1] - times[1]) / (len(times) - 2),
-        "memory": memory.most - before,
+        "memory": watch.own_bytes - memory,
+        "bytes": watch.mapped_bytes + read,
         "tokens": tokens[0, 16:].tolist(),
     }
     print(json.dumps(report))

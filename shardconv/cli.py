@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from shardconv import __version__
-from shardconv.console import Console, Terminated, describe, ranges, show_error, size
+from shardconv.console import Console, Terminated, describe, ranges, show_error, signals_later, size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.planning import PlanReport, TensorReport
@@ -187,19 +187,25 @@ def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  #
 @_output_options
 def run(src: Path, prompt: tuple[str, ...], *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
     """Run the split checkpoint DIR, one process a rank: starts them, or joins them when torchrun did."""
-    from shardconv.runtime.launch import is_rank, join, launch, leave
-
     gc.enable()
-    if not is_rank():
-        from shardconv.checkpoint.manifest import read_manifest
-
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        _run_rank(src, prompt, Console(as_json=as_json, quiet=quiet), options)
+    else:
+        with signals_later():
+            from shardconv.checkpoint.manifest import read_manifest
+            from shardconv.runtime.launch import launch
         sys.exit(launch(sys.argv[1:], read_manifest(src).tp))
-    join()
+
+
+def _run_rank(src: Path, prompt: tuple[str, ...], console: Console, options: dict[str, Any]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # a rank has nothing to put away
+    from shardconv.runtime.launch import join, leave
     from shardconv.runtime.run import RunOptions, run_rank
 
+    join()
     is_first = os.environ["RANK"] == "0"
     prompts = prompt or (tuple(sys.stdin.read().splitlines()) if is_first else ())
-    console = Console(as_json=as_json, quiet=quiet)
     report = run_rank(src, prompts, RunOptions(**options), console.stream)
     if is_first:
         console.report(report, [] if len(report.outputs) == 1 and report.first_token_seconds else list(report.outputs))
@@ -323,13 +329,12 @@ def _end_rank(error: BaseException) -> int:
 
 
 def _is_others(error: BaseException) -> bool:
-    """Whether a rank ends because of another process: one that failed, was lost, or told it to."""
+    """Whether a rank ends because of another process: one that failed or was lost."""
     from shardconv.errors import PeerError
     from shardconv.runtime.launch import is_launched
 
     is_lost = isinstance(error, RuntimeError) and re.search("(gloo|nccl|[Cc]onnection|TCPStore|FileStore)", str(error))
-    is_told = isinstance(error, KeyboardInterrupt | Terminated)
-    return isinstance(error, PeerError) or (is_launched() and bool(is_lost or is_told))
+    return isinstance(error, PeerError) or (is_launched() and bool(is_lost))
 
 
 def main() -> NoReturn:

@@ -27,6 +27,22 @@ class Terminated(BaseException):
     """SIGTERM came; like KeyboardInterrupt, no ``except Exception`` stops it on its way out."""
 
 
+@contextmanager
+def signals_later() -> Iterator[None]:
+    """Take SIGINT and SIGTERM when this is over: what they raise in the middle of an import can get lost there."""
+    came: list[int] = []
+    handlers = {
+        known: signal.signal(known, lambda number, _: came.append(number)) for known in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for known, handler in handlers.items():
+            signal.signal(known, handler)
+    for number in came:
+        signal.raise_signal(number)
+
+
 class Console:
     """Prints for one command.
 

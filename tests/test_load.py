@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from models import MODELS, VOCAB, change_config
 from torch import nn
@@ -107,6 +108,40 @@ def test_generation_by_the_checkpoints_own_settings(ranks, home, tmp_path):
     (source / "generation_config.json").write_text('{"max_length": 77, "eos_token_id": 2, "pad_token_id": 0}')
     shardconv.split(source, tmp_path / "split", tp=2)
     ranks("pairs", check_generation, source, tmp_path / "split")
+
+
+def check_collectives(axis, split, layers, expected):
+    """What a token costs: a sum for the embedding, two for each layer, and the last position's words."""
+    messages = []
+
+    def counted(function, kind, source):
+        def call(*arguments, **options):
+            messages.append((kind, tuple(arguments[source].shape)))
+            return function(*arguments, **options)
+
+        return call
+
+    model = shardconv.load(split, device="cpu", group=axis)
+    give = type(model.get_input_embeddings().axis.exchange).give
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardconv.distributed.exchange.Exchange.give", counted(give, "shared", 1))
+        for kind, source in (("all_reduce", 0), ("all_gather_single", 1)):
+            patch.setattr(dist, kind, counted(getattr(dist, kind), kind, source))
+        times = []
+        ids = torch.randint(3, VOCAB, (1, 7), generator=torch.Generator().manual_seed(1))
+        put = lambda _: (times.append(list(messages)), messages.clear())  # noqa: E731
+        streamer = type("Streamer", (), {"put": staticmethod(put), "end": lambda _: None})()
+        model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False, streamer=streamer)
+    hidden, words = model.config.hidden_size, expected
+    for tokens, found in zip((7, 1, 1), times[1:], strict=True):
+        assert found == [("shared", (1, tokens, hidden))] * (1 + 2 * layers) + [("shared", (1, 1, words))]
+
+
+def test_a_token_costs_as_few_messages_as_can_be(ranks, home):
+    split = source_and_split(home, "llama", 2)[1]
+    config = json.loads((split / "config.json").read_text())
+    words = -(-config["vocab_size"] // 2)
+    ranks("pairs", check_collectives, split, config["num_hidden_layers"], words)
 
 
 def check_dtype(axis, split):

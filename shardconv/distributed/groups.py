@@ -5,12 +5,14 @@ DeviceMesh; knows nothing of layers or placements.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardconv.distributed.exchange import Exchange
 
 _NAMES = ("pipeline", "data", "tensor")
 
@@ -25,6 +27,7 @@ class Axis:
         size: number of processes in the group.
         ranks: their ranks in the world.
         group: torch's process group; None where it would be of this process alone and none was made.
+        exchange: for small messages on a CPU, memory that the ranks share; None for torch's group alone.
     """
 
     name: str
@@ -32,6 +35,14 @@ class Axis:
     size: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
+    exchange: Exchange | None = None
+
+    def with_exchange(self) -> Self:
+        """This axis, with memory that the ranks share where they are on one machine; all ranks call it.
+
+        What goes through it is no collective of torch's, and a count of those does not see it.
+        """
+        return replace(self, exchange=None if self.size == 1 else Exchange.open(self.size, self.rank, self.group))
 
     @property
     def message_device(self) -> torch.device:

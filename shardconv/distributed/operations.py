@@ -16,6 +16,7 @@ No operation changes its argument. All of them can be traced by ``torch.compile`
 the identity.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ from torch import Tensor
 from shardconv.distributed.groups import Axis, GroupLike, as_axis
 
 _SUM = dist.ReduceOp.SUM
+#: Reductions of what all ranks have, over dim 0.
+_OF_ALL = {
+    _SUM: partial(torch.sum, dim=0),
+    dist.ReduceOp.MAX: partial(torch.amax, dim=0),
+    dist.ReduceOp.MIN: partial(torch.amin, dim=0),
+}
 
 
 def copy_to_tp(input: Tensor, *, group: GroupLike = None) -> Tensor:
@@ -99,7 +106,16 @@ def gather_from_tp(input: Tensor, dim: int = -1, *, group: GroupLike = None) -> 
     return input if axis.size == 1 else _Gather.apply(input, axis, dim)
 
 
+def _given(input: Tensor, axis: Axis) -> Tensor | None:
+    """What all ranks have, [tp, *], through memory that they share; None where it has to go through their group."""
+    if axis.exchange is None or torch.compiler.is_compiling() or not axis.exchange.fits(input):
+        return None
+    return axis.exchange.give(input)
+
+
 def _all_reduce(input: Tensor, axis: Axis, op: Any = _SUM) -> Tensor:
+    if op in _OF_ALL and (given := _given(input, axis)) is not None:
+        return _OF_ALL[op](given).to(input.dtype)
     output = input.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(output, op=op, group=axis.group)
     return output
@@ -111,9 +127,11 @@ def _chunk(input: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def _all_gather(input: Tensor, axis: Axis, dim: int) -> Tensor:
+    dim %= input.dim()
+    if (given := _given(input, axis)) is not None:
+        return torch.cat(given.unbind(), dim)
     chunks = input.new_empty(axis.size * input.numel())
     dist.all_gather_single(chunks, input.contiguous().view(-1), group=axis.group)
-    dim %= input.dim()
     return chunks.view(axis.size, *input.shape).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 

@@ -215,7 +215,8 @@ def check_alike(layers: list[tuple[str, nn.Module]], problem: ValueError | None,
             )
     if problem is not None:
         raise problem
-    if axis.size > 1 and named:
+    named = [found for found in named if not found[-1].is_meta] if axis.size > 1 else []
+    if named:
         equal = _is_alike([_digest_of(parameter) for *_, parameter in named], axis)
         pairs = zip(named, equal, strict=True)
         labels = list(dict.fromkeys(label or "the layer" for (label, *_), same in pairs if not same))
@@ -235,8 +236,6 @@ def _is_alike(digests: list[int], axis: Axis) -> list[bool]:
 
 
 def _digest_of(parameter: nn.Parameter) -> int:
-    if parameter.is_meta:
-        return 0
     return _digest(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 

@@ -4,6 +4,7 @@ Stands on torch's own launcher of processes. The ranks find each other by a file
 the loopback interface, so nothing of a run can be reached from elsewhere.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -14,16 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+
 from shardconv.errors import RunError
 
 #: Where the ranks that :func:`launch` started meet; the sign of being one of them.
 RENDEZVOUS = "SHARDCONV_RENDEZVOUS"
 _WATCH_SECONDS, _END_SECONDS = 1.0, 10
-
-
-def is_rank() -> bool:
-    """Whether this process is one of several, started by torchrun or by :func:`launch`."""
-    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
@@ -41,12 +41,7 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     Raises:
         RunError: if a rank failed, with what it said; or was killed.
     """
-    from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415 - not where ranks only join
-        DefaultLogsSpecs,
-        SignalException,
-        start_processes,
-    )
-
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # that it ends processes goes unsaid
     with TemporaryDirectory(prefix="shardconv-") as folder:
         threads = os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // ranks, 1)))
         common = {
@@ -105,9 +100,6 @@ def join() -> None:
     rendezvous = os.environ.get(RENDEZVOUS)
     if rendezvous is None:
         return
-    import torch  # noqa: PLC0415 - not where processes are only started
-    import torch.distributed as dist  # noqa: PLC0415
-
     _end_with(os.getppid())
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= ranks else "gloo"  # nccl: one rank a device
@@ -116,8 +108,6 @@ def join() -> None:
 
 def leave() -> None:
     """End ``torch.distributed`` when all ranks are done."""
-    import torch.distributed as dist  # noqa: PLC0415 - as above
-
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -18,7 +18,7 @@ from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.planning import StrPath
 from shardconv.convert.model import convert_by
-from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
+from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel, reduce_from_tp
 from shardconv.distributed.groups import has_groups
 from shardconv.errors import PeerError, RunError, ShardconvError, SourceError, SplitCheckpointError
 from shardconv.layers import ParallelModule
@@ -81,7 +81,8 @@ def _axis(manifest: Manifest, folder: Path, device: torch.device, group: GroupLi
         )
     if not has_axis:
         init_parallel(tensor=size, device_type=device.type)
-    return as_axis(group)
+    axis = as_axis(group)
+    return axis.with_exchange() if device.type == "cpu" else axis
 
 
 def _device(device: Any) -> torch.device:
@@ -104,7 +105,8 @@ def _agreed(axis: Axis, step: Callable[[], Any]) -> Any:
     except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it, whatever it was
         problem = RunError(f"{type(error).__name__}: {error}")
         problem.__cause__ = error
-    if axis.size > 1:
+    failed = torch.tensor(int(problem is not None), device=axis.message_device)
+    if axis.size > 1 and reduce_from_tp(failed, group=axis):
         problems: list[str | None] = [None] * axis.size
         dist.all_gather_object(problems, None if problem is None else str(problem), group=axis.group)
         for rank, text in enumerate(problems):
