@@ -9,6 +9,8 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -182,8 +184,17 @@ def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  #
 )
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the tokens that are drawn.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda where there is one]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Of the values. [default: as they are stored]",
+)
 @click.option("--chat", is_flag=True, help="Put prompts into the model's chat template.")
 @click.option("--check", type=_PATH, metavar="SRC", help="Compare with this unsplit checkpoint, in float32.")
+@click.option(
+    "--verify/--no-verify", default=True, show_default=True, help="Check each rank's file against its checksums first."
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings for its model.")
 @_output_options
 def run(src: Path, prompt: tuple[str, ...], *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
     """Run the split checkpoint DIR, one process a rank: starts them, or joins them when torchrun did."""
@@ -206,7 +217,8 @@ def _run_rank(src: Path, prompt: tuple[str, ...], console: Console, options: dic
     join()
     is_first = os.environ["RANK"] == "0"
     prompts = prompt or (tuple(sys.stdin.read().splitlines()) if is_first else ())
-    report = run_rank(src, prompts, RunOptions(**options), console.stream)
+    progress = partial(console.progress, "load") if is_first else nullcontext
+    report = run_rank(src, prompts, RunOptions(**options), console.stream, progress)
     if is_first:
         console.report(report, [] if len(report.outputs) == 1 and report.first_token_seconds else list(report.outputs))
         console.note(_figures(report))

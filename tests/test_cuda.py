@@ -1,10 +1,13 @@
 """The layers on CUDA tensors, two ranks on gloo, which may share one device; skipped, by name, where there is none."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everywhere
 from torch import nn
 
+import shardconv
 from shardconv.convert import convert_parallel_embedding, convert_parallel_linear, gather_state_dict
 from shardconv.layers import ColumnParallelLinear, ParallelDropout, ParallelEmbedding, RowParallelLinear
 from shardconv.layers.functional import parallel_cross_entropy
@@ -69,3 +72,16 @@ def check_conversion_and_dropout(axis):
 @pytest.mark.parametrize("check", [check_pair, check_embedding_and_loss, check_conversion_and_dropout])
 def test_on_cuda(ranks, check):
     ranks("pairs", check)
+
+
+def check_load(axis, split):
+    on_cpu, model = (shardconv.load(split, device=device, group=axis) for device in ("cpu", "cuda"))
+    assert {parameter.device.type for parameter in (*model.parameters(), *model.buffers())} == {"cuda"}
+    ids = torch.arange(12)[None] + 3
+    expected, found = on_cpu(ids).logits, model(ids.cuda()).logits.cpu()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))  # other kernels
+
+
+def test_load_on_cuda(ranks, tmp_path):
+    shardconv.split(Path(__file__).parent.parent / "examples/demo-model", tmp_path / "split", tp=2)
+    ranks("pairs", check_load, tmp_path / "split")

@@ -150,4 +150,4 @@ axis.exchange.give(torch.zeros(1))
     ]  # fmt: skip
     pid = processes[1].communicate(timeout=60)[0].strip()
     error = processes[0].communicate(timeout=60)[1]
-    assert f"rank 1 of the group (process {pid}) has ended" in error
+    assert f"PeerError: rank 1 of the group, process {pid}, has ended" in error

@@ -4,6 +4,7 @@ Logits near the plain model's, not equal: sums over features are taken rank by r
 """
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -156,11 +157,11 @@ def test_dtype(ranks, home):
 # --- what goes wrong ------------------------------------------------------------------------------------------------
 
 
-def check_fails(axis, split, messages):
+def check_fails(axis, split, messages, **options):
     """Every rank raises, none waits; ``messages`` has what each says, or one for all."""
     message = messages[axis.rank % len(messages)]
     with pytest.raises(shardconv.ShardconvError, match=message):
-        shardconv.load(split, device="cpu", group=axis)
+        shardconv.load(split, device="cpu", group=axis, **options)
 
 
 def test_world_of_another_size(ranks, home):
@@ -208,8 +209,82 @@ def test_code_in_the_checkpoint_is_not_run(ranks, home, tmp_path):
     change_config(source, {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"}})
     (source / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     shardconv.split(source, tmp_path / "split", tp=2, family="llama")
-    ranks("pairs", check_fails, tmp_path / "split", ["contains custom code"])
+    ranks("pairs", check_fails, tmp_path / "split", ["code of its own, evil.Evil, .*--trust-remote-code"])
     assert not (tmp_path / "ran").exists()
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+
+    def forward(self, *arguments, **options):
+        output = super().forward(*arguments, **options)
+        output.logits = output.logits * 2
+        return output
+"""
+
+
+def check_own_code(axis, source, split):
+    plain = transformers.LlamaForCausalLM.from_pretrained(source).eval()
+    model = shardconv.load(split, device="cpu", group=axis, trust_remote_code=True)
+    expected, found = (one(**inputs_of("llama", one)).logits for one in (plain, model))
+    assert (found - 2 * expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_code_in_the_checkpoint_that_is_trusted(ranks, home, tmp_path, monkeypatch):
+    source = source_and_split(home, "llama", 2)[0]
+    own = shutil.copytree(source, tmp_path / "own")
+    auto_map = {"AutoConfig": "code_of_mine.MineConfig", "AutoModelForCausalLM": "code_of_mine.MineForCausalLM"}
+    change_config(own, {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": auto_map})
+    (own / "code_of_mine.py").write_text(OWN_CODE)
+    shardconv.split(own, tmp_path / "split", tp=2, family="llama")
+    ranks("pairs", check_own_code, source, tmp_path / "split")
+
+
+def check_verified(axis, split, is_right):
+    if is_right:
+        shardconv.load(split, device="cpu", group=axis, verify=True)
+    else:
+        check_fails(axis, split, ["^.*rank-0-of-2.* differ from their checksum", "^rank 0: "], verify=True)
+
+
+def test_contents_are_checked_on_demand(ranks, damaged):
+    ranks("pairs", check_verified, damaged, True)
+    path = damaged / rank_file_name(0, 2)
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    ranks("pairs", check_verified, damaged, False)
+
+
+def check_link(axis, split):
+    check_fails(axis, split, ["is a link out of its folder", "rank 0: .* is a link out of its folder"])
+
+
+def test_a_rank_file_that_is_a_link_out(ranks, damaged, tmp_path):
+    path = damaged / rank_file_name(0, 2)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    ranks("pairs", check_link, damaged)
+
+
+def check_no_room(axis, split):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sysconf", lambda _: 16)
+        shardconv.load(split, device="cpu", group=axis)  # the pages of a file come and go
+        with pytest.raises(shardconv.ShardconvError, match=r"cpu has room for 0.0 GB: use more"):
+            shardconv.load(split, device="cpu", group=axis, dtype=torch.float64)
+
+
+def test_memory_is_asked_before_anything_is_read(ranks, home):
+    ranks("pairs", check_no_room, source_and_split(home, "llama", 2)[1])
 
 
 # --- a module of the user's own -------------------------------------------------------------------------------------

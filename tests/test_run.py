@@ -186,6 +186,26 @@ def test_rank_file_missing(split, tmp_path):
     assert "rank-1-of-2.safetensors: cannot be opened" in json.loads(result.out)["error"]
 
 
+def test_rank_file_with_other_bytes(split, tmp_path):
+    """Each rank checks its file, unless that is not wanted."""
+    folder = shutil.copytree(split, tmp_path / "split")
+    path = folder / "rank-1-of-2.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    result = run("run", folder, "--prompt", PROMPT, "--device", "cpu")
+    assert (result.code, result.out) == (1, "")
+    (line,) = lines_of(result.err)
+    assert re.search(r"rank-1-of-2.safetensors: the bytes of .* differ from their checksum", line)
+    result = run("run", folder, "--prompt", PROMPT, "--device", "cpu", "--max-new-tokens", "2", "--no-verify")
+    assert result.code == 0, result.err
+
+
+def test_dtype(split):
+    result = run("run", split, "--prompt", PROMPT, "--device", "cpu", "--dtype", "bfloat16", "--max-new-tokens", "4")
+    assert (result.code, len(result.out) > 4) == (0, True), result.err
+
+
 def test_tokenizer_missing(split, tmp_path):
     folder = shutil.copytree(split, tmp_path / "split")
     (folder / "tokenizer.json").unlink()

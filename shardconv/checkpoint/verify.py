@@ -1,11 +1,12 @@
 """Verify: prove a split checkpoint bit for bit, against its own checksums and against its source."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardconv.checkpoint.copy import CopyJob, Progress
-from shardconv.checkpoint.fileio import InputFiles
+from shardconv.checkpoint.copy import CopyJob, Progress, Scratch, Shards, Span, Stripe, StripeState
+from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.layout import lay_out_parts
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.planning import StrPath
@@ -99,6 +100,58 @@ def verify(
         differences=tuple(differences),
         seconds=time.perf_counter() - began,
     )
+
+
+def verify_rank(manifest: Manifest, folder: Path, rank: int, progress: Progress | None = None) -> None:
+    """Check one rank's file against its checksums, and read no other; nothing to do where there are none.
+
+    Args:
+        manifest: of the split checkpoint.
+        folder: where it is.
+        rank: whose file.
+        progress: called with bytes done and bytes in all, of the full tensors.
+
+    Raises:
+        IntegrityError: if bytes are not those that were written.
+        SourceError: if the file cannot be read, or is not as long as it has to be.
+    """
+    if manifest.checksums is None:
+        return
+    layout, path = manifest.rank_layout, manifest.rank_paths(folder)[rank]
+    with InputFiles([path], [layout.heads[rank]], [layout.file_bytes[rank]]) as inputs:
+        reader = _RankReader(layout.shards, inputs, rank, manifest.checksums[rank], list(manifest.tensors))
+        CopyJob(manifest.stripes, reader, []).run(progress=progress)
+
+
+class _RankReader:
+    """A side of a copy that reads what one rank has of it, and takes its checksums."""
+
+    def __init__(
+        self, tensors: Sequence[Shards], files: InputFiles, rank: int, checksums: Sequence[str], names: Sequence[str]
+    ) -> None:
+        self.tensors = tensors
+        self._files, self._rank, self._checksums, self._names = files, rank, checksums, names
+
+    def prefetch(self, stripe: Stripe) -> None:
+        """The file is read as it lies; the system sees that by itself."""
+
+    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:  # noqa: ARG002
+        """Read the rank's share of a span; the block stays as it is."""
+        shards = self.tensors[span.tensor]
+        for rank, _, low, high in shards.geometry.shares(span.start, span.stop):
+            if rank == self._rank:
+                data = scratch.take("own", high - low)
+                self._files.read(0, data, shards.offsets[rank] + low)
+                state.update(0, data)
+
+    def finish(self, state: StripeState, stripe: Stripe) -> None:
+        """Compare the checksum of a stripe."""
+        found = state.hashes.get(0)
+        if found is not None and found.hexdigest() != self._checksums[state.number]:
+            first = self._names[stripe[0].tensor]
+            raise IntegrityError(
+                f"{self._files.paths[0]}: the bytes of {first} or behind it differ from their checksum"
+            )
 
 
 def _side_differences(manifest: Manifest, folder: Path) -> list[str]:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardconv.errors import PeerError
+
 #: The longest message in bytes; for longer ones what a socket costs counts little.
 SLOT_BYTES = 1 << 18
 _SEMAPHORE_BYTES, _HEADER_BYTES = 64, 64
@@ -98,7 +100,8 @@ class Exchange:
             [ranks, *], all messages in the order of the ranks; to be read before the next call but one.
 
         Raises:
-            RuntimeError: if a rank has ended, or gives a message of another size.
+            PeerError: if a rank has ended.
+            RuntimeError: if one gives a message of another size.
         """
         self._turn ^= 1
         slots, sizes, nbytes = self._slots[self._turn], self._sizes[self._turn], message.nbytes
@@ -127,7 +130,7 @@ class Exchange:
             try:
                 os.kill(self.pids[other], 0)
             except ProcessLookupError:
-                raise RuntimeError(f"rank {other} of the group (process {self.pids[other]}) has ended") from None
+                raise PeerError(f"rank {other} of the group, process {self.pids[other]}, has ended") from None
 
     def _sleep(self, semaphore: int) -> bool:
         """Sleep until a semaphore is posted, or a while; whether it was."""

@@ -5,7 +5,7 @@ names in memory; only the conversion comes in between, when the model is built a
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.planning import StrPath
+from shardconv.checkpoint.source import leads_out
+from shardconv.checkpoint.verify import verify_rank
 from shardconv.convert.model import convert_by
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel, reduce_from_tp
 from shardconv.distributed.groups import has_groups
 from shardconv.errors import PeerError, RunError, ShardconvError, SourceError, SplitCheckpointError
 from shardconv.layers import ParallelModule
+from shardconv.runtime.device import check_room, move, rank_device
 
 
 def load(
@@ -31,6 +35,9 @@ def load(
     dtype: torch.dtype | None = None,
     model: Callable[[], nn.Module] | None = None,
     group: GroupLike = None,
+    verify: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
 ) -> Any:
     """Load a split checkpoint; each rank calls this, and reads its own file only.
 
@@ -44,6 +51,9 @@ def load(
         model: makes the module, on the meta device, whose names are those of the checkpoint; by default the class of
             transformers that its config names.
         group: the ranks; by default the current tensor axis, else all processes.
+        verify: check the rank's file against its checksums first, which reads it once more.
+        trust_remote_code: run code that the checkpoint brings for its model.
+        progress: called with bytes done and bytes in all, while they are checked and go to a device.
 
     Returns:
         The model, converted, in eval mode; with full logits on every rank.
@@ -57,16 +67,46 @@ def load(
     """
     folder = Path(path)
     manifest = read_manifest(folder)
-    device = _device(device)
+    device = rank_device(device)
     axis = _axis(manifest, folder, device, group)
     convert = partial(convert_by, config=manifest.config or {}, request=manifest.request, axis=axis)
-    tensors = _agreed(axis, lambda: _map_rank_file(manifest, folder, axis.rank))
-    build = partial(_from_transformers, folder, manifest) if model is None else partial(_from_maker, model)
-    loaded = _agreed(axis, lambda: build(convert, tensors, dtype))
+    is_moved = device.type != "cpu"
+    steps = iter(_steps(progress, verify + is_moved))
+
+    def check_and_map() -> dict[str, Tensor]:
+        check_room(device, manifest.rank_layout.headers[axis.rank], dtype, manifest.tp)
+        if verify:
+            verify_rank(manifest, folder, axis.rank, next(steps))
+        return _map_rank_file(manifest, folder, axis.rank)
+
+    tensors = _agreed(axis, check_and_map)
+    if model is None:
+        build = partial(_from_transformers, folder, manifest, is_trusted=trust_remote_code)
+    else:
+        build = partial(_from_maker, model)
+
+    def fill() -> nn.Module:
+        built = build(convert=convert, tensors=tensors, dtype=dtype)
+        if is_moved:
+            move(built, device, next(steps))
+        return built
+
+    loaded = _agreed(axis, fill)
     for module in loaded.modules():
         if isinstance(module, ParallelModule):
             module.describe_parameters()
-    return loaded.to(device).eval()
+    return loaded.eval()
+
+
+def _steps(progress: Progress | None, count: int) -> list[Progress | None]:
+    """The callbacks of several steps, each of which takes its share of the whole."""
+    if progress is None:
+        return [None] * count
+    return [partial(_report_step, progress, step, count) for step in range(count)]
+
+
+def _report_step(progress: Progress, step: int, count: int, done: int, total: int) -> None:
+    progress(step * total + done, count * total)
 
 
 def _axis(manifest: Manifest, folder: Path, device: torch.device, group: GroupLike) -> Axis:
@@ -83,16 +123,6 @@ def _axis(manifest: Manifest, folder: Path, device: torch.device, group: GroupLi
         init_parallel(tensor=size, device_type=device.type)
     axis = as_axis(group)
     return axis.with_exchange() if device.type == "cpu" else axis
-
-
-def _device(device: Any) -> torch.device:
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(default if device is None else device)
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise RunError("there is no CUDA device here: use --device cpu")
-    if found.type == "cuda" and found.index is None:
-        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(torch.cuda.device_count(), 1))
-    return found
 
 
 def _agreed(axis: Axis, step: Callable[[], Any]) -> Any:
@@ -122,6 +152,8 @@ def _map_rank_file(manifest: Manifest, folder: Path, rank: int) -> dict[str, Ten
     from safetensors.torch import load_file  # noqa: PLC0415 - torch and it are imported where they are needed
 
     path = manifest.rank_paths(folder)[rank]
+    if leads_out(path, folder):
+        raise SplitCheckpointError(f"{path}: is a link out of its folder")
     layout = manifest.rank_layout
     try:
         with InputFiles([path], [layout.heads[rank]], [layout.file_bytes[rank]]):
@@ -133,6 +165,7 @@ def _map_rank_file(manifest: Manifest, folder: Path, rank: int) -> dict[str, Ten
 
 def _from_maker(
     make: Callable[[], nn.Module],
+    *,
     convert: Callable[[nn.Module], nn.Module],
     tensors: dict[str, Tensor],
     dtype: torch.dtype | None,
@@ -152,6 +185,8 @@ def _from_maker(
 def _from_transformers(
     folder: Path,
     manifest: Manifest,
+    *,
+    is_trusted: bool,
     convert: Callable[[nn.Module], nn.Module],
     tensors: dict[str, Tensor],
     dtype: torch.dtype | None,
@@ -161,13 +196,9 @@ def _from_transformers(
         import transformers  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
-    config = transformers.AutoConfig.from_pretrained(folder)
-    names = config.architectures or []
-    plain: Any = getattr(transformers, names[0], None) if names else None
-    if plain is None:
-        raise RunError(f"{folder}: its config names the architecture {names or None}, which transformers does not have")
     if (manifest.config or {}).get("quantization_config"):
         raise RunError(f"{folder}: is quantised, and cannot be run so far")
+    config, plain = _model_class(transformers, folder, manifest.config or {}, is_trusted=is_trusted)
 
     def build(self: Any, *arguments: Any, **options: Any) -> None:
         plain.__init__(self, *arguments, **options)
@@ -185,3 +216,28 @@ def _from_transformers(
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _model_class(transformers: Any, folder: Path, known: Mapping[str, Any], *, is_trusted: bool) -> tuple[Any, Any]:
+    """The config, and the class that it names: one of transformers, or one of the checkpoint's own if that is trusted.
+
+    Raises:
+        RunError: if there is no such class, or it would be code of the checkpoint's own.
+    """
+    names = known.get("architectures") or []
+    own = [ref for ref in (known.get("auto_map") or {}).values() if str(ref).rpartition(".")[2] in names[:1]]
+    is_known = known.get("model_type") in transformers.CONFIG_MAPPING
+    if (own or known.get("auto_map")) and not is_known and not is_trusted:
+        raise RunError(
+            f"{folder}: its model is code of its own, {', '.join(map(str, known['auto_map'].values()))}: read it, and "
+            f"if you trust it, use --trust-remote-code (trust_remote_code=True)"
+        )
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=is_trusted)
+    if own and is_trusted:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module  # noqa: PLC0415 - an extra
+
+        return config, get_class_from_dynamic_module(own[0], folder)
+    plain = getattr(transformers, names[0], None) if names else None
+    if plain is None:
+        raise RunError(f"{folder}: its config names the architecture {names or None}, which transformers does not have")
+    return config, plain

@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.manifest import read_manifest
 from shardconv.errors import RunError
 from shardconv.runtime.load import load
@@ -68,6 +70,9 @@ class RunOptions:
         device: ``cpu`` or ``cuda``; None for cuda where there is one.
         chat: put prompts into the model's chat template.
         check: an unsplit checkpoint to compare with, both in float32, or None.
+        dtype: of the values, as ``bfloat16``; None for that of the checkpoint.
+        verify: check each rank's file against its checksums first.
+        trust_remote_code: run code that the checkpoint brings for its model or tokenizer.
     """
 
     max_new_tokens: int = 64
@@ -76,9 +81,18 @@ class RunOptions:
     device: str | None = None
     chat: bool = False
     check: Path | None = None
+    dtype: str | None = None
+    verify: bool = True
+    trust_remote_code: bool = False
 
 
-def run_rank(path: Path, prompts: Sequence[str], options: RunOptions, write: Callable[[str], None]) -> RunReport:
+def run_rank(
+    path: Path,
+    prompts: Sequence[str],
+    options: RunOptions,
+    write: Callable[[str], None],
+    progress: Callable[[], AbstractContextManager[Progress | None]] = nullcontext,
+) -> RunReport:
     """Run prompts on this rank; all ranks call it.
 
     Args:
@@ -86,6 +100,7 @@ def run_rank(path: Path, prompts: Sequence[str], options: RunOptions, write: Cal
         prompts: given to the first rank; the others take its.
         options: how to run.
         write: takes the text of a single prompt while it comes, on the first rank.
+        progress: opens what shows the progress of loading, see :func:`~shardconv.load`.
 
     Returns:
         The report; the times are the rank's own.
@@ -100,13 +115,22 @@ def run_rank(path: Path, prompts: Sequence[str], options: RunOptions, write: Cal
     logging.set_verbosity_error()
     manifest = read_manifest(path)
     began = time.perf_counter()
-    model = load(path, device=options.device, dtype=None if options.check is None else torch.float32)
+    dtype = "float32" if options.check is not None else options.dtype
+    with progress() as show:
+        model = load(
+            path,
+            device=options.device,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            verify=options.verify,
+            trust_remote_code=options.trust_remote_code,
+            progress=show,
+        )
     load_seconds = time.perf_counter() - began
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     prompts = _everywhere([prompt for prompt in prompts if prompt.strip()])
     if not prompts:
         raise RunError("there is no prompt: give --prompt TEXT, or a line of stdin each")
-    tokenizer = _tokenizer(path)
+    tokenizer = _tokenizer(path, is_trusted=options.trust_remote_code)
     texts = [_as_chat(tokenizer, prompt) for prompt in prompts] if options.chat else list(prompts)
     inputs = _encode(tokenizer, texts).to(model.device)
     clock = _Clock(tokenizer, write if is_first and len(texts) == 1 else None)
@@ -235,11 +259,11 @@ def _numbers(output: Any) -> torch.Tensor:
     return found
 
 
-def _tokenizer(path: Path) -> Any:
+def _tokenizer(path: Path, *, is_trusted: bool) -> Any:
     from transformers import AutoTokenizer  # noqa: PLC0415 - an extra
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=is_trusted)
     except (OSError, ValueError, KeyError) as error:
         raise RunError(f"{path}: has no tokenizer that can be read: {str(error).splitlines()[0]}") from error
     if tokenizer.pad_token_id is None:

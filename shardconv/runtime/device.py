@@ -1,0 +1,110 @@
+"""Devices: which one a rank has, whether its part fits there, and the way of the values to it."""
+
+import os
+from collections.abc import Callable
+from itertools import cycle
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardconv.checkpoint.header import DTYPE_BITS, Header
+from shardconv.errors import RunError
+
+Progress = Callable[[int, int], None]
+
+#: Bytes of each of the two buffers through which values go to a device.
+BUFFER_BYTES = 32 << 20
+
+
+def rank_device(device: Any) -> torch.device:
+    """The device of this rank: the one that is named, by default a GPU where there is one, else the CPU.
+
+    Raises:
+        RunError: if it is not there.
+    """
+    count = torch.cuda.device_count()
+    found = torch.device(("cuda" if count else "cpu") if device is None else device)
+    if found.type == "cuda":
+        if not count:
+            raise RunError("there is no CUDA device here: use --device cpu")
+        found = torch.device(
+            "cuda", int(os.environ.get("LOCAL_RANK", "0")) % count if found.index is None else found.index
+        )
+        if found.index >= count:
+            raise RunError(f"there is no {found} here: there are {count} CUDA devices")
+    return found
+
+
+def check_room(device: torch.device, header: Header, dtype: torch.dtype | None, tp: int) -> None:
+    """Check, before anything is read, that a rank's values fit on its device.
+
+    On a CPU they are views of the file and need no memory of their own, unless they become another dtype.
+
+    Args:
+        device: of the rank.
+        header: of the rank's file.
+        dtype: what numbers become, or None.
+        tp: number of ranks, for the message.
+
+    Raises:
+        RunError: if they do not fit.
+    """
+    needed = sum(_bytes(info.dtype, info.shape, dtype) for info in header.tensors.values())
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[0]
+        needed *= -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())  # ranks on the device
+    elif dtype is None:
+        return
+    else:
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > room:
+        raise RunError(
+            f"the values are {needed / 1e9:.1f} GB and {device} has room for {room / 1e9:.1f} GB: use more ranks "
+            f"(shardconv reshard ... --tp {2 * tp})"
+        )
+
+
+def _bytes(stored: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> int:
+    is_number = stored.lstrip("B").startswith("F")
+    return prod(shape) * (DTYPE_BITS[stored] if dtype is None or not is_number else 8 * dtype.itemsize) // 8
+
+
+def move(module: nn.Module, device: torch.device, progress: Progress | None = None) -> None:
+    """Bring all values to a device, in place: parameters stay the objects that they are, and tied ones tied.
+
+    They go through two pinned buffers, so that one is filled while the other is on its way.
+
+    Args:
+        module: with values on the CPU.
+        device: where they go.
+        progress: called with bytes done and bytes in all.
+    """
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
+    is_cuda = device.type == "cuda"
+    buffers = [torch.empty(min(BUFFER_BYTES, total), dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
+    turns = cycle([(buffer, torch.cuda.Event() if is_cuda else None) for buffer in buffers])
+    for tensor in tensors.values():
+        moved = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
+        target, values = _bytes_of(moved), _bytes_of(tensor.detach().contiguous())
+        for start in range(0, len(values), BUFFER_BYTES):
+            buffer, is_free = next(turns)
+            if is_free is not None:
+                is_free.synchronize()
+            piece = values[start : start + BUFFER_BYTES]
+            buffer[: len(piece)].copy_(piece)
+            target[start : start + len(piece)].copy_(buffer[: len(piece)], non_blocking=True)
+            if is_free is not None:
+                is_free.record(torch.cuda.current_stream(device))
+            done += len(piece)
+            if progress is not None:
+                progress(done, total)
+        tensor.data = moved.detach()
+    if is_cuda:
+        torch.cuda.synchronize(device)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
