@@ -1,6 +1,7 @@
 """Run the benchmarks and write RESULTS.md: ``python -m benchmarks [--memory DIR] [--disk DIR] [--only NAME]``."""
 
 import argparse
+import inspect
 import json
 import os
 import platform
@@ -235,7 +236,7 @@ def _write_section(benchmark: Callable[..., object], rows: list[Row], order: lis
     lines = [
         benchmark.__name__,
         "",
-        f"{benchmark.__doc__} Measured by `python -m benchmarks --only {benchmark.__name__} --rounds {ROUNDS}` on "
+        f"{inspect.cleandoc(benchmark.__doc__ or '')} Measured by `python -m benchmarks --only {benchmark.__name__} --rounds {ROUNDS}` on "
         f"{datetime.now(UTC):%Y-%m-%d}: {platform.system()} {platform.machine()}, {os.cpu_count()} processors, Python "
         f"{platform.python_version()}.",
         "",
