@@ -233,12 +233,13 @@ def _write_section(benchmark: Callable[..., object], rows: list[Row], order: lis
     """Put the rows of one benchmark into the results, in place of those from its last run."""
     old = RESULTS.read_text() if RESULTS.exists() else ""
     sections = {text.partition("\n")[0]: text for text in old.split("\n## ")[1:]}
+    what = inspect.cleandoc(benchmark.__doc__ or "")
+    command = f"python -m benchmarks --only {benchmark.__name__} --rounds {ROUNDS}"
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
     lines = [
         benchmark.__name__,
         "",
-        f"{inspect.cleandoc(benchmark.__doc__ or '')} Measured by `python -m benchmarks --only {benchmark.__name__} --rounds {ROUNDS}` on "
-        f"{datetime.now(UTC):%Y-%m-%d}: {platform.system()} {platform.machine()}, {os.cpu_count()} processors, Python "
-        f"{platform.python_version()}.",
+        f"{what} Measured by `{command}` on {datetime.now(UTC):%Y-%m-%d}: {machine}, Python {platform.python_version()}.",
         "",
         "| claim | to reach | measured | detail |",
         "|---|---|---|---|",
