@@ -235,11 +235,13 @@ def _write_section(benchmark: Callable[..., object], rows: list[Row], order: lis
     sections = {text.partition("\n")[0]: text for text in old.split("\n## ")[1:]}
     what = inspect.cleandoc(benchmark.__doc__ or "")
     command = f"python -m benchmarks --only {benchmark.__name__} --rounds {ROUNDS}"
-    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
+    machine = (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors, Python {platform.python_version()}"
+    )
     lines = [
         benchmark.__name__,
         "",
-        f"{what} Measured by `{command}` on {datetime.now(UTC):%Y-%m-%d}: {machine}, Python {platform.python_version()}.",
+        f"{what} Measured by `{command}` on {datetime.now(UTC):%Y-%m-%d}: {machine}.",
         "",
         "| claim | to reach | measured | detail |",
         "|---|---|---|---|",
