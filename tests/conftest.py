@@ -1,5 +1,6 @@
 """Fixtures that several modules share."""
 
+import signal
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,10 @@ pytest.register_assert_rewrite("faults")  # before its import, so that its check
 from faults import COMMANDS, Job  # noqa: E402
 
 from shardconv.checkpoint.split import split  # noqa: E402
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as what a shell has put into the background: tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Messages through shared memory: what comes out is what each rank gave, as torch's own gather has it."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -92,11 +93,53 @@ def check_long(axis):
         assert torch.equal(gather_from_tp(message, 0, group=axis), everyones(axis, message).flatten())
 
 
-def check_layouts_differ(axis):
-    """A message that not all ranks gave alike is no message."""
-    axis = shared(axis)
-    with pytest.raises(RuntimeError, match=r"messages of \[.*\] bytes: they have to call the same"):
-        axis.exchange.give(torch.zeros(4 + axis.rank))
+def check_calls_differ(axis):
+    """What is not the same call on all ranks is told to all of them."""
+    mine = (torch.zeros(2), torch.zeros(1, dtype=torch.int64))[axis.rank % 2]  # of equal length
+    for message, purpose in ((torch.zeros(4 + axis.rank), ""), (mine, ""), (torch.zeros(3), str(axis.rank))):
+        exchange = shared(axis).exchange
+        with pytest.raises(RuntimeError, match="the ranks do not call the same"):
+            exchange.give(message, purpose)
+        with pytest.raises(RuntimeError, match="an earlier message between the ranks was interrupted"):
+            exchange.give(torch.zeros(1))
+
+
+def check_interrupted(axis):
+    """Who was interrupted cannot go on, and is not waited for longer than the group would."""
+    exchange = shared(axis).exchange
+    exchange._timeout = 3
+    exchange.give(torch.zeros(1))
+    if axis.rank == 0:
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            exchange.give(torch.zeros(1))
+        with pytest.raises(RuntimeError, match="was interrupted"):
+            exchange.give(torch.zeros(1))
+    else:
+        time.sleep(0.5)
+        exchange.give(torch.zeros(1))  # what the first gave is there
+        with pytest.raises(RuntimeError, match="was not heard of for 3 s"):
+            exchange.give(torch.zeros(1))
+    dist.barrier(axis.group)
+
+
+def check_threads(axis):
+    exchange = shared(axis).exchange
+    exchange._lock.acquire()  # as another thread has
+    with pytest.raises(RuntimeError, match="two threads"):
+        exchange.give(torch.zeros(1))
+
+
+def check_inference_mode(axis):
+    with torch.inference_mode():
+        axis = shared(axis)
+        assert axis.exchange.give(torch.ones(2)).sum() == 2 * axis.size
+    assert reduce_from_tp(torch.ones(2, requires_grad=True), group=axis).sum() == 2 * axis.size
 
 
 def check_not_here(axis):
@@ -120,8 +163,8 @@ def check_nothing_is_left(axis):
 @pytest.mark.parametrize(
     "check",
     [
-        check_messages, check_many, check_operations, check_reductions, check_long, check_layouts_differ,
-        check_not_here, check_nothing_is_left,
+        check_messages, check_many, check_operations, check_reductions, check_long, check_calls_differ,
+        check_interrupted, check_threads, check_inference_mode, check_not_here, check_nothing_is_left,
     ],
 )  # fmt: skip
 def test_exchange(ranks, layout, check):
@@ -138,7 +181,7 @@ axis = as_axis().with_exchange()
 axis.exchange.give(torch.zeros(1))
 print(os.getpid(), flush=True)
 if rank:
-    os._exit(0)
+    os._exit(0)  # and stays there, unreaped
 axis.exchange.give(torch.zeros(1))
 """
     processes = [
@@ -148,6 +191,6 @@ axis.exchange.give(torch.zeros(1))
         )
         for rank in (0, 1)
     ]  # fmt: skip
-    pid = processes[1].communicate(timeout=60)[0].strip()
     error = processes[0].communicate(timeout=60)[1]
+    pid = processes[1].communicate(timeout=60)[0].strip()
     assert f"PeerError: rank 1 of the group, process {pid}, has ended" in error

@@ -4,13 +4,20 @@ What a decoder says to its other ranks is a few KiB, twice a layer and token, an
 then the peer's threads sleep. Here a rank writes into its slot, posts a semaphore for each peer, and looks for theirs.
 
 There are two slots a rank, used in turn. No rank can be two messages ahead of another, since each waits for all; so
-nobody writes to what is still read, and nothing else has to be agreed.
+nobody writes to what is still read. Each message says which one it is, and of what kind: ranks that do not call the
+same are told, and whoever was interrupted in the middle cannot go on.
 """
 
 import ctypes
 import mmap
 import os
+import select
+import threading
 import time
+import weakref
+import zlib
+from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -31,24 +38,26 @@ class _TimeSpec(ctypes.Structure):
 
 
 class Exchange:
-    """What the ranks of one machine give each other; see :meth:`open`.
+    """What the ranks of one machine give each other; see :meth:`open`. For one thread of each rank.
 
     Attributes:
         rank: of this process.
         pids: the processes of all ranks.
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, pids: list[int], libc: Any) -> None:
-        self.rank, self.pids = rank, pids
-        self._libc, self._turn = libc, 0
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        count = len(pids)
-        semaphores, slots = whole.split(_split(count))
+    def __init__(self, memory: mmap.mmap, libc: Any, rank: int, processes: dict[int, int], timeout: timedelta) -> None:
+        self.rank, self.pids = rank, list(processes)
+        self._libc, self._timeout = libc, timeout.total_seconds()
+        self._number, self._is_broken, self._lock = 0, False, threading.Lock()
+        self._peers = {other: processes[pid] for other, pid in enumerate(self.pids) if other != rank}
+        weakref.finalize(self, _close, list(processes.values()))
+        count = len(self.pids)
+        with torch.inference_mode(mode=False):
+            semaphores, slots = torch.frombuffer(memory, dtype=torch.uint8).split(_split(count))
+            slots = slots.view(2, count, _HEADER_BYTES + SLOT_BYTES)
+            self._headers = slots[..., :_HEADER_BYTES].view(torch.int64)[..., :2]
+            self._slots = slots[..., _HEADER_BYTES:]
         self._first_semaphore = semaphores.data_ptr()
-        slots = slots.view(2, count, _HEADER_BYTES + SLOT_BYTES)
-        self._sizes = slots[..., :8].view(torch.int64)[..., 0]
-        self._slots = slots[..., _HEADER_BYTES:]
-        self._peers = [other for other in range(count) if other != rank]
 
     @classmethod
     def open(cls, ranks: int, rank: int, group: Any) -> Self | None:
@@ -60,8 +69,7 @@ class Exchange:
             The same on every rank: an exchange, or None where the ranks are not all on one machine, or it is not Linux.
         """
         size, token = sum(_split(ranks)), os.urandom(16)
-        descriptor = -1
-        offer: Any = None
+        descriptor, offer = -1, None
         if rank == 0:
             try:
                 libc, descriptor = _libc(), os.memfd_create("shardconv")
@@ -76,66 +84,105 @@ class Exchange:
                 offer = None
         said: list[Any] = [None] * ranks
         dist.all_gather_object(said, (os.getpid(), offer), group=group)
-        pids, found = [pid for pid, _ in said], None
+        found = None
         if said[0][1] is not None:
             path, token = said[0][1]
             found = (memory, libc) if rank == 0 else _join(path, token, size)
-        everywhere = torch.tensor(int(found is not None))
+        processes = _watch([pid for pid, _ in said]) if found is not None else None
+        everywhere = torch.tensor(int(processes is not None))
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
         if descriptor >= 0:
             os.close(descriptor)
-        return cls(found[0], rank, pids, found[1]) if found is not None and everywhere else None
+        if found is None or processes is None or not everywhere:
+            _close([] if processes is None else processes.values())
+            return None
+        return cls(*found, rank, processes, group._get_backend(torch.device("cpu")).options._timeout)  # noqa: SLF001
 
     def fits(self, message: Tensor) -> bool:
         """Whether a message can be given; ranks that give messages of one shape and dtype agree about it."""
         return message.device.type == "cpu" and message.nbytes <= SLOT_BYTES
 
-    def give(self, message: Tensor) -> Tensor:
+    def give(self, message: Tensor, purpose: str = "") -> Tensor:
         """Give a message to the others, and take theirs; all ranks call it.
 
         Args:
             message: [*], of the same shape and dtype on every rank.
+            purpose: what it is for, the same on every rank.
 
         Returns:
             [ranks, *], all messages in the order of the ranks; to be read before the next call but one.
 
         Raises:
             PeerError: if a rank has ended.
-            RuntimeError: if one gives a message of another size.
+            RuntimeError: if the ranks do not call the same, if one is not heard of for as long as the group waits, if
+                an earlier call was interrupted, or if another thread is in one.
         """
-        self._turn ^= 1
-        slots, sizes, nbytes = self._slots[self._turn], self._sizes[self._turn], message.nbytes
-        everyones = slots[:, :nbytes].view(message.dtype).view(len(self.pids), *message.shape)
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("two threads of a rank are in a message at once: their order is not the other ranks'")
+        try:
+            if self._is_broken:
+                raise RuntimeError("an earlier message between the ranks was interrupted: start the processes anew")
+            self._is_broken = True  # until all is through
+            everyones = self._give(message, purpose)
+            self._is_broken = False
+            return everyones
+        finally:
+            self._lock.release()
+
+    def _give(self, message: Tensor, purpose: str) -> Tensor:
+        self._number += 1
+        turn = self._number % 2
+        everyones = self._slots[turn][:, : message.nbytes].view(message.dtype).view(len(self.pids), *message.shape)
         everyones[self.rank].copy_(message)
-        sizes[self.rank] = nbytes
+        kind = zlib.crc32(f"{message.dtype} {tuple(message.shape)} {purpose}".encode())
+        self._headers[turn, self.rank].copy_(torch.tensor((self._number, kind)))
         for other in self._peers:
             self._libc.sem_post(self._semaphore(self.rank, other))
         for other in self._peers:
             self._wait(other)
-        if sizes.tolist() != [nbytes] * len(self.pids):
-            raise RuntimeError(f"the ranks give messages of {sizes.tolist()} bytes: they have to call the same")
+        if self._headers[turn].tolist() != [[self._number, kind]] * len(self.pids):
+            raise RuntimeError(
+                f"the ranks do not call the same: here it is {purpose or 'a message'} of {tuple(message.shape)}, "
+                f"{message.dtype}"
+            )
         return everyones
 
     def _semaphore(self, source: int, target: int) -> int:
         return self._first_semaphore + (source * len(self.pids) + target) * _SEMAPHORE_BYTES
 
     def _wait(self, other: int) -> None:
-        semaphore = self._semaphore(other, self.rank)
-        end = time.perf_counter() + _LOOK_SECONDS
-        while time.perf_counter() < end:
+        semaphore, began = self._semaphore(other, self.rank), time.perf_counter()
+        while time.perf_counter() < began + _LOOK_SECONDS:
             if self._libc.sem_trywait(semaphore) == 0:
                 return
             os.sched_yield()
         while not self._sleep(semaphore):
-            try:
-                os.kill(self.pids[other], 0)
-            except ProcessLookupError:
-                raise PeerError(f"rank {other} of the group, process {self.pids[other]}, has ended") from None
+            if select.select([self._peers[other]], [], [], 0)[0] and self._libc.sem_trywait(semaphore):
+                raise PeerError(f"rank {other} of the group, process {self.pids[other]}, has ended")
+            if time.perf_counter() > began + self._timeout:
+                raise RuntimeError(f"rank {other} of the group was not heard of for {self._timeout:.0f} s")
 
     def _sleep(self, semaphore: int) -> bool:
         """Sleep until a semaphore is posted, or a while; whether it was."""
         until = time.time() + _WATCH_SECONDS
         return bool(self._libc.sem_timedwait(semaphore, _TimeSpec(int(until), int(until % 1 * 1e9))) == 0)
+
+
+def _watch(pids: list[int]) -> dict[int, int] | None:
+    """For each process a descriptor that can be read when it has ended; None where there are none."""
+    found: dict[int, int] = {}
+    try:
+        for pid in pids:
+            found[pid] = os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        _close(found.values())
+        return None
+    return found
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _split(ranks: int) -> list[int]:

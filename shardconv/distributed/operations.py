@@ -106,15 +106,15 @@ def gather_from_tp(input: Tensor, dim: int = -1, *, group: GroupLike = None) -> 
     return input if axis.size == 1 else _Gather.apply(input, axis, dim)
 
 
-def _given(input: Tensor, axis: Axis) -> Tensor | None:
+def _given(input: Tensor, axis: Axis, purpose: str) -> Tensor | None:
     """What all ranks have, [tp, *], through memory that they share; None where it has to go through their group."""
     if axis.exchange is None or torch.compiler.is_compiling() or not axis.exchange.fits(input):
         return None
-    return axis.exchange.give(input)
+    return axis.exchange.give(input, purpose)
 
 
 def _all_reduce(input: Tensor, axis: Axis, op: Any = _SUM) -> Tensor:
-    if op in _OF_ALL and (given := _given(input, axis)) is not None:
+    if op in _OF_ALL and (given := _given(input, axis, str(op))) is not None:
         return _OF_ALL[op](given).to(input.dtype)
     output = input.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(output, op=op, group=axis.group)
@@ -128,7 +128,7 @@ def _chunk(input: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def _all_gather(input: Tensor, axis: Axis, dim: int) -> Tensor:
     dim %= input.dim()
-    if (given := _given(input, axis)) is not None:
+    if (given := _given(input, axis, "gather")) is not None:
         return torch.cat(given.unbind(), dim)
     chunks = input.new_empty(axis.size * input.numel())
     dist.all_gather_single(chunks, input.contiguous().view(-1), group=axis.group)
