@@ -14,7 +14,6 @@ from faults import COMMANDS, Job  # noqa: E402
 
 from shardconv.checkpoint.split import split  # noqa: E402
 
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as what a shell has put into the background: tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

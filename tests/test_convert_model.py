@@ -10,11 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import GQA, MODELS, VOCAB, plain
 from torch import nn
 
 import shardconv
 from shardconv.convert import gather_state_dict
+from shardconv.convert.model import _cut_input
+from shardconv.distributed import reduce_from_tp
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.family import family_names, load_family
 
@@ -55,8 +58,8 @@ def check_forward(axis, model):
     return before, after, expected, found
 
 
-def check_model(axis, name):
-    before, after, expected, found = check_forward(axis, MODELS[name])
+def check_model(axis, model):
+    before, after, expected, found = check_forward(axis, model)
     generator = torch.Generator().manual_seed(2)
     weights = {key: torch.randn(value.shape, generator=generator) for key, value in expected.items()}
     for output in (expected, found):
@@ -87,11 +90,15 @@ def check_gradients(before, after, axis):
 def test_every_family(ranks, layout, name):
     if name == "t5-classifier":
         pytest.skip("needs a decoder_start_token_id, which configs of transformers 5.23 do not keep")
-    ranks(layout, check_model, name)
+    ranks(layout, check_named, name)
+
+
+def check_named(axis, name):
+    check_model(axis, MODELS[name])
 
 
 def check_type(axis, model_type):
-    check_forward(axis, plain(model_type))
+    check_model(axis, plain(model_type))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -146,9 +153,20 @@ def check_refused(axis):
     odd = MODELS["llama"].build()
     odd.model.layers[1].mlp.up_proj.__class__ = Doubled
     fails(odd, "layers.1.mlp.up_proj: a Doubled may compute something else")
-    different = MODELS["llama"].build()
-    different.model.layers[0].mlp.up_proj.weight.data.add_(axis.rank)
-    fails(different, "hold different values in model.layers.0.mlp.up_proj")
+    for name in ("mlp.up_proj", "input_layernorm"):
+        different = MODELS["llama"].build()
+        different.model.layers[0].get_submodule(name).weight.data.add_(axis.rank)
+        fails(different, f"hold different values in model.layers.0.{name}")
+    fails(MODELS["llama"].build(), "no family is known for model type 'llama'", shardconv.PlanError, "by_name")
+    alone = MODELS["llama"].build()
+    alone.model.layers[1].mlp.up_proj.__class__ = Doubled if axis.rank == 1 else nn.Linear
+    fails(alone, "a Doubled may compute" if axis.rank == 1 else "do not hold the same layers")
+    scalar = MODELS["llama"].build()
+    scalar.model.layers[0].mlp.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    fails(scalar, "mlp.scale: is a trainable number by itself")
+    alone = MODELS["llama"].build()
+    alone.lm_head.weight.data = alone.lm_head.weight.data.to(torch.complex128)
+    fails(alone, "values of torch.complex128 cannot be split")
 
 
 class Doubled(nn.Linear):
@@ -158,3 +176,87 @@ class Doubled(nn.Linear):
 
 def test_refused(ranks):
     ranks("four", check_refused)
+
+
+# --- the model as a whole -------------------------------------------------------------------------------------------
+
+
+def check_attention_switched(axis, name):
+    """What is set on the model later reaches modules that were told something."""
+    for first, second in (("eager", "sdpa"), ("sdpa", "eager")):
+        model = replace(MODELS[name], config={**MODELS[name].config, "attn_implementation": first})
+        before, after = models_of(model, axis)
+        for one in (before, after):
+            one.set_attn_implementation(second)
+        expected, found = (one(**inputs_of(model)).logits for one in (before, after))
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama"])
+def test_attention_switched(ranks, name):
+    ranks("pairs", check_attention_switched, name)
+
+
+def check_sampling(axis):
+    """All ranks draw the same tokens, however they are seeded: those of the first."""
+    before, after = models_of(MODELS["llama"], axis)
+    options = {"max_new_tokens": 8, "do_sample": True, "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    ids = inputs_of(MODELS["llama"])["input_ids"]
+    torch.manual_seed(100)
+    expected = before.generate(ids, **options)
+    torch.manual_seed(100 + axis.rank)
+    assert torch.equal(after.generate(ids, **options), expected)
+
+
+def test_sampling(ranks):
+    ranks("four", check_sampling)
+
+
+def check_training(axis):
+    """With dropout, ranks that are seeded differently are told; without it seeds do not matter."""
+    inputs = inputs_of(MODELS["gpt2"])
+    after = models_of(replace(MODELS["gpt2"], config={**MODELS["gpt2"].config, "resid_pdrop": 0.5}), axis)[1].train()
+    torch.manual_seed(axis.rank)
+    with pytest.raises(RuntimeError, match="are seeded differently"):
+        after(**inputs)
+    torch.manual_seed(0)
+    hidden = after.transformer(**inputs).last_hidden_state
+    assert torch.equal(reduce_from_tp(hidden.detach(), op=dist.ReduceOp.MAX, group=axis), hidden)
+    after(**inputs)
+    after = models_of(MODELS["llama"], axis)[1].train()
+    torch.manual_seed(axis.rank)
+    after(**inputs)
+
+
+def test_training(ranks):
+    ranks("pairs", check_training)
+
+
+def check_saved(axis, folder):
+    """One rank's shards are never written as the model: the file is the plain model's."""
+    before, after = models_of(MODELS["mixtral"], axis)
+    after.save_pretrained(folder)
+    dist.barrier(axis.group)
+    state = type(before).from_pretrained(folder).state_dict()
+    assert all(torch.equal(state[key], value) for key, value in before.state_dict().items())
+    assert after.get_input_embeddings() is after.resize_token_embeddings()
+    with pytest.raises(ValueError, match="resize the embeddings before the model is converted"):
+        after.resize_token_embeddings(50)
+    for one in (after, copy.deepcopy(after)):
+        with pytest.raises(ValueError, match="output_attentions"):
+            one(**inputs_of(MODELS["mixtral"]), output_attentions=True)
+
+
+def test_saved(ranks, tmp_path):
+    ranks("four", check_saved, tmp_path)
+
+
+def test_arguments_for_each_head():
+    """What has no dim of heads is no argument for each head, whatever its sizes are."""
+    units = (4, 4, 8)
+    mask = torch.ones(2, 16)
+    assert _cut_input(mask, 1, units) is mask
+    alibi = torch.arange(8.0).view(1, 8, 1, 1).expand(2, 8, 1, 3)
+    assert torch.equal(_cut_input(alibi, 1, units), alibi[:, 4:])
+    assert torch.equal(_cut_input(alibi.reshape(16, 1, 3), 0, units), alibi[:, 4:].reshape(8, 1, 3))
+    assert _cut_input(None, 1, units) is None

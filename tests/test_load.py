@@ -53,7 +53,7 @@ def architecture(source):
 def check_logits(axis, name, source, split):
     plain = architecture(source).from_pretrained(source).eval()
     model = shardconv.load(split, device="cpu", group=axis)
-    assert type(model) is type(plain)
+    assert model.plain_class is type(plain)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     expected, found = (one(**inputs_of(name, one)) for one in (plain, model))
     for key, value in expected.items():
@@ -262,6 +262,19 @@ def test_contents_are_checked_on_demand(ranks, damaged):
     data[-5] ^= 1
     path.write_bytes(data)
     ranks("pairs", check_verified, damaged, False)
+
+
+def check_seen_by_one(axis, split, other):
+    """Ranks that see something else, each by itself, are told like all others."""
+    mine = split if axis.rank == 0 else other
+    messages = ["rank 1: .*there is no such folder", "there is no such folder"]
+    check_fails(axis, mine if axis.rank == 0 else other.parent / "nothing", messages)
+    check_fails(axis, mine, ["the ranks see different checkpoints"])
+
+
+def test_ranks_that_see_something_else(ranks, home, damaged):
+    shardconv.split(source_and_split(home, "qwen2", 2)[0], damaged.parent / "other", tp=2)
+    ranks("pairs", check_seen_by_one, damaged, damaged.parent / "other")
 
 
 def check_link(axis, split):

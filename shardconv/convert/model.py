@@ -4,7 +4,6 @@ Owns what kind of layer each module becomes. The plan is made of the model's own
 and a converted module agree by construction.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,14 +22,16 @@ from shardconv.convert.modules import (
     SharedOutput,
     mixed,
 )
+from shardconv.convert.whole import RankConfig, finish
 from shardconv.distributed import Axis, GroupLike, as_axis
+from shardconv.errors import PlanError
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
 from shardconv.layers.conversion import check_alike, cut_parameters
 from shardconv.layers.sharding import ParallelModule
-from shardconv.plan.family import ModuleRule
+from shardconv.plan.family import NAMES_FAMILY, ModuleRule
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolve import SCALAR, Resolver
 
 #: torch's dtypes under the names of safetensors.
 DTYPE_NAMES = {
@@ -56,7 +57,8 @@ def convert_model(model: nn.Module, policy: str = "auto", *, group: GroupLike = 
     """Cut a model over the ranks, in place, by the rules of its family.
 
     The result computes what the model computed, forward, backward and in generation, each rank with its share of heads,
-    hidden features, experts' features and words. Full logits come out on every rank.
+    hidden features, experts' features and words. Full logits come out on every rank. To train with dropout the ranks
+    have to be seeded alike, which the first pass checks; masks over attention repeat from rank to rank.
 
     Args:
         model: a model of transformers, with its values in memory, the same on every rank, or on the meta device.
@@ -75,30 +77,69 @@ def convert_model(model: nn.Module, policy: str = "auto", *, group: GroupLike = 
     if config is None:
         raise ValueError(f"{type(model).__name__} has no config, from which its family would be known")
     request = PlanRequest(family=None if policy == "auto" else policy)
-    return convert_by(model, config.to_dict(), request, as_axis(group))
+    axis = as_axis(group)
+    return finish(convert_by(model, config.to_dict(), request, axis), axis)
 
 
 def convert_by(model: nn.Module, config: Mapping[str, Any], request: PlanRequest, axis: Axis) -> nn.Module:
     """Cut a model as :func:`convert_model`, with a config and with what a user asked of the plan."""
+    prepared, problem = None, None
+    try:
+        prepared = _prepare(model, config, request, axis)
+    except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it, whatever it was
+        problem = error
+    modules = list(model.named_modules())
+    named = [
+        (label, name, tensor)
+        for label, module in modules
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    ]
+    check_alike(named, problem, axis, also=repr(sorted(config.items(), key=str)))
+    assert prepared is not None
+    cut_parameters([shell for _, shell in prepared.shells])
+    for module, shell in prepared.shells:
+        module.__class__ = type(shell)
+        module.__dict__.update(shell.__dict__)
+        shell.describe_parameters()
+    for module, rule in prepared.told:
+        _tell(module, rule, prepared.resolver, axis)
+    return model
+
+
+class _Prepared(NamedTuple):
+    """What modules become, and which are told something; nothing of the model is changed yet."""
+
+    resolver: Resolver
+    shells: list[tuple[nn.Module, ParallelModule]]
+    told: list[tuple[nn.Module, ModuleRule]]
+
+
+def _prepare(model: nn.Module, config: Mapping[str, Any], request: PlanRequest, axis: Axis) -> _Prepared:
     state = model.state_dict()
+    if strange := next((tensor.dtype for tensor in state.values() if tensor.dtype not in DTYPE_NAMES), None):
+        raise ValueError(f"values of {strange} cannot be split")
     specs = {name: TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
     resolver = resolve(specs, config, request).resolver
+    if resolver.family_name == NAMES_FAMILY and request.plan_file is None:
+        raise PlanError(
+            f"no family is known for model type {config.get('model_type')!r}: names may tell how its tensors are cut, "
+            f"but not what has to be told to the modules that compute with them"
+        )
     plan = resolver.plan(axis.size)
+    _check_numbers(model, plan)
     shells = []
     for name, module in model.named_modules():
         target = _target(name, module, _own_plans(name, module, plan))
         if target is not None:
-            shells.append((name, module, _shell(name, module, target, plan, axis)))
-    told = [*_told(model, resolver)]
-    check_alike([(name, module) for name, module, _ in shells], None, axis)
-    cut_parameters([shell for *_, shell in shells])
-    for _, module, shell in shells:
-        module.__class__ = type(shell)
-        module.__dict__.update(shell.__dict__)
-        shell.describe_parameters()
-    for module, rule in told:
-        _tell(module, rule, resolver, axis)
-    return model
+            shells.append((module, _shell(name, module, target, plan, axis)))
+    return _Prepared(resolver, shells, _told(model, resolver))
+
+
+def _check_numbers(model: nn.Module, plan: Plan) -> None:
+    """Refuse trainable numbers that no rule names: whether their gradients are to be summed nothing tells."""
+    for name, _ in model.named_parameters():
+        if plan.tp > 1 and name in plan.tensors and plan.tensors[name].reason.rule == SCALAR.pattern:
+            raise ValueError(f"{name}: is a trainable number by itself, for which no rule of family {plan.family} is")
 
 
 def _own_plans(name: str, module: nn.Module, plan: Plan) -> dict[str, TensorPlan]:
@@ -168,13 +209,13 @@ def _told(model: nn.Module, resolver: Resolver) -> list[tuple[nn.Module, ModuleR
 
 
 def _tell(module: nn.Module, rule: ModuleRule, resolver: Resolver, axis: Axis) -> None:
-    for name, expression in rule.attributes.items():
-        holder: Any = module
-        attribute = name.removeprefix("config.")
-        if attribute != name:
-            module.config = holder = copy.copy(module.config)
-        if hasattr(holder, attribute):
-            setattr(holder, attribute, resolver.on_rank(expression, axis.size))
+    values = {name: resolver.on_rank(expression, axis.size) for name, expression in rule.attributes.items()}
+    fields = {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")}
+    if fields:
+        module.__dict__["config"] = RankConfig(module.config, fields)
+    for name, value in values.items():
+        if hasattr(module, name):
+            setattr(module, name, value)
     if rule.inputs:
         cuts = {
             name: (dim, resolver.local_units(unit, axis.size, axis.rank)) for name, (dim, unit) in rule.inputs.items()
@@ -207,6 +248,6 @@ def _cut_inputs(
 
 def _cut_input(value: Any, dim: int, units: tuple[int, int, int]) -> Any:
     first, size, count = units
-    if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] == 1:
-        return value  # not given, or the same for all units
+    if not isinstance(value, Tensor) or value.dim() < dim + 3 or value.shape[dim] == 1:
+        return value  # not given, of tokens only, or the same for all units
     return value.unflatten(dim, (-1, count)).narrow(dim + 1, first, size).flatten(dim, dim + 1)

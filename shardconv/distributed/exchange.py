@@ -135,7 +135,7 @@ class Exchange:
         everyones = self._slots[turn][:, : message.nbytes].view(message.dtype).view(len(self.pids), *message.shape)
         everyones[self.rank].copy_(message)
         kind = zlib.crc32(f"{message.dtype} {tuple(message.shape)} {purpose}".encode())
-        self._headers[turn, self.rank].copy_(torch.tensor((self._number, kind)))
+        self._headers[turn, self.rank, 0], self._headers[turn, self.rank, 1] = self._number, kind
         for other in self._peers:
             self._libc.sem_post(self._semaphore(self.rank, other))
         for other in self._peers:

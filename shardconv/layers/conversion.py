@@ -5,7 +5,7 @@ before anything changes.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +99,12 @@ def _convert(module: nn.Module, target: _Target, axis: Axis) -> Any:
         changes = _changes(module, target, axis)
     except ValueError as error:
         problem = error
-    check_alike([(change.name, change.layer) for change in changes], problem, axis)
+    tensors = [
+        (change.name, name, parameter)
+        for change in changes
+        for name, parameter in _own_parameters(change.layer).items()
+    ]
+    check_alike(tensors, problem, axis)
     if changes and changes[0].layer is module:
         return _new_layer(changes[0].shell)
     cut_parameters([change.shell for change in changes])
@@ -201,14 +206,20 @@ def _tied_target(target: _Target, child: nn.Module, name: str) -> _Target:
     )
 
 
-def check_alike(layers: list[tuple[str, nn.Module]], problem: ValueError | None, axis: Axis) -> None:
-    """Check that all ranks are about to do the same, to the same bytes; whatever a rank found, all get here."""
+def check_alike(
+    named: Sequence[tuple[str, str, torch.Tensor]], problem: Exception | None, axis: Axis, also: str = ""
+) -> None:
+    """Check that all ranks are about to do the same, to the same bytes; whatever a rank found, all get here.
+
+    Args:
+        named: layer, name and value of each tensor.
+        problem: why this rank cannot go on; raised when all know it.
+        axis: the ranks.
+        also: what else has to be the same.
+    """
     if axis.size > 1:
-        named = [
-            (label, name, parameter) for label, layer in layers for name, parameter in _own_parameters(layer).items()
-        ]
-        shapes = [(label, name, p.shape, p.dtype, p.is_meta) for label, name, p in named]
-        if not _is_alike([_digest(repr((shapes, str(problem))).encode())], axis)[0] and problem is None:
+        shapes = [(label, name, value.shape, value.dtype, value.is_meta) for label, name, value in named]
+        if not is_alike([digest(repr((shapes, also, str(problem))).encode())], axis)[0] and problem is None:
             raise ValueError(
                 f"the ranks {list(axis.ranks)} do not hold the same layers, of the same shapes and on the same kind of "
                 f"device, or one cannot convert them"
@@ -217,7 +228,7 @@ def check_alike(layers: list[tuple[str, nn.Module]], problem: ValueError | None,
         raise problem
     named = [found for found in named if not found[-1].is_meta] if axis.size > 1 else []
     if named:
-        equal = _is_alike([_digest_of(parameter) for *_, parameter in named], axis)
+        equal = is_alike([_digest_of(parameter) for *_, parameter in named], axis)
         pairs = zip(named, equal, strict=True)
         labels = list(dict.fromkeys(label or "the layer" for (label, *_), same in pairs if not same))
         if labels:
@@ -228,18 +239,19 @@ def check_alike(layers: list[tuple[str, nn.Module]], problem: ValueError | None,
             )
 
 
-def _is_alike(digests: list[int], axis: Axis) -> list[bool]:
+def is_alike(digests: list[int], axis: Axis) -> list[bool]:
     """For each number whether all ranks have the same: the largest of it and of its negative tell."""
     mine = torch.tensor([digests, [-digest for digest in digests]], device=axis.message_device)
     most = reduce_from_tp(mine, op=dist.ReduceOp.MAX, group=axis)
     return [bool(same) for same in (most[0] == -most[1]).tolist()]
 
 
-def _digest_of(parameter: nn.Parameter) -> int:
-    return _digest(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+def _digest_of(parameter: torch.Tensor) -> int:
+    return digest(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def _digest(data: Any) -> int:
+def digest(data: Any) -> int:
+    """The hash of bytes, for :func:`is_alike`."""
     return xxhash.xxh3_64_intdigest(data) >> 1  # as a whole number that has a sign
 
 

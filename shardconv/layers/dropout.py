@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardconv.distributed import GroupLike, as_axis
+from shardconv.distributed import Axis, GroupLike, as_axis
 
 
 class ParallelDropout(nn.Dropout):
@@ -50,7 +50,8 @@ class ParallelDropout(nn.Dropout):
         if not self.training or self.p == 0:
             return input
         if not self._is_checked and not torch.compiler.is_compiling():
-            self._check_seeds(input.device)
+            check_seeds(self.axis, input.device)
+            self._is_checked = True
         if not self.input_is_parallel or self.axis.size == 1:
             return super().forward(input)
         seed = torch.randint(2**62, ())
@@ -58,22 +59,42 @@ class ParallelDropout(nn.Dropout):
         mask = mask / (1 - self.p) if self.p < 1 else mask
         return input.mul_(mask) if self.inplace else input * mask
 
-    def _check_seeds(self, device: torch.device) -> None:
-        """Compare the states of the default generators, without drawing from them."""
-        state = torch.get_rng_state()
-        if device.type == "cuda":
-            state = torch.cat([state, torch.cuda.get_rng_state(device)])
-        where = device if dist.get_backend(self.axis.group) == "nccl" else torch.device("cpu")
-        first = state.to(where, copy=True)
-        dist.broadcast(first, self.axis.ranks[0], group=self.axis.group)
-        equal = torch.tensor(int(torch.equal(first.cpu(), state)), device=where)
-        dist.all_reduce(equal, op=dist.ReduceOp.MIN, group=self.axis.group)
-        if not equal:
-            raise RuntimeError(
-                f"the ranks {list(self.axis.ranks)} are seeded differently, so their masks would not fit together: "
-                f"call torch.manual_seed with the same number on all of them"
-            )
-        self._is_checked = True
+
+def check_seeds(axis: Axis, device: torch.device) -> None:
+    """Compare the states of the default generators, without drawing from them. All ranks have to call it.
+
+    Raises:
+        RuntimeError: if they differ.
+    """
+    state = _seeds(device)
+    unequal = torch.tensor(int(not torch.equal(_firsts(state, axis, device), state)), device=axis.message_device)
+    dist.all_reduce(unequal, op=dist.ReduceOp.MAX, group=axis.group)
+    if unequal:
+        raise RuntimeError(
+            f"the ranks {list(axis.ranks)} are seeded differently, so their masks would not fit together: "
+            f"call torch.manual_seed with the same number on all of them"
+        )
+
+
+def share_seeds(axis: Axis, device: torch.device) -> None:
+    """Take over the states of the first rank's default generators. All ranks have to call it."""
+    state = _firsts(_seeds(device), axis, device)
+    own = len(torch.get_rng_state())
+    torch.set_rng_state(state[:own])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[own:], device)
+
+
+def _seeds(device: torch.device) -> Tensor:
+    state = torch.get_rng_state()
+    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
+
+
+def _firsts(state: Tensor, axis: Axis, device: torch.device) -> Tensor:
+    where = device if dist.get_backend(axis.group) == "nccl" else torch.device("cpu")
+    first = state.to(where, copy=True)
+    dist.broadcast(first, axis.ranks[0], group=axis.group)
+    return first.cpu()
 
 
 @torch.library.custom_op("shardconv::dropout_mask", mutates_args=())

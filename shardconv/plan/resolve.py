@@ -322,7 +322,7 @@ def _check_bytes(placement: Placement, spec: TensorSpec) -> None:
 
 
 #: What no rule covers and cannot be cut is whole on every rank.
-_SCALAR = Rule("(one element or none)", "replicate", origin="any model")
+SCALAR = Rule("(one element or none)", "replicate", origin="any model")
 
 #: Elements that together fill whole bytes, for the dtypes of which one does not.
 _ELEMENTS_PER_GROUP = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
@@ -337,7 +337,7 @@ def _ask(tensors: Mapping[str, TensorSpec], rules: Sequence[Rule], family: Famil
         if name.endswith(SCALE):
             match, weight = _scale_match(name, match, matcher, tensors)
         if prod(spec.shape) <= 1 and (match is None or weight is not None):
-            match, weight = Match(_SCALAR, "weight"), None
+            match, weight = Match(SCALAR, "weight"), None
         if match is None:
             uncovered.append(name)
             continue

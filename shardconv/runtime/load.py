@@ -4,6 +4,7 @@ Owns the way of a rank's file into a model. The model is transformers' own, and 
 names in memory; only the conversion comes in between, when the model is built and nothing is in memory yet.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,10 +22,13 @@ from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.source import leads_out
 from shardconv.checkpoint.verify import verify_rank
 from shardconv.convert.model import convert_by
+from shardconv.convert.whole import finish
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel, reduce_from_tp
 from shardconv.distributed.groups import has_groups
-from shardconv.errors import PeerError, RunError, ShardconvError, SourceError, SplitCheckpointError
+from shardconv.errors import PeerError, PlanError, RunError, ShardconvError, SourceError, SplitCheckpointError
 from shardconv.layers import ParallelModule
+from shardconv.layers.conversion import digest, is_alike
+from shardconv.plan.request import resolve
 from shardconv.runtime.device import check_room, move, rank_device
 
 
@@ -66,9 +70,7 @@ def load(
         >>> model = shardconv.load("llama-tp2")  # doctest: +SKIP
     """
     folder = Path(path)
-    manifest = read_manifest(folder)
-    device = rank_device(device)
-    axis = _axis(manifest, folder, device, group)
+    manifest, device, axis = _meet(folder, device, group)
     convert = partial(convert_by, config=manifest.config or {}, request=manifest.request, axis=axis)
     is_moved = device.type != "cpu"
     steps = iter(_steps(progress, verify + is_moved))
@@ -81,7 +83,7 @@ def load(
 
     tensors = _agreed(axis, check_and_map)
     if model is None:
-        build = partial(_from_transformers, folder, manifest, is_trusted=trust_remote_code)
+        build = partial(_from_transformers, folder, manifest, axis, is_trusted=trust_remote_code)
     else:
         build = partial(_from_maker, model)
 
@@ -109,20 +111,67 @@ def _report_step(progress: Progress, step: int, count: int, done: int, total: in
     progress(step * total + done, count * total)
 
 
-def _axis(manifest: Manifest, folder: Path, device: torch.device, group: GroupLike) -> Axis:
-    """The ranks, as many as the checkpoint is for."""
-    has_axis = group is not None or has_groups() or dist.is_initialized()
-    size = as_axis(group).size if has_axis else int(os.environ.get("WORLD_SIZE", "1"))
+def _meet(folder: Path, device: Any, group: GroupLike) -> tuple[Manifest, torch.device, Axis]:
+    """The checkpoint, the device and the ranks, when all ranks have found the same."""
+    problem: ShardconvError | None = None
+    device_type = "cpu"
+    try:
+        manifest = read_manifest(folder)
+        _check_size(manifest, folder, group)
+        device = rank_device(device)
+        device_type = device.type
+    except _WrongSizeError:
+        raise  # by all alike, before they talk
+    except ShardconvError as error:
+        problem = error
+    axis = _axis(group, device_type)
+    _agreed(axis, partial(_raise, problem))
+    seen = json.dumps([manifest.to_json(""), device_type], sort_keys=True)
+    if not is_alike([digest(seen.encode())], axis)[0]:
+        raise RunError(f"{folder}: the ranks see different checkpoints there, or have devices of different kinds")
+    return manifest, device, axis.with_exchange() if device_type == "cpu" else axis
+
+
+class _WrongSizeError(RunError):
+    """There are not as many processes as ranks, which each of them sees by itself."""
+
+
+def _world(group: GroupLike) -> int | None:
+    """The processes of the axis that is there; None where none is."""
+    return as_axis(group).size if group is not None or has_groups() or dist.is_initialized() else None
+
+
+def _check_size(manifest: Manifest, folder: Path, group: GroupLike) -> None:
+    size = _world(group) or int(os.environ.get("WORLD_SIZE", "1"))
     if size != manifest.tp:
         found = "is 1 process" if size == 1 else f"are {size} processes"
-        raise RunError(
-            f"{folder}: is for {manifest.tp} ranks, and there {found}: start it by torchrun --nproc-per-node "
-            f"{manifest.tp}, or make one for {size} by shardconv reshard {folder} --tp {size}"
+        other = (
+            f", or make one for {size} by shardconv reshard {folder} --tp {size}" if _is_legal(manifest, size) else ""
         )
-    if not has_axis:
-        init_parallel(tensor=size, device_type=device.type)
-    axis = as_axis(group)
-    return axis.with_exchange() if device.type == "cpu" else axis
+        raise _WrongSizeError(
+            f"{folder}: is for {manifest.tp} ranks, and there {found}: start it by torchrun --nproc-per-node "
+            f"{manifest.tp}{other if _is_legal(manifest, size) else ''}"
+        )
+
+
+def _is_legal(manifest: Manifest, tp: int) -> bool:
+    try:
+        resolve(manifest.tensors, manifest.config, manifest.request).resolver.plan(tp)
+    except PlanError:
+        return False
+    return True
+
+
+def _axis(group: GroupLike, device_type: str) -> Axis:
+    """The ranks; torch.distributed is started if it is not."""
+    if _world(group) is None:
+        init_parallel(tensor=int(os.environ.get("WORLD_SIZE", "1")), device_type=device_type)
+    return as_axis(group)
+
+
+def _raise(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
 
 
 def _agreed(axis: Axis, step: Callable[[], Any]) -> Any:
@@ -185,6 +234,7 @@ def _from_maker(
 def _from_transformers(
     folder: Path,
     manifest: Manifest,
+    axis: Axis,
     *,
     is_trusted: bool,
     convert: Callable[[nn.Module], nn.Module],
@@ -213,6 +263,7 @@ def _from_transformers(
             names = ", ".join(map(str, sorted(found)[:3]))
             raise RunError(f"{folder}: {kind.replace('_', ' ')} for {plain.__name__}: {names}")
     model.__class__ = plain
+    finish(model, axis)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
