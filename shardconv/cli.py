@@ -41,10 +41,12 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 _MAX_LINES = 20
 
 _PATH = click.Path(path_type=Path)
-_output_options = _options(
+_common_options = _options(
     click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object."),
-    click.option("-q", "--quiet", is_flag=True, help="Print no result for people and no progress."),
     click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),
+)
+_output_options = _options(
+    click.option("-q", "--quiet", is_flag=True, help="Print no result for people and no progress."), _common_options
 )
 _plan_options = _options(
     click.option("--plan", type=_PATH, help="TOML or JSON file with rules that come before the family's."),
@@ -195,7 +197,8 @@ def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  #
     "--verify/--no-verify", default=True, show_default=True, help="Check each rank's file against its checksums first."
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings for its model.")
-@_output_options
+@click.option("-q", "--quiet", is_flag=True, help="Print the text only: no figures and no progress.")
+@_common_options
 def run(src: Path, prompt: tuple[str, ...], *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
     """Run the split checkpoint DIR, one process a rank: starts them, or joins them when torchrun did."""
     gc.enable()
@@ -203,37 +206,53 @@ def run(src: Path, prompt: tuple[str, ...], *, as_json: bool, quiet: bool, **opt
         _run_rank(src, prompt, Console(as_json=as_json, quiet=quiet), options)
     else:
         with signals_later():
-            from shardconv.checkpoint.manifest import read_manifest
             from shardconv.runtime.launch import launch
-        sys.exit(launch(sys.argv[1:], read_manifest(src).tp))
+            from shardconv.runtime.run import RunOptions, check_run
+        sys.exit(launch(sys.argv[1:], check_run(src, prompt, RunOptions(**options))))
 
 
 def _run_rank(src: Path, prompt: tuple[str, ...], console: Console, options: dict[str, Any]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # a rank has nothing to put away
     from shardconv.runtime.launch import join, leave
-    from shardconv.runtime.run import RunOptions, run_rank
+    from shardconv.runtime.run import RunOptions, check_run, run_rank
 
+    check_run(src, prompt, RunOptions(**options))
     join()
     is_first = os.environ["RANK"] == "0"
     prompts = prompt or (tuple(sys.stdin.read().splitlines()) if is_first else ())
     progress = partial(console.progress, "load") if is_first else nullcontext
     report = run_rank(src, prompts, RunOptions(**options), console.stream, progress)
     if is_first:
-        console.report(report, [] if len(report.outputs) == 1 and report.first_token_seconds else list(report.outputs))
-        console.note(_figures(report))
+        console.report(report, _answers(report))
+        console.note([*_figures(report), *report.notes])
         if report.differences is not None:
-            console.note(["equal to the unsplit model" if not report.differences else "DIFFERENT", *report.differences])
+            console.note([f"DIFFERENT  {line}" for line in report.differences] or [_equal(report)])
     leave()
     if report.differences:
         sys.exit(3)
 
 
+def _answers(report: "RunReport") -> list[str]:
+    """What is still to be printed: all but the text of a single prompt, which was printed as it came."""
+    if report.first_token_seconds is None:
+        return list(report.outputs)
+    if len(report.outputs) == 1:
+        return []
+    return [f"> {prompt}\n{text}\n" for prompt, text in zip(report.prompts, report.outputs, strict=True)]
+
+
+def _equal(report: "RunReport") -> str:
+    return (
+        f"equal to the unsplit model here, in float32: numbers to {report.error:.0e} of the largest, and greedy tokens"
+    )
+
+
 def _figures(report: "RunReport") -> list[str]:
-    memory = " ".join(map(size, report.memory_bytes))
+    memory = ", ".join(map(size, report.memory_bytes))
     lines = [
         f"{_count(report.tp, 'rank')} on {report.device}: {size(report.load_bytes)} a rank loaded in "
-        f"{report.load_seconds:.2f} s, {size(report.load_bytes / report.load_seconds)}/s; peak memory {memory}"
+        f"{report.load_seconds:.2f} s, {size(report.load_bytes / report.load_seconds)}/s; peak memory of each {memory}"
     ]
     if report.first_token_seconds is not None:
         speed = f", then {report.tokens_per_second:.1f} tokens/s" if report.tokens_per_second else ""
@@ -331,22 +350,22 @@ def _end_rank(error: BaseException) -> int:
     """Say what went wrong on a rank; gives the exit code. Those that were started here leave it to be said once."""
     from shardconv.runtime.launch import is_launched, tell
 
-    if _is_others(error):
-        return 1  # another process says it
-    if not is_launched():
-        return show_error(error, as_json="--json" in sys.argv)
-    message, code = describe(error)
-    tell(message)
-    return code
+    is_others = _is_others(error)
+    if is_launched():
+        message, code = describe(error)
+        tell(message, is_others=is_others)
+        return code
+    return 1 if is_others else show_error(error, as_json="--json" in sys.argv)
 
 
 def _is_others(error: BaseException) -> bool:
-    """Whether a rank ends because of another process: one that failed or was lost."""
-    from shardconv.errors import PeerError
-    from shardconv.runtime.launch import is_launched
+    """Whether another process says it better: one that failed or was lost, or the first where all say the same."""
+    from shardconv.errors import PeerError, WorldSizeError
 
+    if isinstance(error, WorldSizeError):
+        return os.environ["RANK"] != "0"
     is_lost = isinstance(error, RuntimeError) and re.search("(gloo|nccl|[Cc]onnection|TCPStore|FileStore)", str(error))
-    return isinstance(error, PeerError) or (is_launched() and bool(is_lost))
+    return isinstance(error, PeerError) or bool(is_lost)
 
 
 def main() -> NoReturn:

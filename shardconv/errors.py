@@ -52,3 +52,7 @@ class RunError(ShardconvError):
 
 class PeerError(RunError):
     """Another rank failed, and has said why."""
+
+
+class WorldSizeError(RunError):
+    """There are not as many processes as ranks, which each of them sees by itself."""

@@ -180,10 +180,9 @@ def test_rank_file_missing(split, tmp_path):
     (folder / "rank-1-of-2.safetensors").unlink()
     result = run("run", folder, "--prompt", PROMPT, "--device", "cpu")
     assert (result.code, result.out) == (1, "")
-    (line,) = lines_of(result.err)
-    assert "rank-1-of-2.safetensors: cannot be opened" in line
+    assert result.err == f"shardconv: {folder}/rank-1-of-2.safetensors: is missing\n"
     result = run("run", folder, "--prompt", PROMPT, "--device", "cpu", "--json")
-    assert "rank-1-of-2.safetensors: cannot be opened" in json.loads(result.out)["error"]
+    assert "rank-1-of-2.safetensors: is missing" in json.loads(result.out)["error"]
 
 
 def test_rank_file_with_other_bytes(split, tmp_path):
@@ -195,10 +194,40 @@ def test_rank_file_with_other_bytes(split, tmp_path):
     path.write_bytes(data)
     result = run("run", folder, "--prompt", PROMPT, "--device", "cpu")
     assert (result.code, result.out) == (1, "")
-    (line,) = lines_of(result.err)
-    assert re.search(r"rank-1-of-2.safetensors: the bytes of .* differ from their checksum", line)
+    assert re.fullmatch(
+        r"shardconv: .*rank-1-of-2.safetensors: the bytes of .* differ from their checksum\n", result.err
+    )
     result = run("run", folder, "--prompt", PROMPT, "--device", "cpu", "--max-new-tokens", "2", "--no-verify")
     assert result.code == 0, result.err
+
+
+def test_what_is_wrong_before_anything_starts(split, tmp_path):
+    for options, said in (
+        (["--prompt", " "], "--prompt is empty"),
+        (["--prompt", PROMPT, "--check", str(tmp_path / "nothing")], "there is no such folder; --check takes"),
+    ):
+        result = run("run", split, "--device", "cpu", *options)
+        assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
+        assert said in result.err
+
+
+def test_several_prompts_are_told_apart(split):
+    result = run("run", split, "--prompt", PROMPT, "--prompt", "A list", "--device", "cpu", "--check", DEMO)
+    assert result.code == 0, result.err
+    assert re.fullmatch(rf"> {PROMPT}\n.+\n> A list\n.+", result.out, re.DOTALL)
+
+
+def test_more_tokens_than_positions(split):
+    result = run("run", split, "--prompt", "the " * 300, "--max-new-tokens", "2", "--device", "cpu")
+    assert "tokens are more than the 256 that the model is made for" in result.err
+
+
+def test_ranks_that_only_others_ended(split):
+    """What looks like the fault of another is said where nobody says more."""
+    environment = {**ENVIRONMENT, "GLOO_DEVICE_TRANSPORT": "NONE"}
+    command = [sys.executable, "-m", "shardconv", "run", str(split), "--prompt", PROMPT, "--device", "cpu"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=environment)
+    assert (result.returncode, result.stderr.count("shardconv: ")) == (1, 1)
 
 
 def test_dtype(split):
@@ -223,7 +252,7 @@ def test_no_split_checkpoint(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_device_that_is_not_there(split):
     result = run("run", split, "--prompt", PROMPT, "--device", "cuda")
-    assert (result.code, lines_of(result.err)) == (1, ["shardconv: there is no CUDA device here: use --device cpu"])
+    assert (result.code, result.err) == (1, "shardconv: there is no CUDA device here: use --device cpu\n")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc which processes there are")

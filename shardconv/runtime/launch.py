@@ -41,7 +41,7 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     Raises:
         RunError: if a rank failed, with what it said; or was killed.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # that it ends processes goes unsaid
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # launch says what there is to say
     with TemporaryDirectory(prefix="shardconv-") as folder:
         threads = os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // ranks, 1)))
         common = {
@@ -66,28 +66,42 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
             sys.exit(128 + error.sigval)
         finally:
             context.close(signal.SIGTERM, timeout=_END_SECONDS)
-        said = {rank: _error_file(folder, rank) for rank in range(ranks)}
-        errors = {rank: path.read_text() for rank, path in said.items() if path.exists()}
+        errors = _errors(Path(folder))
     failures = {} if result is None else result.failures
     if not failures:
         return 0
     first = min(failures.values(), key=lambda failure: failure.timestamp)
-    if first.exitcode < 0 and not errors:
+    own, others = errors
+    if own:
+        raise RunError(own[0])
+    if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         raise RunError(f"rank {first.local_rank} was ended by {name}; the others were ended, too")
-    if errors:
-        raise RunError(errors[min(errors)])
+    if others:
+        raise RunError(others[0])
     return int(first.exitcode)
 
 
-def _error_file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"error-{rank}"
+_OWN, _OTHERS = "own-error", "others-error"
 
 
-def tell(message: str) -> None:
-    """Leave what went wrong on this rank to :func:`launch`, so that it is said once."""
-    folder = os.environ[RENDEZVOUS].removeprefix("file://").rpartition("/")[0]
-    _error_file(folder, int(os.environ["RANK"])).write_text(message)
+def _errors(folder: Path) -> list[list[str]]:
+    """What the ranks said that failed, in the order of time: of their own, and what others brought about."""
+    found = [sorted(folder.glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime_ns) for kind in (_OWN, _OTHERS)]
+    return [[path.read_text() for path in paths] for paths in found]
+
+
+def tell(message: str, *, is_others: bool) -> None:
+    """Leave what went wrong on this rank to :func:`launch`, so that it is said once.
+
+    Args:
+        message: what it is.
+        is_others: whether another process brought it about, which may have more to say.
+    """
+    folder = Path(os.environ[RENDEZVOUS].removeprefix("file://")).parent
+    written = folder / f"writing-{os.environ['RANK']}"
+    written.write_text(message)
+    written.rename(folder / f"{_OTHERS if is_others else _OWN}-{os.environ['RANK']}")
 
 
 def is_launched() -> bool:

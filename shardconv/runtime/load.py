@@ -25,7 +25,15 @@ from shardconv.convert.model import convert_by
 from shardconv.convert.whole import finish
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel, reduce_from_tp
 from shardconv.distributed.groups import has_groups
-from shardconv.errors import PeerError, PlanError, RunError, ShardconvError, SourceError, SplitCheckpointError
+from shardconv.errors import (
+    PeerError,
+    PlanError,
+    RunError,
+    ShardconvError,
+    SourceError,
+    SplitCheckpointError,
+    WorldSizeError,
+)
 from shardconv.layers import ParallelModule
 from shardconv.layers.conversion import digest, is_alike
 from shardconv.plan.request import resolve
@@ -120,7 +128,7 @@ def _meet(folder: Path, device: Any, group: GroupLike) -> tuple[Manifest, torch.
         _check_size(manifest, folder, group)
         device = rank_device(device)
         device_type = device.type
-    except _WrongSizeError:
+    except WorldSizeError:
         raise  # by all alike, before they talk
     except ShardconvError as error:
         problem = error
@@ -130,10 +138,6 @@ def _meet(folder: Path, device: Any, group: GroupLike) -> tuple[Manifest, torch.
     if not is_alike([digest(seen.encode())], axis)[0]:
         raise RunError(f"{folder}: the ranks see different checkpoints there, or have devices of different kinds")
     return manifest, device, axis.with_exchange() if device_type == "cpu" else axis
-
-
-class _WrongSizeError(RunError):
-    """There are not as many processes as ranks, which each of them sees by itself."""
 
 
 def _world(group: GroupLike) -> int | None:
@@ -148,7 +152,7 @@ def _check_size(manifest: Manifest, folder: Path, group: GroupLike) -> None:
         other = (
             f", or make one for {size} by shardconv reshard {folder} --tp {size}" if _is_legal(manifest, size) else ""
         )
-        raise _WrongSizeError(
+        raise WorldSizeError(
             f"{folder}: is for {manifest.tp} ranks, and there {found}: start it by torchrun --nproc-per-node "
             f"{manifest.tp}{other if _is_legal(manifest, size) else ''}"
         )

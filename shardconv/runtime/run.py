@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.manifest import read_manifest
-from shardconv.errors import RunError
+from shardconv.errors import RunError, SplitCheckpointError
+from shardconv.runtime.device import rank_device
 from shardconv.runtime.load import load
 
 #: Words that are shown for a mask.
@@ -44,6 +45,8 @@ class RunReport:
         first_token_seconds: from the prompt to the first token; None where nothing is generated.
         tokens_per_second: of all prompts together, after the first token; None where nothing is generated.
         differences: with ``check``, how the unsplit model differs; empty where it does not.
+        error: with ``check``, how far the largest of its numbers is from the unsplit model's, by the largest of those.
+        notes: what is to be said of the run.
     """
 
     path: str
@@ -57,6 +60,8 @@ class RunReport:
     first_token_seconds: float | None
     tokens_per_second: float | None
     differences: tuple[str, ...] | None
+    error: float | None
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,26 @@ class RunOptions:
     dtype: str | None = None
     verify: bool = True
     trust_remote_code: bool = False
+
+
+def check_run(path: Path, prompts: Sequence[str], options: RunOptions) -> int:
+    """Check what can be checked before any process is started and any file is read.
+
+    Returns:
+        The number of ranks.
+
+    Raises:
+        ShardconvError: if something is missing.
+    """
+    manifest = read_manifest(path)
+    if prompts and not any(prompt.strip() for prompt in prompts):
+        raise RunError("--prompt is empty: give it some text, or leave it out and give a line of stdin each")
+    if options.check is not None and not options.check.is_dir():
+        raise RunError(f"{options.check}: there is no such folder; --check takes that of the unsplit checkpoint")
+    if missing := next((file for file in manifest.rank_paths(path) if not file.exists()), None):
+        raise SplitCheckpointError(f"{missing}: is missing")
+    rank_device(options.device)
+    return manifest.tp
 
 
 def run_rank(
@@ -134,11 +159,11 @@ def run_rank(
     texts = [_as_chat(tokenizer, prompt) for prompt in prompts] if options.chat else list(prompts)
     inputs = _encode(tokenizer, texts).to(model.device)
     clock = _Clock(tokenizer, write if is_first and len(texts) == 1 else None)
-    differences = None
+    differences, error = None, None
     with torch.inference_mode():
         outputs = _answer(model, tokenizer, inputs, options, clock)
         if options.check is not None:
-            differences = _compare(model, inputs, outputs, options, is_first=is_first)
+            differences, error = _compare(model, inputs, outputs, options, is_first=is_first)
     memory = _everyones(_peak_memory(model.device))
     return RunReport(
         path=str(path),
@@ -152,6 +177,8 @@ def run_rank(
         first_token_seconds=clock.first_token_seconds,
         tokens_per_second=clock.tokens_per_second(len(texts)),
         differences=differences,
+        error=error,
+        notes=tuple(_notes(model, outputs)),
     )
 
 
@@ -231,19 +258,31 @@ def _fill(tokenizer: Any, inputs: Any, logits: Any) -> list[str]:
     return lines
 
 
-def _compare(model: Any, inputs: Any, outputs: _Outputs, options: RunOptions, *, is_first: bool) -> tuple[str, ...]:
+def _compare(
+    model: Any, inputs: Any, outputs: _Outputs, options: RunOptions, *, is_first: bool
+) -> tuple[tuple[str, ...], float]:
     """How the unsplit model's numbers and greedy tokens differ; the first rank asks it, while the others wait."""
     given = dict(inputs)
-    if model.can_generate():
-        is_pair = model.config.is_encoder_decoder
-        given = {**given, "decoder_input_ids": outputs.tokens} if is_pair else {"input_ids": outputs.tokens}
+    if model.can_generate() and model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = outputs.tokens
+    elif model.can_generate():
+        new = outputs.tokens.shape[1] - given["attention_mask"].shape[1]
+        mask = torch.nn.functional.pad(given["attention_mask"], (0, new), value=1)
+        given = {"input_ids": outputs.tokens, "attention_mask": mask}
     ours = _numbers(model(**given))
-    found: list[str] = []
+    found: list[Any] = [0.0]
     if is_first:
-        plain = type(model).from_pretrained(options.check, dtype=torch.float32).to(model.device).eval()
+        plain = model.plain_class.from_pretrained(
+            options.check, dtype=torch.float32, trust_remote_code=options.trust_remote_code
+        )
+        plain = plain.to(model.device).eval()
         theirs = _numbers(plain(**given))
+        if "attention_mask" in given and ours.dim() == 3 and ours.shape[1] == given["attention_mask"].shape[1]:
+            is_there = given["attention_mask"].bool()
+            ours, theirs = ours[is_there], theirs[is_there]  # what padding says nobody reads
         error = float((ours - theirs).abs().max() / theirs.abs().max())
-        if error > _ALLOWED:
+        found = [error]
+        if not error <= _ALLOWED:
             found.append(f"logits differ by {error:.1e} of the largest; {_ALLOWED:.0e} are due to rounding")
         if model.can_generate() and not options.temperature:
             expected = plain.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
@@ -251,7 +290,16 @@ def _compare(model: Any, inputs: Any, outputs: _Outputs, options: RunOptions, *,
                 width = min(expected.shape[1], outputs.tokens.shape[1])
                 same = (expected[:, :width] == outputs.tokens[:, :width]).all(0).long().cumprod(0).sum()
                 found.append(f"greedy tokens differ from token {int(same)} on")
-    return tuple(_everywhere(found))
+    error, *differences = _everywhere(found)
+    return tuple(differences), error
+
+
+def _notes(model: Any, outputs: _Outputs) -> list[str]:
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if not model.can_generate() or model.config.is_encoder_decoder or not isinstance(positions, int):
+        return []
+    tokens = outputs.tokens.shape[1]
+    return [f"{tokens} tokens are more than the {positions} that the model is made for"] if tokens > positions else []
 
 
 def _numbers(output: Any) -> torch.Tensor:
