@@ -40,6 +40,11 @@ MOE = {
     "num_local_experts": EXPERTS,
     "n_routed_experts": EXPERTS,
     "num_experts_per_tok": 2,
+    "num_shared_experts": 2,
+    "moe_num_experts": EXPERTS,
+    "moe_num_shared_experts": 2,
+    "moe_k": 2,
+    "shared_intermediate_size": 48,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 48,
     "n_shared_experts": 2,
@@ -56,6 +61,11 @@ MLA = {
     "v_head_dim": 16,
     "head_dim": 8,
 }
+BART = {
+    "d_model": HIDDEN, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": INTERMEDIATE, "decoder_ffn_dim": INTERMEDIATE,
+    "num_layers": LAYERS, "attention_heads": HEADS, "ffn_dim": INTERMEDIATE, "word_embed_proj_dim": HIDDEN, "decoder_start_token_id": 2,
+}  # fmt: skip
 T5 = {"d_model": HIDDEN, "d_ff": INTERMEDIATE, "d_kv": 16, "num_heads": HEADS, "num_layers": LAYERS}
 
 
@@ -243,11 +253,13 @@ MODELS = {
 
 def plain(model_type: str) -> Model:
     """The model that represents a type which needs no fields of its own."""
-    masked = model_type in transformers.models.auto.modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if model_type.endswith("t5"):
-        return Model(model_type, T5, "AutoModelForSeq2SeqLM")
-    if masked:
+    kinds = transformers.models.auto.modeling_auto
+    if model_type in kinds.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return Model(model_type, {**(T5 if model_type.endswith("t5") else BART)}, "AutoModelForSeq2SeqLM")
+    if model_type in kinds.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return Model(model_type, auto="AutoModelForMaskedLM")
+    if model_type in ("biogpt", "opt", "trocr", "whisper", "xglm"):
+        return Model(model_type, BART)
     is_latent = model_type in ("deepseek_v32", "youtu")
     indexer = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 4}
     heads = {"num_key_value_heads": KV_HEADS, "head_dim": HIDDEN // HEADS}

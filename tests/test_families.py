@@ -95,6 +95,7 @@ LLAMA: Cuts = {
     r"q_proj\.(weight|bias)": blocks(HEADS),
     r"[kv]_proj\.(weight|bias)": blocks(KV_HEADS),
     r"o_proj\.weight": blocks(HEADS, dim=1),
+    r"self_attn\.(sinks|softmax_offset)": blocks(HEADS),
     r"(gate|up)_proj\.(weight|bias)": along(0),
     r"down_proj\.weight": along(1),
 }
@@ -129,6 +130,13 @@ BERT: Cuts = {
     r"intermediate\.dense\.(weight|bias)": along(0),
     r"layer\.\d+\.output\.dense\.weight": along(1),
 }
+BART: Cuts = {
+    r"(shared|embed_tokens|lm_head|proj_out|output_projection)\.weight": vocab,
+    r"[qkv]_proj\.(weight|bias)": blocks(HEADS),
+    r"out_proj\.weight": blocks(HEADS, dim=1),
+    r"fc1\.(weight|bias)": along(0),
+    r"fc2\.weight": along(1),
+}
 MLA: Cuts = {
     r"(q|q_b|kv_b)_proj\.weight": blocks(HEADS),
     r"(q_b|kv_b)_proj\.weight_scale_inv": blocks(HEADS),
@@ -153,6 +161,16 @@ CUTS: dict[str, Cuts] = {
     "phi3": LLAMA | {r"qkv_proj\.weight": blocks(HEADS, KV_HEADS, KV_HEADS), r"gate_up_proj\.weight": halves(0)},
     "qwen2_moe": EXPERTS_CUTS,
     "mixtral": EXPERTS_CUTS | {r"w[13]\.weight": along(0), r"w2\.weight": along(1)},
+    "cohere2_moe": EXPERTS_CUTS,
+    "minimax_m2": EXPERTS_CUTS | NORMS_OF_HEADS | {r"w[13]\.weight": along(0), r"w2\.weight": along(1)},
+    "granitemoe": LLAMA | {
+        r"block_sparse_moe\.(input_linear\.weight|experts\.gate_up_proj)": halves(1),
+        r"block_sparse_moe\.(output_linear\.weight|experts\.down_proj)": along(2),
+        r"shared_mlp\.input_linear\.weight": halves(0),
+        r"shared_mlp\.output_linear\.weight": along(1),
+    },
+    "bart": BART,
+    "opt": BART,
     "olmoe": EXPERTS_CUTS | NORMS_OF_HEADS,
     "glm4_moe": EXPERTS_CUTS,
     "deepseek_v3": MLA,
@@ -524,7 +542,7 @@ def test_replicate_names_or_patterns(checkpoint):
 def test_a_family_that_the_user_names(checkpoint):
     with pytest.raises(PlanError, match="no rule of family gpt2 covers it"):
         shardconv.make_plan(checkpoint("llama"), tp=2, family="gpt2")
-    with pytest.raises(PlanError, match="there is no family 'lama'; there are: bert, "):
+    with pytest.raises(PlanError, match="there is no family 'lama'; there are: bart, bert, "):
         shardconv.make_plan(checkpoint("llama"), tp=2, family="lama")
 
 
