@@ -62,10 +62,19 @@ MLA = {
     "head_dim": 8,
 }
 BART = {
-    "d_model": HIDDEN, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS, "encoder_ffn_dim": INTERMEDIATE, "decoder_ffn_dim": INTERMEDIATE,
-    "num_layers": LAYERS, "attention_heads": HEADS, "ffn_dim": INTERMEDIATE, "word_embed_proj_dim": HIDDEN, "decoder_start_token_id": 2,
-}  # fmt: skip
+    "d_model": HIDDEN,
+    "encoder_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "num_layers": LAYERS,
+    "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "attention_heads": HEADS,
+    "encoder_ffn_dim": INTERMEDIATE,
+    "decoder_ffn_dim": INTERMEDIATE,
+    "ffn_dim": INTERMEDIATE,
+    "word_embed_proj_dim": HIDDEN,
+    "decoder_start_token_id": 2,
+}
 T5 = {"d_model": HIDDEN, "d_ff": INTERMEDIATE, "d_kv": 16, "num_heads": HEADS, "num_layers": LAYERS}
 
 
