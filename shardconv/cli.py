@@ -227,7 +227,9 @@ def _run_rank(src: Path, prompt: tuple[str, ...], console: Console, options: dic
         console.report(report, _answers(report))
         console.note([*_figures(report), *report.notes])
         if report.differences is not None:
-            console.note([f"DIFFERENT  {line}" for line in report.differences] or [_equal(report)])
+            console.note(
+                [f"DIFFERENT  {line}" for line in report.differences] or [_equal(report, options["temperature"])]
+            )
     leave()
     if report.differences:
         sys.exit(3)
@@ -242,10 +244,9 @@ def _answers(report: "RunReport") -> list[str]:
     return [f"> {prompt}\n{text}\n" for prompt, text in zip(report.prompts, report.outputs, strict=True)]
 
 
-def _equal(report: "RunReport") -> str:
-    return (
-        f"equal to the unsplit model here, in float32: numbers to {report.error:.0e} of the largest, and greedy tokens"
-    )
+def _equal(report: "RunReport", temperature: float) -> str:
+    tokens = "" if report.first_token_seconds is None or temperature else ", and greedy tokens"
+    return f"equal to the unsplit model for this, in float32: numbers to {report.error:.0e} of the largest{tokens}"
 
 
 def _figures(report: "RunReport") -> list[str]:

@@ -85,7 +85,8 @@ def test_text_is_the_unsplit_models(split):
         "peak memory",
         "first token after",
         "tokens/s",
-        "equal to the unsplit",
+        "equal to the unsplit model for this, in float32: numbers to ",
+        " of the largest, and greedy tokens",
     ):
         assert words in result.err
 
@@ -165,7 +166,8 @@ def test_models_that_generate_nothing(tmp_path, auto, prompt, said):
     else:
         assert result.code == 0, result.err
         assert re.fullmatch(said, result.out.strip())
-        assert "equal to the unsplit model" in result.err
+        assert "equal to the unsplit model for this, in float32: numbers to " in result.err
+        assert "greedy tokens" not in result.err
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------
