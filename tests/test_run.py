@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -105,23 +106,56 @@ def test_prompts_from_stdin_in_one_batch(split):
     assert len(report["memory_bytes"]) == 2
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
 def test_joins_the_ranks_that_torchrun_started(split):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "shardconv",
-    ]
     options = ["--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--device", "cpu", "-q"]
     result = subprocess.run(
-        [*command, "run", str(split), *options],
+        [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "shardconv", "run", str(split), *options],
         capture_output=True, text=True, check=False, timeout=100, env=ENVIRONMENT,
     )  # fmt: skip
     assert (result.returncode, result.stdout.rstrip("\n")) == (0, plain_texts(PROMPT)[0]), result.stderr
+
+
+def test_joins_ranks_of_two_nodes(split):
+    """Two agents with a rank each, as on two hosts: they meet on a port, and only the first rank speaks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--nnodes", "2", "--nproc-per-node", "1"]
+    options = ["--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--device", "cpu", "-q"]
+    nodes = [
+        subprocess.Popen(
+            [*TORCHRUN, *address, "--node-rank", str(node), "-m", "shardconv", "run", str(split), *options],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    results = [finish(node) for node in nodes]
+    assert [result.code for result in results] == [0, 0], results
+    assert [result.out.rstrip("\n") for result in results] == [plain_texts(PROMPT)[0], ""]
+
+
+CHAT = "{% for message in messages %}<{{ message.role }}> {{ message.content }}{% endfor %}: The"
+
+
+def test_chat_template(split, tmp_path):
+    """A prompt is put into the checkpoint's own template, which is asked for the model's turn."""
+    talking = shutil.copytree(split, tmp_path / "talking")
+    (talking / "chat_template.jinja").write_text(CHAT)
+    result = run("run", talking, "--prompt", PROMPT, "--chat", "--max-new-tokens", TOKENS, "--device", "cpu", "-q")
+    expected = plain_texts(f"<user> {PROMPT}: The")[0]
+    assert (result.code, result.out.rstrip("\n")) == (0, expected.rstrip("\n")), result.err
+    result = run("run", split, "--prompt", PROMPT, "--chat", "--device", "cpu")
+    assert (result.code, "has no chat template: run it without --chat" in result.err) == (1, True)
+
+
+def test_without_a_config(split, tmp_path):
+    bare = shutil.copytree(split, tmp_path / "bare")
+    (bare / "config.json").unlink()
+    result = run("run", bare, "--prompt", PROMPT, "--device", "cpu")
+    assert (result.code, "config.json" in result.err, result.err.count("\n")) == (1, True, 1), result.err
 
 
 def test_another_model_is_told_apart(split, tmp_path):
@@ -144,7 +178,7 @@ def test_drawn_tokens_follow_the_seed(split):
 
 def test_example_of_an_own_module():
     example = DEMO.parent / "own_module.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(example)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=ENVIRONMENT)
     assert result.returncode == 0, result.stderr
     assert "ParallelLinear(in_features=32, out_features=96, bias=True, dim=-1, tp=2)" in result.stdout
