@@ -17,7 +17,6 @@ from shardconv.convert.modules import (
     NormsOfHeads,
     ParallelConv1D,
     ParallelExperts,
-    ReplicatedOverHeads,
     Sharded,
     SharedOutput,
     mixed,
@@ -31,7 +30,8 @@ from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.family import NAMES_FAMILY, ModuleRule
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import SCALAR, Resolver
+from shardconv.plan.resolve import SCALAR
+from shardconv.plan.scope import Scope
 
 #: torch's dtypes under the names of safetensors.
 DTYPE_NAMES = {
@@ -101,17 +101,16 @@ def convert_by(model: nn.Module, config: Mapping[str, Any], request: PlanRequest
         module.__class__ = type(shell)
         module.__dict__.update(shell.__dict__)
         shell.describe_parameters()
-    for module, rule in prepared.told:
-        _tell(module, rule, prepared.resolver, axis)
+    for module, rule, scope in prepared.told:
+        _tell(module, rule, scope, axis)
     return model
 
 
 class _Prepared(NamedTuple):
     """What modules become, and which are told something; nothing of the model is changed yet."""
 
-    resolver: Resolver
     shells: list[tuple[nn.Module, ParallelModule]]
-    told: list[tuple[nn.Module, ModuleRule]]
+    told: list[tuple[nn.Module, ModuleRule, Scope]]
 
 
 def _prepare(model: nn.Module, config: Mapping[str, Any], request: PlanRequest, axis: Axis) -> _Prepared:
@@ -132,7 +131,7 @@ def _prepare(model: nn.Module, config: Mapping[str, Any], request: PlanRequest, 
         target = _target(name, module, _own_plans(name, module, plan))
         if target is not None:
             shells.append((module, _shell(name, module, target, plan, axis)))
-    return _Prepared(resolver, shells, _told(model, resolver))
+    return _Prepared(shells, [one for scope in resolver.scopes for one in _told(model, scope)])
 
 
 def _check_numbers(model: nn.Module, plan: Plan) -> None:
@@ -150,9 +149,11 @@ def _own_plans(name: str, module: nn.Module, plan: Plan) -> dict[str, TensorPlan
 def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _Target | None:
     """What a module becomes, by its class and by which dim of which of its parameters is cut."""
     cut = {own: planned for own, planned in plans.items() if planned.placement.dim is not None}
+    styles = {planned.reason.style for planned in plans.values()}
+    if "gathered" in styles or (not cut and "replicated_with_grad_allreduce" in styles):
+        return _Target(Sharded)
     if not cut:
-        is_shared = any(planned.reason.style == "replicated_with_grad_allreduce" for planned in plans.values())
-        return _Target(ReplicatedOverHeads) if is_shared else None
+        return None
     weight = cut.get("weight")
     if isinstance(module, nn.Embedding) and weight is not None:
         dim = -1 if weight.placement.dim else 0
@@ -177,6 +178,8 @@ def _linear_target(weight: TensorPlan, *, is_transposed: bool) -> _Target:
     options = {"dim": -1 if is_column else 0, "placement": weight.placement}
     if weight.reason.style == "embedding_rowwise":
         return _Target(VocabParallelClassifier, {**options, "gather_output": True})
+    if weight.reason.style == "colwise_gather_output":
+        options["gather_output"] = True
     return _Target(ParallelConv1D if is_transposed else ParallelLinear, options)
 
 
@@ -184,9 +187,10 @@ def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis
     """The module that ``module`` becomes: all of its state, but for shards."""
     shell: Any = object.__new__(mixed(target.kind, type(module)))
     shell.__dict__.update(module.__dict__)
-    placements = {own: planned.placement for own, planned in _own_plans(name, module, plan).items()}
-    placements = {own: placement for own, placement in placements.items() if placement.dim is not None}
+    plans = _own_plans(name, module, plan)
+    placements = {own: planned.placement for own, planned in plans.items() if planned.placement.dim is not None}
     if target.options is None:
+        shell.styles = {own: planned.reason.style for own, planned in plans.items()}
         shell.axis, shell.dim, shell.placements = axis, None, placements
         return shell
     if target.kind is ParallelConv1D:
@@ -199,17 +203,17 @@ def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis
     return shell
 
 
-def _told(model: nn.Module, resolver: Resolver) -> list[tuple[nn.Module, ModuleRule]]:
+def _told(model: nn.Module, scope: Scope) -> list[tuple[nn.Module, ModuleRule, Scope]]:
     """The modules that have to be told something, each with all of it."""
-    rules = list(resolver.modules())
+    rules = list(scope.modules())
     matching = (
         (module, [rule for regex, rule in rules if regex.fullmatch(name)]) for name, module in model.named_modules()
     )
-    return [(module, ModuleRule.joined(found)) for module, found in matching if found]
+    return [(module, ModuleRule.joined(found), scope) for module, found in matching if found]
 
 
-def _tell(module: nn.Module, rule: ModuleRule, resolver: Resolver, axis: Axis) -> None:
-    values = {name: resolver.on_rank(expression, axis.size) for name, expression in rule.attributes.items()}
+def _tell(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> None:
+    values = {name: scope.on_rank(expression, axis.size) for name, expression in rule.attributes.items()}
     fields = {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")}
     if fields:
         module.__dict__["config"] = RankConfig(module.config, fields)
@@ -217,15 +221,13 @@ def _tell(module: nn.Module, rule: ModuleRule, resolver: Resolver, axis: Axis) -
         if hasattr(module, name):
             setattr(module, name, value)
     if rule.inputs:
-        cuts = {
-            name: (dim, resolver.local_units(unit, axis.size, axis.rank)) for name, (dim, unit) in rule.inputs.items()
-        }
+        cuts = {name: (dim, scope.local_units(unit, axis.size, axis.rank)) for name, (dim, unit) in rule.inputs.items()}
         names = list(inspect.signature(module.forward).parameters)
         module.register_forward_pre_hook(partial(_cut_inputs, cuts, names), with_kwargs=True)
     if rule.norms and hasattr(module, "norms"):
-        _become(module, NormsOfHeads, axis, first=resolver.local_units(rule.norms, axis.size, axis.rank)[0])
+        _become(module, NormsOfHeads, axis, first=scope.local_units(rule.norms, axis.size, axis.rank)[0])
     if rule.shared_output is not None:
-        _become(module, SharedOutput, axis, num_shared=resolver.on_rank(rule.shared_output, axis.size))
+        _become(module, SharedOutput, axis, num_shared=scope.on_rank(rule.shared_output, axis.size))
 
 
 def _become(module: Any, kind: type[ParallelModule], axis: Axis, **attributes: int) -> None:

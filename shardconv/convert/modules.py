@@ -14,32 +14,35 @@ from shardconv.layers.sharding import ParallelModule
 
 
 class Sharded(ParallelModule):
-    """A module that works on its shards as it would on full tensors, as a norm of each head by itself."""
+    """A module whose own parameters are shards, or are used on a rank's part, and that computes as it did with them.
+
+    Attributes:
+        styles: of each of its parameters that a plan has, which say how it is used.
+    """
+
+    styles: dict[str, str]
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and "gathered" not in self.styles.values():
             return super().forward(*inputs, **options)
         try:
             for name, parameter in self._parameters.items():
                 if parameter is not None:
-                    self.__dict__[name] = self.used(name)  # found before the parameter is
+                    self.__dict__[name] = self._used(name)  # found before the parameter is
             return super().forward(*inputs, **options)
         finally:
             for name in self._parameters:
                 self.__dict__.pop(name, None)
 
-    def used(self, name: str) -> Tensor:
+    def _used(self, name: str) -> Tensor:
         """What a parameter is computed with, so that its gradient is that of all ranks."""
+        match self.styles.get(name):
+            case "gathered":
+                return self.gather_parameter(name)
+            case "replicated_with_grad_allreduce":
+                return copy_to_tp(getattr(self, name), group=self.axis)
         return self.shard(name)
-
-
-class ReplicatedOverHeads(Sharded):
-    """A module with whole parameters and a rank's part as input: their gradient is the sum of those of the ranks."""
-
-    def used(self, name: str) -> Tensor:
-        """See :meth:`Sharded.used`."""
-        return copy_to_tp(getattr(self, name), group=self.axis)
 
 
 class GlobalRMSNorm(Sharded):

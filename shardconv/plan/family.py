@@ -19,7 +19,7 @@ from shardconv.plan.fields import check_expression
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """Which dim of a weight, and of the bias beside it, a style cuts; counted from the end, None for neither."""
+    """Which dim of a weight, and of the bias beside it, a style cuts; below 0 from the end, None for neither."""
 
     weight: int | None
     bias: int | None
@@ -30,9 +30,11 @@ class Style:
 STYLES = {
     "colwise": Style(weight=-2, bias=-1),
     "rowwise": Style(weight=-1, bias=None),
+    "colwise_gather_output": Style(weight=-2, bias=-1),
     "packed_colwise": Style(weight=-2, bias=-1, packed=True),
     "embedding_rowwise": Style(weight=-2, bias=-1),
     "embedding_colwise": Style(weight=-1, bias=None),
+    "gathered": Style(weight=0, bias=0),
     "replicate": Style(weight=None, bias=None),
     "replicated_with_grad_allreduce": Style(weight=None, bias=None),
 }
@@ -141,6 +143,7 @@ class Family:
         units: name to unit.
         rules: in the order in which they are tried; the first whose pattern matches counts.
         modules: what modules have to be told; all that match count, the last of an attribute's values most.
+        parts: of a model made of models, what the names of each begin with, to the field that is its config.
     """
 
     name: str
@@ -151,6 +154,7 @@ class Family:
     units: Mapping[str, UnitRule] | None = None
     rules: tuple[Rule, ...] = ()
     modules: tuple[ModuleRule, ...] = ()
+    parts: Mapping[str, str] | None = None
 
     def over(self, base: "Family") -> "Family":
         """This family with what it does not say taken from ``base``; its own rules are tried first.
@@ -165,6 +169,7 @@ class Family:
             units={**(base.units or {}), **(self.units or {})},
             rules=self.rules + base.rules,
             modules=base.modules + self.modules,
+            parts={**(base.parts or {}), **(self.parts or {})},
         )
         _check_units_exist(family)
         return family
@@ -216,6 +221,7 @@ def parse_plan_file(name: str, text: str) -> Family:
 
 _FAMILY_KEYS = {
     "model_types": list, "inherits": str, "prefix": str, "config": dict, "units": dict, "rules": dict, "modules": dict,
+    "parts": dict,
 }  # fmt: skip
 
 
@@ -231,7 +237,10 @@ def _parse_family(name: str, data: dict[str, Any], origin: str) -> Family:
             units={key: _parse_unit(key, unit) for key, unit in data.get("units", {}).items()},
             rules=tuple(_parse_rules(data.get("rules", {}), origin)),
             modules=tuple(_parse_modules(data.get("modules", {}))),
+            parts=data.get("parts", {}),
         )
+        if not all(isinstance(field, str) for field in (family.parts or {}).values()):
+            raise ValueError("parts are names of config fields")  # noqa: TRY004 - all of them become one PlanError
         for expression in (family.config or {}).values():
             check_expression(expression)
     except ValueError as error:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardconv.plan.family import CHOICE, Rule
+from shardconv.plan.family import CHOICE
 
 #: Tensors beside a weight that follow it, by the last part of their name.
 _LEAVES = ("weight", "bias", "weight_scale_inv")
@@ -18,24 +18,27 @@ _NUMBER_IN_PATTERN = re.compile(r"(?:^|[.{,])[\d*]*\d[\d*]*(?:$|[.},])")
 
 
 class Match(NamedTuple):
-    """The rule that covers a tensor, and which tensor of the rule's module it is."""
+    """The place of the pattern that covers a tensor, and which tensor of the module it is."""
 
-    rule: Rule
+    place: int
     leaf: str
 
 
 class Matcher:
-    """Finds the first of several rules whose pattern matches a tensor's name."""
+    """Finds the first of several patterns that matches a tensor's name.
 
-    def __init__(self, rules: Sequence[Rule], prefix: str = "") -> None:
-        self._rules = rules
-        patterns = "|".join(f"({_regex(rule.pattern, prefix)})" for rule in rules) or "(?!)"
-        self._regex = re.compile(f"(?:{patterns})(?:\\.({'|'.join(_LEAVES)}))?")
-        self._has_numbers = any(_NUMBER_IN_PATTERN.search(rule.pattern) for rule in rules)
+    Args:
+        patterns: as text, for whether they have numbers, and as what names have to match.
+    """
+
+    def __init__(self, patterns: Sequence[tuple[str, str]]) -> None:
+        choice = "|".join(f"({regex})" for _, regex in patterns) or "(?!)"
+        self._regex = re.compile(f"(?:{choice})(?:\\.({'|'.join(_LEAVES)}))?")
+        self._has_numbers = any(_NUMBER_IN_PATTERN.search(pattern) for pattern, _ in patterns)
         self._found = lru_cache(maxsize=None)(self._find)
 
     def match(self, name: str) -> Match | None:
-        """The rule for a tensor, or None. Where no pattern has a number, all layers have the same answer."""
+        """Which pattern covers a tensor, or None. Where no pattern has a number, all layers have the same answer."""
         return self._found(name if self._has_numbers else _NUMBER.sub(".0", name))
 
     def _find(self, name: str) -> Match | None:
@@ -43,8 +46,8 @@ class Matcher:
         if found is None:
             return None
         *patterns, leaf = found.groups()
-        rule = next(rule for rule, text in zip(self._rules, patterns, strict=True) if text is not None)
-        return Match(rule, leaf or ("bias" if name.endswith("bias") else "weight"))
+        place = next(place for place, text in enumerate(patterns) if text is not None)
+        return Match(place, leaf or ("bias" if name.endswith("bias") else "weight"))
 
 
 def pattern_for(name: str) -> str:
@@ -53,12 +56,8 @@ def pattern_for(name: str) -> str:
     return _NUMBER.sub(".*", f"{module if leaf in _LEAVES else name}.")[:-1]
 
 
-def module_regex(pattern: str, prefix: str) -> re.Pattern[str]:
-    """What the full names of modules have to match for a pattern."""
-    return re.compile(_regex(pattern, prefix))
-
-
-def _regex(pattern: str, prefix: str) -> str:
+def name_regex(pattern: str, prefix: str = "") -> str:
+    """What full names have to match for a pattern, whose beginning may be missing if it is ``prefix``."""
     start = ""
     if pattern.startswith("**."):
         start, pattern = r"(?:.+\.)?", pattern[3:]

@@ -5,17 +5,18 @@ covers is refused with the way out; nothing is guessed. Knows nothing of files.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import NAMES_FAMILY, STYLES, Family, ModuleRule, Rule
-from shardconv.plan.fields import Fields, names_in
-from shardconv.plan.matcher import Match, Matcher, module_regex, pattern_for
+from shardconv.plan.family import NAMES_FAMILY, STYLES, Family, Rule
+from shardconv.plan.fields import Fields
+from shardconv.plan.matcher import Match, Matcher, pattern_for
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
+from shardconv.plan.scope import Scope, scopes_of
 
 #: Names that hold several projections in one tensor: never planned without a rule that says how they lie in it.
 FUSED = re.compile(r"(qkv|query_key_value|c_attn|W_?pack|gate_up|in_proj|fused|packed)", re.IGNORECASE)
@@ -33,6 +34,7 @@ class _Question(NamedTuple):
     """All that a placement depends on; tensors with the same question have the same answer."""
 
     rule: Rule
+    scope: Scope
     leaf: str
     spec: TensorSpec
     weight: TensorSpec | None
@@ -94,8 +96,8 @@ class Resolver:
         self._unsure = unsure
         self._config = config
         self._check_quantization()
-        rules = [rule for rule in family.rules if self._applies(rule)]
-        self._questions = _ask(tensors, rules, family)
+        self.scopes = tuple(scopes_of(family, config))
+        self._questions = _ask(tensors, self.scopes)
         self._first: dict[_Question, str] = {}
         for name, question in self._questions.items():
             self._first.setdefault(question, name)
@@ -123,32 +125,6 @@ class Resolver:
         tensors = {name: answers[question] for name, question in self._questions.items()}
         return Plan(tp, self._family.name, tensors, assumed)
 
-    def modules(self) -> Iterator[tuple[re.Pattern[str], ModuleRule]]:
-        """What modules have to be told, with what their names have to match."""
-        fields = self._fields()
-        for rule in self._family.modules:
-            if all(fields.has(field, value) for field, value in rule.when):
-                yield module_regex(rule.pattern, self._family.prefix), rule
-
-    def on_rank(self, expression: str | int, tp: int) -> int:
-        """The value of an expression in which a unit stands for how many of it a rank has."""
-        units = self._family.units or {}
-        counts = {name: self.local_units(name, tp, 0)[1] for name in names_in(expression) if name in units}
-        return Fields({**(self._config or {}), **counts}, self._family.config or {}).evaluate(expression)
-
-    def local_units(self, name: str, tp: int, rank: int) -> tuple[int, int, int]:
-        """The first unit that a rank has, how many it has, and how many there are.
-
-        Raises:
-            PlanError: if that depends on a tensor.
-        """
-        unit = (self._family.units or {})[name]
-        if unit.count is None:
-            raise PlanError(f"unit {name}: has no count of its own")
-        count = self._fields().evaluate(unit.count)
-        first, last, _ = Unit(count, copies=unit.copies).share(tp, rank)
-        return first, last - first, count
-
     def legal_sizes(self) -> LegalSizes:
         """Which of :data:`CANDIDATE_TPS` are legal, and what blocks the others."""
         legal, blocked = [], []
@@ -164,13 +140,6 @@ class Resolver:
     def _way_out(self, tp: int) -> str:
         legal = [str(size) for size in self.legal_sizes().legal]
         return f"Use --tp {', '.join(legal)}." if legal else f"No size up to {max(tp, CANDIDATE_TPS[-1])} is legal."
-
-    def _applies(self, rule: Rule) -> bool:
-        fields = self._fields()
-        return all(fields.has(field, value) for field, value in rule.when)
-
-    def _fields(self) -> Fields:
-        return Fields(self._config, self._family.config or {})
 
     def _check_quantization(self) -> None:
         settings = (self._config or {}).get("quantization_config")
@@ -191,11 +160,11 @@ class Resolver:
         name = self._first[question]
         if self._unsure and tp & (tp - 1):
             raise _BlockedError(name, f"only powers of two are safe: {self._unsure}")
-        rule, leaf, spec, weight = question
-        fields = self._fields()
+        rule, scope, leaf, spec, weight = question
+        fields = scope.fields()
         reference = weight if leaf == "weight_scale_inv" and weight else spec
         try:
-            placement = self._place(rule, leaf, reference, tp, fields, name)
+            placement = self._place(question, reference, tp, fields, name)
             if reference is not spec:
                 placement = _on_blocks(placement, spec, reference, self._block(spec, reference, name))
             _check_bytes(placement, spec)
@@ -210,7 +179,8 @@ class Resolver:
         read = tuple(f"{key}={value}" for key, value in fields.read.items())
         return TensorPlan(placement, Reason(rule.origin, rule.pattern, rule.style, read))
 
-    def _place(self, rule: Rule, leaf: str, spec: TensorSpec, tp: int, fields: Fields, name: str) -> Placement:
+    def _place(self, question: _Question, spec: TensorSpec, tp: int, fields: Fields, name: str) -> Placement:
+        rule, scope, leaf, *_ = question
         if rule.size is not None and spec.shape[-1:] != (expected := fields.evaluate(rule.size),):
             raise PlanError(
                 f"{name}: shape {list(spec.shape)} does not end in {rule.size} = {expected}, so rule {rule.pattern!r} "
@@ -226,7 +196,7 @@ class Resolver:
             )
         size = spec.shape[dim]
         groups = fields.evaluate(rule.groups)
-        units = [self._unit(unit, rule, size, fields, name) for unit in rule.parts or (rule.unit,)]
+        units = [self._unit(unit, rule, size, scope, fields, name) for unit in rule.parts or (rule.unit,)]
         expected = groups * sum(unit.count * unit.size for unit in units)
         if expected != size:
             read = ", ".join(f"{key}={value}" for key, value in fields.read.items())
@@ -237,10 +207,10 @@ class Resolver:
             )
         return cut(dim, units, tp, groups=groups)
 
-    def _unit(self, unit_name: str | None, rule: Rule, size: int, fields: Fields, name: str) -> Unit:
+    def _unit(self, unit_name: str | None, rule: Rule, size: int, scope: Scope, fields: Fields, name: str) -> Unit:
         if unit_name is None:
             return Unit(size, pad=rule.pad)
-        unit = (self._family.units or {})[unit_name]
+        unit = (scope.family.units or {})[unit_name]
         copies = unit.copies and not self._unsure
         unit_size = fields.evaluate(unit.size)
         if unit.count is not None:
@@ -282,7 +252,7 @@ def _dim(rule: Rule, leaf: str, spec: TensorSpec, name: str) -> int | None:
     dim = style.bias if leaf == "bias" else style.weight
     if dim is None or prod(spec.shape) <= 1 or not spec.shape:
         return None
-    if len(spec.shape) == 1:
+    if dim >= 0 or len(spec.shape) == 1:
         if dim == -1 and leaf != "bias":
             raise PlanError(f"{name}: style {rule.style} needs a matrix, the tensor has one dim")
         return 0
@@ -328,39 +298,41 @@ SCALAR = Rule("(one element or none)", "replicate", origin="any model")
 _ELEMENTS_PER_GROUP = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
 
 
-def _ask(tensors: Mapping[str, TensorSpec], rules: Sequence[Rule], family: Family) -> dict[str, _Question]:
-    matcher = Matcher(rules, family.prefix)
+def _ask(tensors: Mapping[str, TensorSpec], scopes: Sequence[Scope]) -> dict[str, _Question]:
+    ruled = [(rule, scope) for scope in scopes for rule in scope.rules()]
+    matcher = Matcher([(f"{scope.at}.{rule.pattern}", scope.regex(rule.pattern)) for rule, scope in ruled])
+    alone = (SCALAR, scopes[0])
     questions: dict[str, _Question] = {}
     uncovered: list[str] = []
     for name, spec in tensors.items():
         match, weight = matcher.match(name), None
         if name.endswith(SCALE):
-            match, weight = _scale_match(name, match, matcher, tensors)
+            match, weight = _scale_match(name, match, matcher, tensors, [rule.pattern for rule, _ in ruled])
         if prod(spec.shape) <= 1 and (match is None or weight is not None):
-            match, weight = Match(SCALAR, "weight"), None
-        if match is None:
+            questions[name] = _Question(*alone, "weight", spec, None)
+        elif match is None:
             uncovered.append(name)
-            continue
-        questions[name] = _Question(match.rule, match.leaf, spec, weight)
+        else:
+            questions[name] = _Question(*ruled[match.place], match.leaf, spec, weight)
     if uncovered:
-        raise PlanError(_uncovered(uncovered, tensors, family))
+        raise PlanError(_uncovered(uncovered, tensors, scopes[0].family))
     return questions
 
 
 def _scale_match(
-    name: str, own: Match | None, matcher: Matcher, tensors: Mapping[str, TensorSpec]
+    name: str, own: Match | None, matcher: Matcher, tensors: Mapping[str, TensorSpec], patterns: Sequence[str]
 ) -> tuple[Match | None, TensorSpec]:
     """The rule of a block scale, which is that of its weight; and its weight."""
     weight_name = name.removesuffix("_scale_inv")
     if weight_name not in tensors:
         raise PlanError(f"{name}: there is no weight beside this scale")
     match = matcher.match(weight_name)
-    if own is not None and match is not None and own.rule is not match.rule:
+    if own is not None and match is not None and own.place != match.place:
         raise PlanError(
-            f"{name}: rule {own.rule.pattern!r} is not that of its weight, {match.rule.pattern!r}, and a scale is cut "
+            f"{name}: rule {patterns[own.place]!r} is not that of its weight, {patterns[match.place]!r}, and a scale is cut "
             f"as its weight is: name their module, {weight_name.removesuffix('.weight')!r}"
         )
-    return (None if match is None else Match(match.rule, "weight_scale_inv")), tensors[weight_name]
+    return (None if match is None else Match(match.place, "weight_scale_inv")), tensors[weight_name]
 
 
 def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: Family) -> str:
