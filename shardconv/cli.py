@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardconv.checkpoint.planning import PlanReport, TensorReport
     from shardconv.checkpoint.verify import VerifyReport
     from shardconv.plan.resolve import BlockedTp
+    from shardconv.proof.prove import ProofReport
     from shardconv.runtime.run import RunReport
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -271,6 +272,7 @@ def _correct(report: "VerifyReport") -> str:
 @click.argument("src", type=_PATH)
 @click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Number of ranks. [default: legal sizes only]")
 @click.option("--all", "show_all", is_flag=True, help="A line for every tensor, not for every group alike.")
+@click.option("--prove", is_flag=True, help="Split a small model of this shape and compare it with the plain one.")
 @_plan_options
 @_output_options
 def plan(
@@ -280,18 +282,60 @@ def plan(
     quiet: bool,
     plan: Path | None,
     show_all: bool,
+    prove: bool,
     **options: Any,  # noqa: ANN401
 ) -> None:
     """Show how SRC would be cut, why, and for which numbers of ranks it can be. Reads headers and config only."""
     from shardconv.checkpoint.planning import report_plan
 
     console = Console(as_json=as_json, quiet=quiet)
+    if prove:
+        _prove(src, console, plan=plan or "auto", **options)
+        return
     report = report_plan(src, plan=plan or "auto", **options)
     console.report(report, _plan_lines(report))
     if report.tp is not None:
         console.table(
             ("tensor", "count", "dtype", "shape", "shard", "placement", "why"), _plan_rows(report, show_all=show_all)
         )
+
+
+def _prove(src: Path, console: Console, *, tp: int | None, **options: Any) -> None:  # noqa: ANN401
+    """Exits 3 where the small model is not the plain one."""
+    gc.enable()
+    with signals_later():
+        from shardconv.proof.prove import prove
+    report = prove(src, **options) if tp is None else prove(src, tps=(tp,), **options)
+    console.report(report, _proof_lines(report))
+    if not report.is_proven:
+        sys.exit(3)
+
+
+def _proof_lines(report: "ProofReport") -> list[str]:
+    numel = f"{report.num_parameters:,} random numbers"
+    lines = [f"{report.source}: family {report.family}, tried on a small {report.model} of {numel}"]
+    for proof in report.proofs:
+        tokens = {True: ", greedy tokens equal", False: ", greedy tokens DIFFERENT", None: ""}[proof.tokens]
+        lines.append(
+            f"tp {proof.tp}: {'right' if proof.is_right else 'DIFFERENT'}: outputs to {proof.output:.0e}, gradients to "
+            f"{proof.gradient:.0e} of the largest{tokens}; {proof.cut:.0%} of the bytes of matrices are cut"
+        )
+    lines += [f"not tried: {text}" for text in report.skipped]
+    lines += [f"not reached, as the small model has no such tensor: {name}" for name in report.unreached]
+    return [*lines, "proven" if report.is_proven else "not proven: do not split by this plan"]
+
+
+@cli.command(hidden=True)
+@click.argument("folder", type=_PATH)
+def prove_rank(folder: Path) -> None:
+    """Be a rank of a proof."""
+    gc.enable()
+    from shardconv.proof.prove import prove_rank as run
+    from shardconv.runtime.launch import join, leave
+
+    join()
+    run(folder)
+    leave()
 
 
 def _plan_lines(report: "PlanReport") -> list[str]:

@@ -15,6 +15,8 @@ from shardconv.checkpoint.source import CONFIG_NAME, Source, read_json
 from shardconv.checkpoint.staging import check_apart, check_free, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, side_bytes
 from shardconv.errors import SourceError
+from shardconv.plan.plan import Plan
+from shardconv.plan.request import PlanRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,12 @@ def split(
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
     )
+
+
+def split_by(source: Source, target: Path, plan: Plan, request: PlanRequest) -> None:
+    """Split a source by a plan that is there, with all else as it is by default."""
+    manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES)
+    _write(source, manifest, target, overwrite=False, checksums=True, threads=None, progress=None)
 
 
 def _write(

@@ -240,7 +240,7 @@ def _parse_family(name: str, data: dict[str, Any], origin: str) -> Family:
             parts=data.get("parts", {}),
         )
         if not all(isinstance(field, str) for field in (family.parts or {}).values()):
-            raise ValueError("parts are names of config fields")  # noqa: TRY004 - all of them become one PlanError
+            raise ValueError("parts are names of config fields")
         for expression in (family.config or {}).values():
             check_expression(expression)
     except ValueError as error:

@@ -329,8 +329,8 @@ def _scale_match(
     match = matcher.match(weight_name)
     if own is not None and match is not None and own.place != match.place:
         raise PlanError(
-            f"{name}: rule {patterns[own.place]!r} is not that of its weight, {patterns[match.place]!r}, and a scale is cut "
-            f"as its weight is: name their module, {weight_name.removesuffix('.weight')!r}"
+            f"{name}: rule {patterns[own.place]!r} is not that of its weight, {patterns[match.place]!r}, and a scale is "
+            f"cut as its weight is: name their module, {weight_name.removesuffix('.weight')!r}"
         )
     return (None if match is None else Match(match.place, "weight_scale_inv")), tensors[weight_name]
 

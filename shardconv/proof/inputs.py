@@ -1,0 +1,438 @@
+"""Inputs for a small model of any kind: text, images, sound, and text with places for either.
+
+Owns what a model has to be called with. Its config and the signature of its ``forward`` tell nearly all of it; how many
+places of the text an image or a sound takes is asked of the model itself.
+"""
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Examples in a batch, and tokens of text in each.
+BATCH, LENGTH = 2, 7
+
+#: Patches of an image along each side, where a model takes patches instead of images.
+GRID = 4
+
+
+def example_inputs(model: Any, seed: int = 1) -> dict[str, Tensor]:
+    """What a model can be called with: ``model(**example_inputs(model))``.
+
+    Args:
+        model: a small model of transformers.
+        seed: of the random numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    names = inspect.signature(model.forward).parameters
+    kind = str(model.config.model_type)
+    given: dict[str, Tensor] = {}
+    if (special := _SPECIAL.get(type(model).__name__) or _SPECIAL.get(kind)) is not None:
+        given = special(model, generator)
+        if not given.keys() & {"input_ids", "decoder_input_ids"}:
+            given |= _text(model, names, given, generator)
+        return given
+    if kind in _TEXT_ONLY:
+        return _text(model, names, given, generator)
+    given |= _images(model, names, generator)
+    given |= _sounds(model, names, generator)
+    return given | _text(model, names, given, generator)
+
+
+def can_generate_text(model: Any) -> bool:
+    """Whether ``generate`` gives tokens of text for what ``example_inputs`` gives."""
+    can = getattr(model, "can_generate", None)
+    return bool(can and can()) and model.config.model_type not in _NO_GENERATION
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def _text(
+    model: Any, names: Iterable[str], given: Mapping[str, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The tokens, with places for what else is given."""
+    names, config = set(names), model.config
+    both = bool(getattr(config, "is_encoder_decoder", False)) and "decoder_input_ids" in names
+    if "input_ids" not in names:
+        return {"decoder_input_ids": _tokens(model, (BATCH, LENGTH), generator)} if both else {}
+    if both and given and model.main_input_name != "input_ids" and config.model_type not in _BOTH:
+        return {"decoder_input_ids": _tokens(model, (BATCH, LENGTH), generator)}
+    ids = _tokens(model, (BATCH, LENGTH), generator)
+    kinds = torch.zeros_like(ids)
+    for place, (what, token) in enumerate(_places(model, given)):
+        count = _count(model, what, given)
+        spot = torch.full((BATCH, count), token)
+        ids = torch.cat([ids[:, :2], spot, ids[:, 2:]], dim=1)
+        kinds = torch.cat([kinds[:, :2], torch.full_like(spot, 1 + 2 * place), kinds[:, 2:]], dim=1)
+    text = {"input_ids": ids}
+    if given and "mm_token_type_ids" in names:
+        text["mm_token_type_ids"] = kinds
+    if both:
+        text["decoder_input_ids"] = _tokens(model, (BATCH, LENGTH), generator)
+    return text
+
+
+def _tokens(model: Any, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Random tokens of text: none that stands for something else."""
+    vocabulary = min(99, _vocabulary(model))
+    special = set(_special(model.config.to_dict()))
+    usual = torch.tensor([token for token in range(min(3, vocabulary - 1), vocabulary) if token not in special])
+    return usual[torch.randint(0, len(usual), shape, generator=generator)]
+
+
+def _vocabulary(model: Any) -> int:
+    config = model.config
+    for one in (getattr(config, "decoder", None), config.get_text_config(), config):
+        if isinstance(size := getattr(one, "vocab_size", None), int):
+            return size
+    return 99
+
+
+def _special(config: Mapping[str, Any]) -> Iterable[int]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _special(value)
+        elif "token" in str(name) and type(value) is int and str(name).endswith(("_id", "_index", "token", "_idx")):
+            yield value
+
+
+def _places(model: Any, given: Mapping[str, Tensor]) -> Iterable[tuple[str, int]]:
+    """What the text has places for, with the token that holds them."""
+    for what, inputs in (("image", _IMAGE_INPUTS), ("audio", _AUDIO_INPUTS)):
+        if given.keys() & inputs:
+            for name in (f"{what}_token_id", f"{what}_token_index", f"{what}_token"):
+                if type(token := getattr(model.config, name, None)) is int:
+                    yield what, token
+                    break
+
+
+@torch.no_grad()
+def _count(model: Any, what: str, given: Mapping[str, Tensor]) -> int:
+    """How many places one of the images or sounds takes: as many as the model makes features of it."""
+    features = _method(model, f"get_{what}_features")
+    if features is None:
+        return 0
+    takes = inspect.signature(features).parameters
+    everything = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+    wanted = _IMAGE_INPUTS if what == "image" else _AUDIO_INPUTS
+    found = features(**{name: given[name] for name in given if name in takes or (everything and name in wanted)})
+    return sum(one.numel() // one.shape[-1] for one in _feature_tensors(found)) // BATCH
+
+
+def _method(model: Any, name: str) -> Any:
+    base = getattr(model, "model", None)
+    return next((getattr(one, name) for one in (model, base) if hasattr(one, name)), None)
+
+
+def _feature_tensors(found: Any) -> list[Tensor]:
+    if hasattr(found, "last_hidden_state"):
+        found = found.last_hidden_state if found.get("pooler_output") is None else found.pooler_output
+    return [found] if isinstance(found, Tensor) else [one for one in found if isinstance(one, Tensor)]
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+_IMAGE_INPUTS = {
+    "pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "pixel_values_local",
+    "num_local_patches", "high_res_pixel_values", "image_position_ids", "target_sizes", "image_merge_sizes",
+    "image_grid_hw", "image_token_pooling", "image_grids", "image_num_crops", "patches_grid", "tile_fine_mask",
+}  # fmt: skip
+
+
+def _images(model: Any, names: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+    """One image an example: whole, in parts, or as patches, whichever the model takes."""
+    if "pixel_values" not in names:
+        return {}
+    if getattr(model.config, "vision_config", model) is None:
+        return {}
+    vision = _part(model.config, "vision_config", "encoder", "backbone_config")
+    vision = _part(vision, "vision_config")
+    if "spatial_shapes" in names:
+        return _patches_with_mask(vision, generator)
+    if "image_grid_thw" in names:
+        merged = {"image_merge_sizes": torch.tensor([2] * BATCH)} if "image_merge_sizes" in names else {}
+        return _patches(model.config, vision, generator) | merged
+    kind = str(model.config.model_type)
+    size = _pair(_first(vision, ("image_size", "img_size", "input_size"), 32))
+    parts = _PARTS.get(kind, ())
+    images = torch.rand(BATCH, *parts, _channels(vision), *size, generator=generator) * 2 - 1
+    given = {"pixel_values": images}
+    if "high_res_pixel_values" in names:
+        high = _pair(model.config.high_res_vision_config.image_size)
+        given["high_res_pixel_values"] = torch.rand(BATCH, _channels(vision), *high, generator=generator) * 2 - 1
+    if "image_sizes" in names and (parts or getattr(vision, "model_type", "") == "pixtral" or kind in _SIZED):
+        given["image_sizes"] = torch.tensor([[side * (2 if parts else 1) for side in size]] * BATCH)
+    return given
+
+
+def _patches(config: Any, vision: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    side = _pair(_first(vision, ("patch_size",), 4))[0]
+    times = _first(vision, ("temporal_patch_size", "patch_temporal"), 1)
+    shape: tuple[int, ...] = (_channels(vision) * times * side * side,)
+    if config.model_type in _UNFOLDED:
+        shape = (_channels(vision), side, side)
+    patches = torch.rand(BATCH * GRID * GRID, *shape, generator=generator) * 2 - 1
+    return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, GRID, GRID]] * BATCH)}
+
+
+def _patches_with_mask(vision: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    width = _channels(vision) * _pair(vision.patch_size)[0] ** 2
+    return {
+        "pixel_values": torch.rand(BATCH, GRID * GRID, width, generator=generator) * 2 - 1,
+        "pixel_attention_mask": torch.ones(BATCH, GRID * GRID, dtype=torch.int64),
+        "spatial_shapes": torch.tensor([[GRID, GRID]] * BATCH),
+    }
+
+
+def _channels(vision: Any) -> int:
+    return int(_first(vision, ("num_channels", "in_channels", "in_chans", "num_input_channels"), 3))
+
+
+# --- sound ------------------------------------------------------------------------------------------------------------
+
+_AUDIO_INPUTS = {
+    "input_features",
+    "input_values",
+    "input_features_mask",
+    "feature_attention_mask",
+    "padding_mask",
+    "sample",
+}
+
+
+def _sounds(model: Any, names: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+    """One sound an example, where it is all that the model hears, or what the text has places for."""
+    if "pixel_values" in names:
+        return {}
+    audio = _part(model.config, "audio_config", "encoder_config", "encoder")
+    both = {"input_features", "input_values"} <= names.keys()
+    if (
+        "input_features" in names
+        and not (both and hasattr(audio, "conv_stride"))
+        and model.config.model_type not in _DEAF
+    ):
+        given = {"input_features": _features(model.config, audio, generator)}
+        frames = given["input_features"].shape[1 if _frames_first(model.config, audio) else 2]
+        masks = () if model.config.model_type in _UNMASKED else ("input_features_mask", "feature_attention_mask")
+        for mask in masks:
+            if mask in names:
+                given[mask] = torch.ones(BATCH, frames, dtype=torch.int64)
+        return given
+    if "input_values" in names:
+        step = math.prod(_deep(audio, ("conv_stride", "downsampling_ratios"), (320,)))
+        channels = (1,) if model.config.model_type in _CHANNELED else ()
+        given = {"input_values": torch.randn(BATCH, *channels, 16 * step, generator=generator)}
+        if "padding_mask" in names:
+            given["padding_mask"] = torch.ones(BATCH, 16 * step, dtype=torch.bool)
+        if "sample" in names:  # no noise
+            given["sample"] = torch.tensor(data=False)
+        return given
+    return {}
+
+
+def _features(config: Any, audio: Any, generator: torch.Generator) -> Tensor:
+    width = _deep(audio, ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins", "input_dim"), 80)
+    nested = _part(audio, "encoder_config")
+    width *= _first(audio, ("num_stacked_frames",), 4 if nested.model_type == "granite_speech5_encoder" else 1)
+    frames = 2 * _first(audio, ("max_source_positions", "n_window"), 24)
+    shape = (BATCH, frames, width) if _frames_first(config, audio) else (BATCH, width, frames)
+    return torch.randn(*shape, generator=generator)
+
+
+def _frames_first(config: Any, audio: Any) -> bool:
+    return not {config.model_type, getattr(audio, "model_type", "")} & _MEL_FIRST
+
+
+# --- configs ----------------------------------------------------------------------------------------------------------
+
+
+def _part(config: Any, *names: str) -> Any:
+    """A nested config, or the config itself."""
+    thinker = getattr(config, "thinker_config", config)
+    found = (getattr(thinker, name, None) for name in names)
+    return next((one for one in found if hasattr(one, "to_dict")), config)
+
+
+def _first(config: Any, names: Iterable[str], default: Any) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
+
+
+def _deep(config: Any, names: Iterable[str], default: Any) -> Any:
+    """Like ``_first``, in nested configs, too."""
+    if (found := _first(config, names, None)) is not None:
+        return found
+    nested = (value for value in vars(config).values() if hasattr(value, "to_dict"))
+    return next((found for one in nested if (found := _deep(one, names, None)) is not None), default)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    if isinstance(size, Mapping):
+        return int(size["height"]), int(size["width"])
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+# --- single types -----------------------------------------------------------------------------------------------------
+
+
+def _codebooks(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """MusicGen's decoder: one row of tokens for each codebook."""
+    decoder = _part(model.config, "decoder")
+    return {"input_ids": _tokens(model, (BATCH * decoder.num_codebooks, LENGTH), generator)}
+
+
+def _dia(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Dia's decoder: a token of each codebook at every place."""
+    channels = model.config.decoder_config.num_channels
+    return {
+        "input_ids": _tokens(model, (BATCH, LENGTH), generator),
+        "decoder_input_ids": _tokens(model, (BATCH, LENGTH, channels), generator),
+    }
+
+
+def _kyutai(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Kyutai's: a token of text and one of each codebook at every place."""
+    return {"input_ids": _tokens(model, (BATCH, LENGTH, model.config.num_codebooks + 1), generator)}
+
+
+def _voxtral_realtime(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Voxtral Realtime: as much sound as there are tokens."""
+    audio, frames = model.config.audio_config, 2 * model.config.downsample_factor * LENGTH
+    sound = torch.randn(BATCH, audio.num_mel_bins, frames, generator=generator)
+    return {"input_ids": _tokens(model, (BATCH, LENGTH), generator), "input_features": sound}
+
+
+def _qwen2_audio(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Qwen2-Audio: a place for every fourth frame, and masks of both."""
+    frames = 2 * model.config.audio_config.max_source_positions
+    spot = torch.full((BATCH, frames // 4), model.config.audio_token_index)
+    ids = torch.cat([spot, _tokens(model, (BATCH, LENGTH), generator)], dim=1)
+    return {
+        "input_features": torch.randn(BATCH, model.config.audio_config.num_mel_bins, frames, generator=generator),
+        "feature_attention_mask": torch.ones(BATCH, frames, dtype=torch.int64),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+    }
+
+
+def _mllama(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Llama Vision: images in tiles, which every token of the text sees."""
+    vision = model.config.vision_config
+    side, tiles = vision.image_size, vision.max_num_tiles
+    return {
+        "pixel_values": torch.rand(BATCH, 1, tiles, vision.num_channels, side, side, generator=generator) * 2 - 1,
+        "aspect_ratio_ids": torch.ones(BATCH, 1, dtype=torch.int64),
+        "aspect_ratio_mask": torch.ones(BATCH, 1, tiles, dtype=torch.int64),
+        "cross_attention_mask": torch.ones(BATCH, LENGTH, 1, tiles, dtype=torch.int64),
+        "input_ids": _tokens(model, (BATCH, LENGTH), generator),
+    }
+
+
+def _idefics(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """IDEFICS: images which every token of the text sees."""
+    side = model.config.vision_config.image_size
+    return {
+        "pixel_values": torch.rand(BATCH, 1, 3, side, side, generator=generator) * 2 - 1,
+        "image_attention_mask": torch.ones(BATCH, LENGTH, 1, dtype=torch.int64),
+        "input_ids": _tokens(model, (BATCH, LENGTH), generator),
+    }
+
+
+def _kosmos(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Kosmos-2: a mask tells the places of the image."""
+    side, count = model.config.vision_config.image_size, model.config.latent_query_num
+    mask = torch.zeros(BATCH, LENGTH + count, dtype=torch.int64)
+    mask[:, 2 : 2 + count] = 1
+    return {
+        "pixel_values": torch.rand(BATCH, 3, side, side, generator=generator) * 2 - 1,
+        "image_embeds_position_mask": mask,
+        "input_ids": _tokens(model, (BATCH, LENGTH + count), generator),
+    }
+
+
+def _pix2struct(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Pix2Struct: patches, each after its row and column."""
+    patches = torch.randn(BATCH, GRID * GRID, model.config.vision_config.patch_embed_hidden_size, generator=generator)
+    rows = torch.arange(GRID * GRID) // GRID + 1
+    places = torch.stack([rows, torch.arange(GRID * GRID) % GRID + 1], dim=-1).expand(BATCH, -1, -1)
+    return {
+        "flattened_patches": torch.cat([places.float(), patches], dim=-1),
+        "decoder_input_ids": _tokens(model, (BATCH, LENGTH), generator),
+    }
+
+
+def _udop(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """UDOP: text with its boxes on the page, and the page."""
+    boxes = torch.rand(BATCH, LENGTH, 4, generator=generator).sort(dim=-1).values
+    size = _pair(model.config.image_size)
+    return {
+        "input_ids": _tokens(model, (BATCH, LENGTH), generator),
+        "bbox": boxes,
+        "pixel_values": torch.rand(BATCH, model.config.num_channels, *size, generator=generator) * 2 - 1,
+        "decoder_input_ids": _tokens(model, (BATCH, LENGTH), generator),
+    }
+
+
+def _instructblip(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """InstructBLIP: the query transformer reads text, too."""
+    side, count, config = model.config.vision_config.image_size, model.config.num_query_tokens, model.config
+    video = config.model_type == "instructblipvideo"
+    frames = (2,) if video else ()
+    ids = _tokens(model, (BATCH, LENGTH), generator)
+    token = config.video_token_index if video else config.image_token_index
+    spot = torch.full((BATCH, count * (2 if video else 1)), token)
+    return {
+        "pixel_values": torch.rand(BATCH, *frames, 3, side, side, generator=generator) * 2 - 1,
+        "qformer_input_ids": _tokens(model, (BATCH, LENGTH), generator),
+        "input_ids": torch.cat([spot, ids], dim=1),
+    }
+
+
+#: Parts that an image comes in, between the batch and the channels.
+_PARTS: dict[str, tuple[int, ...]] = {
+    "idefics2": (1,), "idefics3": (2,), "smolvlm": (2,), "llava_next": (5,), "llava_next_video": (5,),
+    "llava_onevision": (5,), "granite4_vision": (5,), "modernvbert": (1,), "ultravbert": (1,), "perception_lm": (1,),
+}  # fmt: skip
+#: Types whose patches are small images.
+_UNFOLDED = {"paddleocr_vl", "kimi_k25"}
+#: Types with features of a sound by number and time; all others have time first.
+_MEL_FIRST = {
+    "whisper", "voxtral_encoder", "voxtral_realtime_encoder", "qwen2_audio_encoder", "qwen3_asr_encoder",
+    "audioflamingo3_encoder", "glmasr_encoder", "musicflamingo_encoder", "qwen2_5_omni_audio_encoder",
+    "qwen3_omni_moe_audio_encoder",
+}  # fmt: skip
+#: Types that take the sizes of images which come whole.
+_SIZED = {"emu3", "mistral3", "lighton_ocr"}
+#: Types whose sound is made from the text.
+_DEAF = {"pop2piano"}
+#: Types whose encoder reads text beside its main input.
+_BOTH = {"instructblip", "instructblipvideo", "blip-2"}
+#: Types whose mask is one of features, not of frames.
+_UNMASKED = {"granite_speech", "granite_speech_plus"}
+#: Types that take sound in channels.
+_CHANNELED = {"vibevoice", "vibevoice_asr"}
+#: Types that are called with text alone: what else they take is not made here.
+_TEXT_ONLY = {"fuyu", "moss_transcribe_diarize", "musicflamingo", "neomme"}
+#: Types that generate no text, whatever their class says.
+_NO_GENERATION = {"blt", "musicgen", "musicgen_melody", "vibevoice", "diffusion_gemma"}
+
+_SPECIAL: dict[str, Any] = {
+    "idefics": _idefics,
+    "instructblip": _instructblip,
+    "instructblipvideo": _instructblip,
+    "kosmos-2": _kosmos,
+    "pix2struct": _pix2struct,
+    "udop": _udop,
+    "dia": _dia,
+    "kyutai_speech_to_text": _kyutai,
+    "mllama": _mllama,
+    "qwen2_audio": _qwen2_audio,
+    "voxtral_realtime": _voxtral_realtime,
+    "MusicgenForCausalLM": _codebooks,
+    "MusicgenMelodyForCausalLM": _codebooks,
+    "musicgen": _codebooks,
+    "musicgen_melody": _codebooks,
+}

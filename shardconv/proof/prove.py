@@ -1,0 +1,200 @@
+"""Prove a plan: a small model of the same shape, split by the same rules, computes what the plain one computes.
+
+Owns the way from a source to a verdict. Nothing is read of the source but headers and config; the small model has
+random numbers. What the proof does not reach, as tensors that the small model has not, is said.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Unpack
+
+from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
+from shardconv.checkpoint.source import open_source
+from shardconv.checkpoint.split import split_by
+from shardconv.errors import PlanError, RunError
+from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.request import PlanRequest, resolve
+
+#: The largest differences that are rounding: sums are taken rank by rank, in float32. Gradients go through more of them.
+OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
+
+#: The numbers of ranks that are tried: small models have four heads and two kv heads.
+PROOF_TPS = (2, 4)
+
+#: What the ranks find in their folder, and leave there.
+TASK, RESULT = "task.json", "result-{rank}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was found at one number of ranks.
+
+    Attributes:
+        tp: the number of ranks.
+        output: the largest difference of outputs, of the largest number in them; the worst rank's.
+        tokens: whether greedy tokens are equal on all ranks; None for models that generate none.
+        gradient: the largest difference of gradients, of the largest number in each.
+        cut: the share of the bytes in matrices of which no rank holds all.
+    """
+
+    tp: int
+    output: float
+    tokens: bool | None
+    gradient: float
+    cut: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all differences are rounding."""
+        return self.output <= OUTPUT_LIMIT and self.tokens is not False and self.gradient <= GRADIENT_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class ProofReport:
+    """The verdict on a source's plan.
+
+    Attributes:
+        source: the path.
+        family: whose rules were used.
+        model: the class of the small model.
+        num_parameters: of the small model.
+        proofs: one for each number of ranks that was tried.
+        skipped: numbers of ranks that the small model cannot be cut for, and why.
+        unreached: kinds of tensors of the source that the small model has not, so that nothing is proven of them.
+        is_proven: whether every proof is right, and there is one.
+    """
+
+    source: str
+    family: str
+    model: str
+    num_parameters: int
+    proofs: tuple[Proof, ...]
+    skipped: tuple[str, ...]
+    unreached: tuple[str, ...]
+    is_proven: bool
+
+
+def prove(src: StrPath, *, tps: Sequence[int] = PROOF_TPS, **options: Unpack[PlanOptions]) -> ProofReport:
+    """Prove the plan of a source, on a small model and the CPU.
+
+    Args:
+        src: a ``.safetensors`` file, an index file, or a folder; with a config that names a class of transformers.
+        tps: numbers of ranks to try.
+        options: see :class:`~shardconv.checkpoint.planning.PlanOptions`.
+
+    Raises:
+        SourceError: if the checkpoint cannot be read.
+        PlanError: if there are no rules for it.
+        RunError: if the small model cannot be built or run.
+
+    Example:
+        >>> shardconv.prove("llama").is_proven  # doctest: +SKIP
+        True
+    """
+    planned_source = plan_source(src, **options)
+    source, request = planned_source.source, planned_source.request
+    with TemporaryDirectory(prefix="shardconv-") as name:
+        folder = Path(name)
+        model = small_model(source.config or {})
+        model.save_pretrained(folder / "source")
+        small = open_source(folder / "source")
+        resolver = resolve(small.specs, small.config, request).resolver
+        proofs, skipped = [], []
+        for tp in tps:
+            try:
+                plan = resolver.plan(tp)
+            except PlanError as error:
+                skipped.append(f"tp {tp}: {error}")
+                continue
+            proofs.append(_prove_at(folder, plan, cut_share(small.specs, plan), request, type(model).__name__))
+        numel = sum(parameter.numel() for parameter in model.parameters())
+    return ProofReport(
+        source=str(src),
+        family=planned_source.resolution.resolver.family_name,
+        model=type(model).__name__,
+        num_parameters=numel,
+        proofs=tuple(proofs),
+        skipped=tuple(skipped),
+        unreached=tuple(sorted(_kinds(source.specs) - _kinds(small.specs))),
+        is_proven=bool(proofs) and all(proof.is_right for proof in proofs),
+    )
+
+
+def small_model(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a model of transformers
+    """A small model of the class that a config names, with random numbers.
+
+    Raises:
+        RunError: if transformers has no such class, or it cannot be built small.
+    """
+    try:
+        import transformers  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
+    from shardconv.proof.small import build_small, small_fields  # noqa: PLC0415 - which needs torch
+
+    names = config.get("architectures") or [None]
+    kind = getattr(transformers, str(names[0]), None)
+    if kind is None or config.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise RunError(
+            f"a small model is made by transformers, which has no model type {config.get('model_type')!r} with a class "
+            f"{names[0]!r}: a proof needs a config.json that names one"
+        )
+    try:
+        given = {key: value for key, value in config.items() if key != "quantization_config"}
+        full = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(given)  # with what the file leaves out
+        fields = full.to_dict()
+        return build_small(kind, type(full).from_dict({**fields, **small_fields(fields)}))
+    except Exception as error:
+        raise RunError(f"a small {names[0]} cannot be built: {type(error).__name__}: {error}") from error
+
+
+def cut_share(specs: Mapping[str, TensorSpec], plan: Plan) -> float:
+    """The share of the elements in matrices of which no rank holds all."""
+    matrices = {name: prod(spec.shape) for name, spec in specs.items() if sum(size > 1 for size in spec.shape) > 1}
+    cut = sum(numel for name, numel in matrices.items() if plan.tensors[name].placement.dim is not None)
+    return cut / max(sum(matrices.values()), 1)
+
+
+def _kinds(names: Iterable[str]) -> set[str]:
+    """Names with a star for each number: the same in all layers."""
+    return {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
+
+
+def _prove_at(folder: Path, plan: Plan, cut: float, request: PlanRequest, model: str) -> Proof:
+    from shardconv.runtime.launch import launch  # noqa: PLC0415 - which needs torch
+
+    place = folder / f"tp{plan.tp}"
+    place.mkdir()
+    split_by(open_source(folder / "source"), place / "split", plan, request)
+    (place / TASK).write_text(json.dumps({"model": model, "request": request.to_json()}))
+    launch(["prove-rank", str(place)], plan.tp)
+    found = [json.loads((place / RESULT.format(rank=rank)).read_text()) for rank in range(plan.tp)]
+    tokens = {result["tokens"] for result in found}
+    return Proof(
+        plan.tp,
+        max(result["output"] for result in found),
+        None if tokens == {None} else tokens == {True},
+        max(result["gradient"] for result in found),
+        cut,
+    )
+
+
+def prove_rank(folder: Path) -> None:
+    """Be a rank of a proof: compare, and leave the result in the folder."""
+    import torch.distributed as dist  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    from shardconv.distributed import as_axis  # noqa: PLC0415
+    from shardconv.proof.compare import compare  # noqa: PLC0415
+
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    task = json.loads((folder / TASK).read_text())
+    kind, request = getattr(transformers, task["model"]), PlanRequest.from_json(task["request"])
+    result = compare(as_axis(None), kind, folder.parent / "source", folder / "split", request)
+    (folder / RESULT.format(rank=dist.get_rank())).write_text(json.dumps(result._asdict()))

@@ -1,0 +1,207 @@
+"""Small models: the structure of a real one, built in a moment, with random numbers.
+
+Owns which fields of a config make a model small (``small.toml``). Nothing of a checkpoint is read but its config.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: More parameters than this are no small model: some field that makes it large is not known.
+MAX_NUMEL = 20_000_000
+
+#: Special tokens of any text model: they become the first of the vocabulary. The others become its last.
+_TEXT_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+_TOKEN = re.compile(r".*token(_id|_index|_idx)?|(image|audio|video|vision|speech|bo|eo)\w*_(id|index)")
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("small.toml").read_text("utf-8"))
+
+
+def default_config(kind: Any) -> dict[str, Any]:
+    """What the config of a class of configs holds if nothing is said, with what it must be told to be one."""
+    more = _table()["complete"].get(kind.model_type, {})
+    return dict(kind(**more).to_dict())
+
+
+def small_fields(
+    config: Mapping[str, Any], own: Mapping[str, Any] | None = None, tokens: Mapping[int, int] | None = None
+) -> dict[str, Any]:
+    """The fields of a config that a small model has otherwise, in nested configs, too.
+
+    Args:
+        config: what ``config.json`` holds, or ``PreTrainedConfig.to_dict`` gives.
+        own: further fields that the type is to have; a nested table goes into the nested config.
+        tokens: the small id of every special token, for a nested config; from all that the config names if not given.
+    """
+    own = {**_table()["types"].get(config.get("model_type"), {}), **(own or {})}
+    tokens = _small_tokens(config) if tokens is None else tokens
+    layers = _layers(config)
+    fields: dict[str, Any] = {}
+    for name in config:
+        if (small := _field(config, name, own, tokens, layers)) is not None:
+            fields[name] = small
+    if layers and _count_name(config) in config:
+        fields[_count_name(config)] = len(layers)
+    if config.get("out_features"):  # the last stage, however many there are
+        fields |= {"out_features": None, "out_indices": None}
+    for name, more in _table()["having"].items():
+        fields |= more if config.get(name) is not None else {}
+    return {**fields, **own}
+
+
+def _field(
+    config: Mapping[str, Any], name: str, own: dict[str, Any], tokens: Mapping[int, int], layers: list[int]
+) -> Any:
+    """One field of a small model, or None if it is what it was; what it takes of ``own`` is no longer there."""
+    value = config[name]
+    if name in _TEXT_TOKENS and (isinstance(value, list) or (isinstance(value, int) and value >= 99)):
+        return _TEXT_TOKENS.index(name) % 3
+    if _TOKEN.fullmatch(name) and type(value) is int and value in tokens:
+        return tokens[value]
+    if isinstance(value, Mapping):
+        return _small_mapping(config, name, own, tokens, layers)
+    if layers and isinstance(value, list) and _is_indices(name, value, _count(config)):
+        return [place for place, layer in enumerate(layers) if layer in value]
+    if layers and isinstance(value, list) and len(value) == _count(config):
+        chosen = [value[layer] for layer in layers]
+        return chosen if (small := _small(name, chosen)) is None else small
+    return _small(name, value)
+
+
+def _small_mapping(
+    config: Mapping[str, Any], name: str, own: dict[str, Any], tokens: Mapping[int, int], layers: list[int]
+) -> dict[Any, Any] | None:
+    value = config[name]
+    if name == "per_layer_config":
+        return _small_per_layer(config, own, layers) if value else None
+    if name.endswith("_config") or isinstance(value.get("model_type"), str):
+        nested = own.pop(name, {})
+        return {**value, **small_fields(value, nested if isinstance(nested, Mapping) else {}, tokens)}
+    if name in ("rope_parameters", "rope_scaling"):
+        return _small_rope({**value, **own.pop(name, {})}, own.get("head_dim", 8))
+    return None
+
+
+def _small_tokens(config: Mapping[str, Any]) -> dict[int, int]:
+    """From the id of every special token that is none of a small vocabulary to one of its last."""
+    large: set[int] = set()
+    configs = [config]
+    for one in configs:
+        configs.extend(value for value in one.values() if isinstance(value, Mapping))
+        for name, value in one.items():
+            if isinstance(name, str) and _TOKEN.fullmatch(name) and name not in _TEXT_TOKENS and type(value) is int:
+                large |= {value} if value >= 99 else set()
+    return {value: 98 - place for place, value in enumerate(sorted(large))}
+
+
+def _count_name(config: Mapping[str, Any]) -> str:
+    names = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth")
+    return next((name for name in names if type(config.get(name)) is int), names[0])
+
+
+def _count(config: Mapping[str, Any]) -> int:
+    kinds = config.get("layers_block_type") or config.get("layer_types") or []
+    return int(config.get(_count_name(config)) or len(kinds))
+
+
+def _is_indices(name: str, value: list[Any], count: int) -> bool:
+    """Whether a list says which layers are something."""
+    named = re.fullmatch(r"(?!.*feature).*(layers?|layer_(ids|ind.*)|idxs?|ind(ic|ex)es)|hybrid_layer_ids", name)
+    numbers = bool(value) and all(type(item) is int and 0 <= item < count for item in value)
+    return bool(named) and numbers and sorted(set(value)) == value
+
+
+def _layers(config: Mapping[str, Any]) -> list[int]:
+    """One layer of each kind, where there are lists of what the layers are; at least two."""
+    count = _count(config)
+    if not count:
+        return []
+    kinds: list[list[Any]] = []
+    for name, value in config.items():
+        if isinstance(value, list) and _is_indices(name, value, count):
+            kinds.append([layer in value for layer in range(count)])
+        elif isinstance(value, list) and len(value) == count and isinstance(value[0], str):
+            kinds.append(value)
+    if not kinds:
+        return []
+    layers = list(zip(*kinds, strict=True))
+    first = [layers.index(kind) for kind in dict.fromkeys(layers)]
+    return sorted(first if len(first) > 1 else [*first, *([1] if len(layers) > 1 else [])])
+
+
+def _small_per_layer(config: Mapping[str, Any], own: Mapping[str, Any], layers: list[int]) -> dict[int, dict[str, Any]]:
+    """What single layers have otherwise: by the same factor as in the large model."""
+    places = {layer: place for place, layer in enumerate(layers or range(2))}
+    fields: dict[int, dict[str, Any]] = {}
+    for key, values in config["per_layer_config"].items():
+        if int(key) in places:
+            of_layer = fields.setdefault(places[int(key)], {})
+            for name, value in values.items():
+                small, whole = own.get(name, _small(name, config.get(name))), config.get(name)
+                scales = type(value) is int and type(small) is int and whole
+                of_layer[name] = max(1, small * value // whole) if scales else value
+    return fields
+
+
+def _small_rope(rope: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Sections of a rotary embedding that fill a small head, in the same proportion."""
+    fields: dict[str, Any] = {
+        name: _small_rope(value, head_dim) if isinstance(value, Mapping) else value for name, value in rope.items()
+    }
+    if sections := fields.get("mrope_section"):
+        pairs = int(head_dim * (fields.get("partial_rotary_factor") or 1)) // 2
+        small = [max(1, pairs * section // sum(sections)) for section in sections]
+        fields["mrope_section"] = [small[0] + pairs - sum(small), *small[1:]]
+    return fields
+
+
+def _small(name: str, value: Any) -> Any:
+    is_number = type(value) is int
+    if not is_number and not (isinstance(value, list) and value and all(type(item) is int for item in value)):
+        return None
+    small = next((number for pattern, number in _table()["fields"].items() if re.fullmatch(pattern, name)), None)
+    return small if is_number or small is None else [small] * len(value)
+
+
+def build_small(kind: Any, config: Any) -> Any:
+    """A small model of a class of transformers, in float32, with random numbers everywhere.
+
+    Args:
+        kind: the class.
+        config: its config, small.
+
+    Raises:
+        ValueError: if it is not small.
+    """
+    if getattr(config, "is_decoder", None) is False and kind.__name__.endswith(
+        ("CausalLM", "LMHeadModel", "WithLMHead")
+    ):
+        config.is_decoder = not config.is_encoder_decoder
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in kind(config).parameters())
+    if numel > MAX_NUMEL:
+        raise ValueError(f"a small {kind.__name__} has {numel / 1e6:.0f} million parameters: it is not small")
+    torch.manual_seed(0)
+    model = kind._from_config(config).eval().float()  # noqa: SLF001 - what from_config of the auto classes calls
+    fill(model)
+    return model
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module, *, std: float = 0.2) -> None:
+    """Random numbers for what trains: large enough that each matters, around one where they were about one."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:  # computed, as sines are, and not of a checkpoint
+            continue
+        is_scale = parameter.dim() < 2 and parameter.numel() and parameter.mean() > 0.5
+        noise = torch.randn(parameter.shape, generator=generator) * std
+        parameter.copy_(noise + 1 if is_scale else noise)
