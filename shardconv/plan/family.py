@@ -31,6 +31,7 @@ STYLES = {
     "colwise": Style(weight=-2, bias=-1),
     "rowwise": Style(weight=-1, bias=None),
     "packed_colwise": Style(weight=-2, bias=-1, packed=True),
+    "packed_rowwise": Style(weight=-1, bias=None, packed=True),
     "embedding_rowwise": Style(weight=-2, bias=-1),
     "embedding_colwise": Style(weight=-1, bias=None),
     "replicate": Style(weight=None, bias=None),
