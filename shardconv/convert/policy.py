@@ -1,28 +1,23 @@
 """Policies meet a model: their layers become the rules of a family, by the names that the model's tensors have.
 
-Owns the way from a block to what a policy names in it. What is not there is refused; nothing of the model is changed
-before all of it was found.
+Owns what a policy may ask of a model, and refuses all else. Nothing of the model is changed before it was converted.
 """
 
-import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
+from shardconv.convert.blocks import Block, Found
 from shardconv.convert.modules import ParallelConv1D
 from shardconv.convert.watch import watch
 from shardconv.convert.whole import RankConfig
 from shardconv.distributed import Axis
 from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.family import Family, Rule, UnitRule
-from shardconv.plan.policy import STYLE_OF, WHOLE, Layer, Policy
-
-_PATH = re.compile(r"(?:[^.\[\]]+|\[-?\d+\])(?:\.[^.\[\]]+|\[-?\d+\])*")
-_STEP = re.compile(r"([^.\[\]]+)|\[(-?\d+)\]")
+from shardconv.plan.policy import WHOLE, Layer, Policy
 
 
 class Compiled(NamedTuple):
@@ -92,7 +87,7 @@ class _Compiler:
         """What one policy says of all its blocks."""
         kind: Any = policy.original_layer_class()
         every = self._model.named_modules(remove_duplicate=False)
-        blocks = [_Block(policy, name, module) for name, module in every if type(module) is kind]
+        blocks = [Block(policy, name, module) for name, module in every if type(module) is kind]
         if not blocks:
             raise PlanError(
                 f"{policy.__name__}: {type(self._model).__name__} has no module of exactly the class "
@@ -117,7 +112,7 @@ class _Compiler:
         family = Family(name, units=units, rules=(*self._rules.values(), WHOLE))
         return Compiled(family, self._kinds, self._classes, self._attributes)
 
-    def _add_layers(self, block: "_Block") -> None:
+    def _add_layers(self, block: Block) -> None:
         for style, layer in block.layers:
             for leaf in layer.paths:
                 found = block.tensor(layer, leaf)
@@ -133,7 +128,7 @@ class _Compiler:
                 if layer.replace is not None:
                     self._kinds[found.owner] = _kind(block, layer.replace, style, found)
 
-    def _add_attributes(self, block: "_Block") -> None:
+    def _add_attributes(self, block: Block) -> None:
         asked = block.asked.replace_arguments(getattr(self._model, "config", None), self._tp)
         for path, value in asked.items():
             found = block.attribute(path)
@@ -144,96 +139,18 @@ class _Compiler:
             if self._attributes.setdefault(key, value) != value:
                 raise block.error(f"attribute {path!r} is set twice, to {self._attributes[key]!r} and {value!r}")
 
-    def _add_classes(self, block: "_Block") -> None:
+    def _add_classes(self, block: Block) -> None:
         for old, new in block.asked.replace_modules().items():
             if not (isinstance(new, type) and issubclass(new, nn.Module)):
                 raise block.error(f"replace_modules: {new!r:.80} is no class of modules")
             found = [module for module in self._model.modules() if old in (type(module), type(module).__qualname__)]
             if not found:
                 raise block.error(f"replace_modules: the model has no module of the class {old!r:.80}")
-            self._classes.update(dict.fromkeys(found, new))
+            if any(self._classes.setdefault(module, new) is not new for module in found):
+                raise block.error(f"replace_modules: another policy gives {old!r:.80} another class")
 
 
-class _Found(NamedTuple):
-    """What stands at the end of a path: in what, under which name there, under which full name."""
-
-    owner: Any
-    last: str
-    name: str
-    thing: Any
-
-
-class _Block:
-    """One module that a policy applies to, and the policy, asked about it."""
-
-    def __init__(self, policy: type[Policy], name: str, module: nn.Module) -> None:
-        self.name, self.module, self.asked = name, module, policy(module)
-        self.policy_name = policy.__name__
-        self.layers = [(style, layer) for role, style in STYLE_OF.items() for layer in getattr(self.asked, role)()]
-        if strange := next((layer for _, layer in self.layers if not isinstance(layer, Layer)), None):
-            raise self.error(f"{strange!r:.80} is no shardconv.Layer")
-
-    def error(self, problem: str) -> PlanError:
-        """A problem, and whose it is."""
-        return PlanError(f"{self.policy_name}, {type(self.module).__name__} {self.name or '(the model)'}: {problem}")
-
-    def tensor(self, layer: Layer, leaf: str) -> _Found | None:
-        """The weight or the bias of a layer; None where the block may lack it, and does."""
-        path = layer.paths[leaf]
-        found = self.find(path)
-        if found is None or found.thing is None:
-            if layer.ignore_checker:
-                return None
-            raise self.error(f"has no {leaf} {path!r}; ignore_checker=True is for what blocks may lack")
-        if not isinstance(found.thing, nn.Parameter) or not isinstance(found.owner, nn.Module):
-            raise self.error(f"{path!r} is a {type(found.thing).__name__}, not a parameter of a module")
-        if isinstance(found.owner, ParallelModule):
-            raise self.error(f"{path!r} is split already; load the plain model to split it otherwise")
-        return found
-
-    def attribute(self, path: str) -> _Found | None:
-        """An attribute to be set; None where it is of a module that the block may lack, and does."""
-        found = self.find(path)
-        if found is None:
-            owner = path.rpartition(".")[0]
-            may_lack = any(
-                layer.ignore_checker and own.startswith(f"{owner}.")
-                for _, layer in self.layers
-                for own in layer.paths.values()
-            )
-            if owner and may_lack and self.find(owner) is None:
-                return None
-            raise self.error(f"has no attribute {path!r}, which replace_arguments sets")
-        if isinstance(found.thing, (Tensor, nn.Module)):
-            raise self.error(
-                f"attribute {path!r} is a {type(found.thing).__name__}, which replace_arguments cannot set"
-            )
-        if isinstance(found.owner, nn.Module):
-            return found
-        module = self.find(path.removesuffix(f".config.{found.last}")) if ".config." in path else None
-        if module is None or not isinstance(module.thing, nn.Module):
-            raise self.error(f"attribute {path!r} is one of a {type(found.owner).__name__}, which others may share")
-        return found._replace(owner=module.thing, last=f"config.{found.last}")
-
-    def find(self, path: str) -> _Found | None:
-        """What stands at the end of a path; None if there is nothing."""
-        if not isinstance(path, str) or not _PATH.fullmatch(path):
-            raise self.error(f"{path!r:.80} is no path: names with a dot between, and [number] into lists")
-        names = [self.name] if self.name else []
-        owner: Any = None
-        found: Any = self.module
-        for attribute, index in _STEP.findall(path):
-            owner = found
-            try:
-                last = attribute or str(range(len(found))[int(index)])
-                found = getattr(found, attribute) if attribute else found[int(last)]
-            except (AttributeError, IndexError, TypeError):
-                return None
-            names.append(last)
-        return _Found(owner, names[-1], ".".join(names), found)
-
-
-def _check_fits(block: _Block, layer: Layer, leaf: str, style: str, found: _Found) -> None:
+def _check_fits(block: Block, layer: Layer, leaf: str, style: str, found: Found) -> None:
     """Refuse what would be cut otherwise than the policy means it, or compute something else afterwards."""
     kind, shape = type(found.owner).__name__, list(found.thing.shape)
     if leaf == "bias" or style not in ("colwise", "rowwise"):
@@ -271,14 +188,14 @@ def _check_ties(model: nn.Module, rules: dict[str, Rule]) -> None:
             )
 
 
-def _check_divides(block: _Block, path: str, old: Any, new: Any, tp: int) -> None:
+def _check_divides(block: Block, path: str, old: Any, new: Any, tp: int) -> None:
     """Refuse a count that ``//`` has rounded: heads that no rank would have."""
     if type(old) is int and type(new) is int and old % tp and new == old // tp:
         legal = ", ".join(str(size) for size in range(1, min(old, 256) + 1) if old % size == 0)
         raise block.error(f"attribute {path!r}: {old} is not a multiple of {tp}. Legal numbers of ranks: {legal}")
 
 
-def _kind(block: _Block, kind: Any, style: str, found: _Found) -> type[ParallelLinear]:
+def _kind(block: Block, kind: Any, style: str, found: Found) -> type[ParallelLinear]:
     """The class that a layer becomes by the policy's word."""
     if not isinstance(found.owner, nn.Linear) and type(found.owner).__name__ != "Conv1D":
         raise block.error(f"{found.name}: replace is for linear layers, not for a {type(found.owner).__name__}")
