@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     )
     from shardconv.plan.placement import Interval, Placement, Zeros
     from shardconv.plan.plan import Plan, Reason, TensorPlan
+    from shardconv.plan.policy import Layer, Policy
     from shardconv.plan.resolve import BlockedTp
     from shardconv.runtime import load
 
@@ -109,6 +110,7 @@ _HOMES = {
     ),
     "shardconv.plan.placement": ("Interval", "Placement", "Zeros"),
     "shardconv.plan.plan": ("Plan", "Reason", "TensorPlan"),
+    "shardconv.plan.policy": ("Layer", "Policy"),
     "shardconv.plan.resolve": ("BlockedTp",),
     "shardconv.runtime": ("load",),
 }
@@ -120,6 +122,7 @@ __all__ = [
     "ColumnParallelLinear",
     "IntegrityError",
     "Interval",
+    "Layer",
     "MergeReport",
     "OutputError",
     "ParallelCrossEntropyLoss",
@@ -133,6 +136,7 @@ __all__ = [
     "PlanError",
     "PlanOptions",
     "PlanReport",
+    "Policy",
     "Reason",
     "RegisterParallelDim",
     "ReshardReport",

@@ -1,10 +1,12 @@
-"""The README tells the truth about the families, and its conversion of a model runs."""
+"""The README tells the truth about the families, and its conversions of a model run."""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from shardconv.plan.family import NAMES_FAMILY, family_names, load_family
 
@@ -23,12 +25,11 @@ def test_the_families_are_those_in_the_readme():
     assert families_table() in README.read_text("utf-8")
 
 
-def test_the_conversion_in_the_readme(tmp_path):
+@pytest.mark.parametrize("word", ["ModuleList", "LlamaPolicy"])
+def test_the_conversions_in_the_readme(tmp_path, word):
     """As a user would run it, on two ranks; then the logits are those of the plain model, and so is the state dict."""
     code = next(
-        text
-        for text in re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-        if "ModuleList" in text
+        text for text in re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL) if word in text
     )
     script = tmp_path / "convert.py"
     script.write_text(

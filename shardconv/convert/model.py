@@ -5,7 +5,7 @@ and a converted module agree by construction.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from shardconv.convert.modules import (
     SharedOutput,
     mixed,
 )
+from shardconv.convert.policy import Compiled, compile_policies, policies_in
 from shardconv.convert.whole import RankConfig, finish
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.errors import PlanError
@@ -29,8 +30,9 @@ from shardconv.layers.conversion import check_alike, cut_parameters
 from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.family import NAMES_FAMILY, ModuleRule
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
+from shardconv.plan.policy import Policy
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import SCALAR
+from shardconv.plan.resolve import SCALAR, Resolver
 from shardconv.plan.scope import Scope
 
 #: torch's dtypes under the names of safetensors.
@@ -41,6 +43,9 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
 
+
+#: What decides how a model is cut: the rules of a family, with what a user adds to them, or policies.
+Request = PlanRequest | tuple[type[Policy], ...]
 
 #: Classes that compute what nn.Linear does.
 _LINEARS = ("Linear", "Conv1D", "FalconLinear")
@@ -53,35 +58,63 @@ class _Target(NamedTuple):
     options: dict[str, Any] | None = None
 
 
-def convert_model(model: nn.Module, policy: str = "auto", *, group: GroupLike = None) -> nn.Module:
-    """Cut a model over the ranks, in place, by the rules of its family.
+def convert_model(
+    model: nn.Module, policy: str | type[Policy] | Sequence[type[Policy]] = "auto", *, group: GroupLike = None
+) -> nn.Module:
+    """Cut a model over the ranks, in place, by the rules of its family, or by policies.
 
     The result computes what the model computed, forward, backward and in generation, each rank with its share of heads,
     hidden features, experts' features and words. Full logits come out on every rank. To train with dropout the ranks
     have to be seeded alike, which the first pass checks; masks over attention repeat from rank to rank.
 
     Args:
-        model: a model of transformers, with its values in memory, the same on every rank, or on the meta device.
-        policy: ``auto`` for the family of the model's type, or the name of a family.
+        model: a model of transformers, with its values in memory, the same on every rank, or on the meta device; with
+            policies, any module.
+        policy: ``auto`` for the family of the model's type, or the name of a family; or a class derived from
+            :class:`~shardconv.Policy`, or several. What no policy names is then whole on every rank, and its first
+            gradient is compared over the ranks.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
         ``model``.
 
     Raises:
-        PlanError: if no rules are known for the model, or it cannot be cut for so many ranks.
+        PlanError: if no rules are known for the model, it cannot be cut for so many ranks, or a policy does not fit it.
         ValueError: if a module is of a kind that is not known, or the ranks hold different values. The model is then
             as it was.
+        TypeError: if ``policy`` is none of those.
+
+    Example:
+        >>> from shardconv import Layer, Policy
+        >>> class MlpPolicy(Policy):
+        ...     @staticmethod
+        ...     def original_layer_class():
+        ...         return torch.nn.Sequential
+        ...
+        ...     @staticmethod
+        ...     def mlp_in():
+        ...         return [Layer(weight="[0].weight", bias="[0].bias")]
+        ...
+        ...     @staticmethod
+        ...     def mlp_out():
+        ...         return [Layer(weight="[-1].weight", bias="[-1].bias")]
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+        >>> convert_model(mlp, MlpPolicy)
+        Sequential(
+          (0): ParallelLinear(in_features=4, out_features=8, bias=True, dim=-1, tp=1)
+          (1): Tanh()
+          (2): ParallelLinear(in_features=8, out_features=4, bias=True, dim=0, tp=1)
+        )
     """
     config: Any = getattr(model, "config", None)
-    if config is None:
+    request = PlanRequest(None if policy == "auto" else policy) if isinstance(policy, str) else policies_in(policy)
+    if config is None and isinstance(policy, str):
         raise ValueError(f"{type(model).__name__} has no config, from which its family would be known")
-    request = PlanRequest(family=None if policy == "auto" else policy)
     axis = as_axis(group)
-    return finish(convert_by(model, config.to_dict(), request, axis), axis)
+    return finish(convert_by(model, config.to_dict() if hasattr(config, "to_dict") else {}, request, axis), axis)
 
 
-def convert_by(model: nn.Module, config: Mapping[str, Any], request: PlanRequest, axis: Axis) -> nn.Module:
+def convert_by(model: nn.Module, config: Mapping[str, Any], request: Request, axis: Axis) -> nn.Module:
     """Cut a model as :func:`convert_model`, with a config and with what a user asked of the plan."""
     prepared, problem = None, None
     try:
@@ -94,7 +127,7 @@ def convert_by(model: nn.Module, config: Mapping[str, Any], request: PlanRequest
         for label, module in modules
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     ]
-    check_alike(named, problem, axis, also=repr(sorted(config.items(), key=str)))
+    check_alike(named, problem, axis, also=repr((sorted(config.items(), key=str), request)))
     assert prepared is not None
     cut_parameters([shell for _, shell in prepared.shells])
     for module, shell in prepared.shells:
@@ -103,6 +136,8 @@ def convert_by(model: nn.Module, config: Mapping[str, Any], request: PlanRequest
         shell.describe_parameters()
     for module, rule, scope in prepared.told:
         _tell(module, rule, scope, axis)
+    if prepared.policies is not None:
+        prepared.policies.tell(model, axis)
     return model
 
 
@@ -111,27 +146,40 @@ class _Prepared(NamedTuple):
 
     shells: list[tuple[nn.Module, ParallelModule]]
     told: list[tuple[nn.Module, ModuleRule, Scope]]
+    policies: Compiled | None
 
 
-def _prepare(model: nn.Module, config: Mapping[str, Any], request: PlanRequest, axis: Axis) -> _Prepared:
+def _prepare(model: nn.Module, config: Mapping[str, Any], request: Request, axis: Axis) -> _Prepared:
     state = model.state_dict()
     if strange := next((tensor.dtype for tensor in state.values() if tensor.dtype not in DTYPE_NAMES), None):
         raise ValueError(f"values of {strange} cannot be split")
     specs = {name: TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
+    policies = None
+    if isinstance(request, PlanRequest):
+        resolver = _resolver(specs, config, request)
+    else:
+        policies = compile_policies(model, request, axis.size)
+        resolver = Resolver(specs, config, policies.family)
+    plan = resolver.plan(axis.size)
+    _check_numbers(model, plan)
+    shells = []
+    for name, module in model.named_modules():
+        target = _target(name, module, _own_plans(name, module, plan))
+        if policies is not None and target is not None:
+            target = target._replace(kind=policies.kinds.get(module, target.kind))
+        if target is not None:
+            shells.append((module, _shell(name, module, target, plan, axis)))
+    return _Prepared(shells, [one for scope in resolver.scopes for one in _told(model, scope)], policies)
+
+
+def _resolver(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], request: PlanRequest) -> Resolver:
     resolver = resolve(specs, config, request).resolver
     if resolver.family_name == NAMES_FAMILY and request.plan_file is None:
         raise PlanError(
             f"no family is known for model type {config.get('model_type')!r}: names may tell how its tensors are cut, "
             f"but not what has to be told to the modules that compute with them"
         )
-    plan = resolver.plan(axis.size)
-    _check_numbers(model, plan)
-    shells = []
-    for name, module in model.named_modules():
-        target = _target(name, module, _own_plans(name, module, plan))
-        if target is not None:
-            shells.append((module, _shell(name, module, target, plan, axis)))
-    return _Prepared(shells, [one for scope in resolver.scopes for one in _told(model, scope)])
+    return resolver
 
 
 def _check_numbers(model: nn.Module, plan: Plan) -> None:
@@ -193,7 +241,7 @@ def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis
         shell.styles = {own: planned.reason.style for own, planned in plans.items()}
         shell.axis, shell.dim, shell.placements = axis, None, placements
         return shell
-    if target.kind is ParallelConv1D:
+    if issubclass(target.kind, ParallelConv1D):
         shell.in_features, shell.out_features = shell.nx, shell.nf
     options = dict(target.options)
     shell.dim = options.pop("dim")

@@ -32,6 +32,7 @@ STYLES = {
     "rowwise": Style(weight=-1, bias=None),
     "colwise_gather_output": Style(weight=-2, bias=-1),
     "packed_colwise": Style(weight=-2, bias=-1, packed=True),
+    "packed_rowwise": Style(weight=-1, bias=None, packed=True),
     "embedding_rowwise": Style(weight=-2, bias=-1),
     "embedding_colwise": Style(weight=-1, bias=None),
     "gathered": Style(weight=0, bias=0),

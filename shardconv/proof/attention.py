@@ -12,12 +12,34 @@ from torch import nn
 _QUERIES = ("q_proj", "query", "q", "q_lin", "wq", "to_q", "query_proj", "q_proj_layer")
 _KEYS = ("k_proj", "key", "k", "k_lin", "wk", "to_k", "key_proj")
 _VALUES = ("v_proj", "value", "v", "v_lin", "wv", "to_v", "value_proj")
-_OUTPUTS = ("o_proj", "out_proj", "dense", "out_lin", "out", "o", "c_proj", "wo", "proj", "projection_layer", "linear_out")
+_OUTPUTS = (
+    "o_proj",
+    "out_proj",
+    "dense",
+    "out_lin",
+    "out",
+    "o",
+    "c_proj",
+    "wo",
+    "proj",
+    "projection_layer",
+    "linear_out",
+)
 
 #: Names of attributes that count heads, kv heads, and features of all heads.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-_WIDTHS = ("all_head_size", "inner_dim", "embed_dim", "attn_dim", "split_size", "hidden_size", "d_model", "dim", "embed_size")
+_WIDTHS = (
+    "all_head_size",
+    "inner_dim",
+    "embed_dim",
+    "attn_dim",
+    "split_size",
+    "hidden_size",
+    "d_model",
+    "dim",
+    "embed_size",
+)
 _SIZES = ("head_dim", "attention_head_size", "d_kv", "key_value_proj_dim", "head_size", "d_head", "dim_head")
 
 #: Fields of configs.
@@ -37,7 +59,9 @@ class Attention(NamedTuple):
     told: dict[str, str]
 
 
-def find_attention(name: str, module: nn.Module, modules: Mapping[str, nn.Module], config: Mapping[str, Any]) -> Attention | None:
+def find_attention(
+    name: str, module: nn.Module, modules: Mapping[str, nn.Module], config: Mapping[str, Any]
+) -> Attention | None:
     """How a module is cut by heads, if its names tell.
 
     Args:

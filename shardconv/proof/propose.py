@@ -74,7 +74,9 @@ def propose(
     return Proposal(units, rules, told)
 
 
-def _attention(model: Any, config_of: Callable[[str], Mapping[str, Any]]) -> tuple[dict[str, RuleTable], dict[str, RuleTable], dict[str, dict[str, str]]]:
+def _attention(
+    model: Any, config_of: Callable[[str], Mapping[str, Any]]
+) -> tuple[dict[str, RuleTable], dict[str, RuleTable], dict[str, dict[str, str]]]:
     """Units, rules by module, and what is told by pattern, of attention that is cut by heads."""
     modules = dict(model.named_modules())
     units: dict[str, RuleTable] = {}
@@ -89,7 +91,10 @@ def _attention(model: Any, config_of: Callable[[str], Mapping[str, Any]]) -> tup
             names[unit] = next(one for one in candidates if units.get(one, fields) == fields)
             units[names[unit]] = fields
         rename = lambda text: re.sub(r"(query|kv)_head", lambda match: names[match[0]], text)  # noqa: E731
-        rules |= {child: {**rule, **({"unit": rename(rule["unit"])} if "unit" in rule else {})} for child, rule in found.rules.items()}
+        rules |= {
+            child: {**rule, **({"unit": rename(rule["unit"])} if "unit" in rule else {})}
+            for child, rule in found.rules.items()
+        }
         if found.told:
             told[_pattern(name)] = {key: rename(value) for key, value in found.told.items()}
     return units, rules, told
@@ -159,7 +164,10 @@ def _module_rules(
     if name in pairs:
         yield pattern, {**pairs[name], **transposed}
     elif _is_packed(own):
-        unit = {"gate_up_proj": {"style": "packed_colwise", "parts": ["part", "part"]}, "down_proj": {"style": "rowwise"}}
+        unit = {
+            "gate_up_proj": {"style": "packed_colwise", "parts": ["part", "part"]},
+            "down_proj": {"style": "rowwise"},
+        }
         yield from ((f"{pattern}.{key}", unit[key]) for key in own)
     elif (type(module) is nn.Linear or type(module) is nn.Embedding) and is_words:
         yield pattern, {"style": "embedding_rowwise", "pad": True}
@@ -198,7 +206,11 @@ def to_toml(proposal: Proposal) -> str:
 
 def _section(title: str, table: Mapping[str, RuleTable]) -> list[str]:
     width = max((len(name) for name in table), default=0) + 2
-    return [f"[{title}]", *(f"{_quoted(name):{width}} = {_value(row)}" for name, row in table.items()), ""] if table else []
+    return (
+        [f"[{title}]", *(f"{_quoted(name):{width}} = {_value(row)}" for name, row in table.items()), ""]
+        if table
+        else []
+    )
 
 
 def _merged(rules: Mapping[str, RuleTable]) -> dict[str, RuleTable]:
