@@ -316,9 +316,10 @@ def _proof_lines(report: "ProofReport") -> list[str]:
     lines = [f"{report.source}: family {report.family}, tried on a small {report.model} of {numel}"]
     for proof in report.proofs:
         tokens = {True: ", greedy tokens equal", False: ", greedy tokens DIFFERENT", None: ""}[proof.tokens]
+        gradients = "" if proof.gradient is None else f", gradients to {proof.gradient:.0e}"
         lines.append(
-            f"tp {proof.tp}: {'right' if proof.is_right else 'DIFFERENT'}: outputs to {proof.output:.0e}, gradients to "
-            f"{proof.gradient:.0e} of the largest{tokens}; {proof.cut:.0%} of the bytes of matrices are cut"
+            f"tp {proof.tp}: {'right' if proof.is_right else 'DIFFERENT'}: outputs to {proof.output:.0e}{gradients} of "
+            f"the largest{tokens}; {proof.cut:.0%} of the bytes of matrices are cut"
         )
     lines += [f"not tried: {text}" for text in report.skipped]
     lines += [f"not reached, as the small model has no such tensor: {name}" for name in report.unreached]

@@ -114,8 +114,13 @@ def convert_model(
     return finish(convert_by(model, config.to_dict() if hasattr(config, "to_dict") else {}, request, axis), axis)
 
 
-def convert_by(model: nn.Module, config: Mapping[str, Any], request: Request, axis: Axis) -> nn.Module:
-    """Cut a model as :func:`convert_model`, with a config and with what a user asked of the plan."""
+def convert_by(
+    model: nn.Module, config: Mapping[str, Any], request: Request, axis: Axis, *, has_values: bool = True
+) -> nn.Module:
+    """Cut a model as :func:`convert_model`, with a config and with what a user asked of the plan.
+
+    Where values are put in later, those that are there now are not compared.
+    """
     prepared, problem = None, None
     try:
         prepared = _prepare(model, config, request, axis)
@@ -123,7 +128,7 @@ def convert_by(model: nn.Module, config: Mapping[str, Any], request: Request, ax
         problem = error
     modules = list(model.named_modules())
     named = [
-        (label, name, tensor)
+        (label, name, tensor if has_values else tensor.to("meta"))
         for label, module in modules
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     ]
@@ -203,22 +208,25 @@ def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _T
     if not cut:
         return None
     weight = cut.get("weight")
-    if isinstance(module, nn.Embedding) and weight is not None:
-        dim = -1 if weight.placement.dim else 0
-        return _Target(ParallelEmbedding, {"dim": dim, "gather_output": False})
     kind = type(module).__name__
+    if weight is not None and isinstance(module, nn.Embedding):
+        return _Target(ParallelEmbedding, {"dim": -1 if weight.placement.dim else 0, "gather_output": False})
     if weight is not None and kind in _LINEARS:
         return _linear_target(weight, is_transposed=kind == "Conv1D")
     if isinstance(module, nn.Linear):
         raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")  # noqa: TRY004 - as below
-    dims = {len(module.get_parameter(own).shape) for own in cut}
+    return _Target(_own_kind(name, kind, {len(module.get_parameter(own).shape) for own in cut}, weight))
+
+
+def _own_kind(name: str, kind: str, dims: set[int], weight: TensorPlan | None) -> type[ParallelModule]:
+    """What a module becomes that is no layer of torch's and has shards of its own, by their numbers of dims."""
     if 3 in dims:
-        return _Target(ParallelExperts)
-    if dims == {1} and weight is not None:
-        if not type(module).__name__.endswith("RMSNorm"):
-            raise ValueError(f"{name}: a {type(module).__name__} over features that are cut is not known")
-        return _Target(GlobalRMSNorm)
-    return _Target(Sharded)
+        return ParallelExperts
+    if dims != {1} or weight is None:
+        return Sharded
+    if not kind.endswith("RMSNorm"):
+        raise ValueError(f"{name}: a {kind} over features that are cut is not known")
+    return GlobalRMSNorm
 
 
 def _linear_target(weight: TensorPlan, *, is_transposed: bool) -> _Target:

@@ -22,9 +22,14 @@ class Sharded(ParallelModule):
 
     styles: dict[str, str]
 
+    @property
+    def _always_used(self) -> bool:
+        """Whether a parameter is used otherwise than it is, also where no gradient is taken."""
+        return "gathered" in self.styles.values()
+
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""
-        if not torch.is_grad_enabled() and "gathered" not in self.styles.values():
+        if not torch.is_grad_enabled() and not self._always_used:
             return super().forward(*inputs, **options)
         try:
             for name, parameter in self._parameters.items():
@@ -64,18 +69,31 @@ class GlobalRMSNorm(Sharded):
         return (normed * ((own + eps) / (full + eps)).sqrt()).to(normed.dtype)
 
 
-class ParallelExperts(ParallelModule):
-    """Packed experts, each of them cut over the ranks: replicated in, replicated out."""
+class ParallelExperts(Sharded):
+    """Packed experts, each of them cut over the ranks: replicated in, replicated out.
+
+    What the plan leaves whole is added to every output, as a bias is: the first rank does it for all.
+    """
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own: hidden states, and which experts with which weight."""
-        entered = (self._enter(value) for value in inputs)
+        entered = [self._enter(value) for value in inputs]
         output = super().forward(*entered, **{name: self._enter(value) for name, value in options.items()})
         return reduce_from_tp(output, group=self.axis)
 
     def _enter(self, value: Any) -> Any:
         is_number = isinstance(value, Tensor) and value.is_floating_point()
         return copy_to_tp(value, group=self.axis) if is_number else value
+
+    @property
+    def _always_used(self) -> bool:
+        return set(self._parameters) != set(self.placements)
+
+    def _used(self, name: str) -> Tensor:
+        if name in self.placements:
+            return super()._used(name)
+        whole = copy_to_tp(getattr(self, name), group=self.axis)
+        return whole if self.axis.rank == 0 else whole * 0
 
 
 class NormsOfHeads(ParallelModule):

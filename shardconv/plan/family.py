@@ -92,8 +92,8 @@ class Rule:
             raise ValueError("a { has no }, or a } no {")
         if self.style not in STYLES:
             raise ValueError(f"style {self.style!r} is none of {', '.join(STYLES)}")
-        if bool(self.parts) != STYLES[self.style].packed:
-            raise ValueError("packed styles, and only they, have parts")
+        if bool(self.parts) != STYLES[self.style].packed and self.style != "colwise_gather_output":
+            raise ValueError("packed styles have parts, and only they and colwise_gather_output may")
         if self.unit and self.parts:
             raise ValueError("a rule has unit or parts, not both")
         check_expression(self.groups)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from shardconv.errors import PlanError
 from shardconv.plan.family import NAMES_FAMILY, Family, Rule, family_for, load_family, parse_plan_file
+from shardconv.plan.foreign import FOREIGN, foreign_family
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.resolve import DEFAULT_BLOCK, SCALE, Resolver, block_size
@@ -100,6 +101,10 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         _check_pairs(tensors)
         model = f"model type {config['model_type']!r}" if config.get("model_type") else "a checkpoint without a config"
         assumed.append(f"{model} has no family: planned by the names of its tensors")
+    if family.name == FOREIGN:
+        assumed.append(
+            "planned by transformers' own plan for the type; shardconv plan --prove tells whether it is right"
+        )
     required: list[Rule] = []
     if user is not None:
         required += user.rules
@@ -122,11 +127,13 @@ def _replicated(name: str) -> Rule:
 
 
 def _family(config: Mapping[str, Any], name: str) -> Family:
-    if name:
+    if name and name != FOREIGN:
         return load_family(name)
     model_type = config.get("model_type")
-    known = family_for(model_type) if isinstance(model_type, str) else None
-    return known or load_family(NAMES_FAMILY)
+    if not isinstance(model_type, str):
+        return load_family(name or NAMES_FAMILY)
+    known = None if name else family_for(model_type)
+    return known or foreign_family(model_type) or load_family(name or NAMES_FAMILY)
 
 
 def _with_heads(

@@ -196,7 +196,9 @@ class Resolver:
             )
         size = spec.shape[dim]
         groups = fields.evaluate(rule.groups)
-        units = [self._unit(unit, rule, size, scope, fields, name) for unit in rule.parts or (rule.unit,)]
+        names = rule.parts or (rule.unit,)
+        part = size // max(groups * len(names), 1)  # of those that say no count of their own
+        units = [self._unit(unit, rule, part, scope, fields, name) for unit in names]
         expected = groups * sum(unit.count * unit.size for unit in units)
         if expected != size:
             read = ", ".join(f"{key}={value}" for key, value in fields.read.items())
@@ -329,8 +331,8 @@ def _scale_match(
     match = matcher.match(weight_name)
     if own is not None and match is not None and own.place != match.place:
         raise PlanError(
-            f"{name}: rule {patterns[own.place]!r} is not that of its weight, {patterns[match.place]!r}, and a scale is "
-            f"cut as its weight is: name their module, {weight_name.removesuffix('.weight')!r}"
+            f"{name}: rule {patterns[own.place]!r} is not that of its weight, {patterns[match.place]!r}, and a scale "
+            f"is cut as its weight is: name their module, {weight_name.removesuffix('.weight')!r}"
         )
     return (None if match is None else Match(match.place, "weight_scale_inv")), tensors[weight_name]
 

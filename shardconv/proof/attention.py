@@ -110,14 +110,17 @@ def _unit_fields(
     """The units, in fields of the config."""
     fields = sorted(_HEAD_FIELDS, key=lambda one: not one.startswith(("encoder", "decoder")) or one[:7] not in name)
     count = next((one for one in fields if config.get(one) == heads), None)
-    kv_count = count if kv_heads == heads else next((one for one in _KV_FIELDS if config.get(one) == kv_heads), None)
-    kv_count = 1 if kv_heads == 1 and kv_count is None else kv_count
+    kv_count: str | int | None = (
+        count if kv_heads == heads else next((one for one in _KV_FIELDS if config.get(one) == kv_heads), None)
+    )
+    if kv_heads == 1 and kv_count is None:
+        kv_count = 1
     named = next((one for one in _SIZES if config.get(one) == size), None)
     whole = next((one for one in _WIDTH_FIELDS if config.get(one) == heads * size), None)
     if count is None or kv_count is None or (named is None and whole is None):
         return None
     unit_size = named or f"{whole} // {count}"
-    explicit = next((one for one in _KV_FIELDS if config.get(one) == kv_heads), kv_count)
+    explicit: str | int = next((one for one in _KV_FIELDS if config.get(one) == kv_heads), kv_count)
     return {"count": count, "size": unit_size}, {"count": explicit, "size": unit_size, "copies": True}
 
 

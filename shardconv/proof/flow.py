@@ -4,7 +4,8 @@ Owns the marks on tensors. What a linear layer gives is marked with it; operatio
 hand the mark on. Where nothing but the next linear layer takes the features, both can be cut along them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ class Flow(NamedTuple):
     """What was seen.
 
     Attributes:
-        fed: of each linear layer that takes only features of others, in their order, what they are.
+        fed: of each linear layer that takes only features of others, what they are.
         escaped: the layers whose features something else takes, too.
         called: the modules that were called; the parameters of others are used by the modules that hold them.
     """
@@ -34,70 +35,62 @@ class Flow(NamedTuple):
     called: set[str]
 
 
-#: Operations that keep the last dim as it is, if its size stays.
-_KEEPING = {
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "clone",
-    "detach",
-    "_to_copy",
-    "contiguous",
-    "alias",
-    "unsqueeze",
-    "squeeze",
-}
+#: Operations that hand on each number as it is, where the last dim keeps its size.
+_KEEPING = frozenset(
+    {"view", "_unsafe_view", "reshape", "clone", "detach", "_to_copy", "alias", "unsqueeze", "squeeze"}
+)
+#: Operations that cut a tensor into parts.
+_CUTTING = frozenset({"split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split"})
 
 
 class _Marks(TorchDispatchMode):
+    """Sees every operation, and hands marks on."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.marks: dict[int, tuple[Tensor, frozenset[Fed]]] = {}  # with the tensor, so that its id is no other's
+        super().__init__()  # type: ignore[no-untyped-call] # likewise
+        self._marks: dict[int, tuple[Tensor, frozenset[Fed]]] = {}  # with the tensor, so that its id is no other's
         self.escaped: set[str] = set()
-        self.depth = 0
+        self.inside = 0
 
     def mark(self, tensor: Tensor, fed: frozenset[Fed]) -> None:
-        self.marks[id(tensor)] = tensor, fed
+        self._marks[id(tensor)] = tensor, fed
 
-    def of(self, value: Any) -> frozenset[Fed]:
-        return self.marks[id(value)][1] if id(value) in self.marks else frozenset()
+    def of(self, tensor: Any) -> frozenset[Fed]:
+        return self._marks[id(tensor)][1] if id(tensor) in self._marks else frozenset()
 
     def escape(self, fed: frozenset[Fed]) -> None:
         self.escaped |= {one.layer for one in fed}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if not self.depth:
-            self._hand_on(func, [*_tensors(args), *_tensors(list((kwargs or {}).values()))], output, args)
+        inputs = _tensors([*args, *(kwargs or {}).values()])
+        fed = frozenset[Fed]().union(*map(self.of, inputs))
+        if fed and not self.inside:
+            self._hand_on(func, inputs, output, fed)
         return output
 
-    def _hand_on(self, func: Any, inputs: list[Tensor], output: Any, args: tuple[Any, ...]) -> None:
-        fed = frozenset().union(*map(self.of, inputs))
-        if not fed:
-            return
-        name = func.name().split("::")[1].split(".")[0]
-        marked = [tensor for tensor in inputs if self.of(tensor)]
-        width = marked[0].shape[-1] if marked[0].dim() else 0
-        if isinstance(output, Tensor) and output.dim() and output.shape[-1] == width and output.numel():
+    def _hand_on(self, func: Any, inputs: list[Tensor], output: Any, fed: frozenset[Fed]) -> None:
+        name = func.name().partition("::")[2].partition(".")[0]
+        width = next(tensor for tensor in inputs if self.of(tensor)).shape[-1:]
+        if isinstance(output, Tensor):
             others = [tensor for tensor in inputs if not self.of(tensor)]
-            is_featurewise = torch.Tag.pointwise in func.tags or name in ("native_dropout",)
-            if name in _KEEPING or (is_featurewise and all(not one.dim() or one.shape[-1] == 1 for one in others)):
+            is_featurewise = torch.Tag.pointwise in func.tags or name == "native_dropout"
+            is_alone = all(not one.dim() or one.shape[-1] == 1 for one in others)
+            if output.shape[-1:] == width and (name in _KEEPING or (is_featurewise and is_alone)):
                 self.mark(output, fed)
                 return
-        if name in ("split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split") and len(fed) == 1:
-            parts = list(output)
-            whole = next(iter(fed))
-            is_last = {part.shape[-1] * len(parts) for part in parts} == {width} and whole.parts == 1
-            if is_last:
+        elif name in _CUTTING and len(fed) == 1:
+            parts, whole = list(output), next(iter(fed))
+            if whole.parts == 1 and {part.shape[-1] * len(parts) for part in parts} == set(width):
                 for number, part in enumerate(parts):
                     self.mark(part, frozenset({Fed(whole.layer, number, len(parts))}))
                 return
         self.escape(fed)
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -105,6 +98,29 @@ def _tensors(values: Any) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += _tensors(value)
     return found
+
+
+class _Tracer:
+    """Hooks on the modules of one model."""
+
+    def __init__(self) -> None:
+        self.marks = _Marks()
+        self.fed: dict[str, frozenset[Fed]] = {}
+        self.called: set[str] = set()
+
+    def enter_any(self, name: str, *_: Any) -> None:
+        self.called.add(name)
+
+    def enter(self, name: str, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        taken = self.marks.of(arguments[0]) if arguments else frozenset[Fed]()
+        if name in self.fed and self.fed[name] != taken:
+            self.marks.escape(self.fed[name] | taken)
+        self.fed[name] = taken
+        self.marks.inside += 1
+
+    def leave(self, name: str, _: nn.Module, __: Any, output: Tensor) -> None:
+        self.marks.inside -= 1
+        self.marks.mark(output, frozenset({Fed(name, 0, 1)}))
 
 
 def trace(model: nn.Module, inputs: Mapping[str, Tensor], is_linear: Callable[[nn.Module], bool]) -> Flow:
@@ -115,37 +131,19 @@ def trace(model: nn.Module, inputs: Mapping[str, Tensor], is_linear: Callable[[n
         inputs: what it is called with.
         is_linear: whether a module is a linear layer.
     """
-    marks, fed = _Marks(), dict[str, frozenset[Fed]]()
-
-    def enter(name: str) -> Callable[..., None]:
-        def before(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            taken = marks.of(arguments[0]) if arguments else frozenset()
-            if name in fed and fed[name] != taken:
-                marks.escape(fed[name] | taken)
-            fed[name] = taken
-            marks.depth += 1
-
-        return before
-
-    def leave(name: str) -> Callable[..., None]:
-        def after(module: nn.Module, arguments: Any, output: Any) -> None:
-            marks.depth -= 1
-            marks.mark(output, frozenset({Fed(name, 0, 1)}))
-
-        return after
-
+    tracer = _Tracer()
     hooks: list[Any] = []
-    called: set[str] = set()
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: called.add(name)))
+        hooks.append(module.register_forward_pre_hook(partial(tracer.enter_any, name)))
         if is_linear(module):
-            hooks += [module.register_forward_pre_hook(enter(name)), module.register_forward_hook(leave(name))]
+            hooks.append(module.register_forward_pre_hook(partial(tracer.enter, name)))
+            hooks.append(module.register_forward_hook(partial(tracer.leave, name)))
     try:
-        with torch.no_grad(), marks:
+        with torch.no_grad(), tracer.marks:
             output = model(**inputs)
-        for value in _tensors(list(output.values())):
-            marks.escape(marks.of(value))
     finally:
         for hook in hooks:
             hook.remove()
-    return Flow({name: taken for name, taken in fed.items() if taken}, marks.escaped, called)
+    for value in _tensors(list(output.values())):
+        tracer.marks.escape(tracer.marks.of(value))
+    return Flow({name: taken for name, taken in tracer.fed.items() if taken}, tracer.marks.escaped, tracer.called)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from shardconv.proof.attention import find_attention
 from shardconv.proof.flow import Fed, Flow, trace
 
-#: Matrices with fewer elements than this part of all are left whole.
-_SMALL = 0.002
+#: Whole stays a linear layer with fewer outputs than this, and what would be gathered if it has less than this share.
+_FEW_OUTPUTS, _SMALL = 16, 0.08
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 #: A rule of a plan file.
@@ -55,8 +55,9 @@ def propose(
         config_of: gives the config that rules for a module are to read; by default the model's own.
     """
     flow = trace(model, inputs, _is_linear)
-    found = _pairs(model, flow)
-    units, told = {}, {}
+    found = _pairs(flow)
+    units: dict[str, RuleTable] = {}
+    told: dict[str, dict[str, str]] = {}
     if by_heads:
         fields = model.config.to_dict()
         units, heads, told = _attention(model, config_of or (lambda _: fields))
@@ -65,7 +66,7 @@ def propose(
     rules: dict[str, RuleTable] = {}
     for name, module in model.named_modules():
         small = total * _SMALL if name in flow.called else total
-        for pattern, rule in _module_rules(name, module, model, found, small):
+        for pattern, rule in _module_rules(name, module, model, found, small, is_called=name in flow.called):
             known = rules.setdefault(pattern, rule)
             if known != rule:
                 rules[pattern] = min(known, rule, key=lambda one: _CAUTION.index(one["style"]))
@@ -90,14 +91,19 @@ def _attention(
             candidates = chain([unit], (f"{unit}_{number}" for number in count(2)))
             names[unit] = next(one for one in candidates if units.get(one, fields) == fields)
             units[names[unit]] = fields
-        rename = lambda text: re.sub(r"(query|kv)_head", lambda match: names[match[0]], text)  # noqa: E731
-        rules |= {
-            child: {**rule, **({"unit": rename(rule["unit"])} if "unit" in rule else {})}
-            for child, rule in found.rules.items()
-        }
+        rules |= {child: _renamed(rule, names) for child, rule in found.rules.items()}
         if found.told:
-            told[_pattern(name)] = {key: rename(value) for key, value in found.told.items()}
+            told[_pattern(name)] = _renamed(found.told, names)
     return units, rules, told
+
+
+def _renamed(table: Mapping[str, Any], names: Mapping[str, str]) -> RuleTable:
+    """The same, with the names that units have been given."""
+    is_unit = re.compile(r"(query|kv)_head")
+    return {
+        key: is_unit.sub(lambda match: names[match[0]], value) if isinstance(value, str) else value
+        for key, value in table.items()
+    }
 
 
 #: Where modules of one pattern are cut differently, the style that is right for all of them comes first.
@@ -111,7 +117,7 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
-def _pairs(model: nn.Module, flow: Flow) -> dict[str, RuleTable]:
+def _pairs(flow: Flow) -> dict[str, RuleTable]:
     """Linear layers that are cut along the features between them."""
     refused = {_pattern(name) for name in flow.escaped}
     consumers = {_pattern(name) for name in flow.fed}
@@ -144,53 +150,76 @@ def _is_whole(fed: frozenset[Fed]) -> bool:
 
 
 def _module_rules(
-    name: str, module: nn.Module, model: Any, pairs: Mapping[str, RuleTable], small: float
+    name: str, module: nn.Module, model: Any, pairs: Mapping[str, RuleTable], small: float, *, is_called: bool
 ) -> Iterator[tuple[str, RuleTable]]:
-    own = dict(module.named_parameters(recurse=False))
-    own |= {
-        key: value
-        for key, value in module.named_buffers(recurse=False)
-        if key not in module._non_persistent_buffers_set
-    }  # noqa: SLF001
+    own = _own_tensors(module)
     if not own:
         return
     pattern = _pattern(name)
     transposed = {"transposed": True} if type(module).__name__ == "Conv1D" else {}
-    vocabulary = (
-        model.config.get_text_config().vocab_size if hasattr(model.config.get_text_config(), "vocab_size") else 0
-    )
     weight = own.get("weight")
-    is_words = weight is not None and weight.dim() == 2 and weight.shape[0] == vocabulary and vocabulary
     if name in pairs:
         yield pattern, {**pairs[name], **transposed}
     elif _is_packed(own):
-        unit = {
-            "gate_up_proj": {"style": "packed_colwise", "parts": ["part", "part"]},
-            "down_proj": {"style": "rowwise"},
-        }
-        yield from ((f"{pattern}.{key}", unit[key]) for key in own)
-    elif (type(module) is nn.Linear or type(module) is nn.Embedding) and is_words:
-        yield pattern, {"style": "embedding_rowwise", "pad": True}
-    elif _is_linear(module) and weight is not None and weight.numel() >= small:
+        is_transposed = own["gate_up_proj"].shape[1] == own["down_proj"].shape[2]
+        flag = {"transposed": True} if is_transposed else {}
+        yield from ((f"{pattern}.{key}", {**_PACKED[key], **flag}) for key in own)
+    elif weight is not None and _is_words(module, model):
+        yield pattern, _WORDS
+    elif _is_linear(module) and is_called and _outputs(module) >= _FEW_OUTPUTS:
         yield pattern, {"style": "colwise_gather_output", "pad": True, **transposed}
     elif set(own) <= {"weight", "bias"} and weight is not None:
-        style = "gathered" if weight.dim() > 1 and weight.numel() >= small else "replicate"
-        yield pattern, {"style": style, **({"pad": True} if style == "gathered" else {})}
+        yield pattern, _gathered(weight, small)
     else:
+        tied = {id(parameter) for parameter in _word_parameters(model)}
         for key, tensor in own.items():
-            large = isinstance(tensor, nn.Parameter) and tensor.dim() > 1 and tensor.numel() >= small
-            yield (
-                (f"{pattern}.{key}" if pattern else key),
-                {"style": "gathered", "pad": True} if large else {"style": "replicate"},
-            )
+            rule = _WORDS if id(tensor) in tied else _gathered(tensor, small)
+            yield (f"{pattern}.{key}" if pattern else key), rule
+
+
+#: Experts as transformers packs them, and what has a row, or a number, for each word.
+_PACKED: dict[str, RuleTable] = {
+    "gate_up_proj": {"style": "packed_colwise", "parts": ["part", "part"]},
+    "down_proj": {"style": "rowwise"},
+}
+_WORDS: RuleTable = {"style": "embedding_rowwise", "pad": True}
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Its own parameters, and buffers that are stored."""
+    hidden = module._non_persistent_buffers_set  # noqa: SLF001 - torch has no other way to ask
+    buffers = {key: value for key, value in module.named_buffers(recurse=False) if key not in hidden}
+    return {**dict(module.named_parameters(recurse=False)), **buffers}
+
+
+def _gathered(tensor: Tensor, small: float) -> RuleTable:
+    is_large = isinstance(tensor, nn.Parameter) and tensor.dim() > 1 and tensor.numel() >= small
+    return {"style": "gathered", "pad": True} if is_large else {"style": "replicate"}
+
+
+def _is_words(module: nn.Module, model: Any) -> bool:
+    """Whether a module has a row for each word."""
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
+    weight: Any = getattr(module, "weight", None)
+    is_kind = type(module) is nn.Linear or isinstance(module, nn.Embedding)
+    return is_kind and vocabulary is not None and weight.shape[0] == vocabulary
+
+
+def _word_parameters(model: Any) -> list[nn.Parameter]:
+    words = [module for module in model.modules() if _is_words(module, model)]
+    return [parameter for module in words for parameter in module.parameters(recurse=False)]
+
+
+def _outputs(module: Any) -> int:
+    return int(module.nf if type(module).__name__ == "Conv1D" else module.out_features)
 
 
 def _is_packed(own: Mapping[str, Tensor]) -> bool:
-    """Whether these are experts as transformers packs them: [experts, 2 * inner, hidden], [experts, hidden, inner]."""
+    """Whether these are packed experts: [experts, 2 * inner, hidden], [experts, hidden, inner], or their transposes."""
     if set(own) != {"gate_up_proj", "down_proj"} or {tensor.dim() for tensor in own.values()} != {3}:
         return False
-    up, down = own["gate_up_proj"].shape, own["down_proj"].shape
-    return up == (down[0], 2 * down[2], down[1])
+    (count, *up), down = own["gate_up_proj"].shape, own["down_proj"].shape
+    return down in {(count, up[1], up[0] // 2), (count, up[1] // 2, up[0])}
 
 
 def _pattern(name: str) -> str:
@@ -205,7 +234,7 @@ def to_toml(proposal: Proposal) -> str:
 
 
 def _section(title: str, table: Mapping[str, RuleTable]) -> list[str]:
-    width = max((len(name) for name in table), default=0) + 2
+    width = min(max((len(name) for name in table), default=0), 70) + 2
     return (
         [f"[{title}]", *(f"{_quoted(name):{width}} = {_value(row)}" for name, row in table.items()), ""]
         if table

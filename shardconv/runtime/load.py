@@ -79,7 +79,7 @@ def load(
     """
     folder = Path(path)
     manifest, device, axis = _meet(folder, device, group)
-    convert = partial(convert_by, config=manifest.config or {}, request=manifest.request, axis=axis)
+    convert = partial(convert_by, config=manifest.config or {}, request=manifest.request, axis=axis, has_values=False)
     is_moved = device.type != "cpu"
     steps = iter(_steps(progress, verify + is_moved))
 

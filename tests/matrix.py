@@ -1,0 +1,245 @@
+"""Every model type of transformers: a small model of each, split, loaded, and compared with the plain one.
+
+    python tests/matrix.py [TYPE ...]
+
+Without types it runs all, writes docs/models.md and the summary in README.md, and fails if a type is wrong that has no
+reason in :data:`REASONS`. Nothing in either is typed by hand.
+"""
+
+import re
+import shutil
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from ranks import ranks_in
+from transformers.models.auto import modeling_auto
+
+from shardconv.checkpoint.source import open_source
+from shardconv.checkpoint.split import split
+from shardconv.convert.model import DTYPE_NAMES
+from shardconv.errors import PlanError
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.request import PlanRequest, resolve
+from shardconv.proof.compare import compare
+from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT, cut_share
+from shardconv.proof.small import build_small, default_config, small_fields
+
+ROOT = Path(__file__).parents[1]
+LAYOUTS = {2: "pairs", 4: "four"}
+#: What a rank may hold more than its part, as bytes of matrices.
+LEAST_CUT = 0.95
+
+#: Kinds of models, as transformers' auto classes sort them.
+KINDS = {
+    "causal language models": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "masked language models": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "sequence to sequence": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "images and text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "images beside text": modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "speech to text": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "speech, letter by letter": modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES,
+}
+
+#: Types that are not proven, and why.
+REASONS: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        kind: a key of KINDS.
+        model_type: the type.
+        family: whose rules cut it; "" if none did.
+        verdicts: for each number of ranks ``right``, or what went wrong.
+        cut: the share of the bytes in matrices that are cut, of a model of default size; of the small one, where that
+            cannot be made.
+        error: the largest of outputs and gradients, at any number of ranks.
+        note: what is to be known.
+    """
+
+    kind: str
+    model_type: str
+    family: str = ""
+    verdicts: tuple[str, ...] = ()
+    cut: float = 0.0
+    error: float = 0.0
+    note: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        return bool(self.verdicts) and set(self.verdicts) == {"right"} and self.cut >= LEAST_CUT
+
+
+def model_class(kind: str, model_type: str) -> Any:
+    """The class of a type; of several, the first."""
+    names = KINDS[kind][model_type]
+    return getattr(transformers, names if isinstance(names, str) else names[0])
+
+
+def small(plain: Any) -> Any:
+    """A small model of a class, of its default config."""
+    config = plain.config_class
+    return build_small(plain, config(**small_fields(default_config(config))))
+
+
+def default_cut(plain: Any) -> float | None:
+    """The share of bytes in matrices that are cut at tp=2, of a model of default size; None where there is none."""
+    try:
+        config = plain.config_class(**default_config(plain.config_class))
+        with torch.device("meta"):
+            state = plain(config).state_dict()
+        specs = {name: TensorSpec(DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in state.items()}
+        return cut_share(specs, resolve(specs, config.to_dict(), PlanRequest()).resolver.plan(2))
+    except Exception:  # noqa: BLE001 - whatever it was: the small model stands in
+        return None
+
+
+def check(
+    axis: Any, kind: str, source: Path, place: Path, request: PlanRequest
+) -> tuple[float, bool | None, float | None] | str:
+    """On a rank: the comparison, or what went wrong."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+    try:
+        return tuple(compare(axis, getattr(transformers, kind), source, place, request))
+    except Exception as error:  # noqa: BLE001 - it goes into the table
+        where = traceback.extract_tb(error.__traceback__)[-1].name
+        return f"{type(error).__name__} in {where}: {error}".replace("\n", " ")[:200]
+
+
+def try_type(run: Any, home: Path, kind: str, model_type: str, tps: Iterable[int] = LAYOUTS) -> Row:
+    """The line of one type."""
+    source = home / "source"
+    shutil.rmtree(source, ignore_errors=True)
+    try:
+        plain = model_class(kind, model_type)
+        model = small(plain)
+        model.save_pretrained(source)
+    except Exception as error:  # noqa: BLE001 - it goes into the table
+        return Row(kind, model_type, note=f"is not built: {type(error).__name__}: {error}".replace("\n", " ")[:160])
+    verdicts, errors, notes, family, cut = [], [0.0], [], "", default_cut(plain)
+    for tp in tps:
+        place = home / f"tp{tp}"
+        shutil.rmtree(place, ignore_errors=True)
+        try:
+            report = split(source, place, tp=tp)
+        except PlanError as error:
+            verdicts.append("no plan")
+            notes.append(str(error)[:200])
+            continue
+        family = report.family or ""
+        if cut is None:
+            opened = open_source(source)
+            cut = cut_share(opened.specs, resolve(opened.specs, opened.config, PlanRequest()).resolver.plan(tp))
+            notes.append("share of the small model")
+        try:
+            found = run(LAYOUTS[tp], check, type(model).__name__, source, place, PlanRequest())[0]
+        except AssertionError as error:
+            found = str(error)[-200:].replace("\n", " ")
+        if isinstance(found, str):
+            verdicts.append("fails")
+            notes.append(found)
+            continue
+        output, tokens, gradient = found
+        is_right = output <= OUTPUT_LIMIT and tokens is not False and (gradient or 0.0) <= GRADIENT_LIMIT
+        verdicts.append("right" if is_right else "wrong")
+        errors += [output, gradient or 0.0]
+        notes += ["cannot be trained as it is"] if gradient is None else []
+    notes = list(dict.fromkeys(notes))
+    return Row(kind, model_type, family, tuple(verdicts), cut or 0.0, max(errors), "; ".join(notes))
+
+
+def rows(types: list[str]) -> Iterator[Row]:
+    """The lines of all types, or of some."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+    home = Path(tempfile.mkdtemp(prefix="matrix-"))
+    try:
+        with ranks_in(home) as run:
+            for kind, names in KINDS.items():
+                for model_type in names:
+                    if not types or model_type in types:
+                        yield try_type(run, home, kind, model_type)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def table(found: list[Row]) -> str:
+    """docs/models.md."""
+    lines = [
+        "# Models",
+        "",
+        f"Every model type that transformers {transformers.__version__} builds, by `make test-models`: a small model of",
+        "the type with random numbers, written by `save_pretrained`, split, loaded by `shardconv.load` on 2 and 4 ranks,",
+        f"and compared in float32 with the plain one: outputs to {OUTPUT_LIMIT:.0e} of the largest, greedy tokens with a",
+        f"cache, and gradients of the converted model to {GRADIENT_LIMIT:.0e}. *Cut* is the share of the bytes in matrices",
+        "of which no rank holds all, in a model of the type's default size.",
+        "",
+        *summary(found),
+    ]
+    for kind in KINDS:
+        lines += ["", f"## {kind.capitalize()}", "", "| type | family | tp 2 | tp 4 | cut | error | note |"]
+        lines.append("|---|---|---|---|---|---|---|")
+        for row in (row for row in found if row.kind == kind):
+            two, four = (*row.verdicts, "", "")[:2]
+            note = (REASONS.get(row.model_type) if not row.is_right else None) or row.note
+            cut, error = (f"{row.cut:.1%}", f"{row.error:.0e}") if row.verdicts else ("", "")
+            text = re.sub(r"[|<>]", " ", note)
+            lines.append(f"| {row.model_type} | {row.family} | {two} | {four} | {cut} | {error} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def summary(found: list[Row]) -> list[str]:
+    """What is supported, in a few lines."""
+    lines = ["| models | types | right on 2 and 4 ranks | not |", "|---|---|---|---|"]
+    for kind in KINDS:
+        of_kind = [row for row in found if row.kind == kind]
+        wrong = [row.model_type for row in of_kind if not row.is_right]
+        lines.append(f"| {kind} | {len(of_kind)} | {len(of_kind) - len(wrong)} | {', '.join(wrong) or 'none'} |")
+    return lines
+
+
+def main() -> int:
+    types = sys.argv[1:]
+    found = []
+    for row in rows(types):
+        found.append(row)
+        print(
+            row.kind,
+            row.model_type,
+            row.family,
+            *row.verdicts,
+            f"{row.cut:.3f}",
+            f"{row.error:.0e}",
+            row.note,
+            flush=True,
+        )
+    if not types:
+        (ROOT / "docs" / "models.md").write_text(table(found))
+        readme = (ROOT / "README.md").read_text()
+        start, end = "<!-- models -->\n", "<!-- end of models -->"
+        before, _, rest = readme.partition(start)
+        (ROOT / "README.md").write_text(
+            before + start + "\n".join(summary(found)) + "\n" + end + rest.partition(end)[2]
+        )
+    unexplained = [row.model_type for row in found if not row.is_right and row.model_type not in REASONS]
+    print(f"{len(found)} types, not right and without a reason: {', '.join(unexplained) or 'none'}")
+    return 1 if unexplained else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

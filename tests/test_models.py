@@ -1,0 +1,102 @@
+"""One model type of every family, as tests/matrix.py tries all of them; and that the matrix sees a wrong rule.
+
+Near, not equal: see shardconv/proof/prove.py for the limits.
+"""
+
+import pytest
+from matrix import KINDS, REASONS, check, model_class, small, try_type
+
+from shardconv.checkpoint.split import split
+from shardconv.errors import PlanError
+from shardconv.plan.family import NAMES_FAMILY, family_names, load_family
+from shardconv.plan.request import PlanRequest
+
+KIND_OF = {model_type: kind for kind, names in reversed(KINDS.items()) for model_type in names}
+
+
+def first_type(family):
+    """The first type of a family that is a model by itself."""
+    return next((kind for kind in load_family(family).model_types if kind in KIND_OF and kind not in REASONS), None)
+
+
+FAMILIES = [name for name in family_names() if name != NAMES_FAMILY and first_type(name)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_type_of_every_family(ranks, tmp_path, family):
+    model_type = first_type(family)
+    row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, tps=[2])
+    assert row.verdicts == ("right",), row
+
+
+#: A type, and rules that are wrong for it: each kind of rule, broken in the way that is nearest to being right.
+WRONG = {
+    "a fused projection cut as one": ("phi3", '"**.qkv_proj" = { style = "colwise" }'),
+    "gate and up cut as one": ("phi3", '"**.gate_up_proj" = { style = "colwise" }'),
+    "packed experts cut as one": ("mixtral", '"**.experts.gate_up_proj" = { style = "colwise" }'),
+    "heads that lie together cut apart": (
+        "gpt_neox",
+        '"**.query_key_value" = { style = "packed_colwise", parts = ["part", "part", "part"] }',
+    ),
+    "heads that lie apart cut together": ("gpt2", '"**.c_attn" = { style = "colwise", transposed = true }'),
+    "a norm over each head whose gradient is not summed": ("qwen3", '"**.q_norm" = { style = "replicate" }'),
+    "a norm over all heads taken for one over each": ("olmo2", '"**.{q_norm,k_norm}" = { style = "replicate" }'),
+    "a bias of a row layer left out of the rule": ("qwen2", '"**.q_proj" = { style = "replicate" }'),
+    "attention sinks whole": ("gpt_oss", '"**.sinks" = { style = "replicate" }'),
+    "a pair of gate and up cut apart": (
+        "gpt_oss",
+        '"**.{gate_up_proj,gate_up_proj_bias}" = { style = "packed_colwise", parts = ["part", "part"], '
+        "transposed = true }",
+    ),
+    "kv heads dealt out in another order": (
+        "llama",
+        '"**.q_proj" = { style = "packed_colwise", parts = ["part", "part"] }\n'
+        '"**.o_proj" = { style = "packed_rowwise", parts = ["part", "part"] }',
+    ),
+    "a relative position bias whole": ("t5", '"**.relative_attention_bias" = { style = "replicate" }'),
+    "an up projection of a latent cut as one": ("deepseek_v3", '"**.kv_b_proj" = { style = "replicate" }'),
+}
+TOLD_WRONG = {
+    "the width of a projection": ("gpt2", '"**.attn" = { attributes = { split_size = "n_embd" } }'),
+    "positions by head": ("bloom", '"**.self_attention" = { inputs = { alibi = { dim = 0, unit = "whole" } } }'),
+    "a share of a latent": ("deepseek_v3", '"**.kv_a_proj_with_mqa" = { shared_output = 0 }'),
+}
+
+
+def is_right(ranks, folder, model_type, text):
+    """Whether a model, split with these rules first, is the plain one; what is refused is not."""
+    plan = folder / "wrong.toml"
+    plan.write_text(text)
+    model = small(model_class(KIND_OF[model_type], model_type))
+    model.save_pretrained(folder / "source")
+    try:
+        split(folder / "source", folder / "split", tp=2, plan=plan)
+    except PlanError:
+        return False
+    request = PlanRequest(plan_file=(plan.name, text))
+    found = ranks("pairs", check, type(model).__name__, folder / "source", folder / "split", request)[0]
+    if isinstance(found, str):
+        return False
+    output, tokens, gradient = found
+    return output < 1e-4 and tokens is not False and gradient < 1e-3
+
+
+@pytest.mark.parametrize(
+    "model_type", sorted({model_type for model_type, _ in [*WRONG.values(), *TOLD_WRONG.values()]})
+)
+def test_right_as_it_is(ranks, tmp_path, model_type):
+    """What the following tests break is right before."""
+    assert is_right(ranks, tmp_path, model_type, "")
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_rule_is_seen(ranks, tmp_path, what):
+    model_type, rules = WRONG[what]
+    assert not is_right(ranks, tmp_path, model_type, f"[units]\npart = {{}}\n[rules]\n{rules}\n")
+
+
+@pytest.mark.parametrize("what", TOLD_WRONG)
+def test_a_module_told_wrong_is_seen(ranks, tmp_path, what):
+    model_type, told = TOLD_WRONG[what]
+    units = "[units]\nwhole = { count = 2, copies = true }\n"
+    assert not is_right(ranks, tmp_path, model_type, f"{units}[modules]\n{told}\n")
