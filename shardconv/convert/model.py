@@ -126,12 +126,12 @@ def convert_by(
         prepared = _prepare(model, config, request, axis)
     except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it, whatever it was
         problem = error
-    modules = list(model.named_modules())
     named = [
         (label, name, tensor if has_values else tensor.to("meta"))
-        for label, module in modules
+        for label, module in model.named_modules()
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     ]
+    named.sort(key=lambda one: one[:2])  # some models register buffers in the order of a set, which differs
     check_alike(named, problem, axis, also=repr((sorted(config.items(), key=str), request)))
     assert prepared is not None
     cut_parameters([shell for _, shell in prepared.shells])

@@ -70,7 +70,9 @@ def _rule(name: str, style: str) -> Rule:
     unit = _UNITS.get(last) if "attn" in name or "attention" in name else None
     parts = ("part", "part") if STYLES[style].packed else ()
     size = "head_dim" if style == "replicated_with_grad_allreduce" else None
-    return Rule(f"**.{name}", style, unit=None if parts else unit, parts=parts, size=size, origin=f"family {FOREIGN}")
+    pad = style == "embedding_rowwise"
+    origin = f"family {FOREIGN}"
+    return Rule(f"**.{name}", style, unit=None if parts else unit, parts=parts, pad=pad, size=size, origin=origin)
 
 
 def _config_texts(model_type: str) -> Iterator[str]:
