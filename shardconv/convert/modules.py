@@ -73,17 +73,28 @@ class ParallelExperts(Sharded):
     """Packed experts, each of them cut over the ranks: replicated in, replicated out.
 
     What the plan leaves whole is added to every output, as a bias is: the first rank does it for all.
+
+    Attributes:
+        num_cut_experts: experts from this number on hand on what they get; the first rank does it for all. None where
+            all are cut.
     """
+
+    num_cut_experts: int | None = None
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own: hidden states, and which experts with which weight."""
-        entered = [self._enter(value) for value in inputs]
-        output = super().forward(*entered, **{name: self._enter(value) for name, value in options.items()})
+        indices = next((one for one in (*inputs, *options.values()) if _is_indices(one)), None)
+        entered = [self._enter(value, indices) for value in inputs]
+        output = super().forward(*entered, **{name: self._enter(value, indices) for name, value in options.items()})
         return reduce_from_tp(output, group=self.axis)
 
-    def _enter(self, value: Any) -> Any:
-        is_number = isinstance(value, Tensor) and value.is_floating_point()
-        return copy_to_tp(value, group=self.axis) if is_number else value
+    def _enter(self, value: Any, indices: Tensor | None) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        entered = copy_to_tp(value, group=self.axis)
+        if self.axis.rank == 0 or self.num_cut_experts is None or indices is None or value.shape != indices.shape:
+            return entered
+        return entered.masked_fill(indices >= self.num_cut_experts, 0)
 
     @property
     def _always_used(self) -> bool:
@@ -94,6 +105,10 @@ class ParallelExperts(Sharded):
             return super()._used(name)
         whole = copy_to_tp(getattr(self, name), group=self.axis)
         return whole if self.axis.rank == 0 else whole * 0
+
+
+def _is_indices(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 class NormsOfHeads(ParallelModule):

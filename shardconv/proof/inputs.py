@@ -417,7 +417,15 @@ _CHANNELED = {"vibevoice", "vibevoice_asr"}
 #: Types that are called with text alone: what else they take is not made here.
 _TEXT_ONLY = {"fuyu", "moss_transcribe_diarize", "musicflamingo", "neomme"}
 #: Types that generate no text, whatever their class says.
-_NO_GENERATION = {"blt", "musicgen", "musicgen_decoder", "musicgen_melody", "musicgen_melody_decoder", "vibevoice", "diffusion_gemma"}
+_NO_GENERATION = {
+    "blt",
+    "musicgen",
+    "musicgen_decoder",
+    "musicgen_melody",
+    "musicgen_melody_decoder",
+    "vibevoice",
+    "diffusion_gemma",
+}
 
 _SPECIAL: dict[str, Any] = {
     "idefics": _idefics,

@@ -160,10 +160,8 @@ def _module_rules(
     weight = own.get("weight")
     if name in pairs:
         yield pattern, {**pairs[name], **transposed}
-    elif _is_packed(own):
-        is_transposed = own["gate_up_proj"].shape[1] == own["down_proj"].shape[2]
-        flag = {"transposed": True} if is_transposed else {}
-        yield from ((f"{pattern}.{key}", {**_PACKED[key], **flag}) for key in own)
+    elif (packed := _packed_rules(own)) is not None:
+        yield from ((f"{pattern}.{key}", rule) for key, rule in packed.items())
     elif weight is not None and _is_words(module, model):
         yield pattern, _WORDS
     elif _is_linear(module) and is_called and _outputs(module) >= _FEW_OUTPUTS:
@@ -177,11 +175,7 @@ def _module_rules(
             yield (f"{pattern}.{key}" if pattern else key), rule
 
 
-#: Experts as transformers packs them, and what has a row, or a number, for each word.
-_PACKED: dict[str, RuleTable] = {
-    "gate_up_proj": {"style": "packed_colwise", "parts": ["part", "part"]},
-    "down_proj": {"style": "rowwise"},
-}
+#: What has a row, or a number, for each word.
 _WORDS: RuleTable = {"style": "embedding_rowwise", "pad": True}
 
 
@@ -214,12 +208,24 @@ def _outputs(module: Any) -> int:
     return int(module.nf if type(module).__name__ == "Conv1D" else module.out_features)
 
 
-def _is_packed(own: Mapping[str, Tensor]) -> bool:
-    """Whether these are packed experts: [experts, 2 * inner, hidden], [experts, hidden, inner], or their transposes."""
-    if set(own) != {"gate_up_proj", "down_proj"} or {tensor.dim() for tensor in own.values()} != {3}:
-        return False
-    (count, *up), down = own["gate_up_proj"].shape, own["down_proj"].shape
-    return down in {(count, up[1], up[0] // 2), (count, up[1] // 2, up[0])}
+#: Packed experts: the parts of the first of their tensors, by its name.
+_PACKED: dict[str, RuleTable] = {
+    "gate_up_proj": {"style": "packed_colwise", "parts": ["part", "part"]},
+    "up_proj": {"style": "colwise"},
+}
+
+
+def _packed_rules(own: Mapping[str, Tensor]) -> dict[str, RuleTable] | None:
+    """How packed experts are cut: [experts, inner, hidden] and [experts, hidden, inner], or their transposes."""
+    first = next((name for name in _PACKED if set(own) == {name, "down_proj"}), None)
+    if first is None or {tensor.dim() for tensor in own.values()} != {3}:
+        return None
+    parts = len(_PACKED[first].get("parts", [1]))
+    up, (outputs, inputs) = tuple(own[first].shape[1:]), own["down_proj"].shape[1:]
+    if up not in {(inputs * parts, outputs), (inputs, outputs * parts)}:
+        return None
+    flag = {} if up == (inputs * parts, outputs) else {"transposed": True}
+    return {first: {**_PACKED[first], **flag}, "down_proj": {"style": "rowwise", **flag}}
 
 
 def _pattern(name: str) -> str:
