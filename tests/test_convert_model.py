@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from models import GQA, MODELS, VOCAB, plain
+from models import GQA, MODELS, VOCAB
 from torch import nn
 
 import shardconv
@@ -19,15 +19,11 @@ from shardconv.convert import gather_state_dict
 from shardconv.convert.model import _cut_input
 from shardconv.distributed import reduce_from_tp
 from shardconv.layers.sharding import take_shard
-from shardconv.plan.family import family_names, load_family
 
 SCALE = 0.3  # so that attention is neither even nor of one token
 #: Those whose config and weights a model can be made of.
 NAMES = [name for name, model in MODELS.items() if not model.rewrite and not model.extra]
 GENERATING = [name for name in NAMES if MODELS[name].auto in ("AutoModelForCausalLM", "T5ForConditionalGeneration")]
-_ALL = {type_ for name in family_names() for type_ in load_family(name).model_types}
-#: Types beside those of MODELS.
-TYPES = sorted(_ALL - {MODELS[name].model_type for name in NAMES})
 
 
 def models_of(model, axis):
@@ -95,15 +91,6 @@ def test_every_family(ranks, layout, name):
 
 def check_named(axis, name):
     check_model(axis, MODELS[name])
-
-
-def check_type(axis, model_type):
-    check_model(axis, plain(model_type))
-
-
-@pytest.mark.parametrize("model_type", TYPES)
-def test_every_type(ranks, model_type):
-    ranks("pairs", check_type, model_type)
 
 
 def check_generation(axis, name):

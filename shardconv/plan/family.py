@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -189,8 +190,8 @@ def load_family(name: str) -> Family:
         PlanError: if there is no such family.
     """
     if name not in family_names():
-        known = ", ".join(known for known in family_names() if known != NAMES_FAMILY)
-        raise PlanError(f"there is no family {name!r}; there are: {known}")
+        near = ", ".join(get_close_matches(name, family_names(), cutoff=0.5)) or "none; docs/models.md has all"
+        raise PlanError(f"there is no family {name!r}; near it is {near}")
     text = (_FOLDER / f"{name}.toml").read_text("utf-8")
     family = _parse_family(name, tomllib.loads(text), f"family {name}")
     return family.over(load_family(family.inherits) if family.inherits else Family(name))

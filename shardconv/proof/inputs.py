@@ -418,14 +418,9 @@ _CHANNELED = {"vibevoice", "vibevoice_asr"}
 _TEXT_ONLY = {"fuyu", "moss_transcribe_diarize", "musicflamingo", "neomme"}
 #: Types that generate no text, whatever their class says.
 _NO_GENERATION = {
-    "blt",
-    "musicgen",
-    "musicgen_decoder",
-    "musicgen_melody",
-    "musicgen_melody_decoder",
-    "vibevoice",
-    "diffusion_gemma",
-}
+    "blt", "diffusion_gemma", "kyutai_speech_to_text", "musicgen", "musicgen_decoder", "musicgen_melody",
+    "musicgen_melody_decoder", "pop2piano", "vibevoice", "voxtral_realtime",
+}  # fmt: skip
 
 _SPECIAL: dict[str, Any] = {
     "idefics": _idefics,

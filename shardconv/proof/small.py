@@ -86,7 +86,7 @@ def _small_mapping(
         nested = own.pop(name, {})
         return {**value, **small_fields(value, nested if isinstance(nested, Mapping) else {}, tokens)}
     if name in ("rope_parameters", "rope_scaling"):
-        return _small_rope({**value, **own.pop(name, {})}, own.get("head_dim", 8))
+        return _small_rope({**value, **own.pop(name, {})}, own.get("head_dim", 8 if config.get("head_dim") else 16))
     return None
 
 
