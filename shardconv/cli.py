@@ -54,6 +54,12 @@ _plan_options = _options(
     click.option("--family", metavar="NAME", help="Use this family, whatever the config says."),
     click.option("--replicate", metavar="NAME", multiple=True, help="Put this tensor whole on every rank. Repeatable."),
     click.option("--head-dim", type=click.IntRange(min=1), metavar="N", help="Head size, if no config says it."),
+    click.option(
+        "--experts",
+        type=click.Choice(["tensor", "expert"]),
+        default="tensor",
+        help="Cut each expert over all ranks, or deal experts out. [default: tensor]",
+    ),
     click.option("--config", type=_PATH, help="config.json to use instead of the one beside the weights."),
     click.option("--follow-links", is_flag=True, help="Read files that are links out of their folder."),
 )

@@ -197,7 +197,8 @@ CUTS: dict[str, Cuts] = {
 
 #: Types whose small model is not made of the fields that models.py sets; the matrix has them.
 OTHERWISE_MADE = {
-    "cohere_compass_text", "dots1", "emu3_text_model", "glm4_moe_lite", "glm_moe_dsa", "longt5", "minicpm3", "mra", "yoso",
+    "cohere_compass_text", "dots1", "emu3_text_model", "glm4_moe_lite", "glm_moe_dsa", "longt5", "minicpm3", "mra",
+    "yoso",
 }  # fmt: skip
 OTHER_TYPES = [
     (model_type, family)

@@ -70,6 +70,7 @@ class PlanOptions(TypedDict, total=False):
         family: the family to use, whatever the config says.
         replicate: names or patterns of tensors that every rank gets whole.
         head_dim: the head size, where there is no config to say it.
+        experts: "tensor" to cut each expert over all ranks, "expert" to deal them out over the ranks.
         config: a config.json to use instead of the one beside the weights.
         follow_links: read files that are links to outside of the folder.
     """
@@ -78,6 +79,7 @@ class PlanOptions(TypedDict, total=False):
     family: str | None
     replicate: tuple[str, ...]
     head_dim: int | None
+    experts: str
     config: StrPath | None
     follow_links: bool
 
@@ -98,6 +100,7 @@ def plan_source(
     family: str | None = None,
     replicate: tuple[str, ...] = (),
     head_dim: int | None = None,
+    experts: str = "tensor",
     config: StrPath | None = None,
     follow_links: bool = False,
 ) -> PlannedSource:
@@ -105,7 +108,7 @@ def plan_source(
     source = open_source(Path(src), config=None if config is None else Path(config), follow_links=follow_links)
     names = (replicate,) if isinstance(replicate, str) else tuple(replicate)
     plan_file = None if plan == "auto" else _read_plan_file(Path(plan))
-    request = PlanRequest(family, plan_file, names, head_dim)
+    request = PlanRequest(family, plan_file, names, head_dim, experts)
     paths = (source.path, *(part.path for part in source.parts), *source.side_files.values())
     resolution = resolve(source.specs, source.config, request)
     return PlannedSource(source, request, resolution, paths if plan_file is None else (*paths, Path(plan)))

@@ -59,7 +59,11 @@ class _Target(NamedTuple):
 
 
 def convert_model(
-    model: nn.Module, policy: str | type[Policy] | Sequence[type[Policy]] = "auto", *, group: GroupLike = None
+    model: nn.Module,
+    policy: str | type[Policy] | Sequence[type[Policy]] = "auto",
+    *,
+    experts: str = "tensor",
+    group: GroupLike = None,
 ) -> nn.Module:
     """Cut a model over the ranks, in place, by the rules of its family, or by policies.
 
@@ -73,6 +77,7 @@ def convert_model(
         policy: ``auto`` for the family of the model's type, or the name of a family; or a class derived from
             :class:`~shardconv.Policy`, or several. What no policy names is then whole on every rank, and its first
             gradient is compared over the ranks.
+        experts: "tensor" to cut each expert over all ranks, "expert" to deal them out over the ranks.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
@@ -107,7 +112,12 @@ def convert_model(
         )
     """
     config: Any = getattr(model, "config", None)
-    request = PlanRequest(None if policy == "auto" else policy) if isinstance(policy, str) else policies_in(policy)
+    if isinstance(policy, str):
+        request: Request = PlanRequest(None if policy == "auto" else policy, experts=experts)
+    elif experts != "tensor":
+        raise ValueError(f"experts = {experts!r}: policies say themselves how experts are cut")
+    else:
+        request = policies_in(policy)
     if config is None and isinstance(policy, str):
         raise ValueError(f"{type(model).__name__} has no config, from which its family would be known")
     axis = as_axis(group)
@@ -248,6 +258,8 @@ def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis
     if target.options is None:
         shell.styles = {own: planned.reason.style for own, planned in plans.items()}
         shell.axis, shell.dim, shell.placements = axis, None, placements
+        if isinstance(shell, ParallelExperts):
+            shell.check_experts(name, type(module).forward)
         return shell
     if issubclass(target.kind, ParallelConv1D):
         shell.in_features, shell.out_features = shell.nx, shell.nf

@@ -3,6 +3,7 @@
 They are mixed into the class of the module that they convert, so that its forward stays the model's own.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -70,9 +71,10 @@ class GlobalRMSNorm(Sharded):
 
 
 class ParallelExperts(Sharded):
-    """Packed experts, each of them cut over the ranks: replicated in, replicated out.
+    """Packed experts, each of them cut over the ranks, or dealt out over them: replicated in, replicated out.
 
-    What the plan leaves whole is added to every output, as a bias is: the first rank does it for all.
+    What the plan leaves whole is added to every output, as a bias is: the first rank does it for all. Where experts are
+    dealt out, a rank's first expert stands in for those of other ranks, with weight 0: it saves memory, not arithmetic.
 
     Attributes:
         num_cut_experts: experts from this number on hand on what they get; the first rank does it for all. None where
@@ -80,6 +82,25 @@ class ParallelExperts(Sharded):
     """
 
     num_cut_experts: int | None = None
+    num_experts: int
+
+    def check_experts(self, name: str, forward: Any) -> None:
+        """Check that experts which are dealt out can be: they are chosen by number, and all tensors have as many.
+
+        Args:
+            name: of the module.
+            forward: of its own class.
+
+        Raises:
+            ValueError: if not.
+        """
+        sizes = {placement.size for placement in self.placements.values() if placement.dim == 0}
+        if not sizes:
+            return
+        names = inspect.signature(forward).parameters
+        if len(sizes) > 1 or len(self.placements) != len(self._parameters) or len(names) < 4:  # with self
+            raise ValueError(f"{name}: its experts cannot be dealt out over ranks: leave experts as they are")
+        self.num_experts = sizes.pop() // self.axis.size
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own: hidden states, and which experts with which weight."""
@@ -89,12 +110,18 @@ class ParallelExperts(Sharded):
         return reduce_from_tp(output, group=self.axis)
 
     def _enter(self, value: Any, indices: Tensor | None) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        entered = copy_to_tp(value, group=self.axis)
-        if self.axis.rank == 0 or self.num_cut_experts is None or indices is None or value.shape != indices.shape:
+        is_number = isinstance(value, Tensor) and value.is_floating_point()
+        entered = copy_to_tp(value, group=self.axis) if is_number else value
+        if indices is None or not isinstance(value, Tensor) or value.shape != indices.shape:
             return entered
-        return entered.masked_fill(indices >= self.num_cut_experts, 0)
+        if any(placement.dim == 0 for placement in self.placements.values()):
+            first = self.axis.rank * self.num_experts
+            is_elsewhere = (indices < first) | (indices >= first + self.num_experts)
+            # not by the number past the last, which is transformers' mark for it: its kernels then leave rows undefined
+            return (entered if is_number else entered - first).masked_fill(is_elsewhere, 0)
+        if is_number and self.num_cut_experts is not None and self.axis.rank:
+            return entered.masked_fill(indices >= self.num_cut_experts, 0)
+        return entered
 
     @property
     def _always_used(self) -> bool:

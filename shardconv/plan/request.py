@@ -11,6 +11,7 @@ from math import gcd
 from typing import Any, NamedTuple, Self
 
 from shardconv.errors import PlanError
+from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import NAMES_FAMILY, Family, Rule, family_for, load_family, parse_plan_file
 from shardconv.plan.foreign import FOREIGN, foreign_family
 from shardconv.plan.matcher import pattern_for
@@ -38,12 +39,18 @@ class PlanRequest:
         plan_file: name and text of a plan file, whose rules come before the family's.
         replicate: names or patterns of tensors that every rank gets whole.
         head_dim: the head size, where there is no config to say it.
+        experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
     """
 
     family: str | None = None
     plan_file: tuple[str, str] | None = None
     replicate: tuple[str, ...] = ()
     head_dim: int | None = None
+    experts: str = "tensor"
+
+    def __post_init__(self) -> None:
+        if self.experts not in EXPERT_MODES:
+            raise PlanError(f"experts = {self.experts!r}: it has to be one of {', '.join(EXPERT_MODES)}")
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -53,6 +60,7 @@ class PlanRequest:
             "plan_file": plan_file,
             "replicate": list(self.replicate),
             "head_dim": self.head_dim,
+            "experts": self.experts,
         }
 
     @classmethod
@@ -64,7 +72,8 @@ class PlanRequest:
         """
         try:
             plan_file = tuple(data["plan_file"]) if data["plan_file"] else None
-            return cls(data["family"], plan_file, tuple(data["replicate"]), data["head_dim"])
+            experts = data.get("experts", "tensor")
+            return cls(data["family"], plan_file, tuple(data["replicate"]), data["head_dim"], experts)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a plan request: {error!r}") from error
 
@@ -116,7 +125,9 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         ]
         required += rules
         family = Family(family.name, rules=rules).over(family)
-    return Resolution(Resolver(tensors, config, family, required=required, unsure=unsure), tuple(assumed))
+    experts = request.experts == "expert"
+    resolver = Resolver(tensors, config, family, required=required, unsure=unsure, deals_experts=experts)
+    return Resolution(resolver, tuple(assumed))
 
 
 def _replicated(name: str) -> Rule:

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from shardconv.errors import PlanError
+from shardconv.plan.experts import Expert, find_experts, place_expert
 from shardconv.plan.family import NAMES_FAMILY, STYLES, Family, Rule
 from shardconv.plan.fields import Fields
 from shardconv.plan.matcher import Match, Matcher, pattern_for
@@ -38,6 +39,7 @@ class _Question(NamedTuple):
     leaf: str
     spec: TensorSpec
     weight: TensorSpec | None
+    expert: Expert | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Resolver:
         required: rules of the user's, each of which has to match something.
         unsure: why the head size is not known for certain, and what settles it; then only cuts are legal that are right
             for every smaller head size, too.
+        deals_experts: whether experts are dealt out over the ranks, instead of each being cut.
 
     Raises:
         PlanError: if a tensor is covered by no rule, or a required rule covers no tensor.
@@ -91,6 +94,7 @@ class Resolver:
         *,
         required: Sequence[Rule] = (),
         unsure: str = "",
+        deals_experts: bool = False,
     ) -> None:
         self._family = family
         self._unsure = unsure
@@ -98,6 +102,9 @@ class Resolver:
         self._check_quantization()
         self.scopes = tuple(scopes_of(family, config))
         self._questions = _ask(tensors, self.scopes)
+        if deals_experts:
+            experts = find_experts({name: spec.shape for name, spec in tensors.items()})
+            self._questions |= {name: self._questions[name]._replace(expert=one) for name, one in experts.items()}
         self._first: dict[_Question, str] = {}
         for name, question in self._questions.items():
             self._first.setdefault(question, name)
@@ -160,10 +167,12 @@ class Resolver:
         name = self._first[question]
         if self._unsure and tp & (tp - 1):
             raise _BlockedError(name, f"only powers of two are safe: {self._unsure}")
-        rule, scope, leaf, spec, weight = question
+        rule, scope, leaf, spec, weight, expert = question
         fields = scope.fields()
         reference = weight if leaf == "weight_scale_inv" and weight else spec
         try:
+            if expert is not None:
+                return TensorPlan(place_expert(expert, spec.shape, tp), Reason(rule.origin, rule.pattern, "expert", ()))
             placement = self._place(question, reference, tp, fields, name)
             if reference is not spec:
                 placement = _on_blocks(placement, spec, reference, self._block(spec, reference, name))

@@ -36,6 +36,7 @@ from shardconv.errors import (
 )
 from shardconv.layers import ParallelModule
 from shardconv.layers.conversion import digest, is_alike
+from shardconv.plan.experts import own_experts
 from shardconv.plan.request import resolve
 from shardconv.runtime.device import check_room, move, rank_device
 
@@ -87,7 +88,8 @@ def load(
         check_room(device, manifest.rank_layout.headers[axis.rank], dtype, manifest.tp)
         if verify:
             verify_rank(manifest, folder, axis.rank, next(steps))
-        return _map_rank_file(manifest, folder, axis.rank)
+        placements = {name: planned.placement for name, planned in manifest.plan.tensors.items()}
+        return own_experts(_map_rank_file(manifest, folder, axis.rank), placements, axis.rank)
 
     tensors = _agreed(axis, check_and_map)
     if model is None:
