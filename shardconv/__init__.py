@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from shardconv.plan.plan import Plan, Reason, TensorPlan
     from shardconv.plan.policy import Layer, Policy
     from shardconv.plan.resolve import BlockedTp
+    from shardconv.proof.prove import Proof, ProofReport, propose_plan, prove
     from shardconv.runtime import load
 
 _HOMES = {
@@ -112,6 +113,7 @@ _HOMES = {
     "shardconv.plan.plan": ("Plan", "Reason", "TensorPlan"),
     "shardconv.plan.policy": ("Layer", "Policy"),
     "shardconv.plan.resolve": ("BlockedTp",),
+    "shardconv.proof.prove": ("Proof", "ProofReport", "propose_plan", "prove"),
     "shardconv.runtime": ("load",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -137,6 +139,8 @@ __all__ = [
     "PlanOptions",
     "PlanReport",
     "Policy",
+    "Proof",
+    "ProofReport",
     "Reason",
     "RegisterParallelDim",
     "ReshardReport",
@@ -168,6 +172,8 @@ __all__ = [
     "load_full_state_dict",
     "make_plan",
     "merge",
+    "propose_plan",
+    "prove",
     "reduce_from_tp",
     "report_plan",
     "reshard",

@@ -279,6 +279,7 @@ def _correct(report: "VerifyReport") -> str:
 @click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Number of ranks. [default: legal sizes only]")
 @click.option("--all", "show_all", is_flag=True, help="A line for every tensor, not for every group alike.")
 @click.option("--prove", is_flag=True, help="Split a small model of this shape and compare it with the plain one.")
+@click.option("--propose", is_flag=True, help="Print a plan file, proposed from the modules of a small model.")
 @_plan_options
 @_output_options
 def plan(
@@ -289,12 +290,19 @@ def plan(
     plan: Path | None,
     show_all: bool,
     prove: bool,
+    propose: bool,
     **options: Any,  # noqa: ANN401
 ) -> None:
     """Show how SRC would be cut, why, and for which numbers of ranks it can be. Reads headers and config only."""
     from shardconv.checkpoint.planning import report_plan
 
     console = Console(as_json=as_json, quiet=quiet)
+    if propose:
+        from shardconv.proof.prove import propose_plan
+
+        gc.enable()
+        console.stream(propose_plan(src, config=options["config"]))
+        return
     if prove:
         _prove(src, console, plan=plan or "auto", **options)
         return

@@ -74,6 +74,7 @@ class Rule:
         transposed: the weight is stored (in, out), as Conv1D stores it.
         size: what the last dim has to be, where another size would be another thing of the same name.
         when: config fields that must have these values for the rule to count.
+        optional: of a user's rule, that it may match nothing, as where names on disk and in memory differ.
         origin: whose rule it is, for the report.
     """
 
@@ -86,6 +87,7 @@ class Rule:
     transposed: bool = False
     size: str | int | None = None
     when: tuple[tuple[str, Any], ...] = ()
+    optional: bool = False
     origin: str = ""
 
     def __post_init__(self) -> None:
@@ -263,7 +265,7 @@ def _parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TO
 
 _RULE_KEYS = {
     "style": str, "unit": str, "parts": list, "groups": (str, int), "pad": bool, "transposed": bool, "size": (str, int),
-    "when": dict,
+    "when": dict, "optional": bool,
 }  # fmt: skip
 
 

@@ -109,7 +109,7 @@ class Resolver:
         for name, question in self._questions.items():
             self._first.setdefault(question, name)
         used = {question.rule for question in self._first}
-        if unmatched := next((rule for rule in required if rule not in used), None):
+        if unmatched := next((rule for rule in required if rule not in used and not rule.optional), None):
             raise PlanError(f"rule {unmatched.pattern!r} matches no tensor of this checkpoint: correct or remove it")
 
     @property

@@ -7,7 +7,7 @@ random numbers. What the proof does not reach, as tensors that the small model h
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +17,7 @@ from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.source import open_source
 from shardconv.checkpoint.split import split_by
 from shardconv.errors import PlanError, RunError
+from shardconv.plan.matcher import Matcher, name_regex
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 
@@ -138,6 +139,7 @@ def small_model(config: Mapping[str, Any]) -> Any:
         raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
     from shardconv.proof.small import build_small, small_fields  # noqa: PLC0415 - which needs torch
 
+    transformers.logging.disable_progress_bar()
     names = config.get("architectures") or [None]
     kind = getattr(transformers, str(names[0]), None)
     if kind is None or config.get("model_type") not in transformers.CONFIG_MAPPING:
@@ -152,6 +154,43 @@ def small_model(config: Mapping[str, Any]) -> Any:
         return build_small(kind, type(full).from_dict({**fields, **small_fields(fields)}))
     except Exception as error:
         raise RunError(f"a small {names[0]} cannot be built: {type(error).__name__}: {error}") from error
+
+
+def propose_plan(src: StrPath, *, config: StrPath | None = None, by_heads: bool = True) -> str:
+    """Propose a plan file for a source, from the modules of a small model of its class and what flows between them.
+
+    Args:
+        src: a ``.safetensors`` file, an index file, or a folder; with a config that names a class of transformers.
+        config: a config.json to use instead of the one beside the weights.
+        by_heads: whether attention is cut by heads, where names tell how; else its layers give whole outputs.
+
+    Returns:
+        The text of a plan file. It is a proposal: prove it by :func:`prove`, with ``plan``.
+
+    Raises:
+        SourceError: if the checkpoint cannot be read.
+        RunError: if the small model cannot be built.
+
+    Example:
+        >>> print(shardconv.propose_plan("llama"))  # doctest: +SKIP
+    """
+    from shardconv.proof.inputs import example_inputs  # noqa: PLC0415 - which needs torch
+    from shardconv.proof.propose import propose, to_toml  # noqa: PLC0415
+
+    source = open_source(Path(src), config=None if config is None else Path(config), follow_links=False)
+    model = small_model(source.config or {})
+    proposal = propose(model, example_inputs(model), by_heads=by_heads)
+    matcher = Matcher([(pattern, name_regex(pattern)) for pattern in proposal.rules])
+    matches = [matcher.match(name) for name in source.specs]
+    used = {match.place for match in matches if match is not None}
+    rules = {
+        pattern: rule if place in used else {**rule, "optional": True}
+        for place, (pattern, rule) in enumerate(proposal.rules.items())
+    }
+    missing = _kinds(name for name, match in zip(source.specs, matches, strict=True) if match is None)
+    head = [f"# Proposed for {type(model).__name__}; shardconv plan SRC --plan THIS --prove tells whether it is right."]
+    head += [f"# On disk, and not in memory, so that no rule is proposed: {name}" for name in sorted(missing)]
+    return "\n".join([*head, "", to_toml(replace(proposal, rules=rules))])
 
 
 def cut_share(specs: Mapping[str, TensorSpec], plan: Plan) -> float:
