@@ -198,7 +198,7 @@ CUTS: dict[str, Cuts] = {
 #: Types whose small model is not made of the fields that models.py sets; the matrix has them.
 OTHERWISE_MADE = {
     "cohere_compass_text", "dots1", "emu3_text_model", "glm4_moe_lite", "glm_moe_dsa", "longt5", "minicpm3", "mra",
-    "yoso",
+    "roc_bert", "yoso",
 }  # fmt: skip
 OTHER_TYPES = [
     (model_type, family)
@@ -517,7 +517,10 @@ def test_a_plan_file_may_name_the_family(checkpoint, tmp_path):
         ('[rules]\n"lm_head" = { style = "sideways" }', "style 'sideways' is none of"),
         ('[rules]\n"lm_head" = { unit = "query_head" }', "style is missing"),
         ('[rules]\n"lm_head" = { style = "colwise", unit = "tail" }', "there is no unit 'tail'"),
-        ('[rules]\n"lm_head" = { style = "colwise", parts = ["query_head"] }', "packed styles, and only they"),
+        (
+            '[rules]\n"lm_head" = { style = "colwise", parts = ["query_head"] }',
+            "packed styles have parts, and only they",
+        ),
         ('[rules]\n"lm_head" = { style = "packed_colwise", parts = [["x"]] }', "parts are names of units"),
         ('[rules]\n"lm_head" = { style = "colwise", when = { a = [1] } }', "single values"),
         ('[rules]\n"lm_head" = "replicate"', "is no table"),

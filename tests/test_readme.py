@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from shardconv.plan.family import NAMES_FAMILY, family_names, load_family
-
 README = Path(__file__).parent.parent / "README.md"
 
 

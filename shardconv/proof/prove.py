@@ -172,7 +172,7 @@ def propose_plan(src: StrPath, *, config: StrPath | None = None, by_heads: bool 
         RunError: if the small model cannot be built.
 
     Example:
-        >>> print(shardconv.propose_plan("llama"))  # doctest: +SKIP
+        >>> text = shardconv.propose_plan("llama")  # doctest: +SKIP
     """
     from shardconv.proof.inputs import example_inputs  # noqa: PLC0415 - which needs torch
     from shardconv.proof.propose import propose, to_toml  # noqa: PLC0415
