@@ -5,11 +5,14 @@ Near, not equal: see shardconv/proof/prove.py for the limits.
 
 import pytest
 from matrix import KINDS, REASONS, check, model_class, small, try_type
+from models import MODELS
 
+from shardconv.checkpoint.source import open_source
 from shardconv.checkpoint.split import split
 from shardconv.errors import PlanError
 from shardconv.plan.family import NAMES_FAMILY, family_names, load_family
-from shardconv.plan.request import PlanRequest
+from shardconv.plan.request import PlanRequest, resolve
+from shardconv.proof.prove import _prove_at, cut_share
 
 KIND_OF = {model_type: kind for kind, names in reversed(KINDS.items()) for model_type in names}
 
@@ -27,6 +30,19 @@ def test_a_type_of_every_family(ranks, tmp_path, family):
     model_type = first_type(family)
     row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, tps=[2])
     assert row.verdicts == ("right",), row
+
+
+#: Fewer kv heads than ranks: two and one, of eight query heads.
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["llama", "falcon-7b"])
+def test_eight_ranks(tmp_path, name):
+    made = MODELS[name].build(0.3)
+    made.save_pretrained(tmp_path / "source")
+    source = open_source(tmp_path / "source")
+    plan = resolve(source.specs, source.config, PlanRequest()).resolver.plan(8)
+    assert any(planned.placement.has_copies for planned in plan.tensors.values())
+    proof = _prove_at(tmp_path, plan, cut_share(source.specs, plan), PlanRequest(), type(made).__name__)
+    assert (proof.is_right, proof.tokens, proof.cut > 0.9) == (True, True, True), proof
 
 
 #: A type, and rules that are wrong for it: each kind of rule, broken in the way that is nearest to being right.

@@ -199,6 +199,7 @@ def load_family(name: str) -> Family:
     return family.over(load_family(family.inherits) if family.inherits else Family(name))
 
 
+@cache
 def family_for(model_type: str) -> Family | None:
     """The family that serves a ``model_type`` of config.json, or None."""
     mentioning = (name for name in family_names() if model_type in (_FOLDER / f"{name}.toml").read_text("utf-8"))
