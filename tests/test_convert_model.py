@@ -140,6 +140,8 @@ def check_refused(axis):
     odd = MODELS["llama"].build()
     odd.model.layers[1].mlp.up_proj.__class__ = Doubled
     fails(odd, "layers.1.mlp.up_proj: a Doubled may compute something else")
+    odd.model.layers[1].mlp.up_proj.__class__ = _Doubled.Linear
+    fails(odd, "layers.1.mlp.up_proj: a Linear may compute something else")
     for name in ("mlp.up_proj", "input_layernorm"):
         different = MODELS["llama"].build()
         different.model.layers[0].get_submodule(name).weight.data.add_(axis.rank)
@@ -154,6 +156,14 @@ def check_refused(axis):
     alone = MODELS["llama"].build()
     alone.lm_head.weight.data = alone.lm_head.weight.data.to(torch.complex128)
     fails(alone, "values of torch.complex128 cannot be split")
+
+
+class _Doubled:
+    class Linear(nn.Linear):
+        """Of the name of torch's, and another thing."""
+
+        def forward(self, x):
+            return 2 * super().forward(x)
 
 
 class Doubled(nn.Linear):

@@ -7,6 +7,9 @@ from build import safetensors_bytes, write_config, write_weights
 
 import shardconv
 from shardconv.checkpoint.header import num_bytes
+from shardconv.errors import PlanError
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.request import PlanRequest, resolve
 
 
 def fp8(path, plan: str, tmp_path, *, rows: int = 256, columns: int = 1024) -> dict[str, object]:
@@ -136,3 +139,12 @@ def test_defaults_that_double_are_evaluated_once(checkpoint, tmp_path):
     plan.write_text(f"[config]\n{levels}a200 = 1\n{rules}")
     with pytest.raises(shardconv.PlanError, match="elements, rule 'lm_head'"):
         shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
+
+
+def test_configs_in_configs_end():
+    """Each level of this one would double the work."""
+    config = {"model_type": "llava"}
+    for _ in range(40):
+        config = {"model_type": "llava", "text_config": config}
+    with pytest.raises(PlanError, match="configs in it more than 4 deep"):
+        resolve({"lm_head.weight": TensorSpec("F32", (8, 8))}, config, PlanRequest())

@@ -47,8 +47,8 @@ DTYPE_NAMES = {
 #: What decides how a model is cut: the rules of a family, with what a user adds to them, or policies.
 Request = PlanRequest | tuple[type[Policy], ...]
 
-#: Classes that compute what nn.Linear does.
-_LINEARS = ("Linear", "Conv1D", "FalconLinear")
+#: Classes of transformers that compute what nn.Linear does.
+_LINEARS = ("Conv1D", "FalconLinear")
 
 
 class _Target(NamedTuple):
@@ -221,20 +221,28 @@ def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _T
     kind = type(module).__name__
     if weight is not None and isinstance(module, nn.Embedding):
         return _Target(ParallelEmbedding, {"dim": -1 if weight.placement.dim else 0, "gather_output": False})
-    if weight is not None and kind in _LINEARS:
+    if weight is not None and _is_linear(module):
         return _linear_target(weight, is_transposed=kind == "Conv1D")
     if isinstance(module, nn.Linear):
         raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")  # noqa: TRY004 - as below
     return _Target(_own_kind(name, kind, {len(module.get_parameter(own).shape) for own in cut}, weight))
 
 
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module computes what nn.Linear does; another class of the same name may not."""
+    kind = type(module)
+    return kind is nn.Linear or (kind.__name__ in _LINEARS and kind.__module__.startswith("transformers."))
+
+
 def _own_kind(name: str, kind: str, dims: set[int], weight: TensorPlan | None) -> type[ParallelModule]:
     """What a module becomes that is no layer of torch's and has shards of its own, by their numbers of dims."""
-    if 3 in dims:
+    if 3 in dims and "Expert" in kind:
         return ParallelExperts
-    if dims != {1} or weight is None:
+    if dims - {1, 2}:
+        raise ValueError(f"{name}: a {kind} with parameters of {max(dims)} dims that are cut is not known")
+    if dims != {1} or (weight is None and "Norm" not in kind):
         return Sharded
-    if not kind.endswith("RMSNorm"):
+    if not kind.endswith("RMSNorm") or weight is None:
         raise ValueError(f"{name}: a {kind} over features that are cut is not known")
     return GlobalRMSNorm
 

@@ -14,7 +14,7 @@ from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit
 #: How experts are cut: each over all ranks, or dealt out over them.
 EXPERT_MODES = ("tensor", "expert")
 
-_SINGLE = re.compile(r"(?P<place>(?:.*\.)?experts)\.(?P<number>\d+)\.")
+_SINGLE = re.compile(r"(?P<place>(?:.*\.)?experts)\.(?P<number>[0-9]{1,6})\.")
 _PACKED = re.compile(r"(?:.*\.)?experts\.[^.]+$")
 
 

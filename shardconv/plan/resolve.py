@@ -104,7 +104,12 @@ class Resolver:
         self._questions = _ask(tensors, self.scopes)
         if deals_experts:
             experts = find_experts({name: spec.shape for name, spec in tensors.items()})
-            self._questions |= {name: self._questions[name]._replace(expert=one) for name, one in experts.items()}
+            for name, one in experts.items():
+                if (rule := self._questions[name].rule) in required:
+                    raise PlanError(
+                        f"{name}: rule {rule.pattern!r} says how it is cut, and experts are to be dealt out"
+                    )
+                self._questions[name] = self._questions[name]._replace(expert=one)
         self._first: dict[_Question, str] = {}
         for name, question in self._questions.items():
             self._first.setdefault(question, name)

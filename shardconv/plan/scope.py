@@ -71,12 +71,22 @@ class Scope:
         return start + name_regex(pattern, self.family.prefix)
 
 
-def scopes_of(family: Family, config: Mapping[str, Any] | None, at: str = "") -> Iterator[Scope]:
-    """The scopes of a model: its own first, then those of the models in it."""
+#: How deep models lie in models.
+_MAX_DEPTH = 4
+
+
+def scopes_of(family: Family, config: Mapping[str, Any] | None, at: str = "", depth: int = 0) -> Iterator[Scope]:
+    """The scopes of a model: its own first, then those of the models in it.
+
+    Raises:
+        PlanError: if configs lie in configs deeper than in any model.
+    """
+    if depth > _MAX_DEPTH:
+        raise PlanError(f"the config has configs in it more than {_MAX_DEPTH} deep, as no model has")
     yield Scope(family, config, at)
     for start, field in (family.parts or {}).items():
         inner = (config or {}).get(field)
         kind = inner.get("model_type") if isinstance(inner, Mapping) else None
         known = family_for(kind) if isinstance(kind, str) else None
         if known is not None:
-            yield from scopes_of(known, inner, f"{at}.{start}" if at else start)
+            yield from scopes_of(known, inner, f"{at}.{start}" if at else start, depth + 1)

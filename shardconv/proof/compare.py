@@ -121,11 +121,11 @@ def gradient_error(plain: nn.Module, converted: nn.Module, axis: Axis) -> float:
         for own, parameter in module.named_parameters(recurse=False):
             full = modules[name].get_parameter(own).grad
             if full is None or parameter.grad is None:
-                worst = max(worst, 0.0 if full is parameter.grad or not _any(full) else float("inf"))
+                worst = float("inf") if _any(full) or _any(parameter.grad) else worst
                 continue
             placement = getattr(module, "placements", {}).get(own)
             mine = full if placement is None else take_shard(full, placement, axis.rank)
-            if not parameter.grad.isfinite().all():
+            if not (parameter.grad.isfinite().all() and full.isfinite().all()):
                 return float("inf")
             difference = float((parameter.grad - mine).abs().max()) if mine.numel() else 0.0
             worst = max(worst, difference / max(float(full.abs().max()), floor, 1e-30))

@@ -18,6 +18,7 @@ from shardconv.checkpoint.source import open_source
 from shardconv.checkpoint.split import split_by
 from shardconv.errors import PlanError, RunError
 from shardconv.plan.matcher import Matcher, name_regex
+from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 
@@ -140,9 +141,10 @@ def small_model(config: Mapping[str, Any]) -> Any:
     from shardconv.proof.small import build_small, small_fields  # noqa: PLC0415 - which needs torch
 
     transformers.logging.disable_progress_bar()
-    names = config.get("architectures") or [None]
+    names = config.get("architectures")
+    names = names if isinstance(names, list) and names else [None]
     kind = getattr(transformers, str(names[0]), None)
-    if kind is None or config.get("model_type") not in transformers.CONFIG_MAPPING:
+    if not hasattr(kind, "config_class") or config.get("model_type") not in transformers.CONFIG_MAPPING:
         raise RunError(
             f"a small model is made by transformers, which has no model type {config.get('model_type')!r} with a class "
             f"{names[0]!r}: a proof needs a config.json that names one"
@@ -196,8 +198,13 @@ def propose_plan(src: StrPath, *, config: StrPath | None = None, by_heads: bool 
 def cut_share(specs: Mapping[str, TensorSpec], plan: Plan) -> float:
     """The share of the elements in matrices of which no rank holds all."""
     matrices = {name: prod(spec.shape) for name, spec in specs.items() if sum(size > 1 for size in spec.shape) > 1}
-    cut = sum(numel for name, numel in matrices.items() if plan.tensors[name].placement.dim is not None)
+    cut = sum(numel for name, numel in matrices.items() if _is_shared_out(plan.tensors[name].placement))
     return cut / max(sum(matrices.values()), 1)
+
+
+def _is_shared_out(placement: Placement) -> bool:
+    """Whether no rank holds all of a tensor."""
+    return placement.dim is not None and max(map(placement.local_size, range(placement.tp))) < placement.size
 
 
 def _kinds(names: Iterable[str]) -> set[str]:
