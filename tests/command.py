@@ -51,7 +51,7 @@ def start(*arguments: object, patch: str = "", **options) -> subprocess.Popen[st
 
 def finish(process: subprocess.Popen[str]) -> Result:
     """Wait for a started command."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=200)
     return Result(process.returncode, out, err)
 
 

@@ -69,7 +69,7 @@ _REASONS = {
     "the experts lie in one matrix of all, for which there is no rule yet": ("dbrx",),
     "has no family yet, or not for this class of it": (
         "blip", "cosmos3_omni", "diffusion_gemma", "ernie4_5_vl_moe", "kimi_k25", "minimax_m3_vl", "mistral_large4",
-        "mllama", "nemo_speechlm", "neomme", "pp_formulanet", "qianfan_ocr", "step3p7", "t5gemma2",
+        "mllama", "nemo_speechlm", "neomme", "pp_formulanet", "qianfan_ocr", "seamless_m4t", "seamless_m4t_v2", "step3p7", "t5gemma2",
         "vision-encoder-decoder",
     ),
 }  # fmt: skip
