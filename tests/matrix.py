@@ -69,8 +69,8 @@ _REASONS = {
     "the experts lie in one matrix of all, for which there is no rule yet": ("dbrx",),
     "has no family yet, or not for this class of it": (
         "blip", "cosmos3_omni", "diffusion_gemma", "ernie4_5_vl_moe", "kimi_k25", "minimax_m3_vl", "mistral_large4",
-        "mllama", "nemo_speechlm", "neomme", "pp_formulanet", "qianfan_ocr", "seamless_m4t", "seamless_m4t_v2", "step3p7", "t5gemma2",
-        "vision-encoder-decoder",
+        "mllama", "nemo_speechlm", "neomme", "pp_formulanet", "qianfan_ocr", "seamless_m4t", "seamless_m4t_v2",
+        "step3p7", "t5gemma2", "vision-encoder-decoder",
     ),
 }  # fmt: skip
 REASONS = {model_type: reason for reason, types in _REASONS.items() for model_type in types}
@@ -157,8 +157,10 @@ def worst(found: list[Any]) -> tuple[float, bool | None, float | None] | str:
     return max(outputs), are_equal, None if None in gradients else max(gradients)
 
 
-def try_type(run: Any, home: Path, kind: str, model_type: str, tps: Iterable[int] = LAYOUTS) -> Row:
-    """The line of one type."""
+def try_type(
+    run: Any, home: Path, kind: str, model_type: str, tps: Iterable[int] = LAYOUTS, *, at_default_size: bool = True
+) -> Row:
+    """The line of one type; the share that is cut is that of its default size, or of the small one: quicker."""
     source = home / "source"
     shutil.rmtree(source, ignore_errors=True)
     try:
@@ -167,7 +169,8 @@ def try_type(run: Any, home: Path, kind: str, model_type: str, tps: Iterable[int
         model.save_pretrained(source)
     except Exception as error:  # noqa: BLE001 - it goes into the table
         return Row(kind, model_type, note=f"is not built: {type(error).__name__}: {error}".replace("\n", " ")[:160])
-    verdicts, errors, notes, family, cut = [], [0.0], [], "", default_cut(plain)
+    verdicts, errors, notes, family = [], [0.0], [], ""
+    cut = default_cut(plain) if at_default_size else None
     for tp in tps:
         place = home / f"tp{tp}"
         shutil.rmtree(place, ignore_errors=True)

@@ -28,7 +28,7 @@ FAMILIES = [name for name in family_names() if name != NAMES_FAMILY and first_ty
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_type_of_every_family(ranks, tmp_path, family):
     model_type = first_type(family)
-    row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, tps=[2])
+    row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
     assert row.verdicts == ("right",), row
 
 
