@@ -6,7 +6,7 @@ another and nowhere else, both are cut along them. Proof is another matter: see 
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
@@ -39,28 +39,20 @@ class Proposal:
     told: dict[str, dict[str, str]]
 
 
-def propose(
-    model: Any,
-    inputs: Mapping[str, Tensor],
-    *,
-    by_heads: bool = True,
-    config_of: Callable[[str], Mapping[str, Any]] | None = None,
-) -> Proposal:
+def propose(model: Any, inputs: Mapping[str, Tensor], *, by_heads: bool = True) -> Proposal:
     """Propose how a model is cut.
 
     Args:
         model: a small one of its class, with values in memory.
         inputs: what it can be called with.
         by_heads: whether attention is cut by heads where its names tell how; else its layers give whole outputs.
-        config_of: gives the config that rules for a module are to read; by default the model's own.
     """
     flow = trace(model, inputs, _is_linear)
     found = _pairs(flow)
     units: dict[str, RuleTable] = {}
     told: dict[str, dict[str, str]] = {}
     if by_heads:
-        fields = model.config.to_dict()
-        units, heads, told = _attention(model, config_of or (lambda _: fields))
+        units, heads, told = _attention(model)
         found |= heads
     total = sum(parameter.numel() for parameter in model.parameters())
     rules: dict[str, RuleTable] = {}
@@ -75,17 +67,15 @@ def propose(
     return Proposal(units, rules, told)
 
 
-def _attention(
-    model: Any, config_of: Callable[[str], Mapping[str, Any]]
-) -> tuple[dict[str, RuleTable], dict[str, RuleTable], dict[str, dict[str, str]]]:
+def _attention(model: Any) -> tuple[dict[str, RuleTable], dict[str, RuleTable], dict[str, dict[str, str]]]:
     """Units, rules by module, and what is told by pattern, of attention that is cut by heads."""
-    modules = dict(model.named_modules())
+    modules, config = dict(model.named_modules()), model.config.to_dict()
     units: dict[str, RuleTable] = {}
     rules: dict[str, RuleTable] = {}
     told: dict[str, dict[str, str]] = {}
     names: dict[str, str] = {}
     for name, module in modules.items():
-        if (found := find_attention(name, module, modules, config_of(name))) is None:
+        if (found := find_attention(name, module, modules, config)) is None:
             continue
         for unit, fields in found.units.items():
             candidates = chain([unit], (f"{unit}_{number}" for number in count(2)))
