@@ -16,9 +16,12 @@ from torch import nn
 
 import shardconv
 from shardconv.convert import gather_state_dict
-from shardconv.convert.model import _cut_input
-from shardconv.distributed import reduce_from_tp
+from shardconv.convert.model import convert_by
+from shardconv.convert.tell import _cut_input
+from shardconv.distributed import Axis, reduce_from_tp
+from shardconv.errors import PlanError
 from shardconv.layers.sharding import take_shard
+from shardconv.plan.request import PlanRequest
 
 SCALE = 0.3  # so that attention is neither even nor of one token
 #: Those whose config and weights a model can be made of.
@@ -257,3 +260,27 @@ def test_arguments_for_each_head():
     assert torch.equal(_cut_input(alibi, 1, units), alibi[:, 4:])
     assert torch.equal(_cut_input(alibi.reshape(16, 1, 3), 0, units), alibi[:, 4:].reshape(8, 1, 3))
     assert _cut_input(None, 1, units) is None
+
+
+#: Plan files whose module rules do not fit LLaMA, and what is said of them.
+TOLD_WRONG = {
+    "no module": ('"model.layer.*.self_attn" = { attributes = { num_heads = 1 } }', "match no module of the model"),
+    "no attribute": ('"**.mlp" = { attributes = { num_heads = 1 } }', "a LlamaMLP has no 'num_heads'"),
+    "no norms": ('"**.mlp" = { norms = "query_head" }', "a LlamaMLP has no 'norms'"),
+    "no unit": ('"**.mlp" = { norms = "heads" }', "there is no unit 'heads'"),
+    "no unit of an input": ('"**.mlp" = { inputs = { x = { dim = 0, unit = "heads" } } }', "there is no unit 'heads'"),
+    "no field": ('"**.mlp" = { attributes = { hidden_size = "no_such_field" } }', "no_such_field"),
+    "a unit without a count": ('"**.self_attn" = { attributes = { head_dim = "single" } }', "has no count of its own"),
+}
+
+
+@pytest.mark.parametrize("what", TOLD_WRONG)
+def test_what_modules_cannot_be_told(what):
+    """It is refused, and the model stays as it was."""
+    told, message = TOLD_WRONG[what]
+    model = MODELS["llama"].build()
+    request = PlanRequest(plan_file=("plan.toml", f"[units]\nsingle = {{}}\n[modules]\n{told}\n"))
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(PlanError, match=message):
+        convert_by(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
+    assert {name: type(module) for name, module in model.named_modules()} == before

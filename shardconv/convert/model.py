@@ -4,36 +4,32 @@ Owns what kind of layer each module becomes. The plan is made of the model's own
 and a converted module agree by construction.
 """
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardconv.convert.modules import (
     GlobalRMSNorm,
-    NormsOfHeads,
     ParallelConv1D,
     ParallelExperts,
     Sharded,
-    SharedOutput,
     mixed,
 )
 from shardconv.convert.policy import Compiled, compile_policies, policies_in
-from shardconv.convert.whole import RankConfig, finish
+from shardconv.convert.tell import Told, tell, told_of
+from shardconv.convert.whole import finish
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.errors import PlanError
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
 from shardconv.layers.conversion import check_alike, cut_parameters
 from shardconv.layers.sharding import ParallelModule
-from shardconv.plan.family import NAMES_FAMILY, ModuleRule
+from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
 from shardconv.plan.policy import Policy
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import SCALAR, Resolver
-from shardconv.plan.scope import Scope
 
 #: torch's dtypes under the names of safetensors.
 DTYPE_NAMES = {
@@ -149,8 +145,8 @@ def convert_by(
         module.__class__ = type(shell)
         module.__dict__.update(shell.__dict__)
         shell.describe_parameters()
-    for module, rule, scope in prepared.told:
-        _tell(module, rule, scope, axis)
+    for told in prepared.told:
+        tell(told, axis)
     if prepared.policies is not None:
         prepared.policies.tell(model, axis)
     return model
@@ -160,7 +156,7 @@ class _Prepared(NamedTuple):
     """What modules become, and which are told something; nothing of the model is changed yet."""
 
     shells: list[tuple[nn.Module, ParallelModule]]
-    told: list[tuple[nn.Module, ModuleRule, Scope]]
+    told: list[Told]
     policies: Compiled | None
 
 
@@ -184,7 +180,7 @@ def _prepare(model: nn.Module, config: Mapping[str, Any], request: Request, axis
             target = target._replace(kind=policies.kinds.get(module, target.kind))
         if target is not None:
             shells.append((module, _shell(name, module, target, plan, axis)))
-    return _Prepared(shells, [one for scope in resolver.scopes for one in _told(model, scope)], policies)
+    return _Prepared(shells, [one for scope in resolver.scopes for one in told_of(model, scope, axis)], policies)
 
 
 def _resolver(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], request: PlanRequest) -> Resolver:
@@ -277,55 +273,3 @@ def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis
     if any(shell.placements.get(own) != placement for own, placement in placements.items()):
         raise ValueError(f"{name}: the plan cuts it as no {target.kind.__name__} is cut")
     return shell
-
-
-def _told(model: nn.Module, scope: Scope) -> list[tuple[nn.Module, ModuleRule, Scope]]:
-    """The modules that have to be told something, each with all of it."""
-    rules = list(scope.modules())
-    matching = (
-        (module, [rule for regex, rule in rules if regex.fullmatch(name)]) for name, module in model.named_modules()
-    )
-    return [(module, ModuleRule.joined(found), scope) for module, found in matching if found]
-
-
-def _tell(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> None:
-    values = {name: scope.on_rank(expression, axis.size) for name, expression in rule.attributes.items()}
-    fields = {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")}
-    if fields:
-        module.__dict__["config"] = RankConfig(module.config, fields)
-    for name, value in values.items():
-        if hasattr(module, name):
-            setattr(module, name, value)
-    if rule.inputs:
-        cuts = {name: (dim, scope.local_units(unit, axis.size, axis.rank)) for name, (dim, unit) in rule.inputs.items()}
-        names = list(inspect.signature(module.forward).parameters)
-        module.register_forward_pre_hook(partial(_cut_inputs, cuts, names), with_kwargs=True)
-    if rule.norms and hasattr(module, "norms"):
-        _become(module, NormsOfHeads, axis, first=scope.local_units(rule.norms, axis.size, axis.rank)[0])
-    if rule.shared_output is not None:
-        _become(module, SharedOutput, axis, num_shared=scope.on_rank(rule.shared_output, axis.size))
-
-
-def _become(module: Any, kind: type[ParallelModule], axis: Axis, **attributes: int) -> None:
-    module.__class__ = mixed(kind, type(module))
-    module.__dict__.update(axis=axis, dim=None, placements=getattr(module, "placements", {}), **attributes)
-
-
-def _cut_inputs(
-    cuts: Mapping[str, tuple[int, tuple[int, int, int]]],
-    names: list[str],
-    module: nn.Module,  # noqa: ARG001 - as hooks are called
-    inputs: tuple[Any, ...],
-    options: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of arguments that hold something for each unit, keep the rank's."""
-    keep: Callable[[str, Any], Any] = lambda name, value: _cut_input(value, *cuts[name]) if name in cuts else value  # noqa: E731
-    kept = tuple(keep(name, value) for name, value in zip(names, inputs, strict=False))
-    return (*kept, *inputs[len(kept) :]), {name: keep(name, value) for name, value in options.items()}
-
-
-def _cut_input(value: Any, dim: int, units: tuple[int, int, int]) -> Any:
-    first, size, count = units
-    if not isinstance(value, Tensor) or value.dim() < dim + 3 or value.shape[dim] == 1:
-        return value  # not given, of tokens only, or the same for all units
-    return value.unflatten(dim, (-1, count)).narrow(dim + 1, first, size).flatten(dim, dim + 1)

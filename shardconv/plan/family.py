@@ -115,6 +115,8 @@ class ModuleRule:
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none.
         when: config fields that must have these values for it to count.
+        origin: whose rule it is.
+        is_required: of a user's rule, that it has to meet a module that has what it says.
     """
 
     pattern: str
@@ -123,6 +125,8 @@ class ModuleRule:
     norms: str = ""
     shared_output: str | int | None = None
     when: tuple[tuple[str, Any], ...] = ()
+    origin: str = ""
+    is_required: bool = False
 
     @classmethod
     def joined(cls, rules: Sequence["ModuleRule"]) -> Self:
@@ -241,7 +245,7 @@ def _parse_family(name: str, data: dict[str, Any], origin: str) -> Family:
             config=data.get("config", {}),
             units={key: _parse_unit(key, unit) for key, unit in data.get("units", {}).items()},
             rules=tuple(_parse_rules(data.get("rules", {}), origin)),
-            modules=tuple(_parse_modules(data.get("modules", {}))),
+            modules=tuple(_parse_modules(data.get("modules", {}), origin)),
             parts=data.get("parts", {}),
         )
         if not all(isinstance(field, str) for field in (family.parts or {}).values()):
@@ -290,7 +294,7 @@ def _parse_rules(rules: dict[str, Any], origin: str) -> Iterable[Rule]:
 _MODULE_KEYS = {"attributes": dict, "inputs": dict, "norms": str, "shared_output": (str, int), "when": dict}
 
 
-def _parse_modules(modules: dict[str, Any]) -> Iterable[ModuleRule]:
+def _parse_modules(modules: dict[str, Any], origin: str) -> Iterable[ModuleRule]:
     for pattern, alternatives in modules.items():
         for data in alternatives if isinstance(alternatives, list) else [alternatives]:
             try:
@@ -303,7 +307,7 @@ def _parse_modules(modules: dict[str, Any]) -> Iterable[ModuleRule]:
                 places = {name: (place["dim"], place["unit"]) for name, place in inputs.items()}
                 when = tuple(data.get("when", {}).items())
                 norms, shared = data.get("norms", ""), data.get("shared_output")
-                yield ModuleRule(pattern, attributes, places, norms, shared, when)
+                yield ModuleRule(pattern, attributes, places, norms, shared, when, origin)
             except (ValueError, KeyError) as error:
                 raise ValueError(f"modules {pattern!r}: {error}") from error
 
@@ -324,3 +328,7 @@ def _check_units_exist(family: Family) -> None:
         for unit in (rule.unit, *rule.parts):
             if unit is not None and unit not in (family.units or {}):
                 raise PlanError(f"{rule.origin}: rule {rule.pattern!r}: there is no unit {unit!r}")
+    for told in family.modules:
+        for unit in (told.norms, *(unit for _, unit in told.inputs.values())):
+            if unit and unit not in (family.units or {}):
+                raise PlanError(f"{told.origin}: modules {told.pattern!r}: there is no unit {unit!r}")

@@ -117,7 +117,8 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
     required: list[Rule] = []
     if user is not None:
         required += user.rules
-        family = replace(user, name=family.name).over(family)
+        modules = tuple(replace(rule, is_required=True) for rule in user.modules)
+        family = replace(user, name=family.name, modules=modules).over(family)
     if request.replicate:
         rules = tuple(map(_replicated, request.replicate))
         assumed += [
