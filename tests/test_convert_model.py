@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import model_class, small
 from models import GQA, MODELS, VOCAB
 from torch import nn
 
@@ -284,3 +285,11 @@ def test_what_modules_cannot_be_told(what):
     with pytest.raises(PlanError, match=message):
         convert_by(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
     assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_an_output_that_cannot_be_gathered():
+    """A router with a weight of its own is no linear layer, though its weight is a matrix."""
+    model = small(model_class("causal language models", "mixtral"))
+    request = PlanRequest(plan_file=("plan.toml", '[rules]\n"**.gate" = { style = "colwise_gather_output" }\n'))
+    with pytest.raises(ValueError, match="is no linear layer"):
+        convert_by(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))

@@ -221,6 +221,8 @@ def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _T
         return _linear_target(weight, is_transposed=kind == "Conv1D")
     if isinstance(module, nn.Linear):
         raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")  # noqa: TRY004 - as below
+    if "colwise_gather_output" in styles:
+        raise ValueError(f"{name}: a {kind} is no linear layer, whose output can be gathered: style gathered may do")
     return _Target(_own_kind(name, kind, {len(module.get_parameter(own).shape) for own in cut}, weight))
 
 
