@@ -364,6 +364,16 @@ def _pix2struct(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def _minicpm(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """MiniCPM-V: the patches of all images beside each other, as one wide image."""
+    vision = model.config.vision_config
+    side, width = vision.patch_size, BATCH * GRID * GRID * vision.patch_size
+    return {
+        "pixel_values": torch.rand(1, vision.num_channels, side, width, generator=generator) * 2 - 1,
+        "target_sizes": torch.tensor([[GRID, GRID]] * BATCH),
+    }
+
+
 def _udop(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     """UDOP: text with its boxes on the page, and the page."""
     boxes = torch.rand(BATCH, LENGTH, 4, generator=generator).sort(dim=-1).values
@@ -427,6 +437,9 @@ _SPECIAL: dict[str, Any] = {
     "instructblip": _instructblip,
     "instructblipvideo": _instructblip,
     "kosmos-2": _kosmos,
+    "minicpm_ocr": _minicpm,
+    "minicpmv4_6": _minicpm,
+    "minicpmv4_7": _minicpm,
     "pix2struct": _pix2struct,
     "udop": _udop,
     "dia": _dia,
