@@ -153,6 +153,9 @@ def _images(model: Any, names: Mapping[str, Any], generator: torch.Generator) ->
     vision = _part(vision, "vision_config")
     if "spatial_shapes" in names:
         return _patches_with_mask(vision, generator)
+    if "image_grid_hw" in names:
+        packed = _patches(model.config, vision, generator)
+        return {"pixel_values": packed["pixel_values"], "image_grid_hw": packed["image_grid_thw"][:, 1:]}
     if "image_grid_thw" in names:
         merged = {"image_merge_sizes": torch.tensor([2] * BATCH)} if "image_merge_sizes" in names else {}
         return _patches(model.config, vision, generator) | merged
@@ -374,6 +377,16 @@ def _minicpm(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def _videoprism(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """VideoPrism: a few frames, and text."""
+    vision = model.config.vision_config
+    shape = (BATCH, vision.num_frames, vision.num_channels, *_pair(vision.image_size))
+    return {
+        "pixel_values_videos": torch.rand(*shape, generator=generator) * 2 - 1,
+        "input_ids": _tokens(model, (BATCH, LENGTH), generator),
+    }
+
+
 def _udop(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     """UDOP: text with its boxes on the page, and the page."""
     boxes = torch.rand(BATCH, LENGTH, 4, generator=generator).sort(dim=-1).values
@@ -446,6 +459,7 @@ _SPECIAL: dict[str, Any] = {
     "kyutai_speech_to_text": _kyutai,
     "mllama": _mllama,
     "qwen2_audio": _qwen2_audio,
+    "videoprism": _videoprism,
     "voxtral_realtime": _voxtral_realtime,
     "MusicgenForCausalLM": _codebooks,
     "MusicgenMelodyForCausalLM": _codebooks,
