@@ -197,7 +197,10 @@ def build_small(kind: Any, config: Any) -> Any:
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, *, std: float = 0.2) -> None:
-    """Random numbers for what trains: large enough that each matters, around one where they were about one."""
+    """Random numbers for what trains: large enough that each matters, around one where they were about one.
+
+    Beside it for the means and variances of batch norms, which were learnt, too.
+    """
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if not parameter.requires_grad:  # computed, as sines are, and not of a checkpoint
@@ -205,3 +208,7 @@ def fill(model: torch.nn.Module, *, std: float = 0.2) -> None:
         is_scale = parameter.dim() < 2 and parameter.numel() and parameter.mean() > 0.5
         noise = torch.randn(parameter.shape, generator=generator) * std
         parameter.copy_(noise + 1 if is_scale else noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith((".running_mean", ".running_var")):
+            noise = torch.randn(buffer.shape, generator=generator) * std
+            buffer.copy_(noise if name.endswith("mean") else noise.abs() + 1)
