@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+import vision
 from ranks import ranks_in
 from transformers.models.auto import modeling_auto
 
@@ -32,6 +33,8 @@ from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import compare
 from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT, cut_share
 from shardconv.proof.small import build_small, default_config, small_fields
+
+vision.declare_operators()
 
 ROOT = Path(__file__).parents[1]
 LAYOUTS = {2: "pairs", 4: "four"}

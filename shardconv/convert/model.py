@@ -208,8 +208,8 @@ def _own_plans(name: str, module: nn.Module, plan: Plan) -> dict[str, TensorPlan
 def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _Target | None:
     """What a module becomes, by its class and by which dim of which of its parameters is cut."""
     cut = {own: planned for own, planned in plans.items() if planned.placement.dim is not None}
-    styles = {planned.reason.style for planned in plans.values()}
-    if "gathered" in styles or (not cut and "replicated_with_grad_allreduce" in styles):
+    styles = {planned.reason.style for planned in (cut or plans).values()}
+    if (cut and "gathered" in styles) or (not cut and "replicated_with_grad_allreduce" in styles):
         return _Target(Sharded)
     if not cut:
         return None

@@ -73,6 +73,8 @@ class Rule:
         pad: fill up with zeros what does not divide.
         transposed: the weight is stored (in, out), as Conv1D stores it.
         size: what the last dim has to be, where another size would be another thing of the same name.
+        dims: tensors with fewer dims than this stay whole, or with one element along the dim that would be cut: norms
+            and the like, beside kernels whose names are not known.
         when: config fields that must have these values for the rule to count.
         optional: of a user's rule, that it may match nothing, as where names on disk and in memory differ.
         origin: whose rule it is, for the report.
@@ -86,6 +88,7 @@ class Rule:
     pad: bool = False
     transposed: bool = False
     size: str | int | None = None
+    dims: int = 0
     when: tuple[tuple[str, Any], ...] = ()
     optional: bool = False
     origin: str = ""
@@ -270,7 +273,7 @@ def _parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TO
 
 _RULE_KEYS = {
     "style": str, "unit": str, "parts": list, "groups": (str, int), "pad": bool, "transposed": bool, "size": (str, int),
-    "when": dict, "optional": bool,
+    "dims": int, "when": dict, "optional": bool,
 }  # fmt: skip
 
 

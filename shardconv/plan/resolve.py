@@ -266,7 +266,9 @@ def _dim(rule: Rule, leaf: str, spec: TensorSpec, name: str) -> int | None:
     """The dim that a rule cuts of a tensor, from 0; None where it is replicated."""
     style = STYLES[rule.style]
     dim = style.bias if leaf == "bias" else style.weight
-    if dim is None or prod(spec.shape) <= 1 or not spec.shape:
+    if dim is None or prod(spec.shape) <= 1 or len(spec.shape) < max(rule.dims, 1):
+        return None
+    if rule.dims and spec.shape[dim] == 1:
         return None
     if dim >= 0 or len(spec.shape) == 1:
         if dim == -1 and leaf != "bias":

@@ -414,6 +414,42 @@ def _instructblip(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def _gemma3n(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Gemma 3n: an image and a sound, each with as many places as its config says."""
+    config, frames = model.config, 16 * model.config.audio_soft_tokens_per_image
+    return {
+        "pixel_values": torch.rand(BATCH, 3, 32, 32, generator=generator) * 2 - 1,
+        "input_features": torch.randn(BATCH, frames, config.audio_config.input_feat_size, generator=generator),
+        "input_features_mask": torch.ones(BATCH, frames, dtype=torch.bool),
+        "input_ids": _ids_after(
+            model,
+            {
+                config.image_token_id: config.vision_soft_tokens_per_image,
+                config.audio_token_id: config.audio_soft_tokens_per_image,
+            },
+            generator,
+        ),
+    }
+
+
+def _inkling(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Inkling: patches, each with a place, and sound as a word for each pitch of a frame."""
+    config, vision, audio = model.config, model.config.vision_config, model.config.audio_config
+    patch = (vision.temporal_patch_size, vision.patch_size, vision.patch_size, vision.num_channels)
+    sound = (BATCH, 3, audio.n_mel_bins)
+    return {
+        "pixel_values": torch.rand(2 * BATCH, *patch, generator=generator) * 2 - 1,
+        "audio_input_ids": torch.randint(0, audio.mel_vocab_size, sound, generator=generator),
+        "input_ids": _ids_after(model, {config.image_token_id: 2, config.audio_token_id: 3}, generator),
+    }
+
+
+def _ids_after(model: Any, places: Mapping[int, int], generator: torch.Generator) -> Tensor:
+    """Tokens of text after so many places for each of some special tokens."""
+    spots = [torch.full((BATCH, count), token) for token, count in places.items()]
+    return torch.cat([*spots, _tokens(model, (BATCH, LENGTH), generator)], dim=1)
+
+
 #: Parts that an image comes in, between the batch and the channels.
 _PARTS: dict[str, tuple[int, ...]] = {
     "idefics2": (1,), "idefics3": (2,), "smolvlm": (2,), "llava_next": (5,), "llava_next_video": (5,),
@@ -446,7 +482,9 @@ _NO_GENERATION = {
 }  # fmt: skip
 
 _SPECIAL: dict[str, Any] = {
+    "gemma3n": _gemma3n,
     "idefics": _idefics,
+    "inkling_mm_model": _inkling,
     "instructblip": _instructblip,
     "instructblipvideo": _instructblip,
     "kosmos-2": _kosmos,
