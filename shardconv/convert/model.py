@@ -16,6 +16,7 @@ from shardconv.convert.modules import (
     GlobalRMSNorm,
     NormsOfHeads,
     ParallelConv1D,
+    ParallelDepthwise,
     ParallelExperts,
     Sharded,
     SharedOutput,
@@ -223,6 +224,8 @@ def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _T
         return _Target(ParallelEmbedding, {"dim": -1 if weight.placement.dim else 0, "gather_output": False})
     if weight is not None and _is_linear(module):
         return _linear_target(weight, is_transposed=kind == "Conv1D")
+    if weight is not None and isinstance(module, nn.Conv1d) and module.in_channels == module.groups:
+        return _Target(ParallelDepthwise)
     if isinstance(module, nn.Linear):
         raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")  # noqa: TRY004 - as below
     return _Target(_own_kind(name, kind, {len(module.get_parameter(own).shape) for own in cut}, weight))
@@ -268,6 +271,8 @@ def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis
         shell.axis, shell.dim, shell.placements = axis, None, placements
         if isinstance(shell, ParallelExperts):
             shell.check_experts(name, type(module).forward)
+        if isinstance(shell, ParallelDepthwise):
+            shell.check_channels(name)
         return shell
     if issubclass(target.kind, ParallelConv1D):
         shell.in_features, shell.out_features = shell.nx, shell.nf

@@ -70,6 +70,31 @@ class GlobalRMSNorm(Sharded):
         return (normed * ((own + eps) / (full + eps)).sqrt()).to(normed.dtype)
 
 
+class ParallelDepthwise(Sharded):
+    """A convolution of each channel by itself, over the channels of a rank; bias, if any, cut as they are."""
+
+    groups: int
+    in_channels: int
+    out_channels: int
+
+    def check_channels(self, name: str) -> None:
+        """Check that channels are what is cut, and take over how many the rank has.
+
+        Args:
+            name: of the module.
+
+        Raises:
+            ValueError: if they are not, or the bias is not cut as they are.
+        """
+        ranks = {placement.ranks for placement in self.placements.values()}
+        bias = self._parameters["bias"]
+        if {placement.dim for placement in self.placements.values()} != {0} or len(ranks) > 1:
+            raise ValueError(f"{name}: only the channels of a convolution can be cut, and its bias as they are")
+        if self.out_channels != self.groups or (bias is not None and "bias" not in self.placements):
+            raise ValueError(f"{name}: only convolutions of each channel by itself are cut, weight and bias")
+        self.groups = self.in_channels = self.out_channels = self.placements["weight"].local_size(self.axis.rank)
+
+
 class ParallelExperts(Sharded):
     """Packed experts, each of them cut over the ranks, or dealt out over them: replicated in, replicated out.
 

@@ -37,11 +37,15 @@ STYLES = {
     "embedding_rowwise": Style(weight=-2, bias=-1),
     "embedding_colwise": Style(weight=-1, bias=None),
     "gathered": Style(weight=0, bias=0),
+    "channelwise": Style(weight=0, bias=0),
     "replicate": Style(weight=None, bias=None),
     "replicated_with_grad_allreduce": Style(weight=None, bias=None),
 }
 
 _FOLDER = Path(__file__).parent / "families"
+
+#: Styles of which a rule may have parts, and need not.
+_MAY_HAVE_PARTS = ("colwise_gather_output", "channelwise")
 
 #: What stands in a pattern for one of several texts.
 CHOICE = re.compile(r"\{[^{}]*\}")
@@ -95,8 +99,8 @@ class Rule:
             raise ValueError("a { has no }, or a } no {")
         if self.style not in STYLES:
             raise ValueError(f"style {self.style!r} is none of {', '.join(STYLES)}")
-        if bool(self.parts) != STYLES[self.style].packed and self.style != "colwise_gather_output":
-            raise ValueError("packed styles have parts, and only they and colwise_gather_output may")
+        if bool(self.parts) != STYLES[self.style].packed and self.style not in _MAY_HAVE_PARTS:
+            raise ValueError(f"packed styles have parts, and only they and {' and '.join(_MAY_HAVE_PARTS)} may")
         if self.unit and self.parts:
             raise ValueError("a rule has unit or parts, not both")
         check_expression(self.groups)
