@@ -301,6 +301,9 @@ def _tell(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> None
     for name, value in values.items():
         if hasattr(module, name):
             setattr(module, name, value)
+    for name, layers in rule.ratios.items():
+        rows, others = (getattr(module, layer).weight.shape[0] for layer in layers)
+        setattr(module, name, rows // others)
     if rule.inputs:
         cuts = {name: (dim, scope.local_units(unit, axis.size, axis.rank)) for name, (dim, unit) in rule.inputs.items()}
         names = list(inspect.signature(module.forward).parameters)

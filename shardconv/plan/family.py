@@ -115,6 +115,7 @@ class ModuleRule:
         pattern: module names, as in a :class:`Rule`.
         attributes: name of an attribute, or ``config.`` and a field of the module's config, to its value on a rank.
         inputs: name of an argument to the dim of it, and the unit of which that holds one after the other.
+        ratios: name of an attribute to two of its layers; it is how many rows a rank has of the one, over the other's.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none.
@@ -124,6 +125,7 @@ class ModuleRule:
     pattern: str
     attributes: Mapping[str, str | int]
     inputs: Mapping[str, tuple[int, str]]
+    ratios: Mapping[str, Sequence[str]]
     norms: str = ""
     shared_output: str | int | None = None
     when: tuple[tuple[str, Any], ...] = ()
@@ -133,9 +135,10 @@ class ModuleRule:
         """What several rules say together; where two differ, the last counts."""
         attributes = {name: value for rule in rules for name, value in rule.attributes.items()}
         inputs = {name: value for rule in rules for name, value in rule.inputs.items()}
+        ratios = {name: layers for rule in rules for name, layers in rule.ratios.items()}
         norms = next((rule.norms for rule in reversed(rules) if rule.norms), "")
         shared = next((rule.shared_output for rule in reversed(rules) if rule.shared_output is not None), None)
-        return cls("", attributes, inputs, norms, shared)
+        return cls("", attributes, inputs, ratios, norms, shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +294,9 @@ def _parse_rules(rules: dict[str, Any], origin: str) -> Iterable[Rule]:
                 raise ValueError(f"rule {pattern!r}: {error}") from error
 
 
-_MODULE_KEYS = {"attributes": dict, "inputs": dict, "norms": str, "shared_output": (str, int), "when": dict}
+_MODULE_KEYS = {
+    "attributes": dict, "inputs": dict, "ratios": dict, "norms": str, "shared_output": (str, int), "when": dict,
+}  # fmt: skip
 
 
 def _parse_modules(modules: dict[str, Any]) -> Iterable[ModuleRule]:
@@ -299,15 +304,17 @@ def _parse_modules(modules: dict[str, Any]) -> Iterable[ModuleRule]:
         for data in alternatives if isinstance(alternatives, list) else [alternatives]:
             try:
                 _check_keys(data, _MODULE_KEYS)
-                attributes, inputs = data.get("attributes", {}), data.get("inputs", {})
+                attributes, inputs, ratios = (data.get(key, {}) for key in ("attributes", "inputs", "ratios"))
                 for expression in (*attributes.values(), data.get("shared_output", 0)):
                     check_expression(expression)
                 for place in inputs.values():
                     _check_keys(place, {"dim": int, "unit": str})
+                if not all(isinstance(two, list) and list(map(type, two)) == [str, str] for two in ratios.values()):
+                    raise ValueError("ratios are of two layers each")
                 places = {name: (place["dim"], place["unit"]) for name, place in inputs.items()}
                 when = tuple(data.get("when", {}).items())
                 norms, shared = data.get("norms", ""), data.get("shared_output")
-                yield ModuleRule(pattern, attributes, places, norms, shared, when)
+                yield ModuleRule(pattern, attributes, places, ratios, norms, shared, when)
             except (ValueError, KeyError) as error:
                 raise ValueError(f"modules {pattern!r}: {error}") from error
 
