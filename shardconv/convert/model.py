@@ -224,17 +224,22 @@ def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _T
         return _Target(ParallelEmbedding, {"dim": -1 if weight.placement.dim else 0, "gather_output": False})
     if weight is not None and _is_linear(module):
         return _linear_target(weight, is_transposed=kind == "Conv1D")
-    if weight is not None and isinstance(module, nn.Conv1d) and module.in_channels == module.groups:
+    if weight is not None and isinstance(module, nn.Conv1d | nn.Conv2d) and module.in_channels == module.groups:
         return _Target(ParallelDepthwise)
     if isinstance(module, nn.Linear):
         raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")  # noqa: TRY004 - as below
-    return _Target(_own_kind(name, kind, {len(module.get_parameter(own).shape) for own in cut}, weight))
+    return _Target(_own_kind(name, kind, {_num_dims(module.get_parameter(own)) for own in cut}, weight))
 
 
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module computes what nn.Linear does; another class of the same name may not."""
     kind = type(module)
     return kind is nn.Linear or (kind.__name__ in _LINEARS and kind.__module__.startswith("transformers."))
+
+
+def _num_dims(parameter: Tensor) -> int:
+    """How many dims a parameter has; 1 where all but one have one element."""
+    return 1 if parameter.numel() == max(parameter.shape) else parameter.dim()
 
 
 def _own_kind(name: str, kind: str, dims: set[int], weight: TensorPlan | None) -> type[ParallelModule]:
@@ -301,9 +306,8 @@ def _tell(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> None
     for name, value in values.items():
         if hasattr(module, name):
             setattr(module, name, value)
-    for name, layers in rule.ratios.items():
-        rows, others = (getattr(module, layer).weight.shape[0] for layer in layers)
-        setattr(module, name, rows // others)
+    for name, (layer, size) in rule.at_most.items():
+        setattr(module, name, min(getattr(module, name), getattr(module, layer).weight.shape[0] // getattr(module, size)))
     if rule.inputs:
         cuts = {name: (dim, scope.local_units(unit, axis.size, axis.rank)) for name, (dim, unit) in rule.inputs.items()}
         names = list(inspect.signature(module.forward).parameters)

@@ -76,6 +76,7 @@ class Rule:
         groups: how often the parts repeat.
         pad: fill up with zeros what does not divide.
         transposed: the weight is stored (in, out), as Conv1D stores it.
+        beside: a layer of the same module, whose ``rows`` the sizes of units may be told by.
         size: what the last dim has to be, where another size would be another thing of the same name.
         when: config fields that must have these values for the rule to count.
         optional: of a user's rule, that it may match nothing, as where names on disk and in memory differ.
@@ -89,6 +90,7 @@ class Rule:
     groups: str | int = 1
     pad: bool = False
     transposed: bool = False
+    beside: str = ""
     size: str | int | None = None
     when: tuple[tuple[str, Any], ...] = ()
     optional: bool = False
@@ -115,7 +117,8 @@ class ModuleRule:
         pattern: module names, as in a :class:`Rule`.
         attributes: name of an attribute, or ``config.`` and a field of the module's config, to its value on a rank.
         inputs: name of an argument to the dim of it, and the unit of which that holds one after the other.
-        ratios: name of an attribute to two of its layers; it is how many rows a rank has of the one, over the other's.
+        at_most: name of an attribute to a layer and another attribute: it is no more than the rows that a rank has of the
+            one, over the other.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none.
@@ -125,7 +128,7 @@ class ModuleRule:
     pattern: str
     attributes: Mapping[str, str | int]
     inputs: Mapping[str, tuple[int, str]]
-    ratios: Mapping[str, Sequence[str]]
+    at_most: Mapping[str, Sequence[str]]
     norms: str = ""
     shared_output: str | int | None = None
     when: tuple[tuple[str, Any], ...] = ()
@@ -135,10 +138,10 @@ class ModuleRule:
         """What several rules say together; where two differ, the last counts."""
         attributes = {name: value for rule in rules for name, value in rule.attributes.items()}
         inputs = {name: value for rule in rules for name, value in rule.inputs.items()}
-        ratios = {name: layers for rule in rules for name, layers in rule.ratios.items()}
+        at_most = {name: pair for rule in rules for name, pair in rule.at_most.items()}
         norms = next((rule.norms for rule in reversed(rules) if rule.norms), "")
         shared = next((rule.shared_output for rule in reversed(rules) if rule.shared_output is not None), None)
-        return cls("", attributes, inputs, ratios, norms, shared)
+        return cls("", attributes, inputs, at_most, norms, shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +275,8 @@ def _parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TO
 
 
 _RULE_KEYS = {
-    "style": str, "unit": str, "parts": list, "groups": (str, int), "pad": bool, "transposed": bool, "size": (str, int),
-    "when": dict, "optional": bool,
+    "style": str, "unit": str, "parts": list, "groups": (str, int), "pad": bool, "transposed": bool, "beside": str,
+    "size": (str, int), "when": dict, "optional": bool,
 }  # fmt: skip
 
 
@@ -295,7 +298,7 @@ def _parse_rules(rules: dict[str, Any], origin: str) -> Iterable[Rule]:
 
 
 _MODULE_KEYS = {
-    "attributes": dict, "inputs": dict, "ratios": dict, "norms": str, "shared_output": (str, int), "when": dict,
+    "attributes": dict, "inputs": dict, "at_most": dict, "norms": str, "shared_output": (str, int), "when": dict,
 }  # fmt: skip
 
 
@@ -304,17 +307,17 @@ def _parse_modules(modules: dict[str, Any]) -> Iterable[ModuleRule]:
         for data in alternatives if isinstance(alternatives, list) else [alternatives]:
             try:
                 _check_keys(data, _MODULE_KEYS)
-                attributes, inputs, ratios = (data.get(key, {}) for key in ("attributes", "inputs", "ratios"))
+                attributes, inputs, at_most = (data.get(key, {}) for key in ("attributes", "inputs", "at_most"))
                 for expression in (*attributes.values(), data.get("shared_output", 0)):
                     check_expression(expression)
                 for place in inputs.values():
                     _check_keys(place, {"dim": int, "unit": str})
-                if not all(isinstance(two, list) and list(map(type, two)) == [str, str] for two in ratios.values()):
-                    raise ValueError("ratios are of two layers each")
+                if not all(isinstance(two, list) and list(map(type, two)) == [str, str] for two in at_most.values()):
+                    raise ValueError("at_most has a layer and an attribute for each name")
                 places = {name: (place["dim"], place["unit"]) for name, place in inputs.items()}
                 when = tuple(data.get("when", {}).items())
                 norms, shared = data.get("norms", ""), data.get("shared_output")
-                yield ModuleRule(pattern, attributes, places, ratios, norms, shared, when)
+                yield ModuleRule(pattern, attributes, places, at_most, norms, shared, when)
             except (ValueError, KeyError) as error:
                 raise ValueError(f"modules {pattern!r}: {error}") from error
 
