@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from shardconv.convert.modules import (
     GlobalRMSNorm,
+    GroupedRMSNorm,
     NormsOfHeads,
     ParallelConv1D,
     ParallelDepthwise,
     ParallelExperts,
     Sharded,
     SharedOutput,
+    Unfused,
     mixed,
 )
 from shardconv.convert.policy import Compiled, compile_policies, policies_in
@@ -226,6 +228,8 @@ def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _T
         return _linear_target(weight, is_transposed=kind == "Conv1D")
     if weight is not None and isinstance(module, nn.Conv1d | nn.Conv2d) and module.in_channels == module.groups:
         return _Target(ParallelDepthwise)
+    if weight is not None and kind.endswith("RMSNormGated") and hasattr(module, "group_size"):
+        return _Target(GroupedRMSNorm)
     if isinstance(module, nn.Linear):
         raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")  # noqa: TRY004 - as below
     return _Target(_own_kind(name, kind, {_num_dims(module.get_parameter(own)) for own in cut}, weight))
@@ -278,6 +282,8 @@ def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis
             shell.check_experts(name, type(module).forward)
         if isinstance(shell, ParallelDepthwise):
             shell.check_channels(name)
+        if isinstance(shell, GroupedRMSNorm):
+            shell.set_groups(name)
         return shell
     if issubclass(target.kind, ParallelConv1D):
         shell.in_features, shell.out_features = shell.nx, shell.nf
@@ -314,6 +320,8 @@ def _tell(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> None
         module.register_forward_pre_hook(partial(_cut_inputs, cuts, names), with_kwargs=True)
     if rule.norms and hasattr(module, "norms"):
         _become(module, NormsOfHeads, axis, first=scope.local_units(rule.norms, axis.size, axis.rank)[0])
+    if rule.unfused:
+        _become(module, Unfused, axis)
     if rule.shared_output is not None:
         _become(module, SharedOutput, axis, num_shared=scope.on_rank(rule.shared_output, axis.size))
 

@@ -122,6 +122,7 @@ class ModuleRule:
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none.
+        unfused: whether it has a way of its own in training that reads the weights of layers in it, and must not go it.
         when: config fields that must have these values for it to count.
     """
 
@@ -131,6 +132,7 @@ class ModuleRule:
     at_most: Mapping[str, Sequence[str]]
     norms: str = ""
     shared_output: str | int | None = None
+    unfused: bool = False
     when: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
@@ -141,7 +143,7 @@ class ModuleRule:
         at_most = {name: pair for rule in rules for name, pair in rule.at_most.items()}
         norms = next((rule.norms for rule in reversed(rules) if rule.norms), "")
         shared = next((rule.shared_output for rule in reversed(rules) if rule.shared_output is not None), None)
-        return cls("", attributes, inputs, at_most, norms, shared)
+        return cls("", attributes, inputs, at_most, norms, shared, any(rule.unfused for rule in rules))
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +300,8 @@ def _parse_rules(rules: dict[str, Any], origin: str) -> Iterable[Rule]:
 
 
 _MODULE_KEYS = {
-    "attributes": dict, "inputs": dict, "at_most": dict, "norms": str, "shared_output": (str, int), "when": dict,
+    "attributes": dict, "inputs": dict, "at_most": dict, "norms": str, "shared_output": (str, int),
+    "unfused": bool, "when": dict,
 }  # fmt: skip
 
 
@@ -317,7 +320,7 @@ def _parse_modules(modules: dict[str, Any]) -> Iterable[ModuleRule]:
                 places = {name: (place["dim"], place["unit"]) for name, place in inputs.items()}
                 when = tuple(data.get("when", {}).items())
                 norms, shared = data.get("norms", ""), data.get("shared_output")
-                yield ModuleRule(pattern, attributes, places, at_most, norms, shared, when)
+                yield ModuleRule(pattern, attributes, places, at_most, norms, shared, data.get("unfused", False), when)
             except (ValueError, KeyError) as error:
                 raise ValueError(f"modules {pattern!r}: {error}") from error
 
