@@ -2,9 +2,9 @@
 
     python tests/matrix.py [TYPE ...]
 
-Without types it runs all, and writes docs/models.md and the summary in README.md. It fails if a type is wrong that has no
-reason in :data:`REASONS`, if less of one is cut than is to be and it has none in :data:`LESS_CUT`, and if a reason is not
-needed. Nothing in either file is typed by hand but those reasons, which are here.
+Without types it runs all, and writes docs/models.md and the summary in README.md. It fails if a type is wrong that has
+no reason in :data:`REASONS`, if less of one is cut than is to be and it has none in :data:`LESS_CUT`, and if a
+reason is not needed. Nothing in either file is typed by hand but those reasons, which are here.
 """
 
 import re

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardconv.convert.modules import (
     GlobalRMSNorm,
+    GroupedRMSNorm,
     ParallelConv1D,
+    ParallelDepthwise,
     ParallelExperts,
     Sharded,
     mixed,
@@ -214,16 +216,15 @@ def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _T
     if not cut:
         return None
     weight = cut.get("weight")
-    kind = type(module).__name__
     if weight is not None and isinstance(module, nn.Embedding):
         return _Target(ParallelEmbedding, {"dim": -1 if weight.placement.dim else 0, "gather_output": False})
     if weight is not None and _is_linear(module):
-        return _linear_target(weight, is_transposed=kind == "Conv1D")
-    if isinstance(module, nn.Linear):
-        raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")  # noqa: TRY004 - as below
+        return _linear_target(weight, is_transposed=type(module).__name__ == "Conv1D")
     if "colwise_gather_output" in styles:
-        raise ValueError(f"{name}: a {kind} is no linear layer, whose output can be gathered: style gathered may do")
-    return _Target(_own_kind(name, kind, {len(module.get_parameter(own).shape) for own in cut}, weight))
+        raise ValueError(
+            f"{name}: a {type(module).__name__} is no linear layer, whose output can be gathered: see gathered"
+        )
+    return _Target(_own_kind(name, module, cut))
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -232,15 +233,28 @@ def _is_linear(module: nn.Module) -> bool:
     return kind is nn.Linear or (kind.__name__ in _LINEARS and kind.__module__.startswith("transformers."))
 
 
-def _own_kind(name: str, kind: str, dims: set[int], weight: TensorPlan | None) -> type[ParallelModule]:
+def _num_dims(parameter: Tensor) -> int:
+    """How many dims a parameter has; 1 where all but one have one element."""
+    return 1 if parameter.numel() == max(parameter.shape) else parameter.dim()
+
+
+def _own_kind(name: str, module: nn.Module, cut: Mapping[str, TensorPlan]) -> type[ParallelModule]:
     """What a module becomes that is no layer of torch's and has shards of its own, by their numbers of dims."""
+    kind = type(module).__name__
+    dims = {_num_dims(module.get_parameter(own)) for own in cut}
+    if isinstance(module, nn.Linear):
+        raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")  # noqa: TRY004 - as below
+    if isinstance(module, nn.Conv1d | nn.Conv2d) and module.in_channels == module.groups:
+        return ParallelDepthwise
+    if kind.endswith("RMSNormGated") and hasattr(module, "group_size"):
+        return GroupedRMSNorm
     if 3 in dims and "Expert" in kind:
         return ParallelExperts
     if dims - {1, 2}:
         raise ValueError(f"{name}: a {kind} with parameters of {max(dims)} dims that are cut is not known")
-    if dims != {1} or (weight is None and "Norm" not in kind):
+    if dims != {1} or ("weight" not in cut and "Norm" not in kind):
         return Sharded
-    if not kind.endswith("RMSNorm") or weight is None:
+    if not kind.endswith("RMSNorm") or "weight" not in cut:
         raise ValueError(f"{name}: a {kind} over features that are cut is not known")
     return GlobalRMSNorm
 
@@ -266,6 +280,10 @@ def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis
         shell.axis, shell.dim, shell.placements = axis, None, placements
         if isinstance(shell, ParallelExperts):
             shell.check_experts(name, type(module).forward)
+        if isinstance(shell, ParallelDepthwise):
+            shell.check_channels(name)
+        if isinstance(shell, GroupedRMSNorm):
+            shell.set_groups(name)
         return shell
     if issubclass(target.kind, ParallelConv1D):
         shell.in_features, shell.out_features = shell.nx, shell.nf

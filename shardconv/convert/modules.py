@@ -32,14 +32,18 @@ class Sharded(ParallelModule):
         """As the module's own."""
         if not torch.is_grad_enabled() and not self._always_used:
             return super().forward(*inputs, **options)
+        convolutions = [child for child in self.children() if isinstance(child, ParallelDepthwise)]  # it may read them
+        changed = []
         try:
-            for name, parameter in self._parameters.items():
-                if parameter is not None:
-                    self.__dict__[name] = self._used(name)  # found before the parameter is
+            for module in (self, *convolutions):
+                for name, parameter in module._parameters.items():  # noqa: SLF001 - a module's own, as in torch
+                    if parameter is not None and name not in module.__dict__:
+                        module.__dict__[name] = module._used(name)  # noqa: SLF001 - found before the parameter
+                        changed.append((module, name))
             return super().forward(*inputs, **options)
         finally:
-            for name in self._parameters:
-                self.__dict__.pop(name, None)
+            for module, name in changed:
+                del module.__dict__[name]
 
     def _used(self, name: str) -> Tensor:
         """What a parameter is computed with, so that its gradient is that of all ranks."""
@@ -68,6 +72,89 @@ class GlobalRMSNorm(Sharded):
         own, full = squares / hidden_states.shape[-1], total / held
         normed: Tensor = super().forward(hidden_states)
         return (normed * ((own + eps) / (full + eps)).sqrt()).to(normed.dtype)
+
+
+class ParallelDepthwise(Sharded):
+    """A convolution of each channel by itself, over the channels of a rank; bias, if any, cut as they are."""
+
+    groups: int
+    in_channels: int
+    out_channels: int
+
+    def check_channels(self, name: str) -> None:
+        """Check that channels are what is cut, and take over how many the rank has.
+
+        Args:
+            name: of the module.
+
+        Raises:
+            ValueError: if they are not, or the bias is not cut as they are.
+        """
+        ranks = {placement.ranks for placement in self.placements.values()}
+        bias = self._parameters["bias"]
+        if {placement.dim for placement in self.placements.values()} != {0} or len(ranks) > 1:
+            raise ValueError(f"{name}: only the channels of a convolution can be cut, and its bias as they are")
+        if self.out_channels != self.groups or (bias is not None and "bias" not in self.placements):
+            raise ValueError(f"{name}: only convolutions of each channel by itself are cut, weight and bias")
+        self.groups = self.in_channels = self.out_channels = self.placements["weight"].local_size(self.axis.rank)
+
+
+class GroupedRMSNorm(Sharded):
+    """A root mean square norm over each of several groups of features, gated first; a rank has some, or part of one.
+
+    What parts of a group lack of it is put right as in :class:`GlobalRMSNorm`.
+
+    Attributes:
+        group_size: of the groups that the rank has, or of its part of one.
+        whole_group: how many features a group has.
+    """
+
+    group_size: int
+    whole_group: int
+
+    def set_groups(self, name: str) -> None:
+        """Take over how much of a group the rank has.
+
+        Args:
+            name: of the module.
+
+        Raises:
+            ValueError: if that is neither whole groups nor an even part of one.
+        """
+        held = self.placements["weight"].local_size(self.axis.rank)
+        if held % self.group_size and self.group_size % held:
+            raise ValueError(f"{name}: {held} features a rank are neither groups of {self.group_size} nor part of one")
+        self.whole_group, self.group_size = self.group_size, min(self.group_size, held)
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        """[..., features / tp] to the same."""
+        normed: Tensor = super().forward(hidden_states, gate)
+        if self.group_size == self.whole_group:
+            return normed
+        eps: Any = self.variance_epsilon
+        gated = hidden_states.float()
+        if gate is not None:
+            gated = gated * nn.functional.silu(gate.float())
+        squares = gated.pow(2).sum(-1, keepdim=True)
+        groups = self.placements["weight"].size // self.whole_group
+        own = self.axis.rank * groups // self.axis.size
+        of_all = nn.functional.pad(squares, (own, groups - 1 - own))
+        total = copy_to_tp(reduce_from_tp(of_all, group=self.axis), group=self.axis)[..., own : own + 1]
+        scale = (squares / self.group_size + eps) / (total / self.whole_group + eps)
+        return (normed * scale.sqrt()).to(normed.dtype)
+
+
+class Unfused(ParallelModule):
+    """A module that computes in training as it does else: what it has for training reads weights of layers inside."""
+
+    @property
+    def training(self) -> bool:
+        """Never, for the module itself; those inside have their own."""
+        return False
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        pass
 
 
 class ParallelExperts(Sharded):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardconv.convert.modules import NormsOfHeads, SharedOutput, mixed
+from shardconv.convert.modules import NormsOfHeads, SharedOutput, Unfused, mixed
 from shardconv.convert.whole import RankConfig
 from shardconv.distributed import Axis
 from shardconv.errors import PlanError
@@ -26,18 +26,22 @@ class Told(NamedTuple):
         module: the module.
         attributes: name to value.
         fields: fields of its config to their values.
+        at_most: name of an attribute to a layer and to the attribute that divides its rows: it is no more than that.
         cuts: name of an argument to the dim of it that is cut, and to the rank's first unit, how many it has, and how
             many there are.
         first_norm: the first of its ``norms`` that is the rank's; None if it has none.
         num_shared: see :class:`~shardconv.convert.modules.SharedOutput`; None if it is not told.
+        is_unfused: see :class:`~shardconv.convert.modules.Unfused`.
     """
 
     module: nn.Module
     attributes: dict[str, int]
     fields: dict[str, int]
+    at_most: dict[str, tuple[str, ...]]
     cuts: dict[str, tuple[int, tuple[int, int, int]]]
     first_norm: int | None
     num_shared: int | None
+    is_unfused: bool
 
 
 def told_of(model: nn.Module, scope: Scope, axis: Axis) -> Iterator[Told]:
@@ -73,9 +77,11 @@ def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told
         module,
         {name: value for name, value in values.items() if hasattr(module, name)},
         {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")},
+        {name: tuple(limit) for name, limit in rule.at_most.items()},
         {name: (dim, units(unit)) for name, (dim, unit) in rule.inputs.items()},
         units(rule.norms)[0] if rule.norms and hasattr(module, "norms") else None,
         None if rule.shared_output is None else scope.on_rank(rule.shared_output, axis.size),
+        rule.unfused,
     )
 
 
@@ -86,11 +92,16 @@ def tell(told: Told, axis: Axis) -> None:
         module.__dict__["config"] = RankConfig(module.config, told.fields)
     for name, value in told.attributes.items():
         setattr(module, name, value)
+    for name, (layer, size) in told.at_most.items():
+        rows = getattr(module, layer).weight.shape[0]
+        setattr(module, name, min(getattr(module, name), rows // getattr(module, size)))
     if told.cuts:
         names = list(inspect.signature(module.forward).parameters)
         module.register_forward_pre_hook(partial(_cut_inputs, told.cuts, names), with_kwargs=True)
     if told.first_norm is not None:
         _become(module, NormsOfHeads, axis, first=told.first_norm)
+    if told.is_unfused:
+        _become(module, Unfused, axis)
     if told.num_shared is not None:
         _become(module, SharedOutput, axis, num_shared=told.num_shared)
 

@@ -8,7 +8,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -37,11 +37,15 @@ STYLES = {
     "embedding_rowwise": Style(weight=-2, bias=-1),
     "embedding_colwise": Style(weight=-1, bias=None),
     "gathered": Style(weight=0, bias=0),
+    "channelwise": Style(weight=0, bias=0),
     "replicate": Style(weight=None, bias=None),
     "replicated_with_grad_allreduce": Style(weight=None, bias=None),
 }
 
 _FOLDER = Path(__file__).parent / "families"
+
+#: Styles of which a rule may have parts, and need not.
+_MAY_HAVE_PARTS = ("colwise_gather_output", "channelwise")
 
 #: What stands in a pattern for one of several texts.
 CHOICE = re.compile(r"\{[^{}]*\}")
@@ -72,6 +76,7 @@ class Rule:
         groups: how often the parts repeat.
         pad: fill up with zeros what does not divide.
         transposed: the weight is stored (in, out), as Conv1D stores it.
+        beside: a layer of the same module, whose ``rows`` the sizes of units may be told by.
         size: what the last dim has to be, where another size would be another thing of the same name.
         dims: tensors with fewer dims than this stay whole, or with one element along the dim that would be cut: norms
             and the like, beside kernels whose names are not known.
@@ -87,6 +92,7 @@ class Rule:
     groups: str | int = 1
     pad: bool = False
     transposed: bool = False
+    beside: str = ""
     size: str | int | None = None
     dims: int = 0
     when: tuple[tuple[str, Any], ...] = ()
@@ -98,8 +104,8 @@ class Rule:
             raise ValueError("a { has no }, or a } no {")
         if self.style not in STYLES:
             raise ValueError(f"style {self.style!r} is none of {', '.join(STYLES)}")
-        if bool(self.parts) != STYLES[self.style].packed and self.style != "colwise_gather_output":
-            raise ValueError("packed styles have parts, and only they and colwise_gather_output may")
+        if bool(self.parts) != STYLES[self.style].packed and self.style not in _MAY_HAVE_PARTS:
+            raise ValueError(f"packed styles have parts, and only they and {' and '.join(_MAY_HAVE_PARTS)} may")
         if self.unit and self.parts:
             raise ValueError("a rule has unit or parts, not both")
         check_expression(self.groups)
@@ -114,9 +120,12 @@ class ModuleRule:
         pattern: module names, as in a :class:`Rule`.
         attributes: name of an attribute, or ``config.`` and a field of the module's config, to its value on a rank.
         inputs: name of an argument to the dim of it, and the unit of which that holds one after the other.
+        at_most: name of an attribute to a layer and another attribute: it is no more than the rows that a rank has of
+            the one, over the other.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none.
+        unfused: whether it has a way of its own in training that reads the weights of layers in it, and must not go it.
         when: config fields that must have these values for it to count.
         origin: whose rule it is.
         is_required: of a user's rule, that it has to meet a module that has what it says.
@@ -125,8 +134,10 @@ class ModuleRule:
     pattern: str
     attributes: Mapping[str, str | int]
     inputs: Mapping[str, tuple[int, str]]
+    at_most: Mapping[str, Sequence[str]] = field(default_factory=dict)
     norms: str = ""
     shared_output: str | int | None = None
+    unfused: bool = False
     when: tuple[tuple[str, Any], ...] = ()
     origin: str = ""
     is_required: bool = False
@@ -136,9 +147,10 @@ class ModuleRule:
         """What several rules say together; where two differ, the last counts."""
         attributes = {name: value for rule in rules for name, value in rule.attributes.items()}
         inputs = {name: value for rule in rules for name, value in rule.inputs.items()}
+        at_most = {name: pair for rule in rules for name, pair in rule.at_most.items()}
         norms = next((rule.norms for rule in reversed(rules) if rule.norms), "")
         shared = next((rule.shared_output for rule in reversed(rules) if rule.shared_output is not None), None)
-        return cls("", attributes, inputs, norms, shared)
+        return cls("", attributes, inputs, at_most, norms, shared, any(rule.unfused for rule in rules))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +263,7 @@ def _parse_family(name: str, data: dict[str, Any], origin: str) -> Family:
             modules=tuple(_parse_modules(data.get("modules", {}), origin)),
             parts=data.get("parts", {}),
         )
-        if not all(isinstance(field, str) for field in (family.parts or {}).values()):
+        if not all(isinstance(name, str) for name in (family.parts or {}).values()):
             raise ValueError("parts are names of config fields")
         for expression in (family.config or {}).values():
             check_expression(expression)
@@ -272,8 +284,8 @@ def _parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TO
 
 
 _RULE_KEYS = {
-    "style": str, "unit": str, "parts": list, "groups": (str, int), "pad": bool, "transposed": bool, "size": (str, int),
-    "dims": int, "when": dict, "optional": bool,
+    "style": str, "unit": str, "parts": list, "groups": (str, int), "pad": bool, "transposed": bool, "beside": str,
+    "size": (str, int), "dims": int, "when": dict, "optional": bool,
 }  # fmt: skip
 
 
@@ -294,7 +306,10 @@ def _parse_rules(rules: dict[str, Any], origin: str) -> Iterable[Rule]:
                 raise ValueError(f"rule {pattern!r}: {error}") from error
 
 
-_MODULE_KEYS = {"attributes": dict, "inputs": dict, "norms": str, "shared_output": (str, int), "when": dict}
+_MODULE_KEYS = {
+    "attributes": dict, "inputs": dict, "at_most": dict, "norms": str, "shared_output": (str, int),
+    "unfused": bool, "when": dict,
+}  # fmt: skip
 
 
 def _parse_modules(modules: dict[str, Any], origin: str) -> Iterable[ModuleRule]:
@@ -302,15 +317,18 @@ def _parse_modules(modules: dict[str, Any], origin: str) -> Iterable[ModuleRule]
         for data in alternatives if isinstance(alternatives, list) else [alternatives]:
             try:
                 _check_keys(data, _MODULE_KEYS)
-                attributes, inputs = data.get("attributes", {}), data.get("inputs", {})
+                attributes, inputs, at_most = (data.get(key, {}) for key in ("attributes", "inputs", "at_most"))
                 for expression in (*attributes.values(), data.get("shared_output", 0)):
                     check_expression(expression)
                 for place in inputs.values():
                     _check_keys(place, {"dim": int, "unit": str})
+                if not all(isinstance(two, list) and list(map(type, two)) == [str, str] for two in at_most.values()):
+                    raise ValueError("at_most has a layer and an attribute for each name")
                 places = {name: (place["dim"], place["unit"]) for name, place in inputs.items()}
                 when = tuple(data.get("when", {}).items())
                 norms, shared = data.get("norms", ""), data.get("shared_output")
-                yield ModuleRule(pattern, attributes, places, norms, shared, when, origin)
+                unfused = data.get("unfused", False)
+                yield ModuleRule(pattern, attributes, places, at_most, norms, shared, unfused, when, origin)
             except (ValueError, KeyError) as error:
                 raise ValueError(f"modules {pattern!r}: {error}") from error
 

@@ -40,6 +40,7 @@ class _Question(NamedTuple):
     spec: TensorSpec
     weight: TensorSpec | None
     expert: Expert | None = None
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,8 @@ class Resolver:
         name = self._first[question]
         if self._unsure and tp & (tp - 1):
             raise _BlockedError(name, f"only powers of two are safe: {self._unsure}")
-        rule, scope, leaf, spec, weight, expert = question
-        fields = scope.fields()
+        rule, scope, leaf, spec, weight, expert, rows = question
+        fields = scope.fields() if rows is None else scope.fields(rows=rows)
         reference = weight if leaf == "weight_scale_inv" and weight else spec
         try:
             if expert is not None:
@@ -331,10 +332,23 @@ def _ask(tensors: Mapping[str, TensorSpec], scopes: Sequence[Scope]) -> dict[str
         elif match is None:
             uncovered.append(name)
         else:
-            questions[name] = _Question(*ruled[match.place], match.leaf, spec, weight)
+            rule, scope = ruled[match.place]
+            rows = _rows_beside(name, rule.beside, tensors) if rule.beside else None
+            questions[name] = _Question(rule, scope, match.leaf, spec, weight, rows=rows)
     if uncovered:
         raise PlanError(_uncovered(uncovered, tensors, scopes[0].family))
     return questions
+
+
+def _rows_beside(name: str, layer: str, tensors: Mapping[str, TensorSpec]) -> int:
+    """How many rows a layer has that is in the same module as the layer of a tensor."""
+    module = name.rpartition(".")[0].rpartition(".")[0]
+    weight = tensors.get(f"{module}.{layer}.weight")
+    if weight is None or len(weight.shape) < 2:
+        raise PlanError(
+            f"{name}: its rule goes by the rows of {layer} beside it, and there is no {module}.{layer}.weight"
+        )
+    return weight.shape[0]
 
 
 def _scale_match(

@@ -30,9 +30,9 @@ class Scope:
     config: Mapping[str, Any] | None
     at: str = ""
 
-    def fields(self) -> Fields:
-        """The config seen through the family; each tells what was read through it."""
-        return Fields(self.config, self.family.config or {})
+    def fields(self, **others: int) -> Fields:
+        """The config seen through the family, and other fields; each tells what was read through it."""
+        return Fields({**(self.config or {}), **others} if others else self.config, self.family.config or {})
 
     def rules(self) -> Iterator[Rule]:
         """The rules that count with this config."""
