@@ -391,6 +391,18 @@ def _instructblip(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def _blip_2_retrieval(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """BLIP-2 beside text: the places of the image come before the text, and there is a mask of both."""
+    side, config = model.config.vision_config.image_size, model.config
+    spot = torch.full((BATCH, config.num_query_tokens), config.image_token_index)
+    ids = torch.cat([spot, _tokens(model, (BATCH, LENGTH), generator)], dim=1)
+    return {
+        "pixel_values": torch.rand(BATCH, 3, side, side, generator=generator) * 2 - 1,
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+    }
+
+
 #: Parts that an image comes in, between the batch and the channels.
 _PARTS: dict[str, tuple[int, ...]] = {
     "idefics2": (1,), "idefics3": (2,), "smolvlm": (2,), "llava_next": (5,), "llava_next_video": (5,),
@@ -423,6 +435,7 @@ _NO_GENERATION = {
 }  # fmt: skip
 
 _SPECIAL: dict[str, Any] = {
+    "Blip2ForImageTextRetrieval": _blip_2_retrieval,
     "idefics": _idefics,
     "instructblip": _instructblip,
     "instructblipvideo": _instructblip,
