@@ -403,6 +403,14 @@ def _blip_2_retrieval(model: Any, generator: torch.Generator) -> dict[str, Tenso
     }
 
 
+def _seen_and_heard(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """An image and a sound an example."""
+    names, audio = inspect.signature(model.forward).parameters, model.config.audio_config
+    sound = _features(model.config, audio, generator)
+    mask = torch.ones(BATCH, sound.shape[2], dtype=torch.int64)
+    return {**_images(model, names, generator), "input_features": sound, "feature_attention_mask": mask}
+
+
 #: Parts that an image comes in, between the batch and the channels.
 _PARTS: dict[str, tuple[int, ...]] = {
     "idefics2": (1,), "idefics3": (2,), "smolvlm": (2,), "llava_next": (5,), "llava_next_video": (5,),
@@ -445,7 +453,9 @@ _SPECIAL: dict[str, Any] = {
     "dia": _dia,
     "kyutai_speech_to_text": _kyutai,
     "mllama": _mllama,
+    "qwen2_5_omni_thinker": _seen_and_heard,
     "qwen2_audio": _qwen2_audio,
+    "qwen3_omni_moe_thinker": _seen_and_heard,
     "voxtral_realtime": _voxtral_realtime,
     "MusicgenForCausalLM": _codebooks,
     "MusicgenMelodyForCausalLM": _codebooks,
