@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from command import run
 from matrix import check, model_class, small, worst
 from safetensors.torch import load_file, save_file
@@ -14,6 +15,7 @@ from shardconv.errors import PlanError, RunError
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.foreign import FOREIGN, foreign_family
 from shardconv.plan.request import PlanRequest
+from shardconv.proof.compare import _difference
 
 CAUSAL = "causal language models"
 DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
@@ -95,3 +97,9 @@ def test_no_plan_of_transformers(tmp_path):
     small(model_class(CAUSAL, "gpt2")).save_pretrained(tmp_path)
     with pytest.raises(PlanError, match="there is no family 'transformers'"):
         shardconv.make_plan(tmp_path, tp=2, family=FOREIGN)
+
+
+def test_what_is_barred_is_no_measure():
+    expected = torch.tensor([1.0, 2.0, torch.finfo(torch.float32).min])
+    assert _difference(expected + torch.tensor([0.5, 0.0, 0.0]), expected) == 0.25
+    assert _difference(torch.tensor([1.0, 2.0, 3.0]), expected) == float("inf")

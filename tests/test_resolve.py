@@ -8,8 +8,10 @@ from build import safetensors_bytes, write_config, write_weights
 import shardconv
 from shardconv.checkpoint.header import num_bytes
 from shardconv.errors import PlanError
+from shardconv.plan.family import load_family, parse_plan_file
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.resolve import Resolver
 
 
 def fp8(path, plan: str, tmp_path, *, rows: int = 256, columns: int = 1024) -> dict[str, object]:
@@ -148,3 +150,30 @@ def test_configs_in_configs_end():
         config = {"model_type": "llava", "text_config": config}
     with pytest.raises(PlanError, match="configs in it more than 4 deep"):
         resolve({"lm_head.weight": TensorSpec("F32", (8, 8))}, config, PlanRequest())
+
+
+def test_a_part_may_name_its_family():
+    text = {"model_type": "another", "num_attention_heads": 4, "v_head_dim": 8}
+    tensors = {
+        "language_model.model.blocks.0.self_attn.o_proj.weight": TensorSpec("F32", (64, 32)),
+        "lm_head.weight": TensorSpec("F32", (96, 64)),
+    }
+    plan = Resolver(tensors, {"text_config": text}, load_family("kimi_k25")).plan(2)
+    assert [planned.placement.dim for planned in plan.tensors.values()] == [1, 0]
+
+
+@pytest.mark.parametrize("part", ["3", "{ config = 'text_config' }", "{ config = 'text_config', kind = 'llama' }"])
+def test_parts_that_are_none(part):
+    with pytest.raises(PlanError, match=r"part 'text': .* it is a config field, or has config and family"):
+        parse_plan_file("plan.toml", f"[parts]\ntext = {part}\n")
+
+
+def test_norms_with_a_row_for_each_head_are_cut_by_rows():
+    config = {"model_type": "chameleon", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    names = ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
+    tensors = {
+        f"model.layers.0.self_attn.{name}": TensorSpec("F32", (4 if name[0] == "q" else 2, 16)) for name in names
+    }
+    plan = Resolver(tensors, config, load_family("chameleon")).plan(4)
+    held = [(planned.placement.dim, planned.placement.local_size(0)) for planned in plan.tensors.values()]
+    assert held == [(0, 1)] * 4

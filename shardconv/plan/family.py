@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from shardconv.errors import PlanError
 from shardconv.plan.fields import check_expression
@@ -37,7 +37,7 @@ STYLES = {
     "embedding_rowwise": Style(weight=-2, bias=-1),
     "embedding_colwise": Style(weight=-1, bias=None),
     "gathered": Style(weight=0, bias=0),
-    "channelwise": Style(weight=0, bias=0),
+    "by_rows": Style(weight=0, bias=0),
     "replicate": Style(weight=None, bias=None),
     "replicated_with_grad_allreduce": Style(weight=None, bias=None),
 }
@@ -45,7 +45,7 @@ STYLES = {
 _FOLDER = Path(__file__).parent / "families"
 
 #: Styles of which a rule may have parts, and need not.
-_MAY_HAVE_PARTS = ("colwise_gather_output", "channelwise")
+_MAY_HAVE_PARTS = ("colwise_gather_output", "by_rows")
 
 #: What stands in a pattern for one of several texts.
 CHOICE = re.compile(r"\{[^{}]*\}")
@@ -153,6 +153,18 @@ class ModuleRule:
         return cls("", attributes, inputs, at_most, norms, shared, any(rule.unfused for rule in rules))
 
 
+class Part(NamedTuple):
+    """A model in a model.
+
+    Attributes:
+        field: the config field that holds its config.
+        family: the family whose rules cut it; that of its config's ``model_type`` if "".
+    """
+
+    field: str
+    family: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """The rules for the models of one shape.
@@ -166,7 +178,7 @@ class Family:
         units: name to unit.
         rules: in the order in which they are tried; the first whose pattern matches counts.
         modules: what modules have to be told; all that match count, the last of an attribute's values most.
-        parts: of a model made of models, what the names of each begin with, to the field that is its config.
+        parts: of a model made of models, what the names of each begin with.
     """
 
     name: str
@@ -177,7 +189,7 @@ class Family:
     units: Mapping[str, UnitRule] | None = None
     rules: tuple[Rule, ...] = ()
     modules: tuple[ModuleRule, ...] = ()
-    parts: Mapping[str, str] | None = None
+    parts: Mapping[str, Part] | None = None
 
     def over(self, base: "Family") -> "Family":
         """This family with what it does not say taken from ``base``; its own rules are tried first.
@@ -261,10 +273,8 @@ def _parse_family(name: str, data: dict[str, Any], origin: str) -> Family:
             units={key: _parse_unit(key, unit) for key, unit in data.get("units", {}).items()},
             rules=tuple(_parse_rules(data.get("rules", {}), origin)),
             modules=tuple(_parse_modules(data.get("modules", {}), origin)),
-            parts=data.get("parts", {}),
+            parts={start: _parse_part(start, part) for start, part in data.get("parts", {}).items()},
         )
-        if not all(isinstance(name, str) for name in (family.parts or {}).values()):
-            raise ValueError("parts are names of config fields")
         for expression in (family.config or {}).values():
             check_expression(expression)
     except ValueError as error:
@@ -331,6 +341,16 @@ def _parse_modules(modules: dict[str, Any], origin: str) -> Iterable[ModuleRule]
                 yield ModuleRule(pattern, attributes, places, at_most, norms, shared, unfused, when, origin)
             except (ValueError, KeyError) as error:
                 raise ValueError(f"modules {pattern!r}: {error}") from error
+
+
+def _parse_part(start: str, data: Any) -> Part:  # noqa: ANN401 - anything TOML holds
+    if isinstance(data, str):
+        return Part(data)
+    try:
+        _check_keys(data, {"config": str, "family": str})
+        return Part(data["config"], data["family"])
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"part {start!r}: {error}: it is a config field, or has config and family") from error
 
 
 def _check_keys(data: Any, known: Mapping[str, Any]) -> None:  # noqa: ANN401 - anything TOML holds

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import Family, ModuleRule, Rule, family_for
+from shardconv.plan.family import Family, ModuleRule, Part, Rule, family_for, load_family
 from shardconv.plan.fields import Fields, names_in
 from shardconv.plan.matcher import name_regex
 from shardconv.plan.placement import Unit
@@ -84,9 +84,14 @@ def scopes_of(family: Family, config: Mapping[str, Any] | None, at: str = "", de
     if depth > _MAX_DEPTH:
         raise PlanError(f"the config has configs in it more than {_MAX_DEPTH} deep, as no model has")
     yield Scope(family, config, at)
-    for start, field in (family.parts or {}).items():
-        inner = (config or {}).get(field)
-        kind = inner.get("model_type") if isinstance(inner, Mapping) else None
-        known = family_for(kind) if isinstance(kind, str) else None
-        if known is not None:
+    for start, part in (family.parts or {}).items():
+        inner = (config or {}).get(part.field)
+        if isinstance(inner, Mapping) and (known := _family_of(part, inner)) is not None:
             yield from scopes_of(known, inner, f"{at}.{start}" if at else start, depth + 1)
+
+
+def _family_of(part: Part, config: Mapping[str, Any]) -> Family | None:
+    if part.family:
+        return load_family(part.family)
+    kind = config.get("model_type")
+    return family_for(kind) if isinstance(kind, str) else None

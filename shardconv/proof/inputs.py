@@ -130,7 +130,12 @@ def _method(model: Any, name: str) -> Any:
 
 def _feature_tensors(found: Any) -> list[Tensor]:
     if hasattr(found, "last_hidden_state"):
-        found = found.last_hidden_state if found.get("pooler_output") is None else found.pooler_output
+        if found.get("pooler_output") is not None:
+            found = found.pooler_output
+        elif found.last_hidden_state is not None:
+            found = found.last_hidden_state
+        else:  # for layers of the text model, as many for each
+            found = found.deepstack_features[0][1]
     return [found] if isinstance(found, Tensor) else [one for one in found if isinstance(one, Tensor)]
 
 
@@ -450,6 +455,63 @@ def _ids_after(model: Any, places: Mapping[int, int], generator: torch.Generator
     return torch.cat([*spots, _tokens(model, (BATCH, LENGTH), generator)], dim=1)
 
 
+def _blip_2_retrieval(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """BLIP-2 beside text: the places of the image come before the text, and there is a mask of both."""
+    side, config = model.config.vision_config.image_size, model.config
+    spot = torch.full((BATCH, config.num_query_tokens), config.image_token_index)
+    ids = torch.cat([spot, _tokens(model, (BATCH, LENGTH), generator)], dim=1)
+    return {
+        "pixel_values": torch.rand(BATCH, 3, side, side, generator=generator) * 2 - 1,
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+    }
+
+
+def _seen_and_heard(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """An image and a sound an example."""
+    names, audio = inspect.signature(model.forward).parameters, model.config.audio_config
+    sound = _features(model.config, audio, generator)
+    mask = torch.ones(BATCH, sound.shape[2], dtype=torch.int64)
+    return {**_images(model, names, generator), "input_features": sound, "feature_attention_mask": mask}
+
+
+def _diffusion_gemma(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """DiffusionGemma: an image in patches, a canvas, and what was guessed of it before."""
+    vision, canvas = model.config.vision_config, (BATCH, LENGTH)
+    side = 2 * vision.pooling_kernel_size
+    places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
+    given = {
+        "pixel_values": torch.rand(BATCH, side * side, 3 * vision.patch_size**2, generator=generator),
+        "image_position_ids": places.expand(BATCH, -1, -1),
+    }
+    spot = torch.full((BATCH, 4), model.config.image_token_id)
+    return {
+        **given,
+        "input_ids": torch.cat([spot, _tokens(model, (BATCH, LENGTH), generator)], dim=1),
+        "decoder_input_ids": _tokens(model, canvas, generator),
+        "self_conditioning_logits": torch.randn(*canvas, _vocabulary(model), generator=generator),
+    }
+
+
+def _evolla(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Evolla: a protein beside the text, and masks of both."""
+    ids, protein = (_tokens(model, (BATCH, LENGTH), generator) for _ in range(2))
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "protein_input_ids": protein,
+        "protein_attention_mask": torch.ones_like(protein),
+    }
+
+
+def _granite_docling(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Granite Docling: images in tiles, with a mask of those that are none."""
+    vision = model.config.vision_config
+    tiles = torch.rand(BATCH, 2, vision.num_channels, vision.image_size, vision.image_size, generator=generator)
+    given = {"pixel_values": tiles * 2 - 1, "pixel_attention_mask": torch.ones(BATCH, 2, dtype=torch.bool)}
+    return {**given, **_text(model, ["input_ids"], given, generator)}
+
+
 #: Parts that an image comes in, between the batch and the channels.
 _PARTS: dict[str, tuple[int, ...]] = {
     "idefics2": (1,), "idefics3": (2,), "smolvlm": (2,), "llava_next": (5,), "llava_next_video": (5,),
@@ -483,6 +545,7 @@ _NO_GENERATION = {
 
 _SPECIAL: dict[str, Any] = {
     "gemma3n": _gemma3n,
+    "Blip2ForImageTextRetrieval": _blip_2_retrieval,
     "idefics": _idefics,
     "inkling_mm_model": _inkling,
     "instructblip": _instructblip,
@@ -496,8 +559,13 @@ _SPECIAL: dict[str, Any] = {
     "dia": _dia,
     "kyutai_speech_to_text": _kyutai,
     "mllama": _mllama,
+    "diffusion_gemma": _diffusion_gemma,
+    "evolla": _evolla,
+    "granite_docling": _granite_docling,
+    "qwen2_5_omni_thinker": _seen_and_heard,
     "qwen2_audio": _qwen2_audio,
     "videoprism": _videoprism,
+    "qwen3_omni_moe_thinker": _seen_and_heard,
     "voxtral_realtime": _voxtral_realtime,
     "MusicgenForCausalLM": _codebooks,
     "MusicgenMelodyForCausalLM": _codebooks,

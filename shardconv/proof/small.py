@@ -41,7 +41,9 @@ def small_fields(
         own: further fields that the type is to have; a nested table goes into the nested config.
         tokens: the small id of every special token, for a nested config; from all that the config names if not given.
     """
-    own = {**_table()["types"].get(config.get("model_type"), {}), **(own or {})}
+    own = {**(own or {})}
+    for table in ("types", "complete"):
+        own = {**_table()[table].get(config.get("model_type"), {}), **own}
     tokens = _small_tokens(config) if tokens is None else tokens
     layers = _layers(config)
     fields: dict[str, Any] = {}
