@@ -55,9 +55,7 @@ KINDS = {
 
 #: Types that are not proven, by the reason.
 _REASONS = {
-    "needs a package that is not installed: timm and PIL, natten, or scipy": (
-        "dinat", "fast_vlm", "gemma3n", "inkling_mm_model", "perception_lm", "timm_wrapper",
-    ),
+    "needs a package that is not installed: timm and PIL, natten, or scipy": ("dinat",),
     "transformers builds it not from its own default config": (
         "chameleon", "emu3", "gemma4_assistant", "gemma4_unified_assistant", "videoprism",
     ),
