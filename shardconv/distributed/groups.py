@@ -5,6 +5,7 @@ DeviceMesh; knows nothing of layers or placements.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -13,6 +14,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardconv.distributed.exchange import Exchange
+from shardconv.distributed.members import (
+    checked_ranks,
+    fitted_sizes,
+    mesh_over,
+    message_device,
+    new_members_group,
+    serves_cpu,
+)
 
 _NAMES = ("pipeline", "data", "tensor")
 
@@ -28,6 +37,7 @@ class Axis:
         ranks: their ranks in the world.
         group: torch's process group; None where it would be of this process alone and none was made.
         exchange: for small messages on a CPU, memory that the ranks share; None for torch's group alone.
+        beside: a group that serves CPU tensors, where ``group`` does not and :meth:`with_cpu_group` made one.
     """
 
     name: str
@@ -36,6 +46,30 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     exchange: Exchange | None = None
+    beside: dist.ProcessGroup | None = None
+
+    @property
+    def has_cpu_group(self) -> bool:
+        """Whether CPU tensors can go over the axis; over one process they always can."""
+        return self.size == 1 or self.beside is not None or (self.group is not None and serves_cpu(self.group))
+
+    @property
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        """Torch's group over which CPU tensors go: ``group`` itself where its backend is "gloo" or has a "cpu:" part.
+
+        Raises:
+            RuntimeError: if there is none.
+        """
+        if not self.has_cpu_group:
+            raise RuntimeError(
+                f"{self} has no group for CPU tensors: have all its ranks call with_cpu_group(), or start "
+                f'torch.distributed with backend="cpu:gloo,cuda:nccl"'
+            )
+        return self.beside or self.group
+
+    def with_cpu_group(self) -> Self:
+        """This axis, with a group for CPU tensors; all its ranks call it. Itself, where it has one."""
+        return self if self.has_cpu_group else replace(self, beside=new_members_group(self.ranks, "gloo"))
 
     def with_exchange(self) -> Self:
         """This axis, with memory that the ranks share where they are on one machine; all ranks call it.
@@ -47,8 +81,7 @@ class Axis:
     @property
     def message_device(self) -> torch.device:
         """Where the tensors of a collective have to be that are on no device by themselves."""
-        is_on_device = self.group is not None and dist.get_backend(self.group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if is_on_device else torch.device("cpu")
+        return message_device(self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself: a copy of a layer belongs to the same processes."""
@@ -72,59 +105,81 @@ class ParallelGroups:
     """The axes of the current processes.
 
     Attributes:
-        tensor: the processes that hold the shards of the same tensors; their ranks in the world are adjacent.
+        tensor: the processes that hold the shards of the same tensors; they stand side by side in ``ranks``.
         data: the processes that hold the same shards and see other data.
         pipeline: the processes that hold other layers.
         mesh: torch's mesh over all of them, of shape (pipeline, data, tensor); None for a single process without
             ``torch.distributed``.
+        ranks: of all of them, in the world, in the order of the mesh.
     """
 
     tensor: Axis
     data: Axis
     pipeline: Axis
     mesh: DeviceMesh | None
+    ranks: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """This process's position in ``ranks``."""
+        return 0 if self.mesh is None else self.ranks.index(dist.get_rank())
+
+    @property
+    def size(self) -> int:
+        """Number of processes of all axes together."""
+        return len(self.ranks)
 
 
 _current: ParallelGroups | None = None
 
 
 def init_parallel(
-    *, tensor: int = 1, data: int = 1, pipeline: int = 1, device_type: str | None = None
+    *,
+    tensor: int = 1,
+    data: int = 1,
+    pipeline: int = 1,
+    device_type: str | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> ParallelGroups:
     """Make the groups, and make them current.
 
-    ``torch.distributed`` is started if it is not, from the environment that torchrun sets. Stands on
-    :func:`torch.distributed.device_mesh.init_device_mesh`; the mesh has the shape (pipeline, data, tensor).
+    ``torch.distributed`` is started if it is not, from the environment that torchrun sets; that takes all processes.
+    Stands on :func:`torch.distributed.device_mesh.init_device_mesh`, and on :meth:`DeviceMesh.from_group` for given
+    ranks; the mesh has the shape (pipeline, data, tensor).
 
     Args:
-        tensor: processes that share the tensors of a layer.
+        tensor: processes that share the tensors of a layer. One of the three sizes may be -1: what the others leave.
         data: processes that hold the same.
         pipeline: processes that follow each other.
         device_type: ``cpu`` or ``cuda``; by default cuda where there is one.
+        ranks: of the processes in the world, in their order in the mesh; by default all. These call the function, and
+            no others; processes in none of them can make groups of their own at the same time.
 
     Raises:
-        ValueError: if the sizes do not multiply to the number of processes.
+        ValueError: if the sizes do not multiply to the number of processes, if ``ranks`` has one twice, one that is
+            not in the world, or not this process's.
 
     Example:
-        >>> groups = init_parallel(tensor=1)
-        >>> groups.tensor.size, current_groups() is groups
-        (1, True)
+        >>> groups = init_parallel(tensor=1, data=-1)
+        >>> groups.tensor.size, groups.size, current_groups() is groups
+        (1, 1, True)
     """
     global _current  # noqa: PLW0603 - the one piece of global state
-    sizes = (pipeline, data, tensor)
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if min(sizes) < 1 or pipeline * data * tensor != world:
-        raise ValueError(
-            f"tensor {tensor} * data {data} * pipeline {pipeline} = {pipeline * data * tensor} processes, and the "
-            f"world has {world}: they have to be equal"
-        )
+    chosen = tuple(range(world)) if ranks is None else checked_ranks(ranks, world)
+    whole = f"the world has {world}" if ranks is None else f"ranks = {list(ranks)} are {len(chosen)}"
+    by_name = fitted_sizes({"tensor": tensor, "data": data, "pipeline": pipeline}, len(chosen), whole)
+    sizes = tuple(by_name[name] for name in _NAMES)
     if world == 1 and not dist.is_initialized():
         alone = {name: Axis(name, 0, 1, (0,), None) for name in _NAMES}
-        _current = ParallelGroups(**alone, mesh=None)
+        _current = ParallelGroups(**alone, mesh=None, ranks=chosen)
         return _current
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_NAMES)
-    _current = ParallelGroups(**{name: _of_mesh(mesh[name]) for name in _NAMES}, mesh=mesh)
+    if ranks is None:
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_NAMES)
+    else:
+        mesh = mesh_over(chosen, sizes, _NAMES, device_type)
+    _current = ParallelGroups(**{name: _of_mesh(mesh[name]) for name in _NAMES}, mesh=mesh, ranks=chosen)
     return _current
 
 

@@ -1,0 +1,222 @@
+"""From one layout of a tensor to another: which communications, in which order, take the least time.
+
+Owns the search. A layout is torch's placements, one for each axis of the mesh. Torch's own planner is private, does not
+price an all-to-all, and is not asked. Nothing here communicates, and no ranks are needed.
+
+A communication changes the placements of one axis, or those of several at once. A dim that several axes shard is cut by
+the first of them first, so only the last of them can be taken away, or put there, by itself.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, count
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardconv.tensor.comm import CommSpec, Cost, Links, links_by_axis
+from shardconv.tensor.cost import Link
+from shardconv.tensor.spec import MeshLike, Placements, check_placements, local_shape, mesh_sizes
+
+#: What a collective takes before its first message, in seconds: a call into torch, a kernel's launch. The alpha-beta
+#: model counts messages only, and would rather send many small ones in two collectives than a few more in one.
+START_SECONDS = 20e-6
+
+#: What sends, or gives away, as many blocks as there are ranks, each with the room of the largest.
+_OF_BLOCKS = ("all_gather", "reduce_scatter", "chunk")
+
+
+def plan_redistribution(
+    shape: Sequence[int],
+    dtype: torch.dtype | int,
+    mesh: MeshLike,
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+    links: Links = None,
+) -> tuple[CommSpec, ...]:
+    """The communications that take a tensor from one layout to another in the least time.
+
+    The time is that of the alpha-beta model, forward, and :data:`START_SECONDS` for each collective; of equal ones the
+    plan with the fewest steps is taken. Found by Dijkstra's algorithm over all layouts of the tensor.
+
+    Args:
+        shape: of the whole tensor. Sizes need not divide.
+        dtype: torch's, or bytes of an element.
+        mesh: torch's mesh, or its sizes.
+        source: placements that there are.
+        target: placements that there are to be.
+        links: what connects the ranks: a link, or one for each axis.
+
+    Returns:
+        Communications, their axes by number, in the order in which they run; none where nothing is to be done.
+
+    Raises:
+        ValueError: if a tensor of the shape cannot lie so, or an axis has no link.
+
+    Example:
+        >>> [step.collective for step in plan_redistribution((8, 8), 4, (2, 2), [Shard(0), Shard(1)], [Shard(0)] * 2)]
+        ['all_to_all']
+    """
+    return _planned(_problem(shape, dtype, mesh, source, target, links))
+
+
+def redistribution_cost(
+    shape: Sequence[int],
+    dtype: torch.dtype | int,
+    mesh: MeshLike,
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+    links: Links = None,
+) -> Cost:
+    """Seconds that :func:`plan_redistribution`'s plan takes, forward and backward; the arguments are the same.
+
+    Example:
+        >>> redistribution_cost((8, 8), 4, (2,), [Replicate()], [Shard(0)]).forward
+        0.0
+    """
+    problem = _problem(shape, dtype, mesh, source, target, links)
+    costs = [_cost(step, problem) for step in _planned(problem)]
+    forward, backward = (math.fsum(cost[i] for cost in costs) for i in range(2))
+    return Cost(forward, backward, forward + backward)
+
+
+def layout_after(layout: Sequence[Placement], step: CommSpec) -> Placements:
+    """The placements after a communication, whose axes are numbers."""
+    found = list(layout)
+    for position, axis in enumerate(step.axes):
+        assert isinstance(axis, int)
+        if step.shard_dims:
+            found[axis] = Shard(step.shard_dims[position])
+        else:
+            found[axis] = Partial() if step.collective.endswith("to_partial") else Replicate()
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    shape: tuple[int, ...]
+    itemsize: int
+    sizes: tuple[int, ...]
+    source: Placements
+    target: Placements
+    links: tuple[tuple[int, Link], ...]
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether partial sums are of use: only where there are some, so that no others are added up on the way."""
+        return any(isinstance(placement, Partial) for placement in (*self.source, *self.target))
+
+    def elements(self, layout: Placements) -> int:
+        """What the rank that has most has."""
+        return math.prod(local_shape(self.shape, self.sizes, layout, [0] * len(self.sizes)))
+
+
+def _problem(
+    shape: Sequence[int],
+    dtype: torch.dtype | int,
+    mesh: MeshLike,
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+    links: Links,
+) -> _Problem:
+    itemsize = dtype if isinstance(dtype, int) else dtype.itemsize
+    by_axis = links_by_axis(mesh, links)
+    return _Problem(
+        tuple(shape),
+        itemsize,
+        mesh_sizes(mesh),
+        check_placements(shape, mesh, source, uneven=True),
+        check_placements(shape, mesh, target, uneven=True),
+        tuple((axis, by_axis[axis]) for axis in sorted(by_axis)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _planned(problem: _Problem) -> tuple[CommSpec, ...]:
+    order = count()  # layouts have none
+    heap: list[tuple[float, int, int, Placements, tuple[CommSpec, ...]]] = [(0.0, 0, next(order), problem.source, ())]
+    done: set[Placements] = set()
+    while True:  # every layout can be reached
+        seconds, _, _, layout, steps = heapq.heappop(heap)
+        if layout == problem.target:
+            return steps
+        if layout in done:
+            continue
+        done.add(layout)
+        for step in _steps(layout, problem):
+            if (after := layout_after(layout, step)) not in done:
+                path = (*steps, step)
+                heapq.heappush(heap, (seconds + _cost(step, problem).forward, len(path), next(order), after, path))
+
+
+def _cost(step: CommSpec, problem: _Problem) -> Cost:
+    cost = step.cost(problem.sizes, dict(problem.links))
+    starts = [START_SECONDS if is_sent else 0.0 for is_sent in step.communicates(problem.sizes)]
+    return Cost(cost.forward + starts[0], cost.backward + starts[1], cost.total + sum(starts))
+
+
+def _steps(layout: Placements, problem: _Problem) -> Iterator[CommSpec]:
+    """Each communication that leads from a layout to another one."""
+    numbers = range(len(layout))
+    for axes in (subset for size in range(1, len(layout) + 1) for subset in combinations(numbers, size)):
+        if len({type(layout[axis]) for axis in axes}) > 1:
+            continue
+        for collective, shard_dims in _ways(layout, axes, problem):
+            has = layout[axes[0]]
+            gather_dims = tuple(_dim(layout[axis]) for axis in axes) if isinstance(has, Shard) else ()
+            step = CommSpec(collective, axes, gather_dims=gather_dims, shard_dims=shard_dims)
+            after = layout_after(layout, step)
+            if after != layout and _are_innermost(axes, layout) and _are_innermost(axes, after):
+                num_bytes = _num_bytes(step, layout, after, problem)
+                yield CommSpec(collective, axes, gather_dims=gather_dims, shard_dims=shard_dims, num_bytes=num_bytes)
+
+
+def _ways(layout: Placements, axes: tuple[int, ...], problem: _Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Collectives over axes of one kind of placement, with the dims that they cut.
+
+    One axis may come to cut any dim. Several at once go where they are to be, which bounds their number; and where it
+    costs nothing to go one by one, they do.
+    """
+    has, is_one = layout[axes[0]], len(axes) == 1
+    cuts: list[tuple[int, ...]] = []
+    if is_one:
+        cuts = [(dim,) for dim in range(len(problem.shape))]
+    elif all(isinstance(problem.target[axis], Shard) for axis in axes):
+        cuts = [tuple(_dim(problem.target[axis]) for axis in axes)]
+    whole, cut, partial = {
+        Partial: ("all_reduce", "reduce_scatter", None),
+        Shard: ("all_gather", "all_to_all", "shard_to_partial"),
+        Replicate: (None, "chunk", "to_partial"),
+    }[type(has)]
+    if whole:
+        yield whole, ()
+    if cut != "chunk" or is_one:
+        yield from ((cut, dims) for dims in cuts)
+    if partial and is_one and problem.has_sums:
+        yield partial, ()
+
+
+def _are_innermost(axes: tuple[int, ...], layout: Placements) -> bool:
+    """Whether no other axis cuts what these have cut."""
+    return not any(
+        isinstance(layout[axis], Shard) and layout[other] == layout[axis]
+        for axis in axes
+        for other in range(axis + 1, len(layout))
+        if other not in axes
+    )
+
+
+def _num_bytes(step: CommSpec, before: Placements, after: Placements, problem: _Problem) -> int:
+    """Of the largest tensor that a rank has before or after; with the room that blocks of unequal sizes take."""
+    sizes = problem.elements(before), problem.elements(after)
+    if step.collective not in _OF_BLOCKS:
+        return max(sizes) * problem.itemsize
+    return min(sizes) * math.prod(problem.sizes[int(axis)] for axis in step.axes) * problem.itemsize
+
+
+def _dim(placement: Placement) -> int:
+    assert isinstance(placement, Shard)
+    return placement.dim
