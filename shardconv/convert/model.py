@@ -226,10 +226,8 @@ def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _T
         return _Target(ParallelEmbedding, {"dim": -1 if weight.placement.dim else 0, "gather_output": False})
     if weight is not None and _is_linear(module):
         return _linear_target(weight, is_transposed=kind == "Conv1D")
-    if weight is not None and isinstance(module, nn.Conv1d | nn.Conv2d) and module.in_channels == module.groups:
-        return _Target(ParallelDepthwise)
-    if weight is not None and kind.endswith("RMSNormGated") and hasattr(module, "group_size"):
-        return _Target(GroupedRMSNorm)
+    if weight is not None and (special := _special_kind(module)) is not None:
+        return _Target(special)
     if isinstance(module, nn.Linear):
         raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")  # noqa: TRY004 - as below
     return _Target(_own_kind(name, kind, {_num_dims(module.get_parameter(own)) for own in cut}, weight))
@@ -239,6 +237,14 @@ def _is_linear(module: nn.Module) -> bool:
     """Whether a module computes what nn.Linear does; another class of the same name may not."""
     kind = type(module)
     return kind is nn.Linear or (kind.__name__ in _LINEARS and kind.__module__.startswith("transformers."))
+
+
+def _special_kind(module: nn.Module) -> type[ParallelModule] | None:
+    """What a module becomes that has one row a feature, and works on each feature or group of them by itself."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d) and module.in_channels == module.groups:
+        return ParallelDepthwise
+    is_grouped = type(module).__name__.endswith("RMSNormGated") and hasattr(module, "group_size")
+    return GroupedRMSNorm if is_grouped else None
 
 
 def _num_dims(parameter: Tensor) -> int:
@@ -313,7 +319,8 @@ def _tell(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> None
         if hasattr(module, name):
             setattr(module, name, value)
     for name, (layer, size) in rule.at_most.items():
-        setattr(module, name, min(getattr(module, name), getattr(module, layer).weight.shape[0] // getattr(module, size)))
+        rows = getattr(module, layer).weight.shape[0]
+        setattr(module, name, min(getattr(module, name), rows // getattr(module, size)))
     if rule.inputs:
         cuts = {name: (dim, scope.local_units(unit, axis.size, axis.rank)) for name, (dim, unit) in rule.inputs.items()}
         names = list(inspect.signature(module.forward).parameters)

@@ -8,7 +8,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -117,8 +117,8 @@ class ModuleRule:
         pattern: module names, as in a :class:`Rule`.
         attributes: name of an attribute, or ``config.`` and a field of the module's config, to its value on a rank.
         inputs: name of an argument to the dim of it, and the unit of which that holds one after the other.
-        at_most: name of an attribute to a layer and another attribute: it is no more than the rows that a rank has of the
-            one, over the other.
+        at_most: name of an attribute to a layer and another attribute: it is no more than the rows that a rank has of
+            the one, over the other.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none.
@@ -129,7 +129,7 @@ class ModuleRule:
     pattern: str
     attributes: Mapping[str, str | int]
     inputs: Mapping[str, tuple[int, str]]
-    at_most: Mapping[str, Sequence[str]]
+    at_most: Mapping[str, Sequence[str]] = field(default_factory=dict)
     norms: str = ""
     shared_output: str | int | None = None
     unfused: bool = False
