@@ -524,6 +524,8 @@ def test_a_plan_file_may_name_the_family(checkpoint, tmp_path):
         ('[rules]\n"lm_head" = { style = "packed_colwise", parts = [["x"]] }', "parts are names of units"),
         ('[rules]\n"lm_head" = { style = "colwise", when = { a = [1] } }', "single values"),
         ('[rules]\n"lm_head" = "replicate"', "is no table"),
+        ('[rules]\n"lm_head" = { style = "colwise", beside = "x" }', "its rule goes by the rows of"),
+        ('[modules]\n"lm_head" = { at_most = { x = ["q_proj"] } }', "at_most has a layer and an attribute"),
         ("[ruls]", "key 'ruls' is not known"),
         ('[units]\nhead = { count = "a ** b" }', "may stand there"),
         ('[config]\nhead_dim = "head_dim"\n[rules]\n', ""),

@@ -143,6 +143,35 @@ def test_defaults_that_double_are_evaluated_once(checkpoint, tmp_path):
         shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
 
 
+def test_channels_of_a_convolution_and_heads_told_by_the_layer_beside(tmp_path):
+    """Channels in parts are cut along dim 0; two layers whose heads differ in size are each cut between their own."""
+    weights = {"conv": ("F32", (12, 1, 3))}
+    for layer, size in enumerate((4, 8)):
+        weights[f"layers.{layer}.q_proj.weight"] = ("F32", (4 * size, 6))
+        weights[f"layers.{layer}.k_proj.weight"] = ("F32", (2 * size, 6))
+    write_weights(tmp_path / "model.safetensors", weights)
+    write_config(tmp_path, {"hidden_size": 16, "num_attention_heads": 4})
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        """[units]
+        query = { count = 4, size = "rows // 4" }
+        key = { size = "rows // 4", copies = true }
+        a = { count = 4 }
+        b = { count = 8 }
+        [rules]
+        "conv" = { style = "by_rows", parts = ["a", "b"] }
+        "layers.*.q_proj" = { style = "colwise", unit = "query", beside = "q_proj" }
+        "layers.*.k_proj" = { style = "colwise", unit = "key", beside = "q_proj" }
+        """
+    )
+    planned = shardconv.make_plan(tmp_path, tp=4, plan=plan)
+    assert [(piece.start, piece.stop) for piece in planned.placement("conv").ranks[1]] == [(1, 2), (6, 8)]
+    for layer, size in enumerate((4, 8)):
+        assert planned.placement(f"layers.{layer}.q_proj.weight").shard_shape((4 * size, 6), 3) == (size, 6)
+        keys = planned.placement(f"layers.{layer}.k_proj.weight")
+        assert [pieces[0].start for pieces in keys.ranks] == [0, 0, size, size]
+
+
 def test_configs_in_configs_end():
     """Each level of this one would double the work."""
     config = {"model_type": "llava"}

@@ -32,13 +32,13 @@ class Sharded(ParallelModule):
         """As the module's own."""
         if not torch.is_grad_enabled() and not self._always_used:
             return super().forward(*inputs, **options)
-        convolutions = [child for child in self.children() if isinstance(child, ParallelDepthwise)]  # it may read them
+        read = [child for child in self.children() if isinstance(child, ParallelDepthwise)]  # maybe without a call
         changed = []
         try:
-            for module in (self, *convolutions):
-                for name, parameter in module._parameters.items():  # noqa: SLF001 - a module's own, as in torch
+            for module in (self, *read):
+                for name, parameter in module._parameters.items():  # noqa: SLF001 - of this kind, too
                     if parameter is not None and name not in module.__dict__:
-                        module.__dict__[name] = module._used(name)  # noqa: SLF001 - found before the parameter
+                        module.__dict__[name] = module._used(name)  # noqa: SLF001 - found before the parameter is
                         changed.append((module, name))
             return super().forward(*inputs, **options)
         finally:
@@ -100,7 +100,7 @@ class ParallelDepthwise(Sharded):
 
 
 class GroupedRMSNorm(Sharded):
-    """A root mean square norm over each of several groups of features, gated first; a rank has some, or part of one.
+    """A root mean square norm over groups of features, gated before; a rank has some groups, or a part of one.
 
     What parts of a group lack of it is put right as in :class:`GlobalRMSNorm`.
 

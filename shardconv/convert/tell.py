@@ -108,7 +108,8 @@ def tell(told: Told, axis: Axis) -> None:
 
 def _become(module: Any, kind: type[ParallelModule], axis: Axis, **attributes: int) -> None:
     module.__class__ = mixed(kind, type(module))
-    module.__dict__.update(axis=axis, dim=None, placements=getattr(module, "placements", {}), **attributes)
+    dim, placements = getattr(module, "dim", None), getattr(module, "placements", {})  # if it was one already
+    module.__dict__.update(axis=axis, dim=dim, placements=placements, **attributes)
 
 
 def _cut_inputs(

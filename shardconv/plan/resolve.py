@@ -345,9 +345,7 @@ def _rows_beside(name: str, layer: str, tensors: Mapping[str, TensorSpec]) -> in
     module = name.rpartition(".")[0].rpartition(".")[0]
     weight = tensors.get(f"{module}.{layer}.weight")
     if weight is None or len(weight.shape) < 2:
-        raise PlanError(
-            f"{name}: its rule goes by the rows of {layer} beside it, and there is no {module}.{layer}.weight"
-        )
+        raise PlanError(f"{name}: its rule goes by the rows of {module}.{layer}, which has no weight of rows")
     return weight.shape[0]
 
 
