@@ -363,11 +363,8 @@ def _kosmos(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
 
 def _pix2struct(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     """Pix2Struct: patches, each after its row and column."""
-    patches = torch.randn(BATCH, GRID * GRID, model.config.vision_config.patch_embed_hidden_size, generator=generator)
-    rows = torch.arange(GRID * GRID) // GRID + 1
-    places = torch.stack([rows, torch.arange(GRID * GRID) % GRID + 1], dim=-1).expand(BATCH, -1, -1)
     return {
-        "flattened_patches": torch.cat([places.float(), patches], dim=-1),
+        "flattened_patches": _numbered_patches(model.config.vision_config.patch_embed_hidden_size, generator),
         "decoder_input_ids": _tokens(model, (BATCH, LENGTH), generator),
     }
 
@@ -446,6 +443,69 @@ def _inkling(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
         "pixel_values": torch.rand(2 * BATCH, *patch, generator=generator) * 2 - 1,
         "audio_input_ids": torch.randint(0, audio.mel_vocab_size, sound, generator=generator),
         "input_ids": _ids_after(model, {config.image_token_id: 2, config.audio_token_id: 3}, generator),
+    }
+
+
+def _kosmos25(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """KOSMOS-2.5: patches after their rows and columns, and a mask of the places for what is seen in them."""
+    count = model.config.latent_query_num
+    mask = torch.zeros(BATCH, LENGTH + count, dtype=torch.int64)
+    mask[:, 2 : 2 + count] = 1
+    return {
+        "flattened_patches": _numbered_patches(model.config.vision_config.patch_embed_hidden_size, generator),
+        "image_embeds_position_mask": mask,
+        "input_ids": _tokens(model, (BATCH, LENGTH + count), generator),
+    }
+
+
+def _numbered_patches(width: int, generator: torch.Generator) -> Tensor:
+    """Patches, each after its row and column."""
+    patches = torch.randn(BATCH, GRID * GRID, width, generator=generator)
+    places = torch.arange(GRID * GRID)
+    places = torch.stack([places // GRID + 1, places % GRID + 1], dim=-1).expand(BATCH, -1, -1)
+    return torch.cat([places.float(), patches], dim=-1)
+
+
+def _moss(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """MOSS Transcribe Diarize: sound as long as the encoder wants it, some frames of it a place."""
+    config, audio = model.config, model.config.audio_config
+    frames = 2 * audio.max_source_positions
+    return {
+        "input_features": torch.randn(BATCH, audio.num_mel_bins, frames, generator=generator),
+        "input_features_mask": torch.ones(BATCH, frames, dtype=torch.int64),
+        "input_ids": _ids_after(
+            model, {config.audio_token_id: audio.max_source_positions // config.audio_merge_size}, generator
+        ),
+    }
+
+
+def _trocr(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """TrOCR: text, and an image as another model has read it."""
+    width = model.config.cross_attention_hidden_size or model.config.d_model
+    return {
+        "input_ids": _tokens(model, (BATCH, LENGTH), generator),
+        "encoder_hidden_states": torch.randn(BATCH, GRID, width, generator=generator),
+    }
+
+
+def _longformer(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Longformer: text whose first token sees all, and is seen by all."""
+    ids = _tokens(model, (BATCH, LENGTH), generator)
+    mask = torch.zeros_like(ids)
+    mask[:, 0] = 1
+    both = {"decoder_input_ids": _tokens(model, ids.shape, generator)} if model.config.is_encoder_decoder else {}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "global_attention_mask": mask, **both}
+
+
+def _luke(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """LUKE: text with two entities in it, the second of them longer."""
+    places = torch.tensor([[[1, -1], [3, 4]]]).expand(BATCH, -1, -1)
+    return {
+        "input_ids": _tokens(model, (BATCH, LENGTH), generator),
+        "attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.int64),
+        "entity_ids": _tokens(model, (BATCH, 2), generator),
+        "entity_position_ids": places,
+        "entity_attention_mask": torch.ones(BATCH, 2, dtype=torch.int64),
     }
 
 
@@ -536,7 +596,7 @@ _UNMASKED = {"granite_speech", "granite_speech_plus"}
 #: Types that take sound in channels.
 _CHANNELED = {"vibevoice", "vibevoice_asr"}
 #: Types that are called with text alone: what else they take is not made here.
-_TEXT_ONLY = {"fuyu", "moss_transcribe_diarize", "musicflamingo", "neomme"}
+_TEXT_ONLY = {"fuyu", "musicflamingo", "neomme"}
 #: Types that generate no text, whatever their class says.
 _NO_GENERATION = {
     "blt", "diffusion_gemma", "kyutai_speech_to_text", "musicgen", "musicgen_decoder", "musicgen_melody",
@@ -551,6 +611,12 @@ _SPECIAL: dict[str, Any] = {
     "instructblip": _instructblip,
     "instructblipvideo": _instructblip,
     "kosmos-2": _kosmos,
+    "kosmos-2.5": _kosmos25,
+    "led": _longformer,
+    "longformer": _longformer,
+    "luke": _luke,
+    "moss_transcribe_diarize": _moss,
+    "trocr": _trocr,
     "minicpm_ocr": _minicpm,
     "minicpmv4_6": _minicpm,
     "minicpmv4_7": _minicpm,
