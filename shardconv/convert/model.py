@@ -217,7 +217,8 @@ def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _T
         return None
     weight = cut.get("weight")
     if weight is not None and isinstance(module, nn.Embedding):
-        return _Target(ParallelEmbedding, {"dim": -1 if weight.placement.dim else 0, "gather_output": False})
+        gathers = weight.reason.style == "embedding_colwise_gather_output"
+        return _Target(ParallelEmbedding, {"dim": -1 if weight.placement.dim else 0, "gather_output": gathers})
     if weight is not None and _is_linear(module):
         return _linear_target(weight, is_transposed=type(module).__name__ == "Conv1D")
     if "colwise_gather_output" in styles:

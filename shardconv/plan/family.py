@@ -36,6 +36,7 @@ STYLES = {
     "packed_rowwise": Style(weight=-1, bias=None, packed=True),
     "embedding_rowwise": Style(weight=-2, bias=-1),
     "embedding_colwise": Style(weight=-1, bias=None),
+    "embedding_colwise_gather_output": Style(weight=-1, bias=None),
     "gathered": Style(weight=0, bias=0),
     "by_rows": Style(weight=0, bias=0),
     "replicate": Style(weight=None, bias=None),

@@ -361,6 +361,38 @@ def _kosmos(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def _molmo(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Molmo 2: one crop an image, as patches, of which four make a place of the text."""
+    vision = model.config.vision_config
+    count = vision.num_position_embeddings
+    width = vision.num_channels * vision.patch_size**2
+    token = model.config.image_patch_id
+    spot = torch.full((BATCH, count // 4), token)
+    return {
+        "pixel_values": torch.rand(BATCH, count, width, generator=generator) * 2 - 1,
+        "image_token_pooling": torch.arange(BATCH * count).view(-1, 4),
+        "image_grids": torch.tensor([[1, count // 4, 0, 0]] * BATCH),
+        "image_num_crops": torch.ones(BATCH, dtype=torch.int64),
+        "input_ids": torch.cat([spot, _tokens(model, (BATCH, LENGTH), generator)], dim=1),
+    }
+
+
+def _pi0(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """PI0: what one camera sees, what to do, where the robot is, and noise that becomes what it does."""
+    config = model.config
+    vision = config.vlm_config.vision_config
+    side = vision.image_size
+    spot = torch.full((BATCH, (side // vision.patch_size) ** 2), config.vlm_config.image_token_id)
+    return {
+        "pixel_values": torch.rand(BATCH, 1, 3, side, side, generator=generator) * 2 - 1,
+        "pixel_attention_mask": torch.ones(BATCH, 1, dtype=torch.bool),
+        "input_ids": torch.cat([spot, _tokens(model, (BATCH, LENGTH), generator)], dim=1),
+        "state": torch.randn(BATCH, config.max_state_dim, generator=generator),
+        "noise": torch.randn(BATCH, config.chunk_size, config.max_action_dim, generator=generator),
+        "timestep": torch.rand(BATCH, generator=generator),
+    }
+
+
 def _pix2struct(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     """Pix2Struct: patches, each after its row and column."""
     return {
@@ -620,6 +652,8 @@ _SPECIAL: dict[str, Any] = {
     "minicpm_ocr": _minicpm,
     "minicpmv4_6": _minicpm,
     "minicpmv4_7": _minicpm,
+    "molmo2": _molmo,
+    "pi0": _pi0,
     "pix2struct": _pix2struct,
     "udop": _udop,
     "dia": _dia,
