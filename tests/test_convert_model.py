@@ -293,3 +293,35 @@ def test_an_output_that_cannot_be_gathered():
     request = PlanRequest(plan_file=("plan.toml", '[rules]\n"**.gate" = { style = "colwise_gather_output" }\n'))
     with pytest.raises(ValueError, match="is no linear layer"):
         convert_by(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
+
+
+def check_gathered_embedding(axis):
+    before = MODELS["llama"].build(SCALE).eval()
+    after = copy.deepcopy(before)
+    style = '{ style = "embedding_colwise_gather_output" }'
+    request = PlanRequest(plan_file=("plan.toml", f'[rules]\n"model.embed_tokens" = {style}\n'))
+    convert_by(after, after.config.to_dict(), request, axis)
+    width = before.config.hidden_size // axis.size
+    assert after.model.embed_tokens.weight.shape == (before.config.vocab_size, width)
+    ids = inputs_of(MODELS["llama"])
+    expected, found = before(**ids).logits, after(**ids).logits
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    expected.sum().backward()
+    found.sum().backward()
+    whole = before.model.embed_tokens.weight.grad
+    mine = whole[:, axis.rank * width : (axis.rank + 1) * width]
+    assert (after.model.embed_tokens.weight.grad - mine).abs().max() <= 1e-4 * whole.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+def test_words_cut_by_features(ranks, layout):
+    """A table of words that is cut by features gives all of them on every rank."""
+    ranks(layout, check_gathered_embedding)
+
+
+def test_a_linear_layer_is_no_embedding():
+    model = MODELS["llama"].build()
+    style = '{ style = "embedding_colwise_gather_output" }'
+    request = PlanRequest(plan_file=("plan.toml", f'[rules]\n"**.up_proj" = {style}\n'))
+    with pytest.raises(ValueError, match="is no embedding"):
+        convert_by(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))

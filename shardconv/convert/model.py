@@ -45,6 +45,9 @@ DTYPE_NAMES = {
 #: What decides how a model is cut: the rules of a family, with what a user adds to them, or policies.
 Request = PlanRequest | tuple[type[Policy], ...]
 
+#: The style of an embedding that is cut by features, and gives all of them.
+_GATHERED_EMBEDDING = "embedding_colwise_gather_output"
+
 #: Classes of transformers that compute what nn.Linear does.
 _LINEARS = ("Conv1D", "FalconLinear")
 
@@ -217,8 +220,10 @@ def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _T
         return None
     weight = cut.get("weight")
     if weight is not None and isinstance(module, nn.Embedding):
-        gathers = weight.reason.style == "embedding_colwise_gather_output"
+        gathers = _GATHERED_EMBEDDING in styles
         return _Target(ParallelEmbedding, {"dim": -1 if weight.placement.dim else 0, "gather_output": gathers})
+    if _GATHERED_EMBEDDING in styles:
+        raise ValueError(f"{name}: a {type(module).__name__} is no embedding, whose output can be gathered")
     if weight is not None and _is_linear(module):
         return _linear_target(weight, is_transposed=type(module).__name__ == "Conv1D")
     if "colwise_gather_output" in styles:
