@@ -209,6 +209,7 @@ _AUDIO_INPUTS = {
     "feature_attention_mask",
     "padding_mask",
     "sample",
+    "chunk_sample_lengths",
 }
 
 
@@ -604,6 +605,16 @@ def _granite_docling(model: Any, generator: torch.Generator) -> dict[str, Tensor
     return {**given, **_text(model, ["input_ids"], given, generator)}
 
 
+def _dots3_note(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """dots3 note: an image and a sound an example, and how long the sounds are."""
+    audio, frames = model.config.audio_config, 32
+    return {
+        **_images(model, inspect.signature(model.forward).parameters, generator),
+        "input_features": torch.randn(BATCH, audio.feature_size, frames, generator=generator),
+        "chunk_sample_lengths": torch.full((BATCH,), frames * audio.hop_length),
+    }
+
+
 #: Parts that an image comes in, between the batch and the channels.
 _PARTS: dict[str, tuple[int, ...]] = {
     "idefics2": (1,), "idefics3": (2,), "smolvlm": (2,), "llava_next": (5,), "llava_next_video": (5,),
@@ -660,6 +671,7 @@ _SPECIAL: dict[str, Any] = {
     "kyutai_speech_to_text": _kyutai,
     "mllama": _mllama,
     "diffusion_gemma": _diffusion_gemma,
+    "Dots3NoteForConditionalGeneration": _dots3_note,
     "evolla": _evolla,
     "granite_docling": _granite_docling,
     "qwen2_5_omni_thinker": _seen_and_heard,
