@@ -5,6 +5,7 @@ and a converted module agree by construction.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,22 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.convert.modules import (
+    CopiedInput,
+    Gathering,
     GlobalRMSNorm,
     NormsOfHeads,
     ParallelConv1D,
     ParallelExperts,
     Sharded,
     SharedOutput,
+    SummedOutput,
     mixed,
 )
 from shardconv.convert.policy import Compiled, compile_policies, policies_in
 from shardconv.convert.whole import RankConfig, finish
-from shardconv.distributed import Axis, GroupLike, as_axis
+from shardconv.distributed import Axis, GroupLike, as_axis, copy_to_tp
 from shardconv.errors import PlanError
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
 from shardconv.layers.conversion import check_alike, cut_parameters
 from shardconv.layers.sharding import ParallelModule
-from shardconv.plan.family import NAMES_FAMILY, ModuleRule
+from shardconv.plan.family import NAMES_FAMILY, InputRule, ModuleRule
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
 from shardconv.plan.policy import Policy
 from shardconv.plan.request import PlanRequest, resolve
@@ -142,7 +146,7 @@ def convert_by(
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     ]
     named.sort(key=lambda one: one[:2])  # some models register buffers in the order of a set, which differs
-    check_alike(named, problem, axis, also=repr((sorted(config.items(), key=str), request)))
+    check_alike(named, problem, axis, also=repr((_in_order(config), request)))
     assert prepared is not None
     cut_parameters([shell for _, shell in prepared.shells])
     for module, shell in prepared.shells:
@@ -151,9 +155,18 @@ def convert_by(
         shell.describe_parameters()
     for module, rule, scope in prepared.told:
         _tell(module, rule, scope, axis)
+        if rule.gathers:
+            _become(module, Gathering, axis, read=_read(model, module, rule, scope))
     if prepared.policies is not None:
         prepared.policies.tell(model, axis)
     return model
+
+
+def _in_order(value: Any) -> Any:
+    """The same with all keys in order: some configs make theirs in that of a set, which differs."""
+    if isinstance(value, Mapping):
+        return sorted(((str(key), _in_order(one)) for key, one in value.items()), key=lambda item: item[0])
+    return [_in_order(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 class _Prepared(NamedTuple):
@@ -297,35 +310,67 @@ def _tell(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> None
         if hasattr(module, name):
             setattr(module, name, value)
     if rule.inputs:
-        cuts = {name: (dim, scope.local_units(unit, axis.size, axis.rank)) for name, (dim, unit) in rule.inputs.items()}
+        cuts = {name: _input_cut(one, scope, axis) for name, one in rule.inputs.items()}
         names = list(inspect.signature(module.forward).parameters)
         module.register_forward_pre_hook(partial(_cut_inputs, cuts, names), with_kwargs=True)
     if rule.norms and hasattr(module, "norms"):
         _become(module, NormsOfHeads, axis, first=scope.local_units(rule.norms, axis.size, axis.rank)[0])
     if rule.shared_output is not None:
         _become(module, SharedOutput, axis, num_shared=scope.on_rank(rule.shared_output, axis.size))
+    if rule.copied_input:
+        _become(module, CopiedInput, axis)
+    if rule.summed_output:
+        _become(module, SummedOutput, axis, styles=getattr(module, "styles", {}))
 
 
-def _become(module: Any, kind: type[ParallelModule], axis: Axis, **attributes: int) -> None:
+def _read(model: nn.Module, reader: nn.Module, rule: ModuleRule, scope: Scope) -> tuple[tuple[ParallelModule, str], ...]:
+    """The shards that a module reads of others: of those in it, if patterns name any of them."""
+    patterns = [re.compile(scope.regex(pattern)) for pattern in rule.gathers]
+    found = [
+        (module, own)
+        for name, module in model.named_modules()
+        if isinstance(module, ParallelModule)
+        for own in module.placements
+        if any(regex.fullmatch(f"{name}.{own}") for regex in patterns)
+    ]
+    inside = set(reader.modules())
+    return tuple(one for one in found if one[0] in inside) or tuple(found)
+
+
+def _become(module: Any, kind: type[ParallelModule], axis: Axis, **attributes: Any) -> None:
     module.__class__ = mixed(kind, type(module))
     module.__dict__.update(axis=axis, dim=None, placements=getattr(module, "placements", {}), **attributes)
 
 
 def _cut_inputs(
-    cuts: Mapping[str, tuple[int, tuple[int, int, int]]],
+    cuts: Mapping[str, Callable[[Tensor], Tensor]],
     names: list[str],
     module: nn.Module,  # noqa: ARG001 - as hooks are called
     inputs: tuple[Any, ...],
     options: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Of arguments that hold something for each unit, keep the rank's."""
-    keep: Callable[[str, Any], Any] = lambda name, value: _cut_input(value, *cuts[name]) if name in cuts else value  # noqa: E731
+    keep: Callable[[str, Any], Any] = lambda name, value: cuts[name](value) if name in cuts and isinstance(value, Tensor) else value  # noqa: E731
     kept = tuple(keep(name, value) for name, value in zip(names, inputs, strict=False))
     return (*kept, *inputs[len(kept) :]), {name: keep(name, value) for name, value in options.items()}
 
 
-def _cut_input(value: Any, dim: int, units: tuple[int, int, int]) -> Any:
+def _input_cut(rule: InputRule, scope: Scope, axis: Axis) -> Callable[[Tensor], Tensor]:
+    """What makes of an argument the rank's."""
+    units = scope.local_units(rule.unit, axis.size, axis.rank)
+    if rule.size is None:
+        return partial(_cut_matrices, rule.dim, units)
+    return partial(_cut_features, rule.dim, units, scope.fields().evaluate(rule.size), axis)
+
+
+def _cut_matrices(dim: int, units: tuple[int, int, int], value: Tensor) -> Tensor:
     first, size, count = units
-    if not isinstance(value, Tensor) or value.dim() < dim + 3 or value.shape[dim] == 1:
-        return value  # not given, of tokens only, or the same for all units
+    if value.dim() < dim + 3 or value.shape[dim] == 1:
+        return value  # of tokens only, or the same for all units
     return value.unflatten(dim, (-1, count)).narrow(dim + 1, first, size).flatten(dim, dim + 1)
+
+
+def _cut_features(dim: int, units: tuple[int, int, int], width: int, axis: Axis, value: Tensor) -> Tensor:
+    first, size, _ = units
+    copied = copy_to_tp(value, group=axis) if value.is_floating_point() else value
+    return copied.narrow(dim, first * width, size * width)

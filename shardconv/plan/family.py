@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from shardconv.errors import PlanError
 from shardconv.plan.fields import check_expression
@@ -69,7 +69,8 @@ class Rule:
         style: a key of :data:`STYLES`.
         unit: the unit that cuts fall between; None for single elements.
         parts: for packed styles, the unit of each part.
-        groups: how often the parts repeat.
+        groups: how often the parts repeat; where there are enough, a rank has whole groups.
+        repeats: how often the parts repeat, each of them cut, however many there are.
         pad: fill up with zeros what does not divide.
         transposed: the weight is stored (in, out), as Conv1D stores it.
         size: what the last dim has to be, where another size would be another thing of the same name.
@@ -83,6 +84,7 @@ class Rule:
     unit: str | None = None
     parts: tuple[str, ...] = ()
     groups: str | int = 1
+    repeats: str | int = 1
     pad: bool = False
     transposed: bool = False
     size: str | int | None = None
@@ -100,7 +102,22 @@ class Rule:
         if self.unit and self.parts:
             raise ValueError("a rule has unit or parts, not both")
         check_expression(self.groups)
+        check_expression(self.repeats)
         check_expression(1 if self.size is None else self.size)
+
+
+class InputRule(NamedTuple):
+    """An argument of a module that holds something for each unit, of which the module gets the rank's.
+
+    Attributes:
+        dim: the dim that counts them, for each example anew.
+        unit: the unit.
+        size: how many elements of the dim each has, as of features; None where it has one, with matrices behind it.
+    """
+
+    dim: int
+    unit: str
+    size: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +127,24 @@ class ModuleRule:
     Attributes:
         pattern: module names, as in a :class:`Rule`.
         attributes: name of an attribute, or ``config.`` and a field of the module's config, to its value on a rank.
-        inputs: name of an argument to the dim of it, and the unit of which that holds one after the other.
+        inputs: name of an argument to what of it is the rank's: see :class:`InputRule`.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none.
+        copied_input: what goes in is whole on every rank, and what comes out is the rank's.
+        summed_output: what comes out is the rank's part of a sum over all ranks.
+        gathers: parameters of other modules that it reads, by patterns; they are whole while it computes.
         when: config fields that must have these values for it to count.
     """
 
     pattern: str
     attributes: Mapping[str, str | int]
-    inputs: Mapping[str, tuple[int, str]]
+    inputs: Mapping[str, InputRule]
     norms: str = ""
     shared_output: str | int | None = None
+    copied_input: bool = False
+    summed_output: bool = False
+    gathers: tuple[str, ...] = ()
     when: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
@@ -131,7 +154,9 @@ class ModuleRule:
         inputs = {name: value for rule in rules for name, value in rule.inputs.items()}
         norms = next((rule.norms for rule in reversed(rules) if rule.norms), "")
         shared = next((rule.shared_output for rule in reversed(rules) if rule.shared_output is not None), None)
-        return cls("", attributes, inputs, norms, shared)
+        copied, summed = any(rule.copied_input for rule in rules), any(rule.summed_output for rule in rules)
+        gathers = tuple(dict.fromkeys(name for rule in rules for name in rule.gathers))
+        return cls("", attributes, inputs, norms, shared, copied, summed, gathers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +290,8 @@ def _parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TO
 
 
 _RULE_KEYS = {
-    "style": str, "unit": str, "parts": list, "groups": (str, int), "pad": bool, "transposed": bool, "size": (str, int),
-    "when": dict, "optional": bool,
+    "style": str, "unit": str, "parts": list, "groups": (str, int), "repeats": (str, int), "pad": bool,
+    "transposed": bool, "size": (str, int), "when": dict, "optional": bool,
 }  # fmt: skip
 
 
@@ -287,7 +312,10 @@ def _parse_rules(rules: dict[str, Any], origin: str) -> Iterable[Rule]:
                 raise ValueError(f"rule {pattern!r}: {error}") from error
 
 
-_MODULE_KEYS = {"attributes": dict, "inputs": dict, "norms": str, "shared_output": (str, int), "when": dict}
+_MODULE_KEYS = {
+    "attributes": dict, "inputs": dict, "norms": str, "shared_output": (str, int), "copied_input": bool,
+    "summed_output": bool, "gathers": list, "when": dict,
+}  # fmt: skip
 
 
 def _parse_modules(modules: dict[str, Any]) -> Iterable[ModuleRule]:
@@ -299,11 +327,16 @@ def _parse_modules(modules: dict[str, Any]) -> Iterable[ModuleRule]:
                 for expression in (*attributes.values(), data.get("shared_output", 0)):
                     check_expression(expression)
                 for place in inputs.values():
-                    _check_keys(place, {"dim": int, "unit": str})
-                places = {name: (place["dim"], place["unit"]) for name, place in inputs.items()}
+                    _check_keys(place, {"dim": int, "unit": str, "size": (str, int)})
+                    check_expression(place.get("size", 1))
+                places = {name: InputRule(place["dim"], place["unit"], place.get("size")) for name, place in inputs.items()}
                 when = tuple(data.get("when", {}).items())
                 norms, shared = data.get("norms", ""), data.get("shared_output")
-                yield ModuleRule(pattern, attributes, places, norms, shared, when)
+                copied, summed = data.get("copied_input", False), data.get("summed_output", False)
+                gathers = tuple(data.get("gathers", ()))
+                if not all(isinstance(name, str) for name in gathers):
+                    raise ValueError("gathers are names of parameters")
+                yield ModuleRule(pattern, attributes, places, norms, shared, copied, summed, gathers, when)
             except (ValueError, KeyError) as error:
                 raise ValueError(f"modules {pattern!r}: {error}") from error
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.plan.family import Family, ModuleRule, Rule, family_for
-from shardconv.plan.fields import Fields, names_in
+from shardconv.plan.fields import Fields, lookup, names_in
 from shardconv.plan.matcher import name_regex
 from shardconv.plan.placement import Unit
 
@@ -85,7 +85,7 @@ def scopes_of(family: Family, config: Mapping[str, Any] | None, at: str = "", de
         raise PlanError(f"the config has configs in it more than {_MAX_DEPTH} deep, as no model has")
     yield Scope(family, config, at)
     for start, field in (family.parts or {}).items():
-        inner = (config or {}).get(field)
+        inner = lookup(config or {}, field)
         kind = inner.get("model_type") if isinstance(inner, Mapping) else None
         known = family_for(kind) if isinstance(kind, str) else None
         if known is not None:
