@@ -74,8 +74,8 @@ _REASONS = {
     "a module beside the embedding reads the table of words by itself": ("ovis2",),
     "has no family yet, or not for this class of it": (
         "blip", "blip-2", "cosmos3_omni", "diffusion_gemma", "ernie4_5_vl_moe", "idefics", "kimi_k25",
-        "minimax_m3_vl", "mistral_large4", "mllama", "nemo_speechlm", "pp_formulanet", "qianfan_ocr",
-        "seamless_m4t", "seamless_m4t_v2", "step3p7", "t5gemma2", "vision-encoder-decoder",
+        "minimax_m3_vl", "mistral_large4", "mllama", "pp_formulanet", "qianfan_ocr",
+        "seamless_m4t", "seamless_m4t_v2", "step3p7", "vision-encoder-decoder",
     ),
 }  # fmt: skip
 REASONS = {model_type: reason for reason, types in _REASONS.items() for model_type in types}

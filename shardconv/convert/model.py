@@ -323,7 +323,9 @@ def _tell(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> None
         _become(module, SummedOutput, axis, styles=getattr(module, "styles", {}))
 
 
-def _read(model: nn.Module, reader: nn.Module, rule: ModuleRule, scope: Scope) -> tuple[tuple[ParallelModule, str], ...]:
+def _read(
+    model: nn.Module, reader: nn.Module, rule: ModuleRule, scope: Scope
+) -> tuple[tuple[ParallelModule, str], ...]:
     """The shards that a module reads of others: of those in it, if patterns name any of them."""
     patterns = [re.compile(scope.regex(pattern)) for pattern in rule.gathers]
     found = [
@@ -343,19 +345,19 @@ def _become(module: Any, kind: type[ParallelModule], axis: Axis, **attributes: A
 
 
 def _cut_inputs(
-    cuts: Mapping[str, Callable[[Tensor], Tensor]],
+    cuts: Mapping[str, Callable[[Any], Any]],
     names: list[str],
     module: nn.Module,  # noqa: ARG001 - as hooks are called
     inputs: tuple[Any, ...],
     options: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Of arguments that hold something for each unit, keep the rank's."""
-    keep: Callable[[str, Any], Any] = lambda name, value: cuts[name](value) if name in cuts and isinstance(value, Tensor) else value  # noqa: E731
+    keep: Callable[[str, Any], Any] = lambda name, value: cuts[name](value) if name in cuts else value  # noqa: E731
     kept = tuple(keep(name, value) for name, value in zip(names, inputs, strict=False))
     return (*kept, *inputs[len(kept) :]), {name: keep(name, value) for name, value in options.items()}
 
 
-def _input_cut(rule: InputRule, scope: Scope, axis: Axis) -> Callable[[Tensor], Tensor]:
+def _input_cut(rule: InputRule, scope: Scope, axis: Axis) -> Callable[[Any], Any]:
     """What makes of an argument the rank's."""
     units = scope.local_units(rule.unit, axis.size, axis.rank)
     if rule.size is None:
@@ -363,14 +365,15 @@ def _input_cut(rule: InputRule, scope: Scope, axis: Axis) -> Callable[[Tensor], 
     return partial(_cut_features, rule.dim, units, scope.fields().evaluate(rule.size), axis)
 
 
-def _cut_matrices(dim: int, units: tuple[int, int, int], value: Tensor) -> Tensor:
+def _cut_matrices(dim: int, units: tuple[int, int, int], value: Any) -> Any:
     first, size, count = units
-    if value.dim() < dim + 3 or value.shape[dim] == 1:
-        return value  # of tokens only, or the same for all units
+    if not isinstance(value, Tensor) or value.dim() < dim + 3 or value.shape[dim] == 1:
+        return value  # not given, of tokens only, or the same for all units
     return value.unflatten(dim, (-1, count)).narrow(dim + 1, first, size).flatten(dim, dim + 1)
 
 
-def _cut_features(dim: int, units: tuple[int, int, int], width: int, axis: Axis, value: Tensor) -> Tensor:
+def _cut_features(dim: int, units: tuple[int, int, int], width: int, axis: Axis, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
     first, size, _ = units
-    copied = copy_to_tp(value, group=axis) if value.is_floating_point() else value
-    return copied.narrow(dim, first * width, size * width)
+    return copy_to_tp(value, group=axis).narrow(dim, first * width, size * width)

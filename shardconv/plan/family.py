@@ -329,7 +329,9 @@ def _parse_modules(modules: dict[str, Any]) -> Iterable[ModuleRule]:
                 for place in inputs.values():
                     _check_keys(place, {"dim": int, "unit": str, "size": (str, int)})
                     check_expression(place.get("size", 1))
-                places = {name: InputRule(place["dim"], place["unit"], place.get("size")) for name, place in inputs.items()}
+                places = {
+                    name: InputRule(place["dim"], place["unit"], place.get("size")) for name, place in inputs.items()
+                }
                 when = tuple(data.get("when", {}).items())
                 norms, shared = data.get("norms", ""), data.get("shared_output")
                 copied, summed = data.get("copied_input", False), data.get("summed_output", False)
