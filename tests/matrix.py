@@ -41,6 +41,14 @@ LAYOUTS = {2: "pairs", 4: "four"}
 #: What a rank may hold more than its part, as bytes of matrices.
 LEAST_CUT = 0.95
 
+#: Types with none of those auto classes, by a class of theirs.
+OTHERS = {
+    "detr": "DetrForObjectDetection",
+    "dpr": "DPRReader",
+    "lxmert": "LxmertForPreTraining",
+    "visual_bert": "VisualBertForPreTraining",
+}
+
 #: Kinds of models, as transformers' auto classes sort them.
 KINDS = {
     "causal language models": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -51,6 +59,7 @@ KINDS = {
     "images beside text": modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     "speech to text": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     "speech, letter by letter": modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES,
+    "other models": OTHERS,
 }
 
 #: Types that are not proven, by the reason.
@@ -64,12 +73,11 @@ _REASONS = {
         "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "molmo2", "muse_spark", "nemotron_h_omni", "pi0", "pix2struct",
         "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
     ),
-    "a module beside the embedding reads the table of words by itself": ("mobilebert", "ovis2", "perceiver"),
-    "the experts lie in one matrix of all, for which there is no rule yet": ("dbrx",),
+    "a module beside the embedding reads the table of words by itself": ("ovis2",),
     "has no family yet, or not for this class of it": (
-        "blip", "blip-2", "cosmos3_omni", "diffusion_gemma", "ernie4_5_vl_moe", "ibert", "idefics", "kimi_k25",
-        "minimax_m3_vl", "mistral_large4", "mllama", "nemo_speechlm", "neomme", "pp_formulanet", "qianfan_ocr",
-        "reformer", "seamless_m4t", "seamless_m4t_v2", "step3p7", "t5gemma2", "vision-encoder-decoder",
+        "blip", "blip-2", "cosmos3_omni", "diffusion_gemma", "ernie4_5_vl_moe", "idefics", "kimi_k25",
+        "minimax_m3_vl", "mistral_large4", "mllama", "pp_formulanet", "qianfan_ocr",
+        "seamless_m4t", "seamless_m4t_v2", "step3p7", "vision-encoder-decoder",
     ),
 }  # fmt: skip
 REASONS = {model_type: reason for reason, types in _REASONS.items() for model_type in types}

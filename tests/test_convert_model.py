@@ -17,8 +17,8 @@ from torch import nn
 
 import shardconv
 from shardconv.convert import gather_state_dict
-from shardconv.convert.model import convert_by
-from shardconv.convert.tell import _cut_input
+from shardconv.convert.model import _in_order, convert_by
+from shardconv.convert.tell import _cut_features, _cut_matrices
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.errors import PlanError
 from shardconv.layers.sharding import take_shard
@@ -256,11 +256,11 @@ def test_arguments_for_each_head():
     """What has no dim of heads is no argument for each head, whatever its sizes are."""
     units = (4, 4, 8)
     mask = torch.ones(2, 16)
-    assert _cut_input(mask, 1, units) is mask
+    assert _cut_matrices(1, units, mask) is mask
     alibi = torch.arange(8.0).view(1, 8, 1, 1).expand(2, 8, 1, 3)
-    assert torch.equal(_cut_input(alibi, 1, units), alibi[:, 4:])
-    assert torch.equal(_cut_input(alibi.reshape(16, 1, 3), 0, units), alibi[:, 4:].reshape(8, 1, 3))
-    assert _cut_input(None, 1, units) is None
+    assert torch.equal(_cut_matrices(1, units, alibi), alibi[:, 4:])
+    assert torch.equal(_cut_matrices(0, units, alibi.reshape(16, 1, 3)), alibi[:, 4:].reshape(8, 1, 3))
+    assert _cut_matrices(1, units, None) is None
 
 
 #: Plan files whose module rules do not fit LLaMA, and what is said of them.
@@ -325,3 +325,24 @@ def test_a_linear_layer_is_no_embedding():
     request = PlanRequest(plan_file=("plan.toml", f'[rules]\n"**.up_proj" = {style}\n'))
     with pytest.raises(ValueError, match="is no embedding"):
         convert_by(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
+
+
+def check_features(axis):
+    values = torch.arange(24.0).view(1, 2, 12).requires_grad_()
+    cut = _cut_features(2, (axis.rank, 1, 3), 4, axis, values)
+    assert torch.equal(cut, values[..., 4 * axis.rank : 4 * axis.rank + 4])
+    (cut * (axis.rank + 1)).sum().backward()
+    assert torch.equal(values.grad[0, 0], torch.tensor([1.0] * 4 + [2.0] * 4 + [0.0] * 4))
+    assert _cut_features(2, (1, 1, 3), 4, axis, None) is None
+
+
+def test_arguments_with_features_of_each_head(ranks):
+    ranks("pairs", check_features)
+
+
+def test_the_order_of_keys_is_no_difference():
+    """Configs whose keys stand in the order of a set differ so from rank to rank."""
+    one, other = {"rope": {"full": 1, "sliding": [{"a": 1, 0: 2}]}}, {"rope": {"sliding": [{0: 2, "a": 1}], "full": 1}}
+    assert repr(one) != repr(other)
+    assert repr(_in_order(one)) == repr(_in_order(other))
+    assert repr(_in_order(one)) != repr(_in_order({"rope": {"full": 1, "sliding": [{"a": 1, 0: 3}]}}))

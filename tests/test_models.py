@@ -79,6 +79,7 @@ WRONG = {
         '"**.o_proj" = { style = "packed_rowwise", parts = ["part", "part"] }',
     ),
     "a relative position bias whole": ("t5", '"**.relative_attention_bias" = { style = "replicate" }'),
+    "experts below each other cut as one": ("dbrx", '"**.experts.mlp.w1" = { style = "colwise" }'),
     "an up projection of a latent whole": ("deepseek_v3", '"**.kv_b_proj" = { style = "replicate" }'),
     "an output that is not put together": ("mamba", '"**.in_proj" = { style = "colwise" }'),
     "a parameter that is not put together": ("albert", '"**.embedding_hidden_mapping_in" = { style = "colwise" }'),

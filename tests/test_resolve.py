@@ -206,3 +206,37 @@ def test_norms_with_a_row_for_each_head_are_cut_by_rows():
     plan = Resolver(tensors, config, load_family("chameleon")).plan(4)
     held = [(planned.placement.dim, planned.placement.local_size(0)) for planned in plan.tensors.values()]
     assert held == [(0, 1)] * 4
+
+
+def test_parts_that_repeat_are_cut_each(tmp_path):
+    """Experts below each other in one matrix, whose sizes a config in the config has."""
+    write_weights(tmp_path / "model.safetensors", {"w1": ("F32", (3 * 8, 4))})
+    write_config(tmp_path, {"model_type": "mine", "ffn": {"moe": {"experts": 3}, "width": 8}})
+    plan = tmp_path / "plan.toml"
+    rule = '"w1" = { style = "packed_colwise", parts = ["ffn"], repeats = "ffn.moe.experts" }'
+    plan.write_text(f'[units]\nffn = {{ count = "ffn.width" }}\n[rules]\n{rule}')
+    placement = shardconv.make_plan(tmp_path, tp=2, plan=plan).placement("w1")
+    assert placement.ranks == (((0, 4), (8, 12), (16, 20)), ((4, 8), (12, 16), (20, 24)))
+    with pytest.raises(shardconv.PlanError, match="8 is not a multiple of 3"):
+        shardconv.make_plan(tmp_path, tp=3, plan=plan)
+    plan.write_text(plan.read_text().replace("ffn.width", "ffn.height"))
+    with pytest.raises(shardconv.PlanError, match=r"field ffn\.height is needed"):
+        shardconv.make_plan(tmp_path, tp=2, plan=plan)
+
+
+def test_fields_in_configs_have_defaults_and_conditions(tmp_path):
+    write_weights(tmp_path / "model.safetensors", {"w1": ("F32", (8, 4))})
+    write_config(tmp_path, {"model_type": "mine", "ffn": {"kind": "glu"}})
+    plan = tmp_path / "plan.toml"
+    whole = '{ style = "replicate", when = { "ffn.kind" = "mlp" }, optional = true }'
+    rules = f'"w1" = [{whole}, {{ style = "colwise", unit = "ffn" }}]'
+    plan.write_text(f'[config]\n"ffn.width" = 8\n[units]\nffn = {{ count = "ffn.width" }}\n[rules]\n{rules}')
+    assert shardconv.make_plan(tmp_path, tp=2, plan=plan).placement("w1").ranks == (((0, 4),), ((4, 8),))
+
+
+@pytest.mark.parametrize("expression", ["a.b()", "a[0].b", "(a + b).c", "1 .real", "a..b"])
+def test_expressions_of_more_than_fields(checkpoint, tmp_path, expression):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f'[units]\nu = {{ count = "{expression}" }}')
+    with pytest.raises(shardconv.PlanError, match=r"only fields, whole numbers|is no expression"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)

@@ -143,7 +143,7 @@ def convert_by(
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     ]
     named.sort(key=lambda one: one[:2])  # some models register buffers in the order of a set, which differs
-    check_alike(named, problem, axis, also=repr((sorted(config.items(), key=str), request)))
+    check_alike(named, problem, axis, also=repr((_in_order(config), request)))
     assert prepared is not None
     cut_parameters([shell for _, shell in prepared.shells])
     for module, shell in prepared.shells:
@@ -151,10 +151,17 @@ def convert_by(
         module.__dict__.update(shell.__dict__)
         shell.describe_parameters()
     for told in prepared.told:
-        tell(told, axis)
+        tell(told, model, axis)
     if prepared.policies is not None:
         prepared.policies.tell(model, axis)
     return model
+
+
+def _in_order(value: Any) -> Any:
+    """The same with all keys in order: some configs make theirs in that of a set, which differs."""
+    if isinstance(value, Mapping):
+        return sorted(((str(key), _in_order(one)) for key, one in value.items()), key=lambda item: item[0])
+    return [_in_order(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 class _Prepared(NamedTuple):

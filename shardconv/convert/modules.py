@@ -157,11 +157,36 @@ class Unfused(ParallelModule):
         pass
 
 
-class ParallelExperts(Sharded):
+class SummedOutput(Sharded):
+    """A module whose output is a rank's part of a sum over all ranks.
+
+    What the plan leaves whole of its own is added to every output, as a bias is: the first rank does it for all.
+    """
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """As the module's own; of several outputs, the numbers are summed."""
+        output = super().forward(*inputs, **options)
+        return tuple(map(self._summed, output)) if isinstance(output, tuple) else self._summed(output)
+
+    def _summed(self, value: Any) -> Any:
+        return reduce_from_tp(value, group=self.axis) if _is_numbers(value) else value
+
+    @property
+    def _always_used(self) -> bool:
+        return set(self._parameters) != set(self.placements)
+
+    def _used(self, name: str) -> Tensor:
+        if name in self.placements:
+            return super()._used(name)
+        whole = copy_to_tp(getattr(self, name), group=self.axis)
+        return whole if self.axis.rank == 0 else whole * 0
+
+
+class ParallelExperts(SummedOutput):
     """Packed experts, each of them cut over the ranks, or dealt out over them: replicated in, replicated out.
 
-    What the plan leaves whole is added to every output, as a bias is: the first rank does it for all. Where experts are
-    dealt out, a rank's first expert stands in for those of other ranks, with weight 0: it saves memory, not arithmetic.
+    Where experts are dealt out, a rank's first expert stands in for those of other ranks, with weight 0: it saves
+    memory, not arithmetic.
 
     Attributes:
         num_cut_experts: experts from this number on hand on what they get; the first rank does it for all. None where
@@ -193,8 +218,7 @@ class ParallelExperts(Sharded):
         """As the module's own: hidden states, and which experts with which weight."""
         indices = next((one for one in (*inputs, *options.values()) if _is_indices(one)), None)
         entered = [self._enter(value, indices) for value in inputs]
-        output = super().forward(*entered, **{name: self._enter(value, indices) for name, value in options.items()})
-        return reduce_from_tp(output, group=self.axis)
+        return super().forward(*entered, **{name: self._enter(value, indices) for name, value in options.items()})
 
     def _enter(self, value: Any, indices: Tensor | None) -> Any:
         is_number = isinstance(value, Tensor) and value.is_floating_point()
@@ -210,15 +234,9 @@ class ParallelExperts(Sharded):
             return entered.masked_fill(indices >= self.num_cut_experts, 0)
         return entered
 
-    @property
-    def _always_used(self) -> bool:
-        return set(self._parameters) != set(self.placements)
 
-    def _used(self, name: str) -> Tensor:
-        if name in self.placements:
-            return super()._used(name)
-        whole = copy_to_tp(getattr(self, name), group=self.axis)
-        return whole if self.axis.rank == 0 else whole * 0
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _is_indices(value: Any) -> bool:
@@ -264,6 +282,38 @@ class SharedOutput(ParallelModule):
             return output
         whole, shared = output.split([output.shape[-1] - self.num_shared, self.num_shared], -1)
         return torch.cat([whole, copy_to_tp(shared, group=self.axis)], -1)
+
+
+class CopiedInput(ParallelModule):
+    """A module whose input is whole on every rank and whose output is the rank's: the input's gradient is summed."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """As the module's own."""
+        copied = [self._copied(value) for value in inputs]
+        return super().forward(*copied, **{name: self._copied(value) for name, value in options.items()})
+
+    def _copied(self, value: Any) -> Any:
+        return copy_to_tp(value, group=self.axis) if _is_numbers(value) else value
+
+
+class Gathering(ParallelModule):
+    """A module that reads parameters of others, as a head reads the table of words: they are whole while it does.
+
+    Attributes:
+        read: each with the module that it is of.
+    """
+
+    read: tuple[tuple[ParallelModule, str], ...]
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """As the module's own."""
+        try:
+            for owner, name in self.read:
+                owner.__dict__[name] = owner.gather_parameter(name)  # found before the parameter is
+            return super().forward(*inputs, **options)
+        finally:
+            for owner, name in self.read:
+                owner.__dict__.pop(name, None)
 
 
 class ParallelConv1D(ParallelLinear):

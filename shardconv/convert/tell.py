@@ -1,21 +1,30 @@
 """What modules have to be told that work on a rank's part: how many heads they have left, which inputs are theirs.
 
-Owns the way from a family's module rules to the modules. All of it is worked out before anything is changed.
+Owns the way from a family's module rules to the modules. All that rules say is worked out before anything is changed.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardconv.convert.modules import NormsOfHeads, SharedOutput, Unfused, mixed
+from shardconv.convert.modules import (
+    CopiedInput,
+    Gathering,
+    NormsOfHeads,
+    SharedOutput,
+    SummedOutput,
+    Unfused,
+    mixed,
+)
 from shardconv.convert.whole import RankConfig
-from shardconv.distributed import Axis
+from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
 from shardconv.layers.sharding import ParallelModule
-from shardconv.plan.family import ModuleRule
+from shardconv.plan.family import InputRule, ModuleRule
 from shardconv.plan.scope import Scope
 
 
@@ -27,21 +36,18 @@ class Told(NamedTuple):
         attributes: name to value.
         fields: fields of its config to their values.
         at_most: name of an attribute to a layer and to the attribute that divides its rows: it is no more than that.
-        cuts: name of an argument to the dim of it that is cut, and to the rank's first unit, how many it has, and how
-            many there are.
-        first_norm: the first of its ``norms`` that is the rank's; None if it has none.
-        num_shared: see :class:`~shardconv.convert.modules.SharedOutput`; None if it is not told.
-        is_unfused: see :class:`~shardconv.convert.modules.Unfused`.
+        cuts: name of an argument to what makes of it the rank's.
+        kinds: what it becomes besides, one after the other, and what that has to know.
+        gathers: what the names of parameters match that it reads of other modules.
     """
 
     module: nn.Module
     attributes: dict[str, int]
     fields: dict[str, int]
     at_most: dict[str, tuple[str, ...]]
-    cuts: dict[str, tuple[int, tuple[int, int, int]]]
-    first_norm: int | None
-    num_shared: int | None
-    is_unfused: bool
+    cuts: dict[str, Callable[[Any], Any]]
+    kinds: list[tuple[type[ParallelModule], dict[str, Any]]]
+    gathers: list[re.Pattern[str]]
 
 
 def told_of(model: nn.Module, scope: Scope, axis: Axis) -> Iterator[Told]:
@@ -72,21 +78,34 @@ def _check_meets(rule: ModuleRule, modules: list[nn.Module]) -> None:
 
 def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told:
     values = {name: scope.on_rank(expression, axis.size) for name, expression in rule.attributes.items()}
-    units = partial(scope.local_units, tp=axis.size, rank=axis.rank)
     return Told(
         module,
         {name: value for name, value in values.items() if hasattr(module, name)},
         {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")},
         {name: tuple(limit) for name, limit in rule.at_most.items()},
-        {name: (dim, units(unit)) for name, (dim, unit) in rule.inputs.items()},
-        units(rule.norms)[0] if rule.norms and hasattr(module, "norms") else None,
-        None if rule.shared_output is None else scope.on_rank(rule.shared_output, axis.size),
-        rule.unfused,
+        {name: _input_cut(one, scope, axis) for name, one in rule.inputs.items()},
+        list(_kinds(module, rule, scope, axis)),
+        [re.compile(scope.regex(pattern)) for pattern in rule.gathers],
     )
 
 
-def tell(told: Told, axis: Axis) -> None:
-    """Change a module so that it knows what it was told."""
+def _kinds(
+    module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis
+) -> Iterator[tuple[type[ParallelModule], dict[str, Any]]]:
+    if rule.norms and hasattr(module, "norms"):
+        yield NormsOfHeads, {"first": scope.local_units(rule.norms, axis.size, axis.rank)[0]}
+    if rule.unfused:
+        yield Unfused, {}
+    if rule.shared_output is not None:
+        yield SharedOutput, {"num_shared": scope.on_rank(rule.shared_output, axis.size)}
+    if rule.copied_input:
+        yield CopiedInput, {}
+    if rule.summed_output:
+        yield SummedOutput, {"styles": getattr(module, "styles", {})}
+
+
+def tell(told: Told, model: nn.Module, axis: Axis) -> None:
+    """Change a module of a model, whose layers are converted, so that it knows what it was told."""
     module = told.module
     if told.fields:
         module.__dict__["config"] = RankConfig(module.config, told.fields)
@@ -98,22 +117,33 @@ def tell(told: Told, axis: Axis) -> None:
     if told.cuts:
         names = list(inspect.signature(module.forward).parameters)
         module.register_forward_pre_hook(partial(_cut_inputs, told.cuts, names), with_kwargs=True)
-    if told.first_norm is not None:
-        _become(module, NormsOfHeads, axis, first=told.first_norm)
-    if told.is_unfused:
-        _become(module, Unfused, axis)
-    if told.num_shared is not None:
-        _become(module, SharedOutput, axis, num_shared=told.num_shared)
+    for kind, attributes in told.kinds:
+        _become(module, kind, axis, **attributes)
+    if told.gathers:
+        _become(module, Gathering, axis, read=_read(model, told))
 
 
-def _become(module: Any, kind: type[ParallelModule], axis: Axis, **attributes: int) -> None:
+def _read(model: nn.Module, told: Told) -> tuple[tuple[ParallelModule, str], ...]:
+    """The shards that a module reads of others: of those in it, if patterns name any of them."""
+    found = [
+        (module, own)
+        for name, module in model.named_modules()
+        if isinstance(module, ParallelModule)
+        for own in module.placements
+        if any(regex.fullmatch(f"{name}.{own}") for regex in told.gathers)
+    ]
+    inside = set(told.module.modules())
+    return tuple(one for one in found if one[0] in inside) or tuple(found)
+
+
+def _become(module: Any, kind: type[ParallelModule], axis: Axis, **attributes: Any) -> None:
     module.__class__ = mixed(kind, type(module))
     dim, placements = getattr(module, "dim", None), getattr(module, "placements", {})  # if it was one already
     module.__dict__.update(axis=axis, dim=dim, placements=placements, **attributes)
 
 
 def _cut_inputs(
-    cuts: Mapping[str, tuple[int, tuple[int, int, int]]],
+    cuts: Mapping[str, Callable[[Any], Any]],
     names: list[str],
     module: nn.Module,  # noqa: ARG001 - as hooks are called
     inputs: tuple[Any, ...],
@@ -122,14 +152,29 @@ def _cut_inputs(
     """Of arguments that hold something for each unit, keep the rank's."""
 
     def keep(name: str, value: Any) -> Any:
-        return _cut_input(value, *cuts[name]) if name in cuts else value
+        return cuts[name](value) if name in cuts else value
 
     kept = tuple(keep(name, value) for name, value in zip(names, inputs, strict=False))
     return (*kept, *inputs[len(kept) :]), {name: keep(name, value) for name, value in options.items()}
 
 
-def _cut_input(value: Any, dim: int, units: tuple[int, int, int]) -> Any:
+def _input_cut(rule: InputRule, scope: Scope, axis: Axis) -> Callable[[Any], Any]:
+    """What makes of an argument the rank's."""
+    units = scope.local_units(rule.unit, axis.size, axis.rank)
+    if rule.size is None:
+        return partial(_cut_matrices, rule.dim, units)
+    return partial(_cut_features, rule.dim, units, scope.fields().evaluate(rule.size), axis)
+
+
+def _cut_matrices(dim: int, units: tuple[int, int, int], value: Any) -> Any:
     first, size, count = units
     if not isinstance(value, Tensor) or value.dim() < dim + 3 or value.shape[dim] == 1:
         return value  # not given, of tokens only, or the same for all units
     return value.unflatten(dim, (-1, count)).narrow(dim + 1, first, size).flatten(dim, dim + 1)
+
+
+def _cut_features(dim: int, units: tuple[int, int, int], width: int, axis: Axis, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    first, size, _ = units
+    return copy_to_tp(value, group=axis).narrow(dim, first * width, size * width)

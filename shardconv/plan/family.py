@@ -74,7 +74,8 @@ class Rule:
         style: a key of :data:`STYLES`.
         unit: the unit that cuts fall between; None for single elements.
         parts: for packed styles, the unit of each part.
-        groups: how often the parts repeat.
+        groups: how often the parts repeat; where there are enough, a rank has whole groups.
+        repeats: how often the parts repeat, each of them cut, however many there are.
         pad: fill up with zeros what does not divide.
         transposed: the weight is stored (in, out), as Conv1D stores it.
         beside: a layer of the same module, whose ``rows`` the sizes of units may be told by.
@@ -91,6 +92,7 @@ class Rule:
     unit: str | None = None
     parts: tuple[str, ...] = ()
     groups: str | int = 1
+    repeats: str | int = 1
     pad: bool = False
     transposed: bool = False
     beside: str = ""
@@ -110,7 +112,22 @@ class Rule:
         if self.unit and self.parts:
             raise ValueError("a rule has unit or parts, not both")
         check_expression(self.groups)
+        check_expression(self.repeats)
         check_expression(1 if self.size is None else self.size)
+
+
+class InputRule(NamedTuple):
+    """An argument of a module that holds something for each unit, of which the module gets the rank's.
+
+    Attributes:
+        dim: the dim that counts them, for each example anew.
+        unit: the unit.
+        size: how many elements of the dim each has, as of features; None where it has one, with matrices behind it.
+    """
+
+    dim: int
+    unit: str
+    size: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +137,16 @@ class ModuleRule:
     Attributes:
         pattern: module names, as in a :class:`Rule`.
         attributes: name of an attribute, or ``config.`` and a field of the module's config, to its value on a rank.
-        inputs: name of an argument to the dim of it, and the unit of which that holds one after the other.
+        inputs: name of an argument to what of it is the rank's: see :class:`InputRule`.
         at_most: name of an attribute to a layer and another attribute: it is no more than the rows that a rank has of
             the one, over the other.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none.
         unfused: whether it has a way of its own in training that reads the weights of layers in it, and must not go it.
+        copied_input: what goes in is whole on every rank, and what comes out is the rank's.
+        summed_output: what comes out is the rank's part of a sum over all ranks.
+        gathers: parameters of other modules that it reads, by patterns; they are whole while it computes.
         when: config fields that must have these values for it to count.
         origin: whose rule it is.
         is_required: of a user's rule, that it has to meet a module that has what it says.
@@ -134,11 +154,14 @@ class ModuleRule:
 
     pattern: str
     attributes: Mapping[str, str | int]
-    inputs: Mapping[str, tuple[int, str]]
+    inputs: Mapping[str, InputRule]
     at_most: Mapping[str, Sequence[str]] = field(default_factory=dict)
     norms: str = ""
     shared_output: str | int | None = None
     unfused: bool = False
+    copied_input: bool = False
+    summed_output: bool = False
+    gathers: tuple[str, ...] = ()
     when: tuple[tuple[str, Any], ...] = ()
     origin: str = ""
     is_required: bool = False
@@ -151,7 +174,18 @@ class ModuleRule:
         at_most = {name: pair for rule in rules for name, pair in rule.at_most.items()}
         norms = next((rule.norms for rule in reversed(rules) if rule.norms), "")
         shared = next((rule.shared_output for rule in reversed(rules) if rule.shared_output is not None), None)
-        return cls("", attributes, inputs, at_most, norms, shared, any(rule.unfused for rule in rules))
+        return cls(
+            "",
+            attributes,
+            inputs,
+            at_most,
+            norms,
+            shared,
+            unfused=any(rule.unfused for rule in rules),
+            copied_input=any(rule.copied_input for rule in rules),
+            summed_output=any(rule.summed_output for rule in rules),
+            gathers=tuple(dict.fromkeys(name for rule in rules for name in rule.gathers)),
+        )
 
 
 class Part(NamedTuple):
@@ -295,8 +329,8 @@ def _parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TO
 
 
 _RULE_KEYS = {
-    "style": str, "unit": str, "parts": list, "groups": (str, int), "pad": bool, "transposed": bool, "beside": str,
-    "size": (str, int), "dims": int, "when": dict, "optional": bool,
+    "style": str, "unit": str, "parts": list, "groups": (str, int), "repeats": (str, int), "pad": bool,
+    "transposed": bool, "beside": str, "size": (str, int), "dims": int, "when": dict, "optional": bool,
 }  # fmt: skip
 
 
@@ -319,7 +353,7 @@ def _parse_rules(rules: dict[str, Any], origin: str) -> Iterable[Rule]:
 
 _MODULE_KEYS = {
     "attributes": dict, "inputs": dict, "at_most": dict, "norms": str, "shared_output": (str, int),
-    "unfused": bool, "when": dict,
+    "unfused": bool, "copied_input": bool, "summed_output": bool, "gathers": list, "when": dict,
 }  # fmt: skip
 
 
@@ -332,14 +366,19 @@ def _parse_modules(modules: dict[str, Any], origin: str) -> Iterable[ModuleRule]
                 for expression in (*attributes.values(), data.get("shared_output", 0)):
                     check_expression(expression)
                 for place in inputs.values():
-                    _check_keys(place, {"dim": int, "unit": str})
+                    _check_keys(place, {"dim": int, "unit": str, "size": (str, int)})
+                    check_expression(place.get("size", 1))
                 if not all(isinstance(two, list) and list(map(type, two)) == [str, str] for two in at_most.values()):
                     raise ValueError("at_most has a layer and an attribute for each name")
-                places = {name: (place["dim"], place["unit"]) for name, place in inputs.items()}
+                gathers = tuple(data.get("gathers", ()))
+                if not all(isinstance(name, str) for name in gathers):
+                    raise ValueError("gathers are names of parameters")
+                places = {
+                    name: InputRule(place["dim"], place["unit"], place.get("size")) for name, place in inputs.items()
+                }
                 when = tuple(data.get("when", {}).items())
-                norms, shared = data.get("norms", ""), data.get("shared_output")
-                unfused = data.get("unfused", False)
-                yield ModuleRule(pattern, attributes, places, at_most, norms, shared, unfused, when, origin)
+                told = {**data, "attributes": attributes, "inputs": places, "gathers": gathers, "when": when}
+                yield ModuleRule(pattern, origin=origin, **told)
             except (ValueError, KeyError) as error:
                 raise ValueError(f"modules {pattern!r}: {error}") from error
 
@@ -371,6 +410,6 @@ def _check_units_exist(family: Family) -> None:
             if unit is not None and unit not in (family.units or {}):
                 raise PlanError(f"{rule.origin}: rule {rule.pattern!r}: there is no unit {unit!r}")
     for told in family.modules:
-        for unit in (told.norms, *(unit for _, unit in told.inputs.values())):
+        for unit in (told.norms, *(one.unit for one in told.inputs.values())):
             if unit and unit not in (family.units or {}):
                 raise PlanError(f"{told.origin}: modules {told.pattern!r}: there is no unit {unit!r}")

@@ -34,7 +34,7 @@ class Fields:
 
     def has(self, name: str, value: Any) -> bool:  # noqa: ANN401 - anything JSON holds
         """Whether a field has this value, in the config or, where that leaves it out, by the family's default."""
-        field = self._config.get(name)
+        field = lookup(self._config, name)
         if field is None:
             field = self._defaults.get(name)
         return type(field) is type(value) and bool(field == value)
@@ -59,8 +59,8 @@ class Fields:
         match node:
             case ast.Constant(value=int() as value):
                 return value
-            case ast.Name(id=name):
-                return self._field(name)
+            case ast.Name() | ast.Attribute():
+                return self._field(ast.unparse(node))
             case ast.BinOp(left=left, op=op, right=right):
                 return _OPERATORS[type(op)](self._value(left), self._value(right))
         raise AssertionError(f"expression was not checked: {ast.dump(node)}")
@@ -68,7 +68,7 @@ class Fields:
     def _field(self, name: str) -> int:
         if name in self.read:
             return int(self.read[name])
-        value = self._config.get(name)
+        value = lookup(self._config, name)
         if value is None and name in self._defaults:
             value = self.evaluate(self._defaults[name])
         if value is None:
@@ -79,6 +79,14 @@ class Fields:
             )
         self.read[name] = value
         return value
+
+
+def lookup(config: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - anything JSON holds
+    """A field, or one of a config in the config, with dots between; None where there is none."""
+    found: Any = config
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
 
 
 def check_expression(expression: str | int) -> None:
@@ -101,6 +109,9 @@ def names_in(expression: str | int) -> set[str]:
 def _check_node(node: ast.expr, expression: str | int) -> None:
     match node:
         case ast.Constant(value=int()) | ast.Name():
+            return
+        case ast.Attribute(value=ast.Name() | ast.Attribute() as value):
+            _check_node(value, expression)
             return
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             _check_node(left, expression)

@@ -211,7 +211,7 @@ class Resolver:
             )
         size = spec.shape[dim]
         groups = fields.evaluate(rule.groups)
-        names = rule.parts or (rule.unit,)
+        names = (rule.parts or (rule.unit,)) * fields.evaluate(rule.repeats)
         part = size // max(groups * len(names), 1)  # of those that say no count of their own
         units = [self._unit(unit, rule, part, scope, fields, name) for unit in names]
         expected = groups * sum(unit.count * unit.size for unit in units)

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.plan.family import Family, ModuleRule, Part, Rule, family_for, load_family
-from shardconv.plan.fields import Fields, names_in
+from shardconv.plan.fields import Fields, lookup, names_in
 from shardconv.plan.matcher import name_regex
 from shardconv.plan.placement import Unit
 
@@ -85,7 +85,7 @@ def scopes_of(family: Family, config: Mapping[str, Any] | None, at: str = "", de
         raise PlanError(f"the config has configs in it more than {_MAX_DEPTH} deep, as no model has")
     yield Scope(family, config, at)
     for start, part in (family.parts or {}).items():
-        inner = (config or {}).get(part.field)
+        inner = lookup(config or {}, part.field)
         if isinstance(inner, Mapping) and (known := _family_of(part, inner)) is not None:
             yield from scopes_of(known, inner, f"{at}.{start}" if at else start, depth + 1)
 

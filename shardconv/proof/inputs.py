@@ -615,6 +615,29 @@ def _dots3_note(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def _detr(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """DETR: an image large enough to be more than one place at the end of its backbone."""
+    return {"pixel_values": torch.rand(BATCH, model.config.num_channels, 96, 96, generator=generator) * 2 - 1}
+
+
+def _lxmert(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """LXMERT: features of things that were seen, and their boxes."""
+    config = model.config
+    return {
+        "visual_feats": torch.randn(BATCH, GRID, config.visual_feat_dim, generator=generator),
+        "visual_pos": torch.rand(BATCH, GRID, config.visual_pos_dim, generator=generator),
+    }
+
+
+def _visual_bert(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """VisualBERT: features of things that were seen."""
+    return {
+        "visual_embeds": torch.randn(BATCH, GRID, model.config.visual_embedding_dim, generator=generator),
+        "visual_attention_mask": torch.ones(BATCH, GRID),
+        "attention_mask": torch.ones(BATCH, LENGTH),
+    }
+
+
 #: Parts that an image comes in, between the batch and the channels.
 _PARTS: dict[str, tuple[int, ...]] = {
     "idefics2": (1,), "idefics3": (2,), "smolvlm": (2,), "llava_next": (5,), "llava_next_video": (5,),
@@ -649,6 +672,9 @@ _NO_GENERATION = {
 _SPECIAL: dict[str, Any] = {
     "gemma3n": _gemma3n,
     "Blip2ForImageTextRetrieval": _blip_2_retrieval,
+    "detr": _detr,
+    "lxmert": _lxmert,
+    "visual_bert": _visual_bert,
     "idefics": _idefics,
     "inkling_mm_model": _inkling,
     "instructblip": _instructblip,

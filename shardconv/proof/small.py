@@ -111,7 +111,8 @@ def _count_name(config: Mapping[str, Any]) -> str:
 
 def _count(config: Mapping[str, Any]) -> int:
     kinds = config.get("layers_block_type") or config.get("layer_types") or []
-    return int(config.get(_count_name(config)) or len(kinds))
+    count = config.get(_count_name(config))
+    return count if type(count) is int and count else len(kinds)
 
 
 def _is_indices(name: str, value: list[Any], count: int) -> bool:

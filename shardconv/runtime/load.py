@@ -258,6 +258,7 @@ def _from_transformers(
 
     def build(self: Any, *arguments: Any, **options: Any) -> None:
         plain.__init__(self, *arguments, **options)
+        self.__class__ = plain  # which the conversion may change
         convert(self)
 
     converted: Any = type(plain.__name__, (plain,), {"__module__": plain.__module__, "__init__": build})
@@ -268,7 +269,6 @@ def _from_transformers(
         if found := report[kind]:
             names = ", ".join(map(str, sorted(found)[:3]))
             raise RunError(f"{folder}: {kind.replace('_', ' ')} for {plain.__name__}: {names}")
-    model.__class__ = plain
     finish(model, axis)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
