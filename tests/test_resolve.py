@@ -148,3 +148,12 @@ def test_configs_in_configs_end():
         config = {"model_type": "llava", "text_config": config}
     with pytest.raises(PlanError, match="configs in it more than 4 deep"):
         resolve({"lm_head.weight": TensorSpec("F32", (8, 8))}, config, PlanRequest())
+
+
+def test_a_rule_with_dims_leaves_whole_what_has_fewer():
+    shapes = {"kernel": (6, 3, 3, 3), "matrix": (5, 4), "token": (1, 4, 6), "scale": (6,), "count": ()}
+    specs = {name: TensorSpec("F32", shape) for name, shape in shapes.items()}
+    rule = '[rules]\n"**.*" = { style = "gathered", pad = true, dims = 2 }'
+    plan = resolve(specs, None, PlanRequest(plan_file=("plan.toml", rule))).resolver.plan(2)
+    cut = {name: plan.tensors[name].placement.dim for name in shapes}
+    assert cut == {"kernel": 0, "matrix": 0, "token": None, "scale": None, "count": None}

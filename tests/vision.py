@@ -6,7 +6,6 @@ so does timm, which needs nothing of that library.
 """
 
 import importlib.util
-import warnings
 
 import torch
 
