@@ -240,3 +240,12 @@ def test_expressions_of_more_than_fields(checkpoint, tmp_path, expression):
     plan.write_text(f'[units]\nu = {{ count = "{expression}" }}')
     with pytest.raises(shardconv.PlanError, match=r"only fields, whole numbers|is no expression"):
         shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
+
+
+def test_a_rule_with_dims_leaves_whole_what_has_fewer():
+    shapes = {"kernel": (6, 3, 3, 3), "matrix": (5, 4), "token": (1, 4, 6), "scale": (6,), "count": ()}
+    specs = {name: TensorSpec("F32", shape) for name, shape in shapes.items()}
+    rule = '[rules]\n"**.*" = { style = "gathered", pad = true, dims = 2 }'
+    plan = resolve(specs, None, PlanRequest(plan_file=("plan.toml", rule))).resolver.plan(2)
+    cut = {name: plan.tensors[name].placement.dim for name in shapes}
+    assert cut == {"kernel": 0, "matrix": 0, "token": None, "scale": None, "count": None}

@@ -512,6 +512,21 @@ def _moss(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def _phi4(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Phi-4 Multimodal: an image whole and in one part, each row of which ends in a mark; and a sound."""
+    vision, audio = model.config.vision_config, model.config.audio_config
+    side, patches, sound = vision.image_size, vision.image_size // vision.patch_size, 4
+    tokens = patches // 2 * (patches // 2 + 1)
+    return {
+        "image_pixel_values": torch.rand(BATCH, 2, vision.num_channels, side, side, generator=generator) * 2 - 1,
+        "image_sizes": torch.tensor([[side, side]] * BATCH),
+        "image_attention_mask": torch.ones(BATCH, 2, patches, patches),
+        "audio_input_features": torch.randn(BATCH, sound * audio.time_reduction, audio.input_size, generator=generator),
+        "audio_embed_sizes": torch.tensor([sound] * BATCH),
+        "input_ids": _ids_after(model, {vision.image_token_id: 2 * tokens + 1, audio.audio_token_id: sound}, generator),
+    }
+
+
 def _trocr(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     """TrOCR: text, and an image as another model has read it."""
     width = model.config.cross_attention_hidden_size or model.config.d_model
@@ -685,6 +700,7 @@ _SPECIAL: dict[str, Any] = {
     "longformer": _longformer,
     "luke": _luke,
     "moss_transcribe_diarize": _moss,
+    "phi4_multimodal": _phi4,
     "trocr": _trocr,
     "minicpm_ocr": _minicpm,
     "minicpmv4_6": _minicpm,
