@@ -43,6 +43,8 @@ LEAST_CUT = 0.95
 
 #: Types with none of those auto classes, by a class of theirs.
 OTHERS = {
+    "clip_text_model": "CLIPTextModel",
+    "clip_vision_model": "CLIPVisionModel",
     "detr": "DetrForObjectDetection",
     "dpr": "DPRReader",
     "lxmert": "LxmertForPreTraining",
