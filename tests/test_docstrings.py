@@ -12,8 +12,9 @@ import shardconv
 import shardconv.convert
 import shardconv.distributed
 import shardconv.layers
+import shardconv.tensor
 
-PACKAGES = [shardconv.distributed, shardconv.layers, shardconv.convert]
+PACKAGES = [shardconv.distributed, shardconv.layers, shardconv.tensor, shardconv.convert]
 MODULES = [
     importlib.import_module(f"{package.__name__}.{module.name}")
     for package in PACKAGES

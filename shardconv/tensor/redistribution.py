@@ -9,10 +9,10 @@ the first of them first, so only the last of them can be taken away, or put ther
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, count
+from itertools import combinations, count, product
 
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -23,7 +23,14 @@ from shardconv.tensor.spec import MeshLike, Placements, check_placements, local_
 
 #: What a collective takes before its first message, in seconds: a call into torch, a kernel's launch. The alpha-beta
 #: model counts messages only, and would rather send many small ones in two collectives than a few more in one.
-START_SECONDS = 20e-6
+START_SECONDS = 25e-6
+
+#: Placement to what makes of it a replicated one, a shard, and a partial sum.
+_ENDS: dict[type[Placement], tuple[str | None, str, str | None]] = {
+    Partial: ("all_reduce", "reduce_scatter", None),
+    Shard: ("all_gather", "all_to_all", "shard_to_partial"),
+    Replicate: (None, "chunk", "to_partial"),
+}
 
 #: What sends, or gives away, as many blocks as there are ranks, each with the room of the largest.
 _OF_BLOCKS = ("all_gather", "reduce_scatter", "chunk")
@@ -85,14 +92,7 @@ def redistribution_cost(
 
 def layout_after(layout: Sequence[Placement], step: CommSpec) -> Placements:
     """The placements after a communication, whose axes are numbers."""
-    found = list(layout)
-    for position, axis in enumerate(step.axes):
-        assert isinstance(axis, int)
-        if step.shard_dims:
-            found[axis] = Shard(step.shard_dims[position])
-        else:
-            found[axis] = Partial() if step.collective.endswith("to_partial") else Replicate()
-    return tuple(found)
+    return _layout_after(layout, step.collective, [int(axis) for axis in step.axes], step.shard_dims)
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ def _planned(problem: _Problem) -> tuple[CommSpec, ...]:
         if layout in done:
             continue
         done.add(layout)
-        for step in _steps(layout, problem):
-            if (after := layout_after(layout, step)) not in done:
+        for step, after in _steps(layout, problem):
+            if after not in done:
                 path = (*steps, step)
                 heapq.heappush(heap, (seconds + _cost(step, problem).forward, len(path), next(order), after, path))
 
@@ -158,45 +158,49 @@ def _cost(step: CommSpec, problem: _Problem) -> Cost:
     return Cost(cost.forward + starts[0], cost.backward + starts[1], cost.total + sum(starts))
 
 
-def _steps(layout: Placements, problem: _Problem) -> Iterator[CommSpec]:
-    """Each communication that leads from a layout to another one."""
+def _steps(layout: Placements, problem: _Problem) -> Iterator[tuple[CommSpec, Placements]]:
+    """Each communication that leads from a layout to another one, and that."""
     numbers = range(len(layout))
     for axes in (subset for size in range(1, len(layout) + 1) for subset in combinations(numbers, size)):
-        if len({type(layout[axis]) for axis in axes}) > 1:
+        if len({type(layout[axis]) for axis in axes}) > 1 or not _are_innermost(axes, layout):
             continue
+        had = _dims(layout, axes)
         for collective, shard_dims in _ways(layout, axes, problem):
-            has = layout[axes[0]]
-            gather_dims = tuple(_dim(layout[axis]) for axis in axes) if isinstance(has, Shard) else ()
-            step = CommSpec(collective, axes, gather_dims=gather_dims, shard_dims=shard_dims)
-            after = layout_after(layout, step)
-            if after != layout and _are_innermost(axes, layout) and _are_innermost(axes, after):
-                num_bytes = _num_bytes(step, layout, after, problem)
-                yield CommSpec(collective, axes, gather_dims=gather_dims, shard_dims=shard_dims, num_bytes=num_bytes)
+            after = _layout_after(layout, collective, axes, shard_dims)
+            if after != layout and _are_innermost(axes, after):
+                num_bytes = _num_bytes(collective, axes, layout, after, problem)
+                step = CommSpec(collective, axes, gather_dims=had, shard_dims=shard_dims, num_bytes=num_bytes)
+                yield step, after
 
 
 def _ways(layout: Placements, axes: tuple[int, ...], problem: _Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Collectives over axes of one kind of placement, with the dims that they cut.
 
-    One axis may come to cut any dim. Several at once go where they are to be, which bounds their number; and where it
-    costs nothing to go one by one, they do.
+    What is free goes one axis at a time. Three axes and more at once come to cut only what they are to cut in the end:
+    all that they could, nobody waits for.
     """
-    has, is_one = layout[axes[0]], len(axes) == 1
-    cuts: list[tuple[int, ...]] = []
-    if is_one:
-        cuts = [(dim,) for dim in range(len(problem.shape))]
-    elif all(isinstance(problem.target[axis], Shard) for axis in axes):
-        cuts = [tuple(_dim(problem.target[axis]) for axis in axes)]
-    whole, cut, partial = {
-        Partial: ("all_reduce", "reduce_scatter", None),
-        Shard: ("all_gather", "all_to_all", "shard_to_partial"),
-        Replicate: (None, "chunk", "to_partial"),
-    }[type(has)]
+    whole, cut, partial = _ENDS[type(layout[axes[0]])]
+    is_one = len(axes) == 1
+    cuts: Iterable[tuple[int, ...]] = product(range(len(problem.shape)), repeat=len(axes))
+    if len(axes) > 2:
+        wanted = _dims(problem.target, axes)
+        cuts = [wanted] if len(wanted) == len(axes) else []
     if whole:
         yield whole, ()
-    if cut != "chunk" or is_one:
+    if is_one or cut != "chunk":
         yield from ((cut, dims) for dims in cuts)
-    if partial and is_one and problem.has_sums:
+    if is_one and partial and problem.has_sums:
         yield partial, ()
+
+
+def _layout_after(
+    layout: Sequence[Placement], collective: str, axes: Sequence[int], shard_dims: Sequence[int]
+) -> Placements:
+    found = list(layout)
+    end = Partial() if collective in ("to_partial", "shard_to_partial") else Replicate()
+    for position, axis in enumerate(axes):
+        found[axis] = Shard(shard_dims[position]) if shard_dims else end
+    return tuple(found)
 
 
 def _are_innermost(axes: tuple[int, ...], layout: Placements) -> bool:
@@ -209,14 +213,15 @@ def _are_innermost(axes: tuple[int, ...], layout: Placements) -> bool:
     )
 
 
-def _num_bytes(step: CommSpec, before: Placements, after: Placements, problem: _Problem) -> int:
+def _num_bytes(collective: str, axes: tuple[int, ...], before: Placements, after: Placements, problem: _Problem) -> int:
     """Of the largest tensor that a rank has before or after; with the room that blocks of unequal sizes take."""
     sizes = problem.elements(before), problem.elements(after)
-    if step.collective not in _OF_BLOCKS:
+    if collective not in _OF_BLOCKS:
         return max(sizes) * problem.itemsize
-    return min(sizes) * math.prod(problem.sizes[int(axis)] for axis in step.axes) * problem.itemsize
+    return min(sizes) * math.prod(problem.sizes[axis] for axis in axes) * problem.itemsize
 
 
-def _dim(placement: Placement) -> int:
-    assert isinstance(placement, Shard)
-    return placement.dim
+def _dims(layout: Placements, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The dims that axes cut; none where they cut none."""
+    placements = (layout[axis] for axis in axes)
+    return tuple(placement.dim for placement in placements if isinstance(placement, Shard))
