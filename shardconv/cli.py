@@ -89,6 +89,7 @@ def cli() -> None:
 @_plan_options
 @_write_options
 @_checksum_option
+@click.option("--dcp", is_flag=True, help="Let torch.distributed.checkpoint read the rank files, too.")
 @_output_options
 def split(src: Path, output: Path | None, *, as_json: bool, quiet: bool, plan: Path | None, **options: Any) -> None:  # noqa: ANN401
     """Split the checkpoint SRC (a .safetensors file, an index, or a folder) for N ranks."""

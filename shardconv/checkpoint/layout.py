@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardconv.checkpoint.copy import Shards
+from shardconv.checkpoint.dcp import KEY, offsets_metadata
 from shardconv.checkpoint.geometry import geometry, whole
 from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header
 from shardconv.plan.plan import Plan, TensorSpec
@@ -51,22 +52,26 @@ def in_order(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     return dict(sorted(tensors.items(), key=lambda item: -max(DTYPE_BITS[item[1].dtype] // 8, 1)))
 
 
-def lay_out_ranks(tensors: Mapping[str, TensorSpec], plan: Plan, metadata: dict[str, str]) -> Layout:
+def lay_out_ranks(
+    tensors: Mapping[str, TensorSpec], plan: Plan, metadata: dict[str, str], *, dcp: bool = False
+) -> Layout:
     """The files of the ranks.
 
     Args:
         tensors: name to dtype and shape of the full tensors, in order.
         plan: their placements.
         metadata: what the source's files say of themselves.
+        dcp: whether each file says where its shards lie, as torch reads it.
     """
     placements = {name: plan.placement(name) for name in tensors}
     distinct = tuple(dict.fromkeys(placements.values()))
     sizes = [tuple(placement.local_size(rank) for placement in distinct) for rank in range(plan.tp)]
-    first_alike = [sizes.index(size) for size in sizes]  # most often 0: ranks with equal shapes share a header
+    # most often 0: ranks with equal shapes share a header, unless it says where the shards lie
+    first_alike = list(range(plan.tp)) if dcp else [sizes.index(size) for size in sizes]
     headers = {
         rank: build_header(
             ((name, spec.dtype, placements[name].shard_shape(spec.shape, rank)) for name, spec in tensors.items()),
-            {"format": "pt", **metadata},
+            {"format": "pt", **metadata, **({KEY: offsets_metadata(tensors, placements, rank)} if dcp else {})},
         )
         for rank in dict.fromkeys(first_alike)
     }

@@ -14,17 +14,19 @@ from typing import Any, Self
 import xxhash
 
 from shardconv.checkpoint.copy import Stripe, cut_stripes
+from shardconv.checkpoint.dcp import first_unreadable, why_unreadable
 from shardconv.checkpoint.fileio import create
 from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.header import Header, parse_header
 from shardconv.checkpoint.layout import MANIFEST_NAME, Layout, in_order, lay_out_parts, lay_out_ranks, rank_file_name
 from shardconv.checkpoint.source import Source, is_plain_name
-from shardconv.errors import SourceError, SplitCheckpointError
+from shardconv.errors import PlanError, SourceError, SplitCheckpointError
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.resolve import MAX_TP
 
-FORMAT_VERSION = 1
+#: The latest version that can be read. Version 2 has rank files that torch reads; what needs no 2 is written as 1.
+FORMAT_VERSION = 2
 _MIN_STRIPE_BYTES = 2**12
 _MAX_MANIFEST_BYTES = 2**30
 
@@ -71,6 +73,7 @@ class Manifest:
         side_files: name to checksum of each side file.
         stripe_bytes: the grain of the checksums.
         checksums: for each rank the xxh3-128 of its bytes of each stripe; None where none were taken.
+        dcp: whether rank files say where their shards lie, as torch reads it.
     """
 
     plan: Plan
@@ -84,9 +87,12 @@ class Manifest:
     side_files: Mapping[str, str]
     stripe_bytes: int
     checksums: tuple[tuple[str, ...], ...] | None = field(default=None, repr=False)
+    dcp: bool = False
 
     @classmethod
-    def of_source(cls, source: Source, plan: Plan, request: PlanRequest, *, stripe_bytes: int) -> Self:
+    def of_source(
+        cls, source: Source, plan: Plan, request: PlanRequest, *, stripe_bytes: int, dcp: bool = False
+    ) -> Self:
         """The manifest for a source that is about to be split."""
         return cls(
             plan=plan,
@@ -99,7 +105,8 @@ class Manifest:
             metadata=source.metadata,
             side_files=dict.fromkeys(source.side_files, ""),
             stripe_bytes=stripe_bytes,
-        )
+            dcp=dcp,
+        ).checked_for_dcp()
 
     @property
     def tp(self) -> int:
@@ -126,7 +133,7 @@ class Manifest:
     @cached_property
     def rank_layout(self) -> Layout:
         """The files of the ranks, as they have to be."""
-        return lay_out_ranks(self.tensors, self.plan, self.metadata)
+        return lay_out_ranks(self.tensors, self.plan, self.metadata, dcp=self.dcp)
 
     @cached_property
     def part_layout(self) -> Layout:
@@ -142,14 +149,29 @@ class Manifest:
         return replace(self, checksums=checksums, side_files=side_files)
 
     def with_plan(self, plan: Plan) -> Self:
-        """The manifest of the same source under another plan, not yet written."""
-        return replace(self, plan=plan, checksums=None)
+        """The manifest of the same source under another plan, not yet written.
+
+        Raises:
+            PlanError: as :meth:`checked_for_dcp`.
+        """
+        return replace(self, plan=plan, checksums=None).checked_for_dcp()
+
+    def checked_for_dcp(self) -> Self:
+        """The manifest itself.
+
+        Raises:
+            PlanError: if torch is to read the rank files, and a placement cannot be said to it.
+        """
+        if self.dcp and (name := first_unreadable(self.plan, self.tensors)) is not None:
+            raise PlanError(why_unreadable(name, self.plan.placement(name)))
+        return self
 
     def to_json(self, created_by: str) -> dict[str, Any]:
         """Plain data, with a checksum of its own."""
         body = {
-            "format_version": FORMAT_VERSION,
+            "format_version": 2 if self.dcp else 1,
             "created_by": created_by,
+            **({"dcp": True} if self.dcp else {}),
             "tp": self.tp,
             "plan": self.plan.to_json(),
             "request": self.request.to_json(),
@@ -206,6 +228,7 @@ class Manifest:
             side_files=data["side_files"],
             stripe_bytes=checksums["stripe_bytes"],
             checksums=None if ranks is None else tuple(map(tuple, ranks)),
+            dcp=data.get("dcp") is True,
         )
         manifest._check()
         return manifest
@@ -213,6 +236,7 @@ class Manifest:
     def _check(self) -> None:
         if self.plan.tensors.keys() != self.tensors.keys():
             raise ValueError("its plan is not for its tensors")
+        self.checked_for_dcp()
         for name, spec in self.tensors.items():
             geometry(self.plan.placement(name), spec.dtype, spec.shape)  # refuses what does not fit
         if self.stripe_bytes < _MIN_STRIPE_BYTES or (self.request.head_dim or 1) < 1:
@@ -290,7 +314,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise SplitCheckpointError(f"{folder}: is no split checkpoint: it has no {MANIFEST_NAME}") from error
     except OSError as error:
         raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SourceError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SourceError, PlanError) as error:
         raise SplitCheckpointError(f"{path}: cannot be used: {error}") from error
 
 

@@ -49,6 +49,8 @@ def reshard(
 ) -> ReshardReport:
     """Rewrite a split checkpoint for another number of ranks; the result is that of splitting the source for it.
 
+    What was split with ``dcp`` stays readable by torch.
+
     Args:
         src: the split checkpoint.
         dst: the folder to write; by default ``NAME-tpM`` in the current folder.
@@ -61,7 +63,7 @@ def reshard(
 
     Raises:
         SplitCheckpointError: if a rank file is missing, or bytes are not those that were written.
-        PlanError: if the checkpoint cannot be split for ``tp``.
+        PlanError: if the checkpoint cannot be split for ``tp``, or not so that torch reads it.
         OutputError: if the destination exists, is in use, or has no room.
     """
     began = time.perf_counter()

@@ -55,6 +55,7 @@ def split(
     tp: int,
     overwrite: bool = False,
     checksums: bool = True,
+    dcp: bool = False,
     dry_run: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -68,6 +69,8 @@ def split(
         tp: number of ranks.
         overwrite: replace what is at ``dst``.
         checksums: take checksums while the data passes, which verify and merge check.
+        dcp: write into each rank file where its shards lie, so that torch.distributed.checkpoint loads the folder by
+            its HuggingFaceStorageReader, into full tensors or DTensors.
         dry_run: plan and check, write nothing.
         threads: how many threads copy; by default as many as there are processors, up to 8.
         progress: called with bytes done and bytes in all.
@@ -75,13 +78,13 @@ def split(
 
     Raises:
         SourceError: if the source cannot be read, or changes meanwhile.
-        PlanError: if no plan is known to be right.
+        PlanError: if no plan is known to be right, or with ``dcp`` it has fused or padded tensors.
         OutputError: if the destination exists, is in use, or has no room.
     """
     began = time.perf_counter()
     source, request, (resolver, assumed), read = plan_source(src, **options)
     made = resolver.plan(tp, assumed=assumed)
-    manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES)
+    manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES, dcp=dcp)
     layout = manifest.rank_layout
     target = Path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
     check_apart(target, read)

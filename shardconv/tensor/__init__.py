@@ -3,6 +3,7 @@
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardconv.tensor.comm import CommSpec, Cost
+from shardconv.tensor.interop import as_dtensor
 from shardconv.tensor.parameters import named_sharded_parameters, shard_parameter
 from shardconv.tensor.redistribution import plan_redistribution, redistribution_cost
 from shardconv.tensor.sharded import from_global, from_local, redistribute, to_mesh
@@ -14,6 +15,7 @@ __all__ = [
     "Partial",
     "Replicate",
     "Shard",
+    "as_dtensor",
     "check_placements",
     "dims_of",
     "from_global",

@@ -1,0 +1,49 @@
+"""What ``torch.distributed.checkpoint.HuggingFaceStorageReader`` asks of rank files: where each shard lies.
+
+Owns the metadata under which torch stores that (torch/distributed/checkpoint/_hf_utils.py), and which placements it
+can say. A shard is one box of the full tensor there, and the full shape is what all boxes reach to; so padding would
+make it wrong, and several pieces of one rank cannot be said. Of a tensor that several ranks hold, whole or as copies,
+the reader finds the same box several times, and reads it from the last file as often.
+"""
+
+import json
+from collections.abc import Mapping
+
+from shardconv.plan.placement import Placement, intervals
+from shardconv.plan.plan import Plan, TensorSpec
+
+#: torch's key in a file's metadata, and the one of each tensor under it.
+KEY, OFFSETS_KEY = "DCP_SHARDING_INFO", "saved_offsets"
+
+
+def first_unreadable(plan: Plan, names: Mapping[str, TensorSpec]) -> str | None:
+    """The first tensor whose placement torch cannot be told; None if there is none."""
+    return next((name for name in names if not _is_readable(plan.placement(name))), None)
+
+
+def why_unreadable(name: str, placement: Placement) -> str:
+    """What to tell a user who wants rank files with such a tensor to be read by torch."""
+    return (
+        f"{name}: is cut as {placement.describe()}, and torch.distributed.checkpoint reads one interval a rank, "
+        f"without padding. Split without --dcp (dcp=True); for a checkpoint of torch's own, load the model and save "
+        f"shardconv.tensor.as_dtensor(model)"
+    )
+
+
+def offsets_metadata(tensors: Mapping[str, TensorSpec], placements: Mapping[str, Placement], rank: int) -> str:
+    """Where a rank's shards begin in the full tensors, as torch stores it in the rank's file."""
+    offsets = {name: {OFFSETS_KEY: _offsets(placements[name], spec.shape, rank)} for name, spec in tensors.items()}
+    return json.dumps(offsets, separators=(",", ":"), ensure_ascii=False)
+
+
+def _is_readable(placement: Placement) -> bool:
+    return not placement.is_padded and all(len(pieces) <= 1 for pieces in placement.ranks)
+
+
+def _offsets(placement: Placement, shape: tuple[int, ...], rank: int) -> list[int]:
+    offsets = [0] * len(shape)
+    if placement.dim is not None:
+        held = intervals(placement.ranks[rank])
+        # The reader knows a box by its offsets alone: where a rank has nothing, they must be those of no other's box.
+        offsets[placement.dim] = held[0].start if held else placement.size
+    return offsets
