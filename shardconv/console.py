@@ -89,20 +89,26 @@ class Console:
         width = None if sys.stdout.isatty() else max(sum(widths), 80)
         RichConsole(width=width, highlight=False).print(table)
 
-    def progress(self, what: str) -> AbstractContextManager[Progress | None]:
-        """A callback for progress: a bar on a terminal, a line every ten seconds elsewhere."""
+    def progress(self, what: str, *, counts: bool = False) -> AbstractContextManager[Progress | None]:
+        """A callback for progress: a bar on a terminal, a line every ten seconds elsewhere.
+
+        Args:
+            what: what is going on, in a word.
+            counts: whether things are counted, and not bytes.
+        """
         if self._quiet:
             return nullcontext()
-        return _bar(what) if sys.stderr.isatty() else _lines(what)
+        return _bar(what, counts=counts) if sys.stderr.isatty() else _lines(what, counts=counts)
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[Progress]:
+def _bar(what: str, *, counts: bool) -> Iterator[Progress]:
     from rich.console import Console as RichConsole
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as RichProgress
 
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    amounts = (MofNCompleteColumn(),) if counts else (DownloadColumn(), TransferSpeedColumn())
+    columns = ("{task.description}", BarColumn(), *amounts, TimeRemainingColumn())
     bar: RichProgress = RichProgress(*columns, console=RichConsole(stderr=True), transient=True)
     with bar:
         task = bar.add_task(what, total=None)
@@ -110,7 +116,7 @@ def _bar(what: str) -> Iterator[Progress]:
 
 
 @contextmanager
-def _lines(what: str) -> Iterator[Progress]:
+def _lines(what: str, *, counts: bool) -> Iterator[Progress]:
     began = last = time.monotonic()
 
     def show(done: int, total: int) -> None:
@@ -120,7 +126,8 @@ def _lines(what: str) -> Iterator[Progress]:
             last = now
             rate = done / (now - began)
             left = (total - done) / rate
-            click.echo(f"{what}: {size(done)} of {size(total)}, {size(rate)}/s, {left:.0f} s left", err=True)
+            amounts = f"{done} of {total}" if counts else f"{size(done)} of {size(total)}, {size(rate)}/s"
+            click.echo(f"{what}: {amounts}, {left:.0f} s left", err=True)
 
     yield show
 

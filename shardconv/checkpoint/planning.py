@@ -145,7 +145,6 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
     sizes = resolver.legal_sizes()
     made = None if tp is None else resolver.plan(tp, assumed=assumed)
     tensors = () if made is None else tensor_reports(source, made)
-    ranks = () if made is None else range(made.tp)
     return PlanReport(
         source=str(src),
         family=resolver.family_name,
@@ -156,9 +155,15 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
         left_out=source.left_out,
         legal_tp=sizes.legal,
         blocked_tp=sizes.blocked,
-        rank_bytes=tuple(sum(tensor.shard_bytes[rank] for tensor in tensors) for rank in ranks),
+        rank_bytes=() if made is None else rank_bytes(source, made),
         tensors=tensors,
     )
+
+
+def rank_bytes(source: Source, plan: Plan) -> tuple[int, ...]:
+    """For each rank the bytes of its tensors."""
+    sizes = [tensor.shard_bytes for tensor in tensor_reports(source, plan)]
+    return tuple(map(sum, zip(*sizes, strict=True))) or (0,) * plan.tp
 
 
 def tensor_reports(source: Source, plan: Plan) -> tuple[TensorReport, ...]:

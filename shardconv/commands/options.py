@@ -1,0 +1,58 @@
+"""Options that several commands take.
+
+Owns their names, types and help. Knows nothing of what a command does with them.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, in their order."""
+
+    def add(function: Command) -> Command:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
+PATH = click.Path(path_type=Path)
+common_options = together(
+    click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object."),
+    click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),
+)
+output_options = together(
+    click.option("-q", "--quiet", is_flag=True, help="Print no result for people and no progress."), common_options
+)
+plan_options = together(
+    click.option("--plan", type=PATH, help="TOML or JSON file with rules that come before the family's."),
+    click.option("--family", metavar="NAME", help="Use this family, whatever the config says."),
+    click.option("--replicate", metavar="NAME", multiple=True, help="Put this tensor whole on every rank. Repeatable."),
+    click.option("--head-dim", type=click.IntRange(min=1), metavar="N", help="Head size, if no config says it."),
+    click.option(
+        "--experts",
+        type=click.Choice(["tensor", "expert"]),
+        default="tensor",
+        help="Cut each expert over all ranks, or deal experts out. [default: tensor]",
+    ),
+    click.option("--config", type=PATH, help="config.json to use instead of the one beside the weights."),
+    click.option("--follow-links", is_flag=True, help="Read files that are links out of their folder."),
+)
+write_options = together(
+    click.option("--overwrite", is_flag=True, help="Replace what is at the destination."),
+    click.option("--dry-run", is_flag=True, help="Plan and check, write nothing."),
+    click.option(
+        "--threads", type=click.IntRange(min=1), metavar="N", help="Threads that copy. [default: processors, up to 8]"
+    ),
+)
+checksum_option = click.option(
+    "--checksums/--no-checksums", default=True, help="Take checksums while the data passes. [default: on]"
+)
+tp_option = click.option("--tp", type=click.IntRange(min=1), required=True, metavar="N", help="Number of ranks.")

@@ -1,0 +1,125 @@
+"""``shardconv plan``: how a source would be cut, whether that is right, and what it would cost."""
+
+import gc
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
+from shardconv.commands.options import PATH, output_options, plan_options
+from shardconv.commands.words import notes, sizes
+from shardconv.console import Console, ranges, signals_later, size
+
+if TYPE_CHECKING:
+    from shardconv.checkpoint.planning import PlanReport, TensorReport
+    from shardconv.plan.resolve import BlockedTp
+    from shardconv.proof.prove import ProofReport
+
+
+@click.command()
+@click.argument("src", type=PATH, required=False)
+@click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Number of ranks. [default: legal sizes only]")
+@click.option("--all", "show_all", is_flag=True, help="A line for every tensor, not for every group alike.")
+@click.option("--prove", is_flag=True, help="Split a small model of this shape and compare it with the plain one.")
+@click.option("--propose", is_flag=True, help="Print a plan file, proposed from the modules of a small model.")
+@cost_options
+@plan_options
+@output_options
+def plan(
+    src: Path | None,
+    *,
+    as_json: bool,
+    quiet: bool,
+    plan: Path | None,
+    show_all: bool,
+    prove: bool,
+    propose: bool,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """Show how SRC would be cut, why, and for which numbers of ranks it can be. Reads headers and config only."""
+    from shardconv.checkpoint.planning import report_plan
+
+    console = Console(as_json=as_json, quiet=quiet)
+    flags = CostFlags.taken(options)
+    flags.check(src, all=show_all, prove=prove, propose=propose)
+    link = measured_link(console, is_reported=src is None) if flags.measure_link else None
+    if src is None or (flags.measure_link and link is None):
+        return
+    if flags.cost:
+        show_cost(src, console, flags, link, plan=plan or "auto", **options)
+        return
+    if propose:
+        from shardconv.proof.prove import propose_plan
+
+        gc.enable()
+        console.stream(propose_plan(src, config=options["config"]))
+        return
+    if prove:
+        _prove(src, console, plan=plan or "auto", **options)
+        return
+    report = report_plan(src, plan=plan or "auto", **options)
+    console.report(report, _plan_lines(report))
+    if report.tp is not None:
+        console.table(
+            ("tensor", "count", "dtype", "shape", "shard", "placement", "why"), _plan_rows(report, show_all=show_all)
+        )
+
+
+def _prove(src: Path, console: Console, *, tp: int | None, **options: Any) -> None:  # noqa: ANN401
+    """Exits 3 where the small model is not the plain one."""
+    gc.enable()
+    with signals_later():
+        from shardconv.proof.prove import prove
+    report = prove(src, **options) if tp is None else prove(src, tps=(tp,), **options)
+    console.report(report, _proof_lines(report))
+    if not report.is_proven:
+        sys.exit(3)
+
+
+def _proof_lines(report: "ProofReport") -> list[str]:
+    numel = f"{report.num_parameters:,} random numbers"
+    lines = [f"{report.source}: family {report.family}, tried on a small {report.model} of {numel}"]
+    for proof in report.proofs:
+        tokens = {True: ", greedy tokens equal", False: ", greedy tokens DIFFERENT", None: ""}[proof.tokens]
+        gradients = "" if proof.gradient is None else f", gradients to {proof.gradient:.0e}"
+        lines.append(
+            f"tp {proof.tp}: {'right' if proof.is_right else 'DIFFERENT'}: outputs to {proof.output:.0e}{gradients} of "
+            f"the largest{tokens}; {proof.cut:.0%} of the bytes of matrices are cut"
+        )
+    lines += [f"not tried: {text}" for text in report.skipped]
+    lines += [f"not reached, as the small model has no such tensor: {name}" for name in report.unreached]
+    return [*lines, "proven" if report.is_proven else "not proven: do not split by this plan"]
+
+
+def _plan_lines(report: "PlanReport") -> list[str]:
+    lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, family {report.family}"]
+    lines += notes(report.assumed, report.left_out)
+    lines.append(f"legal tp: {', '.join(map(str, report.legal_tp)) or 'none'}")
+    blocks: dict[str, list[BlockedTp]] = {}
+    for blocked in report.blocked_tp:
+        blocks.setdefault(blocked.tensor, []).append(blocked)
+    for tensor, by_tensor in blocks.items():
+        lines.append(f"not legal: {ranges([blocked.tp for blocked in by_tensor])}; {tensor}: {by_tensor[0].reason}")
+    if report.tp is not None:
+        lines += [f"tp {report.tp}: {sizes(report.rank_bytes)} a rank", ""]
+    return lines
+
+
+def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]:
+    groups: dict[tuple[Any, ...], list[TensorReport]] = {}
+    for tensor in report.tensors:
+        name = tensor.name if show_all else re.sub(r"\.\d+(?=\.)", ".*", tensor.name)
+        groups.setdefault((name, tensor.dtype, tensor.shape, tensor.placement, tensor.reason), []).append(tensor)
+    return [_plan_row(key[0], tensors[0], len(tensors)) for key, tensors in groups.items()]
+
+
+def _plan_row(name: str, tensor: "TensorReport", count: int) -> tuple[str, ...]:
+    shards = " ".join(dict.fromkeys(map(_shape, tensor.shard_shapes)))
+    return name, str(count), tensor.dtype, _shape(tensor.shape), shards, tensor.placement, tensor.reason
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"

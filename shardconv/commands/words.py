@@ -1,0 +1,33 @@
+"""How commands put numbers into words, for people."""
+
+from shardconv.console import size
+
+
+def duration(seconds: float) -> str:
+    """Seconds, in the unit that fits."""
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def notes(assumed: tuple[str, ...], left_out: tuple[str, ...]) -> list[str]:
+    """What was assumed, and what was left out of a source."""
+    lines = [f"assumed: {sentence}" for sentence in assumed]
+    return [*lines, f"left out, as no part of this checkpoint: {', '.join(left_out)}"] if left_out else lines
+
+
+def sizes(rank_bytes: tuple[int, ...]) -> str:
+    """What the ranks have: one number, or from the least to the most."""
+    low, high = size(min(rank_bytes)), size(max(rank_bytes))
+    return low if low == high else f"{low} to {high}"
+
+
+def counted(number: int, thing: str) -> str:
+    """So many of a thing."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def rate(num_bytes: int, seconds: float) -> str:
+    """How long it took, and how fast that was."""
+    return f"{seconds:.1f} s, {size(num_bytes / seconds)}/s"
