@@ -16,7 +16,7 @@ from typing import Any
 
 WORLD = 4
 LAYOUTS = {"pairs": ((0, 1), (2, 3)), "strided": ((0, 2), (1, 3)), "four": ((0, 1, 2, 3),)}
-_PATIENCE, _NO_ANSWER = 60, "no answer"
+_PATIENCE, _NO_ANSWER = 150, "no answer"
 
 
 class Ranks:

@@ -49,7 +49,7 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placements: 
 def named_sharded_parameters(
     module: nn.Module,
     prefix: str = "",
-    recurse: bool = True,  # noqa: FBT001, FBT002 - as torch has it
+    recurse: bool = True,
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """As ``module.named_parameters``, those that are sharded: each once, under the first of its names.
 
