@@ -1,5 +1,6 @@
 """docs/coming-from.md: what each row names exists and is called, and no public name of the references is missing."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -84,10 +85,10 @@ def names(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     shardconv.init_parallel()
     found = {name: getattr(shardconv, name) for name in shardconv.__all__}
-    found |= {"torch": torch, "nn": nn, "shardconv": shardconv, "MlpPolicy": MlpPolicy}
+    found |= {"copy": copy, "torch": torch, "nn": nn, "shardconv": shardconv, "MlpPolicy": MlpPolicy}
     found |= {"distributed": distributed, "layers": layers, "tensor": tensor, "model": MODELS["llama"].build()}
     for given, value in SECTIONS["Names above"]:
-        if value.startswith("`"):
+        if value.strip("| ").startswith("`"):
             found |= {name: eval(value.strip("`| "), dict(found)) for name in re.findall(r"`(\w+)`", given)}
     yield found
     shardconv.destroy_parallel()
@@ -106,5 +107,5 @@ def test_every_public_name_has_a_row(reference):
 
 
 def test_rows_are_found():
-    assert len(ROWS) > 100
+    assert len(ROWS) > 80
     assert {title: len(rows) for title, rows in SECTIONS.items() if len(rows) < 3} == {}

@@ -3,7 +3,9 @@
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardconv.tensor.comm import CommSpec, Cost
+from shardconv.tensor.cost import Link, collective_time
 from shardconv.tensor.interop import as_dtensor
+from shardconv.tensor.link import LinkReport, measure_link
 from shardconv.tensor.parameters import named_sharded_parameters, shard_parameter
 from shardconv.tensor.redistribution import plan_redistribution, redistribution_cost
 from shardconv.tensor.sharded import from_global, from_local, redistribute, to_mesh
@@ -12,14 +14,18 @@ from shardconv.tensor.spec import check_placements, dims_of, merge_dims, normali
 __all__ = [
     "CommSpec",
     "Cost",
+    "Link",
+    "LinkReport",
     "Partial",
     "Replicate",
     "Shard",
     "as_dtensor",
     "check_placements",
+    "collective_time",
     "dims_of",
     "from_global",
     "from_local",
+    "measure_link",
     "merge_dims",
     "named_sharded_parameters",
     "normalize_dims",
