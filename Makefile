@@ -16,8 +16,12 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-models: $(VENV)/.installed
-	$(BIN)/python tests/matrix.py
+$(VENV)/vision: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ --group vision
+	touch $@
+
+test-models: $(VENV)/.installed $(VENV)/vision
+	PYTHONPATH="$(CURDIR)/$(VENV)/vision" $(BIN)/python tests/matrix.py
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check
