@@ -18,16 +18,26 @@ def test_the_summary_of_models_is_that_of_the_table():
     assert summary.startswith("| models | types | right on 2 and 4 ranks |")
 
 
-@pytest.mark.parametrize("word", ["ModuleList", "LlamaPolicy"])
-def test_the_conversions_in_the_readme(tmp_path, word):
-    """As a user would run it, on two ranks; then the logits are those of the plain model, and so is the state dict."""
+def run_with(word, more, tmp_path):
+    """The README's Python with this word in it, and more behind it, on two ranks, as a user would run it; its output."""
     code = next(
         text for text in re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL) if word in text
     )
-    script = tmp_path / "convert.py"
-    script.write_text(
-        code
-        + """
+    script = tmp_path / "script.py"
+    script.write_text(code + more)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(README.parent), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(  # noqa: PLW1510 - the code is asserted
+        command, cwd=README.parent, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("word", ["ModuleList", "LlamaPolicy"])
+def test_the_conversions_in_the_readme(tmp_path, word):
+    """Then the logits are those of the plain model, and so is the state dict."""
+    more = """
 import torch
 
 ids = torch.arange(20).view(2, 10)
@@ -41,10 +51,17 @@ assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict
 assert model.model.layers[0].mlp.up_proj.weight.shape[0] == plain.model.layers[0].mlp.up_proj.weight.shape[0] // 2
 shardconv.destroy_parallel()
 """
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(README.parent), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(  # noqa: PLW1510 - the code is asserted
-        command, cwd=README.parent, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert result.returncode == 0, result.stderr
+    run_with(word, more, tmp_path)
+
+
+def test_the_sharded_tensors_in_the_readme(tmp_path):
+    more = """
+whole = torch.arange(16.0).view(4, 4)
+rank = groups.tensor.rank
+assert torch.equal(x.to_local(), whole[2 * rank : 2 * rank + 2])
+assert torch.equal(y.to_local(), whole[:, 2 * rank : 2 * rank + 2])
+shardconv.destroy_parallel()
+"""
+    printed = run_with("plan_redistribution", more, tmp_path)
+    assert printed.count("CommSpec") == 2
+    assert printed.count("Cost(forward=") == 2
