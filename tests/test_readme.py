@@ -19,7 +19,7 @@ def test_the_summary_of_models_is_that_of_the_table():
 
 
 def run_with(word, more, tmp_path):
-    """The README's Python with this word in it, and more behind it, on two ranks, as a user would run it; its output."""
+    """The README's Python with this word in it, and more behind it, on two ranks, as a user runs it; its output."""
     code = next(
         text for text in re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL) if word in text
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import wrap_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
@@ -61,6 +62,16 @@ def take_shard(full: Tensor, placement: Placement, rank: int) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
+def _first_argument(shard: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
+    return (shard,)
+
+
+# What a parameter is given to, and what then applies an autograd.Function, is a function of torch's for those who watch
+# these: the Function is none, and would leave them half of what it does.
+_seen = wrap_torch_function(_first_argument)
+
+
+@_seen
 def gather_shards(shard: Tensor, placement: Placement, axis: Axis, *, dim: int | None = None) -> Tensor:
     """The full tensor, in its original order and without padding; differentiable.
 
@@ -96,6 +107,7 @@ def scatter_shards(full: Tensor, placement: Placement, axis: Axis, *, dim: int) 
     return scatter_to_tp(full, dim, group=axis)
 
 
+@_seen
 def share_copies(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
     """A shard as it is. Its gradient becomes the sum of those of all ranks that hold the same elements.
 

@@ -4,9 +4,11 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardconv.tensor.comm import CommSpec, Cost
 from shardconv.tensor.cost import Link, collective_time
+from shardconv.tensor.hooks import use_param_hooks
 from shardconv.tensor.interop import as_dtensor
 from shardconv.tensor.link import LinkReport, measure_link
 from shardconv.tensor.parameters import named_sharded_parameters, shard_parameter
+from shardconv.tensor.phases import ParamHook
 from shardconv.tensor.redistribution import plan_redistribution, redistribution_cost
 from shardconv.tensor.sharded import from_global, from_local, redistribute, to_mesh
 from shardconv.tensor.spec import check_placements, dims_of, merge_dims, normalize_dims, placements_of
@@ -16,6 +18,7 @@ __all__ = [
     "Cost",
     "Link",
     "LinkReport",
+    "ParamHook",
     "Partial",
     "Replicate",
     "Shard",
@@ -35,4 +38,5 @@ __all__ = [
     "redistribution_cost",
     "shard_parameter",
     "to_mesh",
+    "use_param_hooks",
 ]
