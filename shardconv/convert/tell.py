@@ -15,6 +15,7 @@ from shardconv.convert.modules import (
     CopiedInput,
     Gathering,
     NormsOfHeads,
+    ParallelExperts,
     SharedOutput,
     SummedOutput,
     Unfused,
@@ -33,7 +34,7 @@ class Told(NamedTuple):
 
     Attributes:
         module: the module.
-        attributes: name to value.
+        attributes: name to value, of those that it has when its layers are converted.
         fields: fields of its config to their values.
         at_most: name of an attribute to a layer and to the attribute that divides its rows: it is no more than that.
         cuts: name of an argument to what makes of it the rank's.
@@ -72,7 +73,7 @@ def _check_meets(rule: ModuleRule, modules: list[nn.Module]) -> None:
         raise PlanError(f"{where} match no module of the model: correct or remove it")
     names = [name for name in rule.attributes if not name.startswith("config.")] + ["norms"] * bool(rule.norms)
     for name in names:
-        if not any(hasattr(module, name) for module in modules):
+        if not any(hasattr(module, name) for module in (*modules, ParallelExperts)):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} has no {name!r}: correct or remove it")
 
 
@@ -80,7 +81,7 @@ def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told
     values = {name: scope.on_rank(expression, axis.size) for name, expression in rule.attributes.items()}
     return Told(
         module,
-        {name: value for name, value in values.items() if hasattr(module, name)},
+        {name: value for name, value in values.items() if not name.startswith("config.")},
         {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")},
         {name: tuple(limit) for name, limit in rule.at_most.items()},
         {name: _input_cut(one, scope, axis) for name, one in rule.inputs.items()},
@@ -110,7 +111,8 @@ def tell(told: Told, model: nn.Module, axis: Axis) -> None:
     if told.fields:
         module.__dict__["config"] = RankConfig(module.config, told.fields)
     for name, value in told.attributes.items():
-        setattr(module, name, value)
+        if hasattr(module, name):  # now: some have it only since they are converted
+            setattr(module, name, value)
     for name, (layer, size) in told.at_most.items():
         rows = getattr(module, layer).weight.shape[0]
         setattr(module, name, min(getattr(module, name), rows // getattr(module, size)))
