@@ -265,7 +265,8 @@ def _own_kind(name: str, module: nn.Module, cut: Mapping[str, TensorPlan]) -> ty
         return ParallelExperts
     if dims - {1, 2}:
         raise ValueError(f"{name}: a {kind} with parameters of {max(dims)} dims that are cut is not known")
-    if dims != {1} or ("weight" not in cut and "Norm" not in kind):
+    may_be_norm = "Norm" in kind and not any(module.children())
+    if dims != {1} or ("weight" not in cut and not may_be_norm):
         return Sharded
     if not kind.endswith("RMSNorm") or "weight" not in cut:
         raise ValueError(f"{name}: a {kind} over features that are cut is not known")
