@@ -70,6 +70,7 @@ class MetaModel:
             raise RunError(
                 "transformers is needed to build the model: pip install 'shardconv[transformers]'"
             ) from error
+        transformers.logging.set_verbosity_error()  # which kernels are not installed, says whoever runs the model
         self._given = {name: value for name, value in config.items() if name != "quantization_config"}
         type_name, names = config.get("model_type"), config.get("architectures") or [None]
         self.name = str(names[0])
@@ -205,6 +206,23 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Te
     return output
 
 
+def _multiply_groups(rows: Tensor, weights: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Rows, sorted by expert, times the experts' weights: without values torch does it for bfloat16 only.
+
+    Args:
+        rows: [rows, in_features].
+        weights: [experts, in_features, out_features].
+        arguments: where the experts' rows end.
+        options: likewise.
+
+    Returns:
+        [rows, out_features].
+    """
+    if not rows.is_meta or (rows.dim(), weights.dim()) != (2, 3):
+        return torch._grouped_mm(rows, weights, *arguments, **options)  # noqa: SLF001 - see below
+    return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+
 def _is_in(*_: Any) -> bool:
     """Whether ids are in others, as that of padding: without values none is."""
     return False
@@ -224,6 +242,7 @@ def _sum(mask: Tensor, *arguments: Any, **options: Any) -> Any:
 
 _INSTEAD = {
     torch.nn.functional.scaled_dot_product_attention: _attend,
+    torch._grouped_mm: _multiply_groups,  # noqa: SLF001 - what torch.nn.functional.grouped_mm calls
     Tensor.__contains__: _is_in,
     Tensor.all: _all,
     Tensor.sum: _sum,

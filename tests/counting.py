@@ -1,0 +1,51 @@
+"""A process group of real processes that writes down what goes through it: gloo does the work.
+
+It is one that torch makes by itself, under a name that is registered with it; so it sees what torch calls, whoever
+called torch.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from shardconv.distributed import Axis, as_axis
+from shardconv.distributed.members import new_members_group
+
+
+class RecordingGroup(dist.ProcessGroup):
+    """Passes all that these tests use on to gloo, and keeps kind and bytes of what moves numbers of a model."""
+
+    def __init__(self, gloo: Any) -> None:
+        super().__init__(gloo.rank(), gloo.size())
+        self._gloo = gloo
+        self.seen: list[tuple[str, int]] = []
+
+    def allreduce(self, tensors, opts):
+        self.seen += [("all_reduce", tensor.nbytes) for tensor in tensors]
+        return self._gloo.allreduce(tensors, opts)
+
+    def all_gather_single(self, gathered, chunk, opts):
+        self.seen.append(("all_gather", gathered.nbytes))
+        return self._gloo._allgather_base(gathered, chunk, opts)
+
+    def broadcast(self, tensors, opts):
+        return self._gloo.broadcast(tensors, opts)  # of seeds, when generation begins
+
+    def barrier(self, opts):
+        return self._gloo.barrier(opts)
+
+    def taken(self) -> list[tuple[str, int]]:
+        """What was seen since the last time."""
+        seen, self.seen = self.seen, []
+        return seen
+
+
+def recording_axis(axis: Axis) -> Axis:
+    """An axis over the same processes whose group is a :class:`RecordingGroup`."""
+    if "recording" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("recording", _make, devices=["cpu"])
+    return as_axis(new_members_group(axis.ranks, "recording"))
+
+
+def _make(store, rank, size, timeout):
+    return RecordingGroup(dist.ProcessGroupGloo(store, rank, size, timeout))
