@@ -38,18 +38,18 @@ cost_options = together(
         help="Of --cost: tokens of a prompt. [default: 2048, or the model's most]",
     ),
     click.option(
-        "--latency",
+        "--alpha",
         type=click.FloatRange(min=0, max=1e9),
         callback=_number,
-        metavar="MICROSECONDS",
-        help="Of --cost: what a message between ranks takes, however short. [default: 5]",
+        metavar="SECONDS",
+        help="Of --cost: what a message between ranks takes, however short. [default: 5e-6]",
     ),
     click.option(
-        "--bandwidth",
-        type=click.FloatRange(min=1e-9),
+        "--beta",
+        type=click.FloatRange(min=0, max=1e9),
         callback=_number,
-        metavar="GB/S",
-        help="Of --cost: what a rank sends in a second, in 10^9 bytes. [default: 50]",
+        metavar="SECONDS",
+        help="Of --cost: what a byte takes, one by the bandwidth. [default: 2e-11, of 50 GB/s]",
     ),
     click.option("--measure-link", is_flag=True, help="Measure both, in processes that torchrun starts."),
 )
@@ -62,8 +62,8 @@ class CostFlags:
     cost: bool
     batch: int | None
     seq: int | None
-    latency: float | None
-    bandwidth: float | None
+    alpha: float | None
+    beta: float | None
     measure_link: bool
 
     @classmethod
@@ -83,11 +83,11 @@ class CostFlags:
         """
         if src is None and (self.cost or not self.measure_link):
             raise click.MissingParameter(param_hint="'SRC'", param_type="argument")
-        given = [name for name in ("batch", "seq", "latency", "bandwidth") if getattr(self, name) is not None]
+        given = [name for name in ("batch", "seq", "alpha", "beta") if getattr(self, name) is not None]
         if given and not self.cost:
             raise UsageError(f"--{given[0]} is for --cost")
-        if self.measure_link and (self.latency is not None or self.bandwidth is not None):
-            raise UsageError("--measure-link measures what --latency and --bandwidth say: give one or the other")
+        if self.measure_link and (self.alpha is not None or self.beta is not None):
+            raise UsageError("--measure-link measures what --alpha and --beta say: give one or the other")
         if self.measure_link and src is not None and not self.cost:
             raise UsageError("--measure-link needs no SRC but for --cost")
         if more := next((name for name, is_asked in others.items() if is_asked and (self.cost or src is None)), None):
@@ -98,8 +98,8 @@ class CostFlags:
         """What the options say of the link, by default what a link is by default."""
         from shardconv.tensor.cost import Link
 
-        alpha = {} if self.latency is None else {"alpha": self.latency / 1e6}
-        return Link(**alpha, **({} if self.bandwidth is None else {"beta": 1 / (self.bandwidth * 1e9)}))
+        given = {"alpha": self.alpha, "beta": self.beta}
+        return Link(**{name: value for name, value in given.items() if value is not None})
 
 
 def measured_link(console: Console, *, is_reported: bool) -> "Link | None":
@@ -132,7 +132,6 @@ def measured_link(console: Console, *, is_reported: bool) -> "Link | None":
 
 def _link_lines(report: "LinkReport") -> list[str]:
     worst = max(report.timings, key=lambda timing: timing.error)
-    bandwidth = f" --bandwidth {report.link.bandwidth / 1e9:.4g}" if report.link.beta else ""
     return [
         f"{report.num_ranks} ranks, {report.backend} on {report.device}: {_link(report.link)}",
         *(
@@ -141,7 +140,7 @@ def _link_lines(report: "LinkReport") -> list[str]:
             for timing in report.timings
         ),
         f"the fit is off by at most {worst.error:.0%}, at {size(worst.num_bytes)}",
-        f"shardconv plan SRC --cost --latency {report.link.alpha * 1e6:.4g}{bandwidth}",
+        f"shardconv plan SRC --cost --alpha {report.link.alpha:.4g} --beta {report.link.beta:.4g}",
     ]
 
 
