@@ -127,14 +127,11 @@ def check_chain(axis, kind):
     case = Case(axis, kind)
     recorder = case.recorder
     with use_param_hooks(recorder):
-        first = case.x * case.w[:1] if case.mesh is None else case.x * case.w.sum(0)
-        recorder.take()
+        first = case.x * case.b.sum()
         output = F.linear(first, case.w)
-        assert recorder.take() == around("w", FORWARD)
+        assert recorder.take() == [*around("b", FORWARD), *around("w", FORWARD)]
         output.sum().backward()
-    backward = recorder.take()
-    assert backward[:2] == around("w", BACKWARD)
-    assert backward[2:] == around("w", BACKWARD) * (2 if case.mesh is None else 1)
+    assert recorder.take() == [*around("w", BACKWARD), *around("b", BACKWARD)]
 
 
 def check_uses(axis, kind):
@@ -169,18 +166,56 @@ def check_passes(axis, kind):
 
 
 def check_second_derivative(axis, kind):
+    """By the operation's output, and, where the first derivative is linear, by the weight alone."""
     case = Case(axis, kind)
     recorder = case.recorder
-    results = []
-    for hooks in ((), (recorder,)):
-        with use_param_hooks(*hooks):
-            (slope,) = torch.autograd.grad(F.linear(case.x, case.w).pow(2).sum(), case.x, create_graph=True)
-            slope.pow(2).sum().backward()
-        results.append([full(slope), *case.grads()])
-    assert same(*results)
-    phases = recorder.take()
-    assert phases[:2] == around("w", FORWARD)
-    assert phases[2:] == around("w", BACKWARD * 2)
+    for loss in (lambda output: output.pow(2).sum(), torch.sum):
+        results = []
+        for hooks in ((), (recorder,)):
+            with use_param_hooks(*hooks):
+                (slope,) = torch.autograd.grad(loss(F.linear(case.x, case.w)), case.x, create_graph=True)
+                slope.pow(2).sum().backward()
+            results.append([full(slope), *case.grads()])
+        assert same(*results)
+        assert recorder.take() == [*around("w", FORWARD), *around("w", BACKWARD * 2)]
+
+
+class Noted(torch.autograd.Function):
+    """The product of two tensors; writes down when it computes."""
+
+    @staticmethod
+    def forward(ctx, log, first, second):
+        ctx.log = log
+        ctx.save_for_backward(first, second)
+        log.append(("operation", ""))
+        return first * second
+
+    @staticmethod
+    def backward(ctx, grad):
+        first, second = ctx.saved_tensors
+        ctx.log.append(("its backward", ""))
+        return None, grad * second, grad * first
+
+
+@wrap_torch_function(lambda log, x, weight: (x, weight))
+def two_steps(log, x, weight):
+    """An operation of several nodes: the weight's gradient is there before the last of them."""
+    return Noted.apply(log, Noted.apply(log, x, weight.detach()), weight)
+
+
+def check_brackets(axis, kind):
+    """The operation is computed between its phases, and all of its backward is."""
+    case = Case(axis, kind)
+    x = case.w.detach().clone().requires_grad_()
+    expected = around("w", ["pre_forward", "post_forward"])
+    expected[1:1] = [("operation", "")] * 2
+    expected += [("pre_backward", "w"), ("its backward", ""), ("its backward", ""), ("post_backward", "w")]
+    for weight_requires_grad in (True, False):
+        case.w.requires_grad_(weight_requires_grad)
+        with use_param_hooks(case.recorder):
+            output = two_steps(case.recorder.log, x, case.w)
+        output.sum().backward()
+        assert case.recorder.take() == expected
 
 
 # --- what fires -----------------------------------------------------------------------------------------------------
@@ -357,8 +392,6 @@ def check_nesting(axis, kind):
         with pytest.raises(ZeroDivisionError), use_param_hooks(inner):
             raise ZeroDivisionError
         assert phases(case.linear) == ["outer pre_forward", "outer post_forward"]
-        inner_output = phases(lambda: None)
-        assert inner_output == []
     assert phases(case.linear) == []
 
 
@@ -505,9 +538,9 @@ def check_llama(axis, recomputes):
 LAYOUTS = pytest.mark.parametrize("layout", ["pairs", "four"])
 KINDS = pytest.mark.parametrize("kind", ["dtensor", "shard"])
 CHECKS = [
-    check_order, check_chain, check_uses, check_passes, check_second_derivative, check_arguments_and_results,
-    check_views, check_silence, check_no_grad, check_in_place, check_set_items, check_nesting, check_failures,
-    check_hooks_that_compute,
+    check_order, check_chain, check_uses, check_passes, check_second_derivative, check_brackets,
+    check_arguments_and_results, check_views, check_silence, check_no_grad, check_in_place, check_set_items,
+    check_nesting, check_failures, check_hooks_that_compute,
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardconv import ColumnParallelLinear, ParallelEmbedding, convert_model, gather_state_dict, init_parallel
-from shardconv.distributed import destroy_parallel
+from shardconv.distributed import destroy_parallel, groups
 from shardconv.plan.placement import Interval, Placement, Unit, Zeros, cut
 from shardconv.tensor import as_dtensor
 from shardconv.tensor.interop import _num_chunks
@@ -154,6 +154,21 @@ def check_equal_meshes(axis):
 
 def test_meshes_are_made_once(ranks):
     ranks("four", check_equal_meshes)
+
+
+def check_own_mesh(axis):
+    """What init_parallel made is used, so that these go together with DTensors of the user's own."""
+    made = init_parallel(tensor=2, data=2, device_type="cpu")
+    try:
+        tensors = as_dtensor(small_module(made.tensor, fill=True))
+        assert all(tensor.device_mesh == made.mesh["tensor"] for tensor in tensors.values())
+        assert as_dtensor(small_module(axis, fill=True))["0.weight"].device_mesh != made.mesh["tensor"]
+    finally:
+        groups._current = None
+
+
+def test_the_mesh_of_init_parallel(ranks):
+    ranks("four", check_own_mesh)
 
 
 def check_refusals(axis):

@@ -133,27 +133,32 @@ def _chunks(shard: Tensor, placement: Placement, rank: int) -> Iterator[Chunk]:
 
 
 def _mesh(axis: Axis, tensor: Tensor) -> DeviceMesh:
-    """The ranks as a mesh: that of :func:`shardconv.init_parallel` where they are its tensor axis."""
-    if has_groups() and (groups := current_groups()).mesh is not None and groups.tensor.group is axis.group:
-        return groups.mesh["tensor"]
+    """The ranks as a mesh: that of :func:`shardconv.init_parallel` where they are its tensor axis.
+
+    On a mesh of another kind of device the tensor would be a copy.
+    """
+    groups = current_groups() if has_groups() else None
+    if groups is not None and groups.mesh is not None and groups.tensor.group is axis.group:
+        tensor_mesh = groups.mesh["tensor"]
+        if tensor_mesh.device_type == tensor.device.type:
+            return tensor_mesh
     assert axis.group is not None
     return DeviceMesh.from_group(axis.group, tensor.device.type, mesh_dim_names=(axis.name,))
 
 
-#: Of each group its meshes of copies, by how many chunks they have: each costs two groups.
-_meshes: WeakKeyDictionary[Any, dict[int, DeviceMesh]] = WeakKeyDictionary()
+#: Of each group its meshes of copies, by how many chunks they have and the kind of device: each costs two groups.
+_meshes: WeakKeyDictionary[Any, dict[tuple[int, str], DeviceMesh]] = WeakKeyDictionary()
 
 
 def _mesh_of_copies(axis: Axis, tensor: Tensor, num_chunks: int) -> DeviceMesh:
     """The ranks as a mesh (chunks, copies)."""
-    known = _meshes.setdefault(axis.group, {})
-    if num_chunks not in known:
+    known, key = _meshes.setdefault(axis.group, {}), (num_chunks, tensor.device.type)
+    if key not in known:
         rows = torch.tensor(axis.ranks).view(num_chunks, -1)
         row, column = divmod(axis.rank, rows.shape[1])
+        members = (rows[:, column].tolist(), rows[row].tolist())
         # among those who are in them only: other ranks of the world may have no such tensor
-        groups = [
-            dist.new_group(ranks.tolist(), use_local_synchronization=True) for ranks in (rows[:, column], rows[row])
-        ]
+        groups = [dist.new_group(ranks, use_local_synchronization=True) for ranks in members]
         names = (f"{axis.name}_chunks", f"{axis.name}_copies")
-        known[num_chunks] = DeviceMesh.from_group(groups, tensor.device.type, rows, mesh_dim_names=names)
-    return known[num_chunks]
+        known[key] = DeviceMesh.from_group(groups, tensor.device.type, rows, mesh_dim_names=names)
+    return known[key]
