@@ -8,6 +8,7 @@ rounding). Every number of the models is random, norms and biases too, so each r
 import copy
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.errors import PlanError
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.request import PlanRequest
+from shardconv.proof.inputs import example_inputs
 
 SCALE = 0.3  # so that attention is neither even nor of one token
 #: Those whose config and weights a model can be made of.
@@ -227,6 +229,40 @@ def check_training(axis):
     after = models_of(MODELS["llama"], axis)[1].train()
     torch.manual_seed(axis.rank)
     after(**inputs)
+
+
+def check_training_of_models_in_models(axis):
+    """Dropout may stand in a config in the config, and be drawn by numpy."""
+    small_one = small(model_class("images and text", "llava"))
+    small_one.config.text_config.attention_dropout = 0.5
+    inputs = example_inputs(small_one)
+    after = shardconv.convert_model(small_one, group=axis).train()
+    torch.manual_seed(axis.rank)
+    with pytest.raises(RuntimeError, match="are seeded differently"):
+        after(**inputs)
+    small_one = small(model_class("speech, letter by letter", "wav2vec2"))
+    inputs = example_inputs(small_one)
+    after = shardconv.convert_model(small_one, group=axis).train()
+    torch.manual_seed(0)
+    numpy.random.seed(axis.rank)
+    with pytest.raises(RuntimeError, match=r"numpy\.random\.seed"):
+        after(**inputs)
+
+
+def test_training_of_models_in_models(ranks):
+    ranks("pairs", check_training_of_models_in_models)
+
+
+def check_unfused(axis):
+    """Only what has the layer whose weights would be read: attention beside it keeps its dropout."""
+    after = shardconv.convert_model(small(model_class("causal language models", "nemotron_h")), group=axis).train()
+    mixers = [module for name, module in after.named_modules() if name.endswith(".mixer")]
+    assert {hasattr(module, "conv1d"): module.training for module in mixers} == {True: False, False: True}
+    assert all(layer.training for module in mixers for layer in module.children())
+
+
+def test_unfused(ranks):
+    ranks("pairs", check_unfused)
 
 
 def test_training(ranks):

@@ -249,3 +249,40 @@ def test_a_rule_with_dims_leaves_whole_what_has_fewer():
     plan = resolve(specs, None, PlanRequest(plan_file=("plan.toml", rule))).resolver.plan(2)
     cut = {name: plan.tensors[name].placement.dim for name in shapes}
     assert cut == {"kernel": 0, "matrix": 0, "token": None, "scale": None, "count": None}
+
+
+#: Configs as hubs have them, which are not what save_pretrained of today writes, and some names beside them.
+_TEXT = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+_HUB = {
+    "qwen2_vl": ({**_TEXT, "vision_config": {"num_heads": 4, "embed_dim": 64}}, ("model.", "visual.")),
+    "qwen2_5_vl": ({**_TEXT, "vision_config": {"num_heads": 4, "hidden_size": 64}}, ("model.", "visual.")),
+    "qwen3_vl": (
+        {
+            "text_config": {**_TEXT, "model_type": "qwen3_vl_text"},
+            "vision_config": {"model_type": "qwen3_vl", "num_heads": 4},
+        },
+        ("model.language_model.", "model.visual."),
+    ),
+    "qwen3_5": (
+        {
+            "text_config": {**_TEXT, "model_type": "qwen3_5_text"},
+            "vision_config": {"model_type": "qwen3_5", "num_heads": 4},
+        },
+        ("model.language_model.", "model.visual."),
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", _HUB)
+def test_configs_as_hubs_have_them(model_type):
+    config, (text, vision) = _HUB[model_type]
+    shapes = {
+        f"{text}layers.0.mlp.up_proj.weight": (96, 64),
+        f"{text}layers.0.self_attn.o_proj.weight": (64, 64),
+        f"{vision}blocks.0.attn.qkv.weight": (192, 64),
+        f"{vision}blocks.0.attn.proj.weight": (64, 64),
+        f"{vision}blocks.0.norm1.weight": (64,),
+    }
+    specs = {name: TensorSpec("BF16", shape) for name, shape in shapes.items()}
+    plan = resolve(specs, {"model_type": model_type, **config}, PlanRequest()).resolver.plan(2)
+    assert [planned.placement.dim for planned in plan.tensors.values()] == [0, 1, 0, 1, None]

@@ -307,12 +307,13 @@ class Gathering(ParallelModule):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""
+        made = [(owner, name) for owner, name in self.read if name not in owner.__dict__]  # else one around this did
         try:
-            for owner, name in self.read:
+            for owner, name in made:
                 owner.__dict__[name] = owner.gather_parameter(name)  # found before the parameter is
             return super().forward(*inputs, **options)
         finally:
-            for owner, name in self.read:
+            for owner, name in made:
                 owner.__dict__.pop(name, None)
 
 

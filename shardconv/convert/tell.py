@@ -62,6 +62,7 @@ def told_of(model: nn.Module, scope: Scope, axis: Axis) -> Iterator[Told]:
     for regex, rule in rules:
         if rule.is_required:
             _check_meets(rule, [module for name, module in named if regex.fullmatch(name)])
+            _check_gathers(rule, scope, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     for name, module in named:
         if found := [rule for regex, rule in rules if regex.fullmatch(name)]:
             yield _told(module, ModuleRule.joined(found), scope, axis)
@@ -75,9 +76,25 @@ def _check_meets(rule: ModuleRule, modules: list[nn.Module]) -> None:
     for name in names:
         if not any(hasattr(module, name) for module in (*modules, ParallelExperts)):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} has no {name!r}: correct or remove it")
+    for name in rule.inputs:
+        if not any(name in inspect.signature(module.forward).parameters for module in modules):
+            raise PlanError(f"{where}: a {type(modules[0]).__name__} takes no {name!r}: correct or remove it")
+
+
+def _check_gathers(rule: ModuleRule, scope: Scope, names: list[str]) -> None:
+    for pattern in rule.gathers:
+        regex = re.compile(scope.regex(pattern))
+        if not any(regex.fullmatch(name) for name in names):
+            raise PlanError(f"{rule.origin}: modules {rule.pattern!r}: gathers {pattern!r}, which is no parameter")
 
 
 def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told:
+    has_fields = any(name.startswith("config.") for name in rule.attributes)
+    needed = {"config"} if has_fields else set()
+    for name, (layer, size) in rule.at_most.items():
+        needed |= {name, layer, size}
+    if missing := sorted(name for name in needed if not hasattr(module, name)):
+        raise PlanError(f"{rule.origin}: modules that are told something: a {type(module).__name__} has no {missing}")
     values = {name: scope.on_rank(expression, axis.size) for name, expression in rule.attributes.items()}
     return Told(
         module,
@@ -95,7 +112,7 @@ def _kinds(
 ) -> Iterator[tuple[type[ParallelModule], dict[str, Any]]]:
     if rule.norms and hasattr(module, "norms"):
         yield NormsOfHeads, {"first": scope.local_units(rule.norms, axis.size, axis.rank)[0]}
-    if rule.unfused:
+    if rule.unfused and hasattr(module, rule.unfused):
         yield Unfused, {}
     if rule.shared_output is not None:
         yield SharedOutput, {"num_shared": scope.on_rank(rule.shared_output, axis.size)}

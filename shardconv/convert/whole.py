@@ -4,6 +4,8 @@ Owns what would go wrong without a word: ranks that draw different tokens or mas
 only, and one rank's shards written as if they were the model.
 """
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -92,7 +94,22 @@ def _check_call(model: Any, _: tuple[Any, ...], options: dict[str, Any]) -> None
         raise ValueError(
             "output_attentions: each rank has the attention of its own heads only, and they are not gathered"
         )
-    if model.training and model.axis.size > 1 and not model.__dict__.get("_has_equal_seeds"):
-        if any(value for name, value in model.config.to_dict().items() if "drop" in name and isinstance(value, float)):
-            check_seeds(model.axis, model.device)
-        model.__dict__["_has_equal_seeds"] = True
+    if model.training and model.axis.size > 1 and (drawn := _drawn(model.config.to_dict())):
+        has_others = any(_DRAWN_ELSEWHERE.search(name) for name in drawn)
+        check_seeds(model.axis, model.device, has_others=has_others)  # each time: some models seed themselves anew
+
+
+#: What fields of configs are called by which something is drawn in training; and by generators that are not torch's.
+_DRAWN = re.compile(r"drop|jitter|mask_(time|feature)_prob")
+_DRAWN_ELSEWHERE = re.compile(r"layer_?drop|mask_(time|feature)_prob")
+
+
+def _drawn(config: Mapping[Any, Any]) -> list[str]:
+    """The fields of a config, and of those in it, by which something is drawn in training."""
+    found = []
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found += _drawn(value)
+        elif isinstance(value, float) and value and _DRAWN.search(str(name)):
+            found.append(str(name))
+    return found

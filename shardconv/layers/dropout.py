@@ -1,5 +1,9 @@
 """Dropout whose masks agree where ranks hold the same and differ where they hold different parts."""
 
+import hashlib
+import random
+
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -60,20 +64,32 @@ class ParallelDropout(nn.Dropout):
         return input.mul_(mask) if self.inplace else input * mask
 
 
-def check_seeds(axis: Axis, device: torch.device) -> None:
+def check_seeds(axis: Axis, device: torch.device, *, has_others: bool = False) -> None:
     """Compare the states of the default generators, without drawing from them. All ranks have to call it.
+
+    Args:
+        axis: the ranks.
+        device: whose generator is compared beside the CPU's.
+        has_others: whether those of Python and numpy are compared, too; they differ unless somebody seeds them.
 
     Raises:
         RuntimeError: if they differ.
     """
-    state = _seeds(device)
+    state = torch.cat([_seeds(device), _others()]) if has_others else _seeds(device)
     unequal = torch.tensor(int(not torch.equal(_firsts(state, axis, device), state)), device=axis.message_device)
     dist.all_reduce(unequal, op=dist.ReduceOp.MAX, group=axis.group)
     if unequal:
         raise RuntimeError(
             f"the ranks {list(axis.ranks)} are seeded differently, so their masks would not fit together: "
             f"call torch.manual_seed with the same number on all of them"
+            f"{', and random.seed and numpy.random.seed, too' * has_others}"
         )
+
+
+def _others() -> Tensor:
+    """A digest of the states of Python's and numpy's generators, by which some models mask, or leave out layers."""
+    states = repr((random.getstate(), [part.tolist() for part in map(numpy.asarray, numpy.random.get_state())]))
+    return torch.frombuffer(bytearray(hashlib.sha256(states.encode()).digest()), dtype=torch.uint8)
 
 
 def share_seeds(axis: Axis, device: torch.device) -> None:

@@ -143,7 +143,8 @@ class ModuleRule:
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none.
-        unfused: whether it has a way of its own in training that reads the weights of layers in it, and must not go it.
+        unfused: the layer in it whose weights a way of its own in training would read, so that it must not go it;
+            "" for none.
         copied_input: what goes in is whole on every rank, and what comes out is the rank's.
         summed_output: what comes out is the rank's part of a sum over all ranks.
         gathers: parameters of other modules that it reads, by patterns; they are whole while it computes.
@@ -158,7 +159,7 @@ class ModuleRule:
     at_most: Mapping[str, Sequence[str]] = field(default_factory=dict)
     norms: str = ""
     shared_output: str | int | None = None
-    unfused: bool = False
+    unfused: str = ""
     copied_input: bool = False
     summed_output: bool = False
     gathers: tuple[str, ...] = ()
@@ -181,7 +182,7 @@ class ModuleRule:
             at_most,
             norms,
             shared,
-            unfused=any(rule.unfused for rule in rules),
+            unfused=next((rule.unfused for rule in reversed(rules) if rule.unfused), ""),
             copied_input=any(rule.copied_input for rule in rules),
             summed_output=any(rule.summed_output for rule in rules),
             gathers=tuple(dict.fromkeys(name for rule in rules for name in rule.gathers)),
@@ -353,7 +354,7 @@ def _parse_rules(rules: dict[str, Any], origin: str) -> Iterable[Rule]:
 
 _MODULE_KEYS = {
     "attributes": dict, "inputs": dict, "at_most": dict, "norms": str, "shared_output": (str, int),
-    "unfused": bool, "copied_input": bool, "summed_output": bool, "gathers": list, "when": dict,
+    "unfused": str, "copied_input": bool, "summed_output": bool, "gathers": list, "when": dict,
 }  # fmt: skip
 
 

@@ -85,13 +85,23 @@ def scopes_of(family: Family, config: Mapping[str, Any] | None, at: str = "", de
         raise PlanError(f"the config has configs in it more than {_MAX_DEPTH} deep, as no model has")
     yield Scope(family, config, at)
     for start, part in (family.parts or {}).items():
-        inner = lookup(config or {}, part.field)
-        if isinstance(inner, Mapping) and (known := _family_of(part, inner)) is not None:
+        inner, known = _part(part, config or {})
+        if known is not None:
             yield from scopes_of(known, inner, f"{at}.{start}" if at else start, depth + 1)
 
 
-def _family_of(part: Part, config: Mapping[str, Any]) -> Family | None:
+def _part(part: Part, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family | None]:
+    """The config and the family of a model in a model.
+
+    In configs as hubs have them fields of the text may stand in the model's own, and a config in it may have the
+    model's type, or none: its family is then that of the type and of what the field says it is.
+    """
+    found = lookup(config, part.field)
+    inner = found if isinstance(found, Mapping) else config
     if part.family:
-        return load_family(part.family)
-    kind = config.get("model_type")
-    return family_for(kind) if isinstance(kind, str) else None
+        return inner, load_family(part.family)
+    own = config.get("model_type")
+    kind = inner.get("model_type") or own
+    if kind == own:
+        kind = f"{own}_{part.field.rpartition('.')[2].removesuffix('_config')}"
+    return inner, family_for(kind) if isinstance(kind, str) else None
