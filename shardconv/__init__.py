@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from shardconv.plan.resolve import BlockedTp
     from shardconv.proof.prove import Proof, ProofReport, propose_plan, prove
     from shardconv.runtime import load
+    from shardconv.runtime.estimate import CostReport, estimate_cost
 
 _HOMES = {
     "shardconv.checkpoint.merge": ("MergeReport", "merge"),
@@ -115,6 +116,7 @@ _HOMES = {
     "shardconv.plan.resolve": ("BlockedTp",),
     "shardconv.proof.prove": ("Proof", "ProofReport", "propose_plan", "prove"),
     "shardconv.runtime": ("load",),
+    "shardconv.runtime.estimate": ("CostReport", "estimate_cost"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -122,6 +124,7 @@ __all__ = [
     "Axis",
     "BlockedTp",
     "ColumnParallelLinear",
+    "CostReport",
     "IntegrityError",
     "Interval",
     "Layer",
@@ -164,6 +167,7 @@ __all__ = [
     "copy_to_tp",
     "current_groups",
     "destroy_parallel",
+    "estimate_cost",
     "gather_from_tp",
     "gather_state_dict",
     "get_parallel_dim",

@@ -187,7 +187,7 @@ def show_cost(
 
 
 _COLUMNS = (
-    "tp", "weights", "cache", "activations", "in all", "token: sent", "of it a layer", "time", "prompt: sent", "time"
+    "tp", "weights", "cache", "activations", "in all", "step: sent", "of it a layer", "time", "prompts: sent", "time"
 )  # fmt: skip
 
 
@@ -197,8 +197,8 @@ def _head(report: "CostReport") -> list[str]:
     prompts, tokens = counted(report.batch, "prompt"), counted(report.seq, "token")
     return [
         f"{report.source}: {report.model or 'no model'}, family {report.family}{layers}",
-        f"a rank, with {prompts} of {tokens} and the next token of each, in {report.dtype}; link: "
-        f"{_link(report.link)}; times are the link's alone",
+        f"a rank, with {prompts} of {tokens}, and a step for the next token of each, in {report.dtype}",
+        f"link: {_link(report.link)}; times are its alone, bytes are sent by each rank",
         *report.notes,
     ]
 

@@ -30,10 +30,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from shardconv.layers.sharding import description
+from shardconv.tensor.parameters import is_sharded
 from shardconv.tensor.phases import ParamHook, Use, busy, is_busy, tensors_in, whole_of
 
 #: Methods and functions that look at no values, or that set something beside them.
@@ -101,12 +100,7 @@ def _sharded_parameter(value: Tensor) -> nn.Parameter | None:
     whole = whole_of(value)
     if not isinstance(whole, nn.Parameter):
         return None
-    if isinstance(whole, DTensor):
-        is_sharded = any(not (placed.is_replicate() or placed.is_partial()) for placed in whole.placements)
-    else:
-        described = description(whole)
-        is_sharded = described is not None and described[0].dim is not None
-    return whole if is_sharded else None
+    return whole if is_sharded(whole) else None
 
 
 def _active_hooks() -> tuple[ParamHook, ...]:

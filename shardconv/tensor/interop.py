@@ -17,12 +17,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardconv.distributed.groups import Axis, as_axis, current_groups, has_groups
+from shardconv.distributed.members import new_members_group
 from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.placement import Interval, Piece, Placement, intervals
 from shardconv.tensor.pieces import Chunk, ChunkedShard
@@ -80,6 +80,11 @@ def _dtensor(name: str, value: Any, placement: Placement, axis: Axis) -> DTensor
         )
     num_chunks = _num_chunks(placement)
     dim, rank = placement.dim, axis.rank
+    if (of_mesh := _mesh(axis, value).device_type) != value.device.type:
+        raise ValueError(
+            f"{name}: is on {value.device}, and the mesh of its ranks on {of_mesh}, where a DTensor would be a copy: "
+            f"move the model there, or call shardconv.init_parallel(device_type={value.device.type!r})"
+        )
     if dim is None or num_chunks == 1:
         return DTensor.from_local(value, _mesh(axis, value), [Replicate()], run_check=False)
     shape = torch.Size((*value.shape[:dim], placement.size, *value.shape[dim + 1 :]))
@@ -158,7 +163,7 @@ def _mesh_of_copies(axis: Axis, tensor: Tensor, num_chunks: int) -> DeviceMesh:
         row, column = divmod(axis.rank, rows.shape[1])
         members = (rows[:, column].tolist(), rows[row].tolist())
         # among those who are in them only: other ranks of the world may have no such tensor
-        groups = [dist.new_group(ranks, use_local_synchronization=True) for ranks in members]
+        groups = [new_members_group(ranks) for ranks in members]
         names = (f"{axis.name}_chunks", f"{axis.name}_copies")
         known[key] = DeviceMesh.from_group(groups, tensor.device.type, rows, mesh_dim_names=names)
     return known[key]

@@ -64,12 +64,14 @@ def named_sharded_parameters(
     for place, child in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
         shards = dict(child.own_shards()) if isinstance(child, ParallelModule) else {}
         for name, parameter in child.named_parameters(recurse=False):
-            if id(parameter) not in seen and (name in shards or _is_sharded(parameter)):
+            if id(parameter) not in seen and (name in shards or is_sharded(parameter)):
                 seen.add(id(parameter))
                 yield f"{place}.{name}" if place else name, parameter
 
 
-def _is_sharded(parameter: nn.Parameter) -> bool:
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a DTensor that is not whole everywhere, or a shard of a layer of shardconv's."""
     if isinstance(parameter, DTensor):
         return any(not isinstance(placement, Replicate) for placement in parameter.placements)
-    return description(parameter) is not None
+    described = description(parameter)
+    return described is not None and described[0].dim is not None

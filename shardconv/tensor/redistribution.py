@@ -78,16 +78,25 @@ def redistribution_cost(
     target: Sequence[Placement],
     links: Links = None,
 ) -> Cost:
-    """Seconds that :func:`plan_redistribution`'s plan takes, forward and backward; the arguments are the same.
+    """Seconds that :func:`plan_redistribution`'s plan takes, and that of its gradient; the arguments are the same.
+
+    The sum of what :meth:`CommSpec.cost` says of its communications: :data:`START_SECONDS` only decides between plans.
 
     Example:
         >>> redistribution_cost((8, 8), 4, (2,), [Replicate()], [Shard(0)]).forward
         0.0
     """
-    problem = _problem(shape, dtype, mesh, source, target, links)
-    costs = [_cost(step, problem) for step in _planned(problem)]
-    forward, backward = (math.fsum(cost[i] for cost in costs) for i in range(2))
+    ways = ((source, target), (of_gradient(target), of_gradient(source)))
+    problems = [_problem(shape, dtype, mesh, before, after, links) for before, after in ways]
+    forward, backward = (
+        math.fsum(step.cost(one.sizes, dict(one.links)).forward for step in _planned(one)) for one in problems
+    )
     return Cost(forward, backward, forward + backward)
+
+
+def of_gradient(placements: Sequence[Placement]) -> Placements:
+    """How the gradient of a tensor lies: as the tensor does, and of partial sums whole on every rank."""
+    return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
 
 
 def layout_after(layout: Sequence[Placement], step: CommSpec) -> Placements:

@@ -7,16 +7,17 @@ Gradients lie as their tensors do, but those of partial sums are whole on every 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardconv.tensor.comm import Links
-from shardconv.tensor.redistribution import layout_after, plan_redistribution
+from shardconv.tensor.redistribution import layout_after, of_gradient, plan_redistribution
 from shardconv.tensor.spec import Placements, check_placements, describe_mesh, local_shape, mesh_sizes
 
 
@@ -49,7 +50,7 @@ def from_local(
             f"shape {whole} over {describe_mesh(mesh)}, {list(checked)}: rank {dist.get_rank()} has "
             f"{list(local.shape)}, not {list(expected)}"
         )
-    return _labelled(local, mesh, checked, torch.Size(whole))
+    return _labelled(local.contiguous(), mesh, checked, torch.Size(whole))
 
 
 def from_global(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -118,24 +119,41 @@ def redistribute(
     target = check_placements(tensor.shape, mesh, placements, uneven=True)
     if layout == target:
         return tensor
+    _place(mesh)
+    moved: DTensor = _Redistribute.apply(tensor, layout, target, links)
+    return moved
+
+
+class _Redistribute(torch.autograd.Function):
+    """A tensor in another layout; its gradient goes from whatever layout it comes in to the tensor's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, layout: Placements, target: Placements, links: Links) -> DTensor:
+        ctx.layout, ctx.links = layout, links
+        local = _moved(tensor.to_local(), tensor.device_mesh, tensor.shape, layout, target, links)
+        return _labelled(local, tensor.device_mesh, target, tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None, None]:
+        return redistribute(grad, of_gradient(ctx.layout), links=ctx.links), None, None, None
+
+
+def _moved(
+    local: Tensor, mesh: DeviceMesh, shape: torch.Size, layout: Placements, target: Placements, links: Links
+) -> Tensor:
+    """What this rank has in another layout; no gradient."""
     place = _place(mesh)
-    steps = plan_redistribution(tensor.shape, tensor.dtype, mesh, layout, target, links)
-    local = tensor.to_local(grad_placements=_of_gradient(layout))
-    for step in steps:
+    for step in plan_redistribution(shape, local.dtype, mesh, layout, target, links):
         joined = [Replicate() if axis in step.axes else each for axis, each in enumerate(layout)]
-        local = step.apply(local, mesh, shape=local_shape(tensor.shape, mesh_sizes(mesh), joined, place))
+        local = step.apply(local, mesh, shape=local_shape(shape, mesh_sizes(mesh), joined, place))
         layout = layout_after(layout, step)
-    return _labelled(local.contiguous(), mesh, target, tensor.shape)
+    return local.contiguous()
 
 
 def _labelled(local: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     labelled: DTensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     return labelled
-
-
-def _of_gradient(placements: Placements) -> Placements:
-    return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
 
 
 def _place(mesh: DeviceMesh) -> tuple[int, ...]:
