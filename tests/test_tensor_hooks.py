@@ -484,6 +484,38 @@ def check_checkpoint_without_hooks(axis, kind, use_reentrant):
     assert case.recorder.take() == []
 
 
+def check_checkpoint_that_ends_in_an_operation(axis, kind):
+    """Recomputation then begins in the midst of its backward: the parameter is there before, in and behind it."""
+    case = Case(axis, kind)
+    with use_param_hooks(case.recorder):
+        output = checkpoint(lambda x: F.linear(x, case.w, case.b), case.x, use_reentrant=False)
+        output.sum().backward()
+    phases = [*FORWARD, *BACKWARD, *FORWARD, *BACKWARD]
+    assert case.recorder.take() == around("wb", phases)
+
+
+def check_embedding_with_a_norm(axis):
+    """It changes the rows that it reads, and does not say so by its name."""
+    layer = ColumnParallelLinear(6, 8, group=axis)
+    recorder, ids = Recorder({"w": layer.weight}), torch.tensor([0, 2])
+    plain = layer.weight.detach().clone()
+    expected = F.embedding(ids, plain, max_norm=0.1)
+    with use_param_hooks(recorder):
+        found = F.embedding(ids, layer.weight, max_norm=0.1)
+    assert torch.equal(found, expected)
+    assert torch.equal(layer.weight, plain)
+    assert recorder.take() == around("w", FORWARD)
+
+
+@pytest.mark.parametrize("kind", ["dtensor", "shard"])
+def test_checkpoint_that_ends_in_an_operation(ranks, kind):
+    ranks("pairs", check_checkpoint_that_ends_in_an_operation, kind)
+
+
+def test_embedding_with_a_norm(ranks):
+    ranks("pairs", check_embedding_with_a_norm)
+
+
 # --- converted models -----------------------------------------------------------------------------------------------
 
 
@@ -526,7 +558,8 @@ def check_llama(axis, recomputes):
         assert pre == post
         assert {name.strip() for name in pre} == names
         times = 2 if recomputes is not None and phase == "forward" else 1
-        assert pre["model.layers.0.mlp.down_proj.weight "] == times
+        # the backward of a layer's last operation is where its recomputation begins, if torch does it so
+        assert pre["model.layers.0.mlp.down_proj.weight "] == (2 if recomputes is False else times)
         # on four ranks two share a kv head: where grad is enabled that is an operation, and what follows another
         extra = 0 if axis.size == 2 else 1 if recomputes else times
         assert pre["model.layers.0.self_attn.k_proj.weight "] == times + extra

@@ -18,7 +18,8 @@ what hooks are for.
 - **Balance**: whoever heard pre hears post, also when the operation raises. A backward pass that raises ends between.
 - **Recomputation** by ``torch.utils.checkpoint`` is a forward pass: forward phases fire again, with the hooks of the
   first one, whatever is active then. Backward phases fire once: with ``use_reentrant=True`` of what was recomputed,
-  with False of the first pass. A recomputation that stops early ends with post_forward, too.
+  with False of the first pass. A recomputation that stops early ends with post_forward, too. Where it begins in the
+  midst of an operation's backward, that hears post_backward before it, and pre_backward again behind it.
 - The hooks' own operations fire nothing. Nor does other code that a backward pass runs, as a hook on a gradient.
 """
 
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardconv.tensor.parameters import is_sharded
-from shardconv.tensor.phases import ParamHook, Use, busy, is_busy, tensors_in, whole_of
+from shardconv.tensor.phases import ParamHook, Use, busy, is_busy, suspended, tensors_in, whole_of
 
 #: Methods and functions that look at no values, or that set something beside them.
 _SILENT = frozenset({
@@ -114,10 +115,11 @@ def _with_active_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
     hooks = _active_hooks()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _active_hooks() == hooks:
-            return function(*args, **kwargs)
-        with _HookMode(hooks):
-            return function(*args, **kwargs)
+        with suspended():
+            if _active_hooks() == hooks:
+                return function(*args, **kwargs)
+            with _HookMode(hooks):
+                return function(*args, **kwargs)
 
     return run
 

@@ -8,8 +8,9 @@ nothing of which calls are operations.
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,9 @@ class ParamHook(ABC):
 
 
 class _Thread(threading.local):
-    is_busy = False
+    def __init__(self) -> None:
+        self.is_busy = False
+        self.begun: WeakSet[Use] = WeakSet()  # whose backward has begun and not ended
 
 
 _thread = _Thread()
@@ -58,6 +61,20 @@ def busy() -> Iterator[None]:
         yield
     finally:
         _thread.is_busy = before
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """End the backward phases of operations for as long as something else runs forward in their midst."""
+    now = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for the pass that runs
+    uses = [use for use in _thread.begun if use.is_in(now)]
+    for use in uses:
+        use.call("post_backward")
+    try:
+        yield
+    finally:
+        for use in uses:
+            use.call("pre_backward")
 
 
 class Use:
@@ -81,10 +98,11 @@ class Use:
                 begun.append(hook)
             if not torch.is_grad_enabled():
                 return func(*args, **kwargs)
-            return (self._run_in_place if _is_in_place(func, kwargs) else self._run)(func, args, kwargs)
+            return (self._run_in_place if _is_in_place(func, args, kwargs) else self._run)(func, args, kwargs)
         finally:
-            for hook in begun:
-                hook.post_forward(list(self.params))
+            with ExitStack() as posts:  # each is called, also when one before it raises
+                for hook in reversed(begun):
+                    posts.callback(hook.post_forward, list(self.params))
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The operation behind the identity node."""
@@ -116,16 +134,24 @@ class Use:
         # torch has no public name for the pass that runs
         if self._pass != (now := torch._C._current_graph_task_id()):  # noqa: SLF001
             self._pass = now
-            with busy():
-                for hook in self.hooks:
-                    hook.pre_backward(list(self.params))
+            self.call("pre_backward")
+            _thread.begun.add(self)
 
     def end(self, *_: Any) -> None:
         """The operation's backward is done."""
         self.begin()  # second derivatives come to the inputs by other ways than the outputs
+        _thread.begun.discard(self)
+        self.call("post_backward")
+
+    def is_in(self, graph_task: int) -> bool:
+        """Whether it is in this backward pass, by torch's number of it."""
+        return self._pass == graph_task
+
+    def call(self, phase: str) -> None:
+        """Call a phase of all hooks."""
         with busy():
             for hook in self.hooks:
-                hook.post_backward(list(self.params))
+                getattr(hook, phase)(list(self.params))
 
 
 class _Enter(torch.autograd.Function):
@@ -143,8 +169,10 @@ class _Enter(torch.autograd.Function):
         return None, *grads
 
 
-def _is_in_place(func: Callable[..., Any], kwargs: Any) -> bool:
+def _is_in_place(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
+    if name in ("embedding", "embedding_bag"):  # which change the rows that they read
+        return kwargs.get("max_norm") is not None or (name == "embedding" and len(args) > 3 and args[3] is not None)
     is_named_so = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return is_named_so or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
