@@ -3,6 +3,7 @@
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardconv.tensor.comm import CommSpec, Cost
+from shardconv.tensor.link import LinkReport, Timing, fit_link, measure_link
 from shardconv.tensor.parameters import named_sharded_parameters, shard_parameter
 from shardconv.tensor.redistribution import plan_redistribution, redistribution_cost
 from shardconv.tensor.sharded import from_global, from_local, redistribute, to_mesh
@@ -11,13 +12,17 @@ from shardconv.tensor.spec import check_placements, dims_of, merge_dims, normali
 __all__ = [
     "CommSpec",
     "Cost",
+    "LinkReport",
     "Partial",
     "Replicate",
     "Shard",
+    "Timing",
     "check_placements",
     "dims_of",
+    "fit_link",
     "from_global",
     "from_local",
+    "measure_link",
     "merge_dims",
     "named_sharded_parameters",
     "normalize_dims",
