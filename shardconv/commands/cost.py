@@ -145,7 +145,7 @@ def _link_lines(report: "LinkReport") -> list[str]:
 
 
 def _link(link: "Link") -> str:
-    bandwidth = f"{size(link.bandwidth)}/s" if link.beta else "bytes without time"
+    bandwidth = f"{size(round(link.bandwidth, 1))}/s" if link.beta else "bytes without time"
     return f"{duration(link.alpha)} a message, {bandwidth}"
 
 

@@ -167,6 +167,8 @@ def estimate_cost(
             progress(number, len(plans))
         usage, why_not = _usage(model, request, plan.tp, batch, seq) if model else (None, problem)
         costs.append(_cost(plan.tp, max(rank_bytes(source, plan)), usage, why_not, link))
+    if progress is not None:
+        progress(len(plans), len(plans))
     return CostReport(
         source=str(src),
         family=resolver.family_name,

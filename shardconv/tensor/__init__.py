@@ -6,7 +6,7 @@ from shardconv.tensor.comm import CommSpec, Cost
 from shardconv.tensor.cost import Link, collective_time
 from shardconv.tensor.hooks import use_param_hooks
 from shardconv.tensor.interop import as_dtensor
-from shardconv.tensor.link import LinkReport, measure_link
+from shardconv.tensor.link import LinkReport, Timing, fit_link, measure_link
 from shardconv.tensor.parameters import named_sharded_parameters, shard_parameter
 from shardconv.tensor.phases import ParamHook
 from shardconv.tensor.redistribution import plan_redistribution, redistribution_cost
@@ -22,10 +22,12 @@ __all__ = [
     "Partial",
     "Replicate",
     "Shard",
+    "Timing",
     "as_dtensor",
     "check_placements",
     "collective_time",
     "dims_of",
+    "fit_link",
     "from_global",
     "from_local",
     "measure_link",
