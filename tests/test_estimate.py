@@ -264,10 +264,11 @@ def test_refused(tiny):
 
 
 def test_table(tiny):
-    result = call("plan", tiny, "--cost", "--batch", "3", "--seq", "5", "--latency", "10", "--bandwidth", "1")
+    result = call("plan", tiny, "--cost", "--batch", "3", "--seq", "5", "--alpha", "1e-5", "--beta", "1e-9")
     assert (result.code, result.err) == (0, "")
     assert "LlamaForCausalLM, family llama, 3 layers" in result.out
-    assert "3 prompts of 5 tokens and the next token of each, in bfloat16; link: 10 µs a message, 1 GB/s" in result.out
+    assert "3 prompts of 5 tokens, and a step for the next token of each, in bfloat16" in result.out
+    assert "link: 10 µs a message, 1 GB/s" in result.out
     assert "the legal sizes up to 64" in result.out
     lines = result.out.rstrip().splitlines()
     assert [line.split()[0] for line in lines[-5:]] == ["tp", "1", "2", "4", "8"]
@@ -279,7 +280,7 @@ def test_table(tiny):
 
 
 def test_json(tiny):
-    result = call("plan", tiny, "--cost", "--json", "--tp", "4", "--latency", "10", "--bandwidth", "1")
+    result = call("plan", tiny, "--cost", "--json", "--tp", "4", "--alpha", "1e-5", "--beta", "1e-9")
     assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
     report = json.loads(result.out)
     for kind, found in ((CostReport, report), (TpCost, report["costs"][0]), (Traffic, report["costs"][0]["decode"])):
@@ -294,14 +295,14 @@ def test_json(tiny):
     [
         (["--cost", "--batch", "0"], 2, "Invalid value for '--batch'"),
         (["--cost", "--seq", "many"], 2, "Invalid value for '--seq'"),
-        (["--cost", "--latency", "-1"], 2, "Invalid value for '--latency'"),
-        (["--cost", "--latency", "nan"], 2, "Invalid value for '--latency': is no number"),
-        (["--cost", "--bandwidth", "0"], 2, "Invalid value for '--bandwidth'"),
-        (["--cost", "--bandwidth", "nan"], 2, "Invalid value for '--bandwidth': is no number"),
+        (["--cost", "--alpha", "-1"], 2, "Invalid value for '--alpha'"),
+        (["--cost", "--alpha", "nan"], 2, "Invalid value for '--alpha': is no number"),
+        (["--cost", "--beta", "-1"], 2, "Invalid value for '--beta'"),
+        (["--cost", "--beta", "nan"], 2, "Invalid value for '--beta': is no number"),
         (["--cost", "--tp", "3"], 1, "Use --tp"),
         (["--seq", "5"], 2, "--seq is for --cost"),
         (["--cost", "--prove"], 2, "--prove is not for --cost"),
-        (["--cost", "--measure-link", "--latency", "3"], 2, "give one or the other"),
+        (["--cost", "--measure-link", "--alpha", "3"], 2, "give one or the other"),
         (["--measure-link"], 2, "--measure-link needs no SRC but for --cost"),
         (["--cost", "--measure-link"], 2, "torchrun --nproc-per-node N -m shardconv plan --measure-link"),
     ],

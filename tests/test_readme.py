@@ -34,6 +34,16 @@ def run_with(word, more, tmp_path):
     return result.stdout
 
 
+def test_nothing_is_left_to_fill_in():
+    pages = [
+        README,
+        *README.parent.glob("docs/*.md"),
+        README.parent / "CONTRIBUTING.md",
+        README.parent / "CHANGELOG.md",
+    ]
+    assert [page.name for page in pages if "@@" in page.read_text("utf-8")] == []
+
+
 @pytest.mark.parametrize("word", ["ModuleList", "LlamaPolicy"])
 def test_the_conversions_in_the_readme(tmp_path, word):
     """Then the logits are those of the plain model, and so is the state dict."""
