@@ -1,0 +1,76 @@
+"""Images, whole or in patches, as the signature of a model and its config ask for them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardconv.proof.inputs.configs import BATCH, GRID, first_field, pair_of, part_of
+
+#: Types that take the sizes of images which come whole.
+_SIZED = {"emu3", "mistral3", "lighton_ocr"}
+#: Types whose patches are small images.
+_UNFOLDED = {"paddleocr_vl", "kimi_k25"}
+#: Parts that an image comes in, between the batch and the channels.
+_PARTS: dict[str, tuple[int, ...]] = {
+    "idefics2": (1,), "idefics3": (2,), "smolvlm": (2,), "llava_next": (5,), "llava_next_video": (5,),
+    "llava_onevision": (5,), "granite4_vision": (5,), "modernvbert": (1,), "ultravbert": (1,), "perception_lm": (1,),
+}  # fmt: skip
+IMAGE_INPUTS = {
+    "pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "pixel_values_local",
+    "num_local_patches", "high_res_pixel_values", "image_position_ids", "target_sizes", "image_merge_sizes",
+    "image_grid_hw", "image_token_pooling", "image_grids", "image_num_crops", "patches_grid", "tile_fine_mask",
+}  # fmt: skip
+
+
+def image_inputs(model: Any, names: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+    """One image an example: whole, in parts, or as patches, whichever the model takes."""
+    if "pixel_values" not in names:
+        return {}
+    if getattr(model.config, "vision_config", model) is None:
+        return {}
+    vision = part_of(model.config, "vision_config", "encoder", "backbone_config")
+    vision = part_of(vision, "vision_config")
+    if "spatial_shapes" in names:
+        return _patches_with_mask(vision, generator)
+    if "image_grid_hw" in names:
+        packed = _patches(model.config, vision, generator)
+        return {"pixel_values": packed["pixel_values"], "image_grid_hw": packed["image_grid_thw"][:, 1:]}
+    if "image_grid_thw" in names:
+        merged = {"image_merge_sizes": torch.tensor([2] * BATCH)} if "image_merge_sizes" in names else {}
+        return _patches(model.config, vision, generator) | merged
+    kind = str(model.config.model_type)
+    size = pair_of(first_field(vision, ("image_size", "img_size", "input_size"), 32))
+    parts = _PARTS.get(kind, ())
+    images = torch.rand(BATCH, *parts, _channels(vision), *size, generator=generator) * 2 - 1
+    given = {"pixel_values": images}
+    if "high_res_pixel_values" in names:
+        high = pair_of(model.config.high_res_vision_config.image_size)
+        given["high_res_pixel_values"] = torch.rand(BATCH, _channels(vision), *high, generator=generator) * 2 - 1
+    if "image_sizes" in names and (parts or getattr(vision, "model_type", "") == "pixtral" or kind in _SIZED):
+        given["image_sizes"] = torch.tensor([[side * (2 if parts else 1) for side in size]] * BATCH)
+    return given
+
+
+def _patches(config: Any, vision: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    side = pair_of(first_field(vision, ("patch_size",), 4))[0]
+    times = first_field(vision, ("temporal_patch_size", "patch_temporal"), 1)
+    shape: tuple[int, ...] = (_channels(vision) * times * side * side,)
+    if config.model_type in _UNFOLDED:
+        shape = (_channels(vision), side, side)
+    patches = torch.rand(BATCH * GRID * GRID, *shape, generator=generator) * 2 - 1
+    return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, GRID, GRID]] * BATCH)}
+
+
+def _patches_with_mask(vision: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    width = _channels(vision) * pair_of(vision.patch_size)[0] ** 2
+    return {
+        "pixel_values": torch.rand(BATCH, GRID * GRID, width, generator=generator) * 2 - 1,
+        "pixel_attention_mask": torch.ones(BATCH, GRID * GRID, dtype=torch.int64),
+        "spatial_shapes": torch.tensor([[GRID, GRID]] * BATCH),
+    }
+
+
+def _channels(vision: Any) -> int:
+    return int(first_field(vision, ("num_channels", "in_channels", "in_chans", "num_input_channels"), 3))

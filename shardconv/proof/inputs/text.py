@@ -1,0 +1,104 @@
+"""Tokens of text, with places for what else a model is given."""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardconv.proof.inputs.configs import BATCH, LENGTH
+from shardconv.proof.inputs.images import IMAGE_INPUTS
+from shardconv.proof.inputs.sound import AUDIO_INPUTS
+
+#: Types whose encoder reads text beside its main input.
+_BOTH = {"instructblip", "instructblipvideo", "blip-2"}
+
+
+def text_inputs(
+    model: Any, names: Iterable[str], given: Mapping[str, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The tokens, with places for what else is given."""
+    names, config = set(names), model.config
+    both = bool(getattr(config, "is_encoder_decoder", False)) and "decoder_input_ids" in names
+    if "input_ids" not in names:
+        return {"decoder_input_ids": random_tokens(model, (BATCH, LENGTH), generator)} if both else {}
+    if both and given and model.main_input_name != "input_ids" and config.model_type not in _BOTH:
+        return {"decoder_input_ids": random_tokens(model, (BATCH, LENGTH), generator)}
+    ids = random_tokens(model, (BATCH, LENGTH), generator)
+    kinds = torch.zeros_like(ids)
+    for place, (what, token) in enumerate(_places(model, given)):
+        count = _count(model, what, given)
+        spot = torch.full((BATCH, count), token)
+        ids = torch.cat([ids[:, :2], spot, ids[:, 2:]], dim=1)
+        kinds = torch.cat([kinds[:, :2], torch.full_like(spot, 1 + 2 * place), kinds[:, 2:]], dim=1)
+    text = {"input_ids": ids}
+    if given and "mm_token_type_ids" in names:
+        text["mm_token_type_ids"] = kinds
+    if both:
+        text["decoder_input_ids"] = random_tokens(model, (BATCH, LENGTH), generator)
+    return text
+
+
+def random_tokens(model: Any, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Random tokens of text: none that stands for something else."""
+    vocabulary = min(99, vocabulary_size(model))
+    special = set(_special(model.config.to_dict()))
+    usual = torch.tensor([token for token in range(min(3, vocabulary - 1), vocabulary) if token not in special])
+    return usual[torch.randint(0, len(usual), shape, generator=generator)]
+
+
+def vocabulary_size(model: Any) -> int:
+    """How many tokens of text there are."""
+    config = model.config
+    for one in (getattr(config, "decoder", None), config.get_text_config(), config):
+        if isinstance(size := getattr(one, "vocab_size", None), int):
+            return size
+    return 99
+
+
+def _special(config: Mapping[str, Any]) -> Iterable[int]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _special(value)
+        elif "token" in str(name) and type(value) is int and str(name).endswith(("_id", "_index", "token", "_idx")):
+            yield value
+
+
+def _places(model: Any, given: Mapping[str, Tensor]) -> Iterable[tuple[str, int]]:
+    """What the text has places for, with the token that holds them."""
+    for what, inputs in (("image", IMAGE_INPUTS), ("audio", AUDIO_INPUTS)):
+        if given.keys() & inputs:
+            for name in (f"{what}_token_id", f"{what}_token_index", f"{what}_token"):
+                if type(token := getattr(model.config, name, None)) is int:
+                    yield what, token
+                    break
+
+
+@torch.no_grad()
+def _count(model: Any, what: str, given: Mapping[str, Tensor]) -> int:
+    """How many places one of the images or sounds takes: as many as the model makes features of it."""
+    features = _method(model, f"get_{what}_features")
+    if features is None:
+        return 0
+    takes = inspect.signature(features).parameters
+    everything = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+    wanted = IMAGE_INPUTS if what == "image" else AUDIO_INPUTS
+    found = features(**{name: given[name] for name in given if name in takes or (everything and name in wanted)})
+    return sum(one.numel() // one.shape[-1] for one in _feature_tensors(found)) // BATCH
+
+
+def _method(model: Any, name: str) -> Any:
+    base = getattr(model, "model", None)
+    return next((getattr(one, name) for one in (model, base) if hasattr(one, name)), None)
+
+
+def _feature_tensors(found: Any) -> list[Tensor]:
+    if hasattr(found, "last_hidden_state"):
+        if found.get("pooler_output") is not None:
+            found = found.pooler_output
+        elif found.last_hidden_state is not None:
+            found = found.last_hidden_state
+        else:  # for layers of the text model, as many for each
+            found = found.deepstack_features[0][1]
+    return [found] if isinstance(found, Tensor) else [one for one in found if isinstance(one, Tensor)]
