@@ -8,7 +8,7 @@ import torch.distributed as dist
 from layouts import mesh_of, numbers, spied
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardconv.tensor import CommSpec, Cost
+from shardconv.tensor import CommSpec, Cost, LinkReport
 from shardconv.tensor.comm import axis_over
 from shardconv.tensor.cost import Link, collective_time
 
@@ -270,3 +270,10 @@ def test_specs_are_values():
     assert hash(spec) == hash(CommSpec("all_gather", ["tensor"], gather_dims=(0,), num_bytes=8))
     with pytest.raises(AttributeError):
         spec.num_bytes = 9
+
+
+def test_what_is_no_link():
+    step = CommSpec("all_reduce", 0, num_bytes=8)
+    for links in (LinkReport(2, "gloo", "cpu", Link(), ()), {0: 1e-9}):
+        with pytest.raises(ValueError, match=r"is no Link; of what measure_link gives, take \.link"):
+            step.cost((2,), links)

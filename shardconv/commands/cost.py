@@ -130,6 +130,10 @@ def measured_link(console: Console, *, is_reported: bool) -> "Link | None":
     return report.link
 
 
+#: By how much a fit may be off before it is worth nothing.
+_MISFIT = 0.5
+
+
 def _link_lines(report: "LinkReport") -> list[str]:
     worst = max(report.timings, key=lambda timing: timing.error)
     return [
@@ -139,7 +143,8 @@ def _link_lines(report: "LinkReport") -> list[str]:
             f"{duration(timing.fitted_seconds)}"
             for timing in report.timings
         ),
-        f"the fit is off by at most {worst.error:.0%}, at {size(worst.num_bytes)}",
+        f"the fit is off by at most {worst.error:.0%}, at {size(worst.num_bytes)}"
+        f"{': measure again while nothing else runs' * (worst.error > _MISFIT)}",
         f"shardconv plan SRC --cost --alpha {report.link.alpha:.4g} --beta {report.link.beta:.4g}",
     ]
 

@@ -235,8 +235,11 @@ def links_by_axis(mesh: MeshLike, links: Links) -> dict[int, Link]:
     """For each axis that is known its link, by its number.
 
     Raises:
-        ValueError: if a link is for an axis that the mesh does not have.
+        ValueError: if a link is for an axis that the mesh does not have, or is none.
     """
+    for link in links.values() if isinstance(links, Mapping) else (links,):
+        if not isinstance(link, Link | None):
+            raise ValueError(f"{type(link).__name__} is no Link; of what measure_link gives, take .link")  # noqa: TRY004 - as all else of links
     if isinstance(links, Mapping):
         return {axis_number(mesh, axis): link for axis, link in links.items()}
     return dict.fromkeys(range(len(mesh_sizes(mesh))), links or Link())
