@@ -198,8 +198,7 @@ CUTS: dict[str, Cuts] = {
 #: Types whose small model is not made of the fields that models.py sets; the matrix has them.
 OTHERWISE_MADE = {
     "cohere_compass_text", "dots1", "emu3_text_model", "glm4_moe_lite", "glm_moe_dsa", "longt5", "minicpm3", "mra",
-    "roc_bert", "yoso",
-}  # fmt: skip
+    "roc_bert", "yoso", "mistral4"}  # fmt: skip
 OTHER_TYPES = [
     (model_type, family)
     for family in CUTS
@@ -513,7 +512,7 @@ def test_a_plan_file_may_name_the_family(checkpoint, tmp_path):
     ("text", "message"),
     [
         ('[rules]\n"model.nothing" = { style = "replicate" }', "'model.nothing' matches no tensor"),
-        ('[rules]\n"lm_head" = { style = "replicate", dims = 1 }', "key 'dims' is not known"),
+        ('[rules]\n"lm_head" = { style = "replicate", rows = 1 }', "key 'rows' is not known"),
         ('[rules]\n"lm_head" = { style = "sideways" }', "style 'sideways' is none of"),
         ('[rules]\n"lm_head" = { unit = "query_head" }', "style is missing"),
         ('[rules]\n"lm_head" = { style = "colwise", unit = "tail" }', "there is no unit 'tail'"),
