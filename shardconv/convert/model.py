@@ -70,7 +70,7 @@ def convert_model(
 
     The result computes what the model computed, forward, backward and in generation, each rank with its share of heads,
     hidden features, experts' features and words. Full logits come out on every rank. To train with dropout the ranks
-    have to be seeded alike, which the first pass checks; masks over attention repeat from rank to rank.
+    have to be seeded alike, which each pass checks; masks over attention repeat from rank to rank.
 
     Args:
         model: a model of transformers, with its values in memory, the same on every rank, or on the meta device; with

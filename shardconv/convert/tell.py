@@ -94,7 +94,7 @@ def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told
     for name, (layer, size) in rule.at_most.items():
         needed |= {name, layer, size}
     if missing := sorted(name for name in needed if not hasattr(module, name)):
-        raise PlanError(f"{rule.origin}: modules that are told something: a {type(module).__name__} has no {missing}")
+        raise PlanError(f"a {type(module).__name__} is to be told something by {missing}, which it has not")
     values = {name: scope.on_rank(expression, axis.size) for name, expression in rule.attributes.items()}
     return Told(
         module,
