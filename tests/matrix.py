@@ -31,14 +31,14 @@ from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import PlanError
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.proof.compare import compare
-from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT, cut_share
+from shardconv.proof.compare import compare, write_reference
+from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT, REFERENCE, cut_share
 from shardconv.proof.small import build_small, default_config, small_fields
 
 vision.declare_operators()
 
 ROOT = Path(__file__).parents[1]
-LAYOUTS = {2: "pairs", 4: "four"}
+LAYOUTS = {2: "pair", 4: "four"}
 #: What a rank may hold more than its part, as bytes of matrices.
 LEAST_CUT = 0.95
 
@@ -145,14 +145,14 @@ def default_cut(plain: Any) -> float | None:
 
 
 def check(
-    axis: Any, kind: str, source: Path, place: Path, request: PlanRequest
+    axis: Any, kind: str, source: Path, place: Path, request: PlanRequest, reference: Path
 ) -> tuple[float, bool | None, float | None] | str:
     """On a rank: the comparison, or what went wrong."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     try:
-        return tuple(compare(axis, getattr(transformers, kind), source, place, request))
+        return tuple(compare(axis, getattr(transformers, kind), source, place, request, reference))
     except Exception as error:  # noqa: BLE001 - it goes into the table
         where = traceback.extract_tb(error.__traceback__)[-1].name
         return f"{type(error).__name__} in {where}: {error}".replace("\n", " ")[:200]
@@ -179,6 +179,11 @@ def try_type(
         model.save_pretrained(source)
     except Exception as error:  # noqa: BLE001 - it goes into the table
         return Row(kind, model_type, note=f"is not built: {type(error).__name__}: {error}".replace("\n", " ")[:160])
+    reference = home / REFERENCE
+    try:
+        write_reference(type(model), source, reference)
+    except Exception as error:  # noqa: BLE001 - likewise
+        return Row(kind, model_type, note=f"does not run: {type(error).__name__}: {error}".replace("\n", " ")[:160])
     verdicts, errors, notes, family = [], [0.0], [], ""
     cut = default_cut(plain) if at_default_size else None
     for tp in tps:
@@ -196,7 +201,7 @@ def try_type(
             cut = cut_share(opened.specs, resolve(opened.specs, opened.config, PlanRequest()).resolver.plan(tp))
             notes.append("share of the small model")
         try:
-            found = worst(run(LAYOUTS[tp], check, type(model).__name__, source, place, PlanRequest()))
+            found = worst(run(LAYOUTS[tp], check, type(model).__name__, source, place, PlanRequest(), reference))
         except AssertionError as error:
             found = str(error)[-200:].replace("\n", " ")
         if isinstance(found, str):

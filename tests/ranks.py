@@ -1,7 +1,7 @@
 """Processes under torch.distributed for tests: started once, used by many.
 
 A check is a function of a test module. It runs on four ranks at once, each with the axis of its group: two pairs of
-neighbours, two strided pairs, or all four.
+neighbours, two strided pairs, or all four. What takes long runs on one pair, while the other ranks do nothing.
 """
 
 import importlib
@@ -14,31 +14,44 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-WORLD = 4
-LAYOUTS = {"pairs": ((0, 1), (2, 3)), "strided": ((0, 2), (1, 3)), "four": ((0, 1, 2, 3),)}
+LAYOUTS = {
+    "pair": ((2, 3),),
+    "pairs": ((0, 1), (2, 3)),
+    "strided": ((0, 2), (1, 3)),
+    "four": ((0, 1, 2, 3),),
+    "eight": (tuple(range(8)),),
+}
+#: What the processes have imported when they start: they are forked from one that has.
+_IMPORTED = ["torch", "transformers.models.llama.modeling_llama", "shardconv.runtime.load"]
 _PATIENCE, _NO_ANSWER = 150, "no answer"
 
 
 class Ranks:
-    """Four processes that run checks."""
+    """Processes that run checks."""
 
-    def __init__(self, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, folder: Path, world: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
         self._pipes = []
         self._processes = []
-        for rank in range(WORLD):
+        for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, str(folder / "rendezvous")), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, world, theirs, str(folder / "rendezvous")), daemon=True
+            )
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
     def run(self, layout: str, check: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run a check on every rank; gives what they return, or raises with what the first failing one says."""
-        for pipe in self._pipes:
-            pipe.send((layout, check.__module__, check.__qualname__, arguments))
-        results = [pipe.recv() if pipe.poll(_PATIENCE) else (False, _NO_ANSWER) for pipe in self._pipes]
-        failures = [f"rank {rank}: {result}" for rank, (is_right, result) in enumerate(results) if not is_right]
+        """Run a check on every rank of a layout; gives what they return, or raises with what those that fail say."""
+        ranks = sorted(rank for group in LAYOUTS[layout] for rank in group)
+        for rank in ranks:
+            self._pipes[rank].send((layout, check.__module__, check.__qualname__, arguments))
+        pipes = [self._pipes[rank] for rank in ranks]
+        results = [pipe.recv() if pipe.poll(_PATIENCE) else (False, _NO_ANSWER) for pipe in pipes]
+        found = zip(ranks, results, strict=True)
+        failures = [f"rank {rank}: {result}" for rank, (is_right, result) in found if not is_right]
         if any(result == (False, _NO_ANSWER) for result in results):
             self.stop()
         if failures:
@@ -56,7 +69,7 @@ class Ranks:
 
 
 @contextmanager
-def ranks_in(folder: Path) -> Iterator[Callable[..., list[Any]]]:
+def ranks_in(folder: Path, world: int = 4) -> Iterator[Callable[..., list[Any]]]:
     """A function like :meth:`Ranks.run` that starts the processes when they are needed, anew after a failure."""
     current: list[Ranks] = []
 
@@ -64,7 +77,7 @@ def ranks_in(folder: Path) -> Iterator[Callable[..., list[Any]]]:
         if not current or not current[-1].is_alive:
             home = folder / str(len(current))
             home.mkdir()
-            current.append(Ranks(home))
+            current.append(Ranks(home, world))
         return current[-1].run(*arguments)
 
     yield run
@@ -72,7 +85,11 @@ def ranks_in(folder: Path) -> Iterator[Callable[..., list[Any]]]:
         ranks.stop()
 
 
-def _serve(rank: int, pipe: Any, rendezvous: str) -> None:
+def _layouts(world: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    return {name: groups for name, groups in LAYOUTS.items() if max(map(max, groups)) < world}
+
+
+def _serve(rank: int, world: int, pipe: Any, rendezvous: str) -> None:
     import torch  # noqa: PLC0415 - in the processes only: those that start them need none
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -81,10 +98,10 @@ def _serve(rank: int, pipe: Any, rendezvous: str) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
     )
     axes = {}
-    for layout, groups in LAYOUTS.items():
+    for layout, groups in _layouts(world).items():
         for ranks in groups:
             group = dist.new_group(list(ranks), timeout=timedelta(seconds=30))
             if rank in ranks:

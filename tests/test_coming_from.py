@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from command import call
 from models import MODELS
 from torch import nn
 
@@ -27,6 +28,8 @@ ROWS = [
     for code in re.findall(r"`([^`]+)`", here)
     if not code.startswith("shardconv ") and re.search("[a-z_]{3}", code) and "/" not in code
 ]
+
+COMMANDS = sorted(set(re.findall(r"`shardconv ([^`]+)`", PAGE)))
 
 #: The public names of the references, as they list them.
 REFERENCES = {
@@ -97,6 +100,14 @@ def names(tmp_path):
 @pytest.mark.parametrize(("row", "code"), ROWS, ids=[row for row, _ in ROWS])
 def test_what_stands_there_runs(names, row, code):
     eval(code, names)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_there(command):
+    """With --help nothing is run, and options that are not there are still refused."""
+    result = call(*command.split(), "--help")
+    assert (result.code, result.err) == (0, "")
+    assert call(*command.split(), "--no-such-option", "--help").code == 2
 
 
 @pytest.mark.parametrize("reference", REFERENCES)

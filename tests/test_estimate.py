@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import shardconv
 from shardconv.commands.words import duration
 from shardconv.console import size
-from shardconv.errors import PlanError
+from shardconv.errors import PlanError, RunError, SourceError
 from shardconv.plan.request import PlanRequest
 from shardconv.runtime.dry_run import MetaModel, Usage, dry_run
 from shardconv.runtime.estimate import Collective, CostReport, TpCost, Traffic, estimate_cost
@@ -250,6 +250,29 @@ def test_no_config(tiny, tmp_path):
     shutil.copy(tiny / "model.safetensors", tmp_path)
     (cost,) = estimate_cost(tmp_path / "model.safetensors", tps=[2], head_dim=8).costs
     assert cost.not_counted == "there is no config.json that names the model; --config FILE gives one"
+
+
+@pytest.mark.parametrize("name", ["tiny", "mixtral", "t5"])
+def test_a_config_alone(tiny, checkpoint, tmp_path, name):
+    """What is there before the weights, a folder or the file in it, counts as with them, whatever their names."""
+    with_weights = tiny if name == "tiny" else checkpoint(name)
+    shutil.copy(with_weights / "config.json", tmp_path)
+    expected = estimate_cost(with_weights, batch=BATCH, seq=SEQ)
+    for source in (tmp_path, tmp_path / "config.json"):
+        report = estimate_cost(source, batch=BATCH, seq=SEQ)
+        assert report.costs == expected.costs
+        assert report.notes[0].startswith(
+            f"no weights are there: they are counted as {report.model} has them in memory"
+        )
+
+
+def test_no_config_alone(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(RunError, match="transformers has no"):
+        estimate_cost(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(SourceError, match="convert other formats first"):
+        estimate_cost(tmp_path)
 
 
 def test_refused(tiny):

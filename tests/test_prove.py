@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import run
+from command import call, run
 from matrix import check, model_class, small, worst
 from safetensors.torch import load_file, save_file
 
@@ -15,7 +15,8 @@ from shardconv.errors import PlanError, RunError
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.foreign import FOREIGN, foreign_family
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.compare import _difference
+from shardconv.proof.compare import _difference, write_reference
+from shardconv.proof.prove import REFERENCE
 
 CAUSAL = "causal language models"
 DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
@@ -68,7 +69,7 @@ def test_what_cannot_be_proven(tmp_path):
 def test_a_proposal_is_right(tmp_path, model_type):
     source = tmp_path / "source"
     small(model_class(CAUSAL, model_type)).save_pretrained(source)
-    result = run("plan", source, "--propose")
+    result = call("plan", source, "--propose")
     assert result.code == 0, result.err
     # names that are on disk only, as those of single experts, are the user's to say
     more = '"**.experts.*.{gate_proj,up_proj}" = { style = "colwise", optional = true }\n'
@@ -84,9 +85,10 @@ def test_plans_of_transformers(ranks, tmp_path, model_type):
     model.save_pretrained(tmp_path / "source")
     report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=2, family=FOREIGN)
     assert (report.family, "transformers' own plan" in report.assumed[0]) == (FOREIGN, True)
-    found = worst(
-        ranks("pairs", check, type(model).__name__, tmp_path / "source", tmp_path / "split", PlanRequest(FOREIGN))
-    )
+    reference = tmp_path / REFERENCE
+    write_reference(type(model), tmp_path / "source", reference)
+    source, place, request = tmp_path / "source", tmp_path / "split", PlanRequest(FOREIGN)
+    found = worst(ranks("pair", check, type(model).__name__, source, place, request, reference))
     assert not isinstance(found, str), found
     assert (found[0] < 1e-4, found[1], found[2] < 1e-3) == (True, True, True)
 

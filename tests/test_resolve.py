@@ -175,8 +175,8 @@ def test_channels_of_a_convolution_and_heads_told_by_the_layer_beside(tmp_path):
 def test_configs_in_configs_end():
     """Each level of this one would double the work."""
     config = {"model_type": "llava"}
-    for _ in range(40):
-        config = {"model_type": "llava", "text_config": config}
+    for level in range(40):  # of two types: one in its own would be its text
+        config = {"model_type": "llava" if level % 2 else "llava_next", "text_config": config}
     with pytest.raises(PlanError, match="configs in it more than 4 deep"):
         resolve({"lm_head.weight": TensorSpec("F32", (8, 8))}, config, PlanRequest())
 

@@ -44,7 +44,8 @@ class PlanReport:
         assumed: what was concluded or assumed rather than read.
         left_out: files with weights in the folder that are no part of the checkpoint.
         legal_tp: the legal sizes.
-        blocked_tp: the sizes up to 256 that are not, each with the first tensor that blocks it, and why.
+        blocked_tp: the sizes of :data:`~shardconv.plan.resolve.CANDIDATE_TPS` that are not, each with the first
+            tensor that blocks it, and why.
         rank_bytes: for each rank the bytes of its tensors.
         tensors: the placement of each tensor.
     """
@@ -94,7 +95,7 @@ class PlannedSource(NamedTuple):
 
 
 def plan_source(
-    src: StrPath,
+    src: StrPath | Source,
     *,
     plan: StrPath = "auto",
     family: str | None = None,
@@ -104,8 +105,14 @@ def plan_source(
     config: StrPath | None = None,
     follow_links: bool = False,
 ) -> PlannedSource:
-    """Open a source and find the rules for it; the options are :class:`PlanOptions`, the errors :func:`make_plan`'s."""
-    source = open_source(Path(src), config=None if config is None else Path(config), follow_links=follow_links)
+    """Open a source and find the rules for it; the options are :class:`PlanOptions`, the errors :func:`make_plan`'s.
+
+    A source that is open is taken as it is.
+    """
+    if isinstance(src, Source):
+        source = src
+    else:
+        source = open_source(Path(src), config=None if config is None else Path(config), follow_links=follow_links)
     names = (replicate,) if isinstance(replicate, str) else tuple(replicate)
     plan_file = None if plan == "auto" else _read_plan_file(Path(plan))
     request = PlanRequest(family, plan_file, names, head_dim, experts)

@@ -3,10 +3,13 @@
 Owns the comparison on one rank. Both come from what is on disk, the plain model by transformers alone.
 """
 
-import copy
+import random
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +19,9 @@ from shardconv.distributed import Axis
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.inputs import can_generate_text, example_inputs
+
+#: Fields that say how likely something is left out, or how much noise is added.
+_CHANCE = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob")
 
 #: Tokens that are generated to compare them.
 NEW_TOKENS = 5
@@ -36,7 +42,43 @@ class Comparison(NamedTuple):
     gradient: float | None
 
 
-def compare(axis: Axis, kind: Any, source: Path, split: Path, request: PlanRequest) -> Comparison:
+class Reference(NamedTuple):
+    """What the plain model gives, for all ranks to be compared with.
+
+    Attributes:
+        output: the numbers of a forward pass.
+        tokens: greedy ones, generated with a cache; None for models that generate none.
+        gradients: of each parameter by its name, None where it has none; None for models that cannot be trained so.
+    """
+
+    output: dict[str, Tensor]
+    tokens: Tensor | None
+    gradients: dict[str, Tensor | None] | None
+
+
+def write_reference(kind: Any, source: Path, path: Path) -> None:
+    """Run the plain model once, for all ranks and numbers of them.
+
+    Args:
+        kind: the class of transformers.
+        source: the small model, as ``save_pretrained`` wrote it.
+        path: of the file that is written.
+    """
+    plain = kind.from_pretrained(source).eval()
+    inputs = example_inputs(plain)
+    with torch.no_grad():
+        output = numbers(plain(**inputs))
+    tokens = _greedy_tokens(plain, inputs)
+    train(plain)
+    try:
+        _step(plain, inputs)
+        gradients = {name: parameter.grad for name, parameter in plain.named_parameters(remove_duplicate=False)}
+    except (RuntimeError, AssertionError, NotImplementedError):
+        gradients = None
+    torch.save(tuple(Reference(output, tokens, gradients)), path)
+
+
+def compare(axis: Axis, kind: Any, source: Path, split: Path, request: PlanRequest, reference: Path) -> Comparison:
     """Compare on this rank; all ranks call it.
 
     Args:
@@ -45,20 +87,26 @@ def compare(axis: Axis, kind: Any, source: Path, split: Path, request: PlanReque
         source: the small model, as ``save_pretrained`` wrote it.
         split: the same, split.
         request: what the split was asked for, so that the conversion in memory follows it.
+        reference: what :func:`write_reference` wrote.
     """
     from shardconv.runtime.load import load  # noqa: PLC0415 - which needs the packages that run models
 
+    expected = Reference(*torch.load(reference, weights_only=True))
     plain = kind.from_pretrained(source).eval()
     inputs = example_inputs(plain)
-    with torch.no_grad():
-        expected = numbers(plain(**inputs))
     loaded = load(split, device="cpu", group=axis)
     with torch.no_grad():
         found = numbers(loaded(**inputs))
-    output = max(_difference(found[key], value) for key, value in expected.items())
-    tokens = _equal_tokens(plain, loaded, inputs)
+    output = max(_difference(found[key], value) for key, value in expected.output.items())
+    tokens = _greedy_tokens(loaded, inputs)
+    are_equal = None if tokens is None or expected.tokens is None else torch.equal(tokens, expected.tokens)
     del loaded
-    return Comparison(output, tokens, _gradients(plain, inputs, axis, request))
+    if expected.gradients is None:
+        return Comparison(output, are_equal, None)
+    train(plain)
+    converted = finish(convert_by(plain, plain.config.to_dict(), request, axis), axis)
+    _step(converted, inputs)
+    return Comparison(output, are_equal, _gradient_error(expected.gradients, converted, axis))
 
 
 def numbers(output: Any) -> dict[str, Tensor]:
@@ -80,8 +128,8 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
-def _equal_tokens(plain: Any, loaded: Any, inputs: dict[str, Tensor]) -> bool | None:
-    if not can_generate_text(plain):
+def _greedy_tokens(model: Any, inputs: dict[str, Tensor]) -> Tensor | None:
+    if not can_generate_text(model):
         return None
     options: dict[str, Any] = {
         "max_new_tokens": NEW_TOKENS,
@@ -89,41 +137,54 @@ def _equal_tokens(plain: Any, loaded: Any, inputs: dict[str, Tensor]) -> bool | 
         "do_sample": False,
         "use_cache": True,
     }
-    if plain.config.is_encoder_decoder and plain.generation_config.decoder_start_token_id is None:
+    if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
         options["decoder_start_token_id"] = 1
     given = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
-    expected, found = (model.generate(**copy.copy(given), **options) for model in (plain, loaded))
-    return bool(torch.equal(expected, found))
+    tokens: Tensor = model.generate(**given, **options)
+    return tokens
 
 
-def _gradients(plain: Any, inputs: dict[str, Tensor], axis: Axis, request: PlanRequest) -> float | None:
-    converted = copy.deepcopy(plain)
-    try:
-        _step(plain, inputs)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        return None  # the model itself cannot be trained so
-    finish(convert_by(converted, converted.config.to_dict(), request, axis), axis)
-    _step(converted, inputs)
-    return gradient_error(plain, converted, axis)
+def train(model: nn.Module) -> None:
+    """Turn to training with nothing left out: on a rank's features other ones would be.
+
+    Batch norms keep their statistics, as an example or two have none worth the name.
+    """
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - the base of all of torch's
+            module.p = 0.0
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - likewise
+            module.eval()
+        for fields in (vars(module), *_configs(getattr(module, "config", None))):
+            fields |= {name: 0.0 for name, value in fields.items() if _CHANCE.search(name) and type(value) is float}
+
+
+def _configs(config: Any) -> Iterator[dict[str, Any]]:
+    """The fields of a config, and of those in it."""
+    if isinstance(getattr(config, "model_type", None), str):
+        yield vars(config)
+        for inner in list(vars(config).values()):
+            yield from _configs(inner)
 
 
 def _step(model: Any, inputs: dict[str, Tensor]) -> None:
-    """A forward and a backward pass, of a sum of all outputs with random weights."""
+    """A forward and a backward pass, of a sum of all outputs with random weights; drawn alike each time."""
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
     outputs = numbers(model(**inputs))
     draw = torch.Generator().manual_seed(2)
     weighted = [(value * torch.randn(value.shape, generator=draw)).sum() for value in outputs.values()]
     torch.stack([value for value in weighted if value.requires_grad]).sum().backward()  # type: ignore[no-untyped-call] # torch's
 
 
-def gradient_error(plain: nn.Module, converted: nn.Module, axis: Axis) -> float:
+def _gradient_error(expected: Mapping[str, Tensor | None], converted: nn.Module, axis: Axis) -> float:
     """The largest difference between the gradients of both, see :class:`Comparison`."""
-    modules = dict(plain.named_modules())
-    given = [parameter.grad.abs().max() for parameter in plain.parameters() if parameter.grad is not None]
-    floor = 1e-3 * float(max(given, default=0.0))
+    floor = 1e-3 * max((float(full.abs().max()) for full in expected.values() if full is not None), default=0.0)
     worst = 0.0
-    for name, module in converted.named_modules():
+    for prefix, module in converted.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
-            full = modules[name].get_parameter(own).grad
+            full = expected[f"{prefix}.{own}" if prefix else own]
             if full is None or parameter.grad is None:
                 worst = float("inf") if _any(full) or _any(parameter.grad) else worst
                 continue

@@ -14,13 +14,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
-from shardconv.checkpoint.source import open_source
+from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.split import split_by
 from shardconv.errors import PlanError, RunError
 from shardconv.plan.matcher import Matcher, name_regex
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.resolve import Resolver
 
 #: The largest differences that are rounding: sums are taken rank by rank, in float32, in gradients more often.
 OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
@@ -28,8 +29,8 @@ OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
 #: The numbers of ranks that are tried: small models have four heads and two kv heads.
 PROOF_TPS = (2, 4)
 
-#: What the ranks find in their folder, and leave there.
-TASK, RESULT = "task.json", "result-{rank}.json"
+#: What is in the folder of a proof: what ranks find there, and what they leave.
+TASK, SMALL, SPLIT, REFERENCE, RESULT = "task.json", "small", "tp{tp}", "reference.pt", "result-{tp}-{rank}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +105,18 @@ def prove(src: StrPath, *, tps: Sequence[int] = PROOF_TPS, **options: Unpack[Pla
     with TemporaryDirectory(prefix="shardconv-") as name:
         folder = Path(name)
         model = small_model(source.config or {})
-        model.save_pretrained(folder / "source")
-        small = open_source(folder / "source")
+        model.save_pretrained(folder / SMALL)
+        small = open_source(folder / SMALL)
         resolver = resolve(small.specs, small.config, request).resolver
-        proofs, skipped = [], []
-        for tp in tps:
-            try:
-                plan = resolver.plan(tp)
-            except PlanError as error:
-                skipped.append(f"tp {tp}: {error}")
-                continue
-            proofs.append(_prove_at(folder, plan, cut_share(small.specs, plan), request, type(model).__name__))
+        plans, skipped = _plans(resolver, tps)
+        proofs = _proofs(folder, type(model), small, plans, request)
         numel = sum(parameter.numel() for parameter in model.parameters())
     return ProofReport(
         source=str(src),
         family=planned_source.resolution.resolver.family_name,
         model=type(model).__name__,
         num_parameters=numel,
-        proofs=tuple(proofs),
+        proofs=proofs,
         skipped=tuple(skipped),
         unreached=tuple(sorted(_kinds(source.specs) - _kinds(small.specs))),
         is_proven=bool(proofs) and all(proof.is_right for proof in proofs),
@@ -212,18 +207,42 @@ def _kinds(names: Iterable[str]) -> set[str]:
     return {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
 
 
-def _prove_at(folder: Path, plan: Plan, cut: float, request: PlanRequest, model: str) -> Proof:
-    from shardconv.runtime.launch import launch  # noqa: PLC0415 - which needs torch
+def _plans(resolver: Resolver, tps: Sequence[int]) -> tuple[dict[int, Plan], list[str]]:
+    """The plan for each number of ranks, and why there is none for others."""
+    plans, skipped = {}, []
+    for tp in tps:
+        try:
+            plans[tp] = resolver.plan(tp)
+        except PlanError as error:
+            skipped.append(f"tp {tp}: {error}")
+    return plans, skipped
 
-    place = folder / f"tp{plan.tp}"
-    place.mkdir()
-    split_by(open_source(folder / "source"), place / "split", plan, request)
-    (place / TASK).write_text(json.dumps({"model": model, "request": request.to_json()}))
-    launch(["prove-rank", str(place)], plan.tp)
-    found = [json.loads((place / RESULT.format(rank=rank)).read_text()) for rank in range(plan.tp)]
+
+def _proofs(
+    folder: Path, kind: Any, small: Source, plans: Mapping[int, Plan], request: PlanRequest
+) -> tuple[Proof, ...]:
+    """Compare for all numbers of ranks, one after the other, in processes that are started once."""
+    from shardconv.proof.compare import write_reference  # noqa: PLC0415 - which needs torch
+    from shardconv.runtime.launch import launch  # noqa: PLC0415 - likewise
+
+    if not plans:
+        return ()
+    try:
+        write_reference(kind, folder / SMALL, folder / REFERENCE)
+    except Exception as error:
+        raise RunError(f"a small {kind.__name__} cannot be run: {type(error).__name__}: {error}") from error
+    for tp, plan in plans.items():
+        split_by(small, folder / SPLIT.format(tp=tp), plan, request)
+    (folder / TASK).write_text(json.dumps({"model": kind.__name__, "request": request.to_json(), "tps": [*plans]}))
+    launch(["prove-rank", str(folder)], max(plans))
+    return tuple(_proof(folder, tp, cut_share(small.specs, plan)) for tp, plan in plans.items())
+
+
+def _proof(folder: Path, tp: int, cut: float) -> Proof:
+    found = [json.loads((folder / RESULT.format(tp=tp, rank=rank)).read_text()) for rank in range(tp)]
     tokens = {result["tokens"] for result in found}
     return Proof(
-        plan.tp,
+        tp,
         max(result["output"] for result in found),
         None if tokens == {None} else tokens == {True},
         max((result["gradient"] for result in found if result["gradient"] is not None), default=None),
@@ -232,7 +251,7 @@ def _prove_at(folder: Path, plan: Plan, cut: float, request: PlanRequest, model:
 
 
 def prove_rank(folder: Path) -> None:
-    """Be a rank of a proof: compare, and leave the result in the folder."""
+    """Be a rank of a proof: compare, and leave the results in the folder."""
     import torch.distributed as dist  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
@@ -243,5 +262,10 @@ def prove_rank(folder: Path) -> None:
     transformers.logging.set_verbosity_error()
     task = json.loads((folder / TASK).read_text())
     kind, request = getattr(transformers, task["model"]), PlanRequest.from_json(task["request"])
-    result = compare(as_axis(None), kind, folder.parent / "source", folder / "split", request)
-    (folder / RESULT.format(rank=dist.get_rank())).write_text(json.dumps(result._asdict()))
+    rank = dist.get_rank()
+    for tp in task["tps"]:
+        group = dist.new_group(list(range(tp)))
+        if rank < tp:
+            split = folder / SPLIT.format(tp=tp)
+            result = compare(as_axis(group), kind, folder / SMALL, split, request, folder / REFERENCE)
+            (folder / RESULT.format(tp=tp, rank=rank)).write_text(json.dumps(result._asdict()))

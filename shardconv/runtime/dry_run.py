@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardconv.convert.model import convert_by
+from shardconv.convert.model import DTYPE_NAMES, convert_by
 from shardconv.errors import RunError
+from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest
 from shardconv.runtime.meter import Call, CountedAxis, CountingGroup, LiveBytes, held_tensors
 
@@ -91,10 +92,24 @@ class MetaModel:
         """A config of its own for each model: conversions set fields of it."""
         return self._config_class.from_dict(self._given)
 
+    def specs(self) -> dict[str, TensorSpec]:
+        """Name to dtype and shape of each tensor that it has in memory; of those that are one, the first."""
+        with torch.device("meta"):
+            model = self._built()
+        tensors: dict[int, TensorSpec] = {}
+        names: dict[str, TensorSpec] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if id(tensor) not in tensors:
+                tensors[id(tensor)] = names[name] = TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+        return names
+
+    def _built(self) -> Any:
+        return self._kind._from_config(self._config(), dtype=self.dtype).eval()  # noqa: SLF001 - as from_config of auto classes does
+
     def converted(self, request: PlanRequest, group: CountingGroup) -> Any:
         """The model, cut for the ranks of a group, by the rules that a request asks for."""
         with torch.device("meta"):
-            model = self._kind._from_config(self._config(), dtype=self.dtype).eval()  # noqa: SLF001 - as from_config of auto classes does
+            model = self._built()
         convert_by(model, self._given, request, CountedAxis.of(group), has_values=False)
         group.calls.clear()  # those that compared the ranks
         return model

@@ -7,16 +7,17 @@ its real conversion, without values, processes or a GPU. What cannot be counted 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Unpack
 
 import torch
 
 from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.header import num_bytes
+from shardconv.checkpoint.header import Header, TensorInfo, num_bytes
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source, rank_bytes
-from shardconv.checkpoint.source import Source
+from shardconv.checkpoint.source import Part, Source, config_alone, read_json
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.errors import ShardconvError
+from shardconv.errors import RunError, ShardconvError
 from shardconv.plan.request import PlanRequest
 from shardconv.runtime.dry_run import MetaModel, Usage, dry_run
 from shardconv.runtime.meter import Call
@@ -127,7 +128,7 @@ def estimate_cost(
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
 ) -> CostReport:
-    """Count what each rank would hold and send, from headers and config alone.
+    """Count what each rank would hold and send, from headers and config, or from a config alone.
 
     The model of transformers is built on torch's meta device, which has shapes and no values, converted as
     :func:`~shardconv.convert_model` does, and called as its ``generate`` calls it: once with the prompts, and once with
@@ -135,7 +136,8 @@ def estimate_cost(
     the decoder begins with one token. Of models that see or hear, text alone is counted.
 
     Args:
-        src: a ``.safetensors`` file, an index file, or a folder; with a config that names a class of transformers.
+        src: a ``.safetensors`` file, an index file, or a folder, with a config that names a class of transformers; or
+            that config alone, or a folder that holds no weights beside it: then weights are those of the class.
         tps: numbers of ranks; by default the legal ones up to :data:`MAX_TP`.
         batch: prompts at once.
         seq: tokens of each prompt; by default :data:`SEQ`, or as many as the model is made for if these are fewer.
@@ -145,6 +147,7 @@ def estimate_cost(
 
     Raises:
         SourceError: if the checkpoint cannot be read.
+        RunError: if there is a config alone, and transformers has no such model.
         PlanError: if there are no rules for it, or it cannot be cut for one of ``tps``.
         ValueError: if ``batch`` or ``seq`` is less than 1.
 
@@ -154,7 +157,9 @@ def estimate_cost(
     """
     if batch < 1 or (seq is not None and seq < 1):
         raise ValueError(f"batch = {batch}, seq = {seq}: both have to be at least 1")
-    source, request, (resolver, assumed), _ = plan_source(src, **options)
+    alone = config_alone(Path(src))
+    opened = src if alone is None else _without_weights(alone, options.get("config"))
+    source, request, (resolver, assumed), _ = plan_source(opened, **options)
     sizes = [size for size in resolver.legal_sizes().legal if size <= MAX_TP] if tps is None else tps
     plans = [resolver.plan(size) for size in sizes]
     link = Link() if link is None else link
@@ -181,6 +186,24 @@ def estimate_cost(
         costs=tuple(costs),
         notes=(*assumed, *(_notes(source, model, stored, seq) if model else ())),
     )
+
+
+def _without_weights(path: Path, config: StrPath | None) -> Source:
+    """What a config says of a checkpoint that is not there; the names are those that the model has in memory."""
+    given = read_json(path if config is None else Path(config))
+    try:
+        specs = MetaModel(given, torch.bfloat16).specs()
+    except ShardconvError:
+        raise
+    except Exception as error:
+        raise RunError(f"{path}: transformers makes no model of it: {_reason(error)}") from error
+    tensors, start = {}, 0
+    for name, spec in specs.items():
+        stop = start + num_bytes(spec.dtype, spec.shape)
+        tensors[name] = TensorInfo(spec.dtype, spec.shape, start, stop)
+        start = stop
+    part = Part("model.safetensors", path.with_name("model.safetensors"), Header(b"", tensors, None))
+    return Source(path, is_folder=False, parts=(part,), config=given)
 
 
 def _stored_dtype(source: Source) -> torch.dtype:
@@ -237,7 +260,9 @@ def _traffic(calls: Sequence[Call], tp: int, num_layers: int, link: Link) -> Tra
 
 
 def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int) -> Iterator[str]:
-    if (source.config or {}).get("quantization_config"):
+    if source.path == config_alone(source.path):
+        yield f"no weights are there: they are counted as {model.name} has them in memory, in {_name(model.dtype)}"
+    elif (source.config or {}).get("quantization_config"):
         yield f"the weights are quantised; activations and cache are those of the model in {_name(model.dtype)}"
     elif stored != model.dtype:
         yield (

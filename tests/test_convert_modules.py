@@ -1,0 +1,163 @@
+"""What modules become that are no plain layers, by themselves: on two ranks, against the same computed whole.
+
+Numbers are small whole ones, so sums are exact in any order.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from shardconv.convert.modules import CopiedInput, Gathering, GroupedRMSNorm, ParallelDepthwise, Sharded, SummedOutput
+from shardconv.convert.tell import Told, _become, tell
+from shardconv.distributed import Axis
+from shardconv.layers import ParallelLinear
+from shardconv.layers.sharding import even_placement
+
+
+def single():
+    return Axis("tensor", 0, 1, (0,), None)
+
+
+def numbers(*shape, start=-3):
+    """Whole ones, of both signs."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) * 5 % 7 + start).view(shape).float()
+
+
+class Product(nn.Module):
+    """A matrix of its own, and something that is added."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(numbers(4, 6))
+        self.added = nn.Parameter(numbers(6))
+
+    def forward(self, x, scale=None):
+        output = x @ self.weight + self.added
+        return output if scale is None else output * scale
+
+
+def check_copied_input(axis):
+    """Each rank computes something else with the same: what its gradient is, all of them know."""
+    module = Product()
+    with torch.no_grad():
+        module.weight += axis.rank
+    _become(module, CopiedInput, axis)
+    x = numbers(2, 4).requires_grad_()
+    scale = numbers(2, 1).requires_grad_()
+    (module(x, scale=scale) * (axis.rank + 1)).sum().backward()
+    wanted = numbers(2, 4).requires_grad_(), numbers(2, 1).requires_grad_()
+    weight, added = numbers(4, 6), numbers(6)
+    sum((((wanted[0] @ (weight + rank) + added) * wanted[1]) * (rank + 1)).sum() for rank in range(2)).backward()
+    assert torch.equal(x.grad, wanted[0].grad)
+    assert torch.equal(scale.grad, wanted[1].grad)
+
+
+def check_summed_output(axis):
+    """The rank's rows of the matrix and its features: the sum over the ranks, with what is added once."""
+    module = Product()
+    rows = slice(2 * axis.rank, 2 * axis.rank + 2)
+    module.weight = nn.Parameter(module.weight.detach()[rows])
+    placement = even_placement(0, (4,), axis.size, what="rows")
+    _become(module, SummedOutput, axis, styles={})
+    module.placements = {"weight": placement}
+    plain, x = Product(), numbers(3, 4)
+    expected = plain(x)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            assert torch.equal(module(x[:, rows]), expected)
+    expected.square().sum().backward()
+    module(x[:, rows]).square().sum().backward()
+    assert torch.equal(module.weight.grad, plain.weight.grad[rows])
+    assert torch.equal(module.added.grad, plain.added.grad)
+
+
+@pytest.mark.parametrize("check", [check_copied_input, check_summed_output])
+def test_on_two_ranks(ranks, check):
+    ranks("pairs", check)
+
+
+class Fails(Product):
+    def forward(self, x):
+        assert "weight" in self.__dict__
+        raise KeyError(x)
+
+
+def test_nothing_is_left_where_a_forward_fails():
+    """What stands in for a parameter while it is used is gone afterwards."""
+    module = Fails()
+    _become(module, Sharded, single(), styles={"weight": "replicated_with_grad_allreduce"})
+    with pytest.raises(KeyError):
+        module(numbers(2, 4))
+    assert {"weight", "added"}.isdisjoint(module.__dict__)
+
+
+class Head(nn.Module):
+    """Reads the table of another module, and may fail."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.tables = [table]  # no module of its own
+
+    def forward(self, x, *, fails=False):
+        assert "weight" in self.tables[0].__dict__
+        return x / (not fails) @ self.tables[0].weight.t()
+
+
+def test_a_table_that_is_read_is_whole_meanwhile():
+    table = ParallelLinear(4, 6, dim=-1, group=single())
+    head = Head(table)
+    _become(head, Gathering, single(), read=((table, "weight"),))
+    x = numbers(2, 4)
+    assert torch.equal(head(x), x @ table.weight.t())
+    with pytest.raises(ZeroDivisionError):
+        head(x, fails=True)
+    assert "weight" not in table.__dict__
+
+
+def test_no_more_than_there_are_rows_for():
+    """Of 8 that are asked for a rank has the 12 rows of 3, by 4 a piece."""
+    module = nn.Module()
+    module.layer, module.wide, module.chosen, module.few = nn.Linear(2, 12), 4, 8, 2
+    limits = {"chosen": ("layer", "wide"), "few": ("layer", "wide")}
+    tell(Told(module, {}, {}, limits, {}, [], []), module, single())
+    assert (module.chosen, module.few) == (3, 2)
+
+
+def shell(module, kind, dim, placements):
+    _become(module, kind, Axis("tensor", 0, 2, (0, 1), None), styles={})
+    module.placements = {name: even_placement(dim, (size,), 2, what=name) for name, size in placements.items()}
+    return module
+
+
+def test_convolutions_that_are_not_cut():
+    conv = nn.Conv1d(8, 8, 3, groups=8)
+    for dim, placements in ((1, {"weight": 2, "bias": 8}), (0, {"weight": 8, "bias": 4})):
+        with pytest.raises(ValueError, match="conv: only the channels of a convolution can be cut"):
+            shell(conv, ParallelDepthwise, dim, placements).check_channels("conv")
+    more = nn.Conv1d(8, 16, 3, groups=8)
+    with pytest.raises(ValueError, match="only convolutions of each channel by itself are cut"):
+        shell(more, ParallelDepthwise, 0, {"weight": 16, "bias": 16}).check_channels("conv")
+    with pytest.raises(ValueError, match="weight and bias"):
+        shell(nn.Conv1d(8, 8, 3, groups=8), ParallelDepthwise, 0, {"weight": 8}).check_channels("conv")
+    right = shell(nn.Conv1d(8, 8, 3, groups=8), ParallelDepthwise, 0, {"weight": 8, "bias": 8})
+    right.check_channels("conv")
+    assert (right.groups, right.in_channels, right.out_channels) == (4, 4, 4)
+
+
+class Norm(nn.Module):
+    def __init__(self, features, group_size):
+        super().__init__()
+        self.weight, self.group_size = nn.Parameter(torch.ones(features)), group_size
+
+
+@pytest.mark.parametrize(("group_size", "held", "whole"), [(4, 4, 4), (6, 6, 6), (12, 6, 12), (24, 6, 24), (2, 2, 2)])
+def test_groups_of_norms(group_size, held, whole):
+    """12 features, 6 a rank: whole groups, or an even part of one."""
+    norm = shell(Norm(12, group_size), GroupedRMSNorm, 0, {"weight": 12})
+    if group_size == 4:
+        with pytest.raises(ValueError, match="norm: 6 features a rank are neither groups of 4 nor part of one"):
+            norm.set_groups("norm")
+    else:
+        norm.set_groups("norm")
+        assert (norm.group_size, norm.whole_group) == (held, whole)
