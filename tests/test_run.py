@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import ENVIRONMENT, finish, run, start
+from command import ENVIRONMENT, call, finish, run, start
 
 import shardconv
+from shardconv.errors import RunError
+from shardconv.runtime.run import RunOptions, run_rank
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
 PROMPT = "The import statement"
@@ -53,6 +55,11 @@ def plain_texts(*prompts):
             tokens = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
         texts.append(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     return texts
+
+
+def rank_report(path, prompt, **options):
+    """What one rank by itself says, in this process."""
+    return run_rank(path, [prompt], RunOptions(device="cpu", **options), lambda _: None)
 
 
 def write_bert(folder, auto):
@@ -165,8 +172,8 @@ def test_chat_template(single, tmp_path):
     result = run("run", talking, "--prompt", PROMPT, "--chat", "--max-new-tokens", TOKENS, "--device", "cpu", "-q")
     expected = plain_texts(f"<user> {PROMPT}: The")[0]
     assert (result.code, result.out.rstrip("\n")) == (0, expected.rstrip("\n")), result.err
-    result = run("run", single, "--prompt", PROMPT, "--chat", "--device", "cpu")
-    assert (result.code, "has no chat template: run it without --chat" in result.err) == (1, True)
+    with pytest.raises(RunError, match="has no chat template: run it without --chat"):
+        rank_report(single, PROMPT, chat=True)
 
 
 def test_without_a_config(single, tmp_path):
@@ -191,8 +198,12 @@ def test_another_model_is_told_apart(split, tmp_path):
 def test_drawn_tokens_follow_the_seed(split, single):
     """On one rank and on two, which all draw the same."""
     options = ["--prompt", PROMPT, "--max-new-tokens", "8", "--device", "cpu", "--temperature", "1.5", "-q"]
-    texts = [run("run", path, *options, "--seed", seed).out for path, seed in ((single, 1), (split, 1), (single, 2))]
-    assert texts[0] == texts[1] != texts[2]
+    text = run("run", split, *options, "--seed", 1).out.rstrip("\n")
+    texts = [
+        rank_report(single, PROMPT, max_new_tokens=8, temperature=1.5, seed=seed).outputs[0].rstrip("\n")
+        for seed in (1, 2)
+    ]
+    assert text == texts[0] != texts[1]
 
 
 def test_example_of_an_own_module():
@@ -203,24 +214,31 @@ def test_example_of_an_own_module():
     assert "ParallelLinear(in_features=32, out_features=96, bias=True, dim=-1, tp=2)" in result.stdout
 
 
-@pytest.mark.parametrize(("auto", "tp", "prompt", "said"), [
-    ("BertForMaskedLM", 2, "an [MASK] is", r"\S+ 0\.\d{3}, .*"),
-    ("BertForMaskedLM", 1, "an exception", None),
-    ("BertModel", 2, "an exception", r"\[-?\d.*\]"),
-    ("BertForSequenceClassification", 1, "an exception", None),
+def test_masks_are_filled_in(tmp_path):
+    source = write_bert(tmp_path / "bert", "BertForMaskedLM")
+    shardconv.split(source, tmp_path / "split", tp=2)
+    result = run("run", tmp_path / "split", "--prompt", "an [MASK] is", "--device", "cpu", "--check", source)
+    assert result.code == 0, result.err
+    assert re.fullmatch(r"\S+ 0\.\d{3}, .*", result.out.strip())
+    assert "equal to the unsplit model for this, in float32: numbers to " in result.err
+    assert "greedy tokens" not in result.err
+
+
+def test_embeddings(tmp_path):
+    source = write_bert(tmp_path / "bert", "BertModel")
+    shardconv.split(source, tmp_path / "split", tp=1)
+    report = rank_report(tmp_path / "split", "an exception", check=source)
+    assert (len(json.loads(report.outputs[0])), report.differences) == (32, ())
+
+
+@pytest.mark.parametrize(("auto", "said"), [
+    ("BertForMaskedLM", r"put \[MASK\] into each prompt"),
+    ("BertForSequenceClassification", "neither text nor embeddings"),
 ])  # fmt: skip
-def test_models_that_generate_nothing(tmp_path, auto, tp, prompt, said):
-    source = write_bert(tmp_path / "bert", auto)
-    shardconv.split(source, tmp_path / "split", tp=tp)
-    result = run("run", tmp_path / "split", "--prompt", prompt, "--device", "cpu", "--check", source)
-    if said is None:
-        assert result.code == 1
-        assert "put [MASK] into each prompt" in result.err or "neither text nor embeddings" in result.err
-    else:
-        assert result.code == 0, result.err
-        assert re.fullmatch(said, result.out.strip())
-        assert "equal to the unsplit model for this, in float32: numbers to " in result.err
-        assert "greedy tokens" not in result.err
+def test_models_that_have_no_answer(tmp_path, auto, said):
+    shardconv.split(write_bert(tmp_path / "bert", auto), tmp_path / "split", tp=1)
+    with pytest.raises(RunError, match=said):
+        rank_report(tmp_path / "split", "an exception")
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------
@@ -233,10 +251,10 @@ def lines_of(err):
 def test_rank_file_missing(split, tmp_path):
     folder = shutil.copytree(split, tmp_path / "split")
     (folder / "rank-1-of-2.safetensors").unlink()
-    result = run("run", folder, "--prompt", PROMPT, "--device", "cpu")
+    result = call("run", folder, "--prompt", PROMPT, "--device", "cpu")
     assert (result.code, result.out) == (1, "")
     assert result.err == f"shardconv: {folder}/rank-1-of-2.safetensors: is missing\n"
-    result = run("run", folder, "--prompt", PROMPT, "--device", "cpu", "--json")
+    result = call("run", folder, "--prompt", PROMPT, "--device", "cpu", "--json")
     assert "rank-1-of-2.safetensors: is missing" in json.loads(result.out)["error"]
 
 
@@ -261,20 +279,20 @@ def test_what_is_wrong_before_anything_starts(split, tmp_path):
         (["--prompt", " "], "--prompt is empty"),
         (["--prompt", PROMPT, "--check", str(tmp_path / "nothing")], "there is no such folder; --check takes"),
     ):
-        result = run("run", split, "--device", "cpu", *options)
+        result = call("run", split, "--device", "cpu", *options)
         assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
         assert said in result.err
 
 
-def test_several_prompts_are_told_apart(split):
-    result = run("run", split, "--prompt", PROMPT, "--prompt", "A list", "--device", "cpu", "--check", DEMO)
+def test_several_prompts_are_told_apart(single):
+    result = run("run", single, "--prompt", PROMPT, "--prompt", "A list", "--device", "cpu", "--check", DEMO)
     assert result.code == 0, result.err
     assert re.fullmatch(rf"> {PROMPT}\n.+\n> A list\n.+", result.out, re.DOTALL)
 
 
 def test_more_tokens_than_positions(single):
-    result = run("run", single, "--prompt", "the " * 300, "--max-new-tokens", "2", "--device", "cpu")
-    assert "tokens are more than the 256 that the model is made for" in result.err
+    notes = rank_report(single, "the " * 300, max_new_tokens=2).notes
+    assert "tokens are more than the 256 that the model is made for" in notes[0]
 
 
 def test_ranks_that_only_others_ended(split):
@@ -294,9 +312,8 @@ def test_tokenizer_missing(single, tmp_path):
     folder = shutil.copytree(single, tmp_path / "split")
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
-    result = run("run", folder, "--prompt", PROMPT, "--device", "cpu")
-    assert result.code == 1
-    assert "has no tokenizer" in result.err
+    with pytest.raises(RunError, match="has no tokenizer"):
+        rank_report(folder, PROMPT)
 
 
 def test_the_tokenizer_of_another_model(tmp_path):
@@ -309,20 +326,18 @@ def test_the_tokenizer_of_another_model(tmp_path):
     )
     LlamaForCausalLM(config).save_pretrained(source)
     shardconv.split(source, tmp_path / "split", tp=1)
-    result = run("run", tmp_path / "split", "--prompt", PROMPT, "--device", "cpu")
-    assert (result.code, result.out) == (1, "")
-    assert "the tokenizer makes token" in result.err
-    assert "the model knows 16: it is another model's" in result.err
+    with pytest.raises(RunError, match=r"the tokenizer makes token .* the model knows 16: it is another model's"):
+        rank_report(tmp_path / "split", PROMPT)
 
 
 def test_no_split_checkpoint(tmp_path):
-    result = run("run", tmp_path, "--prompt", PROMPT)
+    result = call("run", tmp_path, "--prompt", PROMPT)
     assert (result.code, "is no split checkpoint" in result.err) == (1, True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_device_that_is_not_there(split):
-    result = run("run", split, "--prompt", PROMPT, "--device", "cuda")
+    result = call("run", split, "--prompt", PROMPT, "--device", "cuda")
     assert (result.code, result.err) == (1, "shardconv: there is no CUDA device here: use --device cpu\n")
 
 
