@@ -65,9 +65,9 @@ def target(tmp_path) -> Path:
     return folder / "result"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Run a check on four processes; see ranks.py."""
+    """Run a check on four processes, see ranks.py; each module on its own: idle groups of others take time."""
     from ranks import ranks_in  # noqa: PLC0415 - for tests of layers only
 
     with ranks_in(tmp_path_factory.mktemp("ranks")) as run:

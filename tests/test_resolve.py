@@ -8,7 +8,7 @@ from build import safetensors_bytes, write_config, write_weights
 import shardconv
 from shardconv.checkpoint.header import num_bytes
 from shardconv.errors import PlanError
-from shardconv.plan.family import load_family, parse_plan_file
+from shardconv.plan.family_file import load_family, parse_plan_file
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import Resolver

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from build import contents, write_checkpoint
 
-from shardconv.plan.family import family_names
+from shardconv.plan.family_file import family_names
 
 ROOT = Path(__file__).parent.parent
 

@@ -27,7 +27,7 @@ from shardconv.errors import PlanError
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
 from shardconv.layers.conversion import check_alike, cut_parameters
 from shardconv.layers.sharding import ParallelModule
-from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.family_file import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
 from shardconv.plan.policy import Policy
 from shardconv.plan.request import PlanRequest, resolve

@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
+#: Of messages between two processes about their groups, so that they are not taken for a user's.
+_TAG = 0x5C0C
+
 #: Of each world the groups that :func:`group_over` made; a world that was ended takes its groups with it.
 _made: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
@@ -72,13 +75,13 @@ def _level(ranks: Sequence[int]) -> None:
     if rank == first:
         for other in ranks[1:]:
             theirs = torch.empty_like(count)
-            dist.recv(theirs, other)
+            dist.recv(theirs, other, tag=_TAG)
             most = torch.maximum(most, theirs)
         for other in ranks[1:]:
-            dist.send(most, other)
+            dist.send(most, other, tag=_TAG)
     else:
-        dist.send(count, first)
-        dist.recv(most, first)
+        dist.send(count, first, tag=_TAG)
+        dist.recv(most, first, tag=_TAG)
     for _ in range(int(most) - int(count)):
         dist.new_group([rank], use_local_synchronization=True)
 

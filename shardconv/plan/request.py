@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Self
 
 from shardconv.errors import PlanError
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import NAMES_FAMILY, Family, Rule, family_for, load_family, parse_plan_file
+from shardconv.plan.family import Family, Rule
+from shardconv.plan.family_file import NAMES_FAMILY, family_for, load_family, parse_plan_file
 from shardconv.plan.foreign import FOREIGN, foreign_family
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from shardconv.errors import PlanError
 from shardconv.plan.experts import Expert, find_experts, place_expert
-from shardconv.plan.family import NAMES_FAMILY, STYLES, Family, Rule
+from shardconv.plan.family import STYLES, Family, Rule
+from shardconv.plan.family_file import NAMES_FAMILY
 from shardconv.plan.fields import Fields
 from shardconv.plan.matcher import Match, Matcher, pattern_for
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut

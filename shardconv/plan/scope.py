@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import Family, ModuleRule, Part, Rule, family_for, load_family
+from shardconv.plan.family import Family, ModuleRule, Part, Rule
+from shardconv.plan.family_file import family_for, load_family
 from shardconv.plan.fields import Fields, lookup, names_in
 from shardconv.plan.matcher import name_regex
 from shardconv.plan.placement import Unit
