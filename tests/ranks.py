@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ LAYOUTS = {
     "four": ((0, 1, 2, 3),),
     "eight": (tuple(range(8)),),
 }
-#: What the processes have imported when they start: they are forked from one that has.
-_IMPORTED = ["torch", "transformers.models.llama.modeling_llama", "shardconv.runtime.load"]
+#: What the processes have imported when they start: they are forked from one that has. With torchvision, torch alone:
+#: vision.py comes before it.
+_IMPORTED = ["torch" if find_spec("torchvision") else "transformers.models.llama.modeling_llama"]
 _PATIENCE, _NO_ANSWER = 150, "no answer"
 
 

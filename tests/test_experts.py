@@ -5,6 +5,7 @@ Near, not equal, where a model is run: see shardconv/proof/prove.py for the limi
 
 import pytest
 import torch
+import transformers
 from build import contents
 from matrix import check, model_class, small
 from safetensors.torch import load_file
@@ -12,6 +13,8 @@ from safetensors.torch import load_file
 import shardconv
 from shardconv.errors import PlanError
 from shardconv.plan.request import PlanRequest
+from shardconv.proof.compare import write_reference
+from shardconv.proof.prove import REFERENCE
 
 CAUSAL = "causal language models"
 #: One by one on the hub; packed with biases; packed with shared experts beside them; two names on disk and in memory.
@@ -34,7 +37,9 @@ def test_dealt_out(made, ranks, model_type):
     kind, folder = made(model_type)
     shardconv.split(folder / "source", folder / "split", tp=2, experts="expert")
     request = PlanRequest(experts="expert")
-    for found in ranks("pairs", check, kind, folder / "source", folder / "split", request):
+    reference = folder / REFERENCE
+    write_reference(getattr(transformers, kind), folder / "source", reference)
+    for found in ranks("pair", check, kind, folder / "source", folder / "split", request, reference):
         assert not isinstance(found, str), found
         output, tokens, gradient = found
         assert (output < 1e-4, tokens, gradient < 1e-3) == (True, True, True)

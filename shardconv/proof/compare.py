@@ -5,7 +5,9 @@ Owns the comparison on one rank. Both come from what is on disk, the plain model
 
 import random
 import re
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,14 +50,34 @@ class Reference(NamedTuple):
     Attributes:
         output: the numbers of a forward pass.
         tokens: greedy ones, generated with a cache; None for models that generate none.
-        gradients: of each parameter by its name, None where it has none; None for models that cannot be trained so.
+        is_training: whether gradients are those of training, and not of the model as it is used, where it cannot be
+            trained with such inputs.
+        gradients: of each parameter by its name, None where it has none; None for models that have none either way.
     """
 
     output: dict[str, Tensor]
     tokens: Tensor | None
+    is_training: bool
     gradients: dict[str, Tensor | None] | None
 
 
+@contextmanager
+def _alike() -> Iterator[None]:
+    """One thread everywhere: how many there are decides how sums are taken, which some small models make much of.
+
+    And no warnings, which are for those who run models, not for those who compare them.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_alike()
 def write_reference(kind: Any, source: Path, path: Path) -> None:
     """Run the plain model once, for all ranks and numbers of them.
 
@@ -69,15 +91,29 @@ def write_reference(kind: Any, source: Path, path: Path) -> None:
     with torch.no_grad():
         output = numbers(plain(**inputs))
     tokens = _greedy_tokens(plain, inputs)
-    train(plain)
+    is_training = True
+    gradients = _gradients(kind, source, inputs, is_training=True)
+    if gradients is None:
+        is_training = False
+        gradients = _gradients(kind, source, inputs, is_training=False)
+    torch.save(tuple(Reference(output, tokens, is_training, gradients)), path)
+
+
+def _gradients(
+    kind: Any, source: Path, inputs: dict[str, Tensor], *, is_training: bool
+) -> dict[str, Tensor | None] | None:
+    """Those of the plain model, or None if it cannot be trained so."""
+    plain = kind.from_pretrained(source).eval()  # anew: some hold on to what earlier passes were like
+    if is_training:
+        train(plain)
     try:
         _step(plain, inputs)
-        gradients = {name: parameter.grad for name, parameter in plain.named_parameters(remove_duplicate=False)}
-    except (RuntimeError, AssertionError, NotImplementedError):
-        gradients = None
-    torch.save(tuple(Reference(output, tokens, gradients)), path)
+    except (RuntimeError, AssertionError, NotImplementedError, ValueError):
+        return None
+    return {name: parameter.grad for name, parameter in plain.named_parameters(remove_duplicate=False)}
 
 
+@_alike()
 def compare(axis: Axis, kind: Any, source: Path, split: Path, request: PlanRequest, reference: Path) -> Comparison:
     """Compare on this rank; all ranks call it.
 
@@ -103,7 +139,8 @@ def compare(axis: Axis, kind: Any, source: Path, split: Path, request: PlanReque
     del loaded
     if expected.gradients is None:
         return Comparison(output, are_equal, None)
-    train(plain)
+    if expected.is_training:
+        train(plain)
     converted = finish(convert_by(plain, plain.config.to_dict(), request, axis), axis)
     _step(converted, inputs)
     return Comparison(output, are_equal, _gradient_error(expected.gradients, converted, axis))

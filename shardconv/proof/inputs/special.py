@@ -101,6 +101,7 @@ def _molmo(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
         "image_grids": torch.tensor([[1, count // 4, 0, 0]] * BATCH),
         "image_num_crops": torch.ones(BATCH, dtype=torch.int64),
         "input_ids": torch.cat([spot, random_tokens(model, (BATCH, LENGTH), generator)], dim=1),
+        "mm_token_type_ids": torch.cat([torch.ones_like(spot), torch.zeros(BATCH, LENGTH, dtype=torch.int64)], dim=1),
     }
 
 
