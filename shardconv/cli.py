@@ -28,6 +28,7 @@ from shardconv.commands.options import (
 from shardconv.commands.plan import plan as plan_command
 from shardconv.commands.words import counted, notes, rate, sizes
 from shardconv.console import Console, Terminated, describe, show_error, signals_later, size
+from shardconv.parent import end_with_parent
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.verify import VerifyReport
@@ -280,6 +281,7 @@ def _is_others(error: BaseException) -> bool:
 
 def main() -> NoReturn:
     """Run the command line, and exit."""
+    end_with_parent()
     debug = "--debug" in sys.argv
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's linear algebra would start threads that nobody uses

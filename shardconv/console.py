@@ -68,6 +68,10 @@ class Console:
             click.echo(text, nl=False)
             sys.stdout.flush()
 
+    def document(self, text: str, parse: Callable[[str], Any]) -> None:
+        """Print the text of a file, or as JSON what it holds."""
+        click.echo(json.dumps(parse(text)) if self._as_json else text, nl=self._as_json)
+
     def note(self, lines: Sequence[str]) -> None:
         """Print figures that belong to no result, for people, on stderr."""
         if not self._quiet:

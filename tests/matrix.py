@@ -85,6 +85,12 @@ _LESS_CUT = {
     "kernels of its tower and tables of queries stay whole": ("deepseek_ocr2",),
     "a table of positions, which is most of the small model, stays whole": ("hunyuan_vl",),
 }  # fmt: skip
+#: Types whose small model has no gradients of training, by the reason.
+_NOT_TRAINED = {
+    "asks for as many tokens in training as its positions have": ("reformer",),
+}  # fmt: skip
+NOT_TRAINED = {model_type: reason for reason, types in _NOT_TRAINED.items() for model_type in types}
+
 LESS_CUT = {model_type: reason for reason, types in _LESS_CUT.items() for model_type in types}
 
 
@@ -146,7 +152,7 @@ def default_cut(plain: Any) -> float | None:
 
 def check(
     axis: Any, kind: str, source: Path, place: Path, request: PlanRequest, reference: Path
-) -> tuple[float, bool | None, float | None] | str:
+) -> tuple[float, bool | None, float | None, str] | str:
     """On a rank: the comparison, or what went wrong."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -158,13 +164,13 @@ def check(
         return f"{type(error).__name__} in {where}: {error}".replace("\n", " ")[:200]
 
 
-def worst(found: list[Any]) -> tuple[float, bool | None, float | None] | str:
+def worst(found: list[Any]) -> tuple[float, bool | None, float | None, str] | str:
     """What the ranks found, together: an error of any, or the largest differences."""
     if errors := [one for one in found if isinstance(one, str)]:
         return errors[0]
-    outputs, tokens, gradients = zip(*found, strict=True)
+    outputs, tokens, gradients, notes = zip(*found, strict=True)
     are_equal = None if set(tokens) == {None} else False not in tokens
-    return max(outputs), are_equal, None if None in gradients else max(gradients)
+    return max(outputs), are_equal, None if None in gradients else max(gradients), notes[0]
 
 
 def try_type(
@@ -208,11 +214,11 @@ def try_type(
             verdicts.append("fails")
             notes.append(found)
             continue
-        output, tokens, gradient = found
+        output, tokens, gradient, note = found
         is_right = output <= OUTPUT_LIMIT and tokens is not False and (gradient or 0.0) <= GRADIENT_LIMIT
         verdicts.append("right" if is_right else "wrong")
         errors += [output, gradient or 0.0]
-        notes += ["cannot be trained as it is"] if gradient is None else []
+        notes += [note] if note else []
     notes = list(dict.fromkeys(notes))
     return Row(kind, model_type, family, tuple(verdicts), cut or 0.0, max(errors), "; ".join(notes))
 
@@ -321,13 +327,15 @@ def unexplained(found: list[Row], *, is_all: bool) -> list[str]:
     """What is otherwise than the tables of reasons say it; of all types together, also what they say of none."""
     wrong = {row.model_type for row in found if not row.is_right}
     less = {row.model_type for row in found if row.is_right and not row.is_cut}
-    stale = (set(REASONS) - wrong) | (set(LESS_CUT) - less) if is_all else set()
+    untrained = {row.model_type for row in found if row.is_right and "gradients" in row.note}
+    needless = (set(REASONS) - wrong) | (set(LESS_CUT) - less) | (set(NOT_TRAINED) - untrained)
     return [
         f"{what}: {', '.join(sorted(which))}"
         for what, which in (
             ("not right, without a reason", wrong - set(REASONS)),
             (f"less than {LEAST_CUT:.0%} cut, without a reason", less - set(LESS_CUT)),
-            ("with a reason and none the less right and cut", stale),
+            ("without gradients of training, and without a reason", untrained - set(NOT_TRAINED)),
+            ("with a reason that is not needed", needless if is_all else set()),
         )
         if which
     ]

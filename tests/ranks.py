@@ -1,12 +1,13 @@
 """Processes under torch.distributed for tests: started once, used by many.
 
-A check is a function of a test module. It runs on four ranks at once, each with the axis of its group: two pairs of
-neighbours, two strided pairs, or all four. What takes long runs on one pair, while the other ranks do nothing.
+A check is a function of a test module. It runs on some of them at once, each with the axis of its group: two pairs of
+neighbours, two strided pairs, or all four; what takes long runs on one pair, and eight have to be asked for.
 """
 
 import importlib
 import multiprocessing
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,7 +52,8 @@ class Ranks:
         for rank in ranks:
             self._pipes[rank].send((layout, check.__module__, check.__qualname__, arguments))
         pipes = [self._pipes[rank] for rank in ranks]
-        results = [pipe.recv() if pipe.poll(_PATIENCE) else (False, _NO_ANSWER) for pipe in pipes]
+        end = time.monotonic() + _PATIENCE
+        results = [pipe.recv() if pipe.poll(max(end - time.monotonic(), 0)) else (False, _NO_ANSWER) for pipe in pipes]
         found = zip(ranks, results, strict=True)
         failures = [f"rank {rank}: {result}" for rank, (is_right, result) in found if not is_right]
         if any(result == (False, _NO_ANSWER) for result in results):
@@ -100,12 +102,12 @@ def _serve(rank: int, world: int, pipe: Any, rendezvous: str) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     axes = {}
     for layout, groups in _layouts(world).items():
         for ranks in groups:
-            group = dist.new_group(list(ranks), timeout=timedelta(seconds=30))
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=60))
             if rank in ranks:
                 axes[layout] = as_axis(group)
     while True:

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import shardconv
 from shardconv.commands.words import duration
 from shardconv.console import size
-from shardconv.errors import PlanError, RunError, SourceError
+from shardconv.errors import PlanError, RunError, ShardconvError, SourceError
 from shardconv.plan.request import PlanRequest
 from shardconv.runtime.dry_run import MetaModel, Usage, dry_run
 from shardconv.runtime.estimate import Collective, CostReport, TpCost, Traffic, estimate_cost
@@ -257,22 +257,56 @@ def test_a_config_alone(tiny, checkpoint, tmp_path, name):
     """What is there before the weights, a folder or the file in it, counts as with them, whatever their names."""
     with_weights = tiny if name == "tiny" else checkpoint(name)
     shutil.copy(with_weights / "config.json", tmp_path)
+    if name == "tiny":  # written by hand, without
+        change_config(tmp_path, {"dtype": "bfloat16"})
     expected = estimate_cost(with_weights, batch=BATCH, seq=SEQ)
     for source in (tmp_path, tmp_path / "config.json"):
         report = estimate_cost(source, batch=BATCH, seq=SEQ)
         assert report.costs == expected.costs
-        assert report.notes[0].startswith(
-            f"no weights are there: they are counted as {report.model} has them in memory"
-        )
+        assert report.notes[0].startswith(f"no weights are there: they are counted as {report.model} has them in ")
 
 
-def test_no_config_alone(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
-    with pytest.raises(RunError, match="transformers has no"):
-        estimate_cost(tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(SourceError, match="convert other formats first"):
-        estimate_cost(tmp_path)
+def test_what_a_config_alone_leaves_open(tiny, tmp_path):
+    """Its dtype, and how it would be quantised."""
+    config = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None, "quantization_config": FP8}))
+    report = estimate_cost(tmp_path, tps=[2])
+    assert report.notes[0].endswith("in float32, which is assumed, as the config says nothing")
+    assert "asks for quantised weights, which are smaller" in report.notes[1]
+    assert report.costs[0].weight_bytes == 2 * estimate_cost(tiny, tps=[2]).costs[0].weight_bytes
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("config.json", "transformers has no"),
+        ("tokenizer.json", "is no .safetensors file"),
+        ("pytorch_model.bin.index.json", "is no .safetensors file"),
+        ("model.safetensors.index.json", "has no weight_map"),
+    ],
+)
+def test_no_config_alone(tmp_path, name, message):
+    text = '{"model_type": "no_such_model"}' if name == "config.json" else "{}"
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ShardconvError, match=message):
+        estimate_cost(tmp_path / name)
+    if name == "config.json":
+        with pytest.raises(RunError, match=message):
+            estimate_cost(tmp_path)
+        (tmp_path / "pytorch_model.bin").touch()
+        with pytest.raises(SourceError, match="convert other formats first"):
+            estimate_cost(tmp_path)
+
+
+def test_a_config_that_is_a_link(tiny, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").symlink_to(tiny / "config.json")
+    with pytest.raises(SourceError, match="is a link out of its folder"):
+        estimate_cost(tmp_path / "folder")
+    assert estimate_cost(tmp_path / "folder", tps=[2], follow_links=True).costs
 
 
 def test_refused(tiny):

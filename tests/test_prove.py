@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.errors import PlanError, RunError
-from shardconv.plan.family_file import NAMES_FAMILY
+from shardconv.plan.family_file import NAMES_FAMILY, parse_plan_file
 from shardconv.plan.foreign import FOREIGN, foreign_family
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import _difference, write_reference
@@ -77,6 +78,13 @@ def test_a_proposal_is_right(tmp_path, model_type):
     plan = tmp_path / "plan.toml"
     plan.write_text(result.out.replace("[rules]\n", f"[rules]\n{more}"))
     assert shardconv.prove(source, tps=(2,), plan=plan, family=NAMES_FAMILY).is_proven
+
+
+def test_a_proposal_as_json():
+    """It is a plan file, too, with the same rules."""
+    text, data = (call("plan", DEMO, "--propose", *options).out for options in ([], ["--json"]))
+    assert json.loads(data) == tomllib.loads(text)
+    assert parse_plan_file("plan.json", data).rules
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3", "qwen2_moe", "deepseek_v3", "llama4_text"])

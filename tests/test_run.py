@@ -84,14 +84,24 @@ def children_of(pid):
     return found + [one for child in found for one in children_of(child)]
 
 
-def started_by(process, seconds=120):
-    """The processes that it starts, once there are any."""
+def ranks_of(process, seconds=120):
+    """Rank to process of those that it started, once both are there."""
     end = time.monotonic() + seconds
-    while not (pids := children_of(process.pid)):
+    while len(ranks := dict(filter(None, map(rank_of, children_of(process.pid))))) < 2:
         assert process.poll() is None, "it ended by itself"
-        assert time.monotonic() < end, "it started none"
+        assert time.monotonic() < end, "it did not start two"
         time.sleep(0.1)
-    return pids
+    return ranks
+
+
+def rank_of(pid):
+    """The rank that a process is, and the process; None if it is none, is none yet, or is gone."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    found = re.search(rb"(?:^|\0)RANK=(\d+)\0", environment)
+    return found and (int(found[1]), pid)
 
 
 def check_gone(pids, seconds=30):
@@ -176,8 +186,9 @@ def test_chat_template(single, tmp_path):
         rank_report(single, PROMPT, chat=True)
 
 
-def test_without_a_config(single, tmp_path):
-    bare = shutil.copytree(single, tmp_path / "bare")
+def test_without_a_config(split, tmp_path):
+    """What all ranks say is said once."""
+    bare = shutil.copytree(split, tmp_path / "bare")
     (bare / "config.json").unlink()
     result = run("run", bare, "--prompt", PROMPT, "--device", "cpu")
     assert (result.code, "config.json" in result.err, result.err.count("\n")) == (1, True, 1), result.err
@@ -226,9 +237,11 @@ def test_masks_are_filled_in(tmp_path):
 
 def test_embeddings(tmp_path):
     source = write_bert(tmp_path / "bert", "BertModel")
-    shardconv.split(source, tmp_path / "split", tp=1)
-    report = rank_report(tmp_path / "split", "an exception", check=source)
-    assert (len(json.loads(report.outputs[0])), report.differences) == (32, ())
+    shardconv.split(source, tmp_path / "split", tp=2)
+    result = run("run", tmp_path / "split", "--prompt", "an exception", "--device", "cpu", "--check", source)
+    assert result.code == 0, result.err
+    assert len(json.loads(result.out)) == 32
+    assert "equal to the unsplit model for this, in float32: numbers to " in result.err
 
 
 @pytest.mark.parametrize(("auto", "said"), [
@@ -303,8 +316,8 @@ def test_ranks_that_only_others_ended(split):
     assert (result.returncode, result.stderr.count("shardconv: ")) == (1, 1)
 
 
-def test_dtype(single):
-    result = run("run", single, "--prompt", PROMPT, "--device", "cpu", "--dtype", "bfloat16", "--max-new-tokens", "4")
+def test_dtype(split):
+    result = run("run", split, "--prompt", PROMPT, "--device", "cpu", "--dtype", "bfloat16", "--max-new-tokens", "4")
     assert (result.code, len(result.out) > 4) == (0, True), result.err
 
 
@@ -326,7 +339,7 @@ def test_the_tokenizer_of_another_model(tmp_path):
     )
     LlamaForCausalLM(config).save_pretrained(source)
     shardconv.split(source, tmp_path / "split", tp=1)
-    with pytest.raises(RunError, match=r"the tokenizer makes token .* the model knows 16: it is another model's"):
+    with pytest.raises(RunError, match=r"the tokenizer makes token .* the model has rows for 16: it is another's"):
         rank_report(tmp_path / "split", PROMPT)
 
 
@@ -342,36 +355,31 @@ def test_device_that_is_not_there(split):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc which processes there are")
-@pytest.mark.parametrize("seconds", [0, 2, 5])
-def test_a_rank_is_killed(split, seconds):
+@pytest.mark.parametrize(("seconds", "rank"), [(0, 1), (2, 0), (5, 1)])
+def test_a_rank_is_killed(split, seconds, rank):
     """While it starts, loads, or generates."""
     process = start("run", split, "--prompt", PROMPT, "--max-new-tokens", "100000", "--device", "cpu")
-    started_by(process)
+    ranks = ranks_of(process)
     time.sleep(seconds)
-    pids = children_of(process.pid)
-    ranks = [pid for pid in pids if b"shardconv" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    if ranks:
-        os.kill(ranks[-1], signal.SIGKILL)
-    else:  # none has started yet
-        process.send_signal(signal.SIGINT)
+    os.kill(ranks[rank], signal.SIGKILL)
     began = time.monotonic()
     result = finish(process)
     assert time.monotonic() - began < 30
     assert result.code != 0
-    check_gone(pids)
-    if ranks:
-        last = lines_of(result.err)[-1]
-        assert re.fullmatch(r"shardconv: rank [01] was ended by SIGKILL; the others were ended, too", last)
+    check_gone(ranks.values())
+    assert lines_of(result.err)[-1:] == [f"shardconv: rank {rank} was ended by SIGKILL; the others were ended, too"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc which processes there are")
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_ended_from_outside(split, sent, code):
+@pytest.mark.parametrize(
+    ("sent", "code", "seconds"),
+    [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 2), (signal.SIGKILL, -9, 5), (signal.SIGKILL, -9, 0)],
+)
+def test_ended_from_outside(split, sent, code, seconds):
     process = start("run", split, "--prompt", PROMPT, "--max-new-tokens", "100000", "--device", "cpu")
-    started_by(process)
-    time.sleep(2)
-    pids = children_of(process.pid)
+    ranks = ranks_of(process)
+    time.sleep(seconds)
     process.send_signal(sent)
     result = finish(process)
     assert result.code == code, result.err
-    check_gone(pids)
+    check_gone(ranks.values())

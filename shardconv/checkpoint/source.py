@@ -28,11 +28,6 @@ _WEIGHT_SUFFIXES = (
     ".safetensors", INDEX_SUFFIX, ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack",
     ".onnx", ".onnx_data", ".npz", ".tflite", ".distcp",
 )  # fmt: skip
-#: What to do where there are none.
-_NO_WEIGHTS = (
-    "convert other formats first, for example with save_pretrained; "
-    "of a config.json alone shardconv plan --cost counts what the model would take"
-)
 _MAX_JSON_BYTES = 512 * 2**20
 
 
@@ -122,23 +117,34 @@ def open_source(path: Path, *, config: Path | None = None, follow_links: bool = 
     elif path.suffix == ".safetensors":
         source = _open_file(path, follow_links=follow_links)
     else:
-        raise SourceError(f"{path}: is no .safetensors file; {_NO_WEIGHTS}")
+        raise SourceError(
+            f"{path}: is no .safetensors file; convert other formats first, for example with save_pretrained"
+        )
     if config is not None:
         source = _with_config(source, config)
     _check_names(source)
     return source
 
 
-def config_alone(path: Path) -> Path | None:
-    """The config that is named without weights: a .json file that is no index, or that of a folder that has none."""
+def config_alone(path: Path, *, follow_links: bool = False) -> dict[str, Any] | None:
+    """What a config says that is named without weights: itself, or a folder that has none; None for all else.
+
+    Raises:
+        SourceError: if it cannot be read, or is a link out of its folder.
+    """
     if path.is_dir():
         try:
             names = os.listdir(path)  # noqa: PTH208 - names are wanted
         except OSError:
             return None  # as open_source says
-        has_weights = any(name.endswith(_WEIGHT_SUFFIXES) or name == MANIFEST_NAME for name in names)
-        return None if has_weights or not (path / CONFIG_NAME).is_file() else path / CONFIG_NAME
-    return path if path.suffix == ".json" and not path.name.endswith(INDEX_SUFFIX) and path.is_file() else None
+        if any(name.endswith(_WEIGHT_SUFFIXES) or name == MANIFEST_NAME for name in names):
+            return None
+        path = path / CONFIG_NAME
+    if path.suffix != ".json" or path.name.endswith(_WEIGHT_SUFFIXES) or not path.is_file():
+        return None
+    _check_link(path, path.parent, follow_links=follow_links)
+    config = read_json(path)
+    return config if isinstance(config.get("model_type"), str) else None
 
 
 def _check_names(source: Source) -> None:
@@ -221,7 +227,9 @@ def _find_single(folder: Path, weights: list[str]) -> str:
     if not weights and (folder / "snapshots").is_dir():
         raise SourceError(f"{folder}: is a model in a Hugging Face cache: name a folder in its snapshots/")
     if not weights:
-        raise SourceError(f"{folder}: holds no .safetensors file; {_NO_WEIGHTS}")
+        raise SourceError(
+            f"{folder}: holds no .safetensors file; convert other formats first, for example with save_pretrained"
+        )
     if any(_PART_NAME.fullmatch(name) for name in weights):
         raise SourceError(f"{folder}: holds parts ({weights[0]}, ...) and no index over them (*{INDEX_SUFFIX})")
     raise SourceError(

@@ -3,6 +3,7 @@
 import gc
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ def plan(
         from shardconv.proof.prove import propose_plan
 
         gc.enable()
-        console.stream(propose_plan(src, config=options["config"]))
+        console.document(propose_plan(src, config=options["config"]), tomllib.loads)
         return
     if prove:
         _prove(src, console, plan=plan or "auto", **options)
@@ -89,6 +90,7 @@ def _proof_lines(report: "ProofReport") -> list[str]:
             f"tp {proof.tp}: {'right' if proof.is_right else 'DIFFERENT'}: outputs to {proof.output:.0e}{gradients} of "
             f"the largest{tokens}; {proof.cut:.0%} of the bytes of matrices are cut"
         )
+    lines += list(dict.fromkeys(f"tp {proof.tp}: {proof.note}" for proof in report.proofs if proof.note))
     lines += [f"not tried: {text}" for text in report.skipped]
     lines += [f"not reached, as the small model has no such tensor: {name}" for name in report.unreached]
     return [*lines, "proven" if report.is_proven else "not proven: do not split by this plan"]

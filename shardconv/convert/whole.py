@@ -99,8 +99,9 @@ def _check_call(model: Any, _: tuple[Any, ...], options: dict[str, Any]) -> None
         check_seeds(model.axis, model.device, has_others=has_others)  # each time: some models seed themselves anew
 
 
-#: What fields of configs are called by which something is drawn in training; and by generators that are not torch's.
-_DRAWN = re.compile(r"drop|jitter|mask_(time|feature)_prob")
+#: What fields of configs are called that say how much is drawn in training.
+DRAWN = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob|pos_embed_(shift|rescale)")
+#: Those of them by which generators are asked that are not torch's.
 _DRAWN_ELSEWHERE = re.compile(r"layer_?drop|mask_(time|feature)_prob")
 
 
@@ -110,6 +111,6 @@ def _drawn(config: Mapping[Any, Any]) -> list[str]:
     for name, value in config.items():
         if isinstance(value, Mapping):
             found += _drawn(value)
-        elif isinstance(value, float) and value and _DRAWN.search(str(name)):
+        elif isinstance(value, float) and value and DRAWN.search(str(name)):
             found.append(str(name))
     return found

@@ -1,10 +1,10 @@
 """A split model beside the plain one: what a forward pass, generation and a training step give on both.
 
-Owns the comparison on one rank. Both come from what is on disk, the plain model by transformers alone.
+Owns the comparison. Both come from what is on disk: the plain model by transformers alone, run once for all numbers of
+ranks, and the split one on each rank.
 """
 
 import random
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,14 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.convert.model import convert_by
-from shardconv.convert.whole import finish
+from shardconv.convert.whole import DRAWN, finish
 from shardconv.distributed import Axis
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.inputs import can_generate_text, example_inputs
-
-#: Fields that say how likely something is left out, or how much noise is added.
-_CHANCE = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob")
 
 #: Tokens that are generated to compare them.
 NEW_TOKENS = 5
@@ -36,36 +33,42 @@ class Comparison(NamedTuple):
         output: the largest difference of an output of a forward pass, of the largest number in that output.
         tokens: whether greedy tokens, generated with a cache, are equal; None for models that generate none.
         gradient: the largest difference of a gradient of the converted model, of the largest one of its tensor, or of a
-            thousandth of the largest of all, if that is more; None for models that cannot be trained as they are.
+            thousandth of the largest of all, if that is more; None where the plain model has none.
+        note: why gradients are not those of training, or not there; "" where they are.
     """
 
     output: float
     tokens: bool | None
     gradient: float | None
+    note: str
 
 
 class Reference(NamedTuple):
     """What the plain model gives, for all ranks to be compared with.
 
     Attributes:
+        inputs: what it was called with.
         output: the numbers of a forward pass.
         tokens: greedy ones, generated with a cache; None for models that generate none.
         is_training: whether gradients are those of training, and not of the model as it is used, where it cannot be
             trained with such inputs.
         gradients: of each parameter by its name, None where it has none; None for models that have none either way.
+        note: see :class:`Comparison`.
     """
 
+    inputs: dict[str, Tensor]
     output: dict[str, Tensor]
     tokens: Tensor | None
     is_training: bool
     gradients: dict[str, Tensor | None] | None
+    note: str
 
 
 @contextmanager
-def _alike() -> Iterator[None]:
-    """One thread everywhere: how many there are decides how sums are taken, which some small models make much of.
+def _one_thread_no_warnings() -> Iterator[None]:
+    """How many threads there are decides how sums are taken, which some small models make much of.
 
-    And no warnings, which are for those who run models, not for those who compare them.
+    Warnings are for those who run models, not for those who compare them.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -77,7 +80,7 @@ def _alike() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@_alike()
+@_one_thread_no_warnings()
 def write_reference(kind: Any, source: Path, path: Path) -> None:
     """Run the plain model once, for all ranks and numbers of them.
 
@@ -91,29 +94,31 @@ def write_reference(kind: Any, source: Path, path: Path) -> None:
     with torch.no_grad():
         output = numbers(plain(**inputs))
     tokens = _greedy_tokens(plain, inputs)
-    is_training = True
-    gradients = _gradients(kind, source, inputs, is_training=True)
-    if gradients is None:
-        is_training = False
-        gradients = _gradients(kind, source, inputs, is_training=False)
-    torch.save(tuple(Reference(output, tokens, is_training, gradients)), path)
+    is_training, note = True, ""
+    gradients, problem = _gradients(kind, source, inputs, is_training=True)
+    if problem:
+        is_training, note = False, f"gradients are those of the model as it is used, as it cannot be trained: {problem}"
+        gradients, problem = _gradients(kind, source, inputs, is_training=False)
+    if problem:
+        note = f"no gradients: {problem}"
+    torch.save(tuple(Reference(inputs, output, tokens, is_training, gradients, note)), path)
 
 
 def _gradients(
     kind: Any, source: Path, inputs: dict[str, Tensor], *, is_training: bool
-) -> dict[str, Tensor | None] | None:
-    """Those of the plain model, or None if it cannot be trained so."""
+) -> tuple[dict[str, Tensor | None] | None, str]:
+    """Those of the plain model; or None, and why it has none."""
     plain = kind.from_pretrained(source).eval()  # anew: some hold on to what earlier passes were like
     if is_training:
         train(plain)
     try:
         _step(plain, inputs)
-    except (RuntimeError, AssertionError, NotImplementedError, ValueError):
-        return None
-    return {name: parameter.grad for name, parameter in plain.named_parameters(remove_duplicate=False)}
+    except Exception as error:  # noqa: BLE001 - whatever a model says of inputs that are not for training
+        return None, f"{type(error).__name__}: {error}".replace("\n", " ")[:160]
+    return {name: parameter.grad for name, parameter in plain.named_parameters(remove_duplicate=False)}, ""
 
 
-@_alike()
+@_one_thread_no_warnings()
 def compare(axis: Axis, kind: Any, source: Path, split: Path, request: PlanRequest, reference: Path) -> Comparison:
     """Compare on this rank; all ranks call it.
 
@@ -123,27 +128,28 @@ def compare(axis: Axis, kind: Any, source: Path, split: Path, request: PlanReque
         source: the small model, as ``save_pretrained`` wrote it.
         split: the same, split.
         request: what the split was asked for, so that the conversion in memory follows it.
-        reference: what :func:`write_reference` wrote.
+        reference: what :func:`write_reference` wrote of the same source.
     """
     from shardconv.runtime.load import load  # noqa: PLC0415 - which needs the packages that run models
 
     expected = Reference(*torch.load(reference, weights_only=True))
-    plain = kind.from_pretrained(source).eval()
-    inputs = example_inputs(plain)
     loaded = load(split, device="cpu", group=axis)
     with torch.no_grad():
-        found = numbers(loaded(**inputs))
+        found = numbers(loaded(**expected.inputs))
     output = max(_difference(found[key], value) for key, value in expected.output.items())
-    tokens = _greedy_tokens(loaded, inputs)
-    are_equal = None if tokens is None or expected.tokens is None else torch.equal(tokens, expected.tokens)
+    tokens = _greedy_tokens(loaded, expected.inputs)
+    are_equal = None
+    if tokens is not None or expected.tokens is not None:
+        are_equal = tokens is not None and expected.tokens is not None and torch.equal(tokens, expected.tokens)
     del loaded
     if expected.gradients is None:
-        return Comparison(output, are_equal, None)
+        return Comparison(output, are_equal, None, expected.note)
+    plain = kind.from_pretrained(source).eval()
     if expected.is_training:
         train(plain)
     converted = finish(convert_by(plain, plain.config.to_dict(), request, axis), axis)
-    _step(converted, inputs)
-    return Comparison(output, are_equal, _gradient_error(expected.gradients, converted, axis))
+    _step(converted, expected.inputs)
+    return Comparison(output, are_equal, _gradient_error(expected.gradients, converted, axis), expected.note)
 
 
 def numbers(output: Any) -> dict[str, Tensor]:
@@ -193,7 +199,12 @@ def train(model: nn.Module) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - likewise
             module.eval()
         for fields in (vars(module), *_configs(getattr(module, "config", None))):
-            fields |= {name: 0.0 for name, value in fields.items() if _CHANCE.search(name) and type(value) is float}
+            fields |= {name: 0.0 for name, value in fields.items() if _is_chance(name, value)}
+
+
+def _is_chance(name: str, value: Any) -> bool:
+    """Whether a field says how much is left out, which is 0 for nothing; how far positions move is drawn alike."""
+    return type(value) is float and DRAWN.search(name) is not None and not name.startswith("pos_embed_")
 
 
 def _configs(config: Any) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ random numbers. What the proof does not reach, as tensors that the small model h
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -41,9 +41,9 @@ class Proof:
         tp: the number of ranks.
         output: the largest difference of outputs, of the largest number in them; the worst rank's.
         tokens: whether greedy tokens are equal on all ranks; None for models that generate none.
-        gradient: the largest difference of gradients, of the largest number in each; None for models that cannot be
-            trained as they are.
+        gradient: the largest difference of gradients, of the largest number in each; None where there are none.
         cut: the share of the bytes in matrices of which no rank holds all.
+        note: why gradients are not those of training, or not there; "" where they are.
     """
 
     tp: int
@@ -51,6 +51,7 @@ class Proof:
     tokens: bool | None
     gradient: float | None
     cut: float
+    note: str
 
     @property
     def is_right(self) -> bool:
@@ -222,15 +223,10 @@ def _proofs(
     folder: Path, kind: Any, small: Source, plans: Mapping[int, Plan], request: PlanRequest
 ) -> tuple[Proof, ...]:
     """Compare for all numbers of ranks, one after the other, in processes that are started once."""
-    from shardconv.proof.compare import write_reference  # noqa: PLC0415 - which needs torch
-    from shardconv.runtime.launch import launch  # noqa: PLC0415 - likewise
+    from shardconv.runtime.launch import launch  # noqa: PLC0415 - which needs torch
 
     if not plans:
         return ()
-    try:
-        write_reference(kind, folder / SMALL, folder / REFERENCE)
-    except Exception as error:
-        raise RunError(f"a small {kind.__name__} cannot be run: {type(error).__name__}: {error}") from error
     for tp, plan in plans.items():
         split_by(small, folder / SPLIT.format(tp=tp), plan, request)
     (folder / TASK).write_text(json.dumps({"model": kind.__name__, "request": request.to_json(), "tps": [*plans]}))
@@ -247,6 +243,7 @@ def _proof(folder: Path, tp: int, cut: float) -> Proof:
         None if tokens == {None} else tokens == {True},
         max((result["gradient"] for result in found if result["gradient"] is not None), default=None),
         cut,
+        found[0]["note"],
     )
 
 
@@ -256,16 +253,28 @@ def prove_rank(folder: Path) -> None:
     import transformers  # noqa: PLC0415
 
     from shardconv.distributed import as_axis  # noqa: PLC0415
-    from shardconv.proof.compare import compare  # noqa: PLC0415
+    from shardconv.proof.compare import compare, write_reference  # noqa: PLC0415
 
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     task = json.loads((folder / TASK).read_text())
     kind, request = getattr(transformers, task["model"]), PlanRequest.from_json(task["request"])
     rank = dist.get_rank()
+    if rank == 0:
+        _checked_reference(write_reference, kind, folder)
+    dist.barrier()
     for tp in task["tps"]:
         group = dist.new_group(list(range(tp)))
         if rank < tp:
             split = folder / SPLIT.format(tp=tp)
             result = compare(as_axis(group), kind, folder / SMALL, split, request, folder / REFERENCE)
             (folder / RESULT.format(tp=tp, rank=rank)).write_text(json.dumps(result._asdict()))
+
+
+def _checked_reference(write: Callable[[Any, Path, Path], None], kind: Any, folder: Path) -> None:
+    try:
+        write(kind, folder / SMALL, folder / REFERENCE)
+    except OSError:
+        raise
+    except Exception as error:
+        raise RunError(f"a small {kind.__name__} cannot be run: {type(error).__name__}: {error}") from error

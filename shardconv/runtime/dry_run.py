@@ -55,6 +55,7 @@ class MetaModel:
     Attributes:
         name: of its class.
         dtype: of its values.
+        is_dtype_given: whether the config says it.
         num_layers: of its decoder, where it has one.
         max_length: the most tokens that it is made for; None where its config does not say.
         has_encoder: whether an encoder reads the prompts.
@@ -82,6 +83,7 @@ class MetaModel:
         made = self._config()
         text = made.get_text_config(decoder=True)
         named = next((one.dtype for one in (made, text) if getattr(one, "dtype", None) is not None), None)
+        self.is_dtype_given = named is not None
         self.dtype: torch.dtype = stored if named is None else named
         self.num_layers: int = getattr(text, "num_hidden_layers", None) or getattr(text, "num_layers", None) or 0
         self.max_length: int | None = getattr(text, "max_position_embeddings", None)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -68,7 +68,8 @@ class TpCost:
 
     Attributes:
         tp: the number of ranks.
-        weight_bytes: of its tensors as they are stored; of the rank that has most.
+        weight_bytes: of its tensors as they are stored, or would be in memory if there are none yet; of the rank that
+            has most.
         cache_bytes: what it keeps of the prompts for the tokens that follow: keys and values, and states. None also for
             models that keep nothing.
         activation_bytes: the most that is alive at once beside weights and cache, as torch allocates it for the
@@ -157,8 +158,10 @@ def estimate_cost(
     """
     if batch < 1 or (seq is not None and seq < 1):
         raise ValueError(f"batch = {batch}, seq = {seq}: both have to be at least 1")
-    alone = config_alone(Path(src))
-    opened = src if alone is None else _without_weights(alone, options.get("config"))
+    alone = config_alone(Path(src), follow_links=options.get("follow_links", False))
+    if alone is not None and (other := options.get("config")) is not None:
+        alone = read_json(Path(other))
+    opened = src if alone is None else _without_weights(Path(src), alone)
     source, request, (resolver, assumed), _ = plan_source(opened, **options)
     sizes = [size for size in resolver.legal_sizes().legal if size <= MAX_TP] if tps is None else tps
     plans = [resolver.plan(size) for size in sizes]
@@ -184,15 +187,14 @@ def estimate_cost(
         seq=seq,
         link=link,
         costs=tuple(costs),
-        notes=(*assumed, *(_notes(source, model, stored, seq) if model else ())),
+        notes=(*assumed, *(_notes(source, model, stored, seq, is_there=alone is None) if model else ())),
     )
 
 
-def _without_weights(path: Path, config: StrPath | None) -> Source:
+def _without_weights(path: Path, config: dict[str, Any]) -> Source:
     """What a config says of a checkpoint that is not there; the names are those that the model has in memory."""
-    given = read_json(path if config is None else Path(config))
     try:
-        specs = MetaModel(given, torch.bfloat16).specs()
+        specs = MetaModel(config, torch.float32).specs()
     except ShardconvError:
         raise
     except Exception as error:
@@ -202,8 +204,8 @@ def _without_weights(path: Path, config: StrPath | None) -> Source:
         stop = start + num_bytes(spec.dtype, spec.shape)
         tensors[name] = TensorInfo(spec.dtype, spec.shape, start, stop)
         start = stop
-    part = Part("model.safetensors", path.with_name("model.safetensors"), Header(b"", tensors, None))
-    return Source(path, is_folder=False, parts=(part,), config=given)
+    part = Part("model.safetensors", path / "model.safetensors", Header(b"", tensors, None))
+    return Source(path, is_folder=False, parts=(part,), config=config)
 
 
 def _stored_dtype(source: Source) -> torch.dtype:
@@ -259,10 +261,14 @@ def _traffic(calls: Sequence[Call], tp: int, num_layers: int, link: Link) -> Tra
     )
 
 
-def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int) -> Iterator[str]:
-    if source.path == config_alone(source.path):
-        yield f"no weights are there: they are counted as {model.name} has them in memory, in {_name(model.dtype)}"
-    elif (source.config or {}).get("quantization_config"):
+def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, is_there: bool) -> Iterator[str]:
+    is_quantised = bool((source.config or {}).get("quantization_config"))
+    if not is_there:
+        said = "as the config says" if model.is_dtype_given else "which is assumed, as the config says nothing"
+        yield f"no weights are there: they are counted as {model.name} has them in {_name(model.dtype)}, {said}"
+        if is_quantised:
+            yield "the config asks for quantised weights, which are smaller: those of the model without it are counted"
+    elif is_quantised:
         yield f"the weights are quantised; activations and cache are those of the model in {_name(model.dtype)}"
     elif stored != model.dtype:
         yield (

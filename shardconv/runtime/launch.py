@@ -9,8 +9,6 @@ import os
 import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,10 +18,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
 from shardconv.errors import RunError
+from shardconv.parent import PARENT
 
 #: Where the ranks that :func:`launch` started meet; the sign of being one of them.
 RENDEZVOUS = "SHARDCONV_RENDEZVOUS"
-_WATCH_SECONDS, _END_SECONDS = 1.0, 10
+_END_SECONDS = 10
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
@@ -50,6 +49,7 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
             "OMP_NUM_THREADS": threads,
             "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
             RENDEZVOUS: f"file://{folder}/rendezvous",
+            PARENT: str(os.getpid()),
         }
         context = start_processes(
             name="rank",
@@ -114,7 +114,6 @@ def join() -> None:
     rendezvous = os.environ.get(RENDEZVOUS)
     if rendezvous is None:
         return
-    _end_with(os.getppid())
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= ranks else "gloo"  # nccl: one rank a device
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
@@ -125,14 +124,3 @@ def leave() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent does, however that ended."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_WATCH_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -157,7 +157,7 @@ def run_rank(
         raise RunError("there is no prompt: give --prompt TEXT, or a line of stdin each")
     tokenizer = _tokenizer(path, is_trusted=options.trust_remote_code)
     texts = [_as_chat(tokenizer, prompt) for prompt in prompts] if options.chat else list(prompts)
-    inputs = _encode(tokenizer, texts, _num_words(model)).to(model.device)
+    inputs = _encode(tokenizer, texts, _num_rows(model)).to(model.device)
     clock = _Clock(tokenizer, write if is_first and len(texts) == 1 else None)
     differences, error = None, None
     with torch.inference_mode():
@@ -319,18 +319,18 @@ def _tokenizer(path: Path, *, is_trusted: bool) -> Any:
     return tokenizer
 
 
-def _num_words(model: Any) -> int | None:
-    """How many tokens a model knows, where its config says it."""
-    return getattr(model.config.get_text_config(), "vocab_size", None)
+def _num_rows(model: Any) -> int | None:
+    """How many tokens a model has rows for, where they are in a table."""
+    return getattr(model.get_input_embeddings(), "num_embeddings", None)
 
 
-def _encode(tokenizer: Any, texts: list[str], num_words: int | None) -> Any:
+def _encode(tokenizer: Any, texts: list[str], num_rows: int | None) -> Any:
     inputs = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1)
     if not inputs["input_ids"].shape[1]:
         raise RunError("a prompt is empty")
-    if num_words is not None and (largest := int(inputs["input_ids"].max())) >= num_words:
+    if num_rows is not None and (largest := int(inputs["input_ids"].max())) >= num_rows:
         raise RunError(
-            f"the tokenizer makes token {largest} of a prompt, and the model knows {num_words:,}: it is another model's"
+            f"the tokenizer makes token {largest} of a prompt, and the model has rows for {num_rows:,}: it is another's"
         )
     inputs.pop("token_type_ids", None)
     return inputs
