@@ -379,7 +379,19 @@ def test_public_names():
 
 
 #: From the bottom up: a package may import those before it, and itself. What stands in no row is a module on its own.
-LAYERS = ["errors", "plan", "checkpoint", "distributed", "layers", "tensor", "convert", "runtime", "console", "cli"]
+LAYERS = [
+    "errors",
+    "parent",
+    "plan",
+    "checkpoint",
+    "distributed",
+    "layers",
+    "tensor",
+    "convert",
+    "runtime",
+    "console",
+    "cli",
+]
 #: Layers beside each other: neither imports the other.
 APART = {("distributed", "checkpoint"), ("layers", "checkpoint"), ("tensor", "checkpoint"), ("console", "checkpoint")}
 
