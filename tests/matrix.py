@@ -69,7 +69,6 @@ KINDS = {
 _REASONS = {
     "transformers builds it not from its own default config": ("gemma4_assistant", "gemma4_unified_assistant"),
     "imports functions that natten has no longer": ("dinat",),
-    "no small model, or no inputs for one, is known yet": ("inkling2", "muse_spark"),
     "transformers permutes the rows of whole heads while it loads, and a rank has some of them": (
         "mistral_large4", "step3p7",
     ),

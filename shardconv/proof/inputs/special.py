@@ -105,6 +105,33 @@ def _molmo(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def _inkling2(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Inkling 2: two places of the text for each image, which are as many squares of patches."""
+    vision = model.config.vision_config
+    side = vision.patch_size * vision.spatial_merge_size
+    spot = torch.full((BATCH, 2), model.config.image_token_id)
+    return {
+        "pixel_values": torch.rand(2 * BATCH, side, side, vision.num_channels, generator=generator) * 2 - 1,
+        "image_grid_thw": torch.tensor([[1, 1, 2]] * BATCH),
+        "input_ids": torch.cat([spot, random_tokens(model, (BATCH, LENGTH), generator)], dim=1),
+    }
+
+
+def _muse_spark(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Muse Spark: an image and a sound for each text, of one place and of two."""
+    vision, audio = model.config.vision_config, model.config.audio_config
+    patches = vision.merge_size**2
+    width = vision.patch_temporal * 3 * vision.patch_size**2
+    seen = torch.full((BATCH, 1), model.config.image_token_id)
+    heard = torch.full((BATCH, 2), model.config.audio_token_id)
+    return {
+        "pixel_values": torch.rand(BATCH * patches, width, generator=generator) * 2 - 1,
+        "image_grid_thw": torch.tensor([[1, vision.merge_size, vision.merge_size]] * BATCH),
+        "input_values": torch.randn(BATCH, 2 * audio.samples_per_token, generator=generator),
+        "input_ids": torch.cat([seen, heard, random_tokens(model, (BATCH, LENGTH), generator)], dim=1),
+    }
+
+
 def _pi0(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     """PI0: what one camera sees, what to do, where the robot is, and noise that becomes what it does."""
     config = model.config
@@ -402,6 +429,8 @@ SPECIAL: dict[str, Any] = {
     "minicpmv4_6": _minicpm,
     "minicpmv4_7": _minicpm,
     "molmo2": _molmo,
+    "inkling2": _inkling2,
+    "muse_spark": _muse_spark,
     "pi0": _pi0,
     "pix2struct": _pix2struct,
     "udop": _udop,
