@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shardconv.proof.inputs.configs import BATCH, GRID, first_field, pair_of, part_of
 
-#: Types that take the sizes of images which come whole.
-_SIZED = {"emu3", "mistral3", "lighton_ocr"}
+#: Types, of models or of their towers, that take the sizes of images which come whole.
+_SIZED = {"emu3", "mistral3", "lighton_ocr", "pixtral"}
 #: Types whose patches are small images.
 _UNFOLDED = {"paddleocr_vl", "kimi_k25"}
 #: Parts that an image comes in, between the batch and the channels.
@@ -48,7 +48,7 @@ def image_inputs(model: Any, names: Mapping[str, Any], generator: torch.Generato
     if "high_res_pixel_values" in names:
         high = pair_of(model.config.high_res_vision_config.image_size)
         given["high_res_pixel_values"] = torch.rand(BATCH, _channels(vision), *high, generator=generator) * 2 - 1
-    if "image_sizes" in names and (parts or getattr(vision, "model_type", "") == "pixtral" or kind in _SIZED):
+    if "image_sizes" in names and (parts or {kind, getattr(vision, "model_type", "")} & _SIZED):
         given["image_sizes"] = torch.tensor([[side * (2 if parts else 1) for side in size]] * BATCH)
     return given
 

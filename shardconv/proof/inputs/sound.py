@@ -62,13 +62,17 @@ def sound_inputs(model: Any, names: Mapping[str, Any], generator: torch.Generato
     return {}
 
 
+#: Types of encoders that hear several frames at once, where their config does not say how many.
+_STACKED = {"granite_speech5_encoder": 4}
+
+
 def sound_features(config: Any, audio: Any, generator: torch.Generator) -> Tensor:
     """Features of a sound, [batch, frames, features] or with features before frames."""
     width = deep_field(
         audio, ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins", "input_dim"), 80
     )
     nested = part_of(audio, "encoder_config")
-    width *= first_field(audio, ("num_stacked_frames",), 4 if nested.model_type == "granite_speech5_encoder" else 1)
+    width *= first_field(audio, ("num_stacked_frames",), _STACKED.get(nested.model_type, 1))
     frames = 2 * first_field(audio, ("max_source_positions", "n_window"), 24)
     shape = (BATCH, frames, width) if _frames_first(config, audio) else (BATCH, width, frames)
     return torch.randn(*shape, generator=generator)

@@ -191,11 +191,10 @@ def _udop(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
 def _instructblip(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     """InstructBLIP: the query transformer reads text, too."""
     side, count, config = model.config.vision_config.image_size, model.config.num_query_tokens, model.config
-    video = config.model_type == "instructblipvideo"
-    frames = (2,) if video else ()
+    frames = (2,) if hasattr(config, "video_token_index") else ()
     ids = random_tokens(model, (BATCH, LENGTH), generator)
-    token = config.video_token_index if video else config.image_token_index
-    spot = torch.full((BATCH, count * (2 if video else 1)), token)
+    token = config.video_token_index if frames else config.image_token_index
+    spot = torch.full((BATCH, count * (2 if frames else 1)), token)
     return {
         "pixel_values": torch.rand(BATCH, *frames, 3, side, side, generator=generator) * 2 - 1,
         "qformer_input_ids": random_tokens(model, (BATCH, LENGTH), generator),
