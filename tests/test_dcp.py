@@ -130,7 +130,7 @@ def test_refusal(tmp_path, kind, config, expected):
     with pytest.raises(PlanError) as caught:
         shardconv.split(source, tmp_path / "out", tp=4, dcp=True)
     assert expected in str(caught.value)
-    assert "Split without --dcp (dcp=True)" in str(caught.value)
+    assert "split without --dcp (dcp=True)" in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -25,8 +25,8 @@ def why_unreadable(name: str, placement: Placement) -> str:
     """What to tell a user who wants rank files with such a tensor to be read by torch."""
     return (
         f"{name}: is cut as {placement.describe()}, and torch.distributed.checkpoint reads one interval a rank, "
-        f"without padding. Split without --dcp (dcp=True); for a checkpoint of torch's own, load the model and save "
-        f"shardconv.tensor.as_dtensor(model)"
+        f"without padding. Give it to each rank whole (--replicate {name}), or split without --dcp (dcp=True); for a "
+        f"checkpoint of torch's own, load the model and save shardconv.tensor.as_dtensor(model)"
     )
 
 

@@ -144,6 +144,10 @@ def config_alone(path: Path, *, follow_links: bool = False) -> dict[str, Any] | 
         return None
     _check_link(path, path.parent, follow_links=follow_links)
     config = read_json(path)
+    if path.name == CONFIG_NAME and not isinstance(config.get("model_type"), str):
+        raise SourceError(
+            f"{path}: there are no weights beside it, and it has no model_type, which would name the model"
+        )
     return config if isinstance(config.get("model_type"), str) else None
 
 

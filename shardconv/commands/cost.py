@@ -203,7 +203,7 @@ def _head(report: "CostReport") -> list[str]:
     return [
         f"{report.source}: {report.model or 'no model'}, family {report.family}{layers}",
         f"a rank, with {prompts} of {tokens}, and a step for the next token of each, in {report.dtype}",
-        f"link: {_link(report.link)}; times are its alone, bytes are sent by each rank",
+        f"link: {_link(report.link)}; times are its alone, by rings, which is the most for short messages",
         *report.notes,
     ]
 

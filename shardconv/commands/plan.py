@@ -93,7 +93,8 @@ def _proof_lines(report: "ProofReport") -> list[str]:
     lines += list(dict.fromkeys(f"tp {proof.tp}: {proof.note}" for proof in report.proofs if proof.note))
     lines += [f"not tried: {text}" for text in report.skipped]
     lines += [f"not reached, as the small model has no such tensor: {name}" for name in report.unreached]
-    return [*lines, "proven" if report.is_proven else "not proven: do not split by this plan"]
+    tried = ", ".join(str(proof.tp) for proof in report.proofs)
+    return [*lines, f"proven for tp {tried}" if report.is_proven else "not proven: do not split by this plan"]
 
 
 def _plan_lines(report: "PlanReport") -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.split import split_by
-from shardconv.errors import PlanError, RunError
+from shardconv.errors import PlanError, RunError, ShardconvError
 from shardconv.plan.matcher import Matcher, name_regex
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
@@ -267,7 +267,15 @@ def prove_rank(folder: Path) -> None:
         group = dist.new_group(list(range(tp)))
         if rank < tp:
             split = folder / SPLIT.format(tp=tp)
-            result = compare(as_axis(group), kind, folder / SMALL, split, request, folder / REFERENCE)
+            try:
+                result = compare(as_axis(group), kind, folder / SMALL, split, request, folder / REFERENCE)
+            except ShardconvError:
+                raise
+            except Exception as error:
+                raise RunError(
+                    f"not proven: on {tp} ranks the small model, as the plan cuts it, does not run: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             (folder / RESULT.format(tp=tp, rank=rank)).write_text(json.dumps(result._asdict()))
 
 

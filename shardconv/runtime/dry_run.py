@@ -76,6 +76,8 @@ class MetaModel:
         self._given = {name: value for name, value in config.items() if name != "quantization_config"}
         type_name, names = config.get("model_type"), config.get("architectures") or [None]
         self.name = str(names[0])
+        if names[0] is None:
+            raise RunError('config.json has no architectures, which name the class: as in ["LlamaForCausalLM"]')
         kind: Any = getattr(transformers, self.name, None)
         if type_name not in transformers.CONFIG_MAPPING or not hasattr(kind, "config_class"):
             raise RunError(f"transformers has no {self.name!r} of type {type_name!r}, which config.json asks for")

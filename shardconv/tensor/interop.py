@@ -76,7 +76,8 @@ def _dtensor(name: str, value: Any, placement: Placement, axis: Axis) -> DTensor
         raise ValueError(f"{name}: has no memory: convert a model that has its values, or use shardconv.load")
     if axis.group is None:
         raise ValueError(
-            "a DTensor needs a process group: start with torchrun, or take module.state_dict(): it is not cut"
+            "a DTensor needs a process group, of one process, too: call torch.distributed.init_process_group first; or "
+            "take module.state_dict(), which is not cut"
         )
     num_chunks = _num_chunks(placement)
     dim, rank = placement.dim, axis.rank
