@@ -289,7 +289,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     ],
 )
 def test_no_config_alone(tmp_path, name, message):
-    text = '{"model_type": "no_such_model"}' if name == "config.json" else "{}"
+    text = '{"model_type": "none", "architectures": ["None"]}' if name == "config.json" else "{}"
     (tmp_path / name).write_text(text)
     with pytest.raises(ShardconvError, match=message):
         estimate_cost(tmp_path / name)

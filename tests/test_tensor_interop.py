@@ -196,7 +196,7 @@ def test_refusals(ranks):
 def test_without_processes():
     init_parallel(tensor=1)
     try:
-        with pytest.raises(ValueError, match="needs a process group: start with torchrun"):
+        with pytest.raises(ValueError, match="needs a process group, of one process, too"):
             as_dtensor(nn.Linear(2, 2))
     finally:
         destroy_parallel()
