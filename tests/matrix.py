@@ -84,13 +84,13 @@ _LESS_CUT = {
     "kernels of its tower and tables of queries stay whole": ("deepseek_ocr2",),
     "a table of positions, which is most of the small model, stays whole": ("hunyuan_vl",),
 }  # fmt: skip
+LESS_CUT = {model_type: reason for reason, types in _LESS_CUT.items() for model_type in types}
+
 #: Types whose small model has no gradients of training, by the reason.
 _NOT_TRAINED = {
     "asks for as many tokens in training as its positions have": ("reformer",),
 }  # fmt: skip
 NOT_TRAINED = {model_type: reason for reason, types in _NOT_TRAINED.items() for model_type in types}
-
-LESS_CUT = {model_type: reason for reason, types in _LESS_CUT.items() for model_type in types}
 
 
 @dataclass(frozen=True)

@@ -100,12 +100,12 @@ class MetaModel:
         """Name to dtype and shape of each tensor that it has in memory; of those that are one, the first."""
         with torch.device("meta"):
             model = self._built()
-        tensors: dict[int, TensorSpec] = {}
-        names: dict[str, TensorSpec] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if id(tensor) not in tensors:
-                tensors[id(tensor)] = names[name] = TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-        return names
+        first = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+        return {
+            name: TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if first[id(tensor)] == name
+        }
 
     def _built(self) -> Any:
         return self._kind._from_config(self._config(), dtype=self.dtype).eval()  # noqa: SLF001 - as from_config of auto classes does
