@@ -74,7 +74,7 @@ def _prove(src: Path, console: Console, *, tp: int | None, **options: Any) -> No
     gc.enable()
     with signals_later():
         from shardconv.proof.prove import prove
-    report = prove(src, **options) if tp is None else prove(src, tps=(tp,), **options)
+    report = prove(src, tps=() if tp is None else (tp,), **options)
     console.report(report, _proof_lines(report))
     if not report.is_proven:
         sys.exit(3)
@@ -91,6 +91,7 @@ def _proof_lines(report: "ProofReport") -> list[str]:
             f"the largest{tokens}; {proof.cut:.0%} of the bytes of matrices are cut"
         )
     lines += list(dict.fromkeys(f"tp {proof.tp}: {proof.note}" for proof in report.proofs if proof.note))
+    lines += [report.note] if report.note else []
     lines += [f"not tried: {text}" for text in report.skipped]
     lines += [f"not reached, as the small model has no such tensor: {name}" for name in report.unreached]
     tried = ", ".join(str(proof.tp) for proof in report.proofs)

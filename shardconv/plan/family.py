@@ -131,7 +131,7 @@ class ModuleRule:
             the one, over the other.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
-            their gradient is to be summed; None for none.
+            their gradient is to be summed; None for none. ``rows`` are those of the module's own weight.
         unfused: the layer in it whose weights a way of its own in training would read, so that it must not go it;
             "" for none.
         copied_input: what goes in is whole on every rank, and what comes out is the rank's.

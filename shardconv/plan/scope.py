@@ -47,11 +47,11 @@ class Scope:
             if all(fields.has(*condition) for condition in rule.when):
                 yield re.compile(self.regex(rule.pattern)), rule
 
-    def on_rank(self, expression: str | int, tp: int) -> int:
-        """The value of an expression in which a unit stands for how many of it a rank has."""
+    def on_rank(self, expression: str | int, tp: int, **others: int) -> int:
+        """The value of an expression in which a unit stands for how many of it a rank has; and other fields."""
         units = self.family.units or {}
         counts = {name: self.local_units(name, tp, 0)[1] for name in names_in(expression) if name in units}
-        return Fields({**(self.config or {}), **counts}, self.family.config or {}).evaluate(expression)
+        return Fields({**(self.config or {}), **counts, **others}, self.family.config or {}).evaluate(expression)
 
     def local_units(self, name: str, tp: int, rank: int) -> tuple[int, int, int]:
         """The first unit that a rank has, how many it has, and how many there are.

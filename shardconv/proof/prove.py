@@ -28,6 +28,8 @@ OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
 
 #: The numbers of ranks that are tried: small models have four heads and two kv heads.
 PROOF_TPS = (2, 4)
+#: What is tried besides where the plan allows it, which then may cut what is not to be cut, as heads.
+_BEYOND = (8,)
 
 #: What is in the folder of a proof: what ranks find there, and what they leave.
 TASK, SMALL, SPLIT, REFERENCE, RESULT = "task.json", "small", "tp{tp}", "reference.pt", "result-{tp}-{rank}.json"
@@ -70,6 +72,7 @@ class ProofReport:
         num_parameters: of the small model.
         proofs: one for each number of ranks that was tried.
         skipped: numbers of ranks that the small model cannot be cut for, and why.
+        note: why the heads of the small model are smaller than those of the source; "" where they are as large.
         unreached: kinds of tensors of the source that the small model has not, so that nothing is proven of them.
         is_proven: whether every proof is right, and there is one.
     """
@@ -80,16 +83,19 @@ class ProofReport:
     num_parameters: int
     proofs: tuple[Proof, ...]
     skipped: tuple[str, ...]
+    note: str
     unreached: tuple[str, ...]
     is_proven: bool
 
 
-def prove(src: StrPath, *, tps: Sequence[int] = PROOF_TPS, **options: Unpack[PlanOptions]) -> ProofReport:
+def prove(src: StrPath, *, tps: Sequence[int] = (), **options: Unpack[PlanOptions]) -> ProofReport:
     """Prove the plan of a source, on a small model and the CPU.
+
+    The small model has heads of the source's size, where such a model can be made.
 
     Args:
         src: a ``.safetensors`` file, an index file, or a folder; with a config that names a class of transformers.
-        tps: numbers of ranks to try.
+        tps: numbers of ranks to try; if none, 2 and 4, and 8 if the small model, of four heads, may be cut for it.
         options: see :class:`~shardconv.checkpoint.planning.PlanOptions`.
 
     Raises:
@@ -105,11 +111,12 @@ def prove(src: StrPath, *, tps: Sequence[int] = PROOF_TPS, **options: Unpack[Pla
     source, request = planned_source.source, planned_source.request
     with TemporaryDirectory(prefix="shardconv-") as name:
         folder = Path(name)
-        model = small_model(source.config or {})
+        model, note = _model_to_try(source.config or {})
         model.save_pretrained(folder / SMALL)
         small = open_source(folder / SMALL)
         resolver = resolve(small.specs, small.config, request).resolver
-        plans, skipped = _plans(resolver, tps)
+        plans, skipped = _plans(resolver, tps or PROOF_TPS)
+        plans |= {} if tps else _plans(resolver, _BEYOND)[0]
         proofs = _proofs(folder, type(model), small, plans, request)
         numel = sum(parameter.numel() for parameter in model.parameters())
     return ProofReport(
@@ -119,13 +126,41 @@ def prove(src: StrPath, *, tps: Sequence[int] = PROOF_TPS, **options: Unpack[Pla
         num_parameters=numel,
         proofs=proofs,
         skipped=tuple(skipped),
+        note=note,
         unreached=tuple(sorted(_kinds(source.specs) - _kinds(small.specs))),
         is_proven=bool(proofs) and all(proof.is_right for proof in proofs),
     )
 
 
-def small_model(config: Mapping[str, Any]) -> Any:
+def _model_to_try(config: Mapping[str, Any]) -> tuple[Any, str]:
+    """A small model, of heads of the real size where one can be made and run; and why not, where not."""
+    try:
+        model = small_model(config, has_real_heads=True)
+        return _run(model), ""
+    except RunError as error:
+        return small_model(config), f"heads are smaller than those of the source: with its own, {error}"
+
+
+def _run(model: Any) -> Any:
+    """The model, when it has been run."""
+    import torch  # noqa: PLC0415
+
+    from shardconv.proof.inputs import example_inputs  # noqa: PLC0415 - which needs torch
+
+    try:
+        with torch.no_grad():
+            model(**example_inputs(model))
+    except Exception as error:
+        raise RunError(f"a small {type(model).__name__} cannot be run: {type(error).__name__}: {error}") from error
+    return model
+
+
+def small_model(config: Mapping[str, Any], *, has_real_heads: bool = False) -> Any:
     """A small model of the class that a config names, with random numbers.
+
+    Args:
+        config: what ``config.json`` holds.
+        has_real_heads: whether its heads have as many features as they have by the config.
 
     Raises:
         RunError: if transformers has no such class, or it cannot be built small.
@@ -134,7 +169,7 @@ def small_model(config: Mapping[str, Any]) -> Any:
         import transformers  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
-    from shardconv.proof.small import build_small, small_fields  # noqa: PLC0415 - which needs torch
+    from shardconv.proof.small import build_small, real_heads, small_fields  # noqa: PLC0415 - which needs torch
 
     transformers.logging.disable_progress_bar()
     names = config.get("architectures")
@@ -149,7 +184,8 @@ def small_model(config: Mapping[str, Any]) -> Any:
         given = {key: value for key, value in config.items() if key != "quantization_config"}
         full = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(given)  # with what the file leaves out
         fields = full.to_dict()
-        return build_small(kind, type(full).from_dict({**fields, **small_fields(fields)}))
+        own = real_heads(fields) if has_real_heads else {}
+        return build_small(kind, type(full).from_dict({**fields, **small_fields(fields, own)}))
     except Exception as error:
         raise RunError(f"a small {names[0]} cannot be built: {type(error).__name__}: {error}") from error
 

@@ -3,6 +3,7 @@
 Owns which fields of a config make a model small (``small.toml``). Nothing of a checkpoint is read but its config.
 """
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -59,6 +60,34 @@ def small_fields(
     return {**fields, **own}
 
 
+def real_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The further fields of a small model whose heads have as many features as those of the real one.
+
+    A rule may be right for the heads that small models have and wrong for others, as one with a number in it.
+    """
+    numbers = {name: value for name, value in config.items() if type(value) is int}
+    own: dict[str, Any] = {name: value for name, value in numbers.items() if _is_like(name, "head_dim", "qk_head_dim")}
+    heads = next((name for name in numbers if _is_like(name, "num_attention_heads") and numbers[name]), None)
+    hidden = next((numbers[name] for name in numbers if name in ("hidden_size", "d_model", "n_embd")), 0)
+    if not own and heads and hidden:
+        width = hidden // numbers[heads] * int(_small(heads, numbers[heads]))
+        own = {name: width for name in numbers if _is_like(name, "hidden_size")}
+    nested = {name: real_heads(value) for name, value in config.items() if _is_config(name, value)}
+    return own | {name: fields for name, fields in nested.items() if fields}
+
+
+def _is_config(name: str, value: Any) -> bool:
+    """Whether a field of a config is the config of a model in the model."""
+    if not isinstance(value, Mapping) or name == "per_layer_config":
+        return False
+    return name.endswith("_config") or isinstance(value.get("model_type"), str)
+
+
+def _is_like(name: str, *others: str) -> bool:
+    """Whether a field is made small by the same line of the table as one of others."""
+    return _line(name) in [_line(other) for other in others]
+
+
 def _field(
     config: Mapping[str, Any], name: str, own: dict[str, Any], tokens: Mapping[int, int], layers: list[int]
 ) -> Any:
@@ -84,11 +113,12 @@ def _small_mapping(
     value = config[name]
     if name == "per_layer_config":
         return _small_per_layer(config, own, layers) if value else None
-    if name.endswith("_config") or isinstance(value.get("model_type"), str):
+    if _is_config(name, value):
         nested = own.pop(name, {})
         return {**value, **small_fields(value, nested if isinstance(nested, Mapping) else {}, tokens)}
     if name in ("rope_parameters", "rope_scaling"):
-        return _small_rope({**value, **own.pop(name, {})}, own.get("head_dim", 8 if config.get("head_dim") else 16))
+        head_dim = own.get("head_dim", 8 if config.get("head_dim") else own.get("hidden_size", 64) // 4)
+        return _small_rope({**value, **own.pop(name, {})}, head_dim)
     return None
 
 
@@ -166,12 +196,18 @@ def _small_rope(rope: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     return fields
 
 
+def _line(name: str) -> tuple[str, int] | None:
+    """The line of the table that makes a field small: a pattern and a number."""
+    return next((line for line in _table()["fields"].items() if re.fullmatch(line[0], name)), None)
+
+
 def _small(name: str, value: Any) -> Any:
     is_number = type(value) is int
     if not is_number and not (isinstance(value, list) and value and all(type(item) is int for item in value)):
         return None
-    small = next((number for pattern, number in _table()["fields"].items() if re.fullmatch(pattern, name)), None)
-    return small if is_number or small is None else [small] * len(value)
+    if (line := _line(name)) is None:
+        return None
+    return line[1] if is_number else [line[1]] * len(value)
 
 
 def build_small(kind: Any, config: Any) -> Any:
@@ -202,14 +238,16 @@ def build_small(kind: Any, config: Any) -> Any:
 def fill(model: torch.nn.Module, *, std: float = 0.2) -> None:
     """Random numbers for what trains: large enough that each matters, around one where they were about one.
 
-    Beside it for the means and variances of batch norms, which were learnt, too.
+    Those of wide matrices are smaller, so that what goes through them stays as large as in narrow ones. Beside it for
+    the means and variances of batch norms, which were learnt, too.
     """
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if not parameter.requires_grad:  # computed, as sines are, and not of a checkpoint
             continue
         is_scale = parameter.dim() < 2 and parameter.numel() and parameter.mean() > 0.5
-        noise = torch.randn(parameter.shape, generator=generator) * std
+        width = min(parameter.shape[-2:]) if parameter.dim() > 1 else 0
+        noise = torch.randn(parameter.shape, generator=generator) * std * min(1, math.sqrt(64 / max(width, 1)))
         parameter.copy_(noise + 1 if is_scale else noise)
     for name, buffer in model.named_buffers():
         if name.endswith((".running_mean", ".running_var")):
