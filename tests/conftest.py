@@ -1,12 +1,17 @@
 """Fixtures that several modules share."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-from build import contents, llama_config, write_checkpoint
+#: Before torch is imported: several threads of several processes on few cores wait for each other while they spin, and
+#: take four times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+from build import contents, llama_config, write_checkpoint  # noqa: E402
 
 pytest.register_assert_rewrite("faults")  # before its import, so that its checks say what they found
 
