@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-models check bench clean
+.PHONY: demo test test-families test-models check bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -13,8 +13,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo.sh
 
+FAMILIES := tests/test_models.py tests/test_mtp.py
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(FAMILIES))
+
+test-families: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(FAMILIES)
 
 $(VENV)/vision: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ --group vision

@@ -10,8 +10,8 @@ from pathlib import Path
 #: take four times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
-from build import contents, llama_config, write_checkpoint  # noqa: E402
+import pytest
+from build import contents, llama_config, write_checkpoint
 
 pytest.register_assert_rewrite("faults")  # before its import, so that its checks say what they found
 

@@ -67,11 +67,10 @@ KINDS = {
 
 #: Types that are not proven, by the reason.
 _REASONS = {
-    "transformers builds it not from its own default config": ("gemma4_assistant", "gemma4_unified_assistant"),
-    "imports functions that natten has no longer": ("dinat",),
-    "transformers permutes the rows of whole heads while it loads, and a rank has some of them": (
-        "mistral_large4", "step3p7",
+    "transformers builds none: all its layers have to share keys, and one of each kind has to make them": (
+        "gemma4_assistant", "gemma4_unified_assistant",
     ),
+    "imports functions that natten has no longer": ("dinat",),
 }  # fmt: skip
 REASONS = {model_type: reason for reason, types in _REASONS.items() for model_type in types}
 

@@ -9,26 +9,36 @@ import pytest
 import torch
 from command import call, run
 from matrix import check, model_class, small, worst
+from ranks import ranks_in
 from safetensors.torch import load_file, save_file
 
 import shardconv
+from shardconv.checkpoint.source import open_source
+from shardconv.checkpoint.split import split_by
 from shardconv.errors import PlanError, RunError
 from shardconv.plan.family_file import NAMES_FAMILY, parse_plan_file
 from shardconv.plan.foreign import FOREIGN, foreign_family
-from shardconv.plan.request import PlanRequest
+from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import _difference, write_reference
-from shardconv.proof.prove import REFERENCE
+from shardconv.proof.prove import REFERENCE, _model_to_try, _tried, small_model
 
 CAUSAL = "causal language models"
 DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
 pytestmark = pytest.mark.timeout(200)
 
 
-def test_a_right_plan_is_proven():
-    result = run("plan", DEMO, "--prove", "--json")
+def test_a_right_plan_is_proven(tmp_path):
+    """But for a tensor that the small model has not, which is said."""
+    source, plan = shutil.copytree(DEMO, tmp_path / "source"), tmp_path / "plan.toml"
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.extra.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    plan.write_text('[rules]\n"**.extra" = { style = "replicate", optional = true }\n')
+    result = run("plan", source, "--plan", plan, "--prove", "--json")
     assert result.code == 0, result.err
     report = json.loads(result.out)
-    assert (report["is_proven"], report["model"], report["unreached"]) == (True, "LlamaForCausalLM", [])
+    assert (report["is_proven"], report["model"], report["note"]) == (True, "LlamaForCausalLM", "")
+    assert report["unreached"] == ["model.layers.*.extra.weight"]
     assert [proof["tp"] for proof in report["proofs"]] == [2, 4]
     assert all(proof["tokens"] and proof["output"] < 1e-4 and proof["cut"] > 0.99 for proof in report["proofs"])
 
@@ -42,16 +52,40 @@ def test_a_wrong_plan_is_not(tmp_path):
     assert (result.code, "tp 2: DIFFERENT" in result.out, "not proven" in result.out) == (3, True, True), result.err
 
 
-def test_what_the_proof_does_not_reach_is_said(tmp_path):
-    source = shutil.copytree(DEMO, tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.0.extra.weight"] = tensors["model.norm.weight"].clone()
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    plan = tmp_path / "plan.toml"
-    plan.write_text('[rules]\n"**.extra" = { style = "replicate", optional = true }\n')
-    report = shardconv.prove(source, tps=(2,), plan=plan)
-    assert report.is_proven
-    assert report.unreached == ("model.layers.*.extra.weight",)
+#: Plans that are right for small models as they usually are, by the number of ranks at which they are seen to be wrong.
+RIGHT_FOR_SMALL_ONES = {
+    # half a head: right as long as ranks have two halves
+    8: 'query_head = { count = "num_attention_heads * 2", size = "head_dim // 2" }',
+    # right for heads of 8 features
+    4: 'kv_head = { count = "num_key_value_heads * head_dim // 8", size = 8, copies = true }',
+}
+
+
+def test_plans_that_are_right_for_small_models_only(tmp_path):
+    made, note = _model_to_try(json.loads((DEMO / "config.json").read_text()))
+    assert note == ""
+    made.save_pretrained(tmp_path / "source")
+    write_reference(type(made), tmp_path / "source", tmp_path / REFERENCE)
+    source = open_source(tmp_path / "source")
+    with ranks_in(tmp_path, 8) as eight_ranks:
+        for tp, unit in RIGHT_FOR_SMALL_ONES.items():
+            request = PlanRequest(plan_file=("plan.toml", f"[units]\n{unit}\n"))
+            plans = _tried(resolve(source.specs, source.config, request).resolver, ())[0]
+            assert tp in plans
+            place = tmp_path / f"tp{tp}"
+            split_by(source, place, plans[tp], request)
+            layout = {4: "four", 8: "eight"}[tp]
+            found = eight_ranks(layout, check, type(made).__name__, source.path, place, request, tmp_path / REFERENCE)
+            assert isinstance(worst(found), str), found  # as heads and features do not fit together
+    assert 8 not in _tried(resolve(source.specs, source.config, PlanRequest()).resolver, ())[0]
+
+
+def test_heads_are_as_large_as_the_sources():
+    config = json.loads((DEMO / "config.json").read_text())
+    small = small_model({**config, "head_dim": 24, "num_attention_heads": 32}, has_real_heads=True)
+    assert small.model.layers[0].self_attn.k_proj.weight.shape == (2 * 24, 64)
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 96 * 32, "n_head": 32}
+    assert small_model(config, has_real_heads=True).transformer.wte.weight.shape == (99, 96 * 4)
 
 
 def test_what_cannot_be_proven(tmp_path):
@@ -67,9 +101,9 @@ def test_what_cannot_be_proven(tmp_path):
 
 #: Attention by heads; a state space model, whose layers give whole outputs; experts; fused and interleaved projections.
 @pytest.mark.parametrize("model_type", ["gptj", "mamba", "qwen3_moe", "codegen"])
-def test_a_proposal_is_right(tmp_path, model_type):
-    source = tmp_path / "source"
-    small(model_class(CAUSAL, model_type)).save_pretrained(source)
+def test_a_proposal_is_right(ranks, tmp_path, model_type):
+    model, source = small(model_class(CAUSAL, model_type)), tmp_path / "source"
+    model.save_pretrained(source)
     result = call("plan", source, "--propose")
     assert result.code == 0, result.err
     # names that are on disk only, as those of single experts, are the user's to say
@@ -77,7 +111,9 @@ def test_a_proposal_is_right(tmp_path, model_type):
     more += '"**.experts.*.down_proj" = { style = "rowwise", optional = true }\n'
     plan = tmp_path / "plan.toml"
     plan.write_text(result.out.replace("[rules]\n", f"[rules]\n{more}"))
-    assert shardconv.prove(source, tps=(2,), plan=plan, family=NAMES_FAMILY).is_proven
+    shardconv.split(source, tmp_path / "split", tp=2, plan=plan, family=NAMES_FAMILY)
+    request = PlanRequest(NAMES_FAMILY, plan_file=(plan.name, plan.read_text()))
+    assert_equal(ranks, type(model), tmp_path, request)
 
 
 def test_a_proposal_as_json():
@@ -93,10 +129,14 @@ def test_plans_of_transformers(ranks, tmp_path, model_type):
     model.save_pretrained(tmp_path / "source")
     report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=2, family=FOREIGN)
     assert (report.family, "transformers' own plan" in report.assumed[0]) == (FOREIGN, True)
-    reference = tmp_path / REFERENCE
-    write_reference(type(model), tmp_path / "source", reference)
-    source, place, request = tmp_path / "source", tmp_path / "split", PlanRequest(FOREIGN)
-    found = worst(ranks("pair", check, type(model).__name__, source, place, request, reference))
+    assert_equal(ranks, type(model), tmp_path, PlanRequest(FOREIGN))
+
+
+def assert_equal(ranks, kind, folder, request):
+    """What was split by a request is on two ranks what the plain model is."""
+    source, place, reference = folder / "source", folder / "split", folder / REFERENCE
+    write_reference(kind, source, reference)
+    found = worst(ranks("pair", check, kind.__name__, source, place, request, reference))
     assert not isinstance(found, str), found
     assert (found[0] < 1e-4, found[1], found[2] < 1e-3) == (True, True, True)
 

@@ -95,7 +95,12 @@ def _proof_lines(report: "ProofReport") -> list[str]:
     lines += [f"not tried: {text}" for text in report.skipped]
     lines += [f"not reached, as the small model has no such tensor: {name}" for name in report.unreached]
     tried = ", ".join(str(proof.tp) for proof in report.proofs)
-    return [*lines, f"proven for tp {tried}" if report.is_proven else "not proven: do not split by this plan"]
+    if report.is_proven:
+        return [*lines, f"proven for tp {tried}"]
+    return [
+        *lines,
+        "not proven: do not split by this plan" if tried else "neither proven nor refuted: nothing was tried",
+    ]
 
 
 def _plan_lines(report: "PlanReport") -> list[str]:

@@ -115,7 +115,8 @@ def _kinds(
     if rule.unfused and hasattr(module, rule.unfused):
         yield Unfused, {}
     if rule.shared_output is not None:
-        rows = {"rows": module.weight.shape[0]} if isinstance(getattr(module, "weight", None), Tensor) else {}
+        weight = getattr(module, "weight", None)
+        rows = {"rows": weight.shape[0]} if isinstance(weight, Tensor) else {}
         yield SharedOutput, {"num_shared": scope.on_rank(rule.shared_output, axis.size, **rows)}
     if rule.copied_input:
         yield CopiedInput, {}

@@ -197,7 +197,8 @@ class Family:
     Attributes:
         name: the file's name without its ending.
         model_types: the values of config.json's ``model_type`` that it serves.
-        prefix: what tensor names may lack at their beginning, as in checkpoints of a bare base model.
+        prefix: what tensor names may lack at their beginning, as in checkpoints of a bare base model; and what they may
+            have there in its place, as layers of the same kind in another part of the model.
         inherits: the family that has what this one does not say; "" for none.
         config: what fields that a config may leave out are then: expressions, or true or false.
         units: name to unit.
@@ -209,7 +210,7 @@ class Family:
     name: str
     model_types: tuple[str, ...] = ()
     inherits: str = ""
-    prefix: str = ""
+    prefix: tuple[str, ...] = ()
     config: Mapping[str, str | int] | None = None
     units: Mapping[str, UnitRule] | None = None
     rules: tuple[Rule, ...] = ()

@@ -67,8 +67,8 @@ def parse_plan_file(name: str, text: str) -> Family:
 
 
 _FAMILY_KEYS = {
-    "model_types": list, "inherits": str, "prefix": str, "config": dict, "units": dict, "rules": dict, "modules": dict,
-    "parts": dict,
+    "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
+    "modules": dict, "parts": dict,
 }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def _parse_family(name: str, data: dict[str, Any], origin: str) -> Family:
             name=name,
             model_types=tuple(data.get("model_types", ())),
             inherits=data.get("inherits", ""),
-            prefix=data.get("prefix", ""),
+            prefix=_parse_prefix(data.get("prefix", [])),
             config=data.get("config", {}),
             units={key: _parse_unit(key, unit) for key, unit in data.get("units", {}).items()},
             rules=tuple(_parse_rules(data.get("rules", {}), origin)),
@@ -91,6 +91,13 @@ def _parse_family(name: str, data: dict[str, Any], origin: str) -> Family:
     except ValueError as error:
         raise PlanError(f"{origin}: {error}") from error
     return family
+
+
+def _parse_prefix(data: str | list[Any]) -> tuple[str, ...]:
+    prefixes = (data,) if isinstance(data, str) else tuple(data)
+    if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
+        raise ValueError("prefix is what names begin with, or a list of that")
+    return prefixes
 
 
 def _parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOML holds

@@ -56,13 +56,18 @@ def pattern_for(name: str) -> str:
     return _NUMBER.sub(".*", f"{module if leaf in _LEAVES else name}.")[:-1]
 
 
-def name_regex(pattern: str, prefix: str = "") -> str:
-    """What full names have to match for a pattern, whose beginning may be missing if it is ``prefix``."""
+def name_regex(pattern: str, prefixes: Sequence[str] = ()) -> str:
+    """What full names have to match for a pattern.
+
+    Args:
+        pattern: see above.
+        prefixes: where it begins with the first of these, another of them may stand instead, or none.
+    """
     start = ""
     if pattern.startswith("**."):
         start, pattern = r"(?:.+\.)?", pattern[3:]
-    elif prefix and pattern.startswith(prefix):
-        start, pattern = f"(?:{re.escape(prefix)})?", pattern[len(prefix) :]
+    elif prefixes and pattern.startswith(prefixes[0]):
+        start, pattern = f"(?:{'|'.join(map(re.escape, prefixes))})?", pattern[len(prefixes[0]) :]
     tokens = re.split(rf"(\*|{CHOICE.pattern})", pattern)
     return start + "".join(_token(token) for token in tokens)
 

@@ -115,8 +115,7 @@ def prove(src: StrPath, *, tps: Sequence[int] = (), **options: Unpack[PlanOption
         model.save_pretrained(folder / SMALL)
         small = open_source(folder / SMALL)
         resolver = resolve(small.specs, small.config, request).resolver
-        plans, skipped = _plans(resolver, tps or PROOF_TPS)
-        plans |= {} if tps else _plans(resolver, _BEYOND)[0]
+        plans, skipped = _tried(resolver, tps)
         proofs = _proofs(folder, type(model), small, plans, request)
         numel = sum(parameter.numel() for parameter in model.parameters())
     return ProofReport(
@@ -242,6 +241,12 @@ def _is_shared_out(placement: Placement) -> bool:
 def _kinds(names: Iterable[str]) -> set[str]:
     """Names with a star for each number: the same in all layers."""
     return {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
+
+
+def _tried(resolver: Resolver, tps: Sequence[int]) -> tuple[dict[int, Plan], list[str]]:
+    """As :func:`_plans`; if none are asked for, of those that are usual, and beyond if that is allowed."""
+    plans, skipped = _plans(resolver, tps or PROOF_TPS)
+    return plans | ({} if tps else _plans(resolver, _BEYOND)[0]), skipped
 
 
 def _plans(resolver: Resolver, tps: Sequence[int]) -> tuple[dict[int, Plan], list[str]]:
