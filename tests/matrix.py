@@ -32,13 +32,13 @@ from shardconv.errors import PlanError
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import compare, write_reference
-from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT, REFERENCE, cut_share
+from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT, PROOF_TPS, REFERENCE, cut_share
 from shardconv.proof.small import build_small, default_config, small_fields
 
 vision.declare_operators()
 
 ROOT = Path(__file__).parents[1]
-LAYOUTS = {2: "pair", 4: "four"}
+LAYOUTS = {2: "pair", 4: "four", 8: "eight"}
 #: What a rank may hold more than its part, as bytes of matrices.
 LEAST_CUT = 0.95
 
@@ -172,7 +172,7 @@ def worst(found: list[Any]) -> tuple[float, bool | None, float | None, str] | st
 
 
 def try_type(
-    run: Any, home: Path, kind: str, model_type: str, tps: Iterable[int] = LAYOUTS, *, at_default_size: bool = True
+    run: Any, home: Path, kind: str, model_type: str, tps: Iterable[int] = PROOF_TPS, *, at_default_size: bool = True
 ) -> Row:
     """The line of one type; the share that is cut is that of its default size, or of the small one: quicker."""
     source = home / "source"

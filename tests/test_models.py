@@ -36,7 +36,7 @@ def test_a_type_of_every_family(ranks, tmp_path, family):
 
 
 def test_eight_ranks(tmp_path):
-    """Fewer kv heads than ranks: two and one, of eight query heads."""
+    """Fewer kv heads than ranks: two and one, of eight query heads; and more ranks than heads of any kind."""
     with ranks_in(tmp_path, 8) as eight_ranks:
         for name in ("llama", "falcon-7b"):
             folder = tmp_path / name
@@ -48,6 +48,9 @@ def test_eight_ranks(tmp_path):
             assert any(planned.placement.has_copies for planned in plan.tensors.values())
             assert cut_share(opened.specs, plan) > 0.9
             assert compared(eight_ranks, "eight", type(made), folder, PlanRequest()) == "right"
+        for model_type in ("funnel", "mamba2", "swin", "xlnet"):  # which may be cut for more ranks than it has heads
+            row = try_type(eight_ranks, tmp_path, KIND_OF[model_type], model_type, [8], at_default_size=False)
+            assert row.verdicts == ("right",), row
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3n_text", "wav2vec2"])

@@ -12,6 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from shardconv.checkpoint.merge import merge
 from shardconv.checkpoint.split import split
+from shardconv.errors import PlanError
+from shardconv.plan.family_file import parse_plan_file
+from shardconv.plan.matcher import name_regex
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import REFERENCE
@@ -54,6 +57,18 @@ HUB = {
         "",
         {f"model.layers.2.{name}": size for name, size in NEXTN.items()},
     ),
+    "step3p7": (
+        r"model\.layers\.1\.",
+        "model.layers.2.",
+        "",
+        {
+            "model.layers.2.enorm.weight": 0,
+            "model.layers.2.hnorm.weight": 0,
+            "model.layers.2.eh_proj.weight": 2,
+            "model.layers.2.transformer.shared_head.norm.weight": 0,
+            "model.layers.2.transformer.shared_head.output.weight": 1,
+        },
+    ),
     "longcat_flash": (
         r"model\.layers\.0\.(?=self_attn\.0)",
         "model.mtp.layers.0.",
@@ -76,6 +91,8 @@ HUB = {
         {f"mtp.layers.0.{name}": size for name, size in NEXTN.items()},
     ),
 }  # fmt: skip
+#: Of what is added, the dim that is cut; all else is whole on every rank.
+CUT = {r"embed_tokens|up_proj|shared_head.output": 0, "down_proj": 1}
 #: Of models with and without images the ones with: their names differ.
 KIND_OF = {model_type: kind for kind, names in KINDS.items() for model_type in names}
 
@@ -94,7 +111,7 @@ def with_mtp(source, model_type):
     drawn = {name: torch.randn(shape) for name, shape in shapes.items() if name not in of_layer}
     copied = {new: tensors[name].clone() for new, name in of_layer.items()}
     save_file({**tensors, **copied, **drawn}, source / "model.safetensors", metadata={"format": "pt"})
-    return of_layer, set(drawn)
+    return of_layer, drawn
 
 
 @pytest.mark.parametrize("model_type", HUB)
@@ -110,9 +127,26 @@ def test_layers_behind_the_last(ranks, tmp_path, model_type):
     shards = [load_file(path) for path in sorted((tmp_path / "split").glob("*-of-*.safetensors"))]
     for new, name in of_layer.items():
         assert all(torch.equal(shard[new], shard[name]) for shard in shards), new
+    for name, tensor in drawn.items():
+        dim = next((dim for pattern, dim in CUT.items() if re.search(pattern, name)), None)
+        whole = shards[0][name] if dim is None else torch.cat([shard[name] for shard in shards], dim)
+        assert shards[1][name].numel() == tensor.numel() // (1 if dim is None else 2), name
+        assert torch.equal(whole, tensor), name
     merge(tmp_path / "split", tmp_path / "merged")
     assert (tmp_path / "merged/model.safetensors").read_bytes() == (tmp_path / "source/model.safetensors").read_bytes()
     source, place = tmp_path / "source", tmp_path / "split"
     found = worst(ranks("pair", check, type(made).__name__, source, place, PlanRequest(), tmp_path / REFERENCE))
     assert not isinstance(found, str), found
     assert (found[0] < 1e-4, found[1] is not False) == (True, True)
+
+
+def test_what_stands_in_the_place_of_a_prefix():
+    regex = re.compile(name_regex("model.layers.*.norm", ("model.", "mtp.")))
+    assert all(regex.fullmatch(f"{start}layers.0.norm") for start in ("model.", "mtp.", ""))
+    assert not any(regex.fullmatch(f"{start}layers.0.norm") for start in ("mtp.model.", "model.mtp.", "a.mtp.", "m."))
+    prefixes = {'"model."': ("model.",), '["model.", "mtp."]': ("model.", "mtp."), '""': (), "[]": ()}
+    for text, prefix in prefixes.items():
+        assert parse_plan_file("plan.toml", f"prefix = {text}").prefix == prefix
+    for text in ("[1]", '[""]', "1"):
+        with pytest.raises(PlanError, match="prefix"):
+            parse_plan_file("plan.toml", f"prefix = {text}")

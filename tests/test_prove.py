@@ -1,6 +1,7 @@
 """`shardconv plan --prove` and `--propose`, as users start them; and plans that are transformers' own."""
 
 import json
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -9,18 +10,16 @@ import pytest
 import torch
 from command import call, run
 from matrix import check, model_class, small, worst
-from ranks import ranks_in
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.source import open_source
-from shardconv.checkpoint.split import split_by
 from shardconv.errors import PlanError, RunError
 from shardconv.plan.family_file import NAMES_FAMILY, parse_plan_file
 from shardconv.plan.foreign import FOREIGN, foreign_family
-from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import _difference, write_reference
-from shardconv.proof.prove import REFERENCE, _model_to_try, _tried, small_model
+from shardconv.proof.prove import REFERENCE, _model_to_try, small_model
+from shardconv.proof.small import default_config
 
 CAUSAL = "causal language models"
 DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
@@ -61,23 +60,30 @@ RIGHT_FOR_SMALL_ONES = {
 }
 
 
-def test_plans_that_are_right_for_small_models_only(tmp_path):
-    made, note = _model_to_try(json.loads((DEMO / "config.json").read_text()))
-    assert note == ""
+@pytest.mark.parametrize("seen_at", RIGHT_FOR_SMALL_ONES)
+def test_plans_that_are_right_for_small_models_only(ranks, tmp_path, seen_at):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f"[units]\n{RIGHT_FOR_SMALL_ONES[seen_at]}\n")
+    config = json.loads((DEMO / "config.json").read_text())
+    made = small_model(config)
     made.save_pretrained(tmp_path / "source")
-    write_reference(type(made), tmp_path / "source", tmp_path / REFERENCE)
-    source = open_source(tmp_path / "source")
-    with ranks_in(tmp_path, 8) as eight_ranks:
-        for tp, unit in RIGHT_FOR_SMALL_ONES.items():
-            request = PlanRequest(plan_file=("plan.toml", f"[units]\n{unit}\n"))
-            plans = _tried(resolve(source.specs, source.config, request).resolver, ())[0]
-            assert tp in plans
-            place = tmp_path / f"tp{tp}"
-            split_by(source, place, plans[tp], request)
-            layout = {4: "four", 8: "eight"}[tp]
-            found = eight_ranks(layout, check, type(made).__name__, source.path, place, request, tmp_path / REFERENCE)
-            assert isinstance(worst(found), str), found  # as heads and features do not fit together
-    assert 8 not in _tried(resolve(source.specs, source.config, PlanRequest()).resolver, ())[0]
+    for tp, layout in {2: "pair", 4: "four"}.items():
+        shardconv.split(tmp_path / "source", tmp_path / "split", tp=tp, plan=plan, overwrite=True)
+        request = PlanRequest(plan_file=(plan.name, plan.read_text()))
+        assert_equal(ranks, type(made), tmp_path, request, layout)
+    report = shardconv.prove(DEMO, plan=plan)
+    assert not report.is_proven
+    proof = report.proofs[-1]
+    assert (proof.tp, proof.output, proof.is_right) == (seen_at, None, False)
+    assert re.search(r"does not run: RuntimeError: shape '\[2, 7, -1, 32\]' is invalid", proof.note)
+    assert all(other.is_right for other in report.proofs[:-1])
+
+
+def test_heads_that_cannot_be_as_large_are_named(tmp_path):
+    """xLSTM's, with its own, would be of a model that is not small."""
+    plain = model_class(CAUSAL, "xlstm")
+    config = {**default_config(plain.config_class), "architectures": [plain.__name__]}
+    assert _model_to_try(config, tmp_path)[1] == "the small model has heads of 16 features instead of 512"
 
 
 def test_heads_are_as_large_as_the_sources():
@@ -132,11 +138,11 @@ def test_plans_of_transformers(ranks, tmp_path, model_type):
     assert_equal(ranks, type(model), tmp_path, PlanRequest(FOREIGN))
 
 
-def assert_equal(ranks, kind, folder, request):
-    """What was split by a request is on two ranks what the plain model is."""
+def assert_equal(ranks, kind, folder, request, layout="pair"):
+    """What was split by a request is what the plain model is."""
     source, place, reference = folder / "source", folder / "split", folder / REFERENCE
     write_reference(kind, source, reference)
-    found = worst(ranks("pair", check, kind.__name__, source, place, request, reference))
+    found = worst(ranks(layout, check, kind.__name__, source, place, request, reference))
     assert not isinstance(found, str), found
     assert (found[0] < 1e-4, found[1], found[2] < 1e-3) == (True, True, True)
 

@@ -77,7 +77,7 @@ def _prove(src: Path, console: Console, *, tp: int | None, **options: Any) -> No
     report = prove(src, tps=() if tp is None else (tp,), **options)
     console.report(report, _proof_lines(report))
     if not report.is_proven:
-        sys.exit(3)
+        sys.exit(3 if report.proofs else 1)
 
 
 def _proof_lines(report: "ProofReport") -> list[str]:
@@ -86,10 +86,9 @@ def _proof_lines(report: "ProofReport") -> list[str]:
     for proof in report.proofs:
         tokens = {True: ", greedy tokens equal", False: ", greedy tokens DIFFERENT", None: ""}[proof.tokens]
         gradients = "" if proof.gradient is None else f", gradients to {proof.gradient:.0e}"
-        lines.append(
-            f"tp {proof.tp}: {'right' if proof.is_right else 'DIFFERENT'}: outputs to {proof.output:.0e}{gradients} of "
-            f"the largest{tokens}; {proof.cut:.0%} of the bytes of matrices are cut"
-        )
+        found = "" if proof.output is None else f"outputs to {proof.output:.0e}{gradients} of the largest{tokens}; "
+        verdict = "right" if proof.is_right else "DIFFERENT"
+        lines.append(f"tp {proof.tp}: {verdict}: {found}{proof.cut:.0%} of the bytes of matrices are cut")
     lines += list(dict.fromkeys(f"tp {proof.tp}: {proof.note}" for proof in report.proofs if proof.note))
     lines += [report.note] if report.note else []
     lines += [f"not tried: {text}" for text in report.skipped]

@@ -94,7 +94,7 @@ def _parse_family(name: str, data: dict[str, Any], origin: str) -> Family:
 
 
 def _parse_prefix(data: str | list[Any]) -> tuple[str, ...]:
-    prefixes = (data,) if isinstance(data, str) else tuple(data)
+    prefixes = tuple(data) if isinstance(data, list) else (data,) if data else ()
     if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
         raise ValueError("prefix is what names begin with, or a list of that")
     return prefixes

@@ -6,7 +6,7 @@ random numbers. What the proof does not reach, as tensors that the small model h
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -33,6 +33,8 @@ _BEYOND = (8,)
 
 #: What is in the folder of a proof: what ranks find there, and what they leave.
 TASK, SMALL, SPLIT, REFERENCE, RESULT = "task.json", "small", "tp{tp}", "reference.pt", "result-{tp}-{rank}.json"
+#: In the result of a rank on which the model does not run: why.
+PROBLEM = "problem"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +43,16 @@ class Proof:
 
     Attributes:
         tp: the number of ranks.
-        output: the largest difference of outputs, of the largest number in them; the worst rank's.
+        output: the largest difference of outputs, of the largest number in them; the worst rank's. None where the split
+            model does not run.
         tokens: whether greedy tokens are equal on all ranks; None for models that generate none.
         gradient: the largest difference of gradients, of the largest number in each; None where there are none.
         cut: the share of the bytes in matrices of which no rank holds all.
-        note: why gradients are not those of training, or not there; "" where they are.
+        note: why gradients are not those of training, or not there, or why the model does not run; else "".
     """
 
     tp: int
-    output: float
+    output: float | None
     tokens: bool | None
     gradient: float | None
     cut: float
@@ -58,7 +61,8 @@ class Proof:
     @property
     def is_right(self) -> bool:
         """Whether all differences are rounding."""
-        return self.output <= OUTPUT_LIMIT and self.tokens is not False and (self.gradient or 0.0) <= GRADIENT_LIMIT
+        is_near = self.output is not None and self.output <= OUTPUT_LIMIT
+        return is_near and self.tokens is not False and (self.gradient or 0.0) <= GRADIENT_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ class ProofReport:
         num_parameters: of the small model.
         proofs: one for each number of ranks that was tried.
         skipped: numbers of ranks that the small model cannot be cut for, and why.
-        note: why the heads of the small model are smaller than those of the source; "" where they are as large.
+        note: which heads of the small model are smaller than those of the source; "" where none are.
         unreached: kinds of tensors of the source that the small model has not, so that nothing is proven of them.
         is_proven: whether every proof is right, and there is one.
     """
@@ -111,8 +115,7 @@ def prove(src: StrPath, *, tps: Sequence[int] = (), **options: Unpack[PlanOption
     source, request = planned_source.source, planned_source.request
     with TemporaryDirectory(prefix="shardconv-") as name:
         folder = Path(name)
-        model, note = _model_to_try(source.config or {})
-        model.save_pretrained(folder / SMALL)
+        model, note = _model_to_try(source.config or {}, folder)
         small = open_source(folder / SMALL)
         resolver = resolve(small.specs, small.config, request).resolver
         plans, skipped = _tried(resolver, tps)
@@ -131,24 +134,37 @@ def prove(src: StrPath, *, tps: Sequence[int] = (), **options: Unpack[PlanOption
     )
 
 
-def _model_to_try(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """A small model, of heads of the real size where one can be made and run; and why not, where not."""
+def _model_to_try(config: Mapping[str, Any], folder: Path) -> tuple[Any, str]:
+    """A small model, written and run, of heads of the real size where one can be made; and which are smaller."""
     try:
-        model = small_model(config, has_real_heads=True)
-        return _run(model), ""
-    except RunError as error:
-        return small_model(config), f"heads are smaller than those of the source: with its own, {error}"
+        model = _written(small_model(config, has_real_heads=True), folder)
+    except RunError:
+        model = _written(small_model(config), folder)
+    return model, _smaller_heads(config, model)
 
 
-def _run(model: Any) -> Any:
-    """The model, when it has been run."""
-    import torch  # noqa: PLC0415
+def _smaller_heads(config: Mapping[str, Any], model: Any) -> str:
+    from shardconv.proof.small import head_sizes  # noqa: PLC0415 - which needs torch
 
-    from shardconv.proof.inputs import example_inputs  # noqa: PLC0415 - which needs torch
+    found = head_sizes(model.config.to_dict())
+    real = head_sizes(type(model.config).from_dict(dict(config)).to_dict())
+    smaller = [
+        f"{found[place]} features instead of {size}" + (f" in {place}" if place else "")
+        for place, size in real.items()
+        if found.get(place, size) != size
+    ]
+    return f"the small model has heads of {', '.join(smaller)}" if smaller else ""
 
+
+def _written(model: Any, folder: Path) -> Any:
+    """The model, when it is in a folder beside what it computes."""
+    from shardconv.proof.compare import write_reference  # noqa: PLC0415 - which needs torch
+
+    model.save_pretrained(folder / SMALL)
     try:
-        with torch.no_grad():
-            model(**example_inputs(model))
+        write_reference(type(model), folder / SMALL, folder / REFERENCE)
+    except OSError:
+        raise
     except Exception as error:
         raise RunError(f"a small {type(model).__name__} cannot be run: {type(error).__name__}: {error}") from error
     return model
@@ -271,12 +287,24 @@ def _proofs(
     for tp, plan in plans.items():
         split_by(small, folder / SPLIT.format(tp=tp), plan, request)
     (folder / TASK).write_text(json.dumps({"model": kind.__name__, "request": request.to_json(), "tps": [*plans]}))
-    launch(["prove-rank", str(folder)], max(plans))
-    return tuple(_proof(folder, tp, cut_share(small.specs, plan)) for tp, plan in plans.items())
+    try:
+        launch(["prove-rank", str(folder)], max(plans))
+    except RunError:
+        if not any(PROBLEM in result for tp in plans for result in _results(folder, tp)):
+            raise
+    found = {tp: _results(folder, tp) for tp in plans}
+    return tuple(_proof(tp, found[tp], cut_share(small.specs, plan)) for tp, plan in plans.items() if found[tp])
 
 
-def _proof(folder: Path, tp: int, cut: float) -> Proof:
-    found = [json.loads((folder / RESULT.format(tp=tp, rank=rank)).read_text()) for rank in range(tp)]
+def _results(folder: Path, tp: int) -> list[dict[str, Any]]:
+    """What ranks left in the folder, the earliest first."""
+    paths = folder.glob(RESULT.format(tp=tp, rank="*"))
+    return [json.loads(path.read_text()) for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)]
+
+
+def _proof(tp: int, found: list[dict[str, Any]], cut: float) -> Proof:
+    if problems := [result[PROBLEM] for result in found if PROBLEM in result]:
+        return Proof(tp, None, None, None, cut, problems[0])
     tokens = {result["tokens"] for result in found}
     return Proof(
         tp,
@@ -294,36 +322,23 @@ def prove_rank(folder: Path) -> None:
     import transformers  # noqa: PLC0415
 
     from shardconv.distributed import as_axis  # noqa: PLC0415
-    from shardconv.proof.compare import compare, write_reference  # noqa: PLC0415
+    from shardconv.proof.compare import compare  # noqa: PLC0415
 
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     task = json.loads((folder / TASK).read_text())
     kind, request = getattr(transformers, task["model"]), PlanRequest.from_json(task["request"])
     rank = dist.get_rank()
-    if rank == 0:
-        _checked_reference(write_reference, kind, folder)
-    dist.barrier()
     for tp in task["tps"]:
         group = dist.new_group(list(range(tp)))
         if rank < tp:
-            split = folder / SPLIT.format(tp=tp)
+            split, result = folder / SPLIT.format(tp=tp), folder / RESULT.format(tp=tp, rank=rank)
             try:
-                result = compare(as_axis(group), kind, folder / SMALL, split, request, folder / REFERENCE)
+                found = compare(as_axis(group), kind, folder / SMALL, split, request, folder / REFERENCE)
             except ShardconvError:
                 raise
             except Exception as error:
-                raise RunError(
-                    f"not proven: on {tp} ranks the small model, as the plan cuts it, does not run: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            (folder / RESULT.format(tp=tp, rank=rank)).write_text(json.dumps(result._asdict()))
-
-
-def _checked_reference(write: Callable[[Any, Path, Path], None], kind: Any, folder: Path) -> None:
-    try:
-        write(kind, folder / SMALL, folder / REFERENCE)
-    except OSError:
-        raise
-    except Exception as error:
-        raise RunError(f"a small {kind.__name__} cannot be run: {type(error).__name__}: {error}") from error
+                problem = f"the small model, as the plan cuts it, does not run: {type(error).__name__}: {error}"
+                result.write_text(json.dumps({PROBLEM: problem}))
+                raise RunError(problem) from error
+            result.write_text(json.dumps(found._asdict()))

@@ -60,20 +60,54 @@ def small_fields(
     return {**fields, **own}
 
 
-def real_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+def real_heads(config: Mapping[str, Any], *, is_whole: bool = True) -> dict[str, Any]:
     """The further fields of a small model whose heads have as many features as those of the real one.
 
-    A rule may be right for the heads that small models have and wrong for others, as one with a number in it.
+    A rule may be right for the heads that small models have and wrong for others, as one with a number in it. Where no
+    field says how large heads are, all that is as wide as the model gets wider; of models in the model that would not
+    fit the others, so that theirs stay small: see :func:`head_sizes`.
     """
     numbers = {name: value for name, value in config.items() if type(value) is int}
-    own: dict[str, Any] = {name: value for name, value in numbers.items() if _is_like(name, "head_dim", "qk_head_dim")}
-    heads = next((name for name in numbers if _is_like(name, "num_attention_heads") and numbers[name]), None)
-    hidden = next((numbers[name] for name in numbers if name in ("hidden_size", "d_model", "n_embd")), 0)
-    if not own and heads and hidden:
-        width = hidden // numbers[heads] * int(_small(heads, numbers[heads]))
-        own = {name: width for name in numbers if _is_like(name, "hidden_size")}
-    nested = {name: real_heads(value) for name, value in config.items() if _is_config(name, value)}
+    own: dict[str, Any] = {}
+    if any(name in numbers for name in _HEAD_FIELDS):
+        kept = [name for name in numbers if _is_like(name, *_HEAD_FIELDS) and not name.startswith("mamba")]
+        own = {name: numbers[name] for name in kept}
+    elif is_whole and (size := _head_size(config)):
+        heads = _first(numbers, _COUNTS)
+        count = _table()["types"].get(config.get("model_type"), {}).get(heads) or _small(heads, numbers[heads])
+        own = {name: size * (count or numbers[heads]) for name in numbers if _is_like(name, "hidden_size")}
+        own |= {"head_dim": size} if "head_dim" in config else {}
+    nested = {name: real_heads(value, is_whole=False) for name, value in config.items() if _is_config(name, value)}
     return own | {name: fields for name, fields in nested.items() if fields}
+
+
+#: Fields that say how many features a head of attention has; how many heads there are; and how wide the model is.
+_HEAD_FIELDS = ("head_dim", "qk_head_dim", "v_head_dim", "d_kv", "d_head", "kv_channels", "attention_head_size")
+_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads")
+_WIDTHS = ("embed_dim", "hidden_size", "d_model", "n_embd", "emb_dim", "dim")
+
+
+def _first(numbers: Mapping[str, int], names: tuple[str, ...]) -> str:
+    """The first field of these that there is, or ""."""
+    return next((name for name in names if numbers.get(name)), "")
+
+
+def _head_size(config: Mapping[str, Any]) -> int:
+    """How many features a head of attention has, by a config; 0 if it has none, or does not say."""
+    numbers = {name: value for name, value in config.items() if type(value) is int}
+    if own := _first(numbers, _HEAD_FIELDS):
+        return numbers[own]
+    heads, width = _first(numbers, _COUNTS), _first(numbers, _WIDTHS)
+    return numbers[width] // numbers[heads] if heads and width else 0
+
+
+def head_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """How many features heads have, in a model (``""``) and in the models in it, by the fields of their configs."""
+    sizes = {"": size} if (size := _head_size(config)) else {}
+    for name, value in config.items():
+        if _is_config(name, value):
+            sizes |= {f"{name}.{inner}".rstrip("."): size for inner, size in head_sizes(value).items()}
+    return sizes
 
 
 def _is_config(name: str, value: Any) -> bool:
@@ -238,8 +272,8 @@ def build_small(kind: Any, config: Any) -> Any:
 def fill(model: torch.nn.Module, *, std: float = 0.2) -> None:
     """Random numbers for what trains: large enough that each matters, around one where they were about one.
 
-    Those of wide matrices are smaller, so that what goes through them stays as large as in narrow ones. Beside it for
-    the means and variances of batch norms, which were learnt, too.
+    Those of matrices that are wide both ways are smaller, so that what goes through several stays as large as in narrow
+    ones. Beside it for the means and variances of batch norms, which were learnt, too.
     """
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
