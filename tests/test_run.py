@@ -17,6 +17,7 @@ from command import ENVIRONMENT, call, finish, run, start
 
 import shardconv
 from shardconv.errors import RunError
+from shardconv.runtime.launch import RENDEZVOUS
 from shardconv.runtime.run import RunOptions, run_rank
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
@@ -348,6 +349,27 @@ def test_no_split_checkpoint(tmp_path):
 def test_device_that_is_not_there(split):
     result = call("run", split, "--prompt", PROMPT, "--device", "cuda")
     assert (result.code, result.err) == (1, "shardconv: there is no CUDA device here: use --device cpu\n")
+
+
+#: A rank that imports transformers when torch.distributed runs, as ranks do, and says which of gloo's threads are left.
+ENDED = """
+from pathlib import Path
+from shardconv.runtime.launch import join, leave
+join()
+import transformers.models.llama.modeling_llama
+leave()
+print([name for task in Path("/proc/self/task").iterdir() if "gloo" in (name := (task / "comm").read_text())])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc which threads there are")
+def test_no_thread_is_left_at_the_end(tmp_path):
+    """One that still lets go of a message while the interpreter ends would end the process by SIGABRT."""
+    environment = {**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "1", RENDEZVOUS: f"file://{tmp_path}/rendezvous"}
+    result = subprocess.run(
+        [sys.executable, "-c", ENDED], capture_output=True, text=True, check=False, timeout=100, env=environment
+    )
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc which processes there are")

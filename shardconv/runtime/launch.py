@@ -4,6 +4,7 @@ Stands on torch's own launcher of processes. The ranks find each other by a file
 the loopback interface, so nothing of a run can be reached from elsewhere.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
 from shardconv.errors import RunError
@@ -120,7 +122,8 @@ def join() -> None:
 
 
 def leave() -> None:
-    """End ``torch.distributed`` when all ranks are done."""
+    """End ``torch.distributed`` when all ranks are done, with its threads, which must not outlive the interpreter."""
     if dist.is_initialized():
         dist.barrier()
+        gc.collect()  # models, which hold groups, in cycles
         dist.destroy_process_group()
