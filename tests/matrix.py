@@ -246,8 +246,9 @@ def table(found: list[Row]) -> str:
         f"Every model type that transformers {transformers.__version__} builds, by `make test-models`: a small model",
         "of the type with random numbers, written by `save_pretrained`, split, loaded by `shardconv.load` on 2 and 4",
         f"ranks, and compared in float32 with the plain one: outputs to {OUTPUT_LIMIT:.0e} of the largest, greedy",
-        f"tokens with a cache, and gradients of a training step to {GRADIENT_LIMIT:.0e}. *Cut* is the share of",
-        "the bytes in matrices of which no rank holds all, in a model of the type's default size.",
+        f"tokens with a cache, and gradients of a training step to {GRADIENT_LIMIT:.0e}. *Error* is the larger of",
+        "both. *Cut* is the share of the bytes in matrices of which no rank holds all, in a model of the type's",
+        "default size.",
         "",
         *summary(found),
     ]

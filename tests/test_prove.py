@@ -32,12 +32,13 @@ def test_a_right_plan_is_proven(tmp_path):
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.0.extra.weight"] = tensors["model.norm.weight"].clone()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    plan.write_text('[rules]\n"**.extra" = { style = "replicate", optional = true }\n')
+    plan.write_text('[rules]\n"**.extra" = { style = "replicate" }\n')
     result = run("plan", source, "--plan", plan, "--prove", "--json")
     assert result.code == 0, result.err
     report = json.loads(result.out)
     assert (report["is_proven"], report["model"], report["note"]) == (True, "LlamaForCausalLM", "")
     assert report["unreached"] == ["model.layers.*.extra.weight"]
+    assert report["legal_tp"][:4] == [1, 2, 4, 8]
     assert [proof["tp"] for proof in report["proofs"]] == [2, 4]
     assert all(proof["tokens"] and proof["output"] < 1e-4 and proof["cut"] > 0.99 for proof in report["proofs"])
 

@@ -139,7 +139,7 @@ def test_defaults_that_double_are_evaluated_once(checkpoint, tmp_path):
     levels = "".join(f'a{n} = "a{n + 1} + a{n + 1}"\n' for n in range(200))
     rules = '[units]\nu = { count = "a0" }\n[rules]\n"lm_head" = { style = "colwise", unit = "u" }'
     plan.write_text(f"[config]\n{levels}a200 = 1\n{rules}")
-    with pytest.raises(shardconv.PlanError, match="elements, rule 'lm_head'"):
+    with pytest.raises(shardconv.PlanError, match="elements; rule 'lm_head'"):
         shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
 
 

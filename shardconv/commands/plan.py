@@ -87,19 +87,22 @@ def _proof_lines(report: "ProofReport") -> list[str]:
         tokens = {True: ", greedy tokens equal", False: ", greedy tokens DIFFERENT", None: ""}[proof.tokens]
         gradients = "" if proof.gradient is None else f", gradients to {proof.gradient:.0e}"
         found = "" if proof.output is None else f"outputs to {proof.output:.0e}{gradients} of the largest{tokens}; "
-        verdict = "right" if proof.is_right else "DIFFERENT"
+        verdict = "right" if proof.is_right else "DIFFERENT" if found else "DOES NOT RUN"
         lines.append(f"tp {proof.tp}: {verdict}: {found}{proof.cut:.0%} of the bytes of matrices are cut")
     lines += list(dict.fromkeys(f"tp {proof.tp}: {proof.note}" for proof in report.proofs if proof.note))
     lines += [report.note] if report.note else []
     lines += [f"not tried: {text}" for text in report.skipped]
     lines += [f"not reached, as the small model has no such tensor: {name}" for name in report.unreached]
-    tried = ", ".join(str(proof.tp) for proof in report.proofs)
+    tried = [proof.tp for proof in report.proofs]
+    if report.skipped and not tried:
+        lines.append("a plan with numbers of the large model, and not fields of its config, does not fit a small one")
+    if set(tried) - set(report.legal_tp):
+        lines.append(f"legal tp of {report.source} itself: {', '.join(map(str, report.legal_tp)) or 'none'}")
+    verdict = "not proven: do not split by this plan" if tried else "neither proven nor refuted: nothing was tried"
     if report.is_proven:
-        return [*lines, f"proven for tp {tried}"]
-    return [
-        *lines,
-        "not proven: do not split by this plan" if tried else "neither proven nor refuted: nothing was tried",
-    ]
+        verdict = f"proven for tp {', '.join(map(str, tried))}"
+        verdict += ", but for what was not reached" if report.unreached else ""
+    return [*lines, verdict]
 
 
 def _plan_lines(report: "PlanReport") -> list[str]:

@@ -41,6 +41,7 @@ class PlanRequest:
         replicate: names or patterns of tensors that every rank gets whole.
         head_dim: the head size, where there is no config to say it.
         experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
+        may_miss: whether what the user says may match nothing, as on a small model that has not all tensors.
     """
 
     family: str | None = None
@@ -48,6 +49,7 @@ class PlanRequest:
     replicate: tuple[str, ...] = ()
     head_dim: int | None = None
     experts: str = "tensor"
+    may_miss: bool = False
 
     def __post_init__(self) -> None:
         if self.experts not in EXPERT_MODES:
@@ -62,6 +64,7 @@ class PlanRequest:
             "replicate": list(self.replicate),
             "head_dim": self.head_dim,
             "experts": self.experts,
+            **({"may_miss": True} if self.may_miss else {}),  # of proofs only
         }
 
     @classmethod
@@ -74,7 +77,8 @@ class PlanRequest:
         try:
             plan_file = tuple(data["plan_file"]) if data["plan_file"] else None
             experts = data.get("experts", "tensor")
-            return cls(data["family"], plan_file, tuple(data["replicate"]), data["head_dim"], experts)
+            replicate, may_miss = tuple(data["replicate"]), data.get("may_miss", False)
+            return cls(data["family"], plan_file, replicate, data["head_dim"], experts, may_miss)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a plan request: {error!r}") from error
 
@@ -115,19 +119,21 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         assumed.append(
             "planned by transformers' own plan for the type; shardconv plan --prove tells whether it is right"
         )
-    required: list[Rule] = []
+    asked: list[Rule] = []
     if user is not None:
-        required += user.rules
+        asked += user.rules
         modules = tuple(replace(rule, is_required=True) for rule in user.modules)
+        assumed.append(f"the rules of {user.name} come first; shardconv plan --prove tells whether they are right")
         family = replace(user, name=family.name, modules=modules).over(family)
     if request.replicate:
         rules = tuple(map(_replicated, request.replicate))
         assumed += [
             f"{name} is whole on every rank, as asked; what belongs to it may be cut" for name in request.replicate
         ]
-        required += rules
+        asked += rules
         family = Family(family.name, rules=rules).over(family)
     experts = request.experts == "expert"
+    required = [] if request.may_miss else asked
     resolver = Resolver(tensors, config, family, required=required, unsure=unsure, deals_experts=experts)
     return Resolution(resolver, tuple(assumed))
 

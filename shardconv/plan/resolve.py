@@ -218,10 +218,11 @@ class Resolver:
         expected = groups * sum(unit.count * unit.size for unit in units)
         if expected != size:
             read = ", ".join(f"{key}={value}" for key, value in fields.read.items())
+            parts = " and ".join(dict.fromkeys(map(str, names)))
             raise PlanError(
-                f"{name}: dim {dim} has {size} elements, rule {rule.pattern!r} and the config ({read}) expect "
-                f"{expected}: the config is not this checkpoint's, or the family does not fit; give --config, "
-                f"--family or --plan"
+                f"{name}: dim {dim} has {size} elements; rule {rule.pattern!r} of {rule.origin}, with units {parts}, "
+                f"and the config ({read}) expect {expected}: the config is not this checkpoint's, or the family, or a "
+                f"plan file, does not fit it; give --config, --family or another --plan"
             )
         return cut(dim, units, tp, groups=groups)
 

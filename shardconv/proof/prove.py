@@ -77,6 +77,7 @@ class ProofReport:
         proofs: one for each number of ranks that was tried.
         skipped: numbers of ranks that the small model cannot be cut for, and why.
         note: which heads of the small model are smaller than those of the source; "" where none are.
+        legal_tp: the numbers of ranks for which the source itself can be cut.
         unreached: kinds of tensors of the source that the small model has not, so that nothing is proven of them.
         is_proven: whether every proof is right, and there is one.
     """
@@ -88,6 +89,7 @@ class ProofReport:
     proofs: tuple[Proof, ...]
     skipped: tuple[str, ...]
     note: str
+    legal_tp: tuple[int, ...]
     unreached: tuple[str, ...]
     is_proven: bool
 
@@ -112,7 +114,7 @@ def prove(src: StrPath, *, tps: Sequence[int] = (), **options: Unpack[PlanOption
         True
     """
     planned_source = plan_source(src, **options)
-    source, request = planned_source.source, planned_source.request
+    source, request = planned_source.source, replace(planned_source.request, may_miss=True)
     with TemporaryDirectory(prefix="shardconv-") as name:
         folder = Path(name)
         model, note = _model_to_try(source.config or {}, folder)
@@ -129,6 +131,7 @@ def prove(src: StrPath, *, tps: Sequence[int] = (), **options: Unpack[PlanOption
         proofs=proofs,
         skipped=tuple(skipped),
         note=note,
+        legal_tp=planned_source.resolution.resolver.legal_sizes().legal,
         unreached=tuple(sorted(_kinds(source.specs) - _kinds(small.specs))),
         is_proven=bool(proofs) and all(proof.is_right for proof in proofs),
     )

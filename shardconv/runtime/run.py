@@ -161,7 +161,15 @@ def run_rank(
     clock = _Clock(tokenizer, write if is_first and len(texts) == 1 else None)
     differences, error = None, None
     with torch.inference_mode():
-        outputs = _answer(model, tokenizer, inputs, options, clock)
+        try:
+            outputs = _answer(model, tokenizer, inputs, options, clock)
+        except RuntimeError as problem:
+            if manifest.request.plan_file is None:
+                raise
+            raise RunError(
+                f"{path}: cut by {manifest.request.plan_file[0]}, the model does not run, which shardconv plan --prove "
+                f"would have told: {problem}"
+            ) from problem
         if options.check is not None:
             differences, error = _compare(model, inputs, outputs, options, is_first=is_first)
     memory = _everyones(_peak_memory(model.device))
