@@ -503,7 +503,7 @@ def test_a_plan_file_may_name_the_family(checkpoint, tmp_path):
     (tmp_path / "mine.toml").write_text('inherits = "phi3"\n[rules]\n"lm_head" = { style = "replicate" }\n')
     plan = shardconv.make_plan(unknown, tp=2, plan=tmp_path / "mine.toml")
     known = shardconv.make_plan(unknown, tp=2, family="phi3", replicate=("lm_head",))
-    assert plan.assumed == ()
+    assert plan.assumed == ("the rules of mine.toml come first; shardconv plan --prove tells whether they are right",)
     assert known.assumed == ("lm_head is whole on every rank, as asked; what belongs to it may be cut",)
     assert all(plan.placement(name) == known.placement(name) for name in known.tensors)
 
