@@ -1,11 +1,14 @@
 """`shardconv plan --prove` and `--propose`, as users start them; and plans that are transformers' own."""
 
 import json
+import random
 import re
 import shutil
 import tomllib
+from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from command import call, run
@@ -17,7 +20,7 @@ from shardconv.errors import PlanError, RunError
 from shardconv.plan.family_file import NAMES_FAMILY, parse_plan_file
 from shardconv.plan.foreign import FOREIGN, foreign_family
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.compare import _difference, write_reference
+from shardconv.proof.compare import Reference, _difference, write_reference
 from shardconv.proof.prove import REFERENCE, _model_to_try, small_model
 from shardconv.proof.small import default_config
 
@@ -85,6 +88,29 @@ def test_heads_that_cannot_be_as_large_are_named(tmp_path):
     plain = model_class(CAUSAL, "xlstm")
     config = {**default_config(plain.config_class), "architectures": [plain.__name__]}
     assert _model_to_try(config, tmp_path)[1] == "the small model has heads of 16 features instead of 512"
+
+
+def test_nothing_of_the_callers_settings_counts(tmp_path):
+    """And nothing of them is changed."""
+    config = json.loads((DEMO / "config.json").read_text())
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    made, references = [], []
+    for folder in (tmp_path / "as-usual", tmp_path / "otherwise"):
+        folder.mkdir()
+        with ExitStack() as settings:
+            if made:
+                settings.enter_context(torch.inference_mode())
+                settings.enter_context(torch.device("meta"))
+                settings.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float64)
+            made.append(_model_to_try(config, folder)[0])
+        references.append(Reference(*torch.load(folder / REFERENCE)))
+    assert (torch.get_rng_state().equal(states[0]), random.getstate() == states[1]) == (True, True)
+    assert np.random.get_state()[1].tolist() == states[2]
+    usual, other = references
+    assert torch.equal(usual.output["logits"], other.output["logits"])
+    assert usual.gradients
+    assert all(torch.equal(gradient, other.gradients[name]) for name, gradient in usual.gradients.items())
 
 
 def test_heads_are_as_large_as_the_sources():

@@ -5,9 +5,7 @@ ranks, and the split one on each rank.
 """
 
 import random
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from shardconv.convert.whole import DRAWN, finish
 from shardconv.distributed import Axis
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.request import PlanRequest
+from shardconv.proof.alone import alone
 from shardconv.proof.inputs import can_generate_text, example_inputs
 
 #: Tokens that are generated to compare them.
@@ -64,23 +63,7 @@ class Reference(NamedTuple):
     note: str
 
 
-@contextmanager
-def _one_thread_no_warnings() -> Iterator[None]:
-    """How many threads there are decides how sums are taken, which some small models make much of.
-
-    Warnings are for those who run models, not for those who compare them.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@_one_thread_no_warnings()
+@alone()
 def write_reference(kind: Any, source: Path, path: Path) -> None:
     """Run the plain model once, for all ranks and numbers of them.
 
@@ -118,7 +101,7 @@ def _gradients(
     return {name: parameter.grad for name, parameter in plain.named_parameters(remove_duplicate=False)}, ""
 
 
-@_one_thread_no_warnings()
+@alone()
 def compare(axis: Axis, kind: Any, source: Path, split: Path, request: PlanRequest, reference: Path) -> Comparison:
     """Compare on this rank; all ranks call it.
 

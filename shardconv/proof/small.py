@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from shardconv.proof.alone import alone
+
 #: More parameters than this are no small model: some field that makes it large is not known.
 MAX_NUMEL = 20_000_000
 
@@ -244,6 +246,7 @@ def _small(name: str, value: Any) -> Any:
     return line[1] if is_number else [line[1]] * len(value)
 
 
+@alone()
 def build_small(kind: Any, config: Any) -> Any:
     """A small model of a class of transformers, in float32, with random numbers everywhere.
 
