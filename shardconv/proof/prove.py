@@ -139,10 +139,14 @@ def prove(src: StrPath, *, tps: Sequence[int] = (), **options: Unpack[PlanOption
 
 def _model_to_try(config: Mapping[str, Any], folder: Path) -> tuple[Any, str]:
     """A small model, written and run, of heads of the real size where one can be made; and which are smaller."""
-    try:
-        model = _written(small_model(config, has_real_heads=True), folder)
-    except RunError:
-        model = _written(small_model(config), folder)
+    _transformers()
+    from shardconv.proof.alone import alone  # noqa: PLC0415 - which needs it
+
+    with alone():
+        try:
+            model = _written(small_model(config, has_real_heads=True), folder)
+        except RunError:
+            model = _written(small_model(config), folder)
     return model, _smaller_heads(config, model)
 
 
@@ -173,6 +177,14 @@ def _written(model: Any, folder: Path) -> Any:
     return model
 
 
+def _transformers() -> Any:
+    try:
+        import transformers  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
+    return transformers
+
+
 def small_model(config: Mapping[str, Any], *, has_real_heads: bool = False) -> Any:
     """A small model of the class that a config names, with random numbers.
 
@@ -183,10 +195,7 @@ def small_model(config: Mapping[str, Any], *, has_real_heads: bool = False) -> A
     Raises:
         RunError: if transformers has no such class, or it cannot be built small.
     """
-    try:
-        import transformers  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
+    transformers = _transformers()
     from shardconv.proof.small import build_small, real_heads, small_fields  # noqa: PLC0415 - which needs torch
 
     transformers.logging.disable_progress_bar()
