@@ -5,7 +5,6 @@ No logic, and no import of numpy or torch before a command runs.
 
 import gc
 import os
-import re
 import signal
 import sys
 from contextlib import nullcontext
@@ -271,12 +270,11 @@ def _end_rank(error: BaseException) -> int:
 
 def _is_others(error: BaseException) -> bool:
     """Whether another process says it better: one that failed or was lost, or the first where all say the same."""
-    from shardconv.errors import PeerError, WorldSizeError
+    from shardconv.errors import PeerError, WorldSizeError, is_lost
 
     if isinstance(error, WorldSizeError):
         return os.environ["RANK"] != "0"
-    is_lost = isinstance(error, RuntimeError) and re.search("(gloo|nccl|[Cc]onnection|TCPStore|FileStore)", str(error))
-    return isinstance(error, PeerError) or bool(is_lost)
+    return isinstance(error, PeerError) or is_lost(error)
 
 
 def main() -> NoReturn:

@@ -13,6 +13,8 @@
 A message is one text: what, which file, tensor and rank, got and expected, what to do.
 """
 
+import re
+
 
 class ShardconvError(Exception):
     """Base of every error that shardconv raises on purpose."""
@@ -56,3 +58,9 @@ class PeerError(RunError):
 
 class WorldSizeError(RunError):
     """There are not as many processes as ranks, which each of them sees by itself."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error is that of a connection between ranks, so that another rank says better what went wrong."""
+    lost = re.compile("gloo|nccl|[Cc]onnection|TCPStore|FileStore")
+    return isinstance(error, RuntimeError) and lost.search(str(error)) is not None

@@ -18,7 +18,7 @@ from command import ENVIRONMENT, call, finish, run, start
 import shardconv
 from shardconv.errors import RunError
 from shardconv.runtime.launch import RENDEZVOUS
-from shardconv.runtime.run import RunOptions, run_rank
+from shardconv.runtime.run import RunOptions, _plan_file_is_told, run_rank
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
 PROMPT = "The import statement"
@@ -303,6 +303,18 @@ def test_several_prompts_are_told_apart(single):
     result = run("run", single, "--prompt", PROMPT, "--prompt", "A list", "--device", "cpu", "--check", DEMO)
     assert result.code == 0, result.err
     assert re.fullmatch(rf"> {PROMPT}\n.+\n> A list\n.+", result.out, re.DOTALL)
+
+
+def test_a_model_that_a_plan_file_cut_wrong():
+    for raised, plan_file, expected in (
+        (RuntimeError("shape"), ("mine.toml", ""), (RunError, "cut by mine.toml, the model does not run.*: shape")),
+        (RuntimeError("shape"), None, (RuntimeError, "^shape$")),
+        (RuntimeError("Connection closed by peer"), ("mine.toml", ""), (RuntimeError, "^Connection")),
+        (torch.OutOfMemoryError("full"), ("mine.toml", ""), (torch.OutOfMemoryError, "^full$")),
+        (RunError("no mask"), ("mine.toml", ""), (RunError, "^no mask$")),
+    ):
+        with pytest.raises(expected[0], match=expected[1]), _plan_file_is_told(Path("split"), plan_file):
+            raise raised
 
 
 def test_more_tokens_than_positions(single):

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.split import split_by
-from shardconv.errors import PlanError, RunError, ShardconvError
+from shardconv.errors import PlanError, RunError, ShardconvError, is_lost
 from shardconv.plan.matcher import Matcher, name_regex
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
@@ -198,7 +198,6 @@ def small_model(config: Mapping[str, Any], *, has_real_heads: bool = False) -> A
     transformers = _transformers()
     from shardconv.proof.small import build_small, real_heads, small_fields  # noqa: PLC0415 - which needs torch
 
-    transformers.logging.disable_progress_bar()
     names = config.get("architectures")
     names = names if isinstance(names, list) and names else [None]
     kind = getattr(transformers, str(names[0]), None)
@@ -336,8 +335,6 @@ def prove_rank(folder: Path) -> None:
     from shardconv.distributed import as_axis  # noqa: PLC0415
     from shardconv.proof.compare import compare  # noqa: PLC0415
 
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
     task = json.loads((folder / TASK).read_text())
     kind, request = getattr(transformers, task["model"]), PlanRequest.from_json(task["request"])
     rank = dist.get_rank()
@@ -350,6 +347,8 @@ def prove_rank(folder: Path) -> None:
             except ShardconvError:
                 raise
             except Exception as error:
+                if is_lost(error):
+                    raise
                 problem = f"the small model, as the plan cuts it, does not run: {type(error).__name__}: {error}"
                 result.write_text(json.dumps({PROBLEM: problem}))
                 raise RunError(problem) from error

@@ -66,8 +66,8 @@ def real_heads(config: Mapping[str, Any], *, is_whole: bool = True) -> dict[str,
     """The further fields of a small model whose heads have as many features as those of the real one.
 
     A rule may be right for the heads that small models have and wrong for others, as one with a number in it. Where no
-    field says how large heads are, all that is as wide as the model gets wider; of models in the model that would not
-    fit the others, so that theirs stay small: see :func:`head_sizes`.
+    field says how large heads are, all that is as wide as the model gets wider; but not in a model in the model, which
+    would not fit the others then: its heads stay small, as :func:`head_sizes` tells.
     """
     numbers = {name: value for name, value in config.items() if type(value) is int}
     own: dict[str, Any] = {}

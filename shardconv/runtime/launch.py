@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn
+import torch.distributed.nn  # before there is a world: it keeps for ever the one that there is when it is imported
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
 from shardconv.errors import RunError

@@ -8,8 +8,8 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.manifest import read_manifest
-from shardconv.errors import RunError, SplitCheckpointError
+from shardconv.errors import RunError, SplitCheckpointError, is_lost
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.load import load
 
@@ -161,15 +161,8 @@ def run_rank(
     clock = _Clock(tokenizer, write if is_first and len(texts) == 1 else None)
     differences, error = None, None
     with torch.inference_mode():
-        try:
+        with _plan_file_is_told(path, manifest.request.plan_file):
             outputs = _answer(model, tokenizer, inputs, options, clock)
-        except RuntimeError as problem:
-            if manifest.request.plan_file is None:
-                raise
-            raise RunError(
-                f"{path}: cut by {manifest.request.plan_file[0]}, the model does not run, which shardconv plan --prove "
-                f"would have told: {problem}"
-            ) from problem
         if options.check is not None:
             differences, error = _compare(model, inputs, outputs, options, is_first=is_first)
     memory = _everyones(_peak_memory(model.device))
@@ -188,6 +181,20 @@ def run_rank(
         error=error,
         notes=tuple(_notes(model, outputs)),
     )
+
+
+@contextmanager
+def _plan_file_is_told(path: Path, plan_file: tuple[str, str] | None) -> Iterator[None]:
+    """What a model says whose parts do not fit together is no internal error where a user's plan file cut it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if plan_file is None or isinstance(error, torch.OutOfMemoryError) or is_lost(error):
+            raise
+        raise RunError(
+            f"{path}: cut by {plan_file[0]}, the model does not run; shardconv plan --prove tells whether that is the "
+            f"plan's fault: {error}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
