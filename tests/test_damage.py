@@ -365,7 +365,7 @@ def test_newer_manifest(folder):
 
 
 @pytest.mark.parametrize(
-    "key", ["created_by", "tp", "plan", "request", "source", "side_files", "checksums", "manifest_checksum"]
+    "key", ["created_by", "tp", "plan", "request", "source", "auxiliary_files", "checksums", "manifest_checksum"]
 )
 def test_one_field_changed(folder, key):
     change_manifest(folder, lambda data: data.update({key: 0}), sign=False)
@@ -388,11 +388,11 @@ EVIL_NAMES = [
 def test_names_that_lead_out_of_the_folder(folder, where, name):
     def change(data: dict[str, Any]) -> None:
         if where == "part":
-            data["source"]["parts"][0]["name"] = name
+            data["source"]["files"][0]["name"] = name
         elif where == "index":
             data["source"]["index"][0] = name
         else:
-            data["side_files"][name] = "0" * 32
+            data["auxiliary_files"][name] = "0" * 32
 
     (folder.parent / "evil").write_text("not to be read")
     change_manifest(folder, change)
@@ -401,7 +401,7 @@ def test_names_that_lead_out_of_the_folder(folder, where, name):
 
 @pytest.mark.parametrize("name", ["shardconv.json", RANK_FILES[0], "model-00001-of-00002.safetensors"])
 def test_side_files_that_would_overwrite_others(folder, name):
-    change_manifest(folder, lambda data: data["side_files"].update({name: "0" * 32}))
+    change_manifest(folder, lambda data: data["auxiliary_files"].update({name: "0" * 32}))
     check_refused(folder, "two of its files have one name", verified=False)
 
 

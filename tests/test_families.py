@@ -19,7 +19,8 @@ from torch.nn.functional import pad
 
 import shardconv
 from shardconv.errors import PlanError
-from shardconv.plan.family_file import NAMES_FAMILY, family_names, load_family
+from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.family_file import family_names, load_family
 
 TPS = (1, 2, 4, 8)
 

@@ -6,14 +6,14 @@ from shardconv.checkpoint.layout import lay_out_ranks
 from shardconv.plan.placement import Interval, Placement, Unit, cut
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
 
-REASON = Reason("test", "*", "colwise")
+HOW = "colwise", (), Reason("test", "*")
 
 
 def test_a_header_for_all_ranks_whose_shards_have_equal_shapes():
     """Else those of a checkpoint with very many tensors, on many ranks, would take gigabytes."""
     names = [f"experts.{number}.up.weight" for number in range(50)]
     tensors = dict.fromkeys(names, TensorSpec("F32", (64, 4)))
-    plan = Plan(16, "test", dict.fromkeys(names, TensorPlan(cut(0, [Unit(64)], 16), REASON)))
+    plan = Plan(16, "test", dict.fromkeys(names, TensorPlan(cut(0, [Unit(64)], 16), *HOW)))
     layout = lay_out_ranks(tensors, plan, {})
     assert {id(header) for header in layout.headers} == {id(layout.headers[0])}
 
@@ -22,7 +22,7 @@ def test_ranks_whose_shards_have_different_shapes():
     """No rule makes such a placement, and nothing depends on that."""
     uneven = Placement(0, 5, ((Interval(0, 1),), (Interval(1, 4),), (Interval(4, 5),)))
     tensors = {"a": TensorSpec("F32", (5, 2)), "b": TensorSpec("U8", (3,))}
-    plans = {"a": TensorPlan(uneven, REASON), "b": TensorPlan(Placement.replicated(3), REASON)}
+    plans = {"a": TensorPlan(uneven, *HOW), "b": TensorPlan(Placement.replicated(3), *HOW)}
     layout = lay_out_ranks(tensors, Plan(3, "test", plans), {})
     entries = [json.loads(header.raw) for header in layout.headers]
     assert [entry["a"]["shape"] for entry in entries] == [[1, 2], [3, 2], [1, 2]]

@@ -11,7 +11,8 @@ from ranks import ranks_in
 
 from shardconv.checkpoint.source import open_source
 from shardconv.checkpoint.split import split
-from shardconv.plan.family_file import NAMES_FAMILY, family_names, load_family
+from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.family_file import family_names, load_family
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import REFERENCE, cut_share

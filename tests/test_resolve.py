@@ -12,6 +12,7 @@ from shardconv.plan.family_file import load_family, parse_plan_file
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import Resolver
+from shardconv.plan.submodels import rules_for
 
 
 def fp8(path, plan: str, tmp_path, *, rows: int = 256, columns: int = 1024) -> dict[str, object]:
@@ -187,7 +188,7 @@ def test_a_part_may_name_its_family():
         "language_model.model.blocks.0.self_attn.o_proj.weight": TensorSpec("F32", (64, 32)),
         "lm_head.weight": TensorSpec("F32", (96, 64)),
     }
-    plan = Resolver(tensors, {"text_config": text}, load_family("kimi_k25")).plan(2)
+    plan = Resolver(tensors, rules_for(load_family("kimi_k25"), {"text_config": text})).plan(2)
     assert [planned.placement.dim for planned in plan.tensors.values()] == [1, 0]
 
 
@@ -203,7 +204,7 @@ def test_norms_with_a_row_for_each_head_are_cut_by_rows():
     tensors = {
         f"model.layers.0.self_attn.{name}": TensorSpec("F32", (4 if name[0] == "q" else 2, 16)) for name in names
     }
-    plan = Resolver(tensors, config, load_family("chameleon")).plan(4)
+    plan = Resolver(tensors, rules_for(load_family("chameleon"), config)).plan(4)
     held = [(planned.placement.dim, planned.placement.local_size(0)) for planned in plan.tensors.values()]
     assert held == [(0, 1)] * 4
 

@@ -175,7 +175,7 @@ def test_the_true_vocabulary_is_in_the_manifest(tmp_path):
     source = write_checkpoint(tmp_path / "model")
     shardconv.split(source, tmp_path / "out", tp=4)
     plan = json.loads((tmp_path / "out" / "shardconv.json").read_text())["plan"]
-    placement = plan["rules"][plan["tensors"]["lm_head.weight"]]["placement"]
+    placement = plan["placements"][plan["tensors"]["lm_head.weight"]]["placement"]
     assert placement["size"] == 131
     assert placement["ranks"][3] == [[99, 131], 1]
 

@@ -1,7 +1,7 @@
-"""shardconv.json: all that a split checkpoint needs to be verified, merged and resharded.
+"""The manifest, shardconv.json: what a split checkpoint needs to be verified, merged, resharded and run.
 
-Owns the manifest's format and its versions. What it says is checked like anything else from disk: no path in it is
-followed out of a folder.
+Owns what a manifest means; how it is written is manifest_format.py's. Its contents are checked like anything else from
+disk: no path in it is followed out of a folder.
 """
 
 import json
@@ -11,50 +11,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-import xxhash
-
 from shardconv.checkpoint.copy import Stripe, cut_stripes
 from shardconv.checkpoint.dcp import first_unreadable, why_unreadable
 from shardconv.checkpoint.fileio import create
 from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.header import Header, parse_header
 from shardconv.checkpoint.layout import MANIFEST_NAME, Layout, in_order, lay_out_parts, lay_out_ranks, rank_file_name
+from shardconv.checkpoint.manifest_format import CHECKSUM_KEY, FORMAT_VERSION, checked, checksum
 from shardconv.checkpoint.source import Source, is_plain_name
 from shardconv.errors import PlanError, SourceError, SplitCheckpointError
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.resolve import MAX_TP
 
-#: The latest version that can be read. Version 2 has rank files that torch reads; what needs no 2 is written as 1.
-FORMAT_VERSION = 2
 _MIN_STRIPE_BYTES = 2**12
 _MAX_MANIFEST_BYTES = 2**30
-
-#: What a manifest holds. A list stands for any number of what is in it, a mapping from ``...`` for any keys, a tuple
-#: for a choice.
-_SCHEMA = {
-    "tp": int,
-    "plan": {
-        "tp": int,
-        "family": (str, None),
-        "assumed": [str],
-        "rules": [
-            {"placement": {"dim": (int, None), "size": int, "ranks": [[(int, [int])]]}, "reason": [(str, [str])]},
-        ],
-        "tensors": {...: int},
-    },
-    "request": {"family": (str, None), "plan_file": ([str], None), "replicate": [str], "head_dim": (int, None)},
-    "source": {
-        "name": str,
-        "is_folder": bool,
-        "parts": [{"name": str, "num_bytes": int, "header": str}],
-        "index": ([str], None),
-        "metadata": {...: str},
-        "config": (dict, None),
-    },
-    "side_files": {...: str},
-    "checksums": {"stripe_bytes": int, "ranks": ([[str]], None)},
-}
 
 
 @dataclass(frozen=True)
@@ -169,16 +140,16 @@ class Manifest:
     def to_json(self, created_by: str) -> dict[str, Any]:
         """Plain data, with a checksum of its own."""
         body = {
-            "format_version": 2 if self.dcp else 1,
+            "format_version": FORMAT_VERSION,
             "created_by": created_by,
-            **({"dcp": True} if self.dcp else {}),
+            "dcp": self.dcp,
             "tp": self.tp,
             "plan": self.plan.to_json(),
             "request": self.request.to_json(),
             "source": {
                 "name": self.source_name,
                 "is_folder": self.is_folder,
-                "parts": [
+                "files": [
                     {"name": name, "num_bytes": header.file_bytes, "header": header.raw.decode()}
                     for name, header in self.parts
                 ],
@@ -186,10 +157,10 @@ class Manifest:
                 "metadata": self.metadata,
                 "config": self.config,
             },
-            "side_files": dict(self.side_files),
+            "auxiliary_files": dict(self.side_files),
             "checksums": {"algorithm": "xxh3_128", "stripe_bytes": self.stripe_bytes, "ranks": self.checksums},
         }
-        return {**body, "manifest_checksum": _checksum(body)}
+        return {**body, CHECKSUM_KEY: checksum(body)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
@@ -198,18 +169,7 @@ class Manifest:
         Raises:
             ValueError: if the data is no manifest of this version, or was changed.
         """
-        version = data.get("format_version")
-        if type(version) is not int or version < 1:
-            raise ValueError("it is no manifest of shardconv")
-        if version > FORMAT_VERSION:
-            raise ValueError(
-                f"its format version is {version}, this shardconv reads up to {FORMAT_VERSION}: update shardconv"
-            )
-        body = dict(data)
-        if body.pop("manifest_checksum", None) != _checksum(body):
-            raise ValueError("it was changed after it was written (its own checksum differs)")
-        if not _fits(data, _SCHEMA):
-            raise ValueError("something in it is not what belongs there")
+        data = checked(data)
         if not data["tp"] == data["plan"]["tp"] <= MAX_TP:
             raise ValueError(
                 f"it is for {data['tp']} ranks, its plan for {data['plan']['tp']}, and there are at most {MAX_TP}"
@@ -222,13 +182,13 @@ class Manifest:
             config=source["config"],
             source_name=source["name"],
             is_folder=source["is_folder"],
-            parts=tuple(_part(part) for part in source["parts"]),
+            parts=tuple(_part(part) for part in source["files"]),
             index=tuple(source["index"]) if source["index"] else None,
             metadata=source["metadata"],
-            side_files=data["side_files"],
+            side_files=data["auxiliary_files"],
             stripe_bytes=checksums["stripe_bytes"],
             checksums=None if ranks is None else tuple(map(tuple, ranks)),
-            dcp=data.get("dcp") is True,
+            dcp=data["dcp"],
         )
         manifest._check()
         return manifest
@@ -266,30 +226,15 @@ class Manifest:
             raise ValueError("two of its files have one name")
 
 
-def _fits(value: Any, schema: Any) -> bool:  # noqa: ANN401 - anything JSON holds
-    match schema:
-        case tuple():
-            return any(_fits(value, choice) for choice in schema)
-        case [inner]:
-            return isinstance(value, list) and all(_fits(item, inner) for item in value)
-        case dict():
-            if not isinstance(value, dict):
-                return False
-            if ... in schema:
-                return all(_fits(item, schema[...]) for item in value.values())
-            return schema.keys() <= value.keys() and all(_fits(value[key], inner) for key, inner in schema.items())
-    return value is None if schema is None else type(value) is schema
-
-
 def _part(data: dict[str, Any]) -> tuple[str, Header]:
     raw = data["header"].encode()
     data_bytes = data["num_bytes"] - 8 - len(raw)
     return data["name"], parse_header(raw, data_bytes, Path(data["name"]))
 
 
-def _checksum(body: dict[str, Any]) -> str:
-    text = json.dumps(body, separators=(",", ":"), sort_keys=True)
-    return xxhash.xxh3_128_hexdigest(text.encode())
+def is_split(path: Path) -> bool:
+    """Whether a path is the folder of a split checkpoint."""
+    return (path / MANIFEST_NAME).exists()
 
 
 def read_manifest(folder: Path) -> Manifest:

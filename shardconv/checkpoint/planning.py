@@ -1,13 +1,16 @@
 """From a source on disk to its plan, and to a report on which tp sizes are legal."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 from shardconv.checkpoint.header import num_bytes
+from shardconv.checkpoint.manifest import is_split, read_manifest
 from shardconv.checkpoint.source import Source, open_source
-from shardconv.errors import PlanError
-from shardconv.plan.plan import Plan
+from shardconv.checkpoint.stored_plan import resolver_of
+from shardconv.errors import PlanError, UsageError
+from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, Resolution, resolve
 from shardconv.plan.resolve import BlockedTp
 
@@ -147,14 +150,19 @@ def make_plan(src: StrPath, *, tp: int, **options: Unpack[PlanOptions]) -> Plan:
 
 
 def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOptions]) -> PlanReport:
-    """Report how a checkpoint is cut, and for which sizes it can be; arguments and errors as in :func:`make_plan`."""
+    """Report how a checkpoint is sharded, and for which tp it can be; arguments and errors as in :func:`make_plan`.
+
+    Of a split checkpoint the report is of the plan that it holds, or of what a reshard for ``tp`` would use.
+    """
+    if is_split(Path(src)):
+        return _report_stored(Path(src), tp, options)
     source, _, (resolver, assumed), _ = plan_source(src, **options)
     sizes = resolver.legal_sizes()
     made = None if tp is None else resolver.plan(tp, assumed=assumed)
-    tensors = () if made is None else tensor_reports(source, made)
+    tensors = () if made is None else tensor_reports(source.specs, made)
     return PlanReport(
         source=str(src),
-        family=resolver.family_name,
+        family=resolver.rules.family,
         tp=tp,
         num_tensors=sum(len(part.header.tensors) for part in source.parts),
         num_bytes=source.num_bytes,
@@ -162,26 +170,58 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
         left_out=source.left_out,
         legal_tp=sizes.legal,
         blocked_tp=sizes.blocked,
-        rank_bytes=() if made is None else rank_bytes(source, made),
+        rank_bytes=() if made is None else rank_bytes(source.specs, made),
         tensors=tensors,
     )
 
 
-def rank_bytes(source: Source, plan: Plan) -> tuple[int, ...]:
+def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanReport:
+    """The report on the plan of a split checkpoint."""
+    if asked := sorted(name for name, value in options.items() if value not in _NOT_ASKED):
+        raise UsageError(
+            f"{folder}: is a split checkpoint, which holds its plan: {', '.join(asked)} cannot change it; name the "
+            f"source to plan it in another way"
+        )
+    manifest = read_manifest(folder)
+    plan, specs = manifest.plan, manifest.source_tensors
+    resolver = resolver_of(manifest)
+    if tp not in (None, plan.tp):
+        plan = resolver.plan(tp, assumed=plan.assumed)
+    sizes = resolver.legal_sizes()
+    return PlanReport(
+        source=str(folder),
+        family=plan.family,
+        tp=plan.tp,
+        num_tensors=len(specs),
+        num_bytes=sum(num_bytes(spec.dtype, spec.shape) for spec in specs.values()),
+        assumed=plan.assumed,
+        left_out=(),
+        legal_tp=sizes.legal,
+        blocked_tp=sizes.blocked,
+        rank_bytes=rank_bytes(specs, plan),
+        tensors=tensor_reports(specs, plan),
+    )
+
+
+#: What options hold where a user did not give them.
+_NOT_ASKED = (None, False, (), "auto", "tensor")
+
+
+def rank_bytes(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[int, ...]:
     """For each rank the bytes of its tensors."""
-    sizes = [tensor.shard_bytes for tensor in tensor_reports(source, plan)]
+    sizes = [tensor.shard_bytes for tensor in tensor_reports(specs, plan)]
     return tuple(map(sum, zip(*sizes, strict=True))) or (0,) * plan.tp
 
 
-def tensor_reports(source: Source, plan: Plan) -> tuple[TensorReport, ...]:
-    """How each tensor of a source is cut."""
+def tensor_reports(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[TensorReport, ...]:
+    """How each tensor of a checkpoint is sharded."""
     cut: dict[Any, tuple[str, str, tuple[tuple[int, ...], ...], tuple[int, ...]]] = {}  # tensors share placements
     reports = []
-    for name, spec in source.specs.items():
+    for name, spec in specs.items():
         placed = plan.tensors[name]
         if (id(placed), spec) not in cut:
             shapes = tuple(placed.placement.shard_shape(spec.shape, rank) for rank in range(plan.tp))
             sizes = tuple(num_bytes(spec.dtype, shape) for shape in shapes)
-            cut[id(placed), spec] = (placed.placement.describe(), str(placed.reason), shapes, sizes)
+            cut[id(placed), spec] = (placed.placement.describe(), placed.describe(), shapes, sizes)
         reports.append(TensorReport(name, spec.dtype, spec.shape, *cut[id(placed), spec]))
     return tuple(reports)

@@ -9,8 +9,8 @@ from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.staging import check_apart, check_free, staging
+from shardconv.checkpoint.stored_plan import resolver_of
 from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes, side_paths
-from shardconv.plan.request import resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,7 @@ def reshard(
     folder = Path(src)
     old = read_manifest(folder)
     checksums = checksums and old.checksums is not None  # new ones over old errors would say that there are none
-    resolver, assumed = resolve(old.source_tensors, old.config, old.request)
-    new = old.with_plan(resolver.plan(tp, assumed=assumed))
+    new = old.with_plan(resolver_of(old).plan(tp, assumed=old.plan.assumed))
     target = Path(dst) if dst is not None else Path(f"{folder.resolve().name.removesuffix(f'-tp{old.tp}')}-tp{tp}")
     check_apart(target, [folder])
     check_free(target, is_folder=True, overwrite=overwrite, side_files=old.side_files)

@@ -4,6 +4,7 @@ Owns what kind of layer each module becomes. The plan is made of the model's own
 and a converted module agree by construction.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,11 +28,12 @@ from shardconv.errors import PlanError
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
 from shardconv.layers.conversion import check_alike, cut_parameters
 from shardconv.layers.sharding import ParallelModule
-from shardconv.plan.family_file import NAMES_FAMILY
+from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
 from shardconv.plan.policy import Policy
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import SCALAR, Resolver
+from shardconv.plan.submodels import rules_for
 
 #: torch's dtypes under the names of safetensors.
 DTYPE_NAMES = {
@@ -42,8 +44,8 @@ DTYPE_NAMES = {
 }  # fmt: skip
 
 
-#: What decides how a model is cut: the rules of a family, with what a user adds to them, or policies.
-Request = PlanRequest | tuple[type[Policy], ...]
+#: What decides how a model is sharded: a plan that is there, what a user asked of one, or policies.
+Request = Plan | PlanRequest | tuple[type[Policy], ...]
 
 #: The style of an embedding that is cut by features, and gives all of them.
 _GATHERED_EMBEDDING = "embedding_colwise_gather_output"
@@ -128,9 +130,17 @@ def convert_model(
 def convert_by(
     model: nn.Module, config: Mapping[str, Any], request: Request, axis: Axis, *, has_values: bool = True
 ) -> nn.Module:
-    """Cut a model as :func:`convert_model`, with a config and with what a user asked of the plan.
+    """Convert a model as :func:`convert_model`, by a plan, or by one that is made for it.
 
-    Where values are put in later, those that are there now are not compared.
+    A plan is executed by its rules, since tensors in memory may have other names than on disk. Where values are loaded
+    later, those that are there now are not compared.
+
+    Args:
+        model: the model, changed in place.
+        config: its config, from which a plan is made; not read where ``request`` is one.
+        request: see :data:`Request`.
+        axis: the ranks.
+        has_values: whether the model has its values already.
     """
     prepared, problem = None, None
     try:
@@ -143,7 +153,8 @@ def convert_by(
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     ]
     named.sort(key=lambda one: one[:2])  # some models register buffers in the order of a set, which differs
-    check_alike(named, problem, axis, also=repr((_in_order(config), request)))
+    rules = prepared.rules if prepared is not None else ""
+    check_alike(named, problem, axis, also=repr((_in_order(config), rules)))
     assert prepared is not None
     cut_parameters([shell for _, shell in prepared.shells])
     for module, shell in prepared.shells:
@@ -165,8 +176,16 @@ def _in_order(value: Any) -> Any:
 
 
 class _Prepared(NamedTuple):
-    """What modules become, and which are told something; nothing of the model is changed yet."""
+    """What modules become, and their overrides; nothing of the model is changed yet.
 
+    Attributes:
+        rules: the rules, as text that all ranks have alike.
+        shells: modules, and what each becomes.
+        told: the module overrides.
+        policies: what policies set besides.
+    """
+
+    rules: str
     shells: list[tuple[nn.Module, ParallelModule]]
     told: list[Told]
     policies: Compiled | None
@@ -177,12 +196,7 @@ def _prepare(model: nn.Module, config: Mapping[str, Any], request: Request, axis
     if strange := next((tensor.dtype for tensor in state.values() if tensor.dtype not in DTYPE_NAMES), None):
         raise ValueError(f"values of {strange} cannot be split")
     specs = {name: TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
-    policies = None
-    if isinstance(request, PlanRequest):
-        resolver = _resolver(specs, config, request)
-    else:
-        policies = compile_policies(model, request, axis.size)
-        resolver = Resolver(specs, config, policies.family)
+    resolver, policies = _resolver(model, specs, config, request, axis.size)
     plan = resolver.plan(axis.size)
     _check_numbers(model, plan)
     shells = []
@@ -192,17 +206,28 @@ def _prepare(model: nn.Module, config: Mapping[str, Any], request: Request, axis
             target = target._replace(kind=policies.kinds.get(module, target.kind))
         if target is not None:
             shells.append((module, _shell(name, module, target, plan, axis)))
-    return _Prepared(shells, [one for scope in resolver.scopes for one in told_of(model, scope, axis)], policies)
+    told = [one for scope in resolver.rules.scopes for one in told_of(model, scope, axis)]
+    return _Prepared(json.dumps(resolver.rules.to_json(), default=repr), shells, told, policies)
 
 
-def _resolver(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], request: PlanRequest) -> Resolver:
-    resolver = resolve(specs, config, request).resolver
-    if resolver.family_name == NAMES_FAMILY and request.plan_file is None:
+def _resolver(
+    model: nn.Module, specs: Mapping[str, TensorSpec], config: Mapping[str, Any], request: Request, tp: int
+) -> tuple[Resolver, Compiled | None]:
+    """The rules over the tensors of a model, and what policies set besides."""
+    if isinstance(request, tuple):
+        policies = compile_policies(model, request, tp)
+        return Resolver(specs, rules_for(policies.family, config)), policies
+    if isinstance(request, PlanRequest):
+        resolver = resolve(specs, config, request).resolver
+    else:
+        assert request.rules is not None  # see stored_plan
+        resolver = Resolver(specs, request.rules)
+    if resolver.rules.family == NAMES_FAMILY and not resolver.rules.has_plan_file:
         raise PlanError(
             f"no family is known for model type {config.get('model_type')!r}: names may tell how its tensors are cut, "
             f"but not what has to be told to the modules that compute with them"
         )
-    return resolver
+    return resolver, None
 
 
 def _check_numbers(model: nn.Module, plan: Plan) -> None:
@@ -220,7 +245,7 @@ def _own_plans(name: str, module: nn.Module, plan: Plan) -> dict[str, TensorPlan
 def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _Target | None:
     """What a module becomes, by its class and by which dim of which of its parameters is cut."""
     cut = {own: planned for own, planned in plans.items() if planned.placement.dim is not None}
-    styles = {planned.reason.style for planned in (cut or plans).values()}
+    styles = {planned.style for planned in (cut or plans).values()}
     if (cut and "gathered" in styles) or (not cut and "replicated_with_grad_allreduce" in styles):
         return _Target(Sharded)
     if not cut:
@@ -276,9 +301,9 @@ def _own_kind(name: str, module: nn.Module, cut: Mapping[str, TensorPlan]) -> ty
 def _linear_target(weight: TensorPlan, *, is_transposed: bool) -> _Target:
     is_column = (weight.placement.dim == 0) is not is_transposed
     options = {"dim": -1 if is_column else 0, "placement": weight.placement}
-    if weight.reason.style == "embedding_rowwise":
+    if weight.style == "embedding_rowwise":
         return _Target(VocabParallelClassifier, {**options, "gather_output": True})
-    if weight.reason.style == "colwise_gather_output":
+    if weight.style == "colwise_gather_output":
         options["gather_output"] = True
     return _Target(ParallelConv1D if is_transposed else ParallelLinear, options)
 
@@ -290,7 +315,7 @@ def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis
     plans = _own_plans(name, module, plan)
     placements = {own: planned.placement for own, planned in plans.items() if planned.placement.dim is not None}
     if target.options is None:
-        shell.styles = {own: planned.reason.style for own, planned in plans.items()}
+        shell.styles = {own: planned.style for own, planned in plans.items()}
         shell.axis, shell.dim, shell.placements = axis, None, placements
         if isinstance(shell, ParallelExperts):
             shell.check_experts(name, type(module).forward)

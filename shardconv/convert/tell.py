@@ -60,7 +60,7 @@ def told_of(model: nn.Module, scope: Scope, axis: Axis) -> Iterator[Told]:
     rules = list(scope.modules())
     named = list(model.named_modules())
     for regex, rule in rules:
-        if rule.is_required:
+        if rule.by_user:
             _check_meets(rule, [module for name, module in named if regex.fullmatch(name)])
             _check_gathers(rule, scope, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     for name, module in named:

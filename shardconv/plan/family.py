@@ -37,6 +37,12 @@ STYLES = {
     "replicated_with_grad_allreduce": Style(weight=None, bias=None),
 }
 
+#: The family of rules for names that by themselves show how a tensor is sharded; used where no family fits.
+NAMES_FAMILY = "by_name"
+
+#: How the origin of a rule of a user's plan file begins.
+PLAN_FILE = "plan file"
+
 #: Styles of which a rule may have parts, and need not.
 _MAY_HAVE_PARTS = ("colwise_gather_output", "by_rows")
 
@@ -73,7 +79,8 @@ class Rule:
             and the like, beside kernels whose names are not known.
         when: config fields that must have these values for the rule to count.
         optional: of a user's rule, that it may match nothing, as where names on disk and in memory differ.
-        origin: whose rule it is, for the report.
+        origin: where the rule comes from, for the report.
+        by_user: whether a user wrote it; then it has to match a tensor, unless it is optional.
     """
 
     pattern: str
@@ -90,6 +97,7 @@ class Rule:
     when: tuple[tuple[str, Any], ...] = ()
     optional: bool = False
     origin: str = ""
+    by_user: bool = False
 
     def __post_init__(self) -> None:
         if set("{}") & set(CHOICE.sub("", self.pattern)):
@@ -138,13 +146,13 @@ class ModuleRule:
         summed_output: what comes out is the rank's part of a sum over all ranks.
         gathers: parameters of other modules that it reads, by patterns; they are whole while it computes.
         when: config fields that must have these values for it to count.
-        origin: whose rule it is.
-        is_required: of a user's rule, that it has to meet a module that has what it says.
+        origin: where the rule comes from.
+        by_user: whether a user wrote it; then it has to match a module that has what it sets.
     """
 
     pattern: str
-    attributes: Mapping[str, str | int]
-    inputs: Mapping[str, InputRule]
+    attributes: Mapping[str, str | int] = field(default_factory=dict)
+    inputs: Mapping[str, InputRule] = field(default_factory=dict)
     at_most: Mapping[str, Sequence[str]] = field(default_factory=dict)
     norms: str = ""
     shared_output: str | int | None = None
@@ -154,7 +162,7 @@ class ModuleRule:
     gathers: tuple[str, ...] = ()
     when: tuple[tuple[str, Any], ...] = ()
     origin: str = ""
-    is_required: bool = False
+    by_user: bool = False
 
     @classmethod
     def joined(cls, rules: Sequence["ModuleRule"]) -> Self:

@@ -101,9 +101,18 @@ def check_expression(expression: str | int) -> None:
         raise ValueError(f"{expression!r:.60} is no expression, or too long a one") from error
 
 
-def names_in(expression: str | int) -> set[str]:
-    """The fields that an expression, which was checked, reads."""
-    return {node.id for node in ast.walk(ast.parse(str(expression))) if isinstance(node, ast.Name)}
+def fields_in(expression: str | int) -> set[str]:
+    """The fields that a checked expression reads; one of a config in the config with its dots."""
+
+    def found(node: ast.expr) -> set[str]:
+        match node:
+            case ast.BinOp(left=left, right=right):
+                return found(left) | found(right)
+            case ast.Name() | ast.Attribute():
+                return {ast.unparse(node)}
+        return set()
+
+    return found(ast.parse(str(expression), mode="eval").body)
 
 
 def _check_node(node: ast.expr, expression: str | int) -> None:

@@ -5,19 +5,20 @@ what is concluded from shapes where there is no config. Pure: a plan file comes 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, NamedTuple, Self
 
 from shardconv.errors import PlanError
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import Family, Rule
-from shardconv.plan.family_file import NAMES_FAMILY, family_for, load_family, parse_plan_file
+from shardconv.plan.family import NAMES_FAMILY, Family, Rule
+from shardconv.plan.family_file import family_for, load_family, parse_plan_file
 from shardconv.plan.foreign import FOREIGN, foreign_family
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.resolve import DEFAULT_BLOCK, SCALE, Resolver, block_size
+from shardconv.plan.resolve import Resolver
+from shardconv.plan.submodels import DEFAULT_BLOCK, SCALE, block_size, rules_for
 
 #: The largest head size in common use. A cut between heads of this size, among a power of two of ranks, is also one
 #: between heads of 32, 64, 80, 96, 128, 192 or any other size that has no higher power of two in it. Where rows are no
@@ -119,28 +120,27 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         assumed.append(
             "planned by transformers' own plan for the type; shardconv plan --prove tells whether it is right"
         )
-    asked: list[Rule] = []
     if user is not None:
-        asked += user.rules
-        modules = tuple(replace(rule, is_required=True) for rule in user.modules)
         assumed.append(f"the rules of {user.name} come first; shardconv plan --prove tells whether they are right")
-        family = replace(user, name=family.name, modules=modules).over(family)
+        family = replace(user, name=family.name, rules=_wanted(user.rules, request)).over(family)
     if request.replicate:
-        rules = tuple(map(_replicated, request.replicate))
         assumed += [
             f"{name} is whole on every rank, as asked; what belongs to it may be cut" for name in request.replicate
         ]
-        asked += rules
+        rules = _wanted(map(_replicated, request.replicate), request)
         family = Family(family.name, rules=rules).over(family)
-    experts = request.experts == "expert"
-    required = [] if request.may_miss else asked
-    resolver = Resolver(tensors, config, family, required=required, unsure=unsure, deals_experts=experts)
-    return Resolution(resolver, tuple(assumed))
+    rules_found = rules_for(family, config, experts=request.experts, uncertain=unsure)
+    return Resolution(Resolver(tensors, rules_found), tuple(assumed))
+
+
+def _wanted(rules: Iterable[Rule], request: PlanRequest) -> tuple[Rule, ...]:
+    """A user's rules, which have to match something unless the request allows them not to."""
+    return tuple(replace(rule, optional=True) if request.may_miss else rule for rule in rules)
 
 
 def _replicated(name: str) -> Rule:
     try:
-        return Rule(name, "replicate", origin="--replicate")
+        return Rule(name, "replicate", origin="--replicate", by_user=True)
     except ValueError as error:
         raise PlanError(f"--replicate {name!r}: {error}") from error
 

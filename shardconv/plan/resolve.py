@@ -8,23 +8,22 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardconv.errors import PlanError
 from shardconv.plan.experts import Expert, find_experts, place_expert
-from shardconv.plan.family import STYLES, Family, Rule
-from shardconv.plan.family_file import NAMES_FAMILY
+from shardconv.plan.family import NAMES_FAMILY, STYLES, Rule
 from shardconv.plan.fields import Fields
 from shardconv.plan.matcher import Match, Matcher, pattern_for
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
-from shardconv.plan.scope import Scope, scopes_of
+from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.scope import Scope
+from shardconv.plan.submodels import SCALE
 
 #: Names that hold several projections in one tensor: never planned without a rule that says how they lie in it.
 FUSED = re.compile(r"(qkv|query_key_value|c_attn|W_?pack|gate_up|in_proj|fused|packed)", re.IGNORECASE)
 
-#: How the name of a block scale ends, and the block where the config does not say it: DeepSeek-V3's.
-SCALE, DEFAULT_BLOCK = ".weight_scale_inv", (128, 128)
 #: The most ranks that a plan may have.
 MAX_TP = 4096
 
@@ -73,41 +72,23 @@ class LegalSizes:
 
 
 class Resolver:
-    """The rules of one family, and of the user, over the tensors of one checkpoint.
+    """A rule set over the tensors of one checkpoint, or of a model in memory.
 
     Args:
         tensors: name to dtype and shape, as the headers have them.
-        config: what config.json holds, or None.
-        family: the rules; the user's own are laid over it already.
-        required: rules of the user's, each of which has to match something.
-        unsure: why the head size is not known for certain, and what settles it; then only cuts are legal that are right
-            for every smaller head size, too.
-        deals_experts: whether experts are dealt out over the ranks, instead of each being cut.
+        rules: the rules.
 
     Raises:
-        PlanError: if a tensor is covered by no rule, or a required rule covers no tensor.
+        PlanError: if no rule matches a tensor, or a rule of the user's matches none.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, TensorSpec],
-        config: Mapping[str, Any] | None,
-        family: Family,
-        *,
-        required: Sequence[Rule] = (),
-        unsure: str = "",
-        deals_experts: bool = False,
-    ) -> None:
-        self._family = family
-        self._unsure = unsure
-        self._config = config
-        self._check_quantization()
-        self.scopes = tuple(scopes_of(family, config))
-        self._questions = _ask(tensors, self.scopes)
-        if deals_experts:
+    def __init__(self, tensors: Mapping[str, TensorSpec], rules: RuleSet) -> None:
+        self.rules = rules
+        self._questions = _ask(tensors, rules)
+        if rules.experts == "expert":
             experts = find_experts({name: spec.shape for name, spec in tensors.items()})
             for name, one in experts.items():
-                if (rule := self._questions[name].rule) in required:
+                if (rule := self._questions[name].rule).by_user:
                     raise PlanError(
                         f"{name}: rule {rule.pattern!r} says how it is cut, and experts are to be dealt out"
                     )
@@ -116,13 +97,9 @@ class Resolver:
         for name, question in self._questions.items():
             self._first.setdefault(question, name)
         used = {question.rule for question in self._first}
-        if unmatched := next((rule for rule in required if rule not in used and not rule.optional), None):
-            raise PlanError(f"rule {unmatched.pattern!r} matches no tensor of this checkpoint: correct or remove it")
-
-    @property
-    def family_name(self) -> str:
-        """The name of the family whose rules these are."""
-        return self._family.name
+        for rule in (rule for scope in rules.scopes for rule in scope.family.rules):
+            if rule.by_user and not rule.optional and rule not in used:
+                raise PlanError(f"rule {rule.pattern!r} matches no tensor of this checkpoint: correct or remove it")
 
     def plan(self, tp: int, *, assumed: tuple[str, ...] = ()) -> Plan:
         """The plan for ``tp`` ranks.
@@ -137,7 +114,7 @@ class Resolver:
         except _BlockedError as error:
             raise PlanError(f"{error}. {self._way_out(tp)}") from error
         tensors = {name: answers[question] for name, question in self._questions.items()}
-        return Plan(tp, self._family.name, tensors, assumed)
+        return Plan(tp, self.rules.family, tensors, self.rules, assumed)
 
     def legal_sizes(self) -> LegalSizes:
         """Which of :data:`CANDIDATE_TPS` are legal, and what blocks the others."""
@@ -155,15 +132,6 @@ class Resolver:
         legal = [str(size) for size in self.legal_sizes().legal]
         return f"Use --tp {', '.join(legal)}." if legal else f"No size up to {max(tp, CANDIDATE_TPS[-1])} is legal."
 
-    def _check_quantization(self) -> None:
-        settings = (self._config or {}).get("quantization_config")
-        method = settings.get("quant_method") if isinstance(settings, dict) else settings
-        if method not in (None, "fp8"):
-            raise PlanError(
-                f"the checkpoint is quantised by {method!r:.60}, which shardconv cannot cut yet: split the unquantised "
-                f"checkpoint, or one quantised by fp8"
-            )
-
     def _answer(self, question: _Question, tp: int) -> TensorPlan:
         """The placement for one question.
 
@@ -172,28 +140,29 @@ class Resolver:
             PlanError: if rule, config and shape do not fit together.
         """
         name = self._first[question]
-        if self._unsure and tp & (tp - 1):
-            raise _BlockedError(name, f"only powers of two are safe: {self._unsure}")
+        if self.rules.uncertain and tp & (tp - 1):
+            raise _BlockedError(name, f"only powers of two are safe: {self.rules.uncertain}")
         rule, scope, leaf, spec, weight, expert, rows = question
         fields = scope.fields() if rows is None else scope.fields(rows=rows)
         reference = weight if leaf == "weight_scale_inv" and weight else spec
         try:
             if expert is not None:
-                return TensorPlan(place_expert(expert, spec.shape, tp), Reason(rule.origin, rule.pattern, "expert", ()))
+                return TensorPlan(place_expert(expert, spec.shape, tp), "expert", (), Reason(rule.origin, rule.pattern))
             placement = self._place(question, reference, tp, fields, name)
             if reference is not spec:
                 placement = _on_blocks(placement, spec, reference, self._block(spec, reference, name))
             _check_bytes(placement, spec)
         except IndivisibleError as error:
             reason = ", ".join(f"{key}={value}" for key, value in fields.read.items()) or f"shape {list(spec.shape)}"
-            unsure = f"; {self._unsure}" if self._unsure else ""
+            unsure = f"; {self.rules.uncertain}" if self.rules.uncertain else ""
             raise _BlockedError(name, f"{error} ({reason}){unsure}") from error
         except PlanError as error:
-            if self._family.name != NAMES_FAMILY:
+            if self.rules.family != NAMES_FAMILY:
                 raise
             raise PlanError(f"{error}. No family is known for this model: --family or --plan may settle it") from error
         read = tuple(f"{key}={value}" for key, value in fields.read.items())
-        return TensorPlan(placement, Reason(rule.origin, rule.pattern, rule.style, read))
+        units = rule.parts or ((rule.unit,) if rule.unit else ())
+        return TensorPlan(placement, rule.style, units, Reason(rule.origin, rule.pattern, read))
 
     def _place(self, question: _Question, spec: TensorSpec, tp: int, fields: Fields, name: str) -> Placement:
         rule, scope, leaf, *_ = question
@@ -230,7 +199,7 @@ class Resolver:
         if unit_name is None:
             return Unit(size, pad=rule.pad)
         unit = (scope.family.units or {})[unit_name]
-        copies = unit.copies and not self._unsure
+        copies = unit.copies and not self.rules.uncertain
         unit_size = fields.evaluate(unit.size)
         if unit.count is not None:
             return Unit(fields.evaluate(unit.count), unit_size, copies, rule.pad)
@@ -239,7 +208,7 @@ class Resolver:
         return Unit(size // unit_size, unit_size, copies, rule.pad)
 
     def _block(self, scale: TensorSpec, weight: TensorSpec, name: str) -> tuple[int, ...]:
-        block = block_size(self._config) or list(DEFAULT_BLOCK)
+        block = self.rules.scale_block
         if isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) > 0:
             blocks = tuple(-(-size // unit) for size, unit in zip(weight.shape[-2:], block, strict=False))
             if scale.shape == (*weight.shape[:-2], *blocks) and len(blocks) == 2:
@@ -248,12 +217,6 @@ class Resolver:
             f"{name}: shape {list(scale.shape)} does not fit blocks of {block!r:.60} over a weight of "
             f"{list(weight.shape)}: quantization_config.weight_block_size is needed, pass --config FILE with it"
         )
-
-
-def block_size(config: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - as the config has it
-    """The size of the blocks that have a scale each, as the config says it; None where it does not."""
-    settings = (config or {}).get("quantization_config")
-    return settings.get("weight_block_size") if isinstance(settings, dict) else None
 
 
 class _BlockedError(Exception):
@@ -319,10 +282,10 @@ SCALAR = Rule("(one element or none)", "replicate", origin="any model")
 _ELEMENTS_PER_GROUP = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
 
 
-def _ask(tensors: Mapping[str, TensorSpec], scopes: Sequence[Scope]) -> dict[str, _Question]:
-    ruled = [(rule, scope) for scope in scopes for rule in scope.rules()]
+def _ask(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str, _Question]:
+    ruled = [(rule, scope) for scope in rules.scopes for rule in scope.rules()]
     matcher = Matcher([(f"{scope.at}.{rule.pattern}", scope.regex(rule.pattern)) for rule, scope in ruled])
-    alone = (SCALAR, scopes[0])
+    alone = (SCALAR, rules.scopes[0])
     questions: dict[str, _Question] = {}
     uncovered: list[str] = []
     for name, spec in tensors.items():
@@ -338,7 +301,7 @@ def _ask(tensors: Mapping[str, TensorSpec], scopes: Sequence[Scope]) -> dict[str
             rows = _rows_beside(name, rule.beside, tensors) if rule.beside else None
             questions[name] = _Question(rule, scope, match.leaf, spec, weight, rows=rows)
     if uncovered:
-        raise PlanError(_uncovered(uncovered, tensors, scopes[0].family))
+        raise PlanError(_uncovered(uncovered, tensors, rules.family))
     return questions
 
 
@@ -367,7 +330,7 @@ def _scale_match(
     return (None if match is None else Match(match.place, "weight_scale_inv")), tensors[weight_name]
 
 
-def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: Family) -> str:
+def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: str) -> str:
     """Why some tensors have no plan, said of the most telling: a fused one, if there is one."""
     name = next(filter(FUSED.search, names), names[0])
     spec = tensors[name]
@@ -375,8 +338,8 @@ def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: 
     if FUSED.search(name):
         fused = "; by its name it holds several projections in one, and how they lie in it is not known"
     others = f" (nor {len(names) - 1} more)" if len(names) > 1 else ""
-    no_rule = f"no rule of family {family.name} covers it"
-    if family.name == NAMES_FAMILY:
+    no_rule = f"no rule of family {family} covers it"
+    if family == NAMES_FAMILY:
         no_rule = "no family is known for this model, and its name alone does not tell how to cut it"
     return (
         f"{name} ({spec.dtype} {list(spec.shape)}): {no_rule}{others}{fused}. A guess could be silent garbage: name "

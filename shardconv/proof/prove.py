@@ -125,7 +125,7 @@ def prove(src: StrPath, *, tps: Sequence[int] = (), **options: Unpack[PlanOption
         numel = sum(parameter.numel() for parameter in model.parameters())
     return ProofReport(
         source=str(src),
-        family=planned_source.resolution.resolver.family_name,
+        family=planned_source.resolution.resolver.rules.family,
         model=type(model).__name__,
         num_parameters=numel,
         proofs=proofs,

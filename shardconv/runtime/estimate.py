@@ -174,12 +174,12 @@ def estimate_cost(
         if progress is not None:
             progress(number, len(plans))
         usage, why_not = _usage(model, request, plan.tp, batch, seq) if model else (None, problem)
-        costs.append(_cost(plan.tp, max(rank_bytes(source, plan)), usage, why_not, link))
+        costs.append(_cost(plan.tp, max(rank_bytes(source.specs, plan)), usage, why_not, link))
     if progress is not None:
         progress(len(plans), len(plans))
     return CostReport(
         source=str(src),
-        family=resolver.family_name,
+        family=resolver.rules.family,
         model=model.name if model else None,
         dtype=_name(model.dtype if model else stored),
         num_layers=model.num_layers if model else 0,

@@ -20,6 +20,7 @@ from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.source import leads_out
+from shardconv.checkpoint.stored_plan import resolver_of, runnable_plan
 from shardconv.checkpoint.verify import verify_rank
 from shardconv.convert.model import convert_by
 from shardconv.convert.whole import finish
@@ -37,7 +38,6 @@ from shardconv.errors import (
 from shardconv.layers import ParallelModule
 from shardconv.layers.conversion import digest, is_alike
 from shardconv.plan.experts import own_experts
-from shardconv.plan.request import resolve
 from shardconv.runtime.device import check_room, move, rank_device
 
 
@@ -80,7 +80,8 @@ def load(
     """
     folder = Path(path)
     manifest, device, axis = _meet(folder, device, group)
-    convert = partial(convert_by, config=manifest.config or {}, request=manifest.request, axis=axis, has_values=False)
+    plan = _agreed(axis, partial(runnable_plan, manifest, folder))
+    convert = partial(convert_by, config=manifest.config or {}, request=plan, axis=axis, has_values=False)
     is_moved = device.type != "cpu"
     steps = iter(_steps(progress, verify + is_moved))
 
@@ -88,7 +89,7 @@ def load(
         check_room(device, manifest.rank_layout.headers[axis.rank], dtype, manifest.tp)
         if verify:
             verify_rank(manifest, folder, axis.rank, next(steps))
-        placements = {name: planned.placement for name, planned in manifest.plan.tensors.items()}
+        placements = {name: planned.placement for name, planned in plan.tensors.items()}
         return own_experts(_map_rank_file(manifest, folder, axis.rank), placements, axis.rank)
 
     tensors = _agreed(axis, check_and_map)
@@ -162,7 +163,7 @@ def _check_size(manifest: Manifest, folder: Path, group: GroupLike) -> None:
 
 def _is_legal(manifest: Manifest, tp: int) -> bool:
     try:
-        resolve(manifest.tensors, manifest.config, manifest.request).resolver.plan(tp)
+        resolver_of(manifest).plan(tp)
     except PlanError:
         return False
     return True

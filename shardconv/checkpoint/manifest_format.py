@@ -1,0 +1,129 @@
+"""The JSON form of manifests: its versions, its schema and its checksum.
+
+| version | |
+|---|---|
+| 1 | placements, and the reason of each |
+| 2 | the same; rank files have torch's offsets (``dcp``) |
+| 3 | the plan: placements, styles and units, with the rules and module overrides that they follow from |
+
+A manifest of an older version is brought into the form of the latest; what it did not store stays empty.
+"""
+
+import json
+from typing import Any
+
+import xxhash
+
+#: The version that is written, and the latest that can be read.
+FORMAT_VERSION = 3
+
+#: The key of the checksum over all other keys.
+CHECKSUM_KEY = "manifest_checksum"
+
+_SCOPE = {
+    "at": str,
+    "prefix": [str],
+    "config": (dict, None),
+    "defaults": {...: (str, int, bool)},
+    "units": {...: dict},
+    "rules": [{"pattern": str, "style": str}],
+    "modules": [{"pattern": str}],
+}
+_RULES = {"family": str, "experts": str, "uncertain": str, "scale_block": (list, int, str, None), "scopes": [_SCOPE]}
+_PLACED = {
+    "placement": {"dim": (int, None), "size": int, "ranks": [[(int, [int])]]},
+    "style": str,
+    "units": [str],
+    "reason": {"origin": str, "rule": str, "fields": [str]},
+}
+#: A list stands for any number of what is in it, a mapping from ``...`` for any keys, a tuple for a choice.
+_SCHEMA = {
+    "tp": int,
+    "dcp": bool,
+    "plan": {
+        "tp": int,
+        "family": (str, None),
+        "assumed": [str],
+        "placements": [_PLACED],
+        "tensors": {...: int},
+        "rules": (_RULES, None),
+    },
+    "request": {"family": (str, None), "plan_file": ([str], None), "replicate": [str], "head_dim": (int, None)},
+    "source": {
+        "name": str,
+        "is_folder": bool,
+        "files": [{"name": str, "num_bytes": int, "header": str}],
+        "index": ([str], None),
+        "metadata": {...: str},
+        "config": (dict, None),
+    },
+    "auxiliary_files": {...: str},
+    "checksums": {"stripe_bytes": int, "ranks": ([[str]], None)},
+}
+
+
+def checked(data: dict[str, Any]) -> dict[str, Any]:
+    """The data of a manifest in the form of the latest version.
+
+    Args:
+        data: what the file holds.
+
+    Raises:
+        ValueError: if it is not a manifest of a known version, or was changed after it was written.
+    """
+    version = data.get("format_version")
+    if type(version) is not int or version < 1:
+        raise ValueError("it is not a manifest of shardconv")
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"its format version is {version}, this shardconv reads up to {FORMAT_VERSION}: update shardconv"
+        )
+    body = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
+    if data.get(CHECKSUM_KEY) != checksum(body):
+        raise ValueError("it was changed after it was written (its own checksum differs)")
+    if version < FORMAT_VERSION:
+        body = _upgraded(body)
+    if not _fits(body, _SCHEMA) or (body["plan"]["rules"] is None) is not (version < FORMAT_VERSION):
+        raise ValueError("a field in it is missing or has the wrong type")
+    return body
+
+
+def checksum(body: dict[str, Any]) -> str:
+    """The checksum of a manifest without its checksum."""
+    text = json.dumps(body, separators=(",", ":"), sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
+    """A manifest of version 1 or 2 in the form of version 3; what is not there is missing there, too."""
+    plan, source = body["plan"], body["source"]
+    placements = [_upgraded_placement(one) for one in plan["rules"]]
+    renamed = {"files" if key == "parts" else key: value for key, value in source.items()}
+    return {
+        **body,
+        "dcp": body.get("dcp") is True,
+        "plan": {**plan, "placements": placements, "rules": None},
+        "source": renamed,
+        "auxiliary_files": body["side_files"],
+    }
+
+
+def _upgraded_placement(data: dict[str, Any]) -> dict[str, Any]:
+    origin, rule, style, fields = data["reason"]
+    reason = {"origin": origin, "rule": rule, "fields": fields}
+    return {"placement": data["placement"], "style": style, "units": [], "reason": reason}
+
+
+def _fits(value: Any, schema: Any) -> bool:  # noqa: ANN401 - anything JSON holds
+    match schema:
+        case tuple():
+            return any(_fits(value, choice) for choice in schema)
+        case [inner]:
+            return isinstance(value, list) and all(_fits(item, inner) for item in value)
+        case dict():
+            if not isinstance(value, dict):
+                return False
+            if ... in schema:
+                return all(_fits(item, schema[...]) for item in value.values())
+            return schema.keys() <= value.keys() and all(_fits(value[key], inner) for key, inner in schema.items())
+    return value is None if schema is None else type(value) is schema

@@ -1,0 +1,73 @@
+"""The plan that a split checkpoint was written with: what is executed when it is resharded, reported or run.
+
+Owns what happens with manifests of format 1 and 2, which stored placements and not the rules behind them. Nothing here
+reads installed families for a manifest of a later version.
+"""
+
+from pathlib import Path
+
+from shardconv.checkpoint.manifest import Manifest
+from shardconv.errors import PlanError, SplitCheckpointError
+from shardconv.plan.plan import Plan
+from shardconv.plan.request import resolve
+from shardconv.plan.resolve import Resolver
+from shardconv.plan.rule_set import RuleSet
+
+
+def stored_rules(manifest: Manifest) -> RuleSet:
+    """The rules that a manifest holds; of format 1 and 2 the installed ones for what was asked for.
+
+    Raises:
+        PlanError: if the installed rules do not fit the checkpoint.
+    """
+    if manifest.plan.rules is not None:
+        return manifest.plan.rules
+    return resolve(manifest.source_tensors, manifest.config, manifest.request).resolver.rules
+
+
+def resolver_of(manifest: Manifest) -> Resolver:
+    """The stored rules over the tensors of the source, which give the plan for another tensor parallel size.
+
+    Raises:
+        PlanError: if they do not fit the checkpoint.
+    """
+    return Resolver(manifest.source_tensors, stored_rules(manifest))
+
+
+def runnable_plan(manifest: Manifest, folder: Path) -> Plan:
+    """The plan to execute with the rank files of a split checkpoint: its rules give exactly its placements.
+
+    Args:
+        manifest: of the split checkpoint.
+        folder: where it is, for the message.
+
+    Raises:
+        SplitCheckpointError: if the rules place a tensor elsewhere than its rank files have it.
+    """
+    stored = manifest.plan
+    try:
+        made = resolver_of(manifest).plan(manifest.tp, assumed=stored.assumed)
+    except PlanError as error:
+        raise SplitCheckpointError(f"{folder}: {_WHY[stored.rules is None]}: {error}. {_remedy(folder)}") from error
+    if (name := stored.first_difference(made)) is None:
+        return made
+    raise SplitCheckpointError(
+        f"{folder}: {_WHY[stored.rules is None]}: {name} was split as {_describe(stored, name)}, and would now be "
+        f"split as {_describe(made, name)}. {_remedy(folder)}"
+    )
+
+
+#: Why a plan cannot be executed, by whether the manifest lacks the rules.
+_WHY = {
+    True: "its manifest is of format 1 or 2, which does not store rules, and the installed rules differ",
+    False: "it was written by another version of shardconv, which planned differently",
+}
+
+
+def _remedy(folder: Path) -> str:
+    return f"Merge it and split it again: shardconv merge {folder} -o MERGED; shardconv split MERGED --tp N"
+
+
+def _describe(plan: Plan, name: str) -> str:
+    planned = plan.tensors.get(name)
+    return "nothing" if planned is None else f"{planned.style} ({planned.placement.describe()})"

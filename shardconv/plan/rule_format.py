@@ -1,0 +1,191 @@
+"""The format of rules: how family files, plan files and manifests write units, rules and module overrides.
+
+Owns strict parsing, and its inverse. CONTRIBUTING.md has the format on a page. An unknown key is an error.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from shardconv.errors import PlanError
+from shardconv.plan.family import Family, InputRule, ModuleRule, Part, Rule, UnitRule
+from shardconv.plan.fields import check_expression
+
+_FAMILY_KEYS = {
+    "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
+    "modules": dict, "parts": dict,
+}  # fmt: skip
+
+
+def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool = False) -> Family:
+    """The family that a table holds, as it stands: without what it inherits.
+
+    Args:
+        name: of the family.
+        data: the table.
+        origin: of its rules, for the report.
+        by_user: whether a user wrote it.
+
+    Raises:
+        PlanError: if it holds anything that the format does not have.
+    """
+    try:
+        _check_keys(data, _FAMILY_KEYS)
+        family = Family(
+            name=name,
+            model_types=tuple(data.get("model_types", ())),
+            inherits=data.get("inherits", ""),
+            prefix=_parse_prefix(data.get("prefix", [])),
+            config=data.get("config", {}),
+            units={key: parse_unit(key, unit) for key, unit in data.get("units", {}).items()},
+            rules=tuple(
+                parse_rule(pattern, rule, origin, by_user=by_user)
+                for pattern, rule in _alternatives(data.get("rules", {}))
+            ),
+            modules=tuple(
+                parse_module(pattern, rule, origin, by_user=by_user)
+                for pattern, rule in _alternatives(data.get("modules", {}))
+            ),
+            parts={start: _parse_part(start, part) for start, part in data.get("parts", {}).items()},
+        )
+        for expression in (family.config or {}).values():
+            check_expression(expression)
+    except ValueError as error:
+        raise PlanError(f"{origin}: {error}") from error
+    return family
+
+
+def _parse_prefix(data: str | list[Any]) -> tuple[str, ...]:
+    prefixes = tuple(data) if isinstance(data, list) else (data,) if data else ()
+    if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
+        raise ValueError("prefix is what names begin with, or a list of that")
+    return prefixes
+
+
+def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOML holds
+    """A unit.
+
+    Raises:
+        ValueError: if the table is not one.
+    """
+    try:
+        _check_keys(data, {"count": (str, int), "size": (str, int), "copies": bool})
+        unit = UnitRule(**data)
+        for expression in (1 if unit.count is None else unit.count, unit.size):
+            check_expression(expression)
+    except ValueError as error:
+        raise ValueError(f"unit {name}: {error}") from error
+    return unit
+
+
+_RULE_KEYS = {
+    "style": str, "unit": str, "parts": list, "groups": (str, int), "repeats": (str, int), "pad": bool,
+    "transposed": bool, "beside": str, "size": (str, int), "dims": int, "when": dict, "optional": bool,
+}  # fmt: skip
+
+
+def _alternatives(table: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Each pattern with each of its rules, in order: one pattern may have a list of them."""
+    for pattern, found in table.items():
+        yield from ((pattern, rule) for rule in (found if isinstance(found, list) else [found]))
+
+
+def parse_rule(pattern: str, data: Any, origin: str, *, by_user: bool = False) -> Rule:  # noqa: ANN401 - as above
+    """A rule.
+
+    Raises:
+        ValueError: if the table is not one.
+    """
+    try:
+        _check_keys(data, _RULE_KEYS)
+        parts, when = tuple(data.get("parts", ())), tuple(data.get("when", {}).items())
+        if "style" not in data:
+            raise ValueError("style is missing")
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError("parts are names of units")
+        if any(isinstance(value, dict | list) for _, value in when):
+            raise ValueError("when compares fields with single values")
+        return Rule(pattern, origin=origin, by_user=by_user, **{**data, "parts": parts, "when": when})
+    except ValueError as error:
+        raise ValueError(f"rule {pattern!r}: {error}") from error
+
+
+_MODULE_KEYS = {
+    "attributes": dict, "inputs": dict, "at_most": dict, "norms": str, "shared_output": (str, int),
+    "unfused": str, "copied_input": bool, "summed_output": bool, "gathers": list, "when": dict,
+}  # fmt: skip
+
+
+def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False) -> ModuleRule:  # noqa: ANN401 - as above
+    """A module override.
+
+    Raises:
+        ValueError: if the table is not one.
+    """
+    try:
+        _check_keys(data, _MODULE_KEYS)
+        attributes, inputs, at_most = (data.get(key, {}) for key in ("attributes", "inputs", "at_most"))
+        for expression in (*attributes.values(), data.get("shared_output", 0)):
+            check_expression(expression)
+        for place in inputs.values():
+            _check_keys(place, {"dim": int, "unit": str, "size": (str, int)})
+            check_expression(place.get("size", 1))
+        if not all(isinstance(two, list) and list(map(type, two)) == [str, str] for two in at_most.values()):
+            raise ValueError("at_most has a layer and an attribute for each name")
+        gathers = tuple(data.get("gathers", ()))
+        if not all(isinstance(name, str) for name in gathers):
+            raise ValueError("gathers are names of parameters")
+        places = {name: InputRule(place["dim"], place["unit"], place.get("size")) for name, place in inputs.items()}
+        parsed = {**data, "attributes": attributes, "inputs": places, "gathers": gathers}
+        when = tuple(data.get("when", {}).items())
+        return ModuleRule(pattern, origin=origin, by_user=by_user, **{**parsed, "when": when})
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"modules {pattern!r}: {error}") from error
+
+
+def _parse_part(start: str, data: Any) -> Part:  # noqa: ANN401 - anything TOML holds
+    if isinstance(data, str):
+        return Part(data)
+    try:
+        _check_keys(data, {"config": str, "family": str})
+        return Part(data["config"], data["family"])
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"part {start!r}: {error}: it is a config field, or has config and family") from error
+
+
+def _check_keys(data: Any, known: Mapping[str, Any]) -> None:  # noqa: ANN401 - anything TOML holds
+    if not isinstance(data, dict):
+        raise ValueError(f"{data!r:.60} is no table")  # noqa: TRY004 - all of them become one PlanError
+    for key, value in data.items():
+        if key not in known:
+            raise ValueError(f"key {key!r} is not known; known are {', '.join(known)}")
+        kinds = known[key] if isinstance(known[key], tuple) else (known[key],)
+        if type(value) not in kinds:  # exactly: true is no number
+            raise ValueError(f"{key} = {value!r:.60} has the wrong type")
+
+
+def to_table(rule: UnitRule | Rule | ModuleRule, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    """The table that a unit, a rule or a module override is parsed from: every field that is not as by default.
+
+    Args:
+        rule: what to write.
+        without: fields that are written elsewhere, or not at all.
+    """
+    table = {}
+    for own in fields(rule):
+        value = getattr(rule, own.name)
+        default = own.default_factory() if own.default_factory is not MISSING else own.default
+        if own.name not in without and value != default:
+            table[own.name] = _plain(value)
+    return table
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - a field of any rule
+    match value:
+        case InputRule():
+            return {name: field for name, field in value._asdict().items() if field is not None}
+        case Mapping():
+            return {name: _plain(one) for name, one in value.items()}
+        case tuple() | list():
+            return list(value)
+    return value

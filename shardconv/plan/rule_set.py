@@ -1,0 +1,151 @@
+"""A rule set: every rule that applies to one model, with the config fields that the rules read, as data.
+
+Owns its form in a manifest. What is read back plans as what was written, whatever families are installed by then.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+from shardconv.plan.experts import EXPERT_MODES
+from shardconv.plan.family import PLAN_FILE, Family, ModuleRule, Rule
+from shardconv.plan.fields import check_expression, fields_in, lookup
+from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
+from shardconv.plan.scope import Scope
+
+Parsed = TypeVar("Parsed")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RuleSet:
+    """What a plan is made from, apart from tensor names and shapes and the tensor parallel size.
+
+    Attributes:
+        family: name of the family whose rules are used.
+        scopes: the rules of the model and of each submodel.
+        experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
+        uncertain: why the head size is not certain, and what settles it; "" where it is. Then only boundaries are
+            allowed that are right for every smaller head size, too.
+        scale_block: rows and columns of a block with one scale, as the config has them.
+    """
+
+    family: str
+    scopes: tuple[Scope, ...]
+    experts: str = "tensor"
+    uncertain: str = ""
+    scale_block: Any = None
+
+    @property
+    def has_plan_file(self) -> bool:
+        """Whether rules of a user's plan file are among them."""
+        families = [scope.family for scope in self.scopes]
+        origins = {rule.origin for family in families for rule in family.rules}
+        origins |= {rule.origin for family in families for rule in family.modules}
+        return any(origin.startswith(PLAN_FILE) for origin in origins)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: the rules whose conditions hold, and the config fields that they read."""
+        return {
+            "family": self.family,
+            "experts": self.experts,
+            "uncertain": self.uncertain,
+            "scale_block": self.scale_block,
+            "scopes": [_scope_to_json(scope) for scope in self.scopes],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: if the data is not a rule set.
+            PlanError: if a rule names a unit that does not exist.
+        """
+        if data["experts"] not in EXPERT_MODES:
+            raise ValueError(f"experts is {data['experts']!r:.60}, expected one of {', '.join(EXPERT_MODES)}")
+        scopes = tuple(_scope_from_json(scope, data["family"]) for scope in data["scopes"])
+        if not scopes:
+            raise ValueError("a rule set without scopes")
+        return cls(data["family"], scopes, data["experts"], data["uncertain"], data["scale_block"])
+
+
+def _scope_to_json(scope: Scope) -> dict[str, Any]:
+    family = scope.family
+    rules, modules = list(scope.rules()), [rule for _, rule in scope.modules()]
+    units = {name: unit for name, unit in (family.units or {}).items() if name in _units_of(rules, modules)}
+    expressions = [*_expressions_of(rules, modules)]
+    expressions += [one for unit in units.values() for one in (unit.count, unit.size) if one is not None]
+    defaults = family.config or {}
+    names = _fields_read(expressions, defaults)
+    return {
+        "at": scope.at,
+        "prefix": list(family.prefix),
+        "config": None if scope.config is None else _with_fields(scope.config, names),
+        "defaults": {name: value for name, value in defaults.items() if name in names},
+        "units": {name: to_table(unit) for name, unit in units.items()},
+        "rules": [to_table(rule, without=("when",)) for rule in rules],
+        "modules": [to_table(rule, without=("when",)) for rule in modules],
+    }
+
+
+def _scope_from_json(data: dict[str, Any], family: str) -> Scope:
+    for expression in data["defaults"].values():
+        check_expression(expression)
+    rules = Family(
+        family,
+        prefix=tuple(data["prefix"]),
+        config=data["defaults"],
+        units={name: parse_unit(name, unit) for name, unit in data["units"].items()},
+        rules=tuple(_parsed(parse_rule, table) for table in data["rules"]),
+        modules=tuple(_parsed(parse_module, table) for table in data["modules"]),
+    )
+    return Scope(rules.over(Family(family)), data["config"], data["at"])
+
+
+def _parsed(parse: Callable[..., Parsed], table: Mapping[str, Any]) -> Parsed:
+    """A rule from its table, which has its pattern and its origin in it."""
+    rest = {key: value for key, value in table.items() if key not in ("pattern", "origin", "by_user")}
+    return parse(table["pattern"], rest, table.get("origin", ""), by_user=table.get("by_user") is True)
+
+
+def _units_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> set[str]:
+    """The names that may be those of units."""
+    found = {unit for rule in rules for unit in (rule.unit, *rule.parts) if unit is not None}
+    for module in modules:
+        found |= {module.norms, *(one.unit for one in module.inputs.values())}
+        for expression in (*module.attributes.values(), module.shared_output or 0):
+            found |= fields_in(expression)
+    return found
+
+
+def _expressions_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> Iterator[str | int]:
+    for rule in rules:
+        yield from (rule.groups, rule.repeats, rule.size or 0)
+    for module in modules:
+        yield from (*module.attributes.values(), module.shared_output or 0)
+        yield from (one.size or 0 for one in module.inputs.values())
+
+
+def _fields_read(expressions: Iterable[str | int], defaults: Mapping[str, str | int]) -> set[str]:
+    """The config fields that expressions read, also through the defaults of others."""
+    found: set[str] = set()
+    waiting = list(expressions)
+    while waiting:
+        new = fields_in(waiting.pop()) - found
+        found |= new
+        waiting += [defaults[name] for name in new if name in defaults]
+    return found
+
+
+def _with_fields(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """A config with these fields only; ``a.b`` is the field b of the config in a."""
+    kept: dict[str, Any] = {}
+    for name in sorted(names):
+        if (value := lookup(config, name)) is None:
+            continue
+        *path, last = name.split(".")
+        inner = kept
+        for step in path:
+            inner = inner.setdefault(step, {})
+        inner[last] = value
+    return kept
