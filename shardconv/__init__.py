@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from shardconv.plan.plan import Plan, Reason, TensorPlan
     from shardconv.plan.policy import Layer, Policy
     from shardconv.plan.resolve import BlockedTp
+    from shardconv.proof.model_check import ModelCheck, check_source
     from shardconv.proof.prove import Proof, ProofReport, propose_plan, prove
     from shardconv.runtime import load
     from shardconv.runtime.estimate import CostReport, estimate_cost
@@ -114,6 +115,7 @@ _HOMES = {
     "shardconv.plan.plan": ("Plan", "Reason", "TensorPlan"),
     "shardconv.plan.policy": ("Layer", "Policy"),
     "shardconv.plan.resolve": ("BlockedTp",),
+    "shardconv.proof.model_check": ("ModelCheck", "check_source"),
     "shardconv.proof.prove": ("Proof", "ProofReport", "propose_plan", "prove"),
     "shardconv.runtime": ("load",),
     "shardconv.runtime.estimate": ("CostReport", "estimate_cost"),
@@ -129,6 +131,7 @@ __all__ = [
     "Interval",
     "Layer",
     "MergeReport",
+    "ModelCheck",
     "OutputError",
     "ParallelCrossEntropyLoss",
     "ParallelDropout",
@@ -161,6 +164,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "Zeros",
     "__version__",
+    "check_source",
     "convert_model",
     "convert_parallel_embedding",
     "convert_parallel_linear",

@@ -16,6 +16,7 @@ import click
 
 from shardconv import __version__
 from shardconv.commands.options import (
+    CHECK_MODEL,
     PATH,
     checksum_option,
     common_options,
@@ -24,8 +25,9 @@ from shardconv.commands.options import (
     tp_option,
     write_options,
 )
+from shardconv.commands.plan import check_source
 from shardconv.commands.plan import plan as plan_command
-from shardconv.commands.words import counted, notes, rate, sizes
+from shardconv.commands.words import counted, model_notes, notes, rate, sizes
 from shardconv.console import Console, Terminated, describe, show_error, signals_later, size
 from shardconv.parent import end_with_parent
 
@@ -51,12 +53,23 @@ def cli() -> None:
 @write_options
 @checksum_option
 @click.option("--dcp", is_flag=True, help="Let torch.distributed.checkpoint read the rank files, too.")
+@click.option("--check-model", is_flag=True, help=CHECK_MODEL)
 @output_options
-def split(src: Path, output: Path | None, *, as_json: bool, quiet: bool, plan: Path | None, **options: Any) -> None:  # noqa: ANN401
+def split(
+    src: Path,
+    output: Path | None,
+    *,
+    as_json: bool,
+    quiet: bool,
+    plan: Path | None,
+    check_model: bool,
+    **options: Any,  # noqa: ANN401
+) -> None:
     """Split the checkpoint SRC (a .safetensors file, an index, or a folder) for N ranks."""
     from shardconv.checkpoint.split import split as run
 
     console = Console(as_json=as_json, quiet=quiet)
+    checked = check_source(src, options) if check_model else None
     with console.progress("split") as progress:
         report = run(src, output, plan=plan or "auto", progress=progress, **options)
     verb = "would be written" if report.dry_run else rate(report.source_bytes, report.seconds)
@@ -66,6 +79,7 @@ def split(src: Path, output: Path | None, *, as_json: bool, quiet: bool, plan: P
             f"{report.path}: {report.num_tensors} tensors, {size(report.source_bytes)}, family {report.family}",
             f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}; {verb}",
             *notes(report.assumed, report.left_out),
+            *model_notes(checked),
         ],
     )
 

@@ -179,6 +179,12 @@ def adding(buffers: Mapping[str, tuple[int, ...]], *, without_prefix: str = "") 
     return rewrite
 
 
+def old_bert(tensors: Tensors) -> Tensors:
+    """As Google's BERT is on the hub: a norm's weight has its old name, and positions are stored."""
+    old = {name.replace("embeddings.LayerNorm.weight", "embeddings.LayerNorm.gamma"): tensors[name] for name in tensors}
+    return {**old, "bert.embeddings.position_ids": torch.randn(1, 32)}
+
+
 MODELS = {
     "llama": Model("llama", GQA),
     "llama-old": Model("llama", GQA, rewrite=adding({"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)})),
@@ -244,7 +250,7 @@ MODELS = {
         "bert",
         {"tie_word_embeddings": True},
         "BertForMaskedLM",
-        adding({"bert.embeddings.position_ids": (1, 32), "bert.embeddings.LayerNorm.gamma": (HIDDEN,)}),
+        old_bert,
     ),
     "bert-classifier": Model("bert", auto="BertForSequenceClassification"),
     "roberta": Model("roberta", auto="RobertaForMaskedLM"),

@@ -37,7 +37,9 @@ def test_a_right_plan_is_proven(tmp_path):
     tensors["model.layers.0.extra.weight"] = tensors["model.norm.weight"].clone()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     plan.write_text('[rules]\n"**.extra" = { style = "replicate" }\n')
-    result = run("plan", source, "--plan", plan, "--prove", "--json")
+    result = call("plan", source, "--plan", plan, "--prove")
+    assert (result.code, "1 unused: model.layers.0.extra.weight" in result.err) == (1, True), result.err
+    result = run("plan", source, "--plan", plan, "--prove", "--no-check-model", "--json")
     assert result.code == 0, result.err
     report = json.loads(result.out)
     assert (report["is_proven"], report["model"], report["note"]) == (True, "LlamaForCausalLM", "")
@@ -126,7 +128,7 @@ def test_what_cannot_be_proven(tmp_path):
     source = shutil.copytree(DEMO, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
-    with pytest.raises(RunError, match="has no model type 'llama' with a class 'NoSuchModel'"):
+    with pytest.raises(RunError, match=r"does not have the model .*'llama' and architecture 'NoSuchModel'"):
         shardconv.prove(source)
     report = shardconv.prove(DEMO, tps=(3,))
     assert (report.is_proven, report.proofs) == (False, ())

@@ -91,7 +91,9 @@ class CostFlags:
         if self.measure_link and src is not None and not self.cost:
             raise UsageError("--measure-link needs no SRC but for --cost")
         if more := next((name for name, is_asked in others.items() if is_asked and (self.cost or src is None)), None):
-            raise UsageError(f"--{more} is not for --cost, nor for --measure-link: ask for one after the other")
+            raise UsageError(
+                f"--{more.replace('_', '-')} is not for --cost, nor for --measure-link: ask for one after the other"
+            )
 
     @property
     def link(self) -> "Link":

@@ -55,4 +55,6 @@ write_options = together(
 checksum_option = click.option(
     "--checksums/--no-checksums", default=True, help="Take checksums while the data passes. [default: on]"
 )
+#: What the comparison of a checkpoint with its model does, for --help.
+CHECK_MODEL = "Compare names and shapes of tensors with those of the model class in transformers first."
 tp_option = click.option("--tp", type=click.IntRange(min=1), required=True, metavar="N", help="Number of ranks.")

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
-from shardconv.commands.options import PATH, output_options, plan_options
-from shardconv.commands.words import notes, sizes
+from shardconv.commands.options import CHECK_MODEL, PATH, output_options, plan_options
+from shardconv.commands.words import model_notes, notes, sizes
 from shardconv.console import Console, ranges, signals_later, size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.planning import PlanReport, TensorReport
     from shardconv.plan.resolve import BlockedTp
+    from shardconv.proof.model_check import ModelCheck
     from shardconv.proof.prove import ProofReport
 
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 @click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Number of ranks. [default: legal sizes only]")
 @click.option("--all", "show_all", is_flag=True, help="A line for every tensor, not for every group alike.")
 @click.option("--prove", is_flag=True, help="Split a small model of this shape and compare it with the plain one.")
+@click.option("--check-model/--no-check-model", default=None, help=f"{CHECK_MODEL} [default: with --prove]")
 @click.option("--propose", is_flag=True, help="Print a plan file, proposed from the modules of a small model.")
 @cost_options
 @plan_options
@@ -38,6 +40,7 @@ def plan(
     show_all: bool,
     prove: bool,
     propose: bool,
+    check_model: bool | None,
     **options: Any,  # noqa: ANN401
 ) -> None:
     """Show how SRC would be cut, why, and for which numbers of ranks it can be. Reads headers and config only."""
@@ -45,13 +48,14 @@ def plan(
 
     console = Console(as_json=as_json, quiet=quiet)
     flags = CostFlags.taken(options)
-    flags.check(src, all=show_all, prove=prove, propose=propose)
+    flags.check(src, all=show_all, prove=prove, propose=propose, check_model=bool(check_model))
     link = measured_link(console, is_reported=src is None) if flags.measure_link else None
     if src is None or (flags.measure_link and link is None):
         return
     if flags.cost:
         show_cost(src, console, flags, link, plan=plan or "auto", **options)
         return
+    checked = check_source(src, options) if check_model and not prove else None
     if propose:
         from shardconv.proof.prove import propose_plan
 
@@ -59,14 +63,22 @@ def plan(
         console.document(propose_plan(src, config=options["config"]), tomllib.loads)
         return
     if prove:
-        _prove(src, console, plan=plan or "auto", **options)
+        _prove(src, console, plan=plan or "auto", check_model=check_model is not False, **options)
         return
     report = report_plan(src, plan=plan or "auto", **options)
-    console.report(report, _plan_lines(report))
+    console.report(report, _plan_lines(report, model_notes(checked)))
     if report.tp is not None:
         console.table(
             ("tensor", "count", "dtype", "shape", "shard", "placement", "why"), _plan_rows(report, show_all=show_all)
         )
+
+
+def check_source(src: Path, options: dict[str, Any]) -> "ModelCheck":
+    """Compare a source with the model that its config names; ``options`` are the command's."""
+    gc.enable()
+    with signals_later():
+        from shardconv.proof.model_check import check_source as run
+    return run(src, config=options["config"], follow_links=options["follow_links"])
 
 
 def _prove(src: Path, console: Console, *, tp: int | None, **options: Any) -> None:  # noqa: ANN401
@@ -105,9 +117,9 @@ def _proof_lines(report: "ProofReport") -> list[str]:
     return [*lines, verdict]
 
 
-def _plan_lines(report: "PlanReport") -> list[str]:
+def _plan_lines(report: "PlanReport", model: list[str]) -> list[str]:
     lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, family {report.family}"]
-    lines += notes(report.assumed, report.left_out)
+    lines += [*notes(report.assumed, report.left_out), *model]
     lines.append(f"legal tp: {', '.join(map(str, report.legal_tp)) or 'none'}")
     blocks: dict[str, list[BlockedTp]] = {}
     for blocked in report.blocked_tp:

@@ -1,6 +1,11 @@
 """How commands put numbers into words, for people."""
 
+from typing import TYPE_CHECKING
+
 from shardconv.console import size
+
+if TYPE_CHECKING:
+    from shardconv.proof.model_check import ModelCheck
 
 
 def duration(seconds: float) -> str:
@@ -15,6 +20,14 @@ def notes(assumed: tuple[str, ...], left_out: tuple[str, ...]) -> list[str]:
     """What was assumed, and what was left out of a source."""
     lines = [f"assumed: {sentence}" for sentence in assumed]
     return [*lines, f"left out, as no part of this checkpoint: {', '.join(left_out)}"] if left_out else lines
+
+
+def model_notes(check: "ModelCheck | None") -> list[str]:
+    """The result of a comparison with the model, if there was one."""
+    if check is None:
+        return []
+    ignored = f"; not used by it: {len(check.ignored)}, as {check.ignored[0]}" if check.ignored else ""
+    return [f"names and shapes are those of {check.model}{ignored}"]
 
 
 def sizes(rank_bytes: tuple[int, ...]) -> str:

@@ -94,7 +94,9 @@ class ProofReport:
     is_proven: bool
 
 
-def prove(src: StrPath, *, tps: Sequence[int] = (), **options: Unpack[PlanOptions]) -> ProofReport:
+def prove(
+    src: StrPath, *, tps: Sequence[int] = (), check_model: bool = True, **options: Unpack[PlanOptions]
+) -> ProofReport:
     """Prove the plan of a source, on a small model and the CPU.
 
     The small model has heads of the source's size, where such a model can be made.
@@ -102,10 +104,11 @@ def prove(src: StrPath, *, tps: Sequence[int] = (), **options: Unpack[PlanOption
     Args:
         src: a ``.safetensors`` file, an index file, or a folder; with a config that names a class of transformers.
         tps: numbers of ranks to try; if none, 2 and 4, and 8 if the small model, of four heads, may be cut for it.
+        check_model: compare names and shapes of the source with the model that its config names first.
         options: see :class:`~shardconv.checkpoint.planning.PlanOptions`.
 
     Raises:
-        SourceError: if the checkpoint cannot be read.
+        SourceError: if the checkpoint cannot be read, or with ``check_model`` does not have the tensors of its model.
         PlanError: if there are no rules for it.
         RunError: if the small model cannot be built or run.
 
@@ -115,6 +118,10 @@ def prove(src: StrPath, *, tps: Sequence[int] = (), **options: Unpack[PlanOption
     """
     planned_source = plan_source(src, **options)
     source, request = planned_source.source, replace(planned_source.request, may_miss=True)
+    if check_model:
+        from shardconv.proof.model_check import require_model  # noqa: PLC0415 - imports torch
+
+        require_model(source.config or {}, source.specs, str(src))
     with TemporaryDirectory(prefix="shardconv-") as name:
         folder = Path(name)
         model, note = _model_to_try(source.config or {}, folder)
@@ -139,8 +146,10 @@ def prove(src: StrPath, *, tps: Sequence[int] = (), **options: Unpack[PlanOption
 
 def _model_to_try(config: Mapping[str, Any], folder: Path) -> tuple[Any, str]:
     """A small model, written and run, of heads of the real size where one can be made; and which are smaller."""
-    _transformers()
-    from shardconv.proof.alone import alone  # noqa: PLC0415 - which needs it
+    from shardconv.proof.model_check import import_transformers  # noqa: PLC0415 - imports torch
+
+    import_transformers()
+    from shardconv.proof.alone import alone  # noqa: PLC0415 - imports it
 
     with alone():
         try:
@@ -151,10 +160,11 @@ def _model_to_try(config: Mapping[str, Any], folder: Path) -> tuple[Any, str]:
 
 
 def _smaller_heads(config: Mapping[str, Any], model: Any) -> str:
+    from shardconv.proof.model_check import model_class  # noqa: PLC0415 - imports torch
     from shardconv.proof.small import head_sizes  # noqa: PLC0415 - which needs torch
 
     found = head_sizes(model.config.to_dict())
-    real = head_sizes(type(model.config).from_dict(dict(config)).to_dict())
+    real = head_sizes(model_class(config)[1].to_dict())
     smaller = [
         f"{found[place]} features instead of {size}" + (f" in {place}" if place else "")
         for place, size in real.items()
@@ -177,14 +187,6 @@ def _written(model: Any, folder: Path) -> Any:
     return model
 
 
-def _transformers() -> Any:
-    try:
-        import transformers  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
-    return transformers
-
-
 def small_model(config: Mapping[str, Any], *, has_real_heads: bool = False) -> Any:
     """A small model of the class that a config names, with random numbers.
 
@@ -195,25 +197,16 @@ def small_model(config: Mapping[str, Any], *, has_real_heads: bool = False) -> A
     Raises:
         RunError: if transformers has no such class, or it cannot be built small.
     """
-    transformers = _transformers()
+    from shardconv.proof.model_check import model_class  # noqa: PLC0415 - imports torch
     from shardconv.proof.small import build_small, real_heads, small_fields  # noqa: PLC0415 - which needs torch
 
-    names = config.get("architectures")
-    names = names if isinstance(names, list) and names else [None]
-    kind = getattr(transformers, str(names[0]), None)
-    if not hasattr(kind, "config_class") or config.get("model_type") not in transformers.CONFIG_MAPPING:
-        raise RunError(
-            f"a small model is made by transformers, which has no model type {config.get('model_type')!r} with a class "
-            f"{names[0]!r}: a proof needs a config.json that names one"
-        )
+    kind, full = model_class(config)
     try:
-        given = {key: value for key, value in config.items() if key != "quantization_config"}
-        full = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(given)  # with what the file leaves out
         fields = full.to_dict()
         own = real_heads(fields) if has_real_heads else {}
         return build_small(kind, type(full).from_dict({**fields, **small_fields(fields, own)}))
     except Exception as error:
-        raise RunError(f"a small {names[0]} cannot be built: {type(error).__name__}: {error}") from error
+        raise RunError(f"a small {kind.__name__} cannot be built: {type(error).__name__}: {error}") from error
 
 
 def propose_plan(src: StrPath, *, config: StrPath | None = None, by_heads: bool = True) -> str:
