@@ -18,6 +18,7 @@ from torch import nn
 
 import shardconv
 from shardconv.checkpoint.layout import rank_file_name
+from shardconv.runtime.versions import versions
 
 #: Quantised ones cannot be run so far; the other needs a field that configs of transformers 5.23 do not keep.
 NAMES = [name for name in MODELS if name not in ("deepseek_v3-hub", "t5-classifier")]
@@ -340,3 +341,46 @@ def test_own_module(ranks, tmp_path):
     (tmp_path / "plan.toml").write_text(PLAN)
     shardconv.split(tmp_path / "mlp.safetensors", tmp_path / "split", tp=2, plan=tmp_path / "plan.toml")
     ranks("pairs", check_own, tmp_path / "mlp.safetensors", tmp_path / "split")
+
+
+# --- tensors that the model does not take, and parameters that no file fills ----------------------------------------
+
+
+def changed_tensors(home, tmp_path, change):
+    """A checkpoint whose tensors were changed, split for 2 ranks."""
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415 - as below
+
+    source = shutil.copytree(source_and_split(home, "llama", 2)[0], tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    shardconv.split(source, tmp_path / "split", tp=2)
+    return tmp_path / "split"
+
+
+def test_a_tensor_that_the_model_does_not_use(ranks, home, tmp_path):
+    """A bias that a config without attention_bias has no place for; and MTP layers, which are known to be unused."""
+    name = "model.layers.0.self_attn.q_proj"
+    add = lambda tensors: tensors.update({f"{name}.bias": torch.ones(len(tensors[f"{name}.weight"]))})  # noqa: E731
+    split = changed_tensors(home, tmp_path, add)
+    ranks(
+        "pairs", check_fails, split, [f"1 tensors that LlamaForCausalLM does not use: {name}.bias. The"]
+    )
+
+
+def test_a_parameter_that_no_file_fills(ranks, home, tmp_path):
+    name = "model.layers.1.post_attention_layernorm.weight"
+    split = changed_tensors(home, tmp_path, lambda tensors: tensors.pop(name))
+    ranks("pairs", check_fails, split, [f"1 tensors that LlamaForCausalLM needs, and that are missing: {name}"])
+
+
+def check_versions(axis, split):
+    with pytest.MonkeyPatch.context() as patch:
+        if axis.rank == 1:
+            found = {**versions(), "torch": "9.9"}
+            patch.setattr(sys.modules["shardconv.runtime.load"], "versions", lambda: found)
+        check_fails(axis, split, ["the ranks see different versions of torch .rank 0: 2", "rank 1: 9.9"])
+
+
+def test_ranks_with_other_versions(ranks, home):
+    ranks("pairs", check_versions, source_and_split(home, "llama", 2)[1])

@@ -38,7 +38,9 @@ from shardconv.errors import (
 from shardconv.layers import ParallelModule
 from shardconv.layers.conversion import digest, is_alike
 from shardconv.plan.experts import own_experts
+from shardconv.plan.unused import known_unused
 from shardconv.runtime.device import check_room, move, rank_device
+from shardconv.runtime.versions import versions
 
 
 def load(
@@ -137,10 +139,20 @@ def _meet(folder: Path, device: Any, group: GroupLike) -> tuple[Manifest, torch.
         problem = error
     axis = _axis(group, device_type)
     _agreed(axis, partial(_raise, problem))
-    seen = json.dumps([manifest.to_json(""), device_type], sort_keys=True)
-    if not is_alike([digest(seen.encode())], axis)[0]:
-        raise RunError(f"{folder}: the ranks see different checkpoints there, or have devices of different kinds")
+    own = {f"versions of {package}": version for package, version in versions().items()}
+    _check_facts(folder, axis, {"checkpoints": manifest.to_json(""), "kinds of devices": device_type, **own})
     return manifest, device, axis.with_exchange() if device_type == "cpu" else axis
+
+
+def _check_facts(folder: Path, axis: Axis, facts: Mapping[str, Any]) -> None:
+    """Check that all ranks see the same."""
+    same = is_alike([digest(json.dumps(fact, sort_keys=True).encode()) for fact in facts.values()], axis)
+    if different := [name for name, is_same in zip(facts, same, strict=True) if not is_same]:
+        own = ", ".join(fact for name, fact in facts.items() if name in different and isinstance(fact, str))
+        raise RunError(
+            f"{folder}: the ranks see different {' and '.join(different)}"
+            f"{f' (rank {axis.rank}: {own})' if own else ''}: make them the same on all ranks"
+        )
 
 
 def _world(group: GroupLike) -> int | None:
@@ -266,14 +278,40 @@ def _from_transformers(
     model, report = converted.from_pretrained(
         None, config=config, state_dict=tensors, dtype=dtype or "auto", output_loading_info=True
     )
-    for kind in ("missing_keys", "mismatched_keys"):
-        if found := report[kind]:
-            names = ", ".join(map(str, sorted(found)[:3]))
-            raise RunError(f"{folder}: {kind.replace('_', ' ')} for {plain.__name__}: {names}")
+    check_report(report, plain.__name__, folder)
     finish(model, axis)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
+
+
+def check_report(report: Mapping[str, Any], kind: str, path: Path) -> None:
+    """Refuse a model that transformers did not fill with exactly the tensors of a checkpoint.
+
+    MTP layers, and what the class itself ignores on purpose, may be left over.
+
+    Args:
+        report: the loading info of ``from_pretrained``.
+        kind: the class of the model.
+        path: of the checkpoint, for the message.
+
+    Raises:
+        RunError: if a parameter has no tensor, or a tensor no parameter.
+    """
+    unused = set(report["unexpected_keys"]) - known_unused(report["unexpected_keys"])
+    found = {
+        f"{kind} does not use": unused,
+        f"{kind} needs, and that are missing": report["missing_keys"],
+        f"have another shape in {kind}": {name for name, *_ in report["mismatched_keys"]},
+    }
+    for what, names in found.items():
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            raise RunError(
+                f"{path}: {len(names)} tensors that {what}: {shown}. The outputs would be wrong: config.json does not "
+                f"describe this checkpoint. Correct it in the source, or remove what does not belong there, and split "
+                f"it again"
+            )
 
 
 def _model_class(transformers: Any, folder: Path, known: Mapping[str, Any], *, is_trusted: bool) -> tuple[Any, Any]:
