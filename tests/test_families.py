@@ -334,7 +334,7 @@ def test_fp8_blocks_are_not_cut(checkpoint, tmp_path):
 
 def test_other_quantisations_are_refused(checkpoint, tmp_path):
     copied = altered(checkpoint("llama"), tmp_path, {"quantization_config": {"quant_method": "gptq"}})
-    with pytest.raises(PlanError, match="quantised by 'gptq'"):
+    with pytest.raises(PlanError, match="quantized by 'gptq'"):
         shardconv.make_plan(copied, tp=2)
 
 

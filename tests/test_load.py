@@ -363,9 +363,7 @@ def test_a_tensor_that_the_model_does_not_use(ranks, home, tmp_path):
     name = "model.layers.0.self_attn.q_proj"
     add = lambda tensors: tensors.update({f"{name}.bias": torch.ones(len(tensors[f"{name}.weight"]))})  # noqa: E731
     split = changed_tensors(home, tmp_path, add)
-    ranks(
-        "pairs", check_fails, split, [f"1 tensors that LlamaForCausalLM does not use: {name}.bias. The"]
-    )
+    ranks("pairs", check_fails, split, [f"1 tensors that LlamaForCausalLM does not use: {name}.bias. The"])
 
 
 def test_a_parameter_that_no_file_fills(ranks, home, tmp_path):

@@ -27,7 +27,8 @@ def fp8(path, plan: str, tmp_path, *, rows: int = 256, columns: int = 1024) -> d
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     path.write_bytes(safetensors_bytes(header, bytes(end)))
     (tmp_path / "plan.toml").write_text(plan)
-    return {"plan": tmp_path / "plan.toml"}
+    (tmp_path / "fp8.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    return {"plan": tmp_path / "plan.toml", "config": tmp_path / "fp8.json"}
 
 
 @pytest.mark.parametrize("pattern", ["down", "down.*"])
@@ -52,7 +53,8 @@ def test_a_scale_and_its_weight_have_one_rule(name, tmp_path):
     options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
     with pytest.raises(shardconv.PlanError, match="a scale is cut as its weight is: name their module, 'down'"):
         shardconv.make_plan(source, tp=2, replicate=(name,), **options)
-    assert shardconv.make_plan(source, tp=2, replicate="d*n", family="llama").placement("down.weight").dim is None
+    plan = shardconv.make_plan(source, tp=2, replicate="d*n", family="llama", config=options["config"])
+    assert plan.placement("down.weight").dim is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_block_sizes_that_are_none(block, tmp_path):
     source = tmp_path / "m.safetensors"
     options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    options["config"].write_text(json.dumps(config))
     with pytest.raises(shardconv.PlanError, match="weight_block_size is needed"):
         shardconv.make_plan(source, tp=2, **options)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 from shardconv.checkpoint.header import num_bytes
 from shardconv.checkpoint.manifest import is_split, read_manifest
+from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.stored_plan import resolver_of
 from shardconv.errors import PlanError, UsageError
@@ -120,7 +121,7 @@ def plan_source(
     plan_file = None if plan == "auto" else _read_plan_file(Path(plan))
     request = PlanRequest(family, plan_file, names, head_dim, experts)
     paths = (source.path, *(part.path for part in source.parts), *source.side_files.values())
-    resolution = resolve(source.specs, source.config, request)
+    resolution = resolve(source.specs, with_settings(source), request)
     return PlannedSource(source, request, resolution, paths if plan_file is None else (*paths, Path(plan)))
 
 

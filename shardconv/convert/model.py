@@ -31,6 +31,7 @@ from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
 from shardconv.plan.policy import Policy
+from shardconv.plan.quantization import check_quantization
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import SCALAR, Resolver
 from shardconv.plan.submodels import rules_for
@@ -215,6 +216,7 @@ def _resolver(
 ) -> tuple[Resolver, Compiled | None]:
     """The rules over the tensors of a model, and what policies set besides."""
     if isinstance(request, tuple):
+        check_quantization(specs, config)
         policies = compile_policies(model, request, tp)
         return Resolver(specs, rules_for(policies.family, config)), policies
     if isinstance(request, PlanRequest):

@@ -17,8 +17,9 @@ from shardconv.plan.family_file import family_for, load_family, parse_plan_file
 from shardconv.plan.foreign import FOREIGN, foreign_family
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
+from shardconv.plan.quantization import DEFAULT_BLOCK, SCALE, block_size, check_quantization
 from shardconv.plan.resolve import Resolver
-from shardconv.plan.submodels import DEFAULT_BLOCK, SCALE, block_size, rules_for
+from shardconv.plan.submodels import rules_for
 
 #: The largest head size in common use. A cut between heads of this size, among a power of two of ranks, is also one
 #: between heads of 32, 64, 80, 96, 128, 192 or any other size that has no higher power of two in it. Where rows are no
@@ -102,6 +103,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
     Raises:
         PlanError: if no rules are known that cover every tensor.
     """
+    check_quantization(tensors, config)
     assumed: list[str] = []
     unsure = ""
     user = parse_plan_file(*request.plan_file) if request.plan_file else None

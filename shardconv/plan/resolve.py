@@ -17,9 +17,9 @@ from shardconv.plan.fields import Fields
 from shardconv.plan.matcher import Match, Matcher, pattern_for
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
+from shardconv.plan.quantization import SCALE
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.scope import Scope
-from shardconv.plan.submodels import SCALE
 
 #: Names that hold several projections in one tensor: never planned without a rule that says how they lie in it.
 FUSED = re.compile(r"(qkv|query_key_value|c_attn|W_?pack|gate_up|in_proj|fused|packed)", re.IGNORECASE)

@@ -10,14 +10,12 @@ from shardconv.errors import PlanError
 from shardconv.plan.family import Family, Part
 from shardconv.plan.family_file import family_for, load_family
 from shardconv.plan.fields import lookup
+from shardconv.plan.quantization import DEFAULT_BLOCK, block_size
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.scope import Scope
 
 #: How deep submodels are nested.
 _MAX_DEPTH = 4
-
-#: How the name of a block scale ends, and the block where the config does not give it: DeepSeek-V3's.
-SCALE, DEFAULT_BLOCK = ".weight_scale_inv", (128, 128)
 
 
 def rules_for(
@@ -32,32 +30,10 @@ def rules_for(
         uncertain: see :class:`~shardconv.plan.rule_set.RuleSet`.
 
     Raises:
-        PlanError: if the config's quantization is not supported.
+        PlanError: if the config has submodels nested deeper than any model.
     """
-    check_quantization(config)
     block = block_size(config) or list(DEFAULT_BLOCK)
     return RuleSet(family.name, tuple(scopes_of(family, config)), experts, uncertain, block)
-
-
-def check_quantization(config: Mapping[str, Any] | None) -> None:
-    """Refuse a quantization that is not supported.
-
-    Raises:
-        PlanError: if the config has one.
-    """
-    settings = (config or {}).get("quantization_config")
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    if method not in (None, "fp8"):
-        raise PlanError(
-            f"the checkpoint is quantised by {method!r:.60}, which shardconv cannot cut yet: split the unquantised "
-            f"checkpoint, or one quantised by fp8"
-        )
-
-
-def block_size(config: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - as the config has it
-    """The size of the blocks that have a scale each, as the config gives it; None where it does not."""
-    settings = (config or {}).get("quantization_config")
-    return settings.get("weight_block_size") if isinstance(settings, dict) else None
 
 
 def scopes_of(family: Family, config: Mapping[str, Any] | None, at: str = "", depth: int = 0) -> Iterator[Scope]:

@@ -19,7 +19,7 @@ from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.source import CONFIG_NAME, open_source
 from shardconv.errors import RunError, SourceError
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.submodels import SCALE
+from shardconv.plan.quantization import SCALE
 from shardconv.plan.unused import known_unused
 
 #: How many tensors of each kind a message names.
