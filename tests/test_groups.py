@@ -1,14 +1,27 @@
 """Groups over given ranks: made by their members alone, in the order that was asked for."""
 
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
+from command import ENVIRONMENT
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import shardconv
-from shardconv.distributed import as_axis, destroy_parallel, gather_from_tp, init_parallel, reduce_from_tp
+from shardconv import layers, tensor
+from shardconv.distributed import (
+    as_axis,
+    copy_to_tp,
+    destroy_parallel,
+    gather_from_tp,
+    init_parallel,
+    reduce_from_tp,
+    scatter_to_tp,
+)
 from shardconv.distributed.members import group_over, new_members_group
 
 
@@ -164,3 +177,94 @@ def test_one_process_alone():
             init_parallel(ranks=[1])
     finally:
         destroy_parallel()
+
+
+class MlpPolicy(shardconv.Policy):
+    """Two linear layers in an nn.Sequential."""
+
+    @staticmethod
+    def original_layer_class():
+        return nn.Sequential
+
+    @staticmethod
+    def mlp_in():
+        return [shardconv.Layer(weight="[0].weight", bias="[0].bias")]
+
+    @staticmethod
+    def mlp_out():
+        return [shardconv.Layer(weight="[1].weight", bias="[1].bias")]
+
+
+X, WEIGHT, IDS = torch.ones(4, 8), torch.ones(8, 8), torch.arange(4)
+#: Everything that takes ``group=`` and reads the current tensor axis without it.
+WAYS = {
+    "ParallelLinear": lambda: layers.ParallelLinear(8, 8, dim=-1),
+    "ParallelLinear that is not parallel": lambda: layers.ParallelLinear(8, 8),
+    "VocabParallelClassifier": lambda: layers.VocabParallelClassifier(8, 7),
+    "ParallelEmbedding": lambda: layers.ParallelEmbedding(8, 8, dim=0),
+    "ParallelCrossEntropyLoss": layers.ParallelCrossEntropyLoss,
+    "ParallelDropout": layers.ParallelDropout,
+    "parallel_linear": lambda: layers.functional.parallel_linear(X, WEIGHT, dim=-1),
+    "parallel_embedding": lambda: layers.functional.parallel_embedding(IDS, WEIGHT, dim=0),
+    "parallel_cross_entropy": lambda: layers.functional.parallel_cross_entropy(X, IDS),
+    "shard_init_": lambda: layers.init.shard_init_(nn.init.zeros_, X.clone()),
+    "init_affine_weight_": lambda: layers.init.init_affine_weight_(WEIGHT.clone(), 8, 8, 8, 0),
+    "convert_parallel_linear": lambda: shardconv.convert_parallel_linear(nn.Linear(8, 8), -1),
+    "convert_parallel_embedding": lambda: shardconv.convert_parallel_embedding(nn.Embedding(8, 8), 0),
+    "convert_model": lambda: shardconv.convert_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), MlpPolicy),
+    "copy_to_tp": lambda: copy_to_tp(X),
+    "reduce_from_tp": lambda: reduce_from_tp(X),
+    "scatter_to_tp": lambda: scatter_to_tp(X),
+    "gather_from_tp": lambda: gather_from_tp(X),
+    "measure_link": tensor.measure_link,
+    "as_dtensor": lambda: tensor.as_dtensor(nn.Linear(8, 8)),
+}
+NO_GROUPS = r"WORLD_SIZE is 2.*call shardconv\.init_parallel\(tensor=N\) first, or pass group="
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_refused_without_groups_under_a_launcher(way, monkeypatch):
+    """How many of the processes are tensor parallel is not in the environment; 1 would be silently wrong."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=NO_GROUPS):
+        WAYS[way]()
+
+
+@pytest.mark.parametrize("size", [None, "", "1"])
+def test_one_process_needs_no_groups(size, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    assert layers.ParallelLinear(8, 8, dim=-1).axis.size == 1
+    assert torch.compile(reduce_from_tp, backend="eager", fullgraph=True)(X) is X
+
+
+SCRIPT = """
+import torch, shardconv
+from torch import nn
+
+def check(tp):
+    layer = shardconv.convert_parallel_linear(nn.Linear(8, 16), -1)
+    assert (layer.axis.size, tuple(layer(torch.ones(1, 8)).shape)) == (tp, (1, 16 // tp)), layer
+
+torch.manual_seed(0)
+try:
+    check(1)
+except RuntimeError as error:
+    print(f"refused: {error}", flush=True)
+torch.distributed.init_process_group("gloo")
+check(2)  # all processes, as in torch
+shardconv.init_parallel(tensor=1, data=2)
+check(1)
+shardconv.destroy_parallel()
+"""
+
+
+def test_under_torchrun(tmp_path):
+    """Without groups an error on each rank; with torch's, all processes; with shardconv's, what was asked for."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=ENVIRONMENT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("refused: WORLD_SIZE is 2") == 2

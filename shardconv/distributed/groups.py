@@ -165,7 +165,7 @@ def init_parallel(
         (1, 1, True)
     """
     global _current  # noqa: PLW0603 - the one piece of global state
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = dist.get_world_size() if dist.is_initialized() else _launched_size()
     chosen = tuple(range(world)) if ranks is None else checked_ranks(ranks, world)
     whole = f"the world has {world}" if ranks is None else f"ranks = {list(ranks)} are {len(chosen)}"
     by_name = fitted_sizes({"tensor": tensor, "data": data, "pipeline": pipeline}, len(chosen), whole)
@@ -216,6 +216,8 @@ def as_axis(group: GroupLike = None) -> Axis:
 
     Raises:
         ValueError: if this process is not in the group, or a mesh has several dimensions.
+        RuntimeError: if ``group`` is None, a launcher such as torchrun started several processes, and neither
+            ``torch.distributed`` nor :func:`init_parallel` connected them.
     """
     if isinstance(group, Axis):
         return group
@@ -223,11 +225,26 @@ def as_axis(group: GroupLike = None) -> Axis:
         if _current is not None:
             return _current.tensor
         if not dist.is_initialized():
-            return Axis("tensor", 0, 1, (0,), None)
+            return _single_process()
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh):
         return _of_mesh(group)
     return _of_group("tensor", group)
+
+
+def _launched_size() -> int:
+    """Number of processes that a launcher such as torchrun started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def _single_process() -> Axis:
+    if (size := _launched_size()) > 1:
+        raise RuntimeError(
+            f"WORLD_SIZE is {size} but there are no process groups, so the tensor parallel size is unknown: call "
+            f"shardconv.init_parallel(tensor=N) first, or pass group= (without tensor parallelism, "
+            f"init_parallel(data=-1); for a single process, unset WORLD_SIZE)"
+        )
+    return Axis("tensor", 0, 1, (0,), None)
 
 
 def _stored_axis(name: str, rank: int, ranks: tuple[int, ...]) -> Axis:
