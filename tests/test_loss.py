@@ -11,7 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everywhere
 
 from shardconv.distributed import reduce_from_tp
-from shardconv.layers import ParallelCrossEntropyLoss
+from shardconv.layers import (
+    ColumnParallelLinear,
+    ParallelCrossEntropyLoss,
+    ParallelLinear,
+    RowParallelLinear,
+    VocabParallelClassifier,
+)
 from shardconv.layers.functional import parallel_cross_entropy
 
 BATCH = 6
@@ -100,7 +106,9 @@ def check_collectives(axis):
     dist.all_reduce = counting
     try:
         logits = torch.randn(BATCH, 8, requires_grad=True)
-        loss = parallel_cross_entropy(logits, torch.arange(BATCH), label_smoothing=0.1, group=axis)
+        loss = parallel_cross_entropy(
+            logits, torch.arange(BATCH), label_smoothing=0.1, num_classes=8 * axis.size, group=axis
+        )
         assert len(counts) <= 3
         assert max(counts) <= 3 * BATCH  # never the logits
         forward = len(counts)
@@ -122,7 +130,7 @@ def check_large_and_half(axis):
         logits, target = case((BATCH,), 12, torch.float32)
         logits = logits.to(dtype)
         mine = split(axis, logits, 12).clone().requires_grad_()
-        found = parallel_cross_entropy(mine, target, group=axis)
+        found = parallel_cross_entropy(mine, target, num_classes=12, group=axis)
         found.backward()
         assert (found.dtype, mine.grad.dtype) == (dtype, dtype)
         expected = F.cross_entropy(logits.double(), target)
@@ -139,7 +147,7 @@ def check_autocast(axis):
     logits = logits.bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = F.cross_entropy(logits, target)
-        found = parallel_cross_entropy(split(axis, logits, 12), target, group=axis)
+        found = parallel_cross_entropy(split(axis, logits, 12), target, num_classes=12, group=axis)
     torch.testing.assert_close(found, expected)  # of the same dtype
 
 
@@ -171,7 +179,7 @@ def check_second_gradient(axis):
         grad.pow(2).sum().backward()
         mine = split(axis, logits, 12).clone().requires_grad_()
         (grad,) = torch.autograd.grad(
-            parallel_cross_entropy(mine, target, group=axis, **options), mine, create_graph=True
+            parallel_cross_entropy(mine, target, num_classes=12, group=axis, **options), mine, create_graph=True
         )
         reduce_from_tp(grad.pow(2).sum(), group=axis).backward()
         torch.testing.assert_close(mine.grad, split(axis, full.grad, 12))
@@ -209,20 +217,81 @@ def check_refused(axis):
     total = 4 * axis.size
     for wrong in (-1, total, 10**6):
         with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
-            parallel_cross_entropy(logits, target + wrong, group=axis)
+            parallel_cross_entropy(logits, target + wrong, num_classes=total, group=axis)
     for message, options in {
-        "5 classes on": {"num_classes": 5},
+        r"has 4 classes \(expected 5 in full logits, or 3 per rank": {"num_classes": 5},
+        r"has 4 classes \(expected 3 in full logits, or 2 per rank": {"weight": torch.ones(3), "num_classes": None},
         r"weight of shape \[3\]": {"weight": torch.ones(3)},
         "not within torch's": {"reduction": "typo"},
         "label_smoothing = 2": {"label_smoothing": 2},
     }.items():
         with pytest.raises(ValueError, match=message):
-            parallel_cross_entropy(logits, target, group=axis, **options)
+            parallel_cross_entropy(logits, target, group=axis, **{"num_classes": total, **options})
     with pytest.raises(ValueError, match=r"target of shape \[2\]"):
-        parallel_cross_entropy(logits, target[:2], group=axis)
+        parallel_cross_entropy(logits, target[:2], num_classes=total, group=axis)
     with pytest.raises(ValueError, match="get no gradient"):
-        parallel_cross_entropy(logits, torch.rand_like(logits).requires_grad_(), group=axis)
+        parallel_cross_entropy(logits, torch.rand_like(logits).requires_grad_(), num_classes=total, group=axis)
 
 
 def test_refused(ranks):
     ranks("pairs", check_refused)
+
+
+def check_full_or_sharded(axis):
+    """Whether logits are full or sharded is given or known, never guessed."""
+    logits, target = case((BATCH,), 4 * axis.size, torch.float64)
+    unknown = rf"shape \[{BATCH}, \d+\]: .* pass num_classes"
+    shard, weight = split(axis, logits, 4 * axis.size), torch.rand(4 * axis.size, dtype=torch.float64)
+    for given in (logits, shard):
+        with pytest.raises(ValueError, match=unknown):
+            parallel_cross_entropy(given, target, group=axis)
+        with pytest.raises(ValueError, match=unknown):
+            ParallelCrossEntropyLoss(group=axis)(given, target)
+        with pytest.raises(ValueError, match=unknown):
+            parallel_cross_entropy(given, torch.softmax(given, -1), group=axis)
+        found = ParallelCrossEntropyLoss(num_classes=4 * axis.size, group=axis)(given, target)
+        torch.testing.assert_close(found, F.cross_entropy(logits, target))
+        found = ParallelCrossEntropyLoss(weight, group=axis)(given, target)  # a weight for each class
+        torch.testing.assert_close(found, F.cross_entropy(logits, target, weight))
+    full = logits.clone().requires_grad_()
+    parallel_cross_entropy(full, target, num_classes=4 * axis.size, group=axis).backward()
+    torch.testing.assert_close(full.grad, (torch.softmax(logits, -1) - F.one_hot(target, 4 * axis.size)) / BATCH)
+
+
+def check_outputs_of_layers(axis):
+    """The output of a column parallel layer is known to be sharded, and how; what is computed from it is not."""
+    x, target = torch.randn(BATCH, 8), torch.arange(BATCH)
+    for classes, make in ((4 * axis.size, ColumnParallelLinear), (4 * axis.size - 1, VocabParallelClassifier)):
+        layer = make(8, classes, group=axis)
+        plain = F.cross_entropy(F.linear(x, layer.master_weight, layer.master_bias), target)
+        torch.testing.assert_close(ParallelCrossEntropyLoss(group=axis)(layer(x), target), plain)
+        with pytest.raises(ValueError, match="pass num_classes"):
+            ParallelCrossEntropyLoss(group=axis)(layer(x) * 2, target)
+        with pytest.raises(ValueError, match=rf"num_classes = 4, but .* {classes} classes"):
+            ParallelCrossEntropyLoss(num_classes=4, group=axis)(layer(x), target)
+        if classes % axis.size == 0:  # the last class is padding to whoever counts one class less
+            fewer = ParallelCrossEntropyLoss(num_classes=classes - 1, group=axis)(layer(x), target)
+            full = F.linear(x, layer.master_weight, layer.master_bias)[:, :-1]
+            torch.testing.assert_close(fewer, F.cross_entropy(full, target))
+    for layer in (
+        ParallelLinear(8, 12, group=axis),
+        RowParallelLinear(8, 12, group=axis),
+        ColumnParallelLinear(8, 12, gather_output=True, group=axis),
+    ):
+        with pytest.raises(ValueError, match="pass num_classes"):
+            ParallelCrossEntropyLoss(group=axis)(layer(x), target)
+        found = ParallelCrossEntropyLoss(num_classes=12, group=axis)(layer(x), target)
+        torch.testing.assert_close(found, F.cross_entropy(layer(x), target))
+    fused = ColumnParallelLinear(8, 12, split_sizes=(4, 8), group=axis)
+    for num_classes in (None, 12):
+        with pytest.raises(ValueError, match="consecutive classes"):
+            parallel_cross_entropy(fused(x), target, num_classes=num_classes, group=axis)
+    sequence = ColumnParallelLinear(8, 12, group=axis)(x.view(2, 3, 8))  # classes in dim 2, where dim 1 is needed
+    with pytest.raises(ValueError, match="pass num_classes"):
+        parallel_cross_entropy(sequence, target, group=axis)
+
+
+@pytest.mark.parametrize("check", [check_full_or_sharded, check_outputs_of_layers])
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+def test_full_or_sharded(ranks, layout, check):
+    ranks(layout, check)

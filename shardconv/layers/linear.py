@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis, copy_to_tp, reduce_from_tp
 from shardconv.layers.init import Initializer, fill_shard_, get_initializer, linear_bias_, linear_weight_
-from shardconv.layers.sharding import ParallelModule, even_placement, gather_shards, scatter_shards
+from shardconv.layers.sharding import (
+    ParallelModule,
+    even_placement,
+    gather_shards,
+    mark_sharded_output,
+    scatter_shards,
+)
 from shardconv.plan.placement import Placement, intervals
 
 #: ``dim`` to the dim of torch's weight that it cuts.
@@ -289,8 +295,9 @@ class ParallelLinear(ParallelModule, nn.Linear):
             output = reduce_from_tp(output, group=self.axis)
         elif self.gather_output:
             output = gather_shards(output, self.placements["weight"], self.axis, dim=-1)
-        elif self._padding is not None:
+        elif cut_dim == 0:
             output = self._mask_padding(output)
+            mark_sharded_output(output, self.placements["weight"])
         if self.skip_bias_add:
             return output, self.master_bias if self.gather_output else bias
         return output + bias.to(output.dtype) if late_bias and bias is not None else output
@@ -304,6 +311,8 @@ class ParallelLinear(ParallelModule, nn.Linear):
         return F.linear(F.linear(input, first), second) * self.lora_scale
 
     def _mask_padding(self, output: Tensor) -> Tensor:
+        if self._padding is None:
+            return output
         placement = self.placements["weight"]
         true = sum(piece.size for piece in intervals(placement.ranks[self.axis.rank]))
         missing = output.shape[-1] - true

@@ -17,6 +17,8 @@ import torch.nn.functional as F  # noqa: N812 - as everywhere
 from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis, copy_to_tp, reduce_from_tp
+from shardconv.layers.sharding import output_placement
+from shardconv.plan.placement import Placement, Unit, cut
 
 
 def parallel_cross_entropy(
@@ -32,11 +34,11 @@ def parallel_cross_entropy(
     num_classes: int | None = None,
     group: GroupLike = None,
 ) -> Tensor:
-    """``F.cross_entropy`` over logits split by class.
+    """``F.cross_entropy`` over logits sharded by class.
 
     Args:
         input: logits, [N, C / tp], [N, C / tp, d1, ...] or [C / tp]; where C does not divide, the last ranks' further
-            columns are padding, and not looked at. With ``num_classes`` given, also the full logits.
+            columns are padding, and ignored. Or the full logits, the same on every rank.
         target: class indices, [N], [N, d1, ...] or []; or probabilities, split as ``input`` is or of all classes. The
             same on every rank, as far as not split.
         weight: of each class, [C], on every rank.
@@ -45,7 +47,8 @@ def parallel_cross_entropy(
         reduce: deprecated, as torch's.
         reduction: ``none``, ``mean`` or ``sum``.
         label_smoothing: from 0 to 1.
-        num_classes: C. By default all that is split counts as a class; logits that are not split, or padded, need it.
+        num_classes: C, by which full logits are told from sharded ones. Not needed with ``weight``, for the direct
+            output of a column parallel layer, and with one rank: there C is known.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
@@ -54,7 +57,7 @@ def parallel_cross_entropy(
 
     Raises:
         IndexError: if a target is no class; on CUDA a device-side assertion, as torch's.
-        ValueError: if shapes or options do not fit.
+        ValueError: if shapes or options do not fit, or C is not known.
 
     Example:
         >>> logits = torch.randn(3, 5, requires_grad=True)
@@ -67,14 +70,14 @@ def parallel_cross_entropy(
         input = input.to(torch.promote_types(input.dtype, torch.float32))  # as torch does there
     class_dim = 0 if input.dim() == 1 else 1
     width = input.shape[class_dim]
-    num_classes = width * axis.size if num_classes is None else num_classes
+    num_classes = _total_classes(input, class_dim, weight, num_classes, axis)
     if axis.size == 1 or width == num_classes:
         full = input.narrow(class_dim, 0, num_classes)
         return F.cross_entropy(full, target, weight, None, ignore_index, None, reduction, label_smoothing)
     if width != -(-num_classes // axis.size):
         raise ValueError(
-            f"input of shape {list(input.shape)}: {num_classes} classes on {axis.size} ranks are "
-            f"{-(-num_classes // axis.size)} or, not split, {num_classes}"
+            f"input of shape {list(input.shape)} has {width} classes (expected {num_classes} in full logits, or "
+            f"{-(-num_classes // axis.size)} per rank in logits sharded over {axis.size} ranks)"
         )
     if weight is not None and tuple(weight.shape) != (num_classes,):
         raise ValueError(f"weight of shape {list(weight.shape)}: one of [{num_classes}] is needed")
@@ -90,6 +93,45 @@ def parallel_cross_entropy(
         loss, count = _against_indices(logits, target, weight, ignore_index, label_smoothing, classes)
     loss = loss.sum() if reduction == "sum" else loss.sum() / count if reduction == "mean" else loss
     return loss.to(input.dtype)
+
+
+def _total_classes(input: Tensor, class_dim: int, weight: Tensor | None, given: int | None, axis: Axis) -> int:
+    """The number of classes of all ranks: as given, or as the class weights or the layer of the logits have it.
+
+    Raises:
+        ValueError: if none of them has it, or they contradict each other.
+    """
+    width = input.shape[class_dim]
+    given = weight.shape[0] if given is None and weight is not None and weight.dim() else given
+    placement = output_placement(input) if class_dim == input.dim() - 1 else None
+    if placement is not None:
+        _check_placement(placement, width, given)
+        return placement.size if given is None else given
+    if given is not None or axis.size == 1:
+        return width if given is None else given
+    raise ValueError(
+        f"input of shape {list(input.shape)}: it is unknown whether the logits are full or sharded over {axis.size} "
+        f"ranks, as they are not the direct output of a column parallel layer: pass num_classes ({width} for full "
+        f"logits; {width * axis.size}, or less with padding, for sharded logits)"
+    )
+
+
+def _check_placement(placement: Placement, width: int, given: int | None) -> None:
+    """Refuse logits whose layer has other classes than this loss assumes.
+
+    Raises:
+        ValueError: if ``given`` counts the shard only, or the classes of a rank are not consecutive.
+    """
+    if given == width != placement.size:
+        raise ValueError(
+            f"num_classes = {given}, but the logits are this rank's shard of the {placement.size} classes of a column "
+            f"parallel layer: pass num_classes={placement.size}, or gather_output=True to the layer"
+        )
+    if placement.ranks != cut(0, [Unit(placement.size, pad=True)], placement.tp).ranks:
+        raise ValueError(
+            f"the logits are sharded as {placement.describe()}: the loss needs consecutive classes on each rank. Use a "
+            f"layer without split_sizes and placement, or gather_output=True"
+        )
 
 
 class _Classes(NamedTuple):
@@ -203,7 +245,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 
 class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
-    """nn.CrossEntropyLoss over logits split by class, as :class:`~shardconv.layers.VocabParallelClassifier` gives them.
+    """nn.CrossEntropyLoss over logits sharded by class, as of :class:`~shardconv.layers.VocabParallelClassifier`.
 
     Args:
         weight: as nn.CrossEntropyLoss, of all classes.
@@ -212,8 +254,9 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
         reduce: likewise, deprecated.
         reduction: likewise.
         label_smoothing: likewise.
-        num_classes: of all ranks together; see :func:`parallel_cross_entropy`. With it, logits that are not split are
-            taken, too.
+        num_classes: of all ranks together; with it, full logits work, too. It is required with several ranks, unless
+            ``weight`` is given or the logits are the direct output of a column parallel layer; see
+            :func:`parallel_cross_entropy`.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Shape:

@@ -18,11 +18,32 @@ from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit
 
 #: Of parameters that are shards, the placement and the ranks. Beside them, so that they are stored as plain tensors.
 _described: Any = WeakTensorKeyDictionary()
+#: Of outputs of column parallel layers that are not gathered, the placement of the last dim.
+_sharded_outputs: Any = WeakTensorKeyDictionary()
 
 
 def description(tensor: Tensor) -> tuple[Placement, Axis] | None:
     """How a parameter of a parallel layer is cut, and over which ranks; None of any other tensor."""
     found: tuple[Placement, Axis] | None = _described.get(tensor)
+    return found
+
+
+def mark_sharded_output(output: Tensor, placement: Placement) -> None:
+    """Remember how the last dim of a layer's output is sharded; what is computed from the output does not inherit it.
+
+    Args:
+        output: this rank's shard of the output.
+        placement: of the output features; its dim is not read.
+    """
+    if placement.tp > 1 and not torch.compiler.is_compiling():  # a compiled graph has no tensors to remember
+        _sharded_outputs[output] = placement
+
+
+def output_placement(tensor: Tensor) -> Placement | None:
+    """How the last dim of a layer's own output is sharded; None if it is not, or the tensor is not such an output."""
+    if torch.compiler.is_compiling():
+        return None
+    found: Placement | None = _sharded_outputs.get(tensor)
     return found
 
 
