@@ -80,7 +80,7 @@ def check_model(axis):
     convert_parallel_linear(nn.ModuleList([up]), 1, group=axis)
     convert_parallel_embedding(nn.ModuleList([words]), 0, group=axis)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    with pytest.raises(ValueError, match="0: is split already"):
+    with pytest.raises(ValueError, match="0: is already parallel"):
         convert_parallel_linear(nn.ModuleList([up]), 0, group=axis)
     model.train()
     plain.inner["down"].bias.requires_grad_(False)
@@ -159,7 +159,7 @@ def check_refused(axis):
     patched.forward = patched.forward
     fails(nn.Sequential(patched), "0: has a forward of its own")
     done = convert_parallel_linear(nn.Sequential(nn.Linear(8, 8)), -1, group=axis)
-    with pytest.raises(ValueError, match="0: is split already"):
+    with pytest.raises(ValueError, match="0: is already parallel"):
         convert_parallel_linear(done, -1, gather_output=True, group=axis)
 
 
@@ -173,7 +173,7 @@ def check_ranks_that_differ(axis):
     rolled = nn.Linear(8, 8)
     with torch.no_grad():
         rolled.weight.copy_(torch.arange(64.0).view(8, 8).roll(axis.rank, 0))  # the same bytes in another order
-    fails(nn.Sequential(nn.Linear(8, 8), rolled), "hold different values in 1: seed all ranks alike")
+    fails(nn.ModuleList([nn.Linear(8, 8), rolled]), "hold different values in 1: seed all ranks alike")
     fails(nn.Sequential(nn.Linear(8, 8, device="meta" if axis.rank else "cpu")), "do not hold the same layers")
     width = 6 if axis.rank == 1 else 8
     fails(nn.Sequential(nn.Linear(8, width)), "6 is not a multiple" if axis.rank == 1 else "or one cannot convert them")

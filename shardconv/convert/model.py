@@ -26,6 +26,7 @@ from shardconv.convert.whole import finish
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.errors import PlanError
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
+from shardconv.layers.chain import check_chains
 from shardconv.layers.conversion import check_alike, cut_parameters
 from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.family import NAMES_FAMILY
@@ -207,6 +208,7 @@ def _prepare(model: nn.Module, config: Mapping[str, Any], request: Request, axis
             target = target._replace(kind=policies.kinds.get(module, target.kind))
         if target is not None:
             shells.append((module, _shell(name, module, target, plan, axis)))
+    check_chains(model, dict(shells), axis.size)
     told = [one for scope in resolver.rules.scopes for one in told_of(model, scope, axis)]
     return _Prepared(json.dumps(resolver.rules.to_json(), default=repr), shells, told, policies)
 
@@ -314,6 +316,7 @@ def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis
     """The module that ``module`` becomes: all of its state, but for shards."""
     shell: Any = object.__new__(mixed(target.kind, type(module)))
     shell.__dict__.update(module.__dict__)
+    shell.name_in_model = name
     plans = _own_plans(name, module, plan)
     placements = {own: planned.placement for own, planned in plans.items() if planned.placement.dim is not None}
     if target.options is None:

@@ -16,6 +16,7 @@ from shardconv.convert.whole import RankConfig
 from shardconv.distributed import Axis
 from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from shardconv.layers.chain import watch_inputs
 from shardconv.plan.family import Family, Rule, UnitRule
 from shardconv.plan.policy import WHOLE, Layer, Policy
 
@@ -45,6 +46,7 @@ class Compiled(NamedTuple):
             else:
                 setattr(module, name, value)
         watch(model, axis)
+        watch_inputs(model, axis.size)
 
 
 def policies_in(policy: Any) -> tuple[type[Policy], ...]:

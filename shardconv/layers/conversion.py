@@ -5,7 +5,7 @@ before anything changes.
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +14,12 @@ import xxhash
 from torch import nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis, reduce_from_tp
+from shardconv.layers.chain import check_chains, watch_inputs
 from shardconv.layers.embedding import ParallelEmbedding
-from shardconv.layers.linear import ParallelLinear, VocabParallelClassifier
+from shardconv.layers.linear import ParallelLinear, VocabParallelClassifier, weight_dim
 from shardconv.layers.sharding import ParallelModule, take_shard
+from shardconv.layers.ties import layer_label, own_parameters, owner_outside, tied_modules
+from shardconv.plan.placement import IndivisibleError
 
 _PLAIN: dict[type[ParallelModule], type[nn.Module]] = {
     ParallelLinear: nn.Linear,
@@ -51,8 +54,10 @@ def convert_parallel_linear(
 
     Args:
         module: a module, or a bare nn.Linear.
-        dim: the dim of (in_features, out_features) that is cut: -1 or 1 for columns, 0 for rows, None for none.
-        gather_output: with dim=-1, whether the layers give full outputs.
+        dim: the dim of (in_features, out_features) that is sharded: -1 or 1 for column parallel, 0 for row parallel,
+            None for neither.
+        gather_output: with dim=-1, all-gather the outputs; then ``out_features`` need not divide, and layers with
+            padding become :class:`~shardconv.layers.VocabParallelClassifier`.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
@@ -60,13 +65,27 @@ def convert_parallel_linear(
 
     Raises:
         ValueError: if a size does not divide, a layer was converted otherwise, is of a class derived from nn.Linear, or
-            is tied to what cannot be cut with it, or the ranks hold different values. The model is then as it was.
+            is tied to a layer that is not in ``module`` or cannot be sharded with it; if an nn.Sequential would pass a
+            shard to a layer that needs all features; or if the ranks hold different values. The model is then as it
+            was.
 
     Example:
         >>> convert_parallel_linear(torch.nn.Linear(20, 30), dim=-1)
         ParallelLinear(in_features=20, out_features=30, bias=True, dim=-1, tp=1)
     """
-    return _convert(module, _Target(ParallelLinear, dim, {"gather_output": gather_output}), as_axis(group))
+    return convert_linear(module, dim, ParallelLinear, gather_output=gather_output, group=group)
+
+
+def convert_linear(
+    module: nn.Module,
+    dim: int | None,
+    kind: type[ParallelModule],
+    *,
+    gather_output: bool = False,
+    group: GroupLike = None,
+) -> Any:
+    """:func:`convert_parallel_linear`, to a class of parallel linear layers."""
+    return _convert(module, _Target(kind, dim, {"gather_output": gather_output}), as_axis(group))
 
 
 def convert_parallel_embedding(module: nn.Module, dim: int | None = None, *, group: GroupLike = None) -> Any:
@@ -100,9 +119,7 @@ def _convert(module: nn.Module, target: _Target, axis: Axis) -> Any:
     except ValueError as error:
         problem = error
     tensors = [
-        (change.name, name, parameter)
-        for change in changes
-        for name, parameter in _own_parameters(change.layer).items()
+        (change.name, name, parameter) for change in changes for name, parameter in own_parameters(change.layer).items()
     ]
     check_alike(tensors, problem, axis)
     if changes and changes[0].layer is module:
@@ -112,28 +129,58 @@ def _convert(module: nn.Module, target: _Target, axis: Axis) -> Any:
         change.layer.__class__ = type(change.shell)
         change.layer.__dict__.update(change.shell.__dict__)
         change.shell.describe_parameters()
+    if _is_column(target) and not target.options["gather_output"]:
+        watch_inputs(module, axis.size)
     return module
+
+
+def _is_column(target: _Target) -> bool:
+    return issubclass(target.kind, ParallelLinear) and weight_dim(target.dim) == 0
 
 
 def _changes(module: nn.Module, target: _Target, axis: Axis) -> list[_Change]:
     found = {name: child for name, child in module.named_modules() if _is_kind(child, target.kind)}
     if not found:
         raise ValueError(f"there is no {_PLAIN[target.kind].__name__} in this {type(module).__name__}")
-    targets = dict.fromkeys(found, target)
-    for name, child in _tied(module, found.values()):
+    targets = {name: _padded_target(target, child, axis.size) for name, child in found.items()}
+    for name, child in tied_modules(module, found.values()):
         found[name], targets[name] = child, _tied_target(target, child, name)
-    return [
-        _Change(name, child, _shell(name, child, targets[name], axis))
-        for name, child in found.items()
-        if not _is_converted(name, child, targets[name], axis)
-    ]
+    changes = []
+    for name, child in found.items():
+        try:
+            if not _is_converted(child, targets[name], axis):
+                changes.append(_Change(name, child, _shell(name, child, targets[name], axis)))
+        except ValueError as error:
+            raise ValueError(f"{layer_label(module, name, child)}: {error}") from error
+    check_chains(module, {change.layer: change.shell for change in changes}, axis.size)
+    if not (changes and changes[0].layer is module):
+        _check_owners(module, changes)
+    return changes
+
+
+def _padded_target(target: _Target, layer: nn.Module, tp: int) -> _Target:
+    """The target of one layer: full outputs can come of padded ones, too."""
+    is_gathered = _is_column(target) and target.options["gather_output"]
+    is_padded = is_gathered and isinstance(layer, nn.Linear) and layer.out_features % tp
+    return target._replace(kind=VocabParallelClassifier) if is_padded else target
+
+
+def _check_owners(module: nn.Module, changes: Sequence[_Change]) -> None:
+    """Refuse to shard a parameter in place that a module outside uses as the full tensor."""
+    shards = [getattr(shell, own) for _, _, shell in changes for own, _ in shell.own_shards()]
+    if shards and (owner := owner_outside(module, shards)) is not None:
+        names = ", ".join(name for name, _ in tied_modules(module, [owner]))
+        raise ValueError(
+            f"{names}: tied to {owner}, which is not in this {type(module).__name__} and would compute with a shard: "
+            f"convert both in one call, as in an nn.ModuleList, or the whole model"
+        )
 
 
 def _is_kind(child: nn.Module, kind: type[ParallelModule]) -> bool:
     return isinstance(child, (kind, _PLAIN[kind]))
 
 
-def _is_converted(name: str, child: nn.Module, target: _Target, axis: Axis) -> bool:
+def _is_converted(child: nn.Module, target: _Target, axis: Axis) -> bool:
     if not isinstance(child, ParallelModule):
         return False
     shell: Any = object.__new__(type(child))
@@ -142,9 +189,15 @@ def _is_converted(name: str, child: nn.Module, target: _Target, axis: Axis) -> b
     shell.set_up(axis, **target.options)
     differs = any(getattr(child, name) != value for name, value in target.options.items())
     if differs or shell.placements != child.placements or child.axis.ranks != axis.ranks:
-        label = name or "the layer"
-        raise ValueError(f"{label}: is split already, as {child}; load the plain model to split it otherwise")
+        raise ValueError(
+            f"is already parallel, as {child} (expected {_expected(target)}): load the unsharded model to "
+            f"convert it otherwise, or convert the other layers in an nn.ModuleList without it"
+        )
     return True
+
+
+def _expected(target: _Target) -> str:
+    return ", ".join(f"{name}={value}" for name, value in {"dim": target.dim, **target.options}.items())
 
 
 def _shell(name: str, child: nn.Module, target: _Target, axis: Axis) -> ParallelModule:
@@ -153,49 +206,35 @@ def _shell(name: str, child: nn.Module, target: _Target, axis: Axis) -> Parallel
     Raises:
         ValueError: if it cannot become one.
     """
-    label = name or "the layer"
     plain = _PLAIN[target.kind]
-    parameters = _own_parameters(child)
+    parameters = own_parameters(child)
     if type(child) is not plain or "weight" not in parameters or parameters.keys() - {"weight", "bias"}:
         raise ValueError(
-            f"{label}: is a {type(child).__name__} with parameters {', '.join(parameters)}, not a plain "
+            f"is a {type(child).__name__} with parameters {', '.join(parameters)}, not a plain "
             f"{plain.__name__}, and may compute something else; convert the parts of the model that hold plain layers"
         )
     if "forward" in vars(child) or any(
         parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters.values()
     ):
-        raise ValueError(f"{label}: has a forward of its own, or a sparse gradient: convert it before, or without it")
+        raise ValueError("has a forward of its own, or a sparse gradient: convert it before, or without it")
     shell: Any = object.__new__(target.kind)
     shell.__dict__.update(child.__dict__)
-    shell.dim = target.dim
+    shell.dim, shell.name_in_model = target.dim, name
     try:
         shell.set_up(axis, **target.options)
     except ValueError as error:
-        raise ValueError(f"{label}: {error}") from error
+        can_pad = isinstance(error.__cause__, IndivisibleError) and _is_column(target)
+        remedy = (
+            ". To pad it, pass gather_output=True; for logits that stay sharded, call "
+            "VocabParallelClassifier.convert_parallel_linear"
+        )
+        raise ValueError(f"{error}{remedy * can_pad}") from error
     return shell
-
-
-def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module itself, by name."""
-    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
-
-
-def _tied(module: nn.Module, layers: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Other modules that hold a parameter of one of the layers."""
-    layers = list(layers)
-    owned = {id(parameter) for layer in layers for parameter in _own_parameters(layer).values()}
-    others = {}
-    for name, child in module.named_modules():
-        if any(child is layer for layer in layers):
-            continue
-        if any(id(parameter) in owned for parameter in _own_parameters(child).values()):
-            others[name] = child
-    return list(others.items())
 
 
 def _tied_target(target: _Target, child: nn.Module, name: str) -> _Target:
     """What a layer becomes that is tied to one that becomes ``target``: what cuts the same dim of the weight."""
-    if target.kind is ParallelLinear and isinstance(child, (nn.Embedding, ParallelEmbedding)):
+    if issubclass(target.kind, ParallelLinear) and isinstance(child, (nn.Embedding, ParallelEmbedding)):
         return _Target(ParallelEmbedding, {None: None, -1: 0, 1: 0, 0: 1}.get(target.dim), {})
     if target.kind is ParallelEmbedding and isinstance(child, (nn.Linear, ParallelLinear)):
         dim = {None: None, 0: -1, 1: 0, -1: 0}.get(target.dim)
@@ -282,7 +321,7 @@ def _new_layer(shell: ParallelModule) -> ParallelModule:
             shell.__dict__[name] = copy.copy(value)
     for name, buffer in shell.named_buffers(recurse=False):
         setattr(shell, name, buffer.clone())
-    for name, parameter in _own_parameters(shell).items():
+    for name, parameter in own_parameters(shell).items():
         setattr(shell, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
     cut_parameters([shell])
     shell.describe_parameters()

@@ -6,6 +6,7 @@ None cuts nothing. torch keeps the transpose: dim=-1 cuts dim 0 of ``weight``, a
 A column layer followed by a row layer costs one all-reduce forward and one backward.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -15,14 +16,9 @@ import torch.nn.functional as F  # noqa: N812 - as everywhere
 from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis, copy_to_tp, reduce_from_tp
+from shardconv.layers.features import check_features, mark_sharded_output
 from shardconv.layers.init import Initializer, fill_shard_, get_initializer, linear_bias_, linear_weight_
-from shardconv.layers.sharding import (
-    ParallelModule,
-    even_placement,
-    gather_shards,
-    mark_sharded_output,
-    scatter_shards,
-)
+from shardconv.layers.sharding import ParallelModule, even_placement, gather_shards, scatter_shards
 from shardconv.plan.placement import Placement, intervals
 
 #: ``dim`` to the dim of torch's weight that it cuts.
@@ -79,14 +75,21 @@ def parallel_linear(
     sizes = (weight.shape[cut_dim] * axis.size,)
     placement = even_placement(cut_dim, sizes, axis.size, what="weight")
     if cut_dim == 0:
+        check_features(input, weight.shape[1], axis.size, _describe)
         output = F.linear(copy_to_tp(input, group=axis), weight, bias)
         return gather_shards(output, placement, axis, dim=-1) if gather_output else output
-    split = enter_split(input, placement, axis, input_is_parallel)
+    split = enter_split(input, placement, axis, input_is_parallel, _describe)
     output = reduce_from_tp(F.linear(split, weight), group=axis)
     return output if bias is None else output + bias.to(output.dtype)
 
 
-def enter_split(input: Tensor, placement: Placement, axis: Axis, is_parallel: bool | None) -> Tensor:
+def _describe() -> str:
+    return "parallel_linear"
+
+
+def enter_split(
+    input: Tensor, placement: Placement, axis: Axis, is_parallel: bool | None, describe: Callable[[], str]
+) -> Tensor:
     """The rank's part of the input of a row layer.
 
     Args:
@@ -94,6 +97,7 @@ def enter_split(input: Tensor, placement: Placement, axis: Axis, is_parallel: bo
         placement: of the input features.
         axis: the ranks.
         is_parallel: whether the input is split; None to tell by its width.
+        describe: gives the layer, for the message.
 
     Raises:
         ValueError: if the width is neither, or not the one that ``is_parallel`` says.
@@ -104,8 +108,8 @@ def enter_split(input: Tensor, placement: Placement, axis: Axis, is_parallel: bo
     if width not in allowed:
         expected = " or ".join(map(str, dict.fromkeys(allowed)))
         raise ValueError(
-            f"input of shape {list(input.shape)}: its last dim has to be {expected} (in_features {whole}, tp "
-            f"{axis.size})"
+            f"{describe()}: input of shape {list(input.shape)}: its last dim has to be {expected} "
+            f"(in_features {whole}, tp {axis.size})"
         )
     return input if width == part else scatter_shards(input, placement, axis, dim=-1)
 
@@ -160,6 +164,8 @@ class ParallelLinear(ParallelModule, nn.Linear):
 
     #: The fill of output columns that are padding; None where padding is not allowed.
     _padding: ClassVar[float | None] = None
+    #: The only ``dim`` of the class; None where any is possible.
+    _class_dim: ClassVar[int | None] = None
     #: Whether the weight is stored (in_features, out_features).
     transposed: ClassVar[bool] = False
 
@@ -278,11 +284,12 @@ class ParallelLinear(ParallelModule, nn.Linear):
         """The output, or ``(output, bias)`` with ``skip_bias_add``."""
         cut_dim = weight_dim(self.dim)
         is_row = cut_dim == 1
-        entered = input
-        if cut_dim == 0:
-            entered = copy_to_tp(input, group=self.axis)
-        elif is_row:
-            entered = enter_split(input, self.placements["weight"], self.axis, self.input_is_parallel)
+        if is_row:
+            is_parallel = self.input_is_parallel
+            entered = enter_split(input, self.placements["weight"], self.axis, is_parallel, self.describe_layer)
+        else:
+            check_features(input, self.in_features, self.axis.size, self.describe_layer)
+            entered = input if cut_dim is None else copy_to_tp(input, group=self.axis)
         late_bias = is_row or self.skip_bias_add
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
@@ -320,10 +327,18 @@ class ParallelLinear(ParallelModule, nn.Linear):
 
     @classmethod
     def convert_parallel_linear(cls, module: nn.Module, dim: int | None = None, **options: Any) -> Any:
-        """See :func:`shardconv.convert.convert_parallel_linear`."""
-        from shardconv.layers.conversion import convert_parallel_linear  # noqa: PLC0415 - which imports this
+        """See :func:`shardconv.convert.convert_parallel_linear`; on a class for one ``dim``, that is the default.
 
-        return convert_parallel_linear(module, dim, **options)
+        Raises:
+            ValueError: also if ``dim`` is not that of the class.
+        """
+        from shardconv.layers.conversion import convert_linear  # noqa: PLC0415 - which imports this
+
+        dim = cls._class_dim if dim is None else dim
+        if cls._class_dim is not None and weight_dim(dim) != weight_dim(cls._class_dim):
+            raise ValueError(f"dim = {dim} (expected {cls._class_dim} for {cls.__name__})")
+        kind = VocabParallelClassifier if issubclass(cls, VocabParallelClassifier) else ParallelLinear
+        return convert_linear(module, dim, kind, **options)
 
     def extra_repr(self) -> str:
         """As nn.Linear's, with dim and tp."""
@@ -344,6 +359,8 @@ class ColumnParallelLinear(ParallelLinear):
         torch.Size([3, 6])
     """
 
+    _class_dim = -1
+
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any) -> None:
         super().__init__(in_features, out_features, bias, -1, **options)
 
@@ -356,6 +373,8 @@ class RowParallelLinear(ParallelLinear):
         >>> layer(torch.randn(3, 4)).shape
         torch.Size([3, 6])
     """
+
+    _class_dim = 0
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any) -> None:
         super().__init__(in_features, out_features, bias, 0, **options)

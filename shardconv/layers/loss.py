@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - as everywhere
 from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis, copy_to_tp, reduce_from_tp
-from shardconv.layers.sharding import output_placement
+from shardconv.layers.features import output_placement
 from shardconv.plan.placement import Placement, Unit, cut
 
 

@@ -18,32 +18,11 @@ from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit
 
 #: Of parameters that are shards, the placement and the ranks. Beside them, so that they are stored as plain tensors.
 _described: Any = WeakTensorKeyDictionary()
-#: Of outputs of column parallel layers that are not gathered, the placement of the last dim.
-_sharded_outputs: Any = WeakTensorKeyDictionary()
 
 
 def description(tensor: Tensor) -> tuple[Placement, Axis] | None:
     """How a parameter of a parallel layer is cut, and over which ranks; None of any other tensor."""
     found: tuple[Placement, Axis] | None = _described.get(tensor)
-    return found
-
-
-def mark_sharded_output(output: Tensor, placement: Placement) -> None:
-    """Remember how the last dim of a layer's output is sharded; what is computed from the output does not inherit it.
-
-    Args:
-        output: this rank's shard of the output.
-        placement: of the output features; its dim is not read.
-    """
-    if placement.tp > 1 and not torch.compiler.is_compiling():  # a compiled graph has no tensors to remember
-        _sharded_outputs[output] = placement
-
-
-def output_placement(tensor: Tensor) -> Placement | None:
-    """How the last dim of a layer's own output is sharded; None if it is not, or the tensor is not such an output."""
-    if torch.compiler.is_compiling():
-        return None
-    found: Placement | None = _sharded_outputs.get(tensor)
     return found
 
 
@@ -206,8 +185,10 @@ class ParallelModule(nn.Module):
         axis: the ranks that hold the shards.
         dim: the dim that is cut, as the layer counts; None where none is.
         placements: name of each parameter of its own that is a shard, to its placement.
+        name_in_model: of a converted layer, for messages; in the module that was converted.
     """
 
+    name_in_model: str = ""
     axis: Axis
     dim: int | None
     placements: dict[str, Placement]
@@ -215,6 +196,10 @@ class ParallelModule(nn.Module):
     def set_up(self, axis: Axis) -> None:
         """Set all but the parameters, from the sizes and the ``dim`` that are there; a plain layer becomes this so."""
         raise NotImplementedError
+
+    def describe_layer(self) -> str:
+        """The layer in a message: its name, if it was converted, and its sizes."""
+        return f"{self.name_in_model} ({self})" if self.name_in_model else str(self)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The shape of the full tensor of a parameter."""

@@ -1,0 +1,125 @@
+"""Column parallel layers, and what reads their outputs: a rank has only its shard of the features.
+
+Owns the check of nn.Sequential before a conversion, where the order of the layers is known, and the check of inputs of
+layers that are not parallel, when they run.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardconv.layers.features import check_features, is_shard_of
+from shardconv.layers.linear import ParallelLinear, weight_dim
+from shardconv.layers.sharding import ParallelModule
+
+#: Classes whose input has a given number of features, and where the number stands.
+_FEATURES: dict[type[nn.Module], Callable[[Any], int]] = {
+    nn.Linear: lambda layer: layer.in_features,
+    nn.LayerNorm: lambda layer: layer.normalized_shape[-1],
+    nn.RMSNorm: lambda layer: layer.normalized_shape[-1],
+}
+#: Classes that compute with all features along ``dim``, however many there are.
+_ACROSS_FEATURES = (nn.Softmax, nn.LogSoftmax, nn.GLU)
+#: Classes that compute each element by itself.
+_ELEMENTWISE = (
+    nn.Identity, nn.Dropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
+    nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
+)  # fmt: skip
+
+
+def check_chains(module: nn.Module, becomes: Mapping[nn.Module, ParallelModule], tp: int) -> None:
+    """Check that no nn.Sequential passes a shard of features to a layer that needs all of them.
+
+    A Sequential in which the sizes of neighbors do not fit is not called as a chain, and is not checked.
+
+    Args:
+        module: that is converted.
+        becomes: layers to the parallel layers that they become.
+        tp: number of ranks.
+
+    Raises:
+        ValueError: with the names of both layers, if one does.
+    """
+    nested: set[nn.Module] = set()
+    for name, child in module.named_modules():
+        if tp == 1 or child in nested or not _is_chain(child):
+            continue
+        layers = [(label, becomes.get(layer, layer)) for label, layer in _steps(name, child, nested)]
+        if (found := _break_in(layers)) is None:
+            continue
+        (first, producer), (second, consumer) = found
+        size = producer.out_features
+        other = f", convert {second} with dim=0 in another call" if isinstance(consumer, nn.Linear) else ""
+        raise ValueError(
+            f"{second}: a {type(consumer).__name__} that needs all {size} features, but column parallel {first} has "
+            f"{-(-size // tp)} of them on each rank: pass gather_output=True{other}, or pass layers that are not "
+            f"called one after the other in an nn.ModuleList"
+        )
+
+
+def _is_chain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _steps(name: str, chain: nn.Module, nested: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Name and layer in the order of calls; those of a Sequential in the Sequential are in their place."""
+    for own, layer in chain._modules.items():  # noqa: SLF001 - also layers that occur twice
+        label = f"{name}.{own}" if name else own
+        if layer is not None and _is_chain(layer):
+            nested.add(layer)
+            yield from _steps(label, layer, nested)
+        elif layer is not None:
+            yield label, layer
+
+
+_Step = tuple[str, Any]
+
+
+def _break_in(layers: list[_Step]) -> tuple[_Step, _Step] | None:
+    """The first column parallel layer whose shard reaches a layer that needs all features, and that layer."""
+    producer: _Step | None = None
+    found: tuple[_Step, _Step] | None = None
+    for label, layer in layers:
+        if producer is not None and (needed := _needed(layer, producer[1].out_features)) is not None:
+            if needed != producer[1].out_features:
+                return None
+            is_row = isinstance(layer, ParallelLinear) and weight_dim(layer.dim) == 1
+            found = found or (None if is_row else (producer, (label, layer)))
+        if isinstance(layer, ParallelLinear) and weight_dim(layer.dim) == 0 and not layer.gather_output:
+            producer = label, layer
+        elif not isinstance(layer, _ELEMENTWISE):
+            producer = None
+    return found
+
+
+def _needed(layer: nn.Module, given: int) -> int | None:
+    """How many features a layer needs, if that is known; ``given`` where it needs all there are."""
+    if isinstance(layer, _ACROSS_FEATURES):
+        return given if layer.dim == -1 else None
+    read = next((read for kind, read in _FEATURES.items() if isinstance(layer, kind)), None)
+    return None if read is None else read(layer)
+
+
+@dataclass(frozen=True)
+class _InputCheck:
+    """A forward pre-hook that names the layer whose input is a rank's shard instead of all features."""
+
+    label: str
+    tp: int
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Check the first input; an input that is otherwise wrong is left to the layer."""
+        input = inputs[0] if inputs else None
+        needed = _FEATURES[type(layer)](layer)
+        if isinstance(input, Tensor) and input.dim() and is_shard_of(input.shape[-1], needed, self.tp):
+            check_features(input, needed, self.tp, f"{self.label} ({layer})".__str__)
+
+
+def watch_inputs(module: nn.Module, tp: int) -> None:
+    """Check the inputs of the layers of a converted module that are not parallel, whenever they run."""
+    for name, child in module.named_modules():
+        hooks = child._forward_pre_hooks.values()  # noqa: SLF001 - of an earlier conversion
+        if tp > 1 and type(child) in _FEATURES and not any(isinstance(hook, _InputCheck) for hook in hooks):
+            child.register_forward_pre_hook(_InputCheck(name or "the layer", tp))
