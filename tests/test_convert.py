@@ -1,6 +1,7 @@
 """Conversion of layers in place: all of them that is not the cut survives; and state dicts of the plain model."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -265,6 +266,41 @@ def check_stored(axis, path):
 
 def test_stored_modules(ranks, tmp_path):
     ranks("four", check_stored, str(tmp_path))
+
+
+def storage(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def check_state_dict_ties(axis, path):
+    """Tied names have one storage, as in the unsharded model's state dict: in memory, saved, and loaded."""
+    plain, model = net(), net()
+    convert_parallel_embedding(model, 0, group=axis)
+    convert_parallel_linear(nn.ModuleList([model.inner["up"]]), -1, group=axis)
+    convert_parallel_linear(nn.ModuleList([model.inner["down"]]), 0, group=axis)
+    state, expected = gather_state_dict(model), plain.state_dict()
+    for first, second in itertools.combinations(expected, 2):
+        is_tied = storage(expected[first]) == storage(expected[second])
+        assert (storage(state[first]) == storage(state[second])) is is_tied, (first, second)
+    assert storage(state["head.weight"]) == storage(state["words.weight"])
+    torch.save(state, f"{path}/{axis.ranks}-{axis.rank}")
+    saved = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=True)
+    assert storage(saved["head.weight"]) == storage(saved["words.weight"])
+    plain.load_state_dict(saved)
+    for assign in (False, True):
+        assert not load_full_state_dict(model, saved, assign=assign).missing_keys
+        assert model.head.weight is model.words.weight
+        assert model.again.weight is model.inner["up"].weight
+        assert description(model.head.weight)[0] == model.words.placements["weight"]
+        torch.testing.assert_close(model(IDS), plain(IDS))
+    untied = {**saved, "head.weight": saved["head.weight"] + 1}  # as torch's: two parameters with values of their own
+    load_full_state_dict(model, untied, assign=True)
+    assert all(torch.equal(tensor, untied[name]) for name, tensor in gather_state_dict(model).items())
+
+
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+def test_state_dict_ties(ranks, layout, tmp_path):
+    ranks(layout, check_state_dict_ties, str(tmp_path))
 
 
 def check_state_dict(axis):

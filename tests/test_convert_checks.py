@@ -21,6 +21,7 @@ from shardconv.layers import (
     ParallelLinear,
     RowParallelLinear,
     VocabParallelClassifier,
+    VocabParallelEmbedding,
 )
 from shardconv.layers.functional import parallel_linear
 
@@ -264,6 +265,11 @@ def check_classes(axis):
     for kind, dim in ((RowParallelLinear, -1), (ColumnParallelLinear, 0), (VocabParallelClassifier, 0)):
         with pytest.raises(ValueError, match=rf"dim = {dim} \(expected .* for {kind.__name__}\)"):
             kind.convert_parallel_linear(linear, dim, group=axis)
+    table = nn.Embedding(9, 8)
+    assert VocabParallelEmbedding.convert_parallel_embedding(table, group=axis).dim == 0
+    assert ParallelEmbedding.convert_parallel_embedding(table, -1, group=axis).dim == -1
+    with pytest.raises(ValueError, match=r"dim = 1 \(expected 0 for VocabParallelEmbedding\)"):
+        VocabParallelEmbedding.convert_parallel_embedding(table, 1, group=axis)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ A full state dict has the plain model's names and shapes, whatever the tp, so a 
 continues at another.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,18 +20,21 @@ def gather_state_dict(module: nn.Module) -> dict[str, Any]:
         module: a module, some of whose parameters are shards.
 
     Returns:
-        Name to full tensor, in its original order and without padding, detached, on the device of the shard. What is no
-        shard is as ``module.state_dict()`` has it.
+        Name to full tensor, in its original order and without padding, detached, on the device of the shard. Tied names
+        have the same tensor. What is no shard is as ``module.state_dict()`` has it.
 
     Example:
         >>> state = gather_state_dict(model)  # doctest: +SKIP
     """
     state: dict[str, Any] = module.state_dict()
+    gathered: dict[nn.Parameter, Tensor] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, ParallelModule):
             for name, _ in child.own_shards():
-                key = f"{prefix}.{name}" if prefix else name
-                state[key] = child.gather_parameter(name).detach()
+                parameter = child.get_parameter(name)
+                if parameter not in gathered:
+                    gathered[parameter] = child.gather_parameter(name).detach()
+                state[f"{prefix}.{name}" if prefix else name] = gathered[parameter]
     return state
 
 
@@ -44,7 +47,7 @@ def load_full_state_dict(
         module: a module, some of whose parameters are shards.
         state: name to full tensor.
         strict: as ``nn.Module.load_state_dict``'s.
-        assign: likewise.
+        assign: likewise; tied parameters stay tied, unless ``state`` has different tensors for them.
 
     Returns:
         What ``nn.Module.load_state_dict`` returns: missing and unexpected keys.
@@ -57,4 +60,39 @@ def load_full_state_dict(
     for prefix, _ in module.named_modules(remove_duplicate=False):
         metadata[prefix] = {**metadata.get(prefix, {}), "is_full": True}
     full._metadata = metadata  # type: ignore[attr-defined] # noqa: SLF001 - where torch keeps it, and hands it down
-    return module.load_state_dict(full, strict=strict, assign=assign)
+    ties = _ties(module) if assign else []
+    result = module.load_state_dict(full, strict=strict, assign=assign)
+    for owners in ties:
+        _tie(owners, state)
+    return result
+
+
+class _Owner(NamedTuple):
+    """A module that holds a parameter, and the parameter's names there and in the state dict."""
+
+    module: nn.Module
+    name: str
+    key: str
+
+
+def _ties(module: nn.Module) -> list[list[_Owner]]:
+    """For each parameter that several modules share, its owners."""
+    owners: defaultdict[nn.Parameter, list[_Owner]] = defaultdict(list)
+    for prefix, child in module.named_modules():
+        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+            owners[parameter].append(_Owner(child, name, f"{prefix}.{name}" if prefix else name))
+    return [found for found in owners.values() if len(found) > 1]
+
+
+def _tie(owners: list[_Owner], state: Mapping[str, Any]) -> None:
+    """Tie parameters again that torch replaced one by one; those that ``state`` lacks follow the others."""
+    loaded = [owner for owner in owners if owner.key in state]
+    if loaded and all(_is_same(state[loaded[0].key], state[owner.key]) for owner in loaded):
+        parameter = loaded[0].module.get_parameter(loaded[0].name)
+        for owner in owners:
+            owner.module.register_parameter(owner.name, parameter)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    is_view = not one.is_meta and one.data_ptr() == other.data_ptr() and one.shape == other.shape
+    return one is other or (is_view and one.stride() == other.stride())

@@ -1,6 +1,6 @@
 """Embeddings whose table is cut over ranks, by words or by features, with every option of nn.Embedding."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -179,6 +179,8 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
     weight: nn.Parameter
     bias = None
     _weight_init: Initializer
+    #: The only ``dim`` of the class; None where any is possible.
+    _class_dim: ClassVar[int | None] = None
 
     def __init__(
         self,
@@ -262,9 +264,16 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
 
     @classmethod
     def convert_parallel_embedding(cls, module: nn.Module, dim: int | None = None, **options: Any) -> Any:
-        """See :func:`shardconv.convert.convert_parallel_embedding`."""
+        """See :func:`shardconv.convert.convert_parallel_embedding`; on a class for one ``dim``, that is the default.
+
+        Raises:
+            ValueError: also if ``dim`` is not that of the class.
+        """
         from shardconv.layers.conversion import convert_parallel_embedding  # noqa: PLC0415 - which imports this
 
+        dim = cls._class_dim if dim is None else dim
+        if cls._class_dim is not None and dim != cls._class_dim:
+            raise ValueError(f"dim = {dim} (expected {cls._class_dim} for {cls.__name__})")
         return convert_parallel_embedding(module, dim, **options)
 
     def extra_repr(self) -> str:
@@ -284,6 +293,8 @@ class VocabParallelEmbedding(ParallelEmbedding):
         >>> layer(torch.tensor([1998])).shape
         torch.Size([1, 8])
     """
+
+    _class_dim = 0
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **options: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, **options, dim=0)
