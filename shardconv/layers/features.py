@@ -4,16 +4,14 @@ Owns what is known of an activation, and the error for a shard in place of all f
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardconv.plan.placement import Placement
 
-#: Of outputs of column parallel layers that are not gathered, the placement of the features.
-_sharded_outputs: Any = WeakTensorKeyDictionary()
+#: The attribute of an output of a column parallel layer that has the placement of its features.
+_PLACEMENT = "_shardconv_features"
 
 
 def mark_sharded_output(output: Tensor, placement: Placement) -> None:
@@ -24,15 +22,12 @@ def mark_sharded_output(output: Tensor, placement: Placement) -> None:
         placement: of the output features; its dim is not read.
     """
     if placement.tp > 1 and not torch.compiler.is_compiling():  # a compiled graph has no tensors to remember
-        _sharded_outputs[output] = placement
+        setattr(output, _PLACEMENT, placement)
 
 
 def output_placement(tensor: Tensor) -> Placement | None:
     """How a layer's own output is sharded; None if it is not, or the tensor is not such an output."""
-    if torch.compiler.is_compiling():
-        return None
-    found: Placement | None = _sharded_outputs.get(tensor)
-    return found
+    return None if torch.compiler.is_compiling() else getattr(tensor, _PLACEMENT, None)
 
 
 def is_shard_of(width: int, features: int, tp: int) -> bool:
