@@ -167,7 +167,7 @@ def _padded_target(target: _Target, layer: nn.Module, tp: int) -> _Target:
 
 def _check_owners(module: nn.Module, changes: Sequence[_Change]) -> None:
     """Refuse to shard a parameter in place that a module outside uses as the full tensor."""
-    shards = [getattr(shell, own) for _, _, shell in changes for own, _ in shell.own_shards()]
+    shards = list(dict.fromkeys(getattr(shell, own) for _, _, shell in changes for own, _ in shell.own_shards()))
     if shards and (owner := owner_outside(module, shards)) is not None:
         names = ", ".join(name for name, _ in tied_modules(module, [owner]))
         raise ValueError(
