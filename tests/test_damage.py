@@ -253,15 +253,26 @@ def test_two_rank_files_exchanged(folder, ranks):
 
 @pytest.mark.parametrize("name", RANK_FILES)
 def test_rank_file_of_another_run(folder, made, name):
-    """The same shapes, other data: nothing but the checksums tells."""
+    """The same shapes, other data: the identity in its header is another."""
     shutil.copyfile(made / "other" / name, folder / name)
+    check_refused(folder, f"{name}: ", "it changed, or is of another checkpoint")
+
+
+def test_a_rank_file_with_a_copied_identity(folder, made):
+    """Then the checksums show that its data are of another run."""
+    name = RANK_FILES[1]
+    ours, theirs = (folder / name).read_bytes(), (made / "other" / name).read_bytes()
+    header = 8 + int.from_bytes(ours[:8], "little")
+    (folder / name).write_bytes(ours[:header] + theirs[header:])
     check_refused(folder, f"{name}: ", "differ from their checksum")
 
 
 def test_rank_file_of_another_run_without_checksums(made, tmp_path):
-    """Then the replicated tensors tell."""
+    """Then the replicated tensors show it."""
     folder = shutil.copytree(made / "unsummed", tmp_path / "split")
-    shutil.copyfile(made / "other" / RANK_FILES[2], folder / RANK_FILES[2])
+    write_checkpoint(tmp_path / "source", parts=2, config=llama_config(layers=1), seed=10)
+    split(tmp_path / "source", tmp_path / "other", tp=TP, checksums=False)
+    shutil.copyfile(tmp_path / "other" / RANK_FILES[2], folder / RANK_FILES[2])
     check_refused(folder, f"{RANK_FILES[2]}: its copy of ")
 
 

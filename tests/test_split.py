@@ -56,15 +56,23 @@ def test_every_dtype_comes_back(tmp_path, tp):
     data = write_all_dtypes(source)
     plan = tmp_path / "plan.toml"
     plan.write_text(PLAN)
-    shardconv.split(source, tmp_path / "out", tp=tp, plan=plan)
+    shardconv.split(source, tmp_path / "out", tp=tp, plan=plan, config=quantized(tmp_path))
     assert shardconv.merge(tmp_path / "out", tmp_path / "back.safetensors").is_identical
     assert (tmp_path / "back.safetensors").read_bytes() == data
     assert shardconv.verify(tmp_path / "out", against=source).differences == ()
     for rank in range(tp):
         header = read_header(tmp_path / "out" / f"rank-{rank}-of-{tp}.safetensors")
-        assert header.metadata == {"format": "pt", "made_by": "ä test"}
+        identity = json.loads((tmp_path / "out" / "shardconv.json").read_text())["checksums"]["identity"]
+        assert header.metadata == {"format": "pt", "made_by": "ä test", "shardconv": identity}
         for name, info in header.tensors.items():
             assert info.start % max(DTYPE_BITS[info.dtype] // 8, 1) == 0, f"{name} is not aligned to its dtype"
+
+
+def quantized(folder):
+    """A config that accounts for dtypes of quantized values."""
+    path = folder / "config.json"
+    path.write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    return path
 
 
 def test_a_cut_inside_a_byte_is_refused(tmp_path):
@@ -75,7 +83,7 @@ def test_a_cut_inside_a_byte_is_refused(tmp_path):
     plan = tmp_path / "plan.toml"
     plan.write_text('[rules]\n"columns.*" = { style = "rowwise" }')
     with pytest.raises(shardconv.PlanError, match=r"columns\.a: a cut of F4 would fall inside a byte.*Use --tp 1, 3"):
-        shardconv.split(source, tmp_path / "out", tp=2, plan=plan)
+        shardconv.split(source, tmp_path / "out", tp=2, plan=plan, config=quantized(tmp_path))
 
 
 def test_the_reference_library_reads_rank_files(tmp_path):

@@ -118,7 +118,9 @@ class InputFiles:
         start = memoryview(bytearray(len(head)))
         self.read(len(self.descriptors) - 1, start, 0)
         if start != head:
-            raise SourceError(f"{path}: its header is not the one that was expected: it changed")
+            raise SourceError(
+                f"{path}: its header is not the one that was expected: it changed, or is of another checkpoint"
+            )
 
     @staticmethod
     def _state(descriptor: int) -> tuple[int, int]:

@@ -14,6 +14,8 @@ from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header
 from shardconv.plan.plan import Plan, TensorSpec
 
 MANIFEST_NAME = "shardconv.json"
+#: The key of the identity of a split in the metadata of its rank files.
+IDENTITY_KEY = "shardconv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,12 @@ def in_order(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 
 def lay_out_ranks(
-    tensors: Mapping[str, TensorSpec], plan: Plan, metadata: dict[str, str], *, dcp: bool = False
+    tensors: Mapping[str, TensorSpec],
+    plan: Plan,
+    metadata: dict[str, str],
+    *,
+    dcp: bool = False,
+    identity: str | None = None,
 ) -> Layout:
     """The files of the ranks.
 
@@ -62,7 +69,9 @@ def lay_out_ranks(
         plan: their placements.
         metadata: what the source's files say of themselves.
         dcp: whether each file says where its shards lie, as torch reads it.
+        identity: of the split, for the metadata of each file; None for none.
     """
+    own = {} if identity is None else {IDENTITY_KEY: identity}
     placements = {name: plan.placement(name) for name in tensors}
     distinct = tuple(dict.fromkeys(placements.values()))
     sizes = [tuple(placement.local_size(rank) for placement in distinct) for rank in range(plan.tp)]
@@ -71,7 +80,7 @@ def lay_out_ranks(
     headers = {
         rank: build_header(
             ((name, spec.dtype, placements[name].shard_shape(spec.shape, rank)) for name, spec in tensors.items()),
-            {"format": "pt", **metadata, **({KEY: offsets_metadata(tensors, placements, rank)} if dcp else {})},
+            {"format": "pt", **metadata, **own, **({KEY: offsets_metadata(tensors, placements, rank)} if dcp else {})},
         )
         for rank in dict.fromkeys(first_alike)
     }

@@ -17,7 +17,14 @@ from shardconv.checkpoint.fileio import create
 from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.header import Header, parse_header
 from shardconv.checkpoint.layout import MANIFEST_NAME, Layout, in_order, lay_out_parts, lay_out_ranks, rank_file_name
-from shardconv.checkpoint.manifest_format import CHECKSUM_KEY, FORMAT_VERSION, checked, checksum
+from shardconv.checkpoint.manifest_format import (
+    CHECKSUM_KEY,
+    FORMAT_VERSION,
+    NO_IDENTITY,
+    checked,
+    checksum,
+    identity_of,
+)
 from shardconv.checkpoint.source import Source, is_plain_name
 from shardconv.errors import PlanError, SourceError, SplitCheckpointError
 from shardconv.plan.plan import Plan, TensorSpec
@@ -45,6 +52,7 @@ class Manifest:
         stripe_bytes: the grain of the checksums.
         checksums: for each rank the xxh3-128 of its bytes of each stripe; None where none were taken.
         dcp: whether rank files say where their shards lie, as torch reads it.
+        is_identified: whether rank files have the identity of the split; see :attr:`identity`.
     """
 
     plan: Plan
@@ -59,12 +67,20 @@ class Manifest:
     stripe_bytes: int
     checksums: tuple[tuple[str, ...], ...] | None = field(default=None, repr=False)
     dcp: bool = False
+    is_identified: bool = False
 
     @classmethod
     def of_source(
-        cls, source: Source, plan: Plan, request: PlanRequest, *, stripe_bytes: int, dcp: bool = False
+        cls,
+        source: Source,
+        plan: Plan,
+        request: PlanRequest,
+        *,
+        stripe_bytes: int,
+        dcp: bool = False,
+        checksums: bool = True,
     ) -> Self:
-        """The manifest for a source that is about to be split."""
+        """The manifest for a source that is about to be split, with ``checksums`` or without."""
         return cls(
             plan=plan,
             request=request,
@@ -77,6 +93,7 @@ class Manifest:
             side_files=dict.fromkeys(source.side_files, ""),
             stripe_bytes=stripe_bytes,
             dcp=dcp,
+            is_identified=checksums,
         ).checked_for_dcp()
 
     @property
@@ -102,9 +119,19 @@ class Manifest:
         return cut_stripes(sizes, self.stripe_bytes)
 
     @cached_property
+    def identity(self) -> str | None:
+        """The digest of all checksums, which each rank file has in its header: a file of another split is found by it.
+
+        Zeros as long as the checksums are not known, and None where none are taken, as in formats 1 and 2.
+        """
+        if not self.is_identified:
+            return None
+        return identity_of(self.checksums) if self.checksums is not None else NO_IDENTITY
+
+    @cached_property
     def rank_layout(self) -> Layout:
         """The files of the ranks, as they have to be."""
-        return lay_out_ranks(self.tensors, self.plan, self.metadata, dcp=self.dcp)
+        return lay_out_ranks(self.tensors, self.plan, self.metadata, dcp=self.dcp, identity=self.identity)
 
     @cached_property
     def part_layout(self) -> Layout:
@@ -115,17 +142,21 @@ class Manifest:
         """The files of the ranks in a folder."""
         return [folder / rank_file_name(rank, self.tp) for rank in range(self.tp)]
 
+    def heads_with(self, checksums: tuple[tuple[str, ...], ...]) -> list[bytes]:
+        """What the rank files begin with when their checksums are known."""
+        return replace(self, checksums=checksums).rank_layout.heads
+
     def written(self, checksums: tuple[tuple[str, ...], ...] | None, side_files: Mapping[str, str]) -> Self:
         """The manifest with what is known once the files are written."""
         return replace(self, checksums=checksums, side_files=side_files)
 
-    def with_plan(self, plan: Plan) -> Self:
-        """The manifest of the same source under another plan, not yet written.
+    def with_plan(self, plan: Plan, *, checksums: bool) -> Self:
+        """The manifest of the same source under another plan, not yet written, with ``checksums`` or without.
 
         Raises:
             PlanError: as :meth:`checked_for_dcp`.
         """
-        return replace(self, plan=plan, checksums=None).checked_for_dcp()
+        return replace(self, plan=plan, checksums=None, is_identified=checksums).checked_for_dcp()
 
     def checked_for_dcp(self) -> Self:
         """The manifest itself.
@@ -158,7 +189,12 @@ class Manifest:
                 "config": self.config,
             },
             "auxiliary_files": dict(self.side_files),
-            "checksums": {"algorithm": "xxh3_128", "stripe_bytes": self.stripe_bytes, "ranks": self.checksums},
+            "checksums": {
+                "algorithm": "xxh3_128",
+                "stripe_bytes": self.stripe_bytes,
+                "ranks": self.checksums,
+                "identity": self.identity,
+            },
         }
         return {**body, CHECKSUM_KEY: checksum(body)}
 
@@ -189,7 +225,10 @@ class Manifest:
             stripe_bytes=checksums["stripe_bytes"],
             checksums=None if ranks is None else tuple(map(tuple, ranks)),
             dcp=data["dcp"],
+            is_identified=checksums["identity"] is not None,
         )
+        if checksums["identity"] != manifest.identity:
+            raise ValueError("its identity is not that of its checksums")
         manifest._check()
         return manifest
 

@@ -4,12 +4,14 @@
 |---|---|
 | 1 | placements, and the reason of each |
 | 2 | the same; rank files have torch's offsets (``dcp``) |
-| 3 | the plan: placements, styles and units, with the rules and module overrides that they follow from |
+| 3 | the plan: placements, styles and units, with the rules and module overrides that they follow from; rank files have
+the identity of the split in their headers |
 
 A manifest of an older version is brought into the form of the latest; what it did not store stays empty.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
@@ -58,7 +60,7 @@ _SCHEMA = {
         "config": (dict, None),
     },
     "auxiliary_files": {...: str},
-    "checksums": {"stripe_bytes": int, "ranks": ([[str]], None)},
+    "checksums": {"stripe_bytes": int, "ranks": ([[str]], None), "identity": (str, None)},
 }
 
 
@@ -94,6 +96,15 @@ def checksum(body: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
+def identity_of(checksums: Sequence[Sequence[str]]) -> str:
+    """The digest of all checksums of a split, which its rank files have in their headers."""
+    return xxhash.xxh3_128_hexdigest("\n".join(" ".join(rank) for rank in checksums).encode())
+
+
+#: What stands in the place of an identity until the checksums are known.
+NO_IDENTITY = "0" * 32
+
+
 def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
     """A manifest of version 1 or 2 in the form of version 3; what is not there is missing there, too."""
     plan, source = body["plan"], body["source"]
@@ -105,6 +116,7 @@ def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
         "plan": {**plan, "placements": placements, "rules": None},
         "source": renamed,
         "auxiliary_files": body["side_files"],
+        "checksums": {**body["checksums"], "identity": None},
     }
 
 

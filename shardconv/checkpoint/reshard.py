@@ -70,7 +70,7 @@ def reshard(
     folder = Path(src)
     old = read_manifest(folder)
     checksums = checksums and old.checksums is not None  # new ones over old errors would say that there are none
-    new = old.with_plan(resolver_of(old).plan(tp, assumed=old.plan.assumed))
+    new = old.with_plan(resolver_of(old).plan(tp, assumed=old.plan.assumed), checksums=checksums)
     target = Path(dst) if dst is not None else Path(f"{folder.resolve().name.removesuffix(f'-tp{old.tp}')}-tp{tp}")
     check_apart(target, [folder])
     check_free(target, is_folder=True, overwrite=overwrite, side_files=old.side_files)
@@ -108,7 +108,7 @@ def _write(
     ):
         digests = copy_files(
             reader, inputs, new.rank_paths(stage), layout, old.stripes,
-            checksums=checksums, threads=threads, progress=progress,
+            identify=new.heads_with if checksums else None, threads=threads, progress=progress,
         )  # fmt: skip
         copied = copy_side_files(side_files, stage, old.side_files)
         write_manifest(new.written(digests, copied), stage, f"shardconv {__version__}", mode=inputs.mode)

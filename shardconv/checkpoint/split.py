@@ -84,7 +84,7 @@ def split(
     began = time.perf_counter()
     source, request, (resolver, assumed), read = plan_source(src, **options)
     made = resolver.plan(tp, assumed=assumed)
-    manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES, dcp=dcp)
+    manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES, dcp=dcp, checksums=checksums)
     layout = manifest.rank_layout
     target = Path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
     check_apart(target, read)
@@ -133,7 +133,7 @@ def _write(
         reader = ShardReader(parts.shards, inputs, labels=[part.name for part in source.parts], names=names)
         digests = copy_files(
             reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
-            checksums=checksums, threads=threads, progress=progress,
+            identify=manifest.heads_with if checksums else None, threads=threads, progress=progress,
         )  # fmt: skip
         side_files = copy_side_files(source.side_files, folder)
         if source.config is not None and read_json(folder / CONFIG_NAME) != source.config:

@@ -1,6 +1,6 @@
 """What split, merge and reshard have in common: new files, the copy into them, and the side files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import xxhash
@@ -13,6 +13,10 @@ from shardconv.checkpoint.shards import ShardReader, ShardWriter
 from shardconv.checkpoint.source import leads_out
 from shardconv.errors import IntegrityError, SourceError, SplitCheckpointError
 
+#: Checksums of each new file, and what it then begins with.
+Checksums = tuple[tuple[str, ...], ...]
+Identify = Callable[[Checksums], Sequence[bytes]]
+
 #: Bytes of a side file that are in memory at once.
 _PIECE_BYTES = 2**20
 
@@ -24,10 +28,10 @@ def copy_files(
     layout: Layout,
     stripes: Sequence[Stripe],
     *,
-    checksums: bool = False,
+    identify: Identify | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
-) -> tuple[tuple[str, ...], ...] | None:
+) -> Checksums | None:
     """Write new files from what a reader gives.
 
     Args:
@@ -36,7 +40,7 @@ def copy_files(
         paths: the new files.
         layout: what they hold.
         stripes: what passes.
-        checksums: whether to take checksums.
+        identify: gives the heads of the files, as long as those in ``layout``, from the checksums; None to take none.
         threads: how many threads; by default as many as there are processors, up to 8.
         progress: called with bytes done and bytes in all.
 
@@ -44,10 +48,16 @@ def copy_files(
         For each file the checksum of each stripe, or None.
     """
     with OutputFiles(paths, layout.heads, layout.file_bytes, inputs.mode) as outputs:
-        writer = ShardWriter(layout.shards, outputs, num_stripes=len(stripes), with_checksums=checksums)
+        writer = ShardWriter(layout.shards, outputs, num_stripes=len(stripes), with_checksums=identify is not None)
         CopyJob(stripes, reader, [writer]).run(threads=threads, progress=progress)
         inputs.check_unchanged()
-    return tuple(map(tuple, writer.checksums)) if checksums else None
+        if identify is None:
+            return None
+        checksums = tuple(map(tuple, writer.checksums))
+        for number, (old, head) in enumerate(zip(layout.heads, identify(checksums), strict=True)):
+            assert len(old) == len(head)
+            outputs.write(number, memoryview(head), 0)
+    return checksums
 
 
 def read_ranks(manifest: Manifest, folder: Path) -> tuple[ShardReader, InputFiles]:

@@ -34,8 +34,6 @@ _COMPANION = re.compile(rf"(?:^|.*\.)(?:{'|'.join(_COMPANIONS.values())})")
 
 #: Dtypes that only quantized values have.
 _DTYPES = re.compile(r"F8_.*|F4|F6_.*")
-#: Those of weights in FP8.
-_FP8 = ("F8_E4M3", "F8_E5M2")
 #: Integers are indices and masks, except in the weight of a layer.
 _INTEGERS = re.compile(r"[IU]\d+")
 
@@ -58,8 +56,8 @@ def check_quantization(tensors: Mapping[str, TensorSpec], config: Mapping[str, A
             f"split the unquantized checkpoint"
         )
     for name, spec in tensors.items():
-        is_described = method == "fp8" and (name.endswith((SCALE, ".activation_scale")) or spec.dtype in _FP8)
-        if is_quantized(name, spec) and not is_described:
+        is_described = name.endswith((SCALE, ".activation_scale")) or _DTYPES.fullmatch(spec.dtype)
+        if is_quantized(name, spec) and not (method == "fp8" and is_described):
             raise PlanError(_unexplained(name, spec, has_settings=method is not None))
 
 
