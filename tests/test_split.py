@@ -1,6 +1,9 @@
 """Split, merge and reshard from Python: every dtype and shape that the format has, and what rank files look like."""
 
 import json
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -210,13 +213,83 @@ def test_progress_ends_at_the_whole(tmp_path):
     assert calls[-1] == (report.source_bytes, report.source_bytes)
 
 
-def test_what_only_the_owner_may_read_stays_so(tmp_path):
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def mode_after_cp(path: Path, folder: Path) -> int:
+    """The permissions that ``cp`` gives to a copy under the umask of this process."""
+    copy = folder / f"cp-of-{path.name}"
+    subprocess.run(["cp", path, copy], check=True)
+    mode = mode_of(copy)
+    copy.unlink()
+    return mode
+
+
+@pytest.fixture(params=[0o022, 0o002, 0o077], ids="umask-{:03o}".format)
+def umask(request) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+@pytest.mark.parametrize("weights", [0o600, 0o644, 0o444, 0o400, 0o664, 0o755], ids=oct)
+@pytest.mark.parametrize("index", [0o644, 0o600], ids=oct)
+def test_files_have_the_permissions_that_cp_would_give_them(tmp_path, weights, index):
+    """safetensors writes weights that only the owner may read, beside an index and a config that all may read."""
     source = write_checkpoint(tmp_path / "model", parts=2)
-    next(source.glob("*.safetensors")).chmod(0o400)
-    for path in source.glob("*.json"):
-        path.chmod(0o600)
+    (source / "run.sh").write_text("#!/bin/sh")
+    for path in source.iterdir():
+        path.chmod({".safetensors": weights, ".sh": 0o755, ".json": 0o644}[path.suffix])
+    (source / "model.safetensors.index.json").chmod(index)
+    expected = {path.name: mode_after_cp(path, tmp_path) for path in source.iterdir()}
+    of_weights, of_index = expected["model-00001-of-00002.safetensors"], expected["model.safetensors.index.json"]
+
+    shardconv.split(source, tmp_path / "split", tp=2)
+    shardconv.reshard(tmp_path / "split", tmp_path / "again", tp=4)
+    shardconv.merge(tmp_path / "again", tmp_path / "back")
+    shardconv.merge(tmp_path / "split", tmp_path / "one.safetensors")
+    assert {path.name: mode_of(path) for path in (tmp_path / "back").iterdir()} == expected
+    assert mode_of(tmp_path / "one.safetensors") == of_weights
+    for folder in (tmp_path / "split", tmp_path / "again"):
+        modes = {path.name: mode_of(path) for path in folder.iterdir()}
+        assert modes.pop("shardconv.json") == of_index
+        ranks = {modes.pop(name) for name in list(modes) if name.startswith("rank-")}
+        assert ranks == {of_weights}
+        assert modes == {name: expected[name] for name in modes}
+        assert modes.keys() == {"config.json", "run.sh", "tokenizer.json"}
+
+
+def test_rank_files_have_the_permissions_that_all_files_of_the_source_have(tmp_path):
+    """A rank file has bytes of each, so only those may read it who may read all."""
+    source = write_checkpoint(tmp_path / "model", parts=3)
+    for path, mode in zip(sorted(source.glob("*.safetensors")), [0o644, 0o640, 0o604], strict=True):
+        path.chmod(mode)
     shardconv.split(source, tmp_path / "out", tp=2)
-    shardconv.merge(tmp_path / "out", tmp_path / "back")
-    shardconv.reshard(tmp_path / "out", tmp_path / "again", tp=4)
-    written = [path for name in ("out", "back", "again") for path in (tmp_path / name).iterdir()]
-    assert {path.stat().st_mode & 0o777 for path in written} == {0o600}
+    assert {mode_of(path) for path in (tmp_path / "out").glob("rank-*")} == {0o600}
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o500, 0o755], ids=oct)
+def test_a_private_folder_stays_private(tmp_path, mode):
+    """``cp -r`` keeps it so; its owner has to be able to write into the new one."""
+    source = write_checkpoint(tmp_path / "model")
+    source.chmod(mode)
+    shardconv.split(source, tmp_path / "split", tp=2)
+    shardconv.reshard(tmp_path / "split", tmp_path / "again", tp=4)
+    shardconv.merge(tmp_path / "again", tmp_path / "back")
+    assert {mode_of(tmp_path / name) for name in ("split", "again", "back")} == {mode | 0o700}
+
+
+def test_manifest_is_not_readable_by_more_than_the_config_and_the_index_in_it(tmp_path):
+    source = write_checkpoint(tmp_path / "model", parts=2)
+    (source / "config.json").chmod(0o600)
+    shardconv.split(source, tmp_path / "out", tp=2)
+    assert mode_of(tmp_path / "out" / "shardconv.json") == 0o600
+
+
+def test_manifest_of_one_file_is_not_readable_by_more_than_that_file(tmp_path):
+    source = write_checkpoint(tmp_path / "model")
+    (source / "model.safetensors").chmod(0o600)
+    shardconv.split(source, tmp_path / "out", tp=2)
+    assert mode_of(tmp_path / "out" / "shardconv.json") == 0o600

@@ -6,7 +6,7 @@ Owns the system calls of the copy engine. Where a call is missing, a portable on
 import os
 import resource
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -60,6 +60,14 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
     return os.fdopen(os.open(path, _CREATE | os.O_WRONLY, mode), "wb")
 
 
+def permissions(paths: Iterable[Path]) -> int:
+    """The permissions that all of these files have."""
+    mode = 0o777
+    for path in paths:
+        mode &= path.stat().st_mode
+    return mode
+
+
 def will_need(descriptor: int, offset: int, size: int) -> None:
     """Tell the system what is read next, so that it reads ahead; a hint, where the system takes one."""
     if _fadvise is not None:
@@ -85,7 +93,7 @@ class InputFiles:
         sizes: the bytes that each has to have.
 
     Attributes:
-        mode: the permissions that all of them have, and to write for their owner: who may read a copy.
+        mode: the permissions that all of them have: those of a file that is written from them, before the umask.
 
     Raises:
         SourceError: if a file cannot be opened, has another size or begins otherwise.
@@ -95,7 +103,7 @@ class InputFiles:
         self.paths = paths
         self.descriptors: list[int] = []
         self._states: list[tuple[int, int]] = []
-        self.mode = 0o666
+        self.mode = 0o777
         allow_open_files(len(paths))
         try:
             for path, head, size in zip(paths, heads, sizes, strict=True):
@@ -111,7 +119,7 @@ class InputFiles:
             raise SourceError(f"{path}: cannot be opened: {error.strerror or error}") from error
         self.descriptors.append(descriptor)
         self._states.append(self._state(descriptor))
-        self.mode &= os.fstat(descriptor).st_mode | 0o200
+        self.mode &= os.fstat(descriptor).st_mode
         found, _ = self._states[-1]
         if found != size:
             raise SourceError(f"{path}: has {found} bytes, expected {size}: it changed or is truncated")

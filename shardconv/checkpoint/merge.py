@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.fileio import create
+from shardconv.checkpoint.fileio import create, permissions
 from shardconv.checkpoint.header import Header, build_header
-from shardconv.checkpoint.layout import lay_out_parts
+from shardconv.checkpoint.layout import MANIFEST_NAME, lay_out_parts
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.staging import check_apart, check_free, staging
@@ -116,11 +116,18 @@ def _write(
     total = sum(layout.file_bytes) + side_bytes(side_files)
     with (
         inputs,
-        staging(target, is_folder=is_folder, overwrite=overwrite, num_bytes=total, side_files=side_files) as stage,
+        staging(
+            target,
+            is_folder=is_folder,
+            overwrite=overwrite,
+            num_bytes=total,
+            side_files=side_files,
+            mode=permissions([folder]),
+        ) as stage,
     ):
         paths = [stage / (name if is_folder else target.name) for name in headers]
         copy_files(reader, inputs, paths, layout, manifest.stripes, threads=threads, progress=progress)
         copy_side_files(side_files, stage, manifest.side_files)
         if is_folder and manifest.index is not None:
-            with create(stage / manifest.index[0], inputs.mode) as file:
+            with create(stage / manifest.index[0], permissions([folder / MANIFEST_NAME])) as file:
                 file.write(manifest.index[1].encode())

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from shardconv import __version__
 from shardconv.checkpoint.copy import Progress
+from shardconv.checkpoint.fileio import permissions
+from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.staging import check_apart, check_free, staging
@@ -104,11 +106,19 @@ def _write(
     total = sum(layout.file_bytes) + side_bytes(side_files)
     with (
         inputs,
-        staging(target, is_folder=True, overwrite=overwrite, num_bytes=total, side_files=side_files) as stage,
+        staging(
+            target,
+            is_folder=True,
+            overwrite=overwrite,
+            num_bytes=total,
+            side_files=side_files,
+            mode=permissions([folder]),
+        ) as stage,
     ):
         digests = copy_files(
             reader, inputs, new.rank_paths(stage), layout, old.stripes,
             identify=new.heads_with if checksums else None, threads=threads, progress=progress,
         )  # fmt: skip
         copied = copy_side_files(side_files, stage, old.side_files)
-        write_manifest(new.written(digests, copied), stage, f"shardconv {__version__}", mode=inputs.mode)
+        mode = permissions([folder / MANIFEST_NAME])
+        write_manifest(new.written(digests, copied), stage, f"shardconv {__version__}", mode=mode)

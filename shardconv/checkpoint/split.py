@@ -7,7 +7,7 @@ from typing import Unpack
 
 from shardconv import __version__
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
-from shardconv.checkpoint.fileio import InputFiles
+from shardconv.checkpoint.fileio import InputFiles, permissions
 from shardconv.checkpoint.manifest import Manifest, write_manifest
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.shards import ShardReader
@@ -127,7 +127,14 @@ def _write(
     parts = manifest.part_layout
     with (
         InputFiles(paths, parts.heads, parts.file_bytes) as inputs,
-        staging(target, is_folder=True, overwrite=overwrite, num_bytes=total, side_files=source.side_files) as folder,
+        staging(
+            target,
+            is_folder=True,
+            overwrite=overwrite,
+            num_bytes=total,
+            side_files=source.side_files,
+            mode=permissions([source.path] if source.is_folder else []),
+        ) as folder,
     ):
         names = list(manifest.tensors)
         reader = ShardReader(parts.shards, inputs, labels=[part.name for part in source.parts], names=names)
@@ -140,4 +147,16 @@ def _write(
             raise SourceError(
                 f"{source.side_files[CONFIG_NAME]}: changed after the plan was made; run the command again"
             )
-        write_manifest(manifest.written(digests, side_files), folder, f"shardconv {__version__}", mode=inputs.mode)
+        mode = _manifest_mode(source, inputs.mode)
+        write_manifest(manifest.written(digests, side_files), folder, f"shardconv {__version__}", mode=mode)
+
+
+def _manifest_mode(source: Source, weights_mode: int) -> int:
+    """The permissions of the manifest, which merge passes on to the index: those of the index, or else of the weights.
+
+    The config is in the manifest as well, so whoever may not read that may not read the manifest.
+    """
+    if source.index is None:
+        return weights_mode
+    config = [source.side_files[CONFIG_NAME]] if source.config is not None else []
+    return permissions([source.path / source.index[0], *config])

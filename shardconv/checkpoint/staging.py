@@ -32,7 +32,7 @@ _IN_MERGED = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
 
 @contextmanager
 def staging(
-    path: Path, *, is_folder: bool, overwrite: bool, num_bytes: int, side_files: Collection[str] = ()
+    path: Path, *, is_folder: bool, overwrite: bool, num_bytes: int, side_files: Collection[str] = (), mode: int = 0o777
 ) -> Iterator[Path]:
     """Give a folder to write into; on leaving without an exception, the result appears under ``path``.
 
@@ -42,6 +42,7 @@ def staging(
         overwrite: replace what is there.
         num_bytes: what will be written.
         side_files: names of the side files that will be written.
+        mode: permissions of the folder, before the umask; its owner gets all.
 
     Raises:
         OutputError: if ``path`` exists, another run writes to it, there is no room, or it cannot be written.
@@ -55,7 +56,7 @@ def staging(
             _check_room(path, num_bytes)
             result = partial / (_RESULT if is_folder else path.name)
             if is_folder:
-                result.mkdir()
+                result.mkdir(mode | 0o700)
             yield result if is_folder else partial
             if not _is_still(partial, descriptor):
                 raise OutputError(f"{partial}: was removed while it was written to; run the command again")
