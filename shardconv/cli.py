@@ -27,7 +27,7 @@ from shardconv.commands.options import (
 )
 from shardconv.commands.plan import check_source
 from shardconv.commands.plan import plan as plan_command
-from shardconv.commands.words import counted, model_notes, notes, rate, sizes
+from shardconv.commands.words import counted, dry_run_notes, model_notes, notes, rate, sizes
 from shardconv.console import Console, Terminated, describe, show_error, signals_later, size
 from shardconv.parent import end_with_parent
 
@@ -78,6 +78,7 @@ def split(
         [
             f"{report.path}: {report.num_tensors} tensors, {size(report.source_bytes)}, family {report.family}",
             f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}; {verb}",
+            *dry_run_notes(report, overwrite=options["overwrite"]),
             *notes(report.assumed, report.left_out),
             *model_notes(checked),
         ],
@@ -104,7 +105,8 @@ def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **optio
         None: "as the source, but there are no checksums to tell",
     }[report.is_identical]
     verb = "would be written" if report.dry_run else rate(report.num_bytes, report.seconds)
-    console.report(report, [f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {same}; {verb}"])
+    line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {same}; {verb}"
+    console.report(report, [line, *dry_run_notes(report, overwrite=options["overwrite"])])
 
 
 @cli.command()
@@ -127,6 +129,7 @@ def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **opt
         [
             f"{report.path}: {report.num_tensors} tensors, from {counted(report.old_tp, 'rank')} to {report.tp}",
             f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}; {verb}",
+            *dry_run_notes(report, overwrite=options["overwrite"]),
         ],
     )
 

@@ -113,11 +113,27 @@ def test_dry_run(commands, tmp_path, command, options):
 
 
 @each_writing_command
-def test_dry_run_fails_where_the_run_would(commands, command):
+@pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwrite"])
+def test_dry_run_where_the_destination_exists(commands, tmp_path, command, overwrite):
+    """Nothing would be written, so it is not an error; the report says what the run itself would need."""
+    first = json.loads(call(*commands[command], "--json").out)
+    before = contents(tmp_path)
+    arguments = [*commands[command], "--dry-run", *(["--overwrite"] if overwrite else [])]
+    shown, report = call(*arguments), json.loads(call(*arguments, "--json").out)
+    assert (shown.code, shown.err) == (0, "")
+    line = f"{first['path']} exists: " + ("it would be replaced" if overwrite else "--overwrite would be needed")
+    assert line in shown.out.splitlines()
+    assert {**report, "seconds": 0} == {**first, "seconds": 0, "dry_run": True, "destination_exists": True}
+    assert first["destination_exists"] is False
+    assert contents(tmp_path) == before
+
+
+@each_writing_command
+def test_a_run_says_that_it_replaced_what_was_there(commands, command):
     assert call(*commands[command]).code == 0
-    dry, wet = call(*commands[command], "--dry-run"), call(*commands[command])
-    assert dry == wet
-    assert "exists; choose another name" in dry.err
+    refused = call(*commands[command])
+    assert (refused.code, "exists; choose another name" in refused.err) == (1, True)
+    assert json.loads(call(*commands[command], "--overwrite", "--json").out)["destination_exists"] is True
 
 
 @pytest.mark.parametrize(

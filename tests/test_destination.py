@@ -4,6 +4,7 @@ Only a checkpoint is replaced, and only with --overwrite; all else is kept, and 
 """
 
 import errno
+import json
 import os
 import shutil
 import threading
@@ -50,14 +51,41 @@ pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")
         (put_dangling_link, [], "is a link, and a folder is to be written"),
     ],
 )
-@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["", "dry"])
-def test_destination_that_is_kept(job, target, put, options, message, dry_run):
+def test_destination_that_is_kept(job, target, put, options, message):
     put(target)
     before = beside(target), contents(target.parent.parent)
-    result = job.call(target, *options, *dry_run)
+    result = job.call(target, *options)
     assert result.code == 1
     assert f"{target}: {message}" in result.err
     assert (beside(target), contents(target.parent.parent)) == before
+
+
+@pytest.mark.parametrize(
+    ("put", "message"),
+    [
+        (put_file, "is a file, and a folder is to be written"),
+        (put_notes, "holds no checkpoint, so it is not overwritten"),
+        (put_link, "is a link, and a folder is to be written"),
+        (put_dangling_link, "is a link, and a folder is to be written"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--overwrite"]], ids=["", "overwrite"])
+def test_dry_run_for_a_destination_that_overwrite_would_not_replace(job, target, put, message, options):
+    """Then another name is needed, whatever the options."""
+    put(target)
+    before = beside(target), contents(target.parent.parent)
+    result = job.call(target, "--dry-run", *options)
+    assert result.code == 1
+    assert f"{target}: {message}" in result.err
+    assert (beside(target), contents(target.parent.parent)) == before
+
+
+def test_dry_run_for_an_empty_folder(job, target):
+    """It is taken without --overwrite."""
+    target.mkdir()
+    result = job.call(target, "--dry-run", "--json")
+    assert json.loads(result.out)["destination_exists"] is False
+    assert contents(target) == {}
 
 
 def test_empty_folder_as_destination(job, target):

@@ -10,7 +10,7 @@ from shardconv.checkpoint.header import Header, build_header
 from shardconv.checkpoint.layout import MANIFEST_NAME, lay_out_parts
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.planning import StrPath
-from shardconv.checkpoint.staging import check_apart, check_free, staging
+from shardconv.checkpoint.staging import check_apart, check_target, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes, side_paths
 
 
@@ -27,6 +27,7 @@ class MergeReport:
             None where the split checkpoint has no checksums to tell.
         seconds: wall time.
         dry_run: whether nothing was written.
+        destination_exists: whether a checkpoint was at ``path`` before, which only ``overwrite`` replaces.
     """
 
     path: str
@@ -36,6 +37,7 @@ class MergeReport:
     is_identical: bool | None
     seconds: float
     dry_run: bool
+    destination_exists: bool
 
 
 def merge(
@@ -56,7 +58,8 @@ def merge(
         dst: what to write: a name that ends in ``.safetensors`` for one file, any other for a folder with the source's
             files. By default ``NAME-merged`` in the current folder, a file or a folder as the source was.
         overwrite: replace what is at ``dst``.
-        dry_run: check what can be checked without reading the data, write nothing.
+        dry_run: check what can be checked without reading the data, write nothing; a checkpoint at ``dst`` is then not
+            an error.
         threads: how many threads copy; by default as many as there are processors, up to 8.
         progress: called with bytes done and bytes in all.
 
@@ -72,7 +75,9 @@ def merge(
     headers = _headers(manifest, one_file=not is_folder)
     is_same_layout = list(headers.values()) == [header for _, header in manifest.parts]
     check_apart(target, [folder])
-    check_free(target, is_folder=is_folder, overwrite=overwrite, side_files=manifest.side_files)
+    exists = check_target(
+        target, is_folder=is_folder, overwrite=overwrite, dry_run=dry_run, side_files=manifest.side_files
+    )
     if not dry_run:
         _write(manifest, folder, target, headers, overwrite=overwrite, threads=threads, progress=progress)
     return MergeReport(
@@ -83,6 +88,7 @@ def merge(
         is_identical=None if is_same_layout and manifest.checksums is None else is_same_layout,
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
+        destination_exists=exists,
     )
 
 

@@ -10,7 +10,7 @@ from shardconv.checkpoint.fileio import permissions
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from shardconv.checkpoint.planning import StrPath
-from shardconv.checkpoint.staging import check_apart, check_free, staging
+from shardconv.checkpoint.staging import check_apart, check_target, staging
 from shardconv.checkpoint.stored_plan import resolver_of
 from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes, side_paths
 
@@ -27,6 +27,7 @@ class ReshardReport:
         rank_bytes: bytes of each new rank's file.
         seconds: wall time.
         dry_run: whether nothing was written.
+        destination_exists: whether a checkpoint was at ``path`` before, which only ``overwrite`` replaces.
     """
 
     path: str
@@ -36,6 +37,7 @@ class ReshardReport:
     rank_bytes: tuple[int, ...]
     seconds: float
     dry_run: bool
+    destination_exists: bool
 
 
 def reshard(
@@ -59,7 +61,7 @@ def reshard(
         tp: the new number of ranks.
         overwrite: replace what is at ``dst``.
         checksums: take checksums while the data passes, unless the split checkpoint has none to check it by.
-        dry_run: plan and check, write nothing.
+        dry_run: plan and check, write nothing; a checkpoint at ``dst`` is then not an error.
         threads: how many threads copy; by default as many as there are processors, up to 8.
         progress: called with bytes done and bytes in all.
 
@@ -75,7 +77,7 @@ def reshard(
     new = old.with_plan(resolver_of(old).plan(tp, assumed=old.plan.assumed), checksums=checksums)
     target = Path(dst) if dst is not None else Path(f"{folder.resolve().name.removesuffix(f'-tp{old.tp}')}-tp{tp}")
     check_apart(target, [folder])
-    check_free(target, is_folder=True, overwrite=overwrite, side_files=old.side_files)
+    exists = check_target(target, is_folder=True, overwrite=overwrite, dry_run=dry_run, side_files=old.side_files)
     if not dry_run:
         _write(old, new, folder, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress)
     return ReshardReport(
@@ -86,6 +88,7 @@ def reshard(
         rank_bytes=tuple(new.rank_layout.file_bytes),
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
+        destination_exists=exists,
     )
 
 

@@ -12,7 +12,7 @@ from shardconv.checkpoint.manifest import Manifest, write_manifest
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.shards import ShardReader
 from shardconv.checkpoint.source import CONFIG_NAME, Source, read_json
-from shardconv.checkpoint.staging import check_apart, check_free, staging
+from shardconv.checkpoint.staging import check_apart, check_target, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, side_bytes
 from shardconv.errors import SourceError
 from shardconv.plan.plan import Plan
@@ -34,6 +34,7 @@ class SplitReport:
         left_out: files with weights, and hidden folders, in the source's folder that are no part of the checkpoint.
         seconds: wall time.
         dry_run: whether nothing was written.
+        destination_exists: whether a checkpoint was at ``path`` before, which only ``overwrite`` replaces.
     """
 
     path: str
@@ -46,6 +47,7 @@ class SplitReport:
     left_out: tuple[str, ...]
     seconds: float
     dry_run: bool
+    destination_exists: bool
 
 
 def split(
@@ -71,7 +73,7 @@ def split(
         checksums: take checksums while the data passes, which verify and merge check.
         dcp: write into each rank file where its shards lie, so that torch.distributed.checkpoint loads the folder by
             its HuggingFaceStorageReader, into full tensors or DTensors.
-        dry_run: plan and check, write nothing.
+        dry_run: plan and check, write nothing; a checkpoint at ``dst`` is then not an error.
         threads: how many threads copy; by default as many as there are processors, up to 8.
         progress: called with bytes done and bytes in all.
         options: how the source is read and planned: see :class:`PlanOptions`.
@@ -88,7 +90,7 @@ def split(
     layout = manifest.rank_layout
     target = Path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
     check_apart(target, read)
-    check_free(target, is_folder=True, overwrite=overwrite, side_files=source.side_files)
+    exists = check_target(target, is_folder=True, overwrite=overwrite, dry_run=dry_run, side_files=source.side_files)
     if not dry_run:
         _write(source, manifest, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress)
     return SplitReport(
@@ -102,6 +104,7 @@ def split(
         left_out=source.left_out,
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
+        destination_exists=exists,
     )
 
 

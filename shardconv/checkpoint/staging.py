@@ -105,6 +105,19 @@ def check_free(path: Path, *, is_folder: bool, overwrite: bool, side_files: Coll
         _check_ours(path, side_files)
 
 
+def check_target(
+    path: Path, *, is_folder: bool, overwrite: bool, dry_run: bool, side_files: Collection[str] = ()
+) -> bool:
+    """Check a destination as :func:`check_free`; a dry run is not refused where ``overwrite`` is all that is missing.
+
+    Returns:
+        Whether a checkpoint is there, which only ``overwrite`` replaces.
+    """
+    check_free(path, is_folder=is_folder, overwrite=overwrite or dry_run, side_files=side_files)
+    is_folder_there = path.is_dir() and not path.is_symlink()
+    return os.path.lexists(path) and not (is_folder_there and not any(path.iterdir()))
+
+
 def _check_ours(folder: Path, side_files: Collection[str]) -> None:
     """Check that a folder that is to be replaced holds a checkpoint and nothing else."""
     is_split = (folder / MANIFEST_NAME).is_file()

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 from shardconv.console import size
 
 if TYPE_CHECKING:
+    from shardconv.checkpoint.merge import MergeReport
+    from shardconv.checkpoint.reshard import ReshardReport
+    from shardconv.checkpoint.split import SplitReport
     from shardconv.proof.model_check import ModelCheck
 
 
@@ -28,6 +31,13 @@ def model_notes(check: "ModelCheck | None") -> list[str]:
         return []
     ignored = f"; not used by it: {len(check.ignored)}, as {check.ignored[0]}" if check.ignored else ""
     return [f"names and shapes are those of {check.model}{ignored}"]
+
+
+def dry_run_notes(report: "SplitReport | MergeReport | ReshardReport", *, overwrite: bool) -> list[str]:
+    """What a dry run found at its destination."""
+    if not (report.dry_run and report.destination_exists):
+        return []
+    return [f"{report.path} exists: {'it would be replaced' if overwrite else '--overwrite would be needed'}"]
 
 
 def sizes(rank_bytes: tuple[int, ...]) -> str:
