@@ -23,7 +23,7 @@ class ShardconvError(Exception):
 
 
 class UsageError(ShardconvError):
-    """Options that contradict each other or name nothing."""
+    """Options that contradict each other, name nothing, or cannot be used."""
 
     exit_code = 2
 

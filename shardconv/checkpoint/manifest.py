@@ -25,6 +25,7 @@ from shardconv.checkpoint.manifest_format import (
     checksum,
     identity_of,
 )
+from shardconv.checkpoint.paths import hub_hint
 from shardconv.checkpoint.source import Source, is_plain_name
 from shardconv.errors import PlanError, SourceError, SplitCheckpointError
 from shardconv.plan.plan import Plan, TensorSpec
@@ -284,7 +285,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     if not folder.exists():
-        raise SplitCheckpointError(f"{folder}: there is no such folder")
+        raise SplitCheckpointError(f"{folder}: there is no such folder{hub_hint(folder)}")
     try:
         if not path.is_file() and path.exists():
             raise ValueError("it is no regular file")  # to read it could wait for ever

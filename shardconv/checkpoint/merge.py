@@ -9,6 +9,7 @@ from shardconv.checkpoint.fileio import create, permissions
 from shardconv.checkpoint.header import Header, build_header
 from shardconv.checkpoint.layout import MANIFEST_NAME, lay_out_parts
 from shardconv.checkpoint.manifest import Manifest, read_manifest
+from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.staging import check_apart, check_target, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes, side_paths
@@ -68,9 +69,9 @@ def merge(
         OutputError: if the destination exists, is in use, or has no room.
     """
     began = time.perf_counter()
-    folder = Path(src)
+    folder = local_path(src)
     manifest = read_manifest(folder)
-    target = Path(dst) if dst is not None else _default_target(folder, manifest)
+    target = local_path(dst) if dst is not None else _default_target(folder, manifest)
     is_folder = target.suffix != ".safetensors"
     headers = _headers(manifest, one_file=not is_folder)
     is_same_layout = list(headers.values()) == [header for _, header in manifest.parts]

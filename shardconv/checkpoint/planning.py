@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 from shardconv.checkpoint.header import num_bytes
 from shardconv.checkpoint.manifest import is_split, read_manifest
+from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.stored_plan import resolver_of
@@ -116,9 +117,10 @@ def plan_source(
     if isinstance(src, Source):
         source = src
     else:
-        source = open_source(Path(src), config=None if config is None else Path(config), follow_links=follow_links)
+        beside = None if config is None else local_path(config)
+        source = open_source(local_path(src), config=beside, follow_links=follow_links)
     names = (replicate,) if isinstance(replicate, str) else tuple(replicate)
-    plan_file = None if plan == "auto" else _read_plan_file(Path(plan))
+    plan_file = None if plan == "auto" else _read_plan_file(local_path(plan))
     request = PlanRequest(family, plan_file, names, head_dim, experts)
     paths = (source.path, *(part.path for part in source.parts), *source.side_files.values())
     resolution = resolve(source.specs, with_settings(source), request)
@@ -155,8 +157,8 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
 
     Of a split checkpoint the report is of the plan that it holds, or of what a reshard for ``tp`` would use.
     """
-    if is_split(Path(src)):
-        return _report_stored(Path(src), tp, options)
+    if is_split(path := local_path(src)):
+        return _report_stored(path, tp, options)
     source, _, (resolver, assumed), _ = plan_source(src, **options)
     sizes = resolver.legal_sizes()
     made = None if tp is None else resolver.plan(tp, assumed=assumed)

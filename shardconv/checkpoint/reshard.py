@@ -9,6 +9,7 @@ from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import permissions
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.staging import check_apart, check_target, staging
 from shardconv.checkpoint.stored_plan import resolver_of
@@ -71,11 +72,12 @@ def reshard(
         OutputError: if the destination exists, is in use, or has no room.
     """
     began = time.perf_counter()
-    folder = Path(src)
+    folder = local_path(src)
     old = read_manifest(folder)
     checksums = checksums and old.checksums is not None  # new ones over old errors would say that there are none
     new = old.with_plan(resolver_of(old).plan(tp, assumed=old.plan.assumed), checksums=checksums)
-    target = Path(dst) if dst is not None else Path(f"{folder.resolve().name.removesuffix(f'-tp{old.tp}')}-tp{tp}")
+    name = folder.resolve().name.removesuffix(f"-tp{old.tp}")
+    target = Path(f"{name}-tp{tp}") if dst is None else local_path(dst)
     check_apart(target, [folder])
     exists = check_target(target, is_folder=True, overwrite=overwrite, dry_run=dry_run, side_files=old.side_files)
     if not dry_run:

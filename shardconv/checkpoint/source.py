@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from shardconv.checkpoint.header import Header, TensorInfo, read_header
 from shardconv.checkpoint.layout import MANIFEST_NAME
+from shardconv.checkpoint.paths import hub_hint, leads_out
 from shardconv.errors import SourceError
 from shardconv.plan.plan import TensorSpec
 
@@ -109,7 +110,7 @@ def open_source(path: Path, *, config: Path | None = None, follow_links: bool = 
         SourceError: if something is missing, damaged, ambiguous or outside of the folder.
     """
     if not path.exists():
-        raise SourceError(f"{path}: there is no such file or folder")
+        raise SourceError(f"{path}: there is no such file or folder{hub_hint(path)}")
     if path.is_dir():
         source = _open_folder(path, None, follow_links=follow_links)
     elif path.name.endswith(INDEX_SUFFIX):
@@ -333,13 +334,6 @@ def _walk(folder: Path) -> Iterator[Path]:
 def _check_link(path: Path, folder: Path, *, follow_links: bool) -> None:
     if not follow_links and leads_out(path, folder):
         raise SourceError(f"{path}: is a link out of its folder; pass --follow-links if that is meant")
-
-
-def leads_out(path: Path, folder: Path) -> bool:
-    """Whether links take a path out of its folder; in a Hugging Face cache the blobs belong to it."""
-    root, target = folder.resolve(), path.resolve()
-    homes = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    return not any(target.is_relative_to(home) for home in homes)
 
 
 def read_json(path: Path) -> dict[str, Any]:

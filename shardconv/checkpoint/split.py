@@ -9,6 +9,7 @@ from shardconv import __version__
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.fileio import InputFiles, permissions
 from shardconv.checkpoint.manifest import Manifest, write_manifest
+from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.shards import ShardReader
 from shardconv.checkpoint.source import CONFIG_NAME, Source, read_json
@@ -88,7 +89,7 @@ def split(
     made = resolver.plan(tp, assumed=assumed)
     manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES, dcp=dcp, checksums=checksums)
     layout = manifest.rank_layout
-    target = Path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
+    target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
     check_apart(target, read)
     exists = check_target(target, is_folder=True, overwrite=overwrite, dry_run=dry_run, side_files=source.side_files)
     if not dry_run:

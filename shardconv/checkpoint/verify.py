@@ -9,6 +9,7 @@ from shardconv.checkpoint.copy import CopyJob, Progress, Scratch, Shards, Span, 
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.layout import lay_out_parts
 from shardconv.checkpoint.manifest import Manifest, read_manifest
+from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.shards import Comparer, ShardReader
 from shardconv.checkpoint.source import Source, open_source
@@ -67,9 +68,9 @@ def verify(
         SourceError: if ``against`` cannot be read.
     """
     began = time.perf_counter()
-    folder = Path(src)
+    folder = local_path(src)
     manifest = read_manifest(folder)
-    source = None if against is None else open_source(Path(against), follow_links=follow_links)
+    source = None if against is None else open_source(local_path(against), follow_links=follow_links)
     checked, num_bytes, is_compared = ["side files"], 0, False
     differences = _side_differences(manifest, folder)
     if source is not None:

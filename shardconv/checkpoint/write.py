@@ -9,8 +9,8 @@ from shardconv.checkpoint.copy import CopyJob, Progress, Stripe
 from shardconv.checkpoint.fileio import InputFiles, OutputFiles, create
 from shardconv.checkpoint.layout import Layout
 from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.paths import leads_out
 from shardconv.checkpoint.shards import ShardReader, ShardWriter
-from shardconv.checkpoint.source import leads_out
 from shardconv.errors import IntegrityError, SourceError, SplitCheckpointError
 
 #: Checksums of each new file, and what it then begins with.

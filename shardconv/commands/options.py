@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
+from shardconv.checkpoint.paths import local_path
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -23,7 +25,15 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
     return add
 
 
-PATH = click.Path(path_type=Path)
+class _LocalPath(click.Path):
+    """A path that is not a URL."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
+        """Check it as it was given: in a Path a URL has lost a slash."""
+        return super().convert(local_path(value), param, ctx)
+
+
+PATH = _LocalPath(path_type=Path)
 common_options = together(
     click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object."),
     click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
+from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.split import split_by
@@ -230,7 +231,8 @@ def propose_plan(src: StrPath, *, config: StrPath | None = None, by_heads: bool 
     from shardconv.proof.inputs import example_inputs  # noqa: PLC0415 - which needs torch
     from shardconv.proof.propose import propose, to_toml  # noqa: PLC0415
 
-    source = open_source(Path(src), config=None if config is None else Path(config), follow_links=False)
+    beside = None if config is None else local_path(config)
+    source = open_source(local_path(src), config=beside, follow_links=False)
     model = small_model(source.config or {})
     proposal = propose(model, example_inputs(model), by_heads=by_heads)
     matcher = Matcher([(pattern, name_regex(pattern)) for pattern in proposal.rules])

@@ -14,6 +14,7 @@ import torch
 
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.header import Header, TensorInfo, num_bytes
+from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source, rank_bytes
 from shardconv.checkpoint.source import Part, Source, config_alone, read_json
 from shardconv.convert.model import DTYPE_NAMES
@@ -158,10 +159,10 @@ def estimate_cost(
     """
     if batch < 1 or (seq is not None and seq < 1):
         raise ValueError(f"batch = {batch}, seq = {seq}: both have to be at least 1")
-    alone = config_alone(Path(src), follow_links=options.get("follow_links", False))
+    alone = config_alone(local_path(src), follow_links=options.get("follow_links", False))
     if alone is not None and (other := options.get("config")) is not None:
-        alone = read_json(Path(other))
-    opened = src if alone is None else _without_weights(Path(src), alone)
+        alone = read_json(local_path(other))
+    opened = src if alone is None else _without_weights(local_path(src), alone)
     source, request, (resolver, assumed), _ = plan_source(opened, **options)
     sizes = [size for size in resolver.legal_sizes().legal if size <= MAX_TP] if tps is None else tps
     plans = [resolver.plan(size) for size in sizes]

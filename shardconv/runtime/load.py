@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.manifest import Manifest, read_manifest
+from shardconv.checkpoint.paths import leads_out, local_path
 from shardconv.checkpoint.planning import StrPath
-from shardconv.checkpoint.source import leads_out
 from shardconv.checkpoint.stored_plan import resolver_of, runnable_plan
 from shardconv.checkpoint.verify import verify_rank
 from shardconv.convert.model import convert_by
@@ -80,7 +80,7 @@ def load(
     Example:
         >>> model = shardconv.load("llama-tp2")  # doctest: +SKIP
     """
-    folder = Path(path)
+    folder = local_path(path)
     manifest, device, axis = _meet(folder, device, group)
     plan = _agreed(axis, partial(runnable_plan, manifest, folder))
     convert = partial(convert_by, config=manifest.config or {}, request=plan, axis=axis, has_values=False)

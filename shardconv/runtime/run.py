@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.manifest import read_manifest
+from shardconv.checkpoint.paths import hub_hint
 from shardconv.errors import RunError, SplitCheckpointError, is_lost
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.load import load
@@ -104,7 +105,10 @@ def check_run(path: Path, prompts: Sequence[str], options: RunOptions) -> int:
     if prompts and not any(prompt.strip() for prompt in prompts):
         raise RunError("--prompt is empty: give it some text, or leave it out and give a line of stdin each")
     if options.check is not None and not options.check.is_dir():
-        raise RunError(f"{options.check}: there is no such folder; --check takes that of the unsplit checkpoint")
+        raise RunError(
+            f"{options.check}: there is no such folder; --check takes that of the unsplit checkpoint"
+            f"{hub_hint(options.check)}"
+        )
     if missing := next((file for file in manifest.rank_paths(path) if not file.exists()), None):
         raise SplitCheckpointError(f"{missing}: is missing")
     rank_device(options.device)
