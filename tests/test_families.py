@@ -406,17 +406,44 @@ def bare(path: Path, *, heads: int, kv_heads: int, head_dim: int) -> Path:
     return path
 
 
+HEAD_DIM_IS_UNKNOWN = "head_dim is unknown (no config.json): assuming it is at most 512. Pass --head-dim or --config."
+
+
+def test_a_bare_file_is_refused_with_the_remedy_first_and_assumptions_named_as_such(tmp_path):
+    """8 KV heads of 128: nothing in the file says that they are not 2 of 512."""
+    source = bare(tmp_path / "m.safetensors", heads=32, kv_heads=8, head_dim=128)
+    with pytest.raises(shardconv.PlanError) as caught:
+        shardconv.make_plan(source, tp=8)
+    assert str(caught.value) == (
+        f"model.layers.0.self_attn.k_proj.weight: {HEAD_DIM_IS_UNKNOWN} Under this assumption 2 is not a multiple of 8 "
+        "(head_dim=512 assumed, num_key_value_heads=2 assumed). Otherwise use --tp 1, 2."
+    )
+    reasons = {str(planned.reason) for planned in shardconv.make_plan(source, tp=2).tensors.values()}
+    assert any("(head_dim=512 assumed, num_key_value_heads=2 assumed)" in reason for reason in reasons)
+    assert not any("head_dim=512," in reason for reason in reasons)
+    told = shardconv.make_plan(source, tp=8, head_dim=128)
+    assert "head_dim=128, num_key_value_heads=8" in str(told.tensors["model.layers.0.self_attn.k_proj.weight"].reason)
+    assert "assumed" not in "".join(str(planned.reason) for planned in told.tensors.values())
+
+
+def test_what_blocks_a_bare_file_is_not_always_the_head_dim(tmp_path):
+    """Then no remedy is named that would not help."""
+    source = bare(tmp_path / "m.safetensors", heads=8, kv_heads=8, head_dim=512)
+    with pytest.raises(shardconv.PlanError) as caught:
+        shardconv.make_plan(source, tp=64, replicate=("**.self_attn.*",))
+    assert "--head-dim" not in str(caught.value)
+    assert ". Use --tp 1, 2, 4, 8, 16, 32." in str(caught.value)
+
+
 def test_a_bare_file_is_planned_for_powers_of_two(tmp_path):
     source = bare(tmp_path / "m.safetensors", heads=24, kv_heads=8, head_dim=128)
     report = shardconv.report_plan(source)
     assert report.legal_tp == (1, 2)
-    assert [sentence.split(":")[0] for sentence in report.assumed] == [
-        "heads have at most 512 elements, for there is no config; cuts are right for smaller ones, too",
-        "a checkpoint without a config has no family",
-    ]
+    assert report.assumed[0] == HEAD_DIM_IS_UNKNOWN
+    assert report.assumed[1].startswith("a checkpoint without a config has no family: ")
     blocked = {entry.tp: entry.reason for entry in report.blocked_tp}
-    assert re.search("only powers of two are safe.*--head-dim N or --config FILE", blocked[3])
-    assert re.search("--head-dim N or --config FILE", blocked[4])
+    assert blocked[3] == f"{HEAD_DIM_IS_UNKNOWN} Until then only powers of two are supported"
+    assert blocked[4].startswith(f"{HEAD_DIM_IS_UNKNOWN} Under this assumption 2 is not a multiple of 4 (")
     assert set(TPS[:3]) < set(shardconv.report_plan(source, head_dim=128).legal_tp)
     assert 8 not in shardconv.report_plan(source, head_dim=256).legal_tp
 

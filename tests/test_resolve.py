@@ -107,7 +107,9 @@ def test_two_towers_of_which_the_config_describes_one(tmp_path, config):
     write_weights(tmp_path / "model.safetensors", dict.fromkeys(names, ("BF16", (64, 64))))
     if config is not None:
         write_config(tmp_path, config)
-    with pytest.raises(shardconv.PlanError, match=r"1 is not a multiple of 2.*pass --head-dim N, or --plan FILE"):
+    with pytest.raises(
+        shardconv.PlanError, match=r"Pass --head-dim, or --plan FILE with rules.*1 is not a multiple of 2"
+    ):
         shardconv.make_plan(tmp_path, tp=2)
     plan = shardconv.make_plan(tmp_path, tp=2, head_dim=32)
     assert plan.placement(names[4]).shard_shape((64, 64), 0) == (32, 64)

@@ -18,16 +18,13 @@ from shardconv.plan.foreign import FOREIGN, foreign_family
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import DEFAULT_BLOCK, SCALE, block_size, check_quantization
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolve import HEAD_FIELDS, Resolver
 from shardconv.plan.submodels import rules_for
 
 #: The largest head size in common use. A cut between heads of this size, among a power of two of ranks, is also one
 #: between heads of 32, 64, 80, 96, 128, 192 or any other size that has no higher power of two in it. Where rows are no
 #: multiple of it, the same is true of the highest power of two that they are a multiple of.
 _ASSUMED_HEAD_DIM = 512
-
-#: What a config says of the heads.
-_HEAD_FIELDS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 
 #: By name, these produce what those consume: planning by name requires that they fit.
 _PAIRS = (("q_proj", "o_proj"), ("q_proj", "out_proj"), ("up_proj", "down_proj"), ("fc1", "fc2"), ("w1", "w2"))
@@ -165,10 +162,11 @@ def _with_heads(
     Where there are several towers, neither the config's heads nor a shape of one of them are those of all.
     """
     sentence = unsure = ""
-    why = "there is no config"
+    why, remedy = "no config.json", "--head-dim or --config"
     if len(towers) > 1:
-        config = {field: value for field, value in (config or {}).items() if field not in _HEAD_FIELDS}
-        why = f"{' and '.join(towers)} may have other heads each"
+        config = {field: value for field, value in (config or {}).items() if field not in HEAD_FIELDS}
+        why = f"{' and '.join(towers)} may have different ones"
+        remedy = "--head-dim, or --plan FILE with rules"
     if head_dim is not None and head_dim < 1:
         raise PlanError(f"--head-dim {head_dim}: a head has at least one element")
     if head_dim is None and len(towers) < 2 and (found := _head_dim_by_shape(tensors)):
@@ -176,9 +174,8 @@ def _with_heads(
         sentence = f"head_dim = {head_dim}, from the shape of {source}"
     elif head_dim is None and (rows := _projected_rows(tensors)):
         head_dim = gcd(_ASSUMED_HEAD_DIM, *rows)
-        sentence = f"heads have at most {head_dim} elements, for {why}; cuts are right for smaller ones, too"
-        settled = "--head-dim N or --config FILE" if len(towers) < 2 else "--head-dim N, or --plan FILE with rules,"
-        unsure = f"the head size is not in the checkpoint: pass {settled} to settle it"
+        unsure = f"head_dim is unknown ({why}): assuming it is at most {_ASSUMED_HEAD_DIM}. Pass {remedy}."
+        sentence = unsure
     if head_dim is None:
         return dict(config or {}), "", ""
     heads = {

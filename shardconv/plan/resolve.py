@@ -43,6 +43,10 @@ class _Question(NamedTuple):
     rows: int | None = None
 
 
+#: What a config says of the heads.
+HEAD_FIELDS = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim"})
+
+
 @dataclass(frozen=True, slots=True)
 class BlockedTp:
     """A tp size that is not legal.
@@ -112,7 +116,8 @@ class Resolver:
         try:
             answers = {question: self._answer(question, tp) for question in self._first}
         except _BlockedError as error:
-            raise PlanError(f"{error}. {self._way_out(tp)}") from error
+            is_unsure = bool(self.rules.uncertain) and self.rules.uncertain in error.reason
+            raise PlanError(f"{error}. {self._way_out(tp, is_unsure=is_unsure)}") from error
         tensors = {name: answers[question] for name, question in self._questions.items()}
         return Plan(tp, self.rules.family, tensors, self.rules, assumed)
 
@@ -128,9 +133,13 @@ class Resolver:
                 blocked.append(BlockedTp(tp, error.tensor, error.reason))
         return LegalSizes(tuple(legal), tuple(blocked))
 
-    def _way_out(self, tp: int) -> str:
+    def _way_out(self, tp: int, *, is_unsure: bool) -> str:
         legal = [str(size) for size in self.legal_sizes().legal]
-        return f"Use --tp {', '.join(legal)}." if legal else f"No size up to {max(tp, CANDIDATE_TPS[-1])} is legal."
+        return (
+            f"{'Otherwise use' if is_unsure else 'Use'} --tp {', '.join(legal)}."
+            if legal
+            else f"No size up to {max(tp, CANDIDATE_TPS[-1])} is legal."
+        )
 
     def _answer(self, question: _Question, tp: int) -> TensorPlan:
         """The placement for one question.
@@ -141,7 +150,7 @@ class Resolver:
         """
         name = self._first[question]
         if self.rules.uncertain and tp & (tp - 1):
-            raise _BlockedError(name, f"only powers of two are safe: {self.rules.uncertain}")
+            raise _BlockedError(name, f"{self.rules.uncertain} Until then only powers of two are supported")
         rule, scope, leaf, spec, weight, expert, rows = question
         fields = scope.fields() if rows is None else scope.fields(rows=rows)
         reference = weight if leaf == "weight_scale_inv" and weight else spec
@@ -153,16 +162,21 @@ class Resolver:
                 placement = _on_blocks(placement, spec, reference, self._block(spec, reference, name))
             _check_bytes(placement, spec)
         except IndivisibleError as error:
-            reason = ", ".join(f"{key}={value}" for key, value in fields.read.items()) or f"shape {list(spec.shape)}"
-            unsure = f"; {self.rules.uncertain}" if self.rules.uncertain else ""
-            raise _BlockedError(name, f"{error} ({reason}){unsure}") from error
+            is_unsure = self.rules.uncertain and not HEAD_FIELDS.isdisjoint(fields.read)
+            unsure = f"{self.rules.uncertain} Under this assumption " if is_unsure else ""
+            reason = ", ".join(self._facts(fields)) or f"shape {list(spec.shape)}"
+            raise _BlockedError(name, f"{unsure}{error} ({reason})") from error
         except PlanError as error:
             if self.rules.family != NAMES_FAMILY:
                 raise
             raise PlanError(f"{error}. No family is known for this model: --family or --plan may settle it") from error
-        read = tuple(f"{key}={value}" for key, value in fields.read.items())
         units = rule.parts or ((rule.unit,) if rule.unit else ())
-        return TensorPlan(placement, rule.style, units, Reason(rule.origin, rule.pattern, read))
+        return TensorPlan(placement, rule.style, units, Reason(rule.origin, rule.pattern, self._facts(fields)))
+
+    def _facts(self, fields: Fields) -> tuple[str, ...]:
+        """The config fields that were read, with a mark on those that were assumed."""
+        assumed = HEAD_FIELDS if self.rules.uncertain else frozenset()
+        return tuple(f"{key}={value}{' assumed' * (key in assumed)}" for key, value in fields.read.items())
 
     def _place(self, question: _Question, spec: TensorSpec, tp: int, fields: Fields, name: str) -> Placement:
         rule, scope, leaf, *_ = question
