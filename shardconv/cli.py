@@ -20,6 +20,7 @@ from shardconv.commands.options import (
     PATH,
     checksum_option,
     common_options,
+    ignore_option,
     output_options,
     plan_options,
     tp_option,
@@ -138,6 +139,7 @@ def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **opt
 @click.argument("src", type=PATH, metavar="DIR")
 @click.option("--against", type=PATH, metavar="SRC", help="Compare every byte with this source, too.")
 @click.option("--follow-links", is_flag=True, help="Read files of SRC that are links out of their folder.")
+@ignore_option
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads that read.")
 @output_options
 def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
@@ -151,6 +153,7 @@ def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  #
     lines = [
         f"{report.path}: {counted(report.tp, 'rank')}, {report.num_tensors} tensors, {size(report.num_bytes)}",
         f"checked: {', '.join(report.checked)}",
+        *notes((), report.left_out),
         *([] if report.has_checksums else ["there are no checksums: it was split with --no-checksums"]),
         *(f"DIFFERENT  {line}" for line in shown),
         *([f"... and {more} more (--json has all)"] if more > 0 else []),

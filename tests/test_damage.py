@@ -388,6 +388,12 @@ def test_field_added(folder):
     check_refused(folder, "was changed after it was written", verified=False)
 
 
+@pytest.mark.parametrize("ignore", ["*.gguf", {"*.gguf": 1}, [1], None, 7], ids=repr)
+def test_patterns_of_ignored_files_that_are_none(folder, ignore):
+    change_manifest(folder, lambda data: data["source"].update(ignore=ignore))
+    check_refused(folder, "shardconv.json: cannot be used", verified=False)
+
+
 EVIL_NAMES = [
     "../evil", "../../evil", "/tmp/evil", "sub/../../evil", "./evil", "", ".", "..", "C:\\evil", "..\\evil", "evil\0",
     "evil\n",

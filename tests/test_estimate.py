@@ -283,8 +283,8 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     ("name", "message"),
     [
         ("config.json", "transformers has no"),
-        ("tokenizer.json", "is no .safetensors file"),
-        ("pytorch_model.bin.index.json", "is no .safetensors file"),
+        ("tokenizer.json", "is not a .safetensors file"),
+        ("pytorch_model.bin.index.json", "is not a .safetensors file"),
         ("model.safetensors.index.json", "has no weight_map"),
     ],
 )
@@ -297,7 +297,7 @@ def test_no_config_alone(tmp_path, name, message):
         with pytest.raises(RunError, match=message):
             estimate_cost(tmp_path)
         (tmp_path / "pytorch_model.bin").touch()
-        with pytest.raises(SourceError, match="convert other formats first"):
+        with pytest.raises(SourceError, match="Convert it in Python"):
             estimate_cost(tmp_path)
 
 

@@ -82,7 +82,7 @@ def test_folder_with_parts(folder):
     assert source.specs == llama_specs(llama_config())
     assert source.index == (INDEX, (folder / INDEX).read_text())
     assert sorted(source.side_files) == ["config.json", "tokenizer.json"]
-    assert source.left_out == ()
+    assert source.left_out == {}
     assert source.num_bytes == sum(part.header.data_bytes for part in source.parts)
 
 
@@ -135,7 +135,7 @@ def test_side_files_of_sub_folders_but_not_hidden_ones(single):
     source = open_source(single)
     expected = [".gitattributes", "1_Pooling/config.json", "config.json", "runs/a/log.txt", "tokenizer.json"]
     assert sorted(source.side_files) == expected
-    assert sorted(source.left_out) == [".cache/", "runs/.git/"]
+    assert source.left_out == {".cache/": "hidden folder", "runs/.git/": "hidden folder"}
     assert source.config == llama_config()
 
 
@@ -152,30 +152,7 @@ def test_folder_that_cannot_be_read(single, monkeypatch, name, is_needed):
     if is_needed:
         refuses(single, f"{name}: cannot be read: Permission denied")
     else:
-        assert open_source(single).left_out == (f"{name}/",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "consolidated.safetensors",
-        "adapter/adapter_model.safetensors",
-        "pytorch_model-00001-of-00002.bin",
-        "pytorch_model.bin.index.json",
-        "original/consolidated.00.pth",
-        "model.gguf",
-        "onnx/model.onnx_data",
-    ],
-)
-@pytest.mark.parametrize("parts", [1, 3])
-def test_other_weights_are_left_out_and_said_to_be(tmp_path, parts, name):
-    folder = write_checkpoint(tmp_path / "x", parts=parts)
-    path = folder / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(b"not even read")
-    source = open_source(folder)
-    assert source.left_out == (name,)
-    assert name not in source.side_files
+        assert open_source(single).left_out == {f"{name}/": "hidden folder"}
 
 
 # --- the Hugging Face cache -----------------------------------------------------------------------------------------
@@ -342,19 +319,40 @@ def test_index_that_is_not_utf8(folder):
 
 def test_tensor_of_the_index_in_no_part(folder):
     write_index(folder, {**weight_map(folder), "ghost": PARTS[0]})
-    refuses(folder, f"{INDEX}: tensor ghost should be in {PARTS[0]}, and it is in no part")
+    refuses(folder, f"{INDEX}: tensor ghost should be in {PARTS[0]}, and it is in no file .*download both again")
 
 
 def test_tensor_of_the_index_in_another_part(folder):
     write_index(folder, {**weight_map(folder), FIRST_TENSOR: PARTS[1]})
-    refuses(folder, f"{FIRST_TENSOR} should be in {PARTS[1]}, and it is in {PARTS[0]}")
+    refuses(folder, f"{FIRST_TENSOR} should be in {PARTS[1]}, and it is in {PARTS[0]}: .*download both again")
 
 
 def test_tensor_of_a_part_not_in_the_index(folder):
     names = weight_map(folder)
     del names[FIRST_TENSOR]
     write_index(folder, names)
-    refuses(folder, f"{FIRST_TENSOR} of {PARTS[0]} is not in the index")
+    refuses(folder, f"{FIRST_TENSOR} of {PARTS[0]} is not in the index: .*download both again")
+    del names["model.norm.weight"]
+    write_index(folder, names)
+    refuses(folder, f"{FIRST_TENSOR} of {PARTS[0]} is not in the index, nor are 1 more tensors: ")
+    refuses(folder / INDEX, f"{FIRST_TENSOR} of {PARTS[0]} is not in the index")
+
+
+def test_index_over_one_file_that_lists_a_subset_of_its_tensors(single):
+    """The file has all of them, so its name is a way out."""
+    names = dict.fromkeys(list(open_source(single).specs)[1:], "model.safetensors")
+    write_index(single, names)
+    refuses(single, f"{FIRST_TENSOR} of model.safetensors is not in the index: .* or name .*/model.safetensors instead")
+    assert open_source(single / "model.safetensors").specs == llama_specs(llama_config())
+
+
+def test_index_over_one_file_of_its_own_name(single):
+    """There is one checkpoint then, and nothing to choose."""
+    write_index(single, dict.fromkeys(open_source(single).specs, "model.safetensors"))
+    source = open_source(single)
+    assert source.specs == llama_specs(llama_config())
+    assert source.index is not None
+    assert source.left_out == {}
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
@@ -363,7 +361,7 @@ def test_tensor_of_a_part_not_in_the_index(folder):
 @pytest.mark.parametrize("part", PARTS)
 def test_part_missing(folder, part):
     (folder / part).unlink()
-    refuses(folder, f"part {part} is missing")
+    refuses(folder, f"{part} is missing, and {INDEX} lists it: download the folder again")
 
 
 @pytest.mark.parametrize("kept", [0, 5, 300, -1])
@@ -397,20 +395,40 @@ def test_stale_part(folder):
     """A part of an earlier, larger save: nobody says whether it belongs to the checkpoint."""
     stale = part_names(4)[3]
     shutil.copyfile(folder / PARTS[0], folder / stale)
-    refuses(folder, f"part {stale} is not in the index: remove it, or name the index file")
-    assert open_source(folder / INDEX).left_out == (stale,)
+    refuses(
+        folder, f"holds weights that are not in {INDEX}: {stale}. .* pass --ignore {stale}, or name .*{INDEX} instead"
+    )
+    assert open_source(folder / INDEX).left_out == {stale: "not in the index that was named"}
+    assert open_source(folder, ignore=(stale,)).left_out == {stale: f"ignored by '{stale}'"}
 
 
 def test_parts_without_an_index(folder):
     (folder / INDEX).unlink()
-    refuses(folder, "holds parts .* and no index")
+    refuses(folder, "holds files of a checkpoint .* and no index over them .*: download the folder again")
 
 
 def test_one_part_without_an_index(folder):
     """It is not taken for a whole checkpoint."""
     for name in (INDEX, *PARTS[1:]):
         (folder / name).unlink()
-    refuses(folder, "holds parts .* and no index")
+    refuses(folder, "holds files of a checkpoint .* and no index")
+
+
+def test_files_of_a_checkpoint_without_an_index_beside_a_single_file(folder):
+    """The single file may be all of it, or an old one."""
+    (folder / INDEX).unlink()
+    write_weights(folder / "model.safetensors", {"x": ("U8", (2,))})
+    refuses(folder, r"not in model.safetensors: .*pass .*, or name .*/model.safetensors instead of the folder")
+    assert open_source(folder, ignore=("model-*",)).specs == {"x": ("U8", (2,))}
+
+
+def test_index_beside_a_single_file_of_another_name(folder):
+    write_weights(folder / "consolidated.safetensors", {"x": ("U8", (2,))})
+    refuses(
+        folder, f"not in {INDEX}: consolidated.safetensors. .*--ignore consolidated.safetensors, or name .*{INDEX} "
+    )
+    assert open_source(folder / INDEX).specs == llama_specs(llama_config())
+    assert open_source(folder / "consolidated.safetensors").specs == {"x": ("U8", (2,))}
 
 
 def test_two_indexes(folder):
@@ -419,7 +437,8 @@ def test_two_indexes(folder):
     write_weights(folder / names[0], {"x": ("F16", (2,))})
     write_index(folder, {"x": names[0]}, other)
     refuses(folder, "has several indexes .*: name the one you mean")
-    assert open_source(folder / INDEX).left_out == tuple(sorted([names[0], other]))
+    assert list(open_source(folder / INDEX).left_out) == sorted([names[0], other])
+    assert open_source(folder, ignore=("*fp16*",)).specs == llama_specs(llama_config())
     assert open_source(folder / other).specs == {"x": ("F16", (2,))}
 
 
@@ -428,7 +447,8 @@ def test_index_and_single_file(folder):
     write_weights(folder / "model.safetensors", specs)
     refuses(folder, f"has both model.safetensors and {INDEX}: name the one you mean")
     assert open_source(folder / "model.safetensors").specs == specs
-    assert open_source(folder / INDEX).left_out == ("model.safetensors",)
+    assert list(open_source(folder / INDEX).left_out) == ["model.safetensors"]
+    assert open_source(folder, ignore=("model.safetensors",)).specs == llama_specs(llama_config())
 
 
 def test_several_single_files(single):
@@ -485,14 +505,13 @@ def test_nothing_there(tmp_path):
 
 
 def test_empty_folder(tmp_path):
-    refuses(tmp_path, "holds no .safetensors file; convert other formats first")
+    refuses(tmp_path, "holds no .safetensors file, nor weights in another format that is known")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "model"])
-def test_other_formats(tmp_path, name):
-    (tmp_path / name).write_bytes(b"")
-    refuses(tmp_path / name, "is no .safetensors file; convert other formats first")
-    refuses(tmp_path, "holds no .safetensors file; convert other formats first")
+def test_folder_whose_folders_hold_the_checkpoints(tmp_path):
+    write_checkpoint(tmp_path / "unet")
+    write_checkpoint(tmp_path / "text_encoder")
+    refuses(tmp_path, r"folders in it do \(text_encoder, unet\): name one of them")
 
 
 def test_a_split_checkpoint(single):

@@ -54,6 +54,7 @@ class Manifest:
         checksums: for each rank the xxh3-128 of its bytes of each stripe; None where none were taken.
         dcp: whether rank files say where their shards lie, as torch reads it.
         is_identified: whether rank files have the identity of the split; see :attr:`identity`.
+        ignore: patterns of files of the source that the user left out.
     """
 
     plan: Plan
@@ -69,6 +70,7 @@ class Manifest:
     checksums: tuple[tuple[str, ...], ...] | None = field(default=None, repr=False)
     dcp: bool = False
     is_identified: bool = False
+    ignore: tuple[str, ...] = ()
 
     @classmethod
     def of_source(
@@ -95,6 +97,7 @@ class Manifest:
             stripe_bytes=stripe_bytes,
             dcp=dcp,
             is_identified=checksums,
+            ignore=source.ignore,
         ).checked_for_dcp()
 
     @property
@@ -188,6 +191,7 @@ class Manifest:
                 "index": list(self.index) if self.index else None,
                 "metadata": self.metadata,
                 "config": self.config,
+                "ignore": list(self.ignore),
             },
             "auxiliary_files": dict(self.side_files),
             "checksums": {
@@ -227,6 +231,7 @@ class Manifest:
             checksums=None if ranks is None else tuple(map(tuple, ranks)),
             dcp=data["dcp"],
             is_identified=checksums["identity"] is not None,
+            ignore=tuple(source["ignore"]),
         )
         if checksums["identity"] != manifest.identity:
             raise ValueError("its identity is not that of its checksums")

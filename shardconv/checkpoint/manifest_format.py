@@ -58,6 +58,7 @@ _SCHEMA = {
         "index": ([str], None),
         "metadata": {...: str},
         "config": (dict, None),
+        "ignore": [str],
     },
     "auxiliary_files": {...: str},
     "checksums": {"stripe_bytes": int, "ranks": ([[str]], None), "identity": (str, None)},
@@ -114,7 +115,7 @@ def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
         **body,
         "dcp": body.get("dcp") is True,
         "plan": {**plan, "placements": placements, "rules": None},
-        "source": renamed,
+        "source": {**renamed, "ignore": []},
         "auxiliary_files": body["side_files"],
         "checksums": {**body["checksums"], "identity": None},
     }

@@ -1,6 +1,6 @@
 """From a source on disk to its plan, and to a report on which tp sizes are legal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
@@ -47,7 +47,7 @@ class PlanReport:
         num_tensors: number of tensors.
         num_bytes: bytes of all tensors.
         assumed: what was concluded or assumed rather than read.
-        left_out: files with weights in the folder that are no part of the checkpoint.
+        left_out: name to reason of files in the folder that are left out; hidden folders have a / behind.
         legal_tp: the legal sizes.
         blocked_tp: the sizes of :data:`~shardconv.plan.resolve.CANDIDATE_TPS` that are not, each with the first
             tensor that blocks it, and why.
@@ -61,7 +61,7 @@ class PlanReport:
     num_tensors: int
     num_bytes: int
     assumed: tuple[str, ...]
-    left_out: tuple[str, ...]
+    left_out: Mapping[str, str]
     legal_tp: tuple[int, ...]
     blocked_tp: tuple[BlockedTp, ...]
     rank_bytes: tuple[int, ...]
@@ -79,6 +79,7 @@ class PlanOptions(TypedDict, total=False):
         experts: "tensor" to cut each expert over all ranks, "expert" to deal them out over the ranks.
         config: a config.json to use instead of the one beside the weights.
         follow_links: read files that are links to outside of the folder.
+        ignore: glob patterns, relative to the folder, of files to leave out, weights and auxiliary files alike.
     """
 
     plan: StrPath
@@ -88,6 +89,7 @@ class PlanOptions(TypedDict, total=False):
     experts: str
     config: StrPath | None
     follow_links: bool
+    ignore: tuple[str, ...]
 
 
 class PlannedSource(NamedTuple):
@@ -109,22 +111,29 @@ def plan_source(
     experts: str = "tensor",
     config: StrPath | None = None,
     follow_links: bool = False,
+    ignore: tuple[str, ...] = (),
 ) -> PlannedSource:
     """Open a source and find the rules for it; the options are :class:`PlanOptions`, the errors :func:`make_plan`'s.
 
     A source that is open is taken as it is.
     """
     if isinstance(src, Source):
+        if ignore:
+            raise UsageError(f"--ignore {ignore[0]!r}: {src.path} is read without the files beside it")
         source = src
     else:
         beside = None if config is None else local_path(config)
-        source = open_source(local_path(src), config=beside, follow_links=follow_links)
-    names = (replicate,) if isinstance(replicate, str) else tuple(replicate)
+        source = open_source(local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore))
     plan_file = None if plan == "auto" else _read_plan_file(local_path(plan))
-    request = PlanRequest(family, plan_file, names, head_dim, experts)
+    request = PlanRequest(family, plan_file, as_names(replicate), head_dim, experts)
     paths = (source.path, *(part.path for part in source.parts), *source.side_files.values())
     resolution = resolve(source.specs, with_settings(source), request)
     return PlannedSource(source, request, resolution, paths if plan_file is None else (*paths, Path(plan)))
+
+
+def as_names(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Several names, or a single one that was not put into a sequence."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _read_plan_file(path: Path) -> tuple[str, str]:
@@ -198,7 +207,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         num_tensors=len(specs),
         num_bytes=sum(num_bytes(spec.dtype, spec.shape) for spec in specs.values()),
         assumed=plan.assumed,
-        left_out=(),
+        left_out={},
         legal_tp=sizes.legal,
         blocked_tp=sizes.blocked,
         rank_bytes=rank_bytes(specs, plan),

@@ -6,7 +6,8 @@ Owns how each file names its method. What is supported is decided in plan/quanti
 from collections.abc import Mapping
 from typing import Any
 
-from shardconv.checkpoint.source import Source, read_json
+from shardconv.checkpoint.json_files import read_json
+from shardconv.checkpoint.source import Source
 from shardconv.plan.quantization import SETTINGS_FILES, SETTINGS_KEY
 
 

@@ -4,32 +4,38 @@ Owns what lies where in a checkpoint on disk. A file name that comes out of an i
 followed out of the folder. Knows nothing of plans or ranks.
 """
 
-import json
 import os
 import re
-import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from shardconv.checkpoint.auxiliary import (
+    FolderFiles,
+    check_link,
+    leave_out_weights,
+    list_files,
+    refuse_adapter,
+    take_auxiliary,
+)
+from shardconv.checkpoint.formats import (
+    ADAPTER_FILES,
+    CONFIG_NAME,
+    INDEX_SUFFIX,
+    convert,
+    is_weights,
+    merge_adapter,
+)
 from shardconv.checkpoint.header import Header, TensorInfo, read_header
+from shardconv.checkpoint.json_files import parse_object, read_json, read_text
 from shardconv.checkpoint.layout import MANIFEST_NAME
-from shardconv.checkpoint.paths import hub_hint, leads_out
-from shardconv.errors import SourceError
+from shardconv.checkpoint.paths import hub_hint
+from shardconv.errors import SourceError, UsageError
 from shardconv.plan.plan import TensorSpec
 
-INDEX_SUFFIX = ".safetensors.index.json"
-CONFIG_NAME = "config.json"
-
 _PART_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
-#: Endings of files that hold weights, or list them: they are never side files.
-_WEIGHT_SUFFIXES = (
-    ".safetensors", INDEX_SUFFIX, ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack",
-    ".onnx", ".onnx_data", ".npz", ".tflite", ".distcp",
-)  # fmt: skip
-_MAX_JSON_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +58,8 @@ class Source:
         index: name and text of the index over the parts; None where there is none.
         config: what config.json holds; None where there is none.
         side_files: name in the folder (with / between folders) to path, of all that holds no weights.
-        left_out: names of files with weights that are no part of this checkpoint, and, with a / behind, of hidden
-            folders.
+        left_out: name, of hidden folders with a / behind, to why it is left out, of all files that are neither.
+        ignore: patterns of files that the user left out.
     """
 
     path: Path
@@ -62,7 +68,8 @@ class Source:
     index: tuple[str, str] | None = None
     config: dict[str, Any] | None = None
     side_files: Mapping[str, Path] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    ignore: tuple[str, ...] = ()
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
@@ -98,31 +105,46 @@ class Source:
                 yield name, number, info
 
 
-def open_source(path: Path, *, config: Path | None = None, follow_links: bool = False) -> Source:
+def open_source(
+    path: Path,
+    *,
+    config: Path | None = None,
+    follow_links: bool = False,
+    ignore: tuple[str, ...] = (),
+    may_ignore: tuple[str, ...] = (),
+) -> Source:
     """Read the headers of a checkpoint, and check that its files fit together.
 
     Args:
         path: a ``.safetensors`` file, an index file, or a folder.
         config: a config.json to use instead of the one beside the weights.
         follow_links: read files that are links to outside of the folder.
+        ignore: glob patterns, relative to the folder, of files to leave out; each has to match one.
+        may_ignore: further patterns, which need not.
 
     Raises:
-        SourceError: if something is missing, damaged, ambiguous or outside of the folder.
+        SourceError: if something is missing, damaged, ambiguous or outside of the folder, or there are weights of which
+            it is not known whether the model needs them.
+        UsageError: if a pattern of ``ignore`` matches nothing, or a file of the checkpoint.
     """
     if not path.exists():
         raise SourceError(f"{path}: there is no such file or folder{hub_hint(path)}")
     if path.is_dir():
-        source = _open_folder(path, None, follow_links=follow_links)
+        source = _open_folder(path, None, follow_links=follow_links, ignore=ignore, may_ignore=may_ignore)
     elif path.name.endswith(INDEX_SUFFIX):
-        source = _open_folder(path.parent, path.name, follow_links=follow_links)
+        folder, name = path.parent, path.name
+        source = _open_folder(folder, name, follow_links=follow_links, ignore=ignore, may_ignore=may_ignore)
+    elif ignore:
+        raise UsageError(f"--ignore {ignore[0]!r}: is for folders, and {path} is a file, beside which nothing is read")
+    elif path.name in ADAPTER_FILES:
+        raise SourceError(f"{path}: is of a PEFT adapter, and adapters cannot be split. {merge_adapter(path.parent)}")
     elif path.suffix == ".safetensors":
         source = _open_file(path, follow_links=follow_links)
     else:
-        raise SourceError(
-            f"{path}: is no .safetensors file; convert other formats first, for example with save_pretrained"
-        )
+        raise SourceError(f"{path}: is not a .safetensors file. {convert(path.parent, [path.name])}")
     if config is not None:
-        source = _with_config(source, config)
+        side_files = {**source.side_files, CONFIG_NAME: config}
+        source = replace(source, config=read_json(config), side_files=side_files)
     _check_names(source)
     return source
 
@@ -138,12 +160,12 @@ def config_alone(path: Path, *, follow_links: bool = False) -> dict[str, Any] | 
             names = os.listdir(path)  # noqa: PTH208 - names are wanted
         except OSError:
             return None  # as open_source says
-        if any(name.endswith(_WEIGHT_SUFFIXES) or name == MANIFEST_NAME for name in names):
+        if any(is_weights(name) or name == MANIFEST_NAME for name in names):
             return None
         path = path / CONFIG_NAME
-    if path.suffix != ".json" or path.name.endswith(_WEIGHT_SUFFIXES) or not path.is_file():
+    if path.suffix != ".json" or is_weights(path.name) or not path.is_file():
         return None
-    _check_link(path, path.parent, follow_links=follow_links)
+    check_link(path, path.parent, follow_links=follow_links)
     config = read_json(path)
     if path.name == CONFIG_NAME and not isinstance(config.get("model_type"), str):
         raise SourceError(
@@ -160,13 +182,6 @@ def _check_names(source: Source) -> None:
             raise SourceError(f"{source.path}: file {name!r:.100} has a name that not every system can have: rename it")
 
 
-def _with_config(source: Source, config: Path) -> Source:
-    return Source(
-        source.path, source.is_folder, source.parts, source.index, read_json(config),
-        {**source.side_files, CONFIG_NAME: config}, source.left_out,
-    )  # fmt: skip
-
-
 def _open_file(path: Path, *, follow_links: bool) -> Source:
     match = _PART_NAME.fullmatch(path.name)
     if match and int(match["count"]) > 1:
@@ -175,83 +190,116 @@ def _open_file(path: Path, *, follow_links: bool) -> Source:
     beside = path.parent / CONFIG_NAME
     if not os.path.lexists(beside):
         return Source(path, is_folder=False, parts=(part,))
-    _check_link(beside, path.parent, follow_links=follow_links)
+    check_link(beside, path.parent, follow_links=follow_links)
     return Source(path, is_folder=False, parts=(part,), config=read_json(beside), side_files={CONFIG_NAME: beside})
 
 
-def _open_folder(folder: Path, index_name: str | None, *, follow_links: bool) -> Source:
-    try:
-        files = {path.name: path for path in sorted(folder.iterdir()) if not path.is_dir()}
-    except OSError as error:
-        raise SourceError(f"{folder}: cannot be read: {error.strerror or error}") from error
-    if MANIFEST_NAME in files:
-        raise SourceError(f"{folder}: is a split checkpoint, no source: merge it, or reshard it for another tp")
-    weights = [name for name in files if name.endswith(".safetensors")]
-    is_named = index_name is not None
-    index_name = index_name or _find_index(folder, files)
-    if index_name is None:
-        names = [_find_single(folder, weights)]
-        index = None
-    else:
-        _check_link(files[index_name], folder, follow_links=follow_links)
-        index = (index_name, _read_text(files[index_name]))
-        weight_map = _weight_map(files[index_name], index[1])
-        names = sorted(set(weight_map.values()))
-        if not is_named:
-            _check_no_stale_part(folder, names, weights)
-    parts = tuple(_open_part(folder, name, follow_links=follow_links) for name in names)
+def _open_folder(
+    folder: Path, index_name: str | None, *, follow_links: bool, ignore: tuple[str, ...], may_ignore: tuple[str, ...]
+) -> Source:
+    files = list_files(folder, ignore, may_ignore)
+    names, index = _choose(folder, files, index_name, follow_links=follow_links)
+    parts = tuple(_open_part(folder, name, index, follow_links=follow_links) for name in names)
     _check_unique(folder, parts)
     if index is not None:
-        _check_index(folder / index[0], weight_map, parts)
-    side_files, left_out = _side_files(folder, set(names), follow_links=follow_links)
-    if index is not None:
-        left_out = [name for name in left_out if name != index[0]]
+        _check_index(folder / index[0], _weight_map(folder / index[0], index[1]), parts)
+    own = [*names, *([index[0]] if index else [])]
+    shapes = {name: info.shape for part in parts for name, info in part.header.tensors.items()}
+    side_files = take_auxiliary(folder, files, own, follow_links=follow_links)
+    left_out = files.left_out | leave_out_weights(
+        folder, files, own, None if index_name else shapes, follow_links=follow_links
+    )
     config = read_json(side_files[CONFIG_NAME]) if CONFIG_NAME in side_files else None
-    return Source(folder, True, parts, index, config, side_files, tuple(left_out))  # noqa: FBT003 - it is_folder
+    return Source(
+        folder, is_folder=True, parts=parts, index=index, config=config, side_files=side_files,
+        left_out=dict(sorted(left_out.items())), ignore=tuple(dict.fromkeys([*may_ignore, *ignore])),
+    )  # fmt: skip
 
 
-def _find_index(folder: Path, files: Mapping[str, Path]) -> str | None:
+def _choose(
+    folder: Path, files: FolderFiles, named_index: str | None, *, follow_links: bool
+) -> tuple[list[str], tuple[str, str] | None]:
+    """The names of a checkpoint's files, and name and text of the index over them if there is one."""
+    here = {name: path for name, path in files.kept.items() if "/" not in name and not path.is_dir()}
+    if MANIFEST_NAME in here:
+        raise SourceError(f"{folder}: is a split checkpoint, no source: merge it, or reshard it for another tp")
+    refuse_adapter(folder, here)
+    index_name = named_index or _find_index(folder, here)
+    if index_name is None:
+        return [_find_single(folder, files.kept)], None
+    _check_not_ignored(folder, [index_name], files.left_out)
+    check_link(folder / index_name, folder, follow_links=follow_links)
+    text = read_text(folder / index_name)
+    names = sorted(set(_weight_map(folder / index_name, text).values()))
+    _check_not_ignored(folder, names, files.left_out)
+    if named_index is None:
+        _check_no_single(folder, index_name, names, here)
+    return names, (index_name, text)
+
+
+def _check_not_ignored(folder: Path, names: Collection[str], left_out: Mapping[str, str]) -> None:
+    if name := next((name for name in names if name in left_out), None):
+        raise UsageError(f"{folder / name}: is {left_out[name]}, and is a file of the checkpoint: change the pattern")
+
+
+def _find_index(folder: Path, files: Collection[str]) -> str | None:
     indexes = [name for name in files if name.endswith(INDEX_SUFFIX)]
-    if not indexes:
-        return None
     if len(indexes) > 1:
         raise SourceError(
             f"{folder}: has several indexes ({', '.join(indexes)}): name the one you mean instead of the folder"
         )
-    single = indexes[0].removesuffix(".index.json")
-    if single in files:
-        raise SourceError(f"{folder}: has both {single} and {indexes[0]}: name the one you mean instead of the folder")
-    return indexes[0]
+    return indexes[0] if indexes else None
 
 
-def _find_single(folder: Path, weights: list[str]) -> str:
+def _check_no_single(folder: Path, index: str, names: list[str], files: Collection[str]) -> None:
+    """Refuse a file beside an index of the same name: libraries differ in which of the two they load."""
+    single = index.removesuffix(".index.json")
+    if single in files and single not in names:
+        raise SourceError(f"{folder}: has both {single} and {index}: name the one you mean instead of the folder")
+
+
+def _find_single(folder: Path, files: Collection[str]) -> str:
+    weights = [name for name in files if name.endswith(".safetensors") and "/" not in name]
     if "model.safetensors" in weights:
         return "model.safetensors"
-    if len(weights) == 1 and not _PART_NAME.fullmatch(weights[0]):
-        return weights[0]
-    if not weights and (folder / "snapshots").is_dir():
-        raise SourceError(f"{folder}: is a model in a Hugging Face cache: name a folder in its snapshots/")
-    if not weights:
-        raise SourceError(
-            f"{folder}: holds no .safetensors file; convert other formats first, for example with save_pretrained"
-        )
     if any(_PART_NAME.fullmatch(name) for name in weights):
-        raise SourceError(f"{folder}: holds parts ({weights[0]}, ...) and no index over them (*{INDEX_SUFFIX})")
-    raise SourceError(
-        f"{folder}: holds several checkpoints ({', '.join(weights)}): name the file you mean instead of the folder"
-    )
+        raise SourceError(
+            f"{folder}: holds files of a checkpoint ({weights[0]}, ...) and no index over them (*{INDEX_SUFFIX}): "
+            f"download the folder again"
+        )
+    if len(weights) > 1:
+        raise SourceError(
+            f"{folder}: holds several checkpoints ({', '.join(weights)}): name the file you mean instead of the folder"
+        )
+    if not weights:
+        raise SourceError(f"{folder}: {_no_weights(folder, files)}")
+    return weights[0]
 
 
-def _open_part(folder: Path, name: str, *, follow_links: bool) -> Part:
+def _no_weights(folder: Path, files: Collection[str]) -> str:
+    """Why a folder without a safetensors file is not a checkpoint, and what to do."""
+    if (folder / "snapshots").is_dir():
+        return "is a model in a Hugging Face cache: name a folder in its snapshots/"
+    below = {name.rpartition("/")[0] for name in files if name.endswith(".safetensors")}
+    if below:
+        return f"holds no .safetensors file, but folders in it do ({', '.join(sorted(below))}): name one of them"
+    others = [name for name in files if is_weights(name) and "/" not in name]
+    if others:
+        return f"holds {others[0]}, and no .safetensors file. {convert(folder, others)}"
+    return "holds no .safetensors file, nor weights in another format that is known"
+
+
+def _open_part(folder: Path, name: str, index: tuple[str, str] | None, *, follow_links: bool) -> Part:
     path = folder / name
     if not path.exists():
-        raise SourceError(f"{folder}: part {name} is missing")
-    _check_link(path, folder, follow_links=follow_links)
+        lists = f", and {index[0]} lists it: download the folder again" if index else ""
+        raise SourceError(f"{folder}: {name} is missing{lists}")
+    check_link(path, folder, follow_links=follow_links)
     return Part(name, path, read_header(path))
 
 
 def _weight_map(path: Path, text: str) -> dict[str, str]:
-    data = _parse_object(path, text)
+    data = parse_object(path, text)
     weight_map = data.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{path}: has no weight_map")
@@ -269,16 +317,6 @@ def is_plain_name(name: str) -> bool:
     return name not in {"", ".", ".."} and not re.search(r"[/\\:\x00-\x1f\ud800-\udfff]", name)
 
 
-def _check_no_stale_part(folder: Path, names: list[str], weights: list[str]) -> None:
-    stems = {match["stem"] for name in names if (match := _PART_NAME.fullmatch(name))}
-    for name in weights:
-        match = _PART_NAME.fullmatch(name)
-        if name not in names and match and match["stem"] in stems:
-            raise SourceError(
-                f"{folder}: part {name} is not in the index: remove it, or name the index file instead of the folder"
-            )
-
-
 def _check_unique(folder: Path, parts: tuple[Part, ...]) -> None:
     seen: dict[str, str] = {}
     for part in parts:
@@ -292,78 +330,17 @@ def _check_index(path: Path, weight_map: Mapping[str, str], parts: tuple[Part, .
     actual = {name: part.name for part in parts for name in part.header.tensors}
     for name, part in weight_map.items():
         if actual.get(name) != part:
-            where = f"it is in {actual[name]}" if name in actual else "it is in no part"
-            raise SourceError(f"{path}: tensor {name} should be in {part}, and {where}")
+            where = f"it is in {actual[name]}" if name in actual else "it is in no file of the index"
+            raise SourceError(f"{path}: tensor {name} should be in {part}, and {where}: {_remedy(parts)}")
     if missing := next((name for name in actual if name not in weight_map), None):
-        raise SourceError(f"{path}: tensor {missing} of {actual[missing]} is not in the index")
+        count = sum(name not in weight_map for name in actual)
+        others = f", nor are {count - 1} more tensors" if count > 1 else ""
+        raise SourceError(
+            f"{path}: tensor {missing} of {actual[missing]} is not in the index{others}: {_remedy(parts)}"
+        )
 
 
-def _side_files(folder: Path, parts: set[str], *, follow_links: bool) -> tuple[dict[str, Path], list[str]]:
-    side_files: dict[str, Path] = {}
-    left_out: list[str] = []
-    for path in _walk(folder):
-        name = path.relative_to(folder).as_posix()
-        if name in parts:
-            continue
-        if path.name.startswith(".") and path.is_dir():
-            left_out.append(f"{name}/")
-            continue
-        if name.endswith(_WEIGHT_SUFFIXES):
-            left_out.append(name)
-            continue
-        _check_link(path, folder, follow_links=follow_links)
-        if not path.is_file():
-            raise SourceError(f"{path}: is no regular file (a pipe, a link to a folder or to nowhere): remove it first")
-        side_files[name] = path
-    return side_files, left_out
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """Every file under a folder; for a hidden folder or a link to one itself, and nothing that is in it."""
-
-    def refuse(error: OSError) -> NoReturn:
-        raise SourceError(f"{error.filename}: cannot be read: {error.strerror}") from error
-
-    for root, folders, files in os.walk(folder, onerror=refuse):
-        paths = [Path(root, name) for name in sorted(folders)]
-        yield from (path for path in paths if path.name.startswith(".") or path.is_symlink())
-        folders[:] = [path.name for path in paths if not path.name.startswith(".")]
-        yield from (Path(root, name) for name in sorted(files))
-
-
-def _check_link(path: Path, folder: Path, *, follow_links: bool) -> None:
-    if not follow_links and leads_out(path, folder):
-        raise SourceError(f"{path}: is a link out of its folder; pass --follow-links if that is meant")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        SourceError: if the file cannot be read or holds something else.
-    """
-    return _parse_object(path, _read_text(path))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        status = path.stat()
-        if stat.S_ISFIFO(status.st_mode):
-            raise SourceError(f"{path}: is no regular file")  # to read it could wait for ever
-        if status.st_size > _MAX_JSON_BYTES:
-            raise SourceError(f"{path}: is too large for what it should be")
-        return path.read_bytes().decode()
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise SourceError(f"{path}: is not UTF-8") from error
-
-
-def _parse_object(path: Path, text: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise SourceError(f"{path}: is no JSON object")
-    return data
+def _remedy(parts: tuple[Part, ...]) -> str:
+    """What to do where an index and its files are not of one checkpoint."""
+    again = "the index was not written with these files, so download both again"
+    return f"{again}, or name {parts[0].path} instead" if len(parts) == 1 else again

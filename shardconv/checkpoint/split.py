@@ -1,6 +1,7 @@
 """Split: a source becomes a folder with one file a rank."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
@@ -8,11 +9,13 @@ from typing import Unpack
 from shardconv import __version__
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.fileio import InputFiles, permissions
+from shardconv.checkpoint.formats import CONFIG_NAME
+from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.manifest import Manifest, write_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.shards import ShardReader
-from shardconv.checkpoint.source import CONFIG_NAME, Source, read_json
+from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.staging import check_apart, check_target, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, side_bytes
 from shardconv.errors import SourceError
@@ -32,7 +35,7 @@ class SplitReport:
         source_bytes: bytes of the source's weights.
         rank_bytes: bytes of each rank's file.
         assumed: what was concluded or assumed rather than read.
-        left_out: files with weights, and hidden folders, in the source's folder that are no part of the checkpoint.
+        left_out: name to reason of files in the source's folder that were left out; hidden folders have a / behind.
         seconds: wall time.
         dry_run: whether nothing was written.
         destination_exists: whether a checkpoint was at ``path`` before, which only ``overwrite`` replaces.
@@ -45,7 +48,7 @@ class SplitReport:
     source_bytes: int
     rank_bytes: tuple[int, ...]
     assumed: tuple[str, ...]
-    left_out: tuple[str, ...]
+    left_out: Mapping[str, str]
     seconds: float
     dry_run: bool
     destination_exists: bool

@@ -1,7 +1,7 @@
 """Verify: prove a split checkpoint bit for bit, against its own checksums and against its source."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.layout import lay_out_parts
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import StrPath
+from shardconv.checkpoint.planning import StrPath, as_names
 from shardconv.checkpoint.shards import Comparer, ShardReader
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.write import checksum_file, is_side_file, read_ranks
-from shardconv.errors import IntegrityError
+from shardconv.errors import IntegrityError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class VerifyReport:
         is_compared: whether every byte was compared with that of ``against``.
         has_checksums: whether there are checksums; without them a wrong byte shows only in copies and padding.
         differences: what was found wrong; empty where all is as it should be.
+        left_out: name to reason of files of ``against`` that were left out.
         seconds: wall time.
     """
 
@@ -43,6 +44,7 @@ class VerifyReport:
     is_compared: bool
     has_checksums: bool
     differences: tuple[str, ...]
+    left_out: Mapping[str, str]
     seconds: float
 
 
@@ -51,6 +53,7 @@ def verify(
     *,
     against: StrPath | None = None,
     follow_links: bool = False,
+    ignore: tuple[str, ...] = (),
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
@@ -60,17 +63,25 @@ def verify(
         src: the split checkpoint.
         against: a source to compare every byte of every tensor with.
         follow_links: read files of ``against`` that are links to outside of its folder.
+        ignore: glob patterns of files of ``against`` to leave out, besides those that were left out of the split.
         threads: how many threads read; by default as many as there are processors, up to 8.
         progress: called with bytes done and bytes in all.
 
     Raises:
         SplitCheckpointError: if there is no manifest that can be used, or a file cannot be read.
-        SourceError: if ``against`` cannot be read.
+        SourceError: if ``against`` cannot be read, or holds weights of which it is not known whether they belong to it.
+        UsageError: if ``ignore`` is given without ``against``, or matches nothing.
     """
     began = time.perf_counter()
     folder = local_path(src)
+    if ignore and against is None:
+        raise UsageError("--ignore is for --against, whose files it names")
     manifest = read_manifest(folder)
-    source = None if against is None else open_source(local_path(against), follow_links=follow_links)
+    source = None
+    if against is not None:
+        source = open_source(
+            local_path(against), follow_links=follow_links, ignore=as_names(ignore), may_ignore=manifest.ignore
+        )
     checked, num_bytes, is_compared = ["side files"], 0, False
     differences = _side_differences(manifest, folder)
     if source is not None:
@@ -99,6 +110,7 @@ def verify(
         is_compared=is_compared,
         has_checksums=manifest.checksums is not None,
         differences=tuple(differences),
+        left_out={} if source is None else source.left_out,
         seconds=time.perf_counter() - began,
     )
 

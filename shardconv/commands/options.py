@@ -41,6 +41,12 @@ common_options = together(
 output_options = together(
     click.option("-q", "--quiet", is_flag=True, help="Print no result for people and no progress."), common_options
 )
+ignore_option = click.option(
+    "--ignore",
+    metavar="PATTERN",
+    multiple=True,
+    help="Leave out the files of SRC that match this glob pattern. Repeatable.",
+)
 plan_options = together(
     click.option("--plan", type=PATH, help="TOML or JSON file with rules that come before the family's."),
     click.option("--family", metavar="NAME", help="Use this family, whatever the config says."),
@@ -54,6 +60,7 @@ plan_options = together(
     ),
     click.option("--config", type=PATH, help="config.json to use instead of the one beside the weights."),
     click.option("--follow-links", is_flag=True, help="Read files that are links out of their folder."),
+    ignore_option,
 )
 write_options = together(
     click.option("--overwrite", is_flag=True, help="Replace what is at the destination."),

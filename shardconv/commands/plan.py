@@ -60,7 +60,8 @@ def plan(
         from shardconv.proof.prove import propose_plan
 
         gc.enable()
-        console.document(propose_plan(src, config=options["config"]), tomllib.loads)
+        reading = {name: options[name] for name in ("config", "follow_links", "ignore")}
+        console.document(propose_plan(src, **reading), tomllib.loads)
         return
     if prove:
         _prove(src, console, plan=plan or "auto", check_model=check_model is not False, **options)
@@ -78,7 +79,7 @@ def check_source(src: Path, options: dict[str, Any]) -> "ModelCheck":
     gc.enable()
     with signals_later():
         from shardconv.proof.model_check import check_source as run
-    return run(src, config=options["config"], follow_links=options["follow_links"])
+    return run(src, config=options["config"], follow_links=options["follow_links"], ignore=options["ignore"])
 
 
 def _prove(src: Path, console: Console, *, tp: int | None, **options: Any) -> None:  # noqa: ANN401

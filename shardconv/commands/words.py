@@ -1,5 +1,6 @@
 """How commands put numbers into words, for people."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardconv.console import size
@@ -19,10 +20,13 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def notes(assumed: tuple[str, ...], left_out: tuple[str, ...]) -> list[str]:
-    """What was assumed, and what was left out of a source."""
-    lines = [f"assumed: {sentence}" for sentence in assumed]
-    return [*lines, f"left out, as no part of this checkpoint: {', '.join(left_out)}"] if left_out else lines
+def notes(assumed: tuple[str, ...], left_out: Mapping[str, str]) -> list[str]:
+    """What was assumed, and what was left out of a source, with a line for each reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names.setdefault(reason, []).append(name)
+    lines = [f"left out ({reason}): {', '.join(names[reason])}" for reason in names]
+    return [*(f"assumed: {sentence}" for sentence in assumed), *lines]
 
 
 def model_notes(check: "ModelCheck | None") -> list[str]:

@@ -6,7 +6,7 @@ meta device: nothing is read but headers and config, and no memory is taken for 
 
 import copy
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardconv.checkpoint.planning import StrPath
-from shardconv.checkpoint.source import CONFIG_NAME, open_source
+from shardconv.checkpoint.formats import CONFIG_NAME
+from shardconv.checkpoint.paths import local_path
+from shardconv.checkpoint.planning import StrPath, as_names
+from shardconv.checkpoint.source import open_source
 from shardconv.errors import RunError, SourceError
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SCALE
@@ -70,13 +72,16 @@ def _listed(kind: str, found: tuple[str, ...]) -> str:
     return f"{len(found)} {kind}: {', '.join(found[:_SHOWN])}{more}"
 
 
-def check_source(src: StrPath, *, config: StrPath | None = None, follow_links: bool = False) -> ModelCheck:
+def check_source(
+    src: StrPath, *, config: StrPath | None = None, follow_links: bool = False, ignore: Sequence[str] = ()
+) -> ModelCheck:
     """Check that a checkpoint has the tensors of the model that its config names.
 
     Args:
         src: a ``.safetensors`` file, an index file, or a folder.
         config: a config.json to use instead of the one beside the weights.
         follow_links: read files that are links to outside of the folder.
+        ignore: patterns of files of the folder to leave out.
 
     Returns:
         The comparison, without differences.
@@ -89,7 +94,8 @@ def check_source(src: StrPath, *, config: StrPath | None = None, follow_links: b
         >>> shardconv.check_source("llama").model  # doctest: +SKIP
         'LlamaForCausalLM'
     """
-    source = open_source(Path(src), config=None if config is None else Path(config), follow_links=follow_links)
+    beside = None if config is None else local_path(config)
+    source = open_source(local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore))
     return require_model(source.config or {}, source.specs, str(src))
 
 

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
+from shardconv.checkpoint.planning import PlanOptions, StrPath, as_names, plan_source
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.split import split_by
 from shardconv.errors import PlanError, RunError, ShardconvError, is_lost
@@ -210,12 +210,21 @@ def small_model(config: Mapping[str, Any], *, has_real_heads: bool = False) -> A
         raise RunError(f"a small {kind.__name__} cannot be built: {type(error).__name__}: {error}") from error
 
 
-def propose_plan(src: StrPath, *, config: StrPath | None = None, by_heads: bool = True) -> str:
+def propose_plan(
+    src: StrPath,
+    *,
+    config: StrPath | None = None,
+    follow_links: bool = False,
+    ignore: tuple[str, ...] = (),
+    by_heads: bool = True,
+) -> str:
     """Propose a plan file for a source, from the modules of a small model of its class and what flows between them.
 
     Args:
         src: a ``.safetensors`` file, an index file, or a folder; with a config that names a class of transformers.
         config: a config.json to use instead of the one beside the weights.
+        follow_links: read files that are links to outside of the folder.
+        ignore: glob patterns, relative to the folder, of files to leave out.
         by_heads: whether attention is cut by heads, where names tell how; else its layers give whole outputs.
 
     Returns:
@@ -232,7 +241,7 @@ def propose_plan(src: StrPath, *, config: StrPath | None = None, by_heads: bool 
     from shardconv.proof.propose import propose, to_toml  # noqa: PLC0415
 
     beside = None if config is None else local_path(config)
-    source = open_source(local_path(src), config=beside, follow_links=False)
+    source = open_source(local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore))
     model = small_model(source.config or {})
     proposal = propose(model, example_inputs(model), by_heads=by_heads)
     matcher = Matcher([(pattern, name_regex(pattern)) for pattern in proposal.rules])

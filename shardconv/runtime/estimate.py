@@ -14,9 +14,10 @@ import torch
 
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.header import Header, TensorInfo, num_bytes
+from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source, rank_bytes
-from shardconv.checkpoint.source import Part, Source, config_alone, read_json
+from shardconv.checkpoint.source import Part, Source, config_alone
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import RunError, ShardconvError
 from shardconv.plan.request import PlanRequest

@@ -1,0 +1,53 @@
+"""JSON objects on disk, read with a limit and with errors that name the file."""
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from shardconv.errors import SourceError
+
+_MAX_BYTES = 512 * 2**20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        SourceError: if the file cannot be read or holds something else.
+    """
+    return parse_object(path, read_text(path))
+
+
+def read_text(path: Path) -> str:
+    """Read a file of UTF-8.
+
+    Raises:
+        SourceError: if it cannot be read, is too large, or is not UTF-8.
+    """
+    try:
+        status = path.stat()
+        if stat.S_ISFIFO(status.st_mode):
+            raise SourceError(f"{path}: is no regular file")  # to read it could wait for ever
+        if status.st_size > _MAX_BYTES:
+            raise SourceError(f"{path}: is too large for what it should be")
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path}: is not UTF-8") from error
+
+
+def parse_object(path: Path, text: str) -> dict[str, Any]:
+    """Parse a JSON object; the path is for messages.
+
+    Raises:
+        SourceError: if the text is something else.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise SourceError(f"{path}: is no JSON object")
+    return data
