@@ -4,11 +4,13 @@ The public names are imported on first use, so that ``import shardconv`` costs n
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False  # typing takes longer to import than all that follows, and SIGINT is not handled yet
 if TYPE_CHECKING:
+    from typing import Any
+
     from shardconv.checkpoint.merge import MergeReport, merge
     from shardconv.checkpoint.planning import PlanOptions, PlanReport, TensorReport, make_plan, report_plan
     from shardconv.checkpoint.reshard import ReshardReport, reshard
@@ -191,7 +193,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name
+def __getattr__(name: str) -> "Any":  # noqa: ANN401 - any public name
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

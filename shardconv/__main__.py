@@ -1,6 +1,32 @@
-"""``python -m shardconv``."""
+"""The entry point of ``python -m shardconv`` and of the console script.
 
-from shardconv.cli import main
+Handles SIGINT before anything that takes time is imported. Before this module runs, only Python itself can.
+"""
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # no import of typing, which takes longer than all the others here
+    from typing import NoReturn
+
+
+def main() -> "NoReturn":
+    """Install signal handlers, import the command line and run it."""
+    try:
+        from shardconv.parent import PARENT  # noqa: PLC0415 - inside try, as are those that follow
+        from shardconv.signals import default_signals, exit_on_signals  # noqa: PLC0415
+
+        if PARENT in os.environ:
+            default_signals()
+        else:
+            exit_on_signals()
+    except KeyboardInterrupt:
+        os.write(2, b"shardconv: interrupted; nothing was left behind\n")
+        os._exit(130)
+    from shardconv.cli import main as run  # noqa: PLC0415
+
+    run()
+
 
 if __name__ == "__main__":
     main()

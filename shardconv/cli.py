@@ -5,7 +5,6 @@ No logic, and no import of numpy or torch before a command runs.
 
 import gc
 import os
-import signal
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -29,8 +28,9 @@ from shardconv.commands.options import (
 from shardconv.commands.plan import check_source
 from shardconv.commands.plan import plan as plan_command
 from shardconv.commands.words import counted, dry_run_notes, model_notes, notes, rate, sizes
-from shardconv.console import Console, Terminated, describe, show_error, signals_later, size
-from shardconv.parent import end_with_parent
+from shardconv.console import Console, describe, show_error, size
+from shardconv.parent import PARENT, end_with_parent
+from shardconv.signals import ImportPhase, Terminated, default_signals, ignore_signals, raise_on_signals
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.verify import VerifyReport
@@ -194,15 +194,14 @@ def run(src: Path, prompt: tuple[str, ...], *, as_json: bool, quiet: bool, **opt
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         _run_rank(src, prompt, Console(as_json=as_json, quiet=quiet), options)
     else:
-        with signals_later():
+        with ImportPhase():
             from shardconv.runtime.launch import launch
             from shardconv.runtime.run import RunOptions, check_run
         sys.exit(launch(sys.argv[1:], check_run(src, prompt, RunOptions(**options))))
 
 
 def _run_rank(src: Path, prompt: tuple[str, ...], console: Console, options: dict[str, Any]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # a rank has nothing to put away
+    default_signals()  # a rank has nothing to clean up
     from shardconv.runtime.launch import join, leave
     from shardconv.runtime.run import RunOptions, check_run, run_rank
 
@@ -272,10 +271,6 @@ def prove_rank(folder: Path) -> None:
     leave()
 
 
-def _terminate(*_: object) -> NoReturn:
-    raise Terminated
-
-
 def _end_rank(error: BaseException) -> int:
     """Say what went wrong on a rank; gives the exit code. Those that were started here leave it to be said once."""
     from shardconv.runtime.launch import is_launched, tell
@@ -299,18 +294,33 @@ def _is_others(error: BaseException) -> bool:
 
 def main() -> NoReturn:
     """Run the command line, and exit."""
+    if PARENT in os.environ:
+        default_signals()
+    else:
+        raise_on_signals()
     end_with_parent()
-    debug = "--debug" in sys.argv
-    signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's linear algebra would start threads that nobody uses
     gc.disable()  # headers and plans are many objects and no cycles; looking for some takes as long as the plan itself
+    code: Any = 0
     try:
-        sys.exit(cli.main(prog_name="shardconv", standalone_mode=False) or 0)
+        cli.main(prog_name="shardconv", standalone_mode=False)
+    except SystemExit as exit_:
+        code = exit_.code
     except (Exception, KeyboardInterrupt, Terminated) as error:
-        if debug:
+        ignore_signals()
+        if "--debug" in sys.argv:
             raise
-        if os.environ.get("RANK"):
-            sys.exit(_end_rank(error))
-        if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads it any more
-        sys.exit(show_error(error, as_json="--json" in sys.argv))
+        code = _code_of(error)
+    ignore_signals()
+    sys.exit(code)
+
+
+def _code_of(error: BaseException) -> int:
+    """Print the message for an exception; gives the exit code."""
+    if isinstance(error, click.Abort) and error.__cause__ is not None:
+        error = error.__cause__  # click's for KeyboardInterrupt and for EOFError
+    if os.environ.get("RANK"):
+        return _end_rank(error)
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads it any more
+    return show_error(error, as_json="--json" in sys.argv)

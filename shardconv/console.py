@@ -16,31 +16,12 @@ from typing import Any
 import click
 
 from shardconv.errors import ShardconvError
+from shardconv.signals import Terminated, message
 
 #: Seconds between two lines of progress where there is no terminal.
 _LINE_SECONDS = 10.0
 
 Progress = Callable[[int, int], None]
-
-
-class Terminated(BaseException):
-    """SIGTERM came; like KeyboardInterrupt, no ``except Exception`` stops it on its way out."""
-
-
-@contextmanager
-def signals_later() -> Iterator[None]:
-    """Take SIGINT and SIGTERM when this is over: what they raise in the middle of an import can get lost there."""
-    came: list[int] = []
-    handlers = {
-        known: signal.signal(known, lambda number, _: came.append(number)) for known in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for known, handler in handlers.items():
-            signal.signal(known, handler)
-    for number in came:
-        signal.raise_signal(number)
 
 
 class Console:
@@ -179,10 +160,10 @@ def describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a tabl
         return error.format_message(), error.exit_code
     if isinstance(error, ShardconvError):
         return str(error), error.exit_code
-    if isinstance(error, KeyboardInterrupt | click.Abort):
-        return "interrupted; nothing was left behind", 130
+    if isinstance(error, KeyboardInterrupt):
+        return message(signal.SIGINT)
     if isinstance(error, Terminated):
-        return "terminated; nothing was left behind", 128 + signal.SIGTERM
+        return message(signal.SIGTERM)
     if isinstance(error, MemoryError):
         return "there is not enough memory", 1
     if isinstance(error, OSError):

@@ -27,7 +27,7 @@ class Result(NamedTuple):
 def call(*arguments: object) -> Result:
     """Run a command in this process, up to its exit: as the console script does, but for the start of Python."""
     out, err = io.StringIO(), io.StringIO()
-    argv, handler = sys.argv, signal.getsignal(signal.SIGTERM)
+    argv, handlers = sys.argv, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     sys.argv = ["shardconv", *map(str, arguments)]
     try:
         with redirect_stdout(out), redirect_stderr(err):
@@ -37,7 +37,8 @@ def call(*arguments: object) -> Result:
         code = exit_.code
     finally:
         sys.argv = argv
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return Result(code, out.getvalue(), err.getvalue())
 
 

@@ -398,6 +398,7 @@ def test_public_names():
 LAYERS = [
     "errors",
     "parent",
+    "signals",
     "plan",
     "checkpoint",
     "distributed",

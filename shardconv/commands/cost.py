@@ -12,8 +12,9 @@ import click
 
 from shardconv.commands.options import together
 from shardconv.commands.words import counted, duration
-from shardconv.console import Console, ranges, signals_later, size
+from shardconv.console import Console, ranges, size
 from shardconv.errors import UsageError
+from shardconv.signals import ImportPhase
 
 if TYPE_CHECKING:
     from shardconv.runtime.estimate import CostReport, TpCost, Traffic
@@ -176,7 +177,7 @@ def show_cost(
         options: of the plan.
     """
     gc.enable()
-    with signals_later():
+    with ImportPhase():
         from shardconv.runtime.estimate import MAX_TP, estimate_cost
     with console.progress("count", counts=True) as progress:
         report = estimate_cost(

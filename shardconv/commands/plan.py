@@ -12,7 +12,8 @@ import click
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
 from shardconv.commands.options import CHECK_MODEL, PATH, output_options, plan_options
 from shardconv.commands.words import model_notes, notes, sizes
-from shardconv.console import Console, ranges, signals_later, size
+from shardconv.console import Console, ranges, size
+from shardconv.signals import ImportPhase
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.planning import PlanReport, TensorReport
@@ -77,7 +78,7 @@ def plan(
 def check_source(src: Path, options: dict[str, Any]) -> "ModelCheck":
     """Compare a source with the model that its config names; ``options`` are the command's."""
     gc.enable()
-    with signals_later():
+    with ImportPhase():
         from shardconv.proof.model_check import check_source as run
     return run(src, config=options["config"], follow_links=options["follow_links"], ignore=options["ignore"])
 
@@ -85,7 +86,7 @@ def check_source(src: Path, options: dict[str, Any]) -> "ModelCheck":
 def _prove(src: Path, console: Console, *, tp: int | None, **options: Any) -> None:  # noqa: ANN401
     """Exits 3 where the small model is not the plain one."""
     gc.enable()
-    with signals_later():
+    with ImportPhase():
         from shardconv.proof.prove import prove
     report = prove(src, tps=() if tp is None else (tp,), **options)
     console.report(report, _proof_lines(report))

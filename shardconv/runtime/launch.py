@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a world: it keeps for ever the one that there is when it is imported
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, RunProcsResult, SignalException, start_processes
 
 from shardconv.errors import RunError
 from shardconv.parent import PARENT
@@ -25,6 +26,8 @@ from shardconv.parent import PARENT
 #: Where the ranks that :func:`launch` started meet; the sign of being one of them.
 RENDEZVOUS = "SHARDCONV_RENDEZVOUS"
 _END_SECONDS = 10
+#: The signals whose handlers torch replaces when it starts processes.
+_TORCH_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
@@ -53,21 +56,8 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
             RENDEZVOUS: f"file://{folder}/rendezvous",
             PARENT: str(os.getpid()),
         }
-        context = start_processes(
-            name="rank",
-            entrypoint=sys.executable,
-            args=dict.fromkeys(range(ranks), ("-m", "shardconv", *arguments)),
-            envs={rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
-            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
-        )
-        try:
-            result = context.wait(period=0.1)
-        except SignalException as error:  # torch's, of a signal to this process
-            if error.sigval is signal.SIGINT:
-                raise KeyboardInterrupt from error
-            sys.exit(128 + error.sigval)
-        finally:
-            context.close(signal.SIGTERM, timeout=_END_SECONDS)
+        envs = {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)}
+        result = _run_processes(arguments, envs, Path(folder) / "logs")
         errors = _errors(Path(folder))
     failures = {} if result is None else result.failures
     if not failures:
@@ -82,6 +72,35 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     if others:
         raise RunError(others[0])
     return int(first.exitcode)
+
+
+def _run_processes(arguments: Sequence[str], envs: dict[int, dict[str, str]], logs: Path) -> RunProcsResult | None:
+    """Start a process per environment and wait for all of them; none is left when this returns or raises."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in _TORCH_SIGNALS}
+    context = None
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is a context to close; ranks unblock them
+    try:
+        context = start_processes(
+            name="rank",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(envs, ("-m", "shardconv", *arguments)),
+            envs=envs,
+            logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
+        )
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        return context.wait(period=0.1)
+    except SignalException as error:  # torch's, of a signal to this process
+        if error.sigval is signal.SIGINT:
+            raise KeyboardInterrupt from error
+        sys.exit(128 + error.sigval)
+    finally:
+        if context is not None:
+            context.close(signal.SIGTERM, timeout=_END_SECONDS)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():  # start_processes replaces them
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 _OWN, _OTHERS = "own-error", "others-error"

@@ -1,0 +1,110 @@
+"""SIGINT and SIGTERM on the command line: one message and an exit code, at any moment of a process.
+
+Owns the handlers of each phase of a process. It is the first module that a command runs, so it imports nothing that
+takes time and knows no command.
+"""
+
+import os
+import signal
+import sys
+from types import FrameType
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_MESSAGES = {
+    signal.SIGINT: "interrupted; nothing was left behind",
+    signal.SIGTERM: "terminated; nothing was left behind",
+}
+#: Seconds between two attempts to raise an exception that would be lost now, and the largest number of attempts.
+_RETRY_SECONDS, _MAX_RETRIES = 0.05, 400
+
+
+class Terminated(BaseException):
+    """SIGTERM was received. As with KeyboardInterrupt, no ``except Exception`` stops it."""
+
+
+def message(number: int) -> tuple[str, int]:
+    """The message for a signal and the exit code that goes with it."""
+    return _MESSAGES[signal.Signals(number)], 128 + number
+
+
+def exit_on_signals() -> None:
+    """Exit in the handler: for phases in which there is nothing to clean up and an exception could get lost."""
+    _install(_exit)
+
+
+def raise_on_signals() -> None:
+    """Raise KeyboardInterrupt or :class:`Terminated`, but not in the middle of an import."""
+    _install(_Raise())
+
+
+def ignore_signals() -> None:
+    """Ignore both: the command is done or has failed, and what is left takes a moment."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number in _NUMBERS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def default_signals() -> None:
+    """End at once and without a message, as a rank does: the process that started it reports the signal."""
+    for number in _NUMBERS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NUMBERS)  # blocked while a rank is started
+
+
+class ImportPhase:
+    """Exit on a signal while this context is open: for imports, in which an exception could get lost."""
+
+    def __enter__(self) -> None:
+        """Install the handlers."""
+        self._handlers = {number: signal.getsignal(number) for number in _NUMBERS}
+        exit_on_signals()
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the previous handlers."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+
+class _Raise:
+    """A handler that raises an exception once no import is running.
+
+    Python discards exceptions that are raised in some of the functions that an import calls, and extension modules turn
+    them into other errors.
+    """
+
+    def __init__(self) -> None:
+        self._retries = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Raise the exception, or try again soon."""
+        if _is_importing(frame) and self._retries < _MAX_RETRIES:
+            self._retries += 1
+            signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
+            signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS)
+            return
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+    """Write the message without any library, as most of them may be half imported."""
+    text, code = message(number)
+    try:
+        if "--json" in sys.argv:
+            os.write(1, f'{{"error": "{text}", "exit_code": {code}}}\n'.encode())
+        os.write(2, f"shardconv: {text}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def _install(handler: object) -> None:
+    for number in _NUMBERS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell lets background jobs ignore SIGINT
+            signal.signal(number, handler)  # type: ignore[arg-type]

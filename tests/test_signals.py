@@ -1,0 +1,169 @@
+"""SIGINT at any moment: exit code 130 and one line, or a command that finishes; and no process is left."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from build import llama_config, write_checkpoint
+from command import ENVIRONMENT, finish, start
+
+import shardconv
+
+DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
+LINE = "shardconv: interrupted; nothing was left behind"
+MARK = "SHARDCONV_TEST_MARK"
+pytestmark = pytest.mark.timeout(240)
+
+#: Sends SIGINT before the n-th import after the entry point was imported, which Python itself has to do before.
+BEFORE_IMPORT = """
+import itertools, os, signal, sys
+import shardconv.__main__
+signal.signal(signal.SIGINT, signal.default_int_handler)
+steps = itertools.count(1)
+def interrupt(event, arguments):
+    if event == "import" and next(steps) == {step}:
+        os.kill(os.getpid(), signal.SIGINT)
+sys.addaudithook(interrupt)
+shardconv.__main__.main()
+"""
+
+#: Says when the entry point begins, so that a signal does not reach Python before any line of ours runs.
+TELLS_WHEN = """
+import os, signal, sys
+import shardconv.__main__
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def tell(event, arguments):
+    if event == "import" and arguments[0] == "shardconv.parent":
+        os.write(1, b"x")
+sys.addaudithook(tell)
+shardconv.__main__.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    write_checkpoint(folder / "tiny", config=llama_config(layers=1))
+    shardconv.split(DEMO, folder / "demo-tp2", tp=2)
+    return folder
+
+
+def interrupted(code, arguments, delay=None):
+    """Run a command from these lines of Python, with SIGINT after a delay if one is given; gives its result."""
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0,
+        env={**ENVIRONMENT, MARK: mark}, start_new_session=True,
+    )  # fmt: skip
+    if delay is not None:
+        os.read(process.stdout.fileno(), 1)
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+    result = finish(process)
+    check_none_left(mark)
+    return result
+
+
+def check_none_left(mark, seconds=30):
+    end = time.monotonic() + seconds
+    while left := [path for path in Path("/proc").glob("[0-9]*/environ") if mark.encode() in environment(path)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+def environment(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def check(result, done=0):
+    assert result.code in {130, done}, result
+    assert "Traceback" not in result.err
+    assert "Exception ignored" not in result.err
+    if result.code == 130:
+        assert [line for line in result.err.splitlines() if line] == [LINE]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 10, 20, 60, 120, 180])
+def test_before_an_import_of_a_light_command(made, step):
+    check(interrupted(BEFORE_IMPORT.format(step=step), ["plan", made / "tiny", "--tp", 2]))
+
+
+@pytest.mark.parametrize("step", [100, 500, 1100])
+def test_before_an_import_of_a_run(made, step):
+    arguments = ["run", made / "demo-tp2", "--prompt", "A list", "--device", "cpu", "--max-new-tokens", 2]
+    check(interrupted(BEFORE_IMPORT.format(step=step), arguments))
+
+
+@pytest.mark.parametrize("step", [500, 1500, 2400])
+def test_before_an_import_of_a_proof(step):
+    check(interrupted(BEFORE_IMPORT.format(step=step), ["plan", DEMO, "--prove", "--tp", 2]))
+
+
+@pytest.mark.parametrize("options", [["--cost"], ["--propose"]])
+def test_before_an_import_of_other_plans(options):
+    check(interrupted(BEFORE_IMPORT.format(step=1500), ["plan", DEMO, *options]))
+
+
+def test_at_any_moment(made, tmp_path):
+    """Of commands that write, that start processes, and that prove."""
+    moments = random.Random(0)
+    commands = [
+        ["split", made / "tiny", "--tp", 2, "-o", tmp_path / "split"],
+        ["run", made / "demo-tp2", "--prompt", "A list", "--device", "cpu"],
+        ["plan", DEMO, "--prove"],
+    ]
+    for arguments in commands:
+        for delay in (0, moments.uniform(0, 0.3), moments.uniform(0.3, 1.5)):
+            check(interrupted(TELLS_WHEN, arguments, delay))
+            shutil.rmtree(tmp_path / "split", ignore_errors=True)
+
+
+def test_json(made):
+    result = interrupted(BEFORE_IMPORT.format(step=30), ["plan", made / "tiny", "--tp", 2, "--json"])
+    assert (result.code, result.out) == (130, f'{{"error": "{LINE.removeprefix("shardconv: ")}", "exit_code": 130}}\n')
+
+
+def test_while_ranks_start(made):
+    """A signal that comes while processes are started ends those that were."""
+    patch = """
+import os, signal, subprocess
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Popen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGINT)
+subprocess.Popen = Popen
+"""
+    mark = uuid.uuid4().hex
+    arguments = ["run", made / "demo-tp2", "--prompt", "A list", "--device", "cpu", "--max-new-tokens", 20000]
+    result = finish(start(*arguments, patch=patch, env={MARK: mark}))
+    check_none_left(mark)
+    assert result.code == 130, result
+    check(result)
+
+
+def test_an_ignored_signal_stays_ignored(made):
+    """As in a job that a shell has put into the background."""
+    patch = """
+import atexit, os, signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+import shardconv.checkpoint.planning
+report_plan = shardconv.checkpoint.planning.report_plan
+def interrupted(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGINT)
+    return report_plan(*arguments, **options)
+shardconv.checkpoint.planning.report_plan = interrupted
+"""
+    result = finish(start("plan", made / "tiny", "--tp", 2, patch=patch))
+    assert (result.code, result.err) == (0, ""), result
