@@ -6,10 +6,8 @@ No logic, and no import of numpy or torch before a command runs.
 import gc
 import os
 import sys
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -18,7 +16,6 @@ from shardconv.commands.options import (
     CHECK_MODEL,
     PATH,
     checksum_option,
-    common_options,
     ignore_option,
     output_options,
     plan_options,
@@ -27,14 +24,11 @@ from shardconv.commands.options import (
 )
 from shardconv.commands.plan import check_source
 from shardconv.commands.plan import plan as plan_command
+from shardconv.commands.run import run as run_command
 from shardconv.commands.words import counted, dry_run_notes, model_notes, notes, rate, sizes
 from shardconv.console import Console, describe, show_error, size
 from shardconv.parent import PARENT, end_with_parent
-from shardconv.signals import ImportPhase, Terminated, default_signals, ignore_signals, raise_on_signals
-
-if TYPE_CHECKING:
-    from shardconv.checkpoint.verify import VerifyReport
-    from shardconv.runtime.run import RunReport
+from shardconv.signals import Terminated, default_signals, ignore_signals, raise_on_signals
 
 #: Differences that are shown to people.
 _MAX_LINES = 20
@@ -74,15 +68,17 @@ def split(
     with console.progress("split") as progress:
         report = run(src, output, plan=plan or "auto", progress=progress, **options)
     verb = "would be written" if report.dry_run else rate(report.source_bytes, report.seconds)
+    warnings = notes(report.assumed, report.left_out)
     console.report(
         report,
         [
             f"{report.path}: {report.num_tensors} tensors, {size(report.source_bytes)}, family {report.family}",
             f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}; {verb}",
             *dry_run_notes(report, overwrite=options["overwrite"]),
-            *notes(report.assumed, report.left_out),
+            *warnings,
             *model_notes(checked),
         ],
+        quiet_warnings=warnings,
     )
 
 
@@ -107,7 +103,8 @@ def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **optio
     }[report.is_identical]
     verb = "would be written" if report.dry_run else rate(report.num_bytes, report.seconds)
     line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {same}; {verb}"
-    console.report(report, [line, *dry_run_notes(report, overwrite=options["overwrite"])])
+    lines = [line, *dry_run_notes(report, overwrite=options["overwrite"])]
+    console.report(report, lines, quiet_warnings=[line] if report.is_identical is None else [])
 
 
 @cli.command()
@@ -154,108 +151,25 @@ def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  #
         f"{report.path}: {counted(report.tp, 'rank')}, {report.num_tensors} tensors, {size(report.num_bytes)}",
         f"checked: {', '.join(report.checked)}",
         *notes((), report.left_out),
+    ]
+    warnings = [
         *([] if report.has_checksums else ["there are no checksums: it was split with --no-checksums"]),
         *(f"DIFFERENT  {line}" for line in shown),
         *([f"... and {more} more (--json has all)"] if more > 0 else []),
-        "different: split the source again, or put back what was changed" if report.differences else _correct(report),
     ]
-    console.report(report, lines)
     if report.differences:
-        sys.exit(3)
-
-
-@cli.command()
-@click.argument("src", type=PATH, metavar="DIR")
-@click.option(
-    "--prompt", multiple=True, metavar="TEXT", help="What to go on with. Repeatable. [default: lines of stdin]"
-)
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
-@click.option(
-    "--temperature", type=click.FloatRange(min=0), default=0.0, help="0 takes the likeliest token. [default: 0]"
-)
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the tokens that are drawn.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda where there is one]")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Of the values. [default: as they are stored]",
-)
-@click.option("--chat", is_flag=True, help="Put prompts into the model's chat template.")
-@click.option("--check", type=PATH, metavar="SRC", help="Compare with this unsplit checkpoint, in float32.")
-@click.option(
-    "--verify/--no-verify", default=True, show_default=True, help="Check each rank's file against its checksums first."
-)
-@click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings for its model.")
-@click.option("-q", "--quiet", is_flag=True, help="Print the text only: no figures and no progress.")
-@common_options
-def run(src: Path, prompt: tuple[str, ...], *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
-    """Run the split checkpoint DIR, one process a rank: starts them, or joins them when torchrun did."""
-    gc.enable()
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        _run_rank(src, prompt, Console(as_json=as_json, quiet=quiet), options)
+        warnings.append("different: split the source again, or put back what was changed")
+    elif not report.has_checksums and not report.is_compared:
+        warnings.append("nothing is wrong that shows without checksums; --against SRC compares every byte")
     else:
-        with ImportPhase():
-            from shardconv.runtime.launch import launch
-            from shardconv.runtime.run import RunOptions, check_run
-        sys.exit(launch(sys.argv[1:], check_run(src, prompt, RunOptions(**options))))
-
-
-def _run_rank(src: Path, prompt: tuple[str, ...], console: Console, options: dict[str, Any]) -> None:
-    default_signals()  # a rank has nothing to clean up
-    from shardconv.runtime.launch import join, leave
-    from shardconv.runtime.run import RunOptions, check_run, run_rank
-
-    check_run(src, prompt, RunOptions(**options))
-    join()
-    is_first = os.environ["RANK"] == "0"
-    prompts = prompt or (tuple(sys.stdin.read().splitlines()) if is_first else ())
-    progress = partial(console.progress, "load") if is_first else nullcontext
-    report = run_rank(src, prompts, RunOptions(**options), console.stream, progress)
-    if is_first:
-        console.report(report, _answers(report))
-        console.note([*_figures(report), *report.notes])
-        if report.differences is not None:
-            console.note(
-                [f"DIFFERENT  {line}" for line in report.differences] or [_equal(report, options["temperature"])]
-            )
-    leave()
+        lines.append("correct")
+    console.report(report, [*lines, *warnings], quiet_warnings=warnings)
     if report.differences:
         sys.exit(3)
-
-
-def _answers(report: "RunReport") -> list[str]:
-    """What is still to be printed: all but the text of a single prompt, which was printed as it came."""
-    if report.first_token_seconds is None:
-        return list(report.outputs)
-    if len(report.outputs) == 1:
-        return []
-    return [f"> {prompt}\n{text}\n" for prompt, text in zip(report.prompts, report.outputs, strict=True)]
-
-
-def _equal(report: "RunReport", temperature: float) -> str:
-    tokens = "" if report.first_token_seconds is None or temperature else ", and greedy tokens"
-    return f"equal to the unsplit model for this, in float32: numbers to {report.error:.0e} of the largest{tokens}"
-
-
-def _figures(report: "RunReport") -> list[str]:
-    memory = ", ".join(map(size, report.memory_bytes))
-    lines = [
-        f"{counted(report.tp, 'rank')} on {report.device}: {size(report.load_bytes)} a rank loaded in "
-        f"{report.load_seconds:.2f} s, {size(report.load_bytes / report.load_seconds)}/s; peak memory of each {memory}"
-    ]
-    if report.first_token_seconds is not None:
-        speed = f", then {report.tokens_per_second:.1f} tokens/s" if report.tokens_per_second else ""
-        lines.append(f"first token after {report.first_token_seconds:.3f} s{speed}")
-    return lines
-
-
-def _correct(report: "VerifyReport") -> str:
-    if report.has_checksums or report.is_compared:
-        return "correct"
-    return "nothing is wrong that shows without checksums; --against SRC compares every byte"
 
 
 cli.add_command(plan_command)
+cli.add_command(run_command)
 
 
 @cli.command(hidden=True)

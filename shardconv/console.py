@@ -36,12 +36,34 @@ class Console:
         self._as_json = as_json
         self._quiet = quiet
 
-    def report(self, report: Any, lines: Sequence[str]) -> None:  # noqa: ANN401 - any report dataclass
-        """Print a result: the dataclass as JSON, or ``lines`` for people."""
+    def report(
+        self,
+        report: Any,  # noqa: ANN401 - any report dataclass
+        lines: Sequence[str],
+        *,
+        quiet_lines: Sequence[str] = (),
+        quiet_warnings: Sequence[str] = (),
+    ) -> None:
+        """Print a result: the dataclass as JSON, or ``lines`` for people.
+
+        Args:
+            report: the dataclass.
+            lines: the result for people.
+            quiet_lines: the result with ``quiet``.
+            quiet_warnings: what may be wrong, among ``lines``; with ``quiet`` it is printed on stderr.
+        """
         if self._as_json:
             click.echo(json.dumps(dataclasses.asdict(report)))
-        elif not self._quiet:
-            click.echo("\n".join(lines))
+            return
+        if shown := quiet_lines if self._quiet else lines:
+            click.echo("\n".join(shown))
+        if self._quiet:
+            self.warn(quiet_warnings)
+
+    def warn(self, lines: Sequence[str]) -> None:
+        """Print on stderr what may be wrong; ``quiet`` does not silence it."""
+        if lines:
+            click.echo("\n".join(lines), err=True)
 
     def stream(self, text: str) -> None:
         """Print a piece of a result for people, as it comes."""
@@ -55,7 +77,7 @@ class Console:
 
     def note(self, lines: Sequence[str]) -> None:
         """Print figures that belong to no result, for people, on stderr."""
-        if not self._quiet:
+        if not self._quiet and lines:
             click.echo("\n".join(lines), err=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

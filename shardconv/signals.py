@@ -39,7 +39,8 @@ def raise_on_signals() -> None:
 
 def ignore_signals() -> None:
     """Ignore both: the command is done or has failed, and what is left takes a moment."""
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    if isinstance(signal.getsignal(signal.SIGALRM), _Again):
+        signal.setitimer(signal.ITIMER_REAL, 0)
     for number in _NUMBERS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -79,10 +80,21 @@ class _Raise:
         """Raise the exception, or try again soon."""
         if _is_importing(frame) and self._retries < _MAX_RETRIES:
             self._retries += 1
-            signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
+            signal.signal(signal.SIGALRM, _Again(number))
             signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS)
             return
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+
+class _Again:
+    """A handler of SIGALRM that delivers a signal that was put off."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __call__(self, *_: object) -> None:
+        """Deliver it."""
+        signal.raise_signal(self._number)
 
 
 def _is_importing(frame: FrameType | None) -> bool:

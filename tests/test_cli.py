@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,21 @@ def test_quiet_does_not_silence_json_nor_errors(commands, command):
     wrong = call(command, "nowhere", *commands[command][2:], "-q")
     assert (wrong.code, wrong.out) == (1, "")
     assert "nowhere" in wrong.err
+
+
+def test_quiet_does_not_silence_warnings(made, commands):
+    """What was assumed, what could not be checked and what differs is on stderr, once."""
+    bare = shutil.copyfile(made / "tiny" / "model.safetensors", "bare.safetensors")
+    for arguments in (["plan", bare], ["split", bare, "--tp", 1, "-o", "split"]):
+        quiet, loud = call(*arguments, "-q"), call(*arguments, *(["--overwrite"] if "split" in arguments else []))
+        assert (quiet.code, quiet.out) == (0, "")
+        assert [line for line in loud.out.splitlines() if line.startswith("assumed: ")] == quiet.err.splitlines() != []
+    assert call("split", made / "tiny", "--tp", 2, "-o", "unchecked", "--no-checksums", "-q") == (0, "", "")
+    assert "no checksums" in call("merge", "unchecked", "-o", "merged", "-q").err
+    assert "no checksums" in call("verify", "unchecked", "-q").err
+    write_checkpoint(Path("other"), config=llama_config(layers=1), seed=1)
+    quiet = call(*commands["verify"], "--against", "other", "-q")
+    assert (quiet.code, quiet.out, "DIFFERENT  " in quiet.err) == (3, "", True)
 
 
 @each_writing_command

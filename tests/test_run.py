@@ -16,6 +16,8 @@ import torch
 from command import ENVIRONMENT, call, finish, run, start
 
 import shardconv
+from shardconv.commands.run import _show
+from shardconv.console import Console
 from shardconv.errors import RunError
 from shardconv.runtime.launch import RENDEZVOUS
 from shardconv.runtime.run import RunOptions, _plan_file_is_told, run_rank
@@ -183,7 +185,7 @@ def test_chat_template(single, tmp_path):
     result = run("run", talking, "--prompt", PROMPT, "--chat", "--max-new-tokens", TOKENS, "--device", "cpu", "-q")
     expected = plain_texts(f"<user> {PROMPT}: The")[0]
     assert (result.code, result.out.rstrip("\n")) == (0, expected.rstrip("\n")), result.err
-    with pytest.raises(RunError, match="has no chat template: run it without --chat"):
+    with pytest.raises(RunError, match="does not have a chat template: run it without --chat"):
         rank_report(single, PROMPT, chat=True)
 
 
@@ -305,6 +307,47 @@ def test_several_prompts_are_told_apart(single):
     assert re.fullmatch(rf"> {PROMPT}\n.+\n> A list\n.+", result.out, re.DOTALL)
 
 
+def test_quiet_prints_each_text(single):
+    """A JSON string on a line for each prompt, and nothing else; a single text as it is."""
+    prompts, options = [PROMPT, "A list"], ["--max-new-tokens", TOKENS, "--device", "cpu", "-q"]
+    result = run("run", single, *(one for prompt in prompts for one in ("--prompt", prompt)), *options)
+    assert (result.code, result.err) == (0, "")
+    assert [json.loads(line) for line in result.out.splitlines()] == plain_texts(*prompts)
+    result = run("run", single, "--prompt", PROMPT, *options)
+    assert (result.code, result.out, result.err) == (0, plain_texts(PROMPT)[0] + "\n", "")
+
+
+def test_quiet_of_models_that_generate_nothing(tmp_path, capsys):
+    """What there is instead of text is printed as without -q; with --json it is in the object."""
+    for auto, prompt in (("BertForMaskedLM", "an [MASK] is"), ("BertModel", "an exception")):
+        shardconv.split(write_bert(tmp_path / auto, auto), tmp_path / f"{auto}-tp1", tp=1)
+        report = rank_report(tmp_path / f"{auto}-tp1", prompt)
+        capsys.readouterr()
+        shown = {}
+        for quiet, as_json in ((False, False), (True, False), (True, True)):
+            _show(report, Console(as_json=as_json, quiet=quiet), is_text=True, temperature=0.0)
+            shown[quiet, as_json] = capsys.readouterr()
+        assert shown[False, False].out == shown[True, False].out == report.outputs[0] + "\n"
+        assert json.loads(shown[True, True].out)["outputs"] == list(report.outputs)
+        assert ("peak memory" in shown[False, False].err, shown[True, False].err) == (True, "")
+
+
+def test_quiet_does_not_silence_warnings(single, tmp_path):
+    """Of a check that found differences, and of a prompt that is too long."""
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415
+
+    other = shutil.copytree(DEMO, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor * 1.5 for name, tensor in tensors.items()}, other / "model.safetensors")
+    options = ["--prompt", "the " * 300, "--max-new-tokens", 2, "--device", "cpu", "-q", "--check", other]
+    result = run("run", single, *options)
+    assert (result.code, "tokens are more than the 256" in result.err, "DIFFERENT  logits" in result.err) == (
+        3,
+        True,
+        True,
+    )
+
+
 def test_a_model_that_a_plan_file_cut_wrong():
     for raised, plan_file, expected in (
         (RuntimeError("shape"), ("mine.toml", ""), (RunError, "cut by mine.toml, the model does not run.*: shape")),
@@ -330,12 +373,132 @@ def test_ranks_that_only_others_ended(split):
     assert (result.returncode, result.stderr.count("shardconv: ")) == (1, 1)
 
 
-def test_tokenizer_missing(single, tmp_path):
-    folder = shutil.copytree(single, tmp_path / "split")
+@pytest.fixture(scope="module")
+def without_tokenizer(single, tmp_path_factory):
+    folder = shutil.copytree(single, tmp_path_factory.mktemp("run") / "without-tokenizer")
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(RunError, match="has no tokenizer"):
+    return folder
+
+
+NEEDS_TOKENIZER = (
+    "shardconv: {}: does not have a tokenizer, which text needs: copy the model's tokenizer files (tokenizer.json, "
+    'tokenizer_config.json, ...) into the folder, or give token ids: --token-ids "1 2 3". --check without a prompt '
+    "needs no tokenizer.\n"
+)
+
+
+@pytest.mark.parametrize("options", [["--prompt", PROMPT], ["--prompt", PROMPT, "--check", DEMO], []])
+def test_text_without_a_tokenizer(without_tokenizer, options):
+    """The message is complete and comes before any process is started."""
+    result = call("run", without_tokenizer, "--device", "cpu", *options)
+    assert result == (1, "", NEEDS_TOKENIZER.format(without_tokenizer))
+
+
+def plain_tokens(ids):
+    """The token ids with which the unsplit model continues others, by transformers alone."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    with torch.inference_mode():
+        tokens = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False)
+    return tokens[0, len(ids) :].tolist()
+
+
+def test_a_check_without_a_tokenizer(without_tokenizer):
+    """On token ids in the vocabulary's range, the same ones each time; tokens are reported as ids."""
+    options = ["--max-new-tokens", TOKENS, "--device", "cpu", "--check", DEMO, "--json"]
+    result = run("run", without_tokenizer, *options)
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    (prompt,) = ([int(word) for word in text.split()] for text in report["prompts"])
+    assert (len(prompt), len(set(prompt)), min(prompt) > 2, max(prompt)) == (16, 16, True, 1998)
+    assert report["outputs"] == [" ".join(map(str, plain_tokens(prompt)))]
+    assert (report["differences"], report["error"] < 1e-4) == ([], True)
+    assert "compared on token ids over the whole vocabulary" in report["notes"][0]
+
+
+def test_token_ids(split):
+    """Also where there is a tokenizer; prompts of different lengths do not change each other."""
+    prompts = [[5, 6, 7], [1500]]
+    options = [one for ids in prompts for one in ("--token-ids", ",".join(map(str, ids)))]
+    result = run("run", split, *options, "--max-new-tokens", TOKENS, "--device", "cpu", "--dtype", "float32", "-q")
+    expected = [" ".join(map(str, plain_tokens(ids))) for ids in prompts]
+    assert (result.code, result.out.splitlines(), result.err) == (0, expected, "")
+
+
+@pytest.mark.parametrize(("ids", "said"), [
+    ("5 six", "got '5 six', expected numbers"),
+    ("5 1999", "1999 is not in the model's vocabulary of 1,999"),
+])  # fmt: skip
+def test_token_ids_that_are_wrong(single, ids, said):
+    with pytest.raises(RunError, match=said):
+        rank_report(single, ids, token_ids=True)
+
+
+def test_options_that_contradict_each_other(split):
+    for options, said in (
+        (["--prompt", PROMPT, "--token-ids", "1"], "--token-ids replaces --prompt"),
+        (["--chat", "--token-ids", "1"], "--token-ids replaces --chat"),
+        (["--check", DEMO, "--dtype", "float16"], "--check compares in float32 (got --dtype float16)"),
+    ):
+        result = call("run", split, "--device", "cpu", *options)
+        assert (result.code, result.out, said in result.err) == (2, "", True), result
+
+
+def test_a_tokenizer_that_cannot_be_loaded(single, tmp_path):
+    """The message names what transformers found, in one line that is not cut off."""
+    folder = shutil.copytree(single, tmp_path / "split")
+    (folder / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(RunError, match=r"the tokenizer cannot be loaded: copy .* Got \S+: [^\n]+$"):
         rank_report(folder, PROMPT)
+
+
+def test_a_tokenizer_without_a_vocabulary(tmp_path):
+    """For some types transformers makes an empty one, to which each word is unknown."""
+    shardconv.split(write_bert(tmp_path / "bert", "BertModel"), tmp_path / "split", tp=1)
+    for name in ("tokenizer.json", "vocab.txt"):
+        (tmp_path / "split" / name).unlink(missing_ok=True)
+    with pytest.raises(RunError, match=r"the tokenizer has no vocabulary \(expected one of .*vocab.txt"):
+        rank_report(tmp_path / "split", "an exception")
+
+
+def test_a_batch_of_an_encoder_gives_what_each_prompt_gives(tmp_path):
+    """Positions are counted from the first token: padding comes behind it."""
+    shardconv.split(write_bert(tmp_path / "bert", "BertModel"), tmp_path / "split", tp=1)
+    prompts, options = ["an exception is raised", "an"], RunOptions(device="cpu")
+    batch = run_rank(tmp_path / "split", prompts, options, lambda _: None).outputs
+    for prompt, found in zip(prompts, batch, strict=True):
+        (alone,) = rank_report(tmp_path / "split", prompt).outputs
+        assert torch.allclose(torch.tensor(json.loads(found)), torch.tensor(json.loads(alone)), atol=1e-5)
+
+
+def test_more_tokens_than_learned_positions(tmp_path):
+    shardconv.split(write_bert(tmp_path / "bert", "BertModel"), tmp_path / "split", tp=1)
+    with pytest.raises(RunError, match=r"512 positions \(embeddings.position_embeddings\).* up to 602: use a shorter"):
+        rank_report(tmp_path / "split", "an " * 600)
+
+
+def test_a_bare_file_is_not_run(tmp_path):
+    """It names no class; its own module is loaded with ``model``."""
+    shardconv.split(DEMO / "model.safetensors", tmp_path / "with", tp=1, config=DEMO / "config.json")
+    bare = shutil.copyfile(DEMO / "model.safetensors", tmp_path / "bare.safetensors")
+    shardconv.split(bare, tmp_path / "without", tp=1)
+    said = f"{tmp_path / 'without'}: does not have a config.json, which names the model's class: split the source again"
+    result = call("run", tmp_path / "without", "--prompt", PROMPT, "--device", "cpu")
+    assert (result.code, said in result.err, "--config FILE" in result.err) == (1, True, True)
+    assert "shardconv.load(DIR, model=...)" in result.err
+    with pytest.raises(RunError, match=re.escape(said)):
+        shardconv.load(tmp_path / "without", device="cpu")
+    result = call("run", tmp_path / "with", "--prompt", PROMPT, "--device", "cpu")
+    assert "does not have a tokenizer" in result.err
+
+
+def test_without_checksums_nothing_is_verified(tmp_path):
+    """Which is said, also with -q."""
+    shardconv.split(DEMO, tmp_path / "split", tp=1, checksums=False)
+    result = run("run", tmp_path / "split", "--prompt", PROMPT, "--max-new-tokens", 2, "--device", "cpu", "-q")
+    assert (result.code, result.err) == (0, "the rank files were not verified: the split checkpoint has no checksums\n")
 
 
 def test_the_tokenizer_of_another_model(tmp_path):
@@ -348,7 +511,7 @@ def test_the_tokenizer_of_another_model(tmp_path):
     )
     LlamaForCausalLM(config).save_pretrained(source)
     shardconv.split(source, tmp_path / "split", tp=1)
-    with pytest.raises(RunError, match=r"the tokenizer makes token .* the model has rows for 16: it is another's"):
+    with pytest.raises(RunError, match=r"makes token .* vocabulary has 16: this tokenizer belongs to another"):
         rank_report(tmp_path / "split", PROMPT)
 
 

@@ -190,7 +190,8 @@ def show_cost(
             **options,
         )
     bound = [] if tp else [f"tp: the legal sizes up to {MAX_TP}; --tp N counts another"]
-    console.report(report, [*_head(report), *bound, *_gaps(report), ""])
+    gaps = _gaps(report)
+    console.report(report, [*_head(report), *bound, *gaps, ""], quiet_warnings=[*report.notes, *gaps])
     console.table(_COLUMNS, [_row(cost) for cost in report.costs])
 
 

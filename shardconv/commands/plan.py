@@ -68,7 +68,8 @@ def plan(
         _prove(src, console, plan=plan or "auto", check_model=check_model is not False, **options)
         return
     report = report_plan(src, plan=plan or "auto", **options)
-    console.report(report, _plan_lines(report, model_notes(checked)))
+    warnings = notes(report.assumed, report.left_out)
+    console.report(report, _plan_lines(report, [*warnings, *model_notes(checked)]), quiet_warnings=warnings)
     if report.tp is not None:
         console.table(
             ("tensor", "count", "dtype", "shape", "shard", "placement", "why"), _plan_rows(report, show_all=show_all)
@@ -89,7 +90,12 @@ def _prove(src: Path, console: Console, *, tp: int | None, **options: Any) -> No
     with ImportPhase():
         from shardconv.proof.prove import prove
     report = prove(src, tps=() if tp is None else (tp,), **options)
-    console.report(report, _proof_lines(report))
+    gaps, verdict = _gaps(report), _verdict(report)
+    console.report(
+        report,
+        [*_proof_lines(report), *gaps, verdict],
+        quiet_warnings=gaps if report.is_proven else [*_proof_lines(report), *gaps, verdict],
+    )
     if not report.is_proven:
         sys.exit(3 if report.proofs else 1)
 
@@ -103,25 +109,30 @@ def _proof_lines(report: "ProofReport") -> list[str]:
         found = "" if proof.output is None else f"outputs to {proof.output:.0e}{gradients} of the largest{tokens}; "
         verdict = "right" if proof.is_right else "DIFFERENT" if found else "DOES NOT RUN"
         lines.append(f"tp {proof.tp}: {verdict}: {found}{proof.cut:.0%} of the bytes of matrices are cut")
-    lines += list(dict.fromkeys(f"tp {proof.tp}: {proof.note}" for proof in report.proofs if proof.note))
+    return lines
+
+
+def _gaps(report: "ProofReport") -> list[str]:
+    """What the proofs do not show."""
+    lines = list(dict.fromkeys(f"tp {proof.tp}: {proof.note}" for proof in report.proofs if proof.note))
     lines += [report.note] if report.note else []
     lines += [f"not tried: {text}" for text in report.skipped]
     lines += [f"not reached, as the small model has no such tensor: {name}" for name in report.unreached]
-    tried = [proof.tp for proof in report.proofs]
-    if report.skipped and not tried:
-        lines.append("a plan with numbers of the large model, and not fields of its config, does not fit a small one")
-    if set(tried) - set(report.legal_tp):
+    if {proof.tp for proof in report.proofs} - set(report.legal_tp):
         lines.append(f"legal tp of {report.source} itself: {', '.join(map(str, report.legal_tp)) or 'none'}")
-    verdict = "not proven: do not split by this plan" if tried else "neither proven nor refuted: nothing was tried"
+    return lines
+
+
+def _verdict(report: "ProofReport") -> str:
+    tried = ", ".join(str(proof.tp) for proof in report.proofs)
     if report.is_proven:
-        verdict = f"proven for tp {', '.join(map(str, tried))}"
-        verdict += ", but for what was not reached" if report.unreached else ""
-    return [*lines, verdict]
+        return f"proven for tp {tried}{', but for what was not reached' if report.unreached else ''}"
+    return "not proven: do not split by this plan" if tried else "neither proven nor refuted: nothing was tried"
 
 
-def _plan_lines(report: "PlanReport", model: list[str]) -> list[str]:
+def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
     lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, family {report.family}"]
-    lines += [*notes(report.assumed, report.left_out), *model]
+    lines += found
     lines.append(f"legal tp: {', '.join(map(str, report.legal_tp)) or 'none'}")
     blocks: dict[str, list[BlockedTp]] = {}
     for blocked in report.blocked_tp:

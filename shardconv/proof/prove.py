@@ -5,10 +5,10 @@ random numbers. What the proof does not reach, as tensors that the small model h
 """
 
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
@@ -31,6 +31,8 @@ OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
 PROOF_TPS = (2, 4)
 #: What is tried besides where the plan allows it, which then may cut what is not to be cut, as heads.
 _BEYOND = (8,)
+#: The most heads of a small model; a proof starts a process for each rank.
+MAX_HEADS = 64
 
 #: What is in the folder of a proof: what ranks find there, and what they leave.
 TASK, SMALL, SPLIT, REFERENCE, RESULT = "task.json", "small", "tp{tp}", "reference.pt", "result-{tp}-{rank}.json"
@@ -76,7 +78,7 @@ class ProofReport:
         model: the class of the small model.
         num_parameters: of the small model.
         proofs: one for each number of ranks that was tried.
-        skipped: numbers of ranks that the small model cannot be cut for, and why.
+        skipped: tp sizes for which the small model cannot be sharded, and why.
         note: which heads of the small model are smaller than those of the source; "" where none are.
         legal_tp: the numbers of ranks for which the source itself can be cut.
         unreached: kinds of tensors of the source that the small model has not, so that nothing is proven of them.
@@ -119,16 +121,18 @@ def prove(
     """
     planned_source = plan_source(src, **options)
     source, request = planned_source.source, replace(planned_source.request, may_miss=True)
+    config = _checked_config(source)
     if check_model:
         from shardconv.proof.model_check import require_model  # noqa: PLC0415 - imports torch
 
-        require_model(source.config or {}, source.specs, str(src))
+        require_model(config, source.specs, str(src))
+    possible, impossible = _plans(planned_source.resolution.resolver, tps)
     with TemporaryDirectory(prefix="shardconv-") as name:
         folder = Path(name)
-        model, note = _model_to_try(source.config or {}, folder)
+        model, note = _model_to_try(config, folder, heads=_heads_for([*possible]))
         small = open_source(folder / SMALL)
         resolver = resolve(small.specs, small.config, request).resolver
-        plans, skipped = _tried(resolver, tps)
+        plans, not_small = ({}, {}) if impossible and not possible else _tried(resolver, [*possible])
         proofs = _proofs(folder, type(model), small, plans, request)
         numel = sum(parameter.numel() for parameter in model.parameters())
     return ProofReport(
@@ -137,7 +141,7 @@ def prove(
         model=type(model).__name__,
         num_parameters=numel,
         proofs=proofs,
-        skipped=tuple(skipped),
+        skipped=tuple(_skipped(str(src), impossible, not_small, has_plan_file=request.plan_file is not None)),
         note=note,
         legal_tp=planned_source.resolution.resolver.legal_sizes().legal,
         unreached=tuple(sorted(_kinds(source.specs) - _kinds(small.specs))),
@@ -145,17 +149,49 @@ def prove(
     )
 
 
-def _model_to_try(config: Mapping[str, Any], folder: Path) -> tuple[Any, str]:
-    """A small model, written and run, of heads of the real size where one can be made; and which are smaller."""
+def _checked_config(source: Source) -> Mapping[str, Any]:
+    """The config of a source, which names the class of the small model."""
+    if source.config is None:
+        raise RunError(
+            f"{source.path}: a proof builds a small model from config.json, and this source does not have one: pass "
+            f"--config FILE"
+        )
+    return source.config
+
+
+def _heads_for(tps: Sequence[int]) -> int:
+    """The number of heads with which a small model can be sharded for tp sizes: the usual one where that suffices."""
+    from shardconv.proof.small import HEADS  # noqa: PLC0415 - which needs torch
+
+    needed = math.lcm(*tps) if tps else HEADS
+    if HEADS % needed == 0 or needed > MAX_HEADS:
+        return HEADS
+    return needed if needed % 2 == 0 else 2 * needed  # half as many KV heads
+
+
+def _model_to_try(config: Mapping[str, Any], folder: Path, *, heads: int | None = None) -> tuple[Any, str]:
+    """A small model, written and run, of heads of the real size where one can be made; and which are smaller.
+
+    Args:
+        config: of the source.
+        folder: where it is written.
+        heads: how many heads it has, where a model with so many can be made.
+    """
     from shardconv.proof.model_check import import_transformers  # noqa: PLC0415 - imports torch
 
     import_transformers()
     from shardconv.proof.alone import alone  # noqa: PLC0415 - imports it
+    from shardconv.proof.small import HEADS  # noqa: PLC0415
 
+    attempts = [(count, is_real) for count in dict.fromkeys((heads or HEADS, HEADS)) for is_real in (True, False)]
     with alone():
-        try:
-            model = _written(small_model(config, has_real_heads=True), folder)
-        except RunError:
+        for count, has_real_heads in attempts[:-1]:
+            try:
+                model = _written(small_model(config, has_real_heads=has_real_heads, heads=count), folder)
+            except RunError:
+                continue
+            break
+        else:
             model = _written(small_model(config), folder)
     return model, _smaller_heads(config, model)
 
@@ -188,24 +224,26 @@ def _written(model: Any, folder: Path) -> Any:
     return model
 
 
-def small_model(config: Mapping[str, Any], *, has_real_heads: bool = False) -> Any:
+def small_model(config: Mapping[str, Any], *, has_real_heads: bool = False, heads: int | None = None) -> Any:
     """A small model of the class that a config names, with random numbers.
 
     Args:
         config: what ``config.json`` holds.
         has_real_heads: whether its heads have as many features as they have by the config.
+        heads: how many heads it has, instead of four.
 
     Raises:
         RunError: if transformers has no such class, or it cannot be built small.
     """
     from shardconv.proof.model_check import model_class  # noqa: PLC0415 - imports torch
-    from shardconv.proof.small import build_small, real_heads, small_fields  # noqa: PLC0415 - which needs torch
+    from shardconv.proof.small import build_small, real_heads, small_fields, with_heads  # noqa: PLC0415 - imports torch
 
     kind, full = model_class(config)
     try:
         fields = full.to_dict()
         own = real_heads(fields) if has_real_heads else {}
-        return build_small(kind, type(full).from_dict({**fields, **small_fields(fields, own)}))
+        small = {**fields, **small_fields(fields, own)}
+        return build_small(kind, type(full).from_dict(with_heads(small, heads) if heads else small))
     except Exception as error:
         raise RunError(f"a small {kind.__name__} cannot be built: {type(error).__name__}: {error}") from error
 
@@ -242,7 +280,7 @@ def propose_plan(
 
     beside = None if config is None else local_path(config)
     source = open_source(local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore))
-    model = small_model(source.config or {})
+    model = small_model(_checked_config(source))
     proposal = propose(model, example_inputs(model), by_heads=by_heads)
     matcher = Matcher([(pattern, name_regex(pattern)) for pattern in proposal.rules])
     matches = [matcher.match(name) for name in source.specs]
@@ -259,7 +297,7 @@ def propose_plan(
 
 def cut_share(specs: Mapping[str, TensorSpec], plan: Plan) -> float:
     """The share of the elements in matrices of which no rank holds all."""
-    matrices = {name: prod(spec.shape) for name, spec in specs.items() if sum(size > 1 for size in spec.shape) > 1}
+    matrices = {name: math.prod(spec.shape) for name, spec in specs.items() if sum(size > 1 for size in spec.shape) > 1}
     cut = sum(numel for name, numel in matrices.items() if _is_shared_out(plan.tensors[name].placement))
     return cut / max(sum(matrices.values()), 1)
 
@@ -274,21 +312,32 @@ def _kinds(names: Iterable[str]) -> set[str]:
     return {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
 
 
-def _tried(resolver: Resolver, tps: Sequence[int]) -> tuple[dict[int, Plan], list[str]]:
+def _tried(resolver: Resolver, tps: Sequence[int]) -> tuple[dict[int, Plan], dict[int, str]]:
     """As :func:`_plans`; if none are asked for, of those that are usual, and beyond if that is allowed."""
-    plans, skipped = _plans(resolver, tps or PROOF_TPS)
-    return plans | ({} if tps else _plans(resolver, _BEYOND)[0]), skipped
+    plans, reasons = _plans(resolver, tps or PROOF_TPS)
+    return plans | ({} if tps else _plans(resolver, _BEYOND)[0]), reasons
 
 
-def _plans(resolver: Resolver, tps: Sequence[int]) -> tuple[dict[int, Plan], list[str]]:
-    """The plan for each number of ranks, and why there is none for others."""
-    plans, skipped = {}, []
+def _plans(resolver: Resolver, tps: Sequence[int]) -> tuple[dict[int, Plan], dict[int, str]]:
+    """The plan for each tp size, and for the others why there is none."""
+    plans, reasons = {}, {}
     for tp in tps:
         try:
             plans[tp] = resolver.plan(tp)
         except PlanError as error:
-            skipped.append(f"tp {tp}: {error}")
-    return plans, skipped
+            reasons[tp] = str(error)
+    return plans, reasons
+
+
+def _skipped(
+    source: str, impossible: Mapping[int, str], not_small: Mapping[int, str], *, has_plan_file: bool
+) -> Iterator[str]:
+    """Why tp sizes were not tried: the source cannot be sharded for them, or the small model cannot."""
+    for tp, reason in impossible.items():
+        yield f"tp {tp}: {source} cannot be sharded for it: {reason}"
+    numbers = " If the plan file has numbers of the large model, write fields of its config instead." * has_plan_file
+    for tp, reason in not_small.items():
+        yield f"tp {tp}: the small model cannot be sharded for it, though {source} may be: {reason}{numbers}"
 
 
 def _proofs(

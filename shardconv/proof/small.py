@@ -18,6 +18,9 @@ from shardconv.proof.alone import alone
 #: More parameters than this are no small model: some field that makes it large is not known.
 MAX_NUMEL = 20_000_000
 
+#: The heads of a small model, of most types.
+HEADS = 4
+
 #: Special tokens of any text model: they become the first of the vocabulary. The others become its last.
 _TEXT_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 _TOKEN = re.compile(r".*token(_id|_index|_idx)?|(image|audio|video|vision|speech|bo|eo)\w*_(id|index)")
@@ -81,6 +84,25 @@ def real_heads(config: Mapping[str, Any], *, is_whole: bool = True) -> dict[str,
         own |= {"head_dim": size} if "head_dim" in config else {}
     nested = {name: real_heads(value, is_whole=False) for name, value in config.items() if _is_config(name, value)}
     return own | {name: fields for name, fields in nested.items() if fields}
+
+
+def with_heads(config: Mapping[str, Any], heads: int) -> dict[str, Any]:
+    """The config of a small model with as many heads, all of the same size as before, nested configs included.
+
+    Args:
+        config: what ``PreTrainedConfig.to_dict`` gives, small: with :data:`HEADS` heads, or a multiple of it.
+        heads: instead of :data:`HEADS`; whatever is counted like heads is multiplied accordingly.
+    """
+    scaled = ["num_attention_heads", "num_key_value_heads"]
+    if not any(type(config.get(name)) is int for name in _HEAD_FIELDS):
+        scaled.append("hidden_size")  # of which a head is a part
+    fields: dict[str, Any] = {}
+    for name, value in config.items():
+        if _is_config(name, value):
+            fields[name] = with_heads(value, heads)
+        elif type(value) is int and _is_like(name, *scaled):
+            fields[name] = max(1, value * heads // HEADS)
+    return {**config, **fields}
 
 
 #: Fields that say how many features a head of attention has; how many heads there are; and how wide the model is.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import InputFiles
+from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.paths import leads_out, local_path
 from shardconv.checkpoint.planning import StrPath
@@ -250,6 +251,19 @@ def _from_maker(
     return model
 
 
+def check_config(folder: Path) -> None:
+    """Refuse to build a model without a config.json.
+
+    Raises:
+        RunError: if there is none.
+    """
+    if not (folder / CONFIG_NAME).is_file():
+        raise RunError(
+            f"{folder}: does not have a config.json, which names the model's class: split the source again with "
+            f"shardconv split SRC --config FILE, or load it into your own module with shardconv.load(DIR, model=...)"
+        )
+
+
 def _from_transformers(
     folder: Path,
     manifest: Manifest,
@@ -261,6 +275,7 @@ def _from_transformers(
     dtype: torch.dtype | None,
 ) -> nn.Module:
     """The model of the class that the config names, filled by transformers itself."""
+    check_config(folder)
     try:
         import transformers  # noqa: PLC0415 - an extra
     except ImportError as error:

@@ -22,7 +22,16 @@ from shardconv.checkpoint.manifest import read_manifest
 from shardconv.checkpoint.paths import hub_hint
 from shardconv.errors import RunError, SplitCheckpointError, is_lost
 from shardconv.runtime.device import rank_device
-from shardconv.runtime.load import load
+from shardconv.runtime.load import check_config, load
+from shardconv.runtime.prompts import (
+    Codec,
+    IdCodec,
+    TextCodec,
+    check_positions,
+    check_tokenizer,
+    default_ids,
+    parse_ids,
+)
 
 #: Words that are shown for a mask.
 _TOP = 5
@@ -79,6 +88,8 @@ class RunOptions:
         dtype: of the values, as ``bfloat16``; None for that of the checkpoint.
         verify: check each rank's file against its checksums first.
         trust_remote_code: run code that the checkpoint brings for its model or tokenizer.
+        token_ids: prompts are token ids, as ``1 2 3``, and so are outputs; with ``check`` some are made if there is
+            no prompt.
     """
 
     max_new_tokens: int = 64
@@ -90,6 +101,7 @@ class RunOptions:
     dtype: str | None = None
     verify: bool = True
     trust_remote_code: bool = False
+    token_ids: bool = False
 
 
 def check_run(path: Path, prompts: Sequence[str], options: RunOptions) -> int:
@@ -102,6 +114,11 @@ def check_run(path: Path, prompts: Sequence[str], options: RunOptions) -> int:
         ShardconvError: if something is missing.
     """
     manifest = read_manifest(path)
+    check_config(path)
+    if not options.token_ids:
+        check_tokenizer(path)
+    for prompt in prompts if options.token_ids else ():
+        parse_ids(prompt)
     if prompts and not any(prompt.strip() for prompt in prompts):
         raise RunError("--prompt is empty: give it some text, or leave it out and give a line of stdin each")
     if options.check is not None and not options.check.is_dir():
@@ -135,7 +152,7 @@ def run_rank(
         The report; the times are the rank's own.
 
     Raises:
-        RunError: if the checkpoint has no tokenizer, or the model gives nothing for a prompt.
+        RunError: if the checkpoint does not have a tokenizer that text needs, or the model gives nothing for a prompt.
         ShardconvError: as :func:`~shardconv.load`.
     """
     from transformers import logging  # noqa: PLC0415 - an extra
@@ -143,6 +160,8 @@ def run_rank(
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     manifest = read_manifest(path)
+    trusted = options.trust_remote_code
+    codec: Codec = IdCodec() if options.token_ids else TextCodec(path, is_trusted=trusted, is_chat=options.chat)
     began = time.perf_counter()
     dtype = "float32" if options.check is not None else options.dtype
     with progress() as show:
@@ -151,24 +170,26 @@ def run_rank(
             device=options.device,
             dtype=None if dtype is None else getattr(torch, dtype),
             verify=options.verify,
-            trust_remote_code=options.trust_remote_code,
+            trust_remote_code=trusted,
             progress=show,
         )
     load_seconds = time.perf_counter() - began
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     prompts = _everywhere([prompt for prompt in prompts if prompt.strip()])
-    if not prompts:
-        raise RunError("there is no prompt: give --prompt TEXT, or a line of stdin each")
-    tokenizer = _tokenizer(path, is_trusted=options.trust_remote_code)
-    texts = [_as_chat(tokenizer, prompt) for prompt in prompts] if options.chat else list(prompts)
-    inputs = _encode(tokenizer, texts, _num_rows(model)).to(model.device)
-    clock = _Clock(tokenizer, write if is_first and len(texts) == 1 else None)
+    notes = []
+    if not prompts and options.token_ids and options.check is not None:
+        prompts = [default_ids(model)]
+        notes.append("without a tokenizer and a prompt, the models are compared on token ids over the whole vocabulary")
+    check_prompts(prompts)
+    inputs = {name: value.to(model.device) for name, value in codec.encode(prompts, model).items()}
+    check_positions(model, inputs["input_ids"].shape[1], options.max_new_tokens)
+    clock = _Clock(codec.tokenizer, write if is_first and len(prompts) == 1 else None)
     differences, error = None, None
     with torch.inference_mode():
         with _plan_file_is_told(path, manifest.request.plan_file):
-            outputs = _answer(model, tokenizer, inputs, options, clock)
+            outputs = _answer(model, codec, inputs, options, clock)
         if options.check is not None:
-            differences, error = _compare(model, inputs, outputs, options, is_first=is_first)
+            differences, error = _compare(model, codec, inputs, outputs, options, is_first=is_first)
     memory = _everyones(_peak_memory(model.device))
     return RunReport(
         path=str(path),
@@ -180,11 +201,21 @@ def run_rank(
         load_bytes=manifest.rank_layout.file_bytes[0],
         memory_bytes=tuple(memory),
         first_token_seconds=clock.first_token_seconds,
-        tokens_per_second=clock.tokens_per_second(len(texts)),
+        tokens_per_second=clock.tokens_per_second(len(prompts)),
         differences=differences,
         error=error,
-        notes=tuple(_notes(model, outputs)),
+        notes=(*notes, *_notes(model, outputs, is_unverified=options.verify and manifest.checksums is None)),
     )
+
+
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Refuse to run without a prompt.
+
+    Raises:
+        RunError: if there is none.
+    """
+    if not any(prompt.strip() for prompt in prompts):
+        raise RunError("there is no prompt: give --prompt TEXT, or a line of stdin for each")
 
 
 @contextmanager
@@ -213,7 +244,8 @@ class _Clock:
     def __init__(self, tokenizer: Any, write: Callable[[str], None] | None) -> None:
         from transformers import TextStreamer  # noqa: PLC0415 - an extra
 
-        self._texts = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if write else None
+        is_text = tokenizer is not None and write is not None
+        self._texts = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_text else None
         if self._texts is not None:
             self._texts.on_finalized_text = lambda text, stream_end=False: write(text + "\n" * stream_end)  # type: ignore[misc]
         self._times: list[float] = []
@@ -238,23 +270,27 @@ class _Clock:
         return prompts * steps / (self._times[-1] - self._times[1]) if steps > 0 else None
 
 
-def _answer(model: Any, tokenizer: Any, inputs: Any, options: RunOptions, clock: _Clock) -> _Outputs:
+def _generation(codec: Codec, options: RunOptions) -> dict[str, Any]:
+    """The arguments of ``generate`` that options determine."""
+    sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
+    padding = {} if codec.tokenizer is None else {"pad_token_id": codec.tokenizer.pad_token_id}
+    return {"max_new_tokens": options.max_new_tokens, **sampling, **padding}
+
+
+def _answer(model: Any, codec: Codec, inputs: dict[str, Any], options: RunOptions, clock: _Clock) -> _Outputs:
     if model.can_generate():
         torch.manual_seed(options.seed)
-        drawn = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
-        tokens = model.generate(
-            **inputs, max_new_tokens=options.max_new_tokens, **drawn, streamer=clock,
-            pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
+        tokens = model.generate(**inputs, **_generation(codec, options), streamer=clock)
         prompt = 0 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-        return _Outputs(tokenizer.batch_decode(tokens[:, prompt:], skip_special_tokens=True), tokens)
+        return _Outputs(codec.decode(tokens[:, prompt:]), tokens)
     output = model(**inputs)
     if type(model).__name__.endswith("ForMaskedLM"):
-        return _Outputs(_fill(tokenizer, inputs, output.logits), output.logits)
+        ids = output.logits.argmax(-1)
+        return _Outputs(codec.decode(ids) if codec.tokenizer is None else _fill(codec.tokenizer, inputs, output.logits))
     if "last_hidden_state" in output:
         mask = inputs["attention_mask"].unsqueeze(-1)
         means = (output.last_hidden_state * mask).sum(1) / mask.sum(1)
-        return _Outputs([json.dumps([round(x, 6) for x in mean]) for mean in means.float().tolist()], means)
+        return _Outputs([json.dumps([round(x, 6) for x in mean]) for mean in means.float().tolist()])
     raise RunError(
         f"a {type(model).__name__} gives {', '.join(output.keys())}, and neither text nor embeddings: call it from "
         f"Python, as shardconv.load(...) gives it"
@@ -278,7 +314,7 @@ def _fill(tokenizer: Any, inputs: Any, logits: Any) -> list[str]:
 
 
 def _compare(
-    model: Any, inputs: Any, outputs: _Outputs, options: RunOptions, *, is_first: bool
+    model: Any, codec: Codec, inputs: Any, outputs: _Outputs, options: RunOptions, *, is_first: bool
 ) -> tuple[tuple[str, ...], float]:
     """How the unsplit model's numbers and greedy tokens differ; the first rank asks it, while the others wait."""
     given = dict(inputs)
@@ -296,7 +332,7 @@ def _compare(
         )
         plain = plain.to(model.device).eval()
         theirs = _numbers(plain(**given))
-        if "attention_mask" in given and ours.dim() == 3 and ours.shape[1] == given["attention_mask"].shape[1]:
+        if not model.config.is_encoder_decoder and ours.dim() == 3:
             is_there = given["attention_mask"].bool()
             ours, theirs = ours[is_there], theirs[is_there]  # what padding says nobody reads
         error = float((ours - theirs).abs().max() / theirs.abs().max())
@@ -304,7 +340,7 @@ def _compare(
         if not error <= _ALLOWED:
             found.append(f"logits differ by {error:.1e} of the largest; {_ALLOWED:.0e} are due to rounding")
         if model.can_generate() and not options.temperature:
-            expected = plain.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
+            expected = plain.generate(**inputs, **_generation(codec, options))
             if not torch.equal(expected, outputs.tokens):
                 width = min(expected.shape[1], outputs.tokens.shape[1])
                 same = (expected[:, :width] == outputs.tokens[:, :width]).all(0).long().cumprod(0).sum()
@@ -313,54 +349,19 @@ def _compare(
     return tuple(differences), error
 
 
-def _notes(model: Any, outputs: _Outputs) -> list[str]:
+def _notes(model: Any, outputs: _Outputs, *, is_unverified: bool) -> Iterator[str]:
+    if is_unverified:
+        yield "the rank files were not verified: the split checkpoint has no checksums"
     positions = getattr(model.config, "max_position_embeddings", None)
     if not model.can_generate() or model.config.is_encoder_decoder or not isinstance(positions, int):
-        return []
-    tokens = outputs.tokens.shape[1]
-    return [f"{tokens} tokens are more than the {positions} that the model is made for"] if tokens > positions else []
+        return
+    if (tokens := outputs.tokens.shape[1]) > positions:
+        yield f"{tokens} tokens are more than the {positions} that the model is made for"
 
 
 def _numbers(output: Any) -> torch.Tensor:
     found: torch.Tensor = output.logits if "logits" in output else output.last_hidden_state
     return found
-
-
-def _tokenizer(path: Path, *, is_trusted: bool) -> Any:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - an extra
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=is_trusted)
-    except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"{path}: has no tokenizer that can be read: {str(error).splitlines()[0]}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def _num_rows(model: Any) -> int | None:
-    """How many tokens a model has rows for, where they are in a table."""
-    return getattr(model.get_input_embeddings(), "num_embeddings", None)
-
-
-def _encode(tokenizer: Any, texts: list[str], num_rows: int | None) -> Any:
-    inputs = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1)
-    if not inputs["input_ids"].shape[1]:
-        raise RunError("a prompt is empty")
-    if num_rows is not None and (largest := int(inputs["input_ids"].max())) >= num_rows:
-        raise RunError(
-            f"the tokenizer makes token {largest} of a prompt, and the model has rows for {num_rows:,}: it is another's"
-        )
-    inputs.pop("token_type_ids", None)
-    return inputs
-
-
-def _as_chat(tokenizer: Any, prompt: str) -> str:
-    if not tokenizer.chat_template:
-        raise RunError("this checkpoint has no chat template: run it without --chat")
-    messages = [{"role": "user", "content": prompt}]
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return text
 
 
 def _everywhere(value: list[Any]) -> list[Any]:

@@ -1,0 +1,153 @@
+"""``shardconv run``: start the ranks, or be one of them, and print what the model gives."""
+
+import gc
+import json
+import os
+import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardconv.commands.options import PATH, common_options
+from shardconv.commands.words import counted
+from shardconv.console import Console, size
+from shardconv.errors import UsageError
+from shardconv.signals import ImportPhase, default_signals
+
+if TYPE_CHECKING:
+    from shardconv.runtime.run import RunOptions, RunReport
+
+
+@click.command()
+@click.argument("src", type=PATH, metavar="DIR")
+@click.option(
+    "--prompt", multiple=True, metavar="TEXT", help="What to go on with. Repeatable. [default: lines of stdin]"
+)
+@click.option(
+    "--token-ids", multiple=True, metavar="IDS", help='Token ids to continue instead of text: "1 2 3". Repeatable.'
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.0, help="0 takes the likeliest token. [default: 0]"
+)
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the tokens that are drawn.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda where there is one]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Of the values. [default: as they are stored]",
+)
+@click.option("--chat", is_flag=True, help="Put prompts into the model's chat template.")
+@click.option("--check", type=PATH, metavar="SRC", help="Compare with this unsplit checkpoint, in float32.")
+@click.option(
+    "--verify/--no-verify", default=True, show_default=True, help="Check each rank's file against its checksums first."
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings for its model.")
+@click.option(
+    "-q",
+    "--quiet",
+    is_flag=True,
+    help="Print the text only: no figures and no progress. Of several prompts, a JSON string on a line each.",
+)
+@common_options
+def run(
+    src: Path,
+    prompt: tuple[str, ...],
+    token_ids: tuple[str, ...],
+    *,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """Run the split checkpoint DIR, one process a rank: starts them, or joins them when torchrun did."""
+    gc.enable()
+    if token_ids and (prompt or options["chat"]):
+        raise UsageError(f"--token-ids replaces {'--prompt' if prompt else '--chat'}: give one of the two")
+    if options["check"] is not None and options["dtype"] not in {None, "float32"}:
+        raise UsageError(f"--check compares in float32 (got --dtype {options['dtype']}): leave out --dtype")
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        _run_rank(src, prompt, token_ids, Console(as_json=as_json, quiet=quiet), options)
+    else:
+        with ImportPhase():
+            from shardconv.runtime.launch import launch
+            from shardconv.runtime.run import check_run
+        prompts, given = _run_options(src, prompt, token_ids, options)
+        sys.exit(launch(sys.argv[1:], check_run(src, prompts, given)))
+
+
+def _run_options(
+    src: Path, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: dict[str, Any]
+) -> tuple[tuple[str, ...], "RunOptions"]:
+    """The prompts, if any are given, and the options; a check without tokenizer and prompt takes token ids."""
+    from shardconv.runtime.prompts import has_tokenizer
+    from shardconv.runtime.run import RunOptions
+
+    is_check = not prompt and options["check"] is not None and not options["chat"] and not has_tokenizer(src)
+    return prompt or token_ids, RunOptions(**options, token_ids=bool(token_ids) or is_check)
+
+
+def _run_rank(
+    src: Path, prompt: tuple[str, ...], token_ids: tuple[str, ...], console: Console, options: dict[str, Any]
+) -> None:
+    default_signals()  # a rank has nothing to clean up
+    from shardconv.runtime.launch import join, leave
+    from shardconv.runtime.run import check_prompts, check_run, run_rank
+
+    prompts, given = _run_options(src, prompt, token_ids, options)
+    check_run(src, prompts, given)
+    is_first = os.environ["RANK"] == "0"
+    if is_first and not prompts and not given.token_ids:
+        prompts = tuple(sys.stdin.read().splitlines())
+        check_prompts(prompts)
+    join()
+    progress = partial(console.progress, "load") if is_first else nullcontext
+    report = run_rank(src, prompts, given, console.stream, progress)
+    if is_first:
+        _show(report, console, is_text=not given.token_ids, temperature=given.temperature)
+    leave()
+    if report.differences:
+        sys.exit(3)
+
+
+def _show(report: "RunReport", console: Console, *, is_text: bool, temperature: float) -> None:
+    """Print all but the text of a single prompt, which was printed as it came."""
+    if is_text and len(report.outputs) == 1 and report.first_token_seconds is not None:
+        console.report(report, [])
+    else:
+        console.report(report, _answers(report), quiet_lines=_quiet_answers(report, is_text=is_text))
+    console.note(_figures(report))
+    console.warn([*report.notes, *(f"DIFFERENT  {line}" for line in report.differences or ())])
+    if report.differences == ():
+        console.note([_equal(report, temperature)])
+
+
+def _answers(report: "RunReport") -> list[str]:
+    if report.first_token_seconds is None or len(report.outputs) == 1:
+        return list(report.outputs)
+    return [f"> {prompt}\n{text}\n" for prompt, text in zip(report.prompts, report.outputs, strict=True)]
+
+
+def _quiet_answers(report: "RunReport", *, is_text: bool) -> list[str]:
+    """A line for each prompt; generated text, which may have several lines, as a JSON string."""
+    is_generated = is_text and report.first_token_seconds is not None
+    return [json.dumps(text, ensure_ascii=False) if is_generated else text for text in report.outputs]
+
+
+def _equal(report: "RunReport", temperature: float) -> str:
+    tokens = "" if report.first_token_seconds is None or temperature else ", and greedy tokens"
+    return f"equal to the unsplit model for this, in float32: numbers to {report.error:.0e} of the largest{tokens}"
+
+
+def _figures(report: "RunReport") -> list[str]:
+    memory = ", ".join(map(size, report.memory_bytes))
+    lines = [
+        f"{counted(report.tp, 'rank')} on {report.device}: {size(report.load_bytes)} a rank loaded in "
+        f"{report.load_seconds:.2f} s, {size(report.load_bytes / report.load_seconds)}/s; peak memory of each {memory}"
+    ]
+    if report.first_token_seconds is not None:
+        speed = f", then {report.tokens_per_second:.1f} tokens/s" if report.tokens_per_second else ""
+        lines.append(f"first token after {report.first_token_seconds:.3f} s{speed}")
+    return lines

@@ -1,0 +1,220 @@
+"""Prompts of a run: text or token ids, as a model takes them, and its tokens, as they are reported.
+
+Owns the tokenizer and what replaces it where prompts are token ids. Knows no command and no rank.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardconv.errors import RunError
+
+#: Files that a tokenizer is read from, of any kind.
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*.model", "*.tiktoken", "vocab*", "*vocab.*")
+_TOKENIZER_FILES = (*_VOCABULARY_FILES, "tokenizer_config.json")
+#: The number of token ids of a prompt that is made for a comparison.
+_NUM_IDS = 16
+_NEEDED = (
+    "copy the model's tokenizer files (tokenizer.json, tokenizer_config.json, ...) into the folder, or give token ids: "
+    '--token-ids "1 2 3". --check without a prompt needs no tokenizer.'
+)
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a folder has any file of a tokenizer."""
+    return any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES)
+
+
+def check_tokenizer(path: Path) -> None:
+    """Refuse text where a folder has no tokenizer.
+
+    Raises:
+        RunError: if it has none.
+    """
+    if not has_tokenizer(path):
+        raise RunError(f"{path}: does not have a tokenizer, which text needs: {_NEEDED}")
+
+
+class Codec(Protocol):
+    """How prompts become token ids, and tokens become what is reported."""
+
+    tokenizer: Any
+
+    def encode(self, prompts: Sequence[str], model: Any) -> dict[str, Tensor]:
+        """The inputs of a model: token ids and attention mask, (prompts, tokens)."""
+
+    def decode(self, tokens: Tensor) -> list[str]:
+        """What is reported for tokens (prompts, tokens)."""
+
+
+class TextCodec:
+    """Prompts are text.
+
+    Args:
+        path: the folder of the tokenizer.
+        is_trusted: whether code of the checkpoint may be run.
+        is_chat: whether prompts are put into the chat template.
+
+    Raises:
+        RunError: if the tokenizer cannot be loaded or does not have a chat template.
+    """
+
+    def __init__(self, path: Path, *, is_trusted: bool, is_chat: bool) -> None:
+        check_tokenizer(path)
+        self.tokenizer = _load_tokenizer(path, is_trusted=is_trusted)
+        self._is_chat = is_chat
+        if is_chat and not self.tokenizer.chat_template:
+            raise RunError(f"{path}: does not have a chat template: run it without --chat")
+
+    def encode(self, prompts: Sequence[str], model: Any) -> dict[str, Tensor]:
+        """See :class:`Codec`."""
+        texts = [self._as_chat(prompt) for prompt in prompts] if self._is_chat else list(prompts)
+        self.tokenizer.padding_side = padding_side(model)
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        if self.tokenizer.pad_token_id is None and len(texts) > 1:
+            raise RunError("the tokenizer does not have a token for padding: run one prompt at a time")
+        found = self.tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, return_attention_mask=True)
+        inputs = {"input_ids": found["input_ids"].long(), "attention_mask": found["attention_mask"]}
+        if not bool(inputs["attention_mask"].any(1).all()):
+            raise RunError("the tokenizer makes no token of a prompt: give a longer prompt")
+        rows, largest = num_rows(model), int(inputs["input_ids"].max())
+        if rows is not None and largest >= rows:
+            raise RunError(
+                f"the tokenizer makes token {largest} of a prompt, and the model's vocabulary has {rows:,}: this "
+                f"tokenizer belongs to another model"
+            )
+        return inputs
+
+    def decode(self, tokens: Tensor) -> list[str]:
+        """See :class:`Codec`."""
+        texts: list[str] = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return texts
+
+    def _as_chat(self, prompt: str) -> str:
+        messages = [{"role": "user", "content": prompt}]
+        try:
+            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            raise RunError(f"the chat template cannot be used: {one_line(error)}: run it without --chat") from error
+        return text
+
+
+class IdCodec:
+    """Prompts are token ids, as ``1 2 3``; so is what is reported."""
+
+    tokenizer = None
+
+    def encode(self, prompts: Sequence[str], model: Any) -> dict[str, Tensor]:
+        """See :class:`Codec`."""
+        rows = num_rows(model)
+        ids = [parse_ids(prompt) for prompt in prompts]
+        for number in (number for row in ids for number in row):
+            if rows is not None and number >= rows:
+                raise RunError(f"--token-ids: {number} is not in the model's vocabulary of {rows:,}")
+        width = max(map(len, ids))
+        is_left = padding_side(model) == "left"
+        padded = [_pad(row, [0] * (width - len(row)), is_left=is_left) for row in ids]
+        mask = [_pad([1] * len(row), [0] * (width - len(row)), is_left=is_left) for row in ids]
+        return {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
+
+    def decode(self, tokens: Tensor) -> list[str]:
+        """See :class:`Codec`."""
+        return [" ".join(map(str, row)) for row in tokens.tolist()]
+
+
+def parse_ids(text: str) -> list[int]:
+    """Token ids, separated by spaces or commas.
+
+    Raises:
+        RunError: if there is none or something else.
+    """
+    words = [word for word in re.split(r"[\s,]+", text) if word]
+    if not words or not all(word.isdecimal() for word in words):
+        raise RunError(f'--token-ids: got {text!r}, expected numbers, as in --token-ids "1 2 3"')
+    return [int(word) for word in words]
+
+
+def default_ids(model: Any) -> str:
+    """Token ids over the whole vocabulary, without special tokens; the same ones for a model each time."""
+    rows = num_rows(model)
+    if rows is None:
+        raise RunError(f"the vocabulary of a {type(model).__name__} is not known: give --token-ids")
+    special = set(_special_ids(model.config.to_dict()))
+    usable = [number for number in range(rows) if number not in special]
+    return " ".join(str(usable[place * (len(usable) - 1) // (_NUM_IDS - 1)]) for place in range(_NUM_IDS))
+
+
+def _special_ids(config: Mapping[str, Any]) -> Iterator[int]:
+    """The values of config fields that name tokens, nested configs included."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _special_ids(value)
+        elif "token" in str(name):
+            yield from (one for one in (value if isinstance(value, list) else [value]) if type(one) is int)
+
+
+def padding_side(model: Any) -> str:
+    """Left where text follows a prompt; right where positions are counted from the first token, padding or not."""
+    return "left" if model.can_generate() and not model.config.is_encoder_decoder else "right"
+
+
+def num_rows(model: Any) -> int | None:
+    """The size of a model's vocabulary, where its input embedding is a table."""
+    return getattr(model.get_input_embeddings(), "num_embeddings", None)
+
+
+def check_positions(model: Any, num_tokens: int, max_new_tokens: int) -> None:
+    """Refuse more tokens than a table of position embeddings has rows.
+
+    Args:
+        model: the model.
+        num_tokens: of the longest prompt.
+        max_new_tokens: that follow it.
+
+    Raises:
+        RunError: if a prompt is too long.
+    """
+    new = max_new_tokens if model.can_generate() else 0
+    for name, positions in _position_tables(model):
+        is_decoder = ".decoder." in f".{name}."
+        needed = (new if is_decoder else num_tokens) if model.config.is_encoder_decoder else num_tokens + new
+        if needed > positions:
+            room = positions if is_decoder and model.config.is_encoder_decoder else positions - num_tokens
+            remedy = f"use --max-new-tokens {room}" if 0 < room < new else "use a shorter prompt"
+            raise RunError(f"the model has {positions} positions ({name}), and this run needs up to {needed}: {remedy}")
+
+
+def _position_tables(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Names of tables of learned positions, and how many positions each has."""
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and (last == "wpe" or re.search(r"(^|_)pos(itions?)?(_|$)", last)):
+            before = getattr(module, "offset", 0) or (0 if module.padding_idx is None else module.padding_idx + 1)
+            yield name, module.num_embeddings - before
+
+
+def _pad(row: list[int], padding: list[int], *, is_left: bool) -> list[int]:
+    return [*padding, *row] if is_left else [*row, *padding]
+
+
+def one_line(error: BaseException) -> str:
+    """An error of another library in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _load_tokenizer(path: Path, *, is_trusted: bool) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - an extra
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=is_trusted)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise RunError(f"{path}: the tokenizer cannot be loaded: {_NEEDED} Got {one_line(error)}") from error
+    names = [str(name) for name in getattr(tokenizer, "vocab_files_names", {}).values()]
+    if names and not any(any(path.glob(pattern)) for pattern in (*_VOCABULARY_FILES, *names)):
+        raise RunError(f"{path}: the tokenizer has no vocabulary (expected one of {', '.join(names)}): {_NEEDED}")
+    return tokenizer
