@@ -78,7 +78,7 @@ def split(
             *warnings,
             *model_notes(checked),
         ],
-        quiet_warnings=warnings,
+        quiet_warnings=notes(report.assumed, {}),
     )
 
 
@@ -153,6 +153,7 @@ def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  #
         *notes((), report.left_out),
     ]
     warnings = [
+        *(f"{name}: is in the folder, and not part of this split checkpoint" for name in report.other_weights),
         *([] if report.has_checksums else ["there are no checksums: it was split with --no-checksums"]),
         *(f"DIFFERENT  {line}" for line in shown),
         *([f"... and {more} more (--json has all)"] if more > 0 else []),

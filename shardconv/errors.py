@@ -10,7 +10,8 @@
     └── RunError                  1   too few or too many processes, or a model that cannot be built, filled or run
         └── PeerError             1   another rank failed, and has said why
 
-A message is one text: what, which file, tensor and rank, got and expected, what to do.
+A message is one text: what, which file, tensor and rank, got and expected, what to do. :class:`PlanWarning` is the one
+warning: a model is loaded by a plan that rests on assumptions.
 """
 
 import re
@@ -50,6 +51,10 @@ class OutputError(ShardconvError):
 
 class RunError(ShardconvError):
     """A model cannot be run: the processes do not fit it, or it cannot be built or filled."""
+
+
+class PlanWarning(UserWarning):
+    """A model is loaded by a plan that rests on what was assumed, or on a user's rules, rather than on a family."""
 
 
 class PeerError(RunError):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardconv.checkpoint.copy import CopyJob, Progress, Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.fileio import Bytes, InputFiles
+from shardconv.checkpoint.formats import is_weights
 from shardconv.checkpoint.layout import lay_out_parts
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.paths import local_path
@@ -27,6 +28,7 @@ class VerifyReport:
         tp: number of ranks.
         num_tensors: number of tensors.
         num_bytes: bytes of all rank files; 0 where they cannot be read.
+        other_weights: files with weights in the folder that are not part of the split checkpoint.
         checked: what was checked to the end, in words.
         is_compared: whether every byte was compared with that of ``against``.
         has_checksums: whether there are checksums; without them a wrong byte shows only in copies and padding.
@@ -40,6 +42,7 @@ class VerifyReport:
     tp: int
     num_tensors: int
     num_bytes: int
+    other_weights: tuple[str, ...]
     checked: tuple[str, ...]
     is_compared: bool
     has_checksums: bool
@@ -106,6 +109,7 @@ def verify(
         tp=manifest.tp,
         num_tensors=len(manifest.tensors),
         num_bytes=num_bytes,
+        other_weights=_other_weights(manifest, folder),
         checked=tuple(checked),
         is_compared=is_compared,
         has_checksums=manifest.checksums is not None,
@@ -113,6 +117,11 @@ def verify(
         left_out={} if source is None else source.left_out,
         seconds=time.perf_counter() - began,
     )
+
+
+def _other_weights(manifest: Manifest, folder: Path) -> tuple[str, ...]:
+    own = {path.name for path in manifest.rank_paths(folder)}
+    return tuple(sorted(path.name for path in folder.iterdir() if is_weights(path.name) and path.name not in own))
 
 
 def verify_rank(manifest: Manifest, folder: Path, rank: int, progress: Progress | None = None) -> None:

@@ -68,8 +68,8 @@ def plan(
         _prove(src, console, plan=plan or "auto", check_model=check_model is not False, **options)
         return
     report = report_plan(src, plan=plan or "auto", **options)
-    warnings = notes(report.assumed, report.left_out)
-    console.report(report, _plan_lines(report, [*warnings, *model_notes(checked)]), quiet_warnings=warnings)
+    found = [*notes(report.assumed, report.left_out), *model_notes(checked)]
+    console.report(report, _plan_lines(report, found), quiet_warnings=notes(report.assumed, {}))
     if report.tp is not None:
         console.table(
             ("tensor", "count", "dtype", "shape", "shard", "placement", "why"), _plan_rows(report, show_all=show_all)

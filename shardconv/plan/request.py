@@ -119,6 +119,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         assumed.append(
             "planned by transformers' own plan for the type; shardconv plan --prove tells whether it is right"
         )
+    before = family
     if user is not None:
         assumed.append(f"the rules of {user.name} come first; shardconv plan --prove tells whether they are right")
         family = replace(user, name=family.name, rules=_wanted(user.rules, request)).over(family)
@@ -129,7 +130,17 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         rules = _wanted(map(_replicated, request.replicate), request)
         family = Family(family.name, rules=rules).over(family)
     rules_found = rules_for(family, config, experts=request.experts, uncertain=unsure)
-    return Resolution(Resolver(tensors, rules_found), tuple(assumed))
+    resolver = Resolver(tensors, rules_found)
+    if user is not None and (replaced := resolver.replaced(rules_for(before, config))):
+        assumed.append(_replacements(user.name, replaced))
+    return Resolution(resolver, tuple(assumed))
+
+
+def _replacements(plan_file: str, replaced: Mapping[str, tuple[str, str]]) -> str:
+    """The sentence on what a plan file gives another style than the family does."""
+    shown = [f"{name} ({ours} instead of {old})" for name, (old, ours) in list(replaced.items())[:3]]
+    more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
+    return f"{plan_file} replaces rules of the family for {len(replaced)} tensors: {', '.join(shown)}{more}"
 
 
 def _wanted(rules: Iterable[Rule], request: PlanRequest) -> tuple[Rule, ...]:

@@ -105,6 +105,16 @@ class Resolver:
             if rule.by_user and not rule.optional and rule not in used:
                 raise PlanError(f"rule {rule.pattern!r} matches no tensor of this checkpoint: correct or remove it")
 
+    def replaced(self, family: RuleSet) -> dict[str, tuple[str, str]]:
+        """Tensors that a user's rule gives another style than the family: name to the family's style and the user's."""
+        ruled, matcher = _matcher(family)
+        found = {}
+        for name, question in self._questions.items():
+            match = matcher.match(name) if question.rule.by_user else None
+            if match is not None and (style := ruled[match.place][0].style) != question.rule.style:
+                found[name] = (style, question.rule.style)
+        return found
+
     def plan(self, tp: int, *, assumed: tuple[str, ...] = ()) -> Plan:
         """The plan for ``tp`` ranks.
 
@@ -296,9 +306,15 @@ SCALAR = Rule("(one element or none)", "replicate", origin="any model")
 _ELEMENTS_PER_GROUP = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
 
 
-def _ask(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str, _Question]:
+def _matcher(rules: RuleSet) -> tuple[list[tuple[Rule, Scope]], Matcher]:
+    """The rules that apply, each with its scope, and what finds the place of a tensor's rule among them."""
     ruled = [(rule, scope) for scope in rules.scopes for rule in scope.rules()]
-    matcher = Matcher([(f"{scope.at}.{rule.pattern}", scope.regex(rule.pattern)) for rule, scope in ruled])
+    patterns = [(f"{scope.at}.{rule.pattern}", scope.regex(rule.pattern)) for rule, scope in ruled]
+    return ruled, Matcher(patterns)
+
+
+def _ask(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str, _Question]:
+    ruled, matcher = _matcher(rules)
     alone = (SCALAR, rules.scopes[0])
     questions: dict[str, _Question] = {}
     uncovered: list[str] = []

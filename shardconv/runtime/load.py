@@ -6,6 +6,7 @@ names in memory; only the conversion comes in between, when the model is built a
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from shardconv.distributed.groups import has_groups
 from shardconv.errors import (
     PeerError,
     PlanError,
+    PlanWarning,
     RunError,
     ShardconvError,
     SourceError,
@@ -75,8 +77,12 @@ def load(
         The model, converted, in eval mode; with full logits on every rank.
 
     Raises:
-        RunError: if there are not as many processes as ranks, or the model cannot be built or filled; on all ranks.
+        RunError: if there are not as many processes as ranks, the model cannot be built, a parameter has no tensor, or
+            a tensor no parameter; on all ranks.
         SplitCheckpointError: if the checkpoint or the rank's file cannot be used; on all ranks.
+
+    Warns:
+        PlanWarning: if the plan rests on assumptions, or on rules of a plan file; on the first rank.
 
     Example:
         >>> model = shardconv.load("llama-tp2")  # doctest: +SKIP
@@ -108,6 +114,8 @@ def load(
         return built
 
     loaded = _agreed(axis, fill)
+    if plan.assumed and axis.rank == 0:
+        warnings.warn(f"{folder}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
     for module in loaded.modules():
         if isinstance(module, ParallelModule):
             module.describe_parameters()
@@ -291,7 +299,12 @@ def _from_transformers(
 
     converted: Any = type(plain.__name__, (plain,), {"__module__": plain.__module__, "__init__": build})
     model, report = converted.from_pretrained(
-        None, config=config, state_dict=tensors, dtype=dtype or "auto", output_loading_info=True
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=dtype or "auto",
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # which check_report refuses, by name
     )
     check_report(report, plain.__name__, folder)
     finish(model, axis)

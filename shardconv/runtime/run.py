@@ -8,6 +8,7 @@ import json
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ import torch.distributed as dist
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.manifest import read_manifest
 from shardconv.checkpoint.paths import hub_hint
-from shardconv.errors import RunError, SplitCheckpointError, is_lost
+from shardconv.errors import PlanWarning, RunError, ShardconvError, SplitCheckpointError, is_lost
 from shardconv.runtime.device import rank_device
-from shardconv.runtime.load import check_config, load
+from shardconv.runtime.load import check_config, check_report, load
 from shardconv.runtime.prompts import (
     Codec,
     IdCodec,
@@ -158,13 +159,16 @@ def run_rank(
     from transformers import logging  # noqa: PLC0415 - an extra
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if not is_first:
+        logging.set_verbosity_error()  # the first rank prints transformers' warnings
     manifest = read_manifest(path)
     trusted = options.trust_remote_code
     codec: Codec = IdCodec() if options.token_ids else TextCodec(path, is_trusted=trusted, is_chat=options.chat)
     began = time.perf_counter()
     dtype = "float32" if options.check is not None else options.dtype
-    with progress() as show:
+    with progress() as show, warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)  # among the notes
         model = load(
             path,
             device=options.device,
@@ -174,9 +178,8 @@ def run_rank(
             progress=show,
         )
     load_seconds = time.perf_counter() - began
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
     prompts = _everywhere([prompt for prompt in prompts if prompt.strip()])
-    notes = []
+    notes = [f"assumed: {sentence}" for sentence in manifest.plan.assumed]
     if not prompts and options.token_ids and options.check is not None:
         prompts = [default_ids(model)]
         notes.append("without a tokenizer and a prompt, the models are compared on token ids over the whole vocabulary")
@@ -280,10 +283,13 @@ def _generation(codec: Codec, options: RunOptions) -> dict[str, Any]:
 def _answer(model: Any, codec: Codec, inputs: dict[str, Any], options: RunOptions, clock: _Clock) -> _Outputs:
     if model.can_generate():
         torch.manual_seed(options.seed)
-        tokens = model.generate(**inputs, **_generation(codec, options), streamer=clock)
+        tokens = model.generate(
+            **inputs, **_generation(codec, options), streamer=clock, logits_processor=[_refuse_nan_scores]
+        )
         prompt = 0 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
         return _Outputs(codec.decode(tokens[:, prompt:]), tokens)
     output = model(**inputs)
+    refuse_nan(_numbers(output))
     if type(model).__name__.endswith("ForMaskedLM"):
         ids = output.logits.argmax(-1)
         return _Outputs(codec.decode(ids) if codec.tokenizer is None else _fill(codec.tokenizer, inputs, output.logits))
@@ -295,6 +301,25 @@ def _answer(model: Any, codec: Codec, inputs: dict[str, Any], options: RunOption
         f"a {type(model).__name__} gives {', '.join(output.keys())}, and neither text nor embeddings: call it from "
         f"Python, as shardconv.load(...) gives it"
     )
+
+
+def _refuse_nan_scores(_: Any, scores: torch.Tensor) -> torch.Tensor:
+    """A logits processor of transformers that passes scores (prompts, vocabulary) on as they are."""
+    refuse_nan(scores)
+    return scores
+
+
+def refuse_nan(numbers: torch.Tensor) -> None:
+    """Refuse outputs that are not numbers, of which tokens would be chosen all the same.
+
+    Raises:
+        RunError: if one is NaN.
+    """
+    if numbers.isnan().any():
+        raise RunError(
+            "the outputs of the model are NaN: a tensor of the checkpoint holds NaN, or its dtype overflows. Compare "
+            "with the source by shardconv verify --against SRC, or run in --dtype float32"
+        )
 
 
 def _fill(tokenizer: Any, inputs: Any, logits: Any) -> list[str]:
@@ -315,7 +340,7 @@ def _fill(tokenizer: Any, inputs: Any, logits: Any) -> list[str]:
 
 def _compare(
     model: Any, codec: Codec, inputs: Any, outputs: _Outputs, options: RunOptions, *, is_first: bool
-) -> tuple[tuple[str, ...], float]:
+) -> tuple[tuple[str, ...], float | None]:
     """How the unsplit model's numbers and greedy tokens differ; the first rank asks it, while the others wait."""
     given = dict(inputs)
     if model.can_generate() and model.config.is_encoder_decoder:
@@ -325,28 +350,45 @@ def _compare(
         mask = torch.nn.functional.pad(given["attention_mask"], (0, new), value=1)
         given = {"input_ids": outputs.tokens, "attention_mask": mask}
     ours = _numbers(model(**given))
-    found: list[Any] = [0.0]
+    found: list[Any] = [None]
     if is_first:
-        plain = model.plain_class.from_pretrained(
-            options.check, dtype=torch.float32, trust_remote_code=options.trust_remote_code
-        )
-        plain = plain.to(model.device).eval()
-        theirs = _numbers(plain(**given))
-        if not model.config.is_encoder_decoder and ours.dim() == 3:
-            is_there = given["attention_mask"].bool()
-            ours, theirs = ours[is_there], theirs[is_there]  # what padding says nobody reads
-        error = float((ours - theirs).abs().max() / theirs.abs().max())
-        found = [error]
-        if not error <= _ALLOWED:
-            found.append(f"logits differ by {error:.1e} of the largest; {_ALLOWED:.0e} are due to rounding")
-        if model.can_generate() and not options.temperature:
-            expected = plain.generate(**inputs, **_generation(codec, options))
-            if not torch.equal(expected, outputs.tokens):
-                width = min(expected.shape[1], outputs.tokens.shape[1])
-                same = (expected[:, :width] == outputs.tokens[:, :width]).all(0).long().cumprod(0).sum()
-                found.append(f"greedy tokens differ from token {int(same)} on")
+        try:
+            found = _differences(model, codec, inputs, given, ours, outputs, options)
+        except ShardconvError as problem:  # the other ranks wait for the result
+            found = [None, str(problem)]
     error, *differences = _everywhere(found)
     return tuple(differences), error
+
+
+def _differences(
+    model: Any, codec: Codec, inputs: Any, given: Any, ours: Any, outputs: _Outputs, options: RunOptions
+) -> list[Any]:
+    """The largest error of the numbers, and in words how they and the greedy tokens differ."""
+    plain, report = model.plain_class.from_pretrained(
+        options.check,
+        dtype=torch.float32,
+        trust_remote_code=options.trust_remote_code,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    assert options.check is not None
+    check_report(report, type(plain).__name__, options.check)
+    plain = plain.to(model.device).eval()
+    theirs = _numbers(plain(**given))
+    if not model.config.is_encoder_decoder and ours.dim() == 3:
+        is_there = given["attention_mask"].bool()
+        ours, theirs = ours[is_there], theirs[is_there]  # what padding says nobody reads
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    found: list[Any] = [error]
+    if not error <= _ALLOWED:
+        found.append(f"logits differ by {error:.1e} of the largest; {_ALLOWED:.0e} are due to rounding")
+    if model.can_generate() and not options.temperature:
+        expected = plain.generate(**inputs, **_generation(codec, options))
+        if not torch.equal(expected, outputs.tokens):
+            width = min(expected.shape[1], outputs.tokens.shape[1])
+            same = (expected[:, :width] == outputs.tokens[:, :width]).all(0).long().cumprod(0).sum()
+            found.append(f"greedy tokens differ from token {int(same)} on")
+    return found
 
 
 def _notes(model: Any, outputs: _Outputs, *, is_unverified: bool) -> Iterator[str]:
