@@ -22,7 +22,7 @@ from shardconv.plan.family_file import parse_plan_file
 from shardconv.plan.foreign import FOREIGN, foreign_family
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import Reference, _difference, write_reference
-from shardconv.proof.prove import REFERENCE, _model_to_try, small_model
+from shardconv.proof.prove import REFERENCE, _heads_for, _model_to_try, _skipped, small_model
 from shardconv.proof.small import default_config
 
 CAUSAL = "causal language models"
@@ -132,7 +132,50 @@ def test_what_cannot_be_proven(tmp_path):
         shardconv.prove(source)
     report = shardconv.prove(DEMO, tps=(3,))
     assert (report.is_proven, report.proofs) == (False, ())
-    assert "tp 3: " in report.skipped[0]
+    assert report.skipped[0].startswith(f"tp 3: {DEMO} cannot be sharded for it: ")
+    assert "Use --tp 1, 2, 4, 8" in report.skipped[0]
+
+
+@pytest.mark.parametrize("option", ["--prove", "--propose"])
+def test_a_bare_file_needs_a_config(tmp_path, option):
+    bare = shutil.copyfile(DEMO / "model.safetensors", tmp_path / "bare.safetensors")
+    result = call("plan", bare, option)
+    said = "a proof builds a small model from config.json, and this source does not have one: pass --config FILE"
+    assert (result.code, result.err) == (1, f"shardconv: {bare}: {said}\n")
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "kv_heads"), [(1, 4, 2), (2, 4, 2), (4, 4, 2), (3, 6, 3), (8, 8, 4), (16, 16, 8)]
+)
+def test_a_small_model_has_heads_for_a_tp(tp, heads, kv_heads):
+    """Of the same size as else; where no field says it, the model is wider."""
+    count = _heads_for([tp])
+    config = json.loads((DEMO / "config.json").read_text())
+    attention = small_model(config, has_real_heads=True, heads=count).model.layers[0].self_attn
+    width = 96 if tp == 3 else 64  # which the number of heads has to divide
+    assert attention.q_proj.weight.shape == (heads * 32, width)
+    assert attention.k_proj.weight.shape == (kv_heads * 32, width)
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32 * 32, "n_head": 32}
+    model = small_model(config, has_real_heads=True, heads=count)
+    assert (model.config.n_head, model.config.n_embd) == (heads, heads * 32)
+
+
+def test_a_tp_of_more_ranks_than_a_small_model_usually_has_heads():
+    result = run("plan", DEMO, "--prove", "--tp", "8", "-q", "--json")
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    assert [(proof["tp"], proof["output"] < 1e-4) for proof in report["proofs"]] == [(8, True)]
+    assert (report["is_proven"], report["skipped"]) == (True, [])
+
+
+def test_a_plan_file_is_blamed_only_where_there_is_one():
+    blame = "If the plan file has numbers of the large model, write fields of its config instead."
+    skipped = _skipped("SRC", {3: "no"}, {7: "reason."}, has_plan_file=False)
+    assert list(skipped) == [
+        "tp 3: SRC cannot be sharded for it: no",
+        "tp 7: the small model cannot be sharded for it, though SRC may be: reason.",
+    ]
+    assert next(_skipped("SRC", {}, {7: "reason."}, has_plan_file=True)).endswith(f"reason. {blame}")
 
 
 #: Attention by heads; a state space model, whose layers give whole outputs; experts; fused and interleaved projections.

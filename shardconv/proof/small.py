@@ -94,8 +94,12 @@ def with_heads(config: Mapping[str, Any], heads: int) -> dict[str, Any]:
         heads: instead of :data:`HEADS`; whatever is counted like heads is multiplied accordingly.
     """
     scaled = ["num_attention_heads", "num_key_value_heads"]
-    if not any(type(config.get(name)) is int for name in _HEAD_FIELDS):
-        scaled.append("hidden_size")  # of which a head is a part
+    widths = [value for name, value in config.items() if type(value) is int and _is_like(name, "hidden_size")]
+    has_head_size = any(type(config.get(name)) is int for name in _HEAD_FIELDS)
+    if not has_head_size or any(
+        width % heads for width in widths
+    ):  # a head is a part of the width, or has to divide it
+        scaled.append("hidden_size")
     fields: dict[str, Any] = {}
     for name, value in config.items():
         if _is_config(name, value):
