@@ -26,7 +26,7 @@ from shardconv.commands.plan import check_source
 from shardconv.commands.plan import plan as plan_command
 from shardconv.commands.run import run as run_command
 from shardconv.commands.words import counted, dry_run_notes, model_notes, notes, rate, sizes
-from shardconv.console import Console, describe, show_error, size
+from shardconv.console import Console, describe, open_streams, show_error, size
 from shardconv.parent import PARENT, end_with_parent
 from shardconv.signals import Terminated, default_signals, ignore_signals, raise_on_signals
 
@@ -214,6 +214,7 @@ def main() -> NoReturn:
     else:
         raise_on_signals()
     end_with_parent()
+    open_streams()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's linear algebra would start threads that nobody uses
     gc.disable()  # headers and plans are many objects and no cycles; looking for some takes as long as the plan itself
     code: Any = 0

@@ -6,11 +6,12 @@ code. Style goes through rich, which is imported only where a terminal shows it.
 
 import dataclasses
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import click
@@ -22,6 +23,15 @@ from shardconv.signals import Terminated, message
 _LINE_SECONDS = 10.0
 
 Progress = Callable[[int, int], None]
+
+
+def open_streams() -> None:
+    """Open the null device for each standard stream that is closed, so that no other file takes its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)  # noqa: FBT003 - it has no name; for the processes of a run
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 
 class Console:
@@ -164,7 +174,8 @@ def show_error(error: BaseException, *, as_json: bool) -> int:
     """Print one message for an exception, with ``as_json`` an object, too; gives the exit code that goes with it."""
     message, code = describe(error)
     if as_json:
-        click.echo(json.dumps({"error": message, "exit_code": code}))
+        with suppress(OSError):  # the error may be that stdout cannot be written; it is on stderr, too
+            click.echo(json.dumps({"error": message, "exit_code": code}))
     if message:
         click.echo(f"shardconv: {message}", err=True)
     return code

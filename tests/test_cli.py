@@ -358,6 +358,27 @@ def test_closed_pipe(commands, options):
     assert "Exception ignored" not in err
 
 
+@each_command
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_closed_stream(commands, tmp_path, command, number):
+    """As after ``>&-``: it is as if it were the null device, and no file takes its number."""
+    patch = (
+        f"import os; os.close({number}); os.execv(sys.executable, [sys.executable, '-m', 'shardconv', *sys.argv[1:]])"
+    )
+    result = finish(start(*commands[command], patch=f"import sys; {patch}"))
+    assert result.code == 0, result
+    assert "internal error" not in result.err
+    assert ("12 tensors" in result.out) == (number != 1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_result_that_cannot_be_written(commands, options):
+    with Path("/dev/full").open("w") as full:
+        result = run(*commands["verify"], *options, stdout=full)
+    assert (result.code, result.err) == (1, "shardconv: No space left on device\n")
+
+
 def test_as_a_module_and_as_a_script(commands, made):
     for patch in ("", "pass"):
         result = finish(start("verify", made / "tiny-tp2", patch=patch))

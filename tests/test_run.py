@@ -18,9 +18,9 @@ from command import ENVIRONMENT, call, finish, run, start
 import shardconv
 from shardconv.commands.run import _show
 from shardconv.console import Console
-from shardconv.errors import RunError
+from shardconv.errors import RunError, ShardconvError
 from shardconv.runtime.launch import RENDEZVOUS
-from shardconv.runtime.run import RunOptions, _plan_file_is_told, run_rank
+from shardconv.runtime.run import RunOptions, _plan_file_is_told, check_run, run_rank
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
 PROMPT = "The import statement"
@@ -63,6 +63,12 @@ def plain_texts(*prompts):
 def rank_report(path, prompt, **options):
     """What one rank by itself says, in this process."""
     return run_rank(path, [prompt], RunOptions(device="cpu", **options), lambda _: None)
+
+
+def checked_and_run(path, options):
+    """What one rank by itself says after the checks before it."""
+    check_run(path, [PROMPT], options)
+    return run_rank(path, [PROMPT], options, lambda _: None)
 
 
 def write_bert(folder, auto):
@@ -299,6 +305,78 @@ def test_what_is_wrong_before_anything_starts(split, tmp_path):
         result = call("run", split, "--device", "cpu", *options)
         assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
         assert said in result.err
+
+
+def test_prompts_that_are_not_text(single):
+    result = call("run", single, "--device", "cpu", "--prompt", "caf\udce9")
+    assert (result.code, result.err) == (1, "shardconv: prompt 1 is not UTF-8: convert it\n")
+    command = [sys.executable, "-m", "shardconv", "run", str(single), "--device", "cpu"]
+    for given, said in (
+        (b"a list\ncaf\xe9\n", "prompt 2 is not UTF-8: convert it"),
+        (b"\n", "there is no prompt: give "),
+    ):
+        result = subprocess.run(command, input=given, capture_output=True, check=False, timeout=100, env=ENVIRONMENT)
+        assert (result.returncode, said in result.stderr.decode()) == (1, True), result.stderr
+
+
+@pytest.mark.parametrize(("file", "text", "said"), [
+    ("config.json", "{", "is not JSON"),
+    ("config.json", "[]", "JSON object"),
+    ("config.json", None, "differs from the config that was split, in num_hidden_layers: restore it"),
+    ("generation_config.json", "[]", "generation_config.json cannot be read"),
+    ("chat_template.jinja", "{% for %}", "the chat template cannot be used: TemplateSyntaxError"),
+])  # fmt: skip
+def test_damaged_files(single, tmp_path, file, text, said):
+    folder = shutil.copytree(single, tmp_path / "split")
+    if text is None:  # which would load, and give nonsense
+        text = json.dumps({**json.loads((folder / file).read_text()), "num_hidden_layers": 2})
+    (folder / file).write_text(text)
+    options = RunOptions(device="cpu", chat=file == "chat_template.jinja", max_new_tokens=2)
+    with pytest.raises(ShardconvError, match=said):
+        checked_and_run(folder, options)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"architectures": None}, r"config.json names no model class of transformers \S+ \(got architectures None"),
+    ({"architectures": ["LlamaConfig"]}, r"names no model class .*got architectures \['LlamaConfig'\]"),
+    ({"model_type": "nosuch"}, r"cannot read config.json \(model type 'nosuch'\): ValueError: [^\n]+$"),
+    ({"hidden_act": "nosuch"}, "a LlamaForCausalLM cannot be built from config.json: KeyError: 'nosuch'"),
+])  # fmt: skip
+def test_configs_that_no_model_is_built_from(tmp_path, change, said):
+    source = shutil.copytree(DEMO, tmp_path / "source")
+    (source / "config.json").write_text(json.dumps({**json.loads((source / "config.json").read_text()), **change}))
+    shardconv.split(source, tmp_path / "split", tp=1)
+    with pytest.raises(RunError, match=said):
+        rank_report(tmp_path / "split", PROMPT)
+
+
+def test_generation_is_greedy_whatever_generation_config_says(single, tmp_path):
+    """Beam search would not be, and could not be printed as it comes."""
+    folder = shutil.copytree(single, tmp_path / "split")
+    (folder / "generation_config.json").write_text('{"num_beams": 3}')
+    assert list(rank_report(folder, PROMPT, max_new_tokens=TOKENS).outputs) == plain_texts(PROMPT)
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    ("model.safetensors", "cannot be loaded as a LlamaForCausalLM: "),
+    ("config.json", "does not have a config.json: give the folder of"),
+])  # fmt: skip
+def test_a_check_against_what_is_not_complete(single, tmp_path, damage, said):
+    source = shutil.copytree(DEMO, tmp_path / "source")
+    (source / damage).unlink()
+    options = RunOptions(device="cpu", check=source, max_new_tokens=2)
+    with pytest.raises(RunError, match=f"--check {source}: {said}"):
+        checked_and_run(single, options)
+
+
+def test_a_model_that_reads_no_text(tmp_path):
+    from transformers import ViTConfig, ViTForImageClassification  # noqa: PLC0415
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=8)).save_pretrained(tmp_path / "vit")
+    shardconv.split(tmp_path / "vit", tmp_path / "split", tp=1)
+    with pytest.raises(RunError, match="a ViTForImageClassification reads pixel_values and not text"):
+        rank_report(tmp_path / "split", "1 2", token_ids=True)
 
 
 def test_several_prompts_are_told_apart(single):

@@ -100,7 +100,7 @@ def _run_rank(
     check_run(src, prompts, given)
     is_first = os.environ["RANK"] == "0"
     if is_first and not prompts and not given.token_ids:
-        prompts = tuple(sys.stdin.read().splitlines())
+        prompts = tuple(sys.stdin.buffer.read().decode("utf-8", "surrogateescape").splitlines())
         check_prompts(prompts)
     join()
     progress = partial(console.progress, "load") if is_first else nullcontext

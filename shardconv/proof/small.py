@@ -96,9 +96,7 @@ def with_heads(config: Mapping[str, Any], heads: int) -> dict[str, Any]:
     scaled = ["num_attention_heads", "num_key_value_heads"]
     widths = [value for name, value in config.items() if type(value) is int and _is_like(name, "hidden_size")]
     has_head_size = any(type(config.get(name)) is int for name in _HEAD_FIELDS)
-    if not has_head_size or any(
-        width % heads for width in widths
-    ):  # a head is a part of the width, or has to divide it
+    if not has_head_size or any(width % heads for width in widths):  # a part of the width, or a divisor
         scaled.append("hidden_size")
     fields: dict[str, Any] = {}
     for name, value in config.items():

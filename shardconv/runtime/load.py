@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.formats import CONFIG_NAME
+from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.paths import leads_out, local_path
 from shardconv.checkpoint.planning import StrPath
@@ -259,16 +260,28 @@ def _from_maker(
     return model
 
 
-def check_config(folder: Path) -> None:
-    """Refuse to build a model without a config.json.
+def check_config(folder: Path, split: Mapping[str, Any] | None) -> None:
+    """Refuse to build a model without a config.json, or by another one than the checkpoint was split with.
+
+    Args:
+        folder: the split checkpoint.
+        split: the config in its manifest.
 
     Raises:
         RunError: if there is none.
+        SplitCheckpointError: if it is another: shards may not fit it, and nothing else would show that.
     """
-    if not (folder / CONFIG_NAME).is_file():
+    path = folder / CONFIG_NAME
+    if not path.is_file():
         raise RunError(
             f"{folder}: does not have a config.json, which names the model's class: split the source again with "
             f"shardconv split SRC --config FILE, or load it into your own module with shardconv.load(DIR, model=...)"
+        )
+    found, known = read_json(path), split or {}
+    if different := [name for name in sorted({*found, *known}) if found.get(name) != known.get(name)]:
+        raise SplitCheckpointError(
+            f"{path}: differs from the config that was split, in {', '.join(different[:5])}: restore it, or split the "
+            f"source again"
         )
 
 
@@ -283,7 +296,7 @@ def _from_transformers(
     dtype: torch.dtype | None,
 ) -> nn.Module:
     """The model of the class that the config names, filled by transformers itself."""
-    check_config(folder)
+    check_config(folder, manifest.config)
     try:
         import transformers  # noqa: PLC0415 - an extra
     except ImportError as error:
@@ -298,18 +311,29 @@ def _from_transformers(
         convert(self)
 
     converted: Any = type(plain.__name__, (plain,), {"__module__": plain.__module__, "__init__": build})
-    model, report = converted.from_pretrained(
-        None,
-        config=config,
-        state_dict=tensors,
-        dtype=dtype or "auto",
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # which check_report refuses, by name
-    )
+    try:
+        model, report = converted.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # which check_report refuses, by name
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{folder}: a {plain.__name__} cannot be built from config.json: {type(error).__name__}: {error}"
+        ) from error
     check_report(report, plain.__name__, folder)
     finish(model, axis)
     if (folder / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        try:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        except Exception as error:
+            raise RunError(
+                f"{folder}: generation_config.json cannot be read ({type(error).__name__}: {error}): correct it, or "
+                f"remove it"
+            ) from error
     return model
 
 
@@ -356,12 +380,21 @@ def _model_class(transformers: Any, folder: Path, known: Mapping[str, Any], *, i
             f"{folder}: its model is code of its own, {', '.join(map(str, known['auto_map'].values()))}: read it, and "
             f"if you trust it, use --trust-remote-code (trust_remote_code=True)"
         )
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=is_trusted)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=is_trusted)
+    except Exception as error:
+        raise RunError(
+            f"{folder}: transformers {transformers.__version__} cannot read config.json (model type "
+            f"{known.get('model_type')!r}): {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
     if own and is_trusted:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module  # noqa: PLC0415 - an extra
 
         return config, get_class_from_dynamic_module(own[0], folder)
-    plain = getattr(transformers, names[0], None) if names else None
-    if plain is None:
-        raise RunError(f"{folder}: its config names the architecture {names or None}, which transformers does not have")
+    plain = getattr(transformers, names[0], None) if isinstance(names, list) and names else None
+    if not hasattr(plain, "config_class"):
+        raise RunError(
+            f"{folder}: config.json names no model class of transformers {transformers.__version__} (got architectures "
+            f'{names or None!r}, expected one as in ["LlamaForCausalLM"]): correct it in the source, and split it again'
+        )
     return config, plain

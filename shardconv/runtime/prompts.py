@@ -163,6 +163,18 @@ def padding_side(model: Any) -> str:
     return "left" if model.can_generate() and not model.config.is_encoder_decoder else "right"
 
 
+def check_input(model: Any) -> None:
+    """Refuse a model that does not read text.
+
+    Raises:
+        RunError: if its main input is another.
+    """
+    if (name := model.main_input_name) != "input_ids":
+        raise RunError(
+            f"a {type(model).__name__} reads {name} and not text: call it from Python, as shardconv.load(...) gives it"
+        )
+
+
 def num_rows(model: Any) -> int | None:
     """The size of a model's vocabulary, where its input embedding is a table."""
     return getattr(model.get_input_embeddings(), "num_embeddings", None)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardconv.checkpoint.copy import Progress
+from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.manifest import read_manifest
 from shardconv.checkpoint.paths import hub_hint
 from shardconv.errors import PlanWarning, RunError, ShardconvError, SplitCheckpointError, is_lost
@@ -28,9 +29,11 @@ from shardconv.runtime.prompts import (
     Codec,
     IdCodec,
     TextCodec,
+    check_input,
     check_positions,
     check_tokenizer,
     default_ids,
+    one_line,
     parse_ids,
 )
 
@@ -115,17 +118,23 @@ def check_run(path: Path, prompts: Sequence[str], options: RunOptions) -> int:
         ShardconvError: if something is missing.
     """
     manifest = read_manifest(path)
-    check_config(path)
+    check_config(path, manifest.config)
     if not options.token_ids:
         check_tokenizer(path)
     for prompt in prompts if options.token_ids else ():
         parse_ids(prompt)
     if prompts and not any(prompt.strip() for prompt in prompts):
         raise RunError("--prompt is empty: give it some text, or leave it out and give a line of stdin each")
+    if prompts:
+        check_prompts(prompts)
     if options.check is not None and not options.check.is_dir():
         raise RunError(
             f"{options.check}: there is no such folder; --check takes that of the unsplit checkpoint"
             f"{hub_hint(options.check)}"
+        )
+    if options.check is not None and not (options.check / CONFIG_NAME).is_file():
+        raise RunError(
+            f"--check {options.check}: does not have a config.json: give the folder of the unsplit checkpoint"
         )
     if missing := next((file for file in manifest.rank_paths(path) if not file.exists()), None):
         raise SplitCheckpointError(f"{missing}: is missing")
@@ -178,6 +187,7 @@ def run_rank(
             progress=show,
         )
     load_seconds = time.perf_counter() - began
+    check_input(model)
     prompts = _everywhere([prompt for prompt in prompts if prompt.strip()])
     notes = [f"assumed: {sentence}" for sentence in manifest.plan.assumed]
     if not prompts and options.token_ids and options.check is not None:
@@ -212,13 +222,16 @@ def run_rank(
 
 
 def check_prompts(prompts: Sequence[str]) -> None:
-    """Refuse to run without a prompt.
+    """Refuse to run without a prompt, or with one that is not text.
 
     Raises:
-        RunError: if there is none.
+        RunError: if there is none, or one is not UTF-8.
     """
     if not any(prompt.strip() for prompt in prompts):
         raise RunError("there is no prompt: give --prompt TEXT, or a line of stdin for each")
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):
+            raise RunError(f"prompt {number} is not UTF-8: convert it")
 
 
 @contextmanager
@@ -277,15 +290,19 @@ def _generation(codec: Codec, options: RunOptions) -> dict[str, Any]:
     """The arguments of ``generate`` that options determine."""
     sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
     padding = {} if codec.tokenizer is None else {"pad_token_id": codec.tokenizer.pad_token_id}
-    return {"max_new_tokens": options.max_new_tokens, **sampling, **padding}
+    one_by_one = {"num_beams": 1, "num_return_sequences": 1, "penalty_alpha": None}  # whatever generation_config says
+    return {"max_new_tokens": options.max_new_tokens, **one_by_one, **sampling, **padding}
 
 
 def _answer(model: Any, codec: Codec, inputs: dict[str, Any], options: RunOptions, clock: _Clock) -> _Outputs:
     if model.can_generate():
         torch.manual_seed(options.seed)
-        tokens = model.generate(
-            **inputs, **_generation(codec, options), streamer=clock, logits_processor=[_refuse_nan_scores]
-        )
+        try:
+            tokens = model.generate(
+                **inputs, **_generation(codec, options), streamer=clock, logits_processor=[_refuse_nan_scores]
+            )
+        except (TypeError, ValueError) as error:
+            raise RunError(f"a {type(model).__name__} does not generate from token ids: {one_line(error)}") from error
         prompt = 0 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
         return _Outputs(codec.decode(tokens[:, prompt:]), tokens)
     output = model(**inputs)
@@ -338,6 +355,23 @@ def _fill(tokenizer: Any, inputs: Any, logits: Any) -> list[str]:
     return lines
 
 
+def _unsplit(kind: Any, options: RunOptions) -> Any:
+    """The unsplit model, loaded by transformers, with a tensor of the checkpoint for each parameter."""
+    assert options.check is not None
+    try:
+        model, report = kind.from_pretrained(
+            options.check,
+            dtype=torch.float32,
+            trust_remote_code=options.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # which check_report refuses, by name
+        )
+    except Exception as error:
+        raise RunError(f"--check {options.check}: cannot be loaded as a {kind.__name__}: {one_line(error)}") from error
+    check_report(report, kind.__name__, options.check)
+    return model
+
+
 def _compare(
     model: Any, codec: Codec, inputs: Any, outputs: _Outputs, options: RunOptions, *, is_first: bool
 ) -> tuple[tuple[str, ...], float | None]:
@@ -364,16 +398,7 @@ def _differences(
     model: Any, codec: Codec, inputs: Any, given: Any, ours: Any, outputs: _Outputs, options: RunOptions
 ) -> list[Any]:
     """The largest error of the numbers, and in words how they and the greedy tokens differ."""
-    plain, report = model.plain_class.from_pretrained(
-        options.check,
-        dtype=torch.float32,
-        trust_remote_code=options.trust_remote_code,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    assert options.check is not None
-    check_report(report, type(plain).__name__, options.check)
-    plain = plain.to(model.device).eval()
+    plain = _unsplit(model.plain_class, options).to(model.device).eval()
     theirs = _numbers(plain(**given))
     if not model.config.is_encoder_decoder and ours.dim() == 3:
         is_there = given["attention_mask"].bool()
