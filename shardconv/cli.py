@@ -158,13 +158,13 @@ def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  #
         *(f"DIFFERENT  {line}" for line in shown),
         *([f"... and {more} more (--json has all)"] if more > 0 else []),
     ]
+    is_sure = report.has_checksums or report.is_compared
     if report.differences:
         warnings.append("different: split the source again, or put back what was changed")
-    elif not report.has_checksums and not report.is_compared:
+    elif not is_sure:
         warnings.append("nothing is wrong that shows without checksums; --against SRC compares every byte")
-    else:
-        lines.append("correct")
-    console.report(report, [*lines, *warnings], quiet_warnings=warnings)
+    verdict = ["correct"] if is_sure and not report.differences else []
+    console.report(report, [*lines, *warnings, *verdict], quiet_warnings=warnings)
     if report.differences:
         sys.exit(3)
 

@@ -418,12 +418,12 @@ def test_a_bare_file_is_refused_with_the_remedy_first_and_assumptions_named_as_s
         f"model.layers.0.self_attn.k_proj.weight: {HEAD_DIM_IS_UNKNOWN} Under this assumption 2 is not a multiple of 8 "
         "(head_dim=512 assumed, num_key_value_heads=2 assumed). Otherwise use --tp 1, 2."
     )
-    reasons = {str(planned.reason) for planned in shardconv.make_plan(source, tp=2).tensors.values()}
+    reasons = {planned.describe() for planned in shardconv.make_plan(source, tp=2).tensors.values()}
     assert any("(head_dim=512 assumed, num_key_value_heads=2 assumed)" in reason for reason in reasons)
     assert not any("head_dim=512," in reason for reason in reasons)
     told = shardconv.make_plan(source, tp=8, head_dim=128)
-    assert "head_dim=128, num_key_value_heads=8" in str(told.tensors["model.layers.0.self_attn.k_proj.weight"].reason)
-    assert "assumed" not in "".join(str(planned.reason) for planned in told.tensors.values())
+    assert "head_dim=128, num_key_value_heads=8" in told.tensors["model.layers.0.self_attn.k_proj.weight"].describe()
+    assert "assumed" not in "".join(planned.describe() for planned in told.tensors.values())
 
 
 def test_what_blocks_a_bare_file_is_not_always_the_head_dim(tmp_path):
@@ -531,7 +531,10 @@ def test_a_plan_file_may_name_the_family(checkpoint, tmp_path):
     (tmp_path / "mine.toml").write_text('inherits = "phi3"\n[rules]\n"lm_head" = { style = "replicate" }\n')
     plan = shardconv.make_plan(unknown, tp=2, plan=tmp_path / "mine.toml")
     known = shardconv.make_plan(unknown, tp=2, family="phi3", replicate=("lm_head",))
-    assert plan.assumed == ("the rules of mine.toml come first; shardconv plan --prove tells whether they are right",)
+    assert plan.assumed == (
+        "the rules of mine.toml come first; shardconv plan --prove tells whether they are right",
+        "mine.toml replaces rules of the family for 1 tensors: lm_head.weight (replicate instead of embedding_rowwise)",
+    )
     assert known.assumed == ("lm_head is whole on every rank, as asked; what belongs to it may be cut",)
     assert all(plan.placement(name) == known.placement(name) for name in known.tensors)
 

@@ -5,6 +5,7 @@ what only encodes gives embeddings.
 """
 
 import json
+import os
 import resource
 import sys
 import time
@@ -168,7 +169,7 @@ def run_rank(
     from transformers import logging  # noqa: PLC0415 - an extra
 
     logging.disable_progress_bar()
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    is_first = _is_first()
     if not is_first:
         logging.set_verbosity_error()  # the first rank prints transformers' warnings
     manifest = read_manifest(path)
@@ -219,6 +220,11 @@ def run_rank(
         error=error,
         notes=(*notes, *_notes(model, outputs, is_unverified=options.verify and manifest.checksums is None)),
     )
+
+
+def _is_first() -> bool:
+    """Whether this is the first rank, also before the ranks are connected."""
+    return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
 
 
 def check_prompts(prompts: Sequence[str]) -> None:
