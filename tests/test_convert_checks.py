@@ -62,7 +62,13 @@ def check_chains(axis):
     refused(nn.Sequential(nn.Sequential(*linears(8, 16)), nn.Dropout(), nn.Linear(16, 8)), "^2: .* parallel 0.0", axis)
     refused(Mlp(nn.Linear(8, 16), nn.LayerNorm(16)), r"mlp\.1: a LayerNorm that needs all 16 features", axis)
     refused(Mlp(nn.Linear(8, 16), nn.RMSNorm(16)), r"mlp\.1: a RMSNorm that needs all 16 features", axis)
-    for last in (nn.Softmax(-1), nn.LogSoftmax(-1), nn.GLU()):  # these would compute something else, without an error
+    for last in (
+        nn.Softmax(-1),
+        nn.Softmax(1),
+        nn.LogSoftmax(-1),
+        nn.LogSoftmax(),
+        nn.GLU(),
+    ):  # these would compute something else, without an error
         refused(Mlp(nn.Linear(8, 16), last), r"mlp\.1: a .* that needs all 16 features", axis)
     half = Mlp(*linears(8, 16, 8))
     convert_parallel_linear(nn.ModuleList([half.mlp[0]]), -1, group=axis)

@@ -202,7 +202,7 @@ def test_architecture_that_is_none(ranks, home, tmp_path):
     source = shutil.copytree(source_and_split(home, "llama", 2)[0], tmp_path / "source")
     change_config(source, {"architectures": ["LlamaForNothing"]})
     shardconv.split(source, tmp_path / "split", tp=2)
-    ranks("pairs", check_fails, tmp_path / "split", ["names the architecture .*LlamaForNothing"])
+    ranks("pairs", check_fails, tmp_path / "split", ["names no model class of transformers .*LlamaForNothing"])
 
 
 def test_code_in_the_checkpoint_is_not_run(ranks, home, tmp_path):
@@ -363,13 +363,34 @@ def test_a_tensor_that_the_model_does_not_use(ranks, home, tmp_path):
     name = "model.layers.0.self_attn.q_proj"
     add = lambda tensors: tensors.update({f"{name}.bias": torch.ones(len(tensors[f"{name}.weight"]))})  # noqa: E731
     split = changed_tensors(home, tmp_path, add)
-    ranks("pairs", check_fails, split, [f"1 tensors that LlamaForCausalLM does not use: {name}.bias. The"])
+    ranks(
+        "pairs", check_fails, split, [rf"tensors that LlamaForCausalLM does not use \(1\): {name}.bias. The .*--unused"]
+    )
+
+
+def check_unused(axis, split, pattern):
+    shardconv.load(split, device="cpu", group=axis, unused=(pattern,))
+
+
+def test_a_tensor_that_the_user_names_as_unused(ranks, home, tmp_path):
+    name = "model.layers.0.self_attn.q_proj"
+    add = lambda tensors: tensors.update({f"{name}.bias": torch.ones(len(tensors[f"{name}.weight"]))})  # noqa: E731
+    ranks("pairs", check_unused, changed_tensors(home, tmp_path, add), "*.q_proj.bias")
+
+
+def test_heads_of_pretraining_may_be_unused(ranks, tmp_path):
+    """As of bert-base-uncased, whose config names BertForMaskedLM."""
+    made = transformers.BertForPreTraining(MODELS["bert"].build().config)
+    made.save_pretrained(tmp_path / "source")
+    change_config(tmp_path / "source", {"architectures": ["BertForMaskedLM"]})
+    shardconv.split(tmp_path / "source", tmp_path / "split", tp=2)
+    ranks("pairs", check_unused, tmp_path / "split", "nothing")
 
 
 def test_a_parameter_that_no_file_fills(ranks, home, tmp_path):
     name = "model.layers.1.post_attention_layernorm.weight"
     split = changed_tensors(home, tmp_path, lambda tensors: tensors.pop(name))
-    ranks("pairs", check_fails, split, [f"1 tensors that LlamaForCausalLM needs, and that are missing: {name}"])
+    ranks("pairs", check_fails, split, [rf"parameters of LlamaForCausalLM without a tensor \(1\): {name}"])
 
 
 def check_versions(axis, split):

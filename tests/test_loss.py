@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everywhere
 
+from shardconv.convert import convert_parallel_linear
 from shardconv.distributed import reduce_from_tp
 from shardconv.layers import (
     ColumnParallelLinear,
@@ -258,6 +259,18 @@ def check_full_or_sharded(axis):
     torch.testing.assert_close(full.grad, (torch.softmax(logits, -1) - F.one_hot(target, 4 * axis.size)) / BATCH)
 
 
+def check_outputs_under_autocast(axis):
+    """The loss casts its input there; the layer of the logits is still known."""
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(8, 16)
+    layer = convert_parallel_linear(plain, -1, group=axis)
+    x, target = torch.randn(4, 8), torch.tensor([1, 2, 7, 15])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = ParallelCrossEntropyLoss(group=axis)(layer(x), target)
+        expected = torch.nn.functional.cross_entropy(plain(x), target)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)  # bfloat16 has 8 bits
+
+
 def check_outputs_of_layers(axis):
     """The output of a column parallel layer is known to be sharded, and how; what is computed from it is not."""
     x, target = torch.randn(BATCH, 8), torch.arange(BATCH)
@@ -291,7 +304,7 @@ def check_outputs_of_layers(axis):
         parallel_cross_entropy(sequence, target, group=axis)
 
 
-@pytest.mark.parametrize("check", [check_full_or_sharded, check_outputs_of_layers])
+@pytest.mark.parametrize("check", [check_full_or_sharded, check_outputs_of_layers, check_outputs_under_autocast])
 @pytest.mark.parametrize("layout", ["pairs", "four"])
 def test_full_or_sharded(ranks, layout, check):
     ranks(layout, check)

@@ -122,7 +122,12 @@ WRONG = {
 }  # fmt: skip
 
 
-NO_RULE, QUANTIZED = ("renamed",), ("scale", "block scale", "zeros")
+#: What a plan refuses, by the message.
+BY_PLAN = {
+    "renamed": "no rule of family llama covers it",
+    "with and without a prefix": "with and without the prefix",
+    **dict.fromkeys(("scale", "block scale", "zeros"), "no quantization_config describes it"),
+}
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -135,8 +140,7 @@ def test_what_is_wrong_is_named_and_nothing_is_written(llama, tmp_path, command,
     result = call(name, llama, "--check-model", *more)
     assert result.code == 1, result.out
     if command == "plan --prove":  # which makes a plan first
-        message = "no quantization_config describes it" if what in QUANTIZED else message
-        message = "no rule of family llama covers it" if what in NO_RULE else message
+        message = BY_PLAN.get(what, message)
     assert (message in result.err, "Traceback" in result.err) == (True, False)
     assert result.err.count("\n") == 1
     assert (result.out, (tmp_path / "split").exists()) == ("", False)

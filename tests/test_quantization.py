@@ -20,7 +20,7 @@ QUANTIZED = {
     "fp8 by a scalar alone": {f"{LAYER}.input_scale": ("F32", ())},
     "fp8 with block scales": {f"{LAYER}.weight_scale_inv": ("F32", (1, 1))},
     "gptq": {f"{LAYER}.qweight": ("I32", (1, 8)), f"{LAYER}.g_idx": ("I32", (8,))},
-    "awq": {f"{LAYER}.qzeros": ("I32", (1, 1)), f"{LAYER}.scales": ("F16", (1, 8))},
+    "awq": {f"{LAYER}.qzeros": ("I32", (1, 1))},
     "compressed-tensors": {f"{LAYER}.weight_packed": ("I32", (8, 1)), f"{LAYER}.weight_shape": ("I64", (2,))},
     "int8": {f"{LAYER}.weight": ("I8", (8, 8))},
     "nvfp4": {f"{LAYER}.weight": ("U8", (8, 4)), f"{LAYER}.weight_scale_2": ("F32", ())},
@@ -50,6 +50,9 @@ def test_tensors_that_are_not_quantized():
         "embeddings.position_ids": ("I64", (1, 8)),
         "norm.num_batches_tracked": ("I64", ()),
         "blocks.0.weight": ("BF16", (8, 8)),
+        "blocks.0.attn.W_q": ("F32", (8, 8)),
+        "blocks.0.attn.k_scale": ("F32", (8,)),
+        "blocks.0.scales": ("F32", (8,)),
     }
     check_quantization({name: TensorSpec(*spec) for name, spec in specs.items()}, None)
 
@@ -77,8 +80,12 @@ def test_settings_beside_the_config(tmp_path, file):
     assert not (tmp_path / "out").exists()
 
 
-def test_settings_that_name_no_method(tmp_path):
-    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null}}')
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("hf_quant_config.json", '{"quantization": {"quant_algo": null}}'), ("quant_config.json", '{"note": "none"}')],
+)
+def test_settings_that_name_no_method(tmp_path, file, text):
+    (tmp_path / file).write_text(text)
     header = {f"{LAYER}.weight": {"dtype": "F32", "shape": (64, 64), "data_offsets": (0, 16384)}}
     (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(header, bytes(16384)))
     (tmp_path / "config.json").write_text(json.dumps(llama_config(layers=1)))

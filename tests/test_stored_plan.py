@@ -7,6 +7,7 @@ taken rank by rank.
 import json
 import re
 import shutil
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -96,6 +97,14 @@ def check_refused(axis, split, families, message):
         shardconv.load(split, device="cpu", group=axis)
 
 
+def check_warned(axis, split):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        shardconv.load(split, device="cpu", group=axis)
+    found = [str(one.message) for one in warned if one.category is shardconv.PlanWarning]
+    assert axis.rank or "does not store module overrides: the installed ones are used" in found[0]
+
+
 def to_format_1(folder):
     """A manifest as version 1 had it: placements and reasons, and no rules."""
 
@@ -120,7 +129,10 @@ def to_format_1(folder):
 
 @pytest.mark.parametrize("what", CHANGED)
 def test_a_family_that_changed_after_the_split(ranks, tmp_path, what):
-    """Of format 3 the outputs are the unsharded model's; of format 1, where a placement or style differs, refused."""
+    """Of format 3 the outputs are the unsharded model's; of format 1, where a placement or style differs, refused.
+
+    Format 1 has no module overrides to compare: a warning says that the installed ones are used.
+    """
     model_type, text = CHANGED[what]
     model = small(model_class(KIND_OF[model_type], model_type))
     model.save_pretrained(tmp_path / "source")
@@ -130,6 +142,10 @@ def test_a_family_that_changed_after_the_split(ranks, tmp_path, what):
     if what not in TOLD_WRONG:
         to_format_1(tmp_path / "split")
         ranks("pair", check_refused, tmp_path / "split", families, "does not store rules, .* was split as .*Merge it")
+    else:
+        shardconv.split(tmp_path / "source", tmp_path / "old", tp=2, checksums=False)  # rank files as format 1 has them
+        to_format_1(tmp_path / "old")
+        ranks("pair", check_warned, tmp_path / "old")
 
 
 def test_no_family_is_read_for_a_split_checkpoint(ranks, tmp_path):

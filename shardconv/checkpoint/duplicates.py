@@ -50,7 +50,8 @@ def unproven(files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -
     indexes = {name: _index(name, path) for name, path in files.items() if name.endswith(_INDEX_SUFFIX)}
     for name, index in indexes.items():
         if not isinstance(index, str) and index.tensors == shapes.keys():
-            reasons |= dict.fromkeys([name, *(index.files & files.keys())], _PROVEN)
+            listed_files = {file for file in index.files & files.keys() if file.endswith(PICKLE_SUFFIXES)}
+            reasons |= dict.fromkeys([name, *listed_files], _PROVEN)
     pickles = [name for name in files if name.endswith(PICKLE_SUFFIXES) and reasons[name] != _PROVEN]
     listed = [name for name in pickles if is_zipfile(files[name])]
     reasons |= dict.fromkeys(set(pickles) - set(listed), "not a file that torch.save writes today")

@@ -21,7 +21,8 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 #: Suffixes of files that hold weights or list them: they are never auxiliary files.
 WEIGHT_SUFFIXES = (
     ".safetensors", INDEX_SUFFIX, *PICKLE_SUFFIXES, ".bin.index.json", ".gguf", ".h5", ".msgpack", ".onnx",
-    ".onnx_data", ".npz", ".tflite", ".distcp",
+    ".onnx_data", ".onnx.data", ".npz", ".tflite", ".distcp", ".ot", ".pkl", ".pickle", ".pdparams", ".pdiparams",
+    ".pb", ".ptl", ".mlmodel", ".engine",
 )  # fmt: skip
 #: What transformers' Trainer, accelerate and DeepSpeed write beside a model to resume its training.
 _TRAINER_STATE = (

@@ -14,7 +14,7 @@ from shardconv.checkpoint.stored_plan import resolver_of
 from shardconv.errors import PlanError, UsageError
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, Resolution, resolve
-from shardconv.plan.resolve import BlockedTp
+from shardconv.plan.resolve import BlockedTp, LegalSizes
 
 #: A path as users give it.
 StrPath = str | Path
@@ -189,24 +189,28 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
 
 def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanReport:
     """The report on the plan of a split checkpoint."""
-    if asked := sorted(name for name, value in options.items() if value not in _NOT_ASKED):
+    if asked := sorted(name for name, value in options.items() if value != _DEFAULTS[name]):
         raise UsageError(
             f"{folder}: is a split checkpoint, which holds its plan: {', '.join(asked)} cannot change it; name the "
             f"source to plan it in another way"
         )
     manifest = read_manifest(folder)
     plan, specs = manifest.plan, manifest.source_tensors
-    resolver = resolver_of(manifest)
-    if tp not in (None, plan.tp):
-        plan = resolver.plan(tp, assumed=plan.assumed)
-    sizes = resolver.legal_sizes()
+    sizes = LegalSizes((), ())
+    assumed = plan.assumed
+    if plan.rules is not None or tp not in (None, plan.tp):
+        resolver = resolver_of(manifest)
+        sizes = resolver.legal_sizes()
+        plan = plan if tp in (None, plan.tp) else resolver.plan(tp, assumed=plan.assumed)
+    if manifest.plan.rules is None:
+        assumed = (*assumed, "a manifest of format 1 or 2 has no rules: other tp would follow the installed ones")
     return PlanReport(
         source=str(folder),
         family=plan.family,
         tp=plan.tp,
         num_tensors=len(specs),
         num_bytes=sum(num_bytes(spec.dtype, spec.shape) for spec in specs.values()),
-        assumed=plan.assumed,
+        assumed=assumed,
         left_out={},
         legal_tp=sizes.legal,
         blocked_tp=sizes.blocked,
@@ -215,8 +219,11 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
     )
 
 
-#: What options hold where a user did not give them.
-_NOT_ASKED = (None, False, (), "auto", "tensor")
+#: The options of :class:`PlanOptions` that a user did not give.
+_DEFAULTS: dict[str, Any] = {
+    "plan": "auto", "family": None, "replicate": (), "head_dim": None, "experts": "tensor", "config": None,
+    "follow_links": False, "ignore": (),
+}  # fmt: skip
 
 
 def rank_bytes(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[int, ...]:

@@ -33,4 +33,5 @@ def _method(name: str, settings: Mapping[str, Any]) -> str:
         algorithms = found if isinstance(found, Mapping) else {}
         used = [str(algorithms[key]) for key in ("quant_algo", "kv_cache_quant_algo") if algorithms.get(key)]
         return f"modelopt {' and '.join(used)}" if used else ""
-    return str(settings.get("quant_method") or ("awq" if "w_bit" in settings else "gptq"))
+    known = {"w_bit": "awq", "bits": "gptq"}
+    return str(settings.get("quant_method") or next((known[key] for key in known if key in settings), ""))

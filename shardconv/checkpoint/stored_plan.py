@@ -4,6 +4,7 @@ Owns what happens with manifests of format 1 and 2, which stored placements and 
 reads installed families for a manifest of a later version.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from shardconv.checkpoint.manifest import Manifest
@@ -12,6 +13,8 @@ from shardconv.plan.plan import Plan
 from shardconv.plan.request import resolve
 from shardconv.plan.resolve import Resolver
 from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.scope import Scope
+from shardconv.plan.unused import known_unused
 
 
 def stored_rules(manifest: Manifest) -> RuleSet:
@@ -50,11 +53,34 @@ def runnable_plan(manifest: Manifest, folder: Path) -> Plan:
     except PlanError as error:
         raise SplitCheckpointError(f"{folder}: {_WHY[stored.rules is None]}: {error}. {_remedy(folder)}") from error
     if (name := stored.first_difference(made)) is None:
-        return made
+        return replace(made, assumed=(*made.assumed, _OLD)) if stored.rules is None else _for_memory(made)
     raise SplitCheckpointError(
         f"{folder}: {_WHY[stored.rules is None]}: {name} was split as {_describe(stored, name)}, and would now be "
         f"split as {_describe(made, name)}. {_remedy(folder)}"
     )
+
+
+#: What is assumed of a checkpoint of an older format.
+_OLD = "its manifest is of format 1 or 2, which does not store module overrides: the installed ones are used"
+
+
+def _for_memory(plan: Plan) -> Plan:
+    """The plan, in which a user's rule for tensors that are known to be unused need not match anything in memory.
+
+    Any other rule of the user's has to match: names in memory may differ, and another rule would take its place.
+    """
+    assert plan.rules is not None
+    unused = known_unused(plan.tensors)
+    needed = {planned.reason.rule for name, planned in plan.tensors.items() if name not in unused}
+
+    def relaxed(scope: Scope) -> Scope:
+        rules = tuple(
+            replace(rule, optional=True) if rule.by_user and rule.pattern not in needed else rule
+            for rule in scope.family.rules
+        )
+        return replace(scope, family=replace(scope.family, rules=rules))
+
+    return replace(plan, rules=replace(plan.rules, scopes=tuple(map(relaxed, plan.rules.scopes))))
 
 
 #: Why a plan cannot be executed, by whether the manifest lacks the rules.

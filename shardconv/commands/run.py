@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 @click.option(
     "--verify/--no-verify", default=True, show_default=True, help="Check each rank's file against its checksums first."
 )
+@click.option(
+    "--unused", multiple=True, metavar="PATTERN", help="Allow the model not to use these tensors. Repeatable."
+)
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings for its model.")
 @click.option(
     "-q",

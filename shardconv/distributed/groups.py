@@ -165,7 +165,7 @@ def init_parallel(
         (1, 1, True)
     """
     global _current  # noqa: PLW0603 - the one piece of global state
-    world = dist.get_world_size() if dist.is_initialized() else _launched_size()
+    world = dist.get_world_size() if dist.is_initialized() else launched_size()
     chosen = tuple(range(world)) if ranks is None else checked_ranks(ranks, world)
     whole = f"the world has {world}" if ranks is None else f"ranks = {list(ranks)} are {len(chosen)}"
     by_name = fitted_sizes({"tensor": tensor, "data": data, "pipeline": pipeline}, len(chosen), whole)
@@ -232,13 +232,13 @@ def as_axis(group: GroupLike = None) -> Axis:
     return _of_group("tensor", group)
 
 
-def _launched_size() -> int:
+def launched_size() -> int:
     """Number of processes that a launcher such as torchrun started; 1 without one."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def _single_process() -> Axis:
-    if (size := _launched_size()) > 1:
+    if (size := launched_size()) > 1:
         raise RuntimeError(
             f"WORLD_SIZE is {size} but there are no process groups, so the tensor parallel size is unknown: call "
             f"shardconv.init_parallel(tensor=N) first, or pass group= (without tensor parallelism, "

@@ -20,7 +20,7 @@ _FEATURES: dict[type[nn.Module], Callable[[Any], int]] = {
     nn.LayerNorm: lambda layer: layer.normalized_shape[-1],
     nn.RMSNorm: lambda layer: layer.normalized_shape[-1],
 }
-#: Classes that compute with all features along ``dim``, however many there are.
+#: Classes that compute with all features along ``dim``, however many there are; where it is None, along the last.
 _ACROSS_FEATURES = (nn.Softmax, nn.LogSoftmax, nn.GLU)
 #: Classes that compute each element by itself.
 _ELEMENTWISE = (
@@ -97,7 +97,7 @@ def _break_in(layers: list[_Step]) -> tuple[_Step, _Step] | None:
 def _needed(layer: nn.Module, given: int) -> int | None:
     """How many features a layer needs, if that is known; ``given`` where it needs all there are."""
     if isinstance(layer, _ACROSS_FEATURES):
-        return given if layer.dim == -1 else None
+        return None if layer.dim == 0 else given  # 0 is the batch
     read = next((read for kind, read in _FEATURES.items() if isinstance(layer, kind)), None)
     return None if read is None else read(layer)
 
@@ -112,8 +112,8 @@ class _InputCheck:
     def __call__(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Check the first input; an input that is otherwise wrong is left to the layer."""
         input = inputs[0] if inputs else None
-        needed = _FEATURES[type(layer)](layer)
-        if isinstance(input, Tensor) and input.dim() and is_shard_of(input.shape[-1], needed, self.tp):
+        needed = _needed(layer, 0)
+        if needed and isinstance(input, Tensor) and input.dim() and is_shard_of(input.shape[-1], needed, self.tp):
             check_features(input, needed, self.tp, f"{self.label} ({layer})".__str__)
 
 

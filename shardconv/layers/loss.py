@@ -66,11 +66,11 @@ def parallel_cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = nn.CrossEntropyLoss(size_average=size_average, reduce=reduce).reduction
     axis = as_axis(group)
-    if torch.is_autocast_enabled(input.device.type):
-        input = input.to(torch.promote_types(input.dtype, torch.float32))  # as torch does there
     class_dim = 0 if input.dim() == 1 else 1
     width = input.shape[class_dim]
     num_classes = _total_classes(input, class_dim, weight, num_classes, axis)
+    if torch.is_autocast_enabled(input.device.type):
+        input = input.to(torch.promote_types(input.dtype, torch.float32))  # as torch does there
     if axis.size == 1 or width == num_classes:
         full = input.narrow(class_dim, 0, num_classes)
         return F.cross_entropy(full, target, weight, None, ignore_index, None, reduction, label_smoothing)

@@ -6,6 +6,7 @@ and wrong values. Knows no more of files than the names of those that hold setti
 
 import re
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from shardconv.errors import PlanError
@@ -22,19 +23,21 @@ SCALE, DEFAULT_BLOCK = ".weight_scale_inv", (128, 128)
 
 #: The last part of the name of a tensor that only quantized layers have, by the format that it belongs to.
 _COMPANIONS = {
-    "GPTQ or AWQ": r"qweight|qzeros|g_idx|scales",
+    "GPTQ or AWQ": r"qweight|qzeros|g_idx",
     "compressed-tensors": r"weight_(packed|shape|zero_point|g_idx|global_scale)|input_(global_scale|zero_point)",
-    "FP8, INT8 or NVFP4": r"(weight|input|output|activation|[qkv]|kv_cache|[qkv]_proj)_scale(_inv|_2)?|weight_scaler",
+    "FP8, INT8 or NVFP4": r"(weight|input)_scale(_inv|_2)?",
     "MXFP4": r"(gate_up|down)_proj_(blocks|scales)",
     "bitsandbytes": r"SCB|(nested_)?(absmax|quant_map)|quant_state\..+|weight_format",
-    "HQQ": r"W_q",
     "Quanto": r"weight\._(data|scale|shift)",
 }
 _COMPANION = re.compile(rf"(?:^|.*\.)(?:{'|'.join(_COMPANIONS.values())})")
 
+#: Scales of a KV cache: one number each, in an attention module.
+_CACHE_SCALE = re.compile(r".*attn[^.]*\.(?:.*\.)?([kv]|kv_cache|[kv]_proj\.output)_scale")
+
 #: Dtypes that only quantized values have.
 _DTYPES = re.compile(r"F8_.*|F4|F6_.*")
-#: Integers are indices and masks, except in the weight of a layer.
+#: Integers are indices and masks, except in the weight of a layer (``W_q`` in HQQ).
 _INTEGERS = re.compile(r"[IU]\d+")
 
 
@@ -53,7 +56,7 @@ def check_quantization(tensors: Mapping[str, TensorSpec], config: Mapping[str, A
     if method not in (None, "fp8"):
         raise PlanError(
             f"the checkpoint is quantized by {method!r:.60}, which is not supported (expected FP8 with block scales): "
-            f"split the unquantized checkpoint"
+            f"split the unquantized checkpoint, or leave out a file with settings that do not apply (--ignore)"
         )
     for name, spec in tensors.items():
         is_described = name.endswith((SCALE, ".activation_scale")) or _DTYPES.fullmatch(spec.dtype)
@@ -65,7 +68,10 @@ def is_quantized(name: str, spec: TensorSpec) -> bool:
     """Whether only a quantized checkpoint has such a tensor, by its dtype or by its name."""
     if _DTYPES.fullmatch(spec.dtype) or _COMPANION.fullmatch(name):
         return True
-    return name.endswith(".weight") and len(spec.shape) > 1 and _INTEGERS.fullmatch(spec.dtype) is not None
+    if prod(spec.shape) == 1 and _CACHE_SCALE.fullmatch(name):
+        return True
+    is_matrix = name.endswith((".weight", ".W_q")) and len(spec.shape) > 1
+    return is_matrix and _INTEGERS.fullmatch(spec.dtype) is not None
 
 
 def _unexplained(name: str, spec: TensorSpec, *, has_settings: bool) -> str:

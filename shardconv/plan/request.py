@@ -119,6 +119,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         assumed.append(
             "planned by transformers' own plan for the type; shardconv plan --prove tells whether it is right"
         )
+    _check_prefix(tensors, family)
     before = family
     if user is not None:
         assumed.append(f"the rules of {user.name} come first; shardconv plan --prove tells whether they are right")
@@ -141,6 +142,17 @@ def _replacements(plan_file: str, replaced: Mapping[str, tuple[str, str]]) -> st
     shown = [f"{name} ({ours} instead of {old})" for name, (old, ours) in list(replaced.items())[:3]]
     more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
     return f"{plan_file} replaces rules of the family for {len(replaced)} tensors: {', '.join(shown)}{more}"
+
+
+def _check_prefix(tensors: Mapping[str, TensorSpec], family: Family) -> None:
+    """Refuse a tensor that is stored twice, with and without the prefix that names may lack."""
+    prefix = family.prefix[0] if family.prefix else None
+    twice = next((name for name in tensors if prefix and f"{prefix}{name}" in tensors), None)
+    if twice is not None:
+        raise PlanError(
+            f"{twice} and {prefix}{twice}: the same tensor of the model, with and without the prefix {prefix!r}: "
+            f"remove one of them from the checkpoint"
+        )
 
 
 def _wanted(rules: Iterable[Rule], request: PlanRequest) -> tuple[Rule, ...]:

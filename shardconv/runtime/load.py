@@ -5,9 +5,9 @@ names in memory; only the conversion comes in between, when the model is built a
 """
 
 import json
-import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from shardconv.checkpoint.verify import verify_rank
 from shardconv.convert.model import convert_by
 from shardconv.convert.whole import finish
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel, reduce_from_tp
-from shardconv.distributed.groups import has_groups
+from shardconv.distributed.groups import has_groups, launched_size
 from shardconv.errors import (
     PeerError,
     PlanError,
@@ -55,6 +55,7 @@ def load(
     model: Callable[[], nn.Module] | None = None,
     group: GroupLike = None,
     verify: bool = False,
+    unused: Sequence[str] = (),
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Any:
@@ -71,6 +72,8 @@ def load(
             transformers that its config names.
         group: the ranks; by default the current tensor axis, else all processes.
         verify: check the rank's file against its checksums first, which reads it once more.
+        unused: patterns of tensors that the model need not use, as ``*.pooler.*``; of others that it does not use, MTP
+            layers and constants of old checkpoints are no error.
         trust_remote_code: run code that the checkpoint brings for its model.
         progress: called with bytes done and bytes in all, while they are checked and go to a device.
 
@@ -104,7 +107,8 @@ def load(
 
     tensors = _agreed(axis, check_and_map)
     if model is None:
-        build = partial(_from_transformers, folder, manifest, axis, is_trusted=trust_remote_code)
+        kind = _agreed(axis, partial(_model_class, folder, manifest.config, is_trusted=trust_remote_code))
+        build = partial(_from_transformers, folder, kind, axis, unused)
     else:
         build = partial(_from_maker, model)
 
@@ -171,7 +175,7 @@ def _world(group: GroupLike) -> int | None:
 
 
 def _check_size(manifest: Manifest, folder: Path, group: GroupLike) -> None:
-    size = _world(group) or int(os.environ.get("WORLD_SIZE", "1"))
+    size = _world(group) or launched_size()
     if size != manifest.tp:
         found = "is 1 process" if size == 1 else f"are {size} processes"
         other = (
@@ -179,7 +183,7 @@ def _check_size(manifest: Manifest, folder: Path, group: GroupLike) -> None:
         )
         raise WorldSizeError(
             f"{folder}: is for {manifest.tp} ranks, and there {found}: start it by torchrun --nproc-per-node "
-            f"{manifest.tp}{other if _is_legal(manifest, size) else ''}"
+            f"{manifest.tp}{other}"
         )
 
 
@@ -194,7 +198,7 @@ def _is_legal(manifest: Manifest, tp: int) -> bool:
 def _axis(group: GroupLike, device_type: str) -> Axis:
     """The ranks; torch.distributed is started if it is not."""
     if _world(group) is None:
-        init_parallel(tensor=int(os.environ.get("WORLD_SIZE", "1")), device_type=device_type)
+        init_parallel(tensor=launched_size(), device_type=device_type)
     return as_axis(group)
 
 
@@ -287,23 +291,18 @@ def check_config(folder: Path, split: Mapping[str, Any] | None) -> None:
 
 def _from_transformers(
     folder: Path,
-    manifest: Manifest,
+    config_and_class: tuple[Any, Any],
     axis: Axis,
+    unused: Sequence[str],
     *,
-    is_trusted: bool,
     convert: Callable[[nn.Module], nn.Module],
     tensors: dict[str, Tensor],
     dtype: torch.dtype | None,
 ) -> nn.Module:
     """The model of the class that the config names, filled by transformers itself."""
-    check_config(folder, manifest.config)
-    try:
-        import transformers  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
-    if (manifest.config or {}).get("quantization_config"):
-        raise RunError(f"{folder}: is quantised, and cannot be run so far")
-    config, plain = _model_class(transformers, folder, manifest.config or {}, is_trusted=is_trusted)
+    import transformers  # noqa: PLC0415 - an extra
+
+    config, plain = config_and_class
 
     def build(self: Any, *arguments: Any, **options: Any) -> None:
         plain.__init__(self, *arguments, **options)
@@ -324,7 +323,7 @@ def _from_transformers(
         raise RunError(
             f"{folder}: a {plain.__name__} cannot be built from config.json: {type(error).__name__}: {error}"
         ) from error
-    check_report(report, plain.__name__, folder)
+    check_report(report, plain.__name__, folder, unused)
     finish(model, axis)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         try:
@@ -337,41 +336,55 @@ def _from_transformers(
     return model
 
 
-def check_report(report: Mapping[str, Any], kind: str, path: Path) -> None:
+def check_report(report: Mapping[str, Any], kind: str, path: Path, unused: Sequence[str] = ()) -> None:
     """Refuse a model that transformers did not fill with exactly the tensors of a checkpoint.
-
-    MTP layers, and what the class itself ignores on purpose, may be left over.
 
     Args:
         report: the loading info of ``from_pretrained``.
         kind: the class of the model.
         path: of the checkpoint, for the message.
+        unused: patterns of tensors that may be left over, besides those that are known to be.
 
     Raises:
         RunError: if a parameter has no tensor, or a tensor no parameter.
     """
-    unused = set(report["unexpected_keys"]) - known_unused(report["unexpected_keys"])
+    left = set(report["unexpected_keys"])
+    left -= known_unused(left) | {name for name in left if any(fnmatchcase(name, pattern) for pattern in unused)}
     found = {
-        f"{kind} does not use": unused,
-        f"{kind} needs, and that are missing": report["missing_keys"],
-        f"have another shape in {kind}": {name for name, *_ in report["mismatched_keys"]},
+        f"tensors that {kind} does not use": left,
+        f"parameters of {kind} without a tensor": report["missing_keys"],
+        f"tensors of another shape than in {kind}": {name for name, *_ in report["mismatched_keys"]},
     }
     for what, names in found.items():
         if names:
             shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            option = " If the model does not need them, pass --unused PATTERN (unused=)." if names is left else ""
             raise RunError(
-                f"{path}: {len(names)} tensors that {what}: {shown}. The outputs would be wrong: config.json does not "
-                f"describe this checkpoint. Correct it in the source, or remove what does not belong there, and split "
-                f"it again"
+                f"{path}: {what} ({len(names)}): {shown}. The outputs could be wrong: correct config.json or the "
+                f"tensors of the source, and split it again.{option}"
             )
 
 
-def _model_class(transformers: Any, folder: Path, known: Mapping[str, Any], *, is_trusted: bool) -> tuple[Any, Any]:
+def _model_class(folder: Path, split: Mapping[str, Any] | None, *, is_trusted: bool) -> tuple[Any, Any]:
     """The config, and the class that it names: one of transformers, or one of the checkpoint's own if that is trusted.
+
+    Args:
+        folder: the split checkpoint.
+        split: the config in its manifest.
+        is_trusted: whether code of the checkpoint may be run.
 
     Raises:
         RunError: if there is no such class, or it would be code of the checkpoint's own.
+        SplitCheckpointError: if config.json is another than that of the split.
     """
+    check_config(folder, split)
+    known = split or {}
+    try:
+        import transformers  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
+    if known.get("quantization_config"):
+        raise RunError(f"{folder}: is quantized, and cannot be run so far")
     names = known.get("architectures") or []
     own = [ref for ref in (known.get("auto_map") or {}).values() if str(ref).rpartition(".")[2] in names[:1]]
     is_known = known.get("model_type") in transformers.CONFIG_MAPPING

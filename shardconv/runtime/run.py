@@ -92,6 +92,7 @@ class RunOptions:
         check: an unsplit checkpoint to compare with, both in float32, or None.
         dtype: of the values, as ``bfloat16``; None for that of the checkpoint.
         verify: check each rank's file against its checksums first.
+        unused: patterns of tensors that the model need not use.
         trust_remote_code: run code that the checkpoint brings for its model or tokenizer.
         token_ids: prompts are token ids, as ``1 2 3``, and so are outputs; with ``check`` some are made if there is
             no prompt.
@@ -105,6 +106,7 @@ class RunOptions:
     check: Path | None = None
     dtype: str | None = None
     verify: bool = True
+    unused: tuple[str, ...] = ()
     trust_remote_code: bool = False
     token_ids: bool = False
 
@@ -184,6 +186,7 @@ def run_rank(
             device=options.device,
             dtype=None if dtype is None else getattr(torch, dtype),
             verify=options.verify,
+            unused=options.unused,
             trust_remote_code=trusted,
             progress=show,
         )
@@ -312,7 +315,7 @@ def _answer(model: Any, codec: Codec, inputs: dict[str, Any], options: RunOption
         prompt = 0 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
         return _Outputs(codec.decode(tokens[:, prompt:]), tokens)
     output = model(**inputs)
-    refuse_nan(_numbers(output))
+    refuse_nan(_of_tokens(_numbers(output), inputs))
     if type(model).__name__.endswith("ForMaskedLM"):
         ids = output.logits.argmax(-1)
         return _Outputs(codec.decode(ids) if codec.tokenizer is None else _fill(codec.tokenizer, inputs, output.logits))
@@ -374,7 +377,7 @@ def _unsplit(kind: Any, options: RunOptions) -> Any:
         )
     except Exception as error:
         raise RunError(f"--check {options.check}: cannot be loaded as a {kind.__name__}: {one_line(error)}") from error
-    check_report(report, kind.__name__, options.check)
+    check_report(report, kind.__name__, options.check, options.unused)
     return model
 
 
@@ -390,14 +393,17 @@ def _compare(
         mask = torch.nn.functional.pad(given["attention_mask"], (0, new), value=1)
         given = {"input_ids": outputs.tokens, "attention_mask": mask}
     ours = _numbers(model(**given))
-    found: list[Any] = [None]
+    refuse_nan(_of_tokens(ours, given))
+    found: list[Any] = ["", None]
     if is_first:
         try:
-            found = _differences(model, codec, inputs, given, ours, outputs, options)
-        except ShardconvError as problem:  # the other ranks wait for the result
-            found = [None, str(problem)]
-    error, *differences = _everywhere(found)
-    return tuple(differences), error
+            found = ["", *_differences(model, codec, inputs, given, ours, outputs, options)]
+        except Exception as error:  # noqa: BLE001 - whatever it was: the other ranks wait for the result
+            found = [str(error) if isinstance(error, ShardconvError) else f"{type(error).__name__}: {error}", None]
+    problem, largest, *differences = _everywhere(found)
+    if problem:
+        raise RunError(problem)
+    return tuple(differences), largest
 
 
 def _differences(
@@ -406,9 +412,8 @@ def _differences(
     """The largest error of the numbers, and in words how they and the greedy tokens differ."""
     plain = _unsplit(model.plain_class, options).to(model.device).eval()
     theirs = _numbers(plain(**given))
-    if not model.config.is_encoder_decoder and ours.dim() == 3:
-        is_there = given["attention_mask"].bool()
-        ours, theirs = ours[is_there], theirs[is_there]  # what padding says nobody reads
+    if not model.config.is_encoder_decoder:
+        ours, theirs = _of_tokens(ours, given), _of_tokens(theirs, given)
     error = float((ours - theirs).abs().max() / theirs.abs().max())
     found: list[Any] = [error]
     if not error <= _ALLOWED:
@@ -420,6 +425,14 @@ def _differences(
             same = (expected[:, :width] == outputs.tokens[:, :width]).all(0).long().cumprod(0).sum()
             found.append(f"greedy tokens differ from token {int(same)} on")
     return found
+
+
+def _of_tokens(numbers: torch.Tensor, inputs: Any) -> torch.Tensor:
+    """Outputs without those of padding, which nobody reads."""
+    mask = inputs.get("attention_mask")
+    if mask is None or numbers.dim() != 3 or numbers.shape[:2] != mask.shape:
+        return numbers
+    return numbers[mask.bool()]
 
 
 def _notes(model: Any, outputs: _Outputs, *, is_unverified: bool) -> Iterator[str]:
