@@ -348,7 +348,7 @@ def test_a_signed_manifest_is_read(folder):
 
 def test_manifest_missing(folder):
     (folder / "shardconv.json").unlink()
-    check_refused(folder, "is no split checkpoint: it has no shardconv.json", verified=False)
+    check_refused(folder, "is not a split checkpoint (no shardconv.json)", verified=False)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", "\ufeff{}", "[" * 100_000, '{"format_version": true}'])

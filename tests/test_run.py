@@ -595,7 +595,7 @@ def test_the_tokenizer_of_another_model(tmp_path):
 
 def test_no_split_checkpoint(tmp_path):
     result = call("run", tmp_path, "--prompt", PROMPT)
-    assert (result.code, "is no split checkpoint" in result.err) == (1, True)
+    assert (result.code, "is not a split checkpoint" in result.err) == (1, True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -296,16 +296,25 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("it is no regular file")  # to read it could wait for ever
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError("it is too large")
-        data = json.loads(path.read_bytes())
+        data = _parsed(path.read_bytes())
         if not isinstance(data, dict):
             raise ValueError("it is no JSON object")  # noqa: TRY004 - all become one error
         return Manifest.from_json(data)
     except FileNotFoundError as error:
-        raise SplitCheckpointError(f"{folder}: is no split checkpoint: it has no {MANIFEST_NAME}") from error
+        raise SplitCheckpointError(
+            f"{folder}: is not a split checkpoint (no {MANIFEST_NAME}): make one with shardconv split {folder} --tp N"
+        ) from error
     except OSError as error:
         raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SourceError, PlanError) as error:
         raise SplitCheckpointError(f"{path}: cannot be used: {error}") from error
+
+
+def _parsed(text: bytes) -> Any:  # noqa: ANN401 - anything JSON holds
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it is truncated or damaged: copy it again, or split the source again ({error})") from error
 
 
 def write_manifest(manifest: Manifest, folder: Path, created_by: str, *, mode: int) -> None:

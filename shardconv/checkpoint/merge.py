@@ -12,7 +12,7 @@ from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.staging import check_apart, check_target, staging
-from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes, side_paths
+from shardconv.checkpoint.write import check_readable, copy_files, copy_side_files, read_ranks, side_bytes, side_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,9 @@ def merge(
     exists = check_target(
         target, is_folder=is_folder, overwrite=overwrite, dry_run=dry_run, side_files=manifest.side_files
     )
-    if not dry_run:
+    if dry_run:
+        check_readable(manifest, folder)
+    else:
         _write(manifest, folder, target, headers, overwrite=overwrite, threads=threads, progress=progress)
     return MergeReport(
         path=str(target),

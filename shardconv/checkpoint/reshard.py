@@ -13,7 +13,7 @@ from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.staging import check_apart, check_target, staging
 from shardconv.checkpoint.stored_plan import resolver_of
-from shardconv.checkpoint.write import copy_files, copy_side_files, read_ranks, side_bytes, side_paths
+from shardconv.checkpoint.write import check_readable, copy_files, copy_side_files, read_ranks, side_bytes, side_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,9 @@ def reshard(
     target = Path(f"{name}-tp{tp}") if dst is None else local_path(dst)
     check_apart(target, [folder])
     exists = check_target(target, is_folder=True, overwrite=overwrite, dry_run=dry_run, side_files=old.side_files)
-    if not dry_run:
+    if dry_run:
+        check_readable(old, folder)
+    else:
         _write(old, new, folder, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress)
     return ReshardReport(
         path=str(target),

@@ -86,7 +86,7 @@ def verify(
             local_path(against), follow_links=follow_links, ignore=as_names(ignore), may_ignore=manifest.ignore
         )
     checked, num_bytes, is_compared = ["side files"], 0, False
-    differences = _side_differences(manifest, folder)
+    differences = auxiliary_differences(manifest, folder)
     if source is not None:
         differences += _tensor_differences(manifest, source) + _file_differences(manifest, source)
     try:
@@ -176,7 +176,8 @@ class _RankReader:
             )
 
 
-def _side_differences(manifest: Manifest, folder: Path) -> list[str]:
+def auxiliary_differences(manifest: Manifest, folder: Path) -> list[str]:
+    """The auxiliary files of a split checkpoint that are missing or changed, each with the reason."""
     differences = []
     for name, digest in manifest.side_files.items():
         path = folder / name

@@ -86,6 +86,17 @@ def read_ranks(manifest: Manifest, folder: Path) -> tuple[ShardReader, InputFile
     return reader, inputs
 
 
+def check_readable(manifest: Manifest, folder: Path) -> None:
+    """Check what a dry run can check without reading data: that files are there, with the right sizes and headers.
+
+    Raises:
+        SplitCheckpointError: as :func:`read_ranks` and :func:`side_paths`.
+    """
+    side_paths(manifest, folder)
+    _, inputs = read_ranks(manifest, folder)
+    inputs.close()
+
+
 def side_paths(manifest: Manifest, folder: Path) -> dict[str, Path]:
     """The side files of a split checkpoint, by name.
 

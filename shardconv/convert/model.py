@@ -225,7 +225,8 @@ def _resolver(
         resolver = resolve(specs, config, request).resolver
     else:
         assert request.rules is not None  # see stored_plan
-        resolver = Resolver(specs, request.rules)
+        where = "the model in memory, which does not have the tensors that it matches on disk, or under other names"
+        resolver = Resolver(specs, request.rules, where=where)
     if resolver.rules.family == NAMES_FAMILY and not resolver.rules.has_plan_file:
         raise PlanError(
             f"no family is known for model type {config.get('model_type')!r}: names may tell how its tensors are cut, "

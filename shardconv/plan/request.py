@@ -126,7 +126,9 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         family = replace(user, name=family.name, rules=_wanted(user.rules, request)).over(family)
     if request.replicate:
         assumed += [
-            f"{name} is whole on every rank, as asked; what belongs to it may be cut" for name in request.replicate
+            f"{name} is replicated as asked, and layers that depend on it may be sharded, which can change outputs: "
+            f"shardconv plan --prove with the same options compares them"
+            for name in request.replicate
         ]
         rules = _wanted(map(_replicated, request.replicate), request)
         family = Family(family.name, rules=rules).over(family)

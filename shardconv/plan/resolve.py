@@ -81,12 +81,13 @@ class Resolver:
     Args:
         tensors: name to dtype and shape, as the headers have them.
         rules: the rules.
+        where: what has the tensors, for messages.
 
     Raises:
         PlanError: if no rule matches a tensor, or a rule of the user's matches none.
     """
 
-    def __init__(self, tensors: Mapping[str, TensorSpec], rules: RuleSet) -> None:
+    def __init__(self, tensors: Mapping[str, TensorSpec], rules: RuleSet, *, where: str = "this checkpoint") -> None:
         self.rules = rules
         self._questions = _ask(tensors, rules)
         if rules.experts == "expert":
@@ -103,7 +104,7 @@ class Resolver:
         used = {question.rule for question in self._first}
         for rule in (rule for scope in rules.scopes for rule in scope.family.rules):
             if rule.by_user and not rule.optional and rule not in used:
-                raise PlanError(f"rule {rule.pattern!r} matches no tensor of this checkpoint: correct or remove it")
+                raise PlanError(f"rule {rule.pattern!r} matches no tensor of {where}: correct or remove it")
 
     def replaced(self, family: RuleSet) -> dict[str, tuple[str, str]]:
         """Tensors that a user's rule gives another style than the family: name to the family's style and the user's."""

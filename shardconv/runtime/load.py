@@ -54,7 +54,7 @@ def load(
     dtype: torch.dtype | None = None,
     model: Callable[[], nn.Module] | None = None,
     group: GroupLike = None,
-    verify: bool = False,
+    verify: bool = True,
     unused: Sequence[str] = (),
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -71,7 +71,8 @@ def load(
         model: makes the module, on the meta device, whose names are those of the checkpoint; by default the class of
             transformers that its config names.
         group: the ranks; by default the current tensor axis, else all processes.
-        verify: check the rank's file against its checksums first, which reads it once more.
+        verify: check the rank's file against its checksums first, which reads it once more: without it, files that were
+            damaged or exchanged with another rank's are loaded as they are.
         unused: patterns of tensors that the model need not use, as ``*.pooler.*``; of others that it does not use, MTP
             layers and constants of old checkpoints are no error.
         trust_remote_code: run code that the checkpoint brings for its model.

@@ -23,6 +23,7 @@ from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.manifest import read_manifest
 from shardconv.checkpoint.paths import hub_hint
+from shardconv.checkpoint.verify import auxiliary_differences
 from shardconv.errors import PlanWarning, RunError, ShardconvError, SplitCheckpointError, is_lost
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.load import check_config, check_report, load
@@ -194,6 +195,7 @@ def run_rank(
     check_input(model)
     prompts = _everywhere([prompt for prompt in prompts if prompt.strip()])
     notes = [f"assumed: {sentence}" for sentence in manifest.plan.assumed]
+    notes += auxiliary_differences(manifest, path) if options.verify else []
     if not prompts and options.token_ids and options.check is not None:
         prompts = [default_ids(model)]
         notes.append("without a tokenizer and a prompt, the models are compared on token ids over the whole vocabulary")
