@@ -360,7 +360,7 @@ def test_manifest_that_is_none(folder, text):
 def test_manifest_is_a_folder(folder):
     (folder / "shardconv.json").unlink()
     (folder / "shardconv.json").mkdir()
-    check_refused(folder, "shardconv.json: cannot be used: it is no regular file", verified=False)
+    check_refused(folder, "shardconv.json: cannot be used: it is not a regular file", verified=False)
 
 
 @pytest.mark.timeout(20)

@@ -428,7 +428,7 @@ def test_what_is_no_regular_file(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)  # names of sockets are short
     path = Path("model.safetensors")
     SPECIAL[kind](path)
-    with pytest.raises(SourceError, match="is no regular file"):
+    with pytest.raises(SourceError, match="is not a regular file"):
         read_header(path)
 
 

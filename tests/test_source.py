@@ -188,7 +188,7 @@ def test_snapshot_is_called_by_its_model(snapshot):
 
 def test_snapshot_whose_blob_is_gone(snapshot):
     (snapshot / "config.json").resolve().unlink()
-    refuses(snapshot, "config.json: is no regular file .*link")
+    refuses(snapshot, "config.json: is not a regular file .*link")
 
 
 def test_links_to_the_blobs_of_another_model(snapshot, folder):
@@ -252,7 +252,7 @@ def test_link_to_a_folder(folder, follow_links):
     """Neither followed, which could go in circles, nor left out in silence."""
     (folder / "sub").mkdir()
     (folder / "again").symlink_to("sub", target_is_directory=True)
-    refuses(folder, "again: is no regular file .*link", follow_links=follow_links)
+    refuses(folder, "again: is not a regular file .*link", follow_links=follow_links)
 
 
 # --- indexes that lie -----------------------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ def test_part_too_long(folder):
 def test_part_is_a_folder(folder):
     (folder / PARTS[1]).unlink()
     (folder / PARTS[1]).mkdir()
-    refuses(folder, f"{PARTS[1]}: is no regular file")
+    refuses(folder, f"{PARTS[1]}: is not a regular file")
 
 
 def test_tensor_in_two_parts(folder):
@@ -479,13 +479,13 @@ def test_pipe(folder, name):
     path.unlink(missing_ok=True)
     path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
-    refuses(folder, f"{path.name}: is no regular file")
+    refuses(folder, f"{path.name}: is not a regular file")
 
 
 @pytest.mark.timeout(20)
 def test_config_given_is_a_pipe(single, tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    refuses(single, "pipe: is no regular file", config=tmp_path / "pipe")
+    refuses(single, "pipe: is not a regular file", config=tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("name", ["a:b.txt", "a\\b.txt", "a\nb.txt", "sub\\x/b.txt", os.fsdecode(b"\xff.txt")])

@@ -93,7 +93,9 @@ def take_auxiliary(folder: Path, files: FolderFiles, own: Collection[str], *, fo
     for path in auxiliary.values():
         check_link(path, folder, follow_links=follow_links)
         if not path.is_file():
-            raise SourceError(f"{path}: is no regular file (a pipe, a link to a folder or to nowhere): remove it first")
+            raise SourceError(
+                f"{path}: is not a regular file (a pipe, a link to a folder or to nowhere): remove it first"
+            )
     return auxiliary
 
 

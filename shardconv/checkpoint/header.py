@@ -87,11 +87,11 @@ def read_header(path: Path) -> Header:
     """Read and check the header of the file at ``path``.
 
     Raises:
-        SourceError: if it is no regular file, or not a valid safetensors file.
+        SourceError: if it is not a regular file, or not a valid safetensors file.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise SourceError(f"{path}: is no regular file")
+            raise SourceError(f"{path}: is not a regular file")
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             raw = _read_raw(file.read(_LENGTH.size), file_bytes, path, file)

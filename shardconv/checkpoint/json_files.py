@@ -28,7 +28,7 @@ def read_text(path: Path) -> str:
     try:
         status = path.stat()
         if stat.S_ISFIFO(status.st_mode):
-            raise SourceError(f"{path}: is no regular file")  # to read it could wait for ever
+            raise SourceError(f"{path}: is not a regular file")  # to read it could wait for ever
         if status.st_size > _MAX_BYTES:
             raise SourceError(f"{path}: is too large for what it should be")
         return path.read_bytes().decode()

@@ -293,7 +293,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise SplitCheckpointError(f"{folder}: there is no such folder{hub_hint(folder)}")
     try:
         if not path.is_file() and path.exists():
-            raise ValueError("it is no regular file")  # to read it could wait for ever
+            raise ValueError("it is not a regular file")  # to read it could wait for ever
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError("it is too large")
         data = _parsed(path.read_bytes())

@@ -183,7 +183,7 @@ class _Prepared(NamedTuple):
     Attributes:
         rules: the rules, as text that all ranks have alike.
         shells: modules, and what each becomes.
-        told: the module overrides.
+        told: the module overrides, worked out for this rank.
         policies: what policies set besides.
     """
 

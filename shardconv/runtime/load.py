@@ -73,8 +73,8 @@ def load(
         group: the ranks; by default the current tensor axis, else all processes.
         verify: check the rank's file against its checksums first, which reads it once more: without it, files that were
             damaged or exchanged with another rank's are loaded as they are.
-        unused: patterns of tensors that the model need not use, as ``*.pooler.*``; of others that it does not use, MTP
-            layers and constants of old checkpoints are no error.
+        unused: patterns of tensors that the model need not use, as ``*.pooler.*``; MTP layers,
+            constants of old checkpoints, poolers and heads of pretraining need no pattern.
         trust_remote_code: run code that the checkpoint brings for its model.
         progress: called with bytes done and bytes in all, while they are checked and go to a device.
 
@@ -283,11 +283,16 @@ def check_config(folder: Path, split: Mapping[str, Any] | None) -> None:
             f"shardconv split SRC --config FILE, or load it into your own module with shardconv.load(DIR, model=...)"
         )
     found, known = read_json(path), split or {}
-    if different := [name for name in sorted({*found, *known}) if found.get(name) != known.get(name)]:
+    if different := [name for name in sorted({*found, *known}) if _text(found.get(name)) != _text(known.get(name))]:
         raise SplitCheckpointError(
             f"{path}: differs from the config that was split, in {', '.join(different[:5])}: restore it, or split the "
             f"source again"
         )
+
+
+def _text(value: Any) -> str:
+    """A config field as JSON, in which NaN equals NaN."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _from_transformers(
