@@ -6,6 +6,7 @@ No logic, and no import of numpy or torch before a command runs.
 import gc
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -227,8 +228,18 @@ def main() -> NoReturn:
         if "--debug" in sys.argv:
             raise
         code = _code_of(error)
+        if os.environ.get("RANK"):
+            _exit_at_once(code)
     ignore_signals()
     sys.exit(code)
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    """Exit without destructors: those of a connected process group abort if its threads are still running."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def _code_of(error: BaseException) -> int:
