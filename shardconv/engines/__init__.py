@@ -1,0 +1,1 @@
+"""Serving engines that read shardconv's files: plugins that run inside them, and checks against them."""

@@ -1,0 +1,71 @@
+"""Construct vLLM's model for one rank, in this process alone: no GPU, no other ranks, no engine.
+
+Owns the environment in which vLLM accepts that. Needs vLLM; nothing here is imported without it.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+#: Nothing is fetched, and nothing is printed below a warning; no plugin is needed to construct a model.
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": ""}
+
+
+@contextmanager
+def one_rank(folder: Path, *, tp: int, rank: int, **arguments: Any) -> Iterator[Any]:
+    """Let vLLM take this process for one rank of a tensor parallel group.
+
+    The process group has one process; what vLLM reads of the tensor parallel group is replaced. So constructing a
+    model and loading its weights work, and collectives do not.
+
+    Args:
+        folder: a folder with the config.json of the model.
+        tp: tensor parallel size.
+        rank: the rank, from 0.
+        arguments: further fields of vLLM's EngineArgs, as ``dtype``.
+
+    Yields:
+        vLLM's config, which is the current one while the context is open.
+    """
+    os.environ |= _ENVIRONMENT  # read when vLLM is imported
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415 - an extra
+    from vllm.distributed import parallel_state  # noqa: PLC0415
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+
+    engine = EngineArgs(
+        model=str(folder), tensor_parallel_size=tp, enforce_eager=True, skip_tokenizer_init=True,
+        distributed_executor_backend="mp", **arguments,
+    )  # fmt: skip
+    config = engine.create_engine_config()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with set_current_vllm_config(config):
+            parallel_state.init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
+            parallel_state.initialize_model_parallel(1, backend="gloo")
+            group = parallel_state.get_tp_group()
+            with mock.patch.multiple(group, world_size=tp, rank_in_group=rank):
+                yield config
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+def construct(config: Any, device: str = "meta") -> torch.nn.Module:
+    """Construct the model that vLLM runs, as it is before its weights are loaded.
+
+    Args:
+        config: what :func:`one_rank` yields.
+        device: ``meta`` for names, shapes and dtypes alone; ``cpu`` to load weights into it.
+    """
+    from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415 - an extra
+    from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: PLC0415
+
+    with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
+        model: torch.nn.Module = initialize_model(config)
+    return model
