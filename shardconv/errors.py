@@ -8,7 +8,8 @@
     │   └── IntegrityError        1   bytes differ from their checksum, copies differ, padding is not zero
     ├── OutputError               1   the destination exists, is in use, or has no room
     └── RunError                  1   too few or too many processes, or a model that cannot be built, filled or run
-        └── PeerError             1   another rank failed, and has said why
+        ├── PeerError             1   another rank failed, and has said why
+        └── NotHeldError          1   an engine reads elements of a tensor that are not on this rank
 
 A message is one text: what, which file, tensor and rank, got and expected, what to do. :class:`PlanWarning` is the one
 warning: a model is loaded by a plan that rests on assumptions.
@@ -59,6 +60,10 @@ class PlanWarning(UserWarning):
 
 class PeerError(RunError):
     """Another rank failed, and has said why."""
+
+
+class NotHeldError(RunError):
+    """Elements of a tensor are used that are not on this rank."""
 
 
 class WorldSizeError(RunError):

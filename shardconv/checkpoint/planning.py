@@ -77,6 +77,8 @@ class PlanOptions(TypedDict, total=False):
         replicate: names or patterns of tensors that every rank gets whole.
         head_dim: the head size, where there is no config to say it.
         experts: "tensor" to cut each expert over all ranks, "expert" to deal them out over the ranks.
+        engine: "vllm" to put boundaries where that engine has them; None for those of shardconv's own runtime, which
+            runs the others, too.
         config: a config.json to use instead of the one beside the weights.
         follow_links: read files that are links to outside of the folder.
         ignore: glob patterns, relative to the folder, of files to leave out, weights and auxiliary files alike.
@@ -87,6 +89,7 @@ class PlanOptions(TypedDict, total=False):
     replicate: tuple[str, ...]
     head_dim: int | None
     experts: str
+    engine: str | None
     config: StrPath | None
     follow_links: bool
     ignore: tuple[str, ...]
@@ -109,6 +112,7 @@ def plan_source(
     replicate: tuple[str, ...] = (),
     head_dim: int | None = None,
     experts: str = "tensor",
+    engine: str | None = None,
     config: StrPath | None = None,
     follow_links: bool = False,
     ignore: tuple[str, ...] = (),
@@ -125,7 +129,7 @@ def plan_source(
         beside = None if config is None else local_path(config)
         source = open_source(local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore))
     plan_file = None if plan == "auto" else _read_plan_file(local_path(plan))
-    request = PlanRequest(family, plan_file, as_names(replicate), head_dim, experts)
+    request = PlanRequest(family, plan_file, as_names(replicate), head_dim, experts, engine)
     paths = (source.path, *(part.path for part in source.parts), *source.side_files.values())
     resolution = resolve(source.specs, with_settings(source), request)
     return PlannedSource(source, request, resolution, paths if plan_file is None else (*paths, Path(plan)))
@@ -221,8 +225,8 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
 
 #: The options of :class:`PlanOptions` that a user did not give.
 _DEFAULTS: dict[str, Any] = {
-    "plan": "auto", "family": None, "replicate": (), "head_dim": None, "experts": "tensor", "config": None,
-    "follow_links": False, "ignore": (),
+    "plan": "auto", "family": None, "replicate": (), "head_dim": None, "experts": "tensor", "engine": None,
+    "config": None, "follow_links": False, "ignore": (),
 }  # fmt: skip
 
 

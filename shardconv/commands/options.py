@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from shardconv.checkpoint.paths import local_path
+from shardconv.plan.engines import ENGINES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -57,6 +58,12 @@ plan_options = together(
         type=click.Choice(["tensor", "expert"]),
         default="tensor",
         help="Cut each expert over all ranks, or deal experts out. [default: tensor]",
+    ),
+    click.option(
+        "--for",
+        "engine",
+        type=click.Choice(list(ENGINES)),
+        help="Put boundaries where this engine has them, as of a padded vocabulary. [default: shardconv's own]",
     ),
     click.option("--config", type=PATH, help="config.json to use instead of the one beside the weights."),
     click.option("--follow-links", is_flag=True, help="Read files that are links out of their folder."),

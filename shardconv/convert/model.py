@@ -258,7 +258,8 @@ def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _T
     weight = cut.get("weight")
     if weight is not None and isinstance(module, nn.Embedding):
         gathers = _GATHERED_EMBEDDING in styles
-        return _Target(ParallelEmbedding, {"dim": -1 if weight.placement.dim else 0, "gather_output": gathers})
+        dim = -1 if weight.placement.dim else 0
+        return _Target(ParallelEmbedding, {"dim": dim, "gather_output": gathers, "placement": weight.placement})
     if _GATHERED_EMBEDDING in styles:
         raise ValueError(f"{name}: a {type(module).__name__} is no embedding, whose output can be gathered")
     if weight is not None and _is_linear(module):

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 #: Nothing is fetched, and nothing is printed below a warning; no plugin is needed to construct a model.
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": ""}
@@ -43,7 +44,7 @@ def one_rank(folder: Path, *, tp: int, rank: int, **arguments: Any) -> Iterator[
         distributed_executor_backend="mp", **arguments,
     )  # fmt: skip
     config = engine.create_engine_config()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with set_current_vllm_config(config):
             parallel_state.init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")

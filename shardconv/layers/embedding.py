@@ -79,19 +79,33 @@ def parallel_embedding(
         )
     if padding_idx is not None and padding_idx < 0:
         padding_idx += num_embeddings
+    options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return _look_up(input, weight, options, placement, axis, gather_output=gather_output)
+
+
+#: The options of ``F.embedding`` behind the weight.
+_Options = tuple[int | None, float | None, float, bool, bool]
+
+
+def _look_up(
+    input: Tensor, weight: Tensor, options: _Options, placement: Placement | None, axis: Axis, *, gather_output: bool
+) -> Tensor:
+    """``F.embedding`` on the shard that ``placement`` describes."""
+    padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse = options
     if placement is None or (axis.size == 1 and not placement.is_padded):
-        return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    if dim != 0:
+        return F.embedding(input, weight, *options)
+    if placement.dim != 0:
         if max_norm is not None:
             _scale_rows_(weight, input, max_norm, norm_type, axis)
         found = F.embedding(input, weight, padding_idx, None, 2.0, scale_grad_by_freq, sparse)
         return gather_shards(found, placement, axis, dim=-1) if gather_output else found
+    num_embeddings = placement.size
     ((first, last),) = intervals(placement.ranks[axis.rank]) or [Interval(num_embeddings, num_embeddings)]
     own_padding = padding_idx - first if padding_idx is not None and first <= padding_idx < last else None
     if max_norm is None and not scale_grad_by_freq and not sparse:
         return reduce_from_tp(_look_up_masked(input, weight, own_padding, first, last, num_embeddings), group=axis)
-    options = (own_padding, max_norm, norm_type, scale_grad_by_freq, sparse)
-    return reduce_from_tp(_look_up_own(input, weight, options, first, last, num_embeddings), group=axis)
+    own = (own_padding, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return reduce_from_tp(_look_up_own(input, weight, own, first, last, num_embeddings), group=axis)
 
 
 def _look_up_masked(
@@ -226,12 +240,12 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
         self._is_plain_init = weight_init is None
         self.reset_parameters()
 
-    def set_up(self, axis: Axis, *, gather_output: bool = True) -> None:
-        """See :meth:`ParallelModule.set_up`."""
+    def set_up(self, axis: Axis, *, gather_output: bool = True, placement: Placement | None = None) -> None:
+        """See :meth:`ParallelModule.set_up`; with ``placement`` where the table is padded further than ``tp`` needs."""
         self.axis, self.gather_output = axis, gather_output
         self._is_given, self._is_plain_init = False, True
         self._weight_init = nn.init.normal_
-        placement = _table_placement(self.num_embeddings, self.embedding_dim, self.dim, axis.size)
+        placement = placement or _table_placement(self.num_embeddings, self.embedding_dim, self.dim, axis.size)
         self.placements = {} if placement is None else {"weight": placement}
 
     def reset_parameters(self) -> None:
@@ -248,19 +262,9 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows of the ids."""
-        return parallel_embedding(
-            input,
-            self.weight,
-            self.padding_idx,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.sparse,
-            self.num_embeddings,
-            self.dim,
-            gather_output=self.gather_output,
-            group=self.axis,
-        )
+        options = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
+        placement = self.placements.get("weight")
+        return _look_up(input, self.weight, options, placement, self.axis, gather_output=self.gather_output)
 
     @classmethod
     def convert_parallel_embedding(cls, module: nn.Module, dim: int | None = None, **options: Any) -> Any:

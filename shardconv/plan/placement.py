@@ -170,13 +170,15 @@ class Unit:
     """What cuts fall between: ``count`` things (heads, rows, blocks) of ``size`` elements each.
 
     With ``copies``, fewer units than ranks are held by several ranks each; with ``pad``, a count that does not divide
-    is filled up with zeros.
+    is filled up with zeros; with a ``multiple``, it is padded with zeros to a multiple of that in any case, and has to
+    divide then.
     """
 
     count: int
     size: int = 1
     copies: bool = False
     pad: bool = False
+    multiple: int = 1
 
     def share(self, tp: int, rank: int) -> tuple[int, int, int]:
         """The units ``[first, last)`` of a rank, and how many units of zeros follow.
@@ -184,18 +186,23 @@ class Unit:
         Raises:
             IndivisibleError: if the units cannot be shared among ``tp`` ranks.
         """
-        if self.count % tp == 0:
-            per_rank = self.count // tp
-            return rank * per_rank, (rank + 1) * per_rank, 0
-        if self.copies and tp % self.count == 0:
+        padded = _round_up(self.count, self.multiple)
+        if padded % tp and self.copies and tp % self.count == 0:
             first = rank // (tp // self.count)
             return first, first + 1, 0
-        if self.pad:
-            per_rank = -(-self.count // tp)
-            first, last = min(rank * per_rank, self.count), min((rank + 1) * per_rank, self.count)
-            return first, last, per_rank - (last - first)
-        either = f", nor is {tp} a multiple of {self.count}" if self.copies else ""
-        raise IndivisibleError(f"{self.count} is not a multiple of {tp}{either}")
+        if padded % tp and self.pad and self.multiple == 1:
+            padded = _round_up(self.count, tp)
+        if padded % tp:
+            of = f" ({self.count} padded to a multiple of {self.multiple})" if self.multiple > 1 else ""
+            either = f", nor is {tp} a multiple of {self.count}" if self.copies else ""
+            raise IndivisibleError(f"{padded}{of} is not a multiple of {tp}{either}")
+        per_rank = padded // tp
+        first, last = min(rank * per_rank, self.count), min((rank + 1) * per_rank, self.count)
+        return first, last, per_rank - (last - first)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def cut(dim: int, parts: Sequence[Unit], tp: int, *, groups: int = 1) -> Placement:

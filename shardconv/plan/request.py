@@ -11,6 +11,7 @@ from math import gcd
 from typing import Any, NamedTuple, Self
 
 from shardconv.errors import PlanError
+from shardconv.plan.engines import engine_named
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import NAMES_FAMILY, Family, Rule
 from shardconv.plan.family_file import family_for, load_family, parse_plan_file
@@ -40,6 +41,8 @@ class PlanRequest:
         replicate: names or patterns of tensors that every rank gets whole.
         head_dim: the head size, where there is no config to say it.
         experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
+        engine: the engine whose boundaries the plan follows, one of :data:`~shardconv.plan.engines.ENGINES`; None for
+            shardconv's own.
         may_miss: whether what the user says may match nothing, as on a small model that has not all tensors.
     """
 
@@ -48,11 +51,13 @@ class PlanRequest:
     replicate: tuple[str, ...] = ()
     head_dim: int | None = None
     experts: str = "tensor"
+    engine: str | None = None
     may_miss: bool = False
 
     def __post_init__(self) -> None:
         if self.experts not in EXPERT_MODES:
             raise PlanError(f"experts = {self.experts!r}: it has to be one of {', '.join(EXPERT_MODES)}")
+        engine_named(self.engine)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -63,6 +68,7 @@ class PlanRequest:
             "replicate": list(self.replicate),
             "head_dim": self.head_dim,
             "experts": self.experts,
+            **({"engine": self.engine} if self.engine else {}),
             **({"may_miss": True} if self.may_miss else {}),  # of proofs only
         }
 
@@ -77,7 +83,7 @@ class PlanRequest:
             plan_file = tuple(data["plan_file"]) if data["plan_file"] else None
             experts = data.get("experts", "tensor")
             replicate, may_miss = tuple(data["replicate"]), data.get("may_miss", False)
-            return cls(data["family"], plan_file, replicate, data["head_dim"], experts, may_miss)
+            return cls(data["family"], plan_file, replicate, data["head_dim"], experts, data.get("engine"), may_miss)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a plan request: {error!r}") from error
 
@@ -132,7 +138,10 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         ]
         rules = _wanted(map(_replicated, request.replicate), request)
         family = Family(family.name, rules=rules).over(family)
-    rules_found = rules_for(family, config, experts=request.experts, uncertain=unsure)
+    rules_found = replace(
+        rules_for(family, config, experts=request.experts, uncertain=unsure),
+        vocab_multiple=engine_named(request.engine).vocab_multiple,
+    )
     resolver = Resolver(tensors, rules_found)
     if user is not None and (replaced := resolver.replaced(rules_for(before, config))):
         assumed.append(_replacements(user.name, replaced))

@@ -222,7 +222,8 @@ class Resolver:
 
     def _unit(self, unit_name: str | None, rule: Rule, size: int, scope: Scope, fields: Fields, name: str) -> Unit:
         if unit_name is None:
-            return Unit(size, pad=rule.pad)
+            is_vocabulary = rule.pad and rule.style == "embedding_rowwise"
+            return Unit(size, pad=rule.pad, multiple=self.rules.vocab_multiple if is_vocabulary else 1)
         unit = (scope.family.units or {})[unit_name]
         copies = unit.copies and not self.rules.uncertain
         unit_size = fields.evaluate(unit.size)

@@ -27,6 +27,7 @@ class RuleSet:
         uncertain: why the head size is not certain, and what settles it; "" where it is. Then only boundaries are
             allowed that are right for every smaller head size, too.
         scale_block: rows and columns of a block with one scale, as the config has them.
+        vocab_multiple: the vocabulary is padded to a multiple of this before it is sharded.
     """
 
     family: str
@@ -34,6 +35,7 @@ class RuleSet:
     experts: str = "tensor"
     uncertain: str = ""
     scale_block: Any = None
+    vocab_multiple: int = 1
 
     @property
     def has_plan_file(self) -> bool:
@@ -50,6 +52,7 @@ class RuleSet:
             "experts": self.experts,
             "uncertain": self.uncertain,
             "scale_block": self.scale_block,
+            "vocab_multiple": self.vocab_multiple,
             "scopes": [_scope_to_json(scope) for scope in self.scopes],
         }
 
@@ -66,7 +69,10 @@ class RuleSet:
         scopes = tuple(_scope_from_json(scope, data["family"]) for scope in data["scopes"])
         if not scopes:
             raise ValueError("a rule set without scopes")
-        return cls(data["family"], scopes, data["experts"], data["uncertain"], data["scale_block"])
+        multiple = data.get("vocab_multiple", 1)
+        if type(multiple) is not int or multiple < 1:
+            raise ValueError(f"vocab_multiple is {multiple!r:.60} (expected a positive integer)")
+        return cls(data["family"], scopes, data["experts"], data["uncertain"], data["scale_block"], multiple)
 
 
 def _scope_to_json(scope: Scope) -> dict[str, Any]:
