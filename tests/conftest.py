@@ -10,8 +10,13 @@ from pathlib import Path
 #: take four times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from importlib.util import find_spec
+
 import pytest
 from build import contents, llama_config, write_checkpoint
+
+#: Tests of engines run in environments of the engines: make test-vllm.
+collect_ignore = [] if find_spec("vllm") else ["engines"]
 
 pytest.register_assert_rewrite("faults")  # before its import, so that its checks say what they found
 

@@ -55,7 +55,7 @@ def open_rank(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) ->
     return RankFileReader(manifest, folder, rank)
 
 
-def rank_weights(reader: RankReader, rank: int, remedy: str) -> Iterator[tuple[str, Tensor]]:
+def rank_weights(reader: RankReader, rank: int, remedy: str, *, dry_run: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint, one after the other: a rank tensor where it is sharded, else the tensor itself.
 
     At most the tensor at hand is in memory, and what the caller keeps. The reader is closed at the end.
@@ -64,6 +64,7 @@ def rank_weights(reader: RankReader, rank: int, remedy: str) -> Iterator[tuple[s
         reader: where the shards come from.
         rank: whose shards.
         remedy: what to do where an element is used that the rank does not hold.
+        dry_run: give zeros in place of values, and read nothing.
 
     Raises:
         PlanError: if a tensor is of a dtype that torch does not have.
@@ -76,17 +77,22 @@ def rank_weights(reader: RankReader, rank: int, remedy: str) -> Iterator[tuple[s
                     f"{name}: dtype {spec.dtype} cannot be loaded through torch: use the engine's own loader"
                 )
             placement = reader.plan.placement(name)
-            read = partial(_read, reader, name, spec)
+            shape = placement.shard_shape(spec.shape, rank)
+            read = partial(_zeros, spec, shape) if dry_run else partial(_read, reader, name, spec, shape)
             if placement.dim is None:
-                yield name, read().view(spec.shape)
+                yield name, read()
             else:
                 shard = HeldShard(name, spec.shape, placement.dim, positions_of(placement, rank), read, remedy)
                 yield name, RankTensor.of(shard, _DTYPES[spec.dtype])
         reader.check_unchanged()
 
 
-def _read(reader: RankReader, name: str, spec: TensorSpec) -> Tensor:
-    """The shard, flat."""
+def _read(reader: RankReader, name: str, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
     data = reader.read(name)
     dtype = _DTYPES[spec.dtype]
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+    """Zeros in one element of memory."""
+    return torch.zeros((), dtype=_DTYPES[spec.dtype]).expand(shape)

@@ -1,0 +1,84 @@
+"""Loading into vLLM's workers: shardconv's load format against vLLM's own, on two workers of one model.
+
+The workers run in :mod:`benchmarks.vllm_worker`, in the environment of ``make test-vllm``; each constructs the model
+that vLLM would run on its rank, and loads its weights, without an engine.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+RANKS = 2
+
+
+def workers(folder: Path, load_format: str, *options: str, cold: bool = False) -> list[dict[str, Any]]:
+    """What each worker reports of one run."""
+    if cold:
+        drop(folder)
+    with tempfile.TemporaryDirectory() as meeting:
+        processes = [
+            subprocess.Popen(
+                [
+                    PYTHON, "-m", "benchmarks.vllm_worker", folder, load_format, str(RANKS), str(rank), meeting,
+                    *options,
+                ],
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(RANKS)
+        ]  # fmt: skip
+        outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"a worker failed: {load_format} of {folder}")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def drop(folder: Path) -> None:
+    """Have the system forget the files of a folder, which are on disk by then."""
+    os.sync()
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def prepare(work: Path, write: Any) -> dict[str, tuple[Path, str]]:  # noqa: ANN401 - a function
+    """The model in the forms that are compared: name to folder and load format."""
+    source, split, state = work / "source", work / "split", work / "state"
+    write(source)
+    command = [sys.executable, "-m", "shardconv", "split", str(source), "-o", str(split), "-q"]
+    subprocess.run([*command, "--tp", str(RANKS), "--for", "vllm"], check=True)
+    shutil.copytree(source, state, ignore=shutil.ignore_patterns("*.safetensors*"))
+    workers(source, "auto", "--save", str(state))
+    return {
+        "vLLM's default, of the source": (source, "auto"),
+        "vLLM's sharded_state, saved by vLLM": (state, "sharded_state"),
+        "shardconv, of the source": (source, "shardconv"),
+        "shardconv, of a split": (split, "shardconv"),
+    }
+
+
+def measure(forms: dict[str, tuple[Path, str]], rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """For each form the figures of the slower worker, medians of the rounds; the forms take turns in each round."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in forms}
+    for number in range(rounds):
+        for name in sorted(forms, reverse=bool(number % 2)):
+            folder, load_format = forms[name]
+            cold = workers(folder, load_format, cold=True)
+            warm = workers(folder, load_format)
+            worst = {key: max(one[key] for one in warm) for key in warm[0]}
+            found[name].append({
+                **worst,
+                "cold_seconds": max(one["seconds"] for one in cold),
+                "cold_bytes": max(one["storage_bytes"] for one in cold),
+                "all_bytes": sum(one["storage_bytes"] for one in cold),
+            })  # fmt: skip
+    for name, runs in found.items():
+        yield name, {key: median(run[key] for run in runs) for key in runs[0]}
