@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.errors import PlanError, SplitCheckpointError
+from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan
 from shardconv.plan.request import resolve
 from shardconv.plan.resolve import Resolver
@@ -80,7 +81,23 @@ def _for_memory(plan: Plan) -> Plan:
         )
         return replace(scope, family=replace(scope.family, rules=rules))
 
-    return replace(plan, rules=replace(plan.rules, scopes=tuple(map(relaxed, plan.rules.scopes))))
+    return replace(plan, rules=replace(plan.rules, scopes=tuple(map(relaxed, plan.rules.scopes))).without_engine())
+
+
+def placements_in_memory(manifest: Manifest, plan: Plan) -> dict[str, Placement]:
+    """The placements of tensors of which a rank file has more than shardconv's own runtime takes of it.
+
+    They are replicated because an engine reads all of them on each rank.
+
+    Args:
+        manifest: of the split checkpoint.
+        plan: what :func:`runnable_plan` gives.
+    """
+    if plan.rules is None or plan.tp == 1:
+        return {}
+    own = Resolver(manifest.source_tensors, plan.rules).plan(plan.tp)
+    placements = {name: planned.placement for name, planned in own.tensors.items()}
+    return {name: placement for name, placement in placements.items() if placement != plan.placement(name)}
 
 
 #: Why a plan cannot be executed, by whether the manifest lacks the rules.

@@ -3,9 +3,11 @@
 Owns what an engine does differently from shardconv's own runtime. Data; an engine is never imported here.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shardconv.errors import PlanError
+from shardconv.plan.family import ENGINE, Family, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +18,32 @@ class Engine:
         name: as in ``--for``.
         vocab_multiple: the vocabulary is padded to a multiple of this before it is sharded. vLLM:
             ``DEFAULT_VOCAB_PADDING_SIZE`` in ``vllm/model_executor/layers/vocab_parallel_embedding.py``.
+        replicated: model type to patterns of the tensors that each of its ranks reads in full, while shardconv's own
+            runtime shards them. In a rank file they are replicated, and its runtime takes the rank's shard of them.
     """
 
     name: str
     vocab_multiple: int = 1
+    replicated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def rules(self, model_type: str | None) -> Family:
+        """The rules that come before those of the family of a model type."""
+        patterns = self.replicated.get(model_type or "", ())
+        origin = f"{ENGINE} {self.name}"
+        return Family(origin, rules=tuple(Rule(pattern, "replicate", origin=origin) for pattern in patterns))
+
+
+#: Norms over all heads, of which vLLM has the full weight on each rank.
+_NORMS_OVER_HEADS = ("**.self_attn.{q_norm,k_norm}",)
+
+_VLLM = Engine(
+    "vllm",
+    vocab_multiple=64,
+    replicated=dict.fromkeys(("olmo2", "olmo3", "olmoe"), _NORMS_OVER_HEADS),
+)
 
 #: The engines, by name.
-ENGINES = {engine.name: engine for engine in (Engine("vllm", vocab_multiple=64),)}
+ENGINES = {engine.name: engine for engine in (_VLLM,)}
 #: The boundaries of shardconv's own runtime.
 OWN = Engine("shardconv")
 

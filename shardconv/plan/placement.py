@@ -216,7 +216,7 @@ def cut(dim: int, parts: Sequence[Unit], tp: int, *, groups: int = 1) -> Placeme
         IndivisibleError: if groups or units cannot be shared among ``tp`` ranks.
     """
     width = sum(part.count * part.size for part in parts)
-    if groups % tp == 0:
+    if groups % tp == 0 and all(part.multiple == 1 for part in parts):
         per_rank = groups // tp * width
         ranks = [[Interval(rank * per_rank, (rank + 1) * per_rank)] for rank in range(tp)]
         return Placement(dim, groups * width, tuple(_joined(pieces) for pieces in ranks))

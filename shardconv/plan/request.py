@@ -125,6 +125,8 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         assumed.append(
             "planned by transformers' own plan for the type; shardconv plan --prove tells whether it is right"
         )
+    engine = engine_named(request.engine)
+    family = replace(engine.rules(config.get("model_type")), name=family.name).over(family)
     _check_prefix(tensors, family)
     before = family
     if user is not None:
@@ -140,7 +142,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         family = Family(family.name, rules=rules).over(family)
     rules_found = replace(
         rules_for(family, config, experts=request.experts, uncertain=unsure),
-        vocab_multiple=engine_named(request.engine).vocab_multiple,
+        vocab_multiple=engine.vocab_multiple,
     )
     resolver = Resolver(tensors, rules_found)
     if user is not None and (replaced := resolver.replaced(rules_for(before, config))):

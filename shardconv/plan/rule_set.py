@@ -4,11 +4,11 @@ Owns its form in a manifest. What is read back plans as what was written, whatev
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import PLAN_FILE, Family, ModuleRule, Rule
+from shardconv.plan.family import ENGINE, PLAN_FILE, Family, ModuleRule, Rule
 from shardconv.plan.fields import check_expression, fields_in, lookup
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
 from shardconv.plan.scope import Scope
@@ -44,6 +44,15 @@ class RuleSet:
         origins = {rule.origin for family in families for rule in family.rules}
         origins |= {rule.origin for family in families for rule in family.modules}
         return any(origin.startswith(PLAN_FILE) for origin in origins)
+
+    def without_engine(self) -> Self:
+        """The rules without those of an engine: how shardconv's own runtime shards what it reads."""
+
+        def own(scope: Scope) -> Scope:
+            rules = tuple(rule for rule in scope.family.rules if not rule.origin.startswith(ENGINE))
+            return replace(scope, family=replace(scope.family, rules=rules))
+
+        return replace(self, scopes=tuple(map(own, self.scopes)))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the rules whose conditions hold, and the config fields that they read."""

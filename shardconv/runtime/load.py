@@ -23,7 +23,7 @@ from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.paths import leads_out, local_path
 from shardconv.checkpoint.planning import StrPath
-from shardconv.checkpoint.stored_plan import resolver_of, runnable_plan
+from shardconv.checkpoint.stored_plan import placements_in_memory, resolver_of, runnable_plan
 from shardconv.checkpoint.verify import verify_rank
 from shardconv.convert.model import convert_by
 from shardconv.convert.whole import finish
@@ -41,6 +41,7 @@ from shardconv.errors import (
 )
 from shardconv.layers import ParallelModule
 from shardconv.layers.conversion import digest, is_alike
+from shardconv.layers.sharding import take_shard
 from shardconv.plan.experts import own_experts
 from shardconv.plan.unused import known_unused
 from shardconv.runtime.device import check_room, move, rank_device
@@ -103,8 +104,11 @@ def load(
         check_room(device, manifest.rank_layout.headers[axis.rank], dtype, manifest.tp)
         if verify:
             verify_rank(manifest, folder, axis.rank, next(steps))
+        tensors = _map_rank_file(manifest, folder, axis.rank)
+        for name, placement in placements_in_memory(manifest, plan).items():
+            tensors[name] = take_shard(tensors[name], placement, axis.rank)
         placements = {name: planned.placement for name, planned in plan.tensors.items()}
-        return own_experts(_map_rank_file(manifest, folder, axis.rank), placements, axis.rank)
+        return own_experts(tensors, placements, axis.rank)
 
     tensors = _agreed(axis, check_and_map)
     if model is None:
