@@ -6,6 +6,7 @@ and a converted module agree by construction.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -222,7 +223,7 @@ def _resolver(
         policies = compile_policies(model, request, tp)
         return Resolver(specs, rules_for(policies.family, config)), policies
     if isinstance(request, PlanRequest):
-        resolver = resolve(specs, config, request).resolver
+        resolver = resolve(specs, config, replace(request, engine=None)).resolver  # whose boundaries are those of files
     else:
         assert request.rules is not None  # see stored_plan
         where = "the model in memory, which does not have the tensors that it matches on disk, or under other names"

@@ -9,7 +9,7 @@ import torch
 from engines.small import CASES, write
 
 import shardconv
-from shardconv.engines.check import engine_differences
+from shardconv.engines.check import check_engine
 from shardconv.engines.construct import construct, one_rank
 from shardconv.engines.vllm_plugin import LOAD_FORMAT, register
 
@@ -52,7 +52,7 @@ def test_parameters(name, tp, sources, tmp_path):
     assert {path.name: path.read_bytes() for path in source.iterdir()} == {
         path.name: path.read_bytes() for path in merged.iterdir()
     }
-    assert engine_differences(split) == ("vllm", engine_differences(split)[1], ())
+    assert check_engine(split).differences == ()
     for rank in range(tp):
         expected = parameters(source, tp, rank, "auto")
         assert_same(parameters(split, tp, rank, LOAD_FORMAT), expected)
