@@ -1,10 +1,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-
 VLLM   := .venv-vllm
 
-.PHONY: demo test test-families test-models test-vllm check bench clean
+.PHONY: demo test test-families test-models test-vllm vllm-names check bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +49,9 @@ check: $(VENV)/.installed
 bench: $(VENV)/.installed $(VLLM)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks
+
+vllm-names: $(VENV)/.installed $(VENV)/vision $(VLLM)/.installed
+	PYTHONPATH="$(CURDIR)/$(VENV)/vision" $(BIN)/python -m tools.vllm_names --vllm $(VLLM)/bin/python
 
 clean:
 	rm -rf $(VENV) $(VLLM)
