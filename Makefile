@@ -38,8 +38,8 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable .
 	touch $@
 
-test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest -p no:warnings tests/engines
+test-vllm: $(VLLM)/.installed $(VENV)/vision
+	PYTHONPATH="$(CURDIR)/$(VENV)/vision" $(VLLM)/bin/python -m pytest -p no:warnings tests/engines
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check

@@ -35,15 +35,16 @@ LIMIT = 120
 Values = dict[str, torch.Tensor]
 
 
-def values_of(folder: Path, tp: int, rank: int) -> Values:
-    """What vLLM's model holds after loading, as its loader of sharded states names it.
+def values_of(folder: Path, tp: int, rank: int, load_format: str = "auto") -> Values:
+    """What vLLM's model holds after loading in a load format, as its loader of sharded states names it.
 
     Memory that nothing was written to holds NaN.
     """
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader  # noqa: PLC0415
+    from vllm.config.load import LoadConfig  # noqa: PLC0415
+    from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader  # noqa: PLC0415
 
-    with one_rank(folder, tp=tp, rank=rank, dtype="float32", max_model_len=64, use_tqdm_on_load=False) as config:
+    with one_rank(folder, tp=tp, rank=rank, dtype="float32", max_model_len=64) as config:
         torch.use_deterministic_algorithms(True)  # fills memory that is not set
         try:
             model = construct(config, "cpu")
@@ -52,7 +53,8 @@ def values_of(folder: Path, tp: int, rank: int) -> Values:
         check_native(model)
         keep_numbers(model)
         try:
-            DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
+            loader = get_model_loader(LoadConfig(load_format=load_format, use_tqdm_on_load=False))
+            loader.load_weights(model, config.model_config)
         except Exception as error:
             raise LoadError(reason(error)) from error
         values: Values = ShardedStateLoader._filter_subtensors(model.state_dict())  # noqa: SLF001 - nothing else does this

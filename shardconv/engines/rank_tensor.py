@@ -20,8 +20,8 @@ from shardconv.plan.placement import Interval, Placement
 
 aten = torch.ops.aten
 
-#: Operations that compute each element from that element alone: they are applied to what is held, when it is read.
-_ELEMENTWISE = {aten.clone.default, aten._to_copy.default}  # noqa: SLF001 - names of operators
+#: Operations that copy each element, and are not marked as pointwise.
+_COPIES = {aten.clone.default, aten._to_copy.default}  # noqa: SLF001 - names of operators
 #: Views that are not marked as such, as they follow a copy.
 _VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}  # noqa: SLF001 - likewise
 #: Operations that use shape, dtype and device of a tensor, and none of its values.
@@ -198,7 +198,7 @@ class RankTensor(Tensor):
         kwargs = kwargs or {}
         if func.is_view or func in _VIEWS:
             return args[0].viewed(func, args[1:], kwargs)
-        if func in _ELEMENTWISE:
+        if func in _COPIES or _is_of_one_tensor(func, args, kwargs):
             return args[0].mapped(func, args[1:], kwargs)
         if func is aten.cat.default:
             return _concatenate(*args, **kwargs)
@@ -273,7 +273,8 @@ class RankTensor(Tensor):
         shape = (*(dim.size for dim in before), len(positions), *(dim.size for dim in behind))
         made = HeldShard(shard.name, shape, len(before), local, read, shard.remedy)
         device = torch.device(kwargs.get("device") or self.device)
-        return RankTensor.of(made, kwargs.get("dtype") or dtype, device).view(self.shape)
+        given = {name: value for name, value in kwargs.items() if name != "device"}
+        return RankTensor.of(made, func(self._view, *args, **given).dtype, device).view(self.shape)
 
 
 def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -296,6 +297,15 @@ def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     first = shards[0]
     made = HeldShard(first.name, shape, dim, torch.cat(positions), read, first.remedy)
     return RankTensor.of(made, copies[0].dtype, copies[0].device)
+
+
+def _is_of_one_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation computes each element from the same element of the one tensor that it is given."""
+    is_functional = not any(one.alias_info is not None for one in func._schema.arguments)  # noqa: SLF001 - as below
+    others = (args[1:], kwargs)
+    return (
+        torch.Tag.pointwise in func.tags and is_functional and not tree_any(lambda one: isinstance(one, Tensor), others)
+    )
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

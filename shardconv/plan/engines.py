@@ -35,11 +35,17 @@ class Engine:
 
 #: Norms over all heads, of which vLLM has the full weight on each rank.
 _NORMS_OVER_HEADS = ("**.self_attn.{q_norm,k_norm}",)
+_PER_LAYER = "**.per_layer_projection"
 
 _VLLM = Engine(
     "vllm",
     vocab_multiple=64,
-    replicated=dict.fromkeys(("olmo2", "olmo3", "olmoe"), _NORMS_OVER_HEADS),
+    replicated={
+        **dict.fromkeys(("olmo2", "olmo3", "olmoe"), _NORMS_OVER_HEADS),
+        "falcon_h1": ("**.mamba.{in_proj,out_proj}",),  # shardconv gathers their outputs
+        "gemma3n_text": (_PER_LAYER, "**.self_attn.{k_proj,v_proj,o_proj}", "**.mlp.down_proj"),  # likewise
+        "gemma4_text": (_PER_LAYER,),
+    },
 )
 
 #: The engines, by name.
