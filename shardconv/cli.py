@@ -18,6 +18,7 @@ from shardconv.commands.options import (
     PATH,
     checksum_option,
     ignore_option,
+    layout_option,
     output_options,
     plan_options,
     tp_option,
@@ -26,7 +27,7 @@ from shardconv.commands.options import (
 from shardconv.commands.plan import check_source
 from shardconv.commands.plan import plan as plan_command
 from shardconv.commands.run import run as run_command
-from shardconv.commands.words import counted, dry_run_notes, model_notes, notes, rate, sizes
+from shardconv.commands.words import counted, dry_run_notes, layout_note, model_notes, notes, rate, sizes
 from shardconv.console import Console, describe, open_streams, show_error, size
 from shardconv.parent import PARENT, end_with_parent
 from shardconv.signals import Terminated, default_signals, ignore_signals, raise_on_signals
@@ -48,7 +49,7 @@ def cli() -> None:
 @plan_options
 @write_options
 @checksum_option
-@click.option("--dcp", is_flag=True, help="Let torch.distributed.checkpoint read the rank files, too.")
+@layout_option("[default: native]")
 @click.option("--check-model", is_flag=True, help=CHECK_MODEL)
 @output_options
 def split(
@@ -59,6 +60,7 @@ def split(
     quiet: bool,
     plan: Path | None,
     check_model: bool,
+    layout: str | None,
     **options: Any,  # noqa: ANN401
 ) -> None:
     """Split the checkpoint SRC (a .safetensors file, an index, or a folder) for N ranks."""
@@ -67,14 +69,14 @@ def split(
     console = Console(as_json=as_json, quiet=quiet)
     checked = check_source(src, options) if check_model else None
     with console.progress("split") as progress:
-        report = run(src, output, plan=plan or "auto", progress=progress, **options)
+        report = run(src, output, plan=plan or "auto", layout=layout or "native", progress=progress, **options)
     verb = "would be written" if report.dry_run else rate(report.source_bytes, report.seconds)
     warnings = notes(report.assumed, report.left_out)
     console.report(
         report,
         [
             f"{report.path}: {report.num_tensors} tensors, {size(report.source_bytes)}, family {report.family}",
-            f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}; {verb}",
+            f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}{layout_note(report.layout)}; {verb}",
             *dry_run_notes(report, overwrite=options["overwrite"]),
             *warnings,
             *model_notes(checked),
@@ -114,9 +116,10 @@ def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **optio
 @click.option("-o", "--output", type=PATH, metavar="DIR2", help="Folder to write. [default: NAME-tpN here]")
 @write_options
 @checksum_option
+@layout_option("[default: that of DIR]")
 @output_options
 def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
-    """Rewrite the split checkpoint DIR for another number of ranks."""
+    """Rewrite the split checkpoint DIR for another number of ranks or layout."""
     from shardconv.checkpoint.reshard import reshard as run
 
     console = Console(as_json=as_json, quiet=quiet)
@@ -127,7 +130,7 @@ def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **opt
         report,
         [
             f"{report.path}: {report.num_tensors} tensors, from {counted(report.old_tp, 'rank')} to {report.tp}",
-            f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}; {verb}",
+            f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}{layout_note(report.layout)}; {verb}",
             *dry_run_notes(report, overwrite=options["overwrite"]),
         ],
     )
@@ -149,7 +152,8 @@ def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  #
         report = run(src, progress=progress, **options)
     shown, more = report.differences[:_MAX_LINES], len(report.differences) - _MAX_LINES
     lines = [
-        f"{report.path}: {counted(report.tp, 'rank')}, {report.num_tensors} tensors, {size(report.num_bytes)}",
+        f"{report.path}: {counted(report.tp, 'rank')}, {report.num_tensors} tensors, {size(report.num_bytes)}"
+        f"{layout_note(report.layout)}",
         f"checked: {', '.join(report.checked)}",
         *notes((), report.left_out),
     ]

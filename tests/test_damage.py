@@ -15,12 +15,12 @@ from build import contents, llama_config, write_checkpoint, write_weights
 from command import call
 
 from shardconv.checkpoint.header import read_header
-from shardconv.checkpoint.layout import rank_file_name
 from shardconv.checkpoint.split import split
 from shardconv.checkpoint.verify import verify
+from shardconv.layouts.layout import NATIVE
 
 TP = 4
-RANK_FILES = [rank_file_name(rank, TP) for rank in range(TP)]
+RANK_FILES = [NATIVE.rank_file(rank, TP) for rank in range(TP)]
 LAYER = "model.layers.0"
 
 

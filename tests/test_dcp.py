@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import shardconv
 from shardconv import convert_model, gather_state_dict
 from shardconv.errors import PlanError, SplitCheckpointError
+from shardconv.layouts.layout import DCP
 from shardconv.tensor import as_dtensor
 from tests.build import contents
 from tests.command import call
@@ -53,7 +54,7 @@ def test_torch_reads_full_tensors(tmp_path, kind, options):
     """Four ranks on two kv heads, so there are copies; with experts dealt out, ranks without any of a tensor."""
     source = write(tmp_path, kind)
     expected = load_file(source / "model.safetensors")
-    shardconv.split(source, tmp_path / "out", tp=4, dcp=True, **options)
+    shardconv.split(source, tmp_path / "out", tp=4, layout="dcp", **options)
     assert_equal(load_full(tmp_path / "out", expected), expected)
 
 
@@ -88,18 +89,18 @@ def check_model(axis, folder, source):
 @pytest.mark.parametrize("layout", ["pairs", "four"])
 def test_torch_reads_dtensors(ranks, tmp_path, check, layout):
     source = write(tmp_path, "llama")
-    shardconv.split(source, tmp_path / "out", tp=4, dcp=True)
+    shardconv.split(source, tmp_path / "out", tp=4, layout="dcp")
     ranks(layout, check, str(tmp_path / "out"), str(source / "model.safetensors"))
 
 
 def test_merge_verify_and_reshard(tmp_path):
     source = write(tmp_path, "llama")
-    shardconv.split(source, tmp_path / "four", tp=4, dcp=True)
+    shardconv.split(source, tmp_path / "four", tp=4, layout="dcp")
     assert shardconv.verify(tmp_path / "four", against=source).differences == ()
     assert shardconv.merge(tmp_path / "four", tmp_path / "back").is_identical
     assert contents(tmp_path / "back") == contents(source)
     shardconv.reshard(tmp_path / "four", tmp_path / "resharded", tp=2)
-    shardconv.split(source, tmp_path / "two", tp=2, dcp=True)
+    shardconv.split(source, tmp_path / "two", tp=2, layout="dcp")
     assert contents(tmp_path / "resharded") == contents(tmp_path / "two")
 
 
@@ -107,10 +108,10 @@ def test_what_is_written(tmp_path):
     """Only where it is asked for."""
     source = write(tmp_path, "llama")
     name = "model.layers.0.mlp.down_proj.weight"
-    for folder, dcp_option in (("plain", False), ("dcp", True)):
-        shardconv.split(source, tmp_path / folder, tp=4, dcp=dcp_option)
+    for folder, dcp_option in (("native", False), ("dcp", True)):
+        shardconv.split(source, tmp_path / folder, tp=4, layout=folder)
         manifest = json.loads((tmp_path / folder / "shardconv.json").read_text())
-        assert manifest["dcp"] is dcp_option
+        assert (manifest["layout"] or {"name": "native"})["name"] == folder
         with safe_open(tmp_path / folder / "rank-2-of-4.safetensors", "pt") as file:
             assert (KEY in file.metadata()) is dcp_option
             if dcp_option:
@@ -128,15 +129,15 @@ def test_refusal(tmp_path, kind, config, expected):
     source = write(tmp_path, kind, **config)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(PlanError) as caught:
-        shardconv.split(source, tmp_path / "out", tp=4, dcp=True)
+        shardconv.split(source, tmp_path / "out", tp=4, layout="dcp")
     assert expected in str(caught.value)
-    assert "split without --dcp (dcp=True)" in str(caught.value)
+    assert "use the native layout (--layout native)" in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_reshard_refuses_likewise(tmp_path):
     source = write(tmp_path, "llama", vocab_size=130)
-    shardconv.split(source, tmp_path / "two", tp=2, dcp=True)
+    shardconv.split(source, tmp_path / "two", tp=2, layout="dcp")
     with pytest.raises(PlanError, match=r"lm_head\.weight: is cut as dim 0, padded from 130"):
         shardconv.reshard(tmp_path / "two", tmp_path / "four", tp=4)
 
@@ -144,7 +145,7 @@ def test_reshard_refuses_likewise(tmp_path):
 def test_a_manifest_that_promises_too_much(tmp_path):
     source = write(tmp_path, "llama", vocab_size=131)
     shardconv.split(source, tmp_path / "out", tp=4)
-    change_manifest(tmp_path / "out", lambda data: data.update(dcp=True))
+    change_manifest(tmp_path / "out", lambda data: data.update(layout=DCP.to_json(())))
     with pytest.raises(SplitCheckpointError, match=r"cannot be used: lm_head\.weight: is cut as dim 0, padded"):
         shardconv.merge(tmp_path / "out", tmp_path / "back")
 
@@ -152,8 +153,8 @@ def test_a_manifest_that_promises_too_much(tmp_path):
 def test_command(tmp_path):
     source = write(tmp_path, "llama")
     expected = load_file(source / "model.safetensors")
-    assert call("split", source, "--tp", "4", "--dcp", "-o", tmp_path / "out").code == 0
+    assert call("split", source, "--tp", "4", "--layout", "dcp", "-o", tmp_path / "out").code == 0
     assert_equal(load_full(tmp_path / "out", expected), expected)
-    refused = call("split", write(tmp_path, "phi3"), "--tp", "4", "--dcp", "-o", tmp_path / "no")
+    refused = call("split", write(tmp_path, "phi3"), "--tp", "4", "--layout", "dcp", "-o", tmp_path / "no")
     assert refused.code == 1
     assert "gate_up_proj.weight: is cut as dim 0, 2 pieces" in " ".join(refused.err.split())

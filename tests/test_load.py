@@ -17,7 +17,7 @@ from models import MODELS, VOCAB, change_config
 from torch import nn
 
 import shardconv
-from shardconv.checkpoint.layout import rank_file_name
+from shardconv.layouts.layout import NATIVE
 from shardconv.runtime.versions import versions
 
 #: Quantised ones cannot be run so far; the other needs a field that configs of transformers 5.23 do not keep.
@@ -80,7 +80,7 @@ def check_reads(axis, source, split):
     sys.addaudithook(count)
     model = shardconv.load(split, device="cpu", group=axis)
     is_counting[0] = False
-    own = str(split / rank_file_name(axis.rank, axis.size))
+    own = str(split / NATIVE.rank_file(axis.rank, axis.size))
     assert {path for path in opened if path.endswith(".safetensors")} == {own}
     lines = Path("/proc/self/maps").read_text().splitlines()
     maps = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines if line.endswith(own)]
@@ -177,19 +177,19 @@ def damaged(home, tmp_path):
 
 
 def test_rank_file_missing(ranks, damaged):
-    (damaged / rank_file_name(1, 2)).unlink()
+    (damaged / NATIVE.rank_file(1, 2)).unlink()
     ranks("pairs", check_fails, damaged, ["rank 1: .*cannot be opened", "cannot be opened: No such file"])
 
 
 def test_rank_file_truncated(ranks, damaged):
-    path = damaged / rank_file_name(0, 2)
+    path = damaged / NATIVE.rank_file(0, 2)
     path.write_bytes(path.read_bytes()[:-100])
     ranks("pairs", check_fails, damaged, ["changed or is truncated", "rank 0: .*changed or is truncated"])
 
 
 def test_rank_file_of_another_split(ranks, home, damaged):
     other = source_and_split(home, "qwen2", 2)[1]
-    shutil.copyfile(other / rank_file_name(1, 2), damaged / rank_file_name(1, 2))
+    shutil.copyfile(other / NATIVE.rank_file(1, 2), damaged / NATIVE.rank_file(1, 2))
     ranks("pairs", check_fails, damaged, ["rank 1: .*expected", "expected"])
 
 
@@ -259,7 +259,7 @@ def check_verified(axis, split, is_right):
 
 def test_contents_are_checked_unless_verify_is_false(ranks, damaged):
     ranks("pairs", check_verified, damaged, True)
-    path = damaged / rank_file_name(0, 2)
+    path = damaged / NATIVE.rank_file(0, 2)
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
@@ -284,7 +284,7 @@ def check_link(axis, split):
 
 
 def test_a_rank_file_that_is_a_link_out(ranks, damaged, tmp_path):
-    path = damaged / rank_file_name(0, 2)
+    path = damaged / NATIVE.rank_file(0, 2)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     ranks("pairs", check_link, damaged)

@@ -27,9 +27,10 @@ from models import change_config, read
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.layout import MANIFEST_NAME, rank_file_name
+from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.split import split_by
 from shardconv.errors import ShardconvError
+from shardconv.layouts.layout import NATIVE
 from shardconv.proof import prove
 from shardconv.runtime.run import RunOptions, check_run, run_rank
 
@@ -246,7 +247,7 @@ def newer_manifest(_: Path, split: Path) -> None:
 
 def all_rank_files(source: Path, split: Path) -> None:
     for rank in range(TP):
-        from_other(rank_file_name(rank, TP))(source, split)
+        from_other(NATIVE.rank_file(rank, TP))(source, split)
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
@@ -425,30 +426,31 @@ CASES: Mapping[str, Case] = {
     ),
     # split checkpoints
     "rank file of another tp beside": Case(
-        damaged(RIGHT, verify=warning(rank_file_name(0, 2)),
-                verify__against=warning(rank_file_name(0, 2))),
-        damage=from_other(rank_file_name(0, 2), tp=2),
+        damaged(RIGHT, verify=warning(NATIVE.rank_file(0, 2)),
+                verify__against=warning(NATIVE.rank_file(0, 2))),
+        damage=from_other(NATIVE.rank_file(0, 2), tp=2),
     ),
     "config.json edited after the split": Case(
         damaged(error("config.json")), damage=lambda _, split: change_config(split, {"num_attention_heads": 4}),
     ),
     "rank file of another tp in the place of one": Case(
-        damaged(error(rank_file_name(0, TP))), damage=from_other(rank_file_name(0, 2), tp=2, to=rank_file_name(0, TP)),
+        damaged(error(NATIVE.rank_file(0, TP))),
+        damage=from_other(NATIVE.rank_file(0, 2), tp=2, to=NATIVE.rank_file(0, TP)),
     ),
     "rank file of another split": Case(
-        damaged(error(rank_file_name(1, TP)), load=error(rank_file_name(1, TP))),
-        damage=from_other(rank_file_name(1, TP)),
+        damaged(error(NATIVE.rank_file(1, TP)), load=error(NATIVE.rank_file(1, TP))),
+        damage=from_other(NATIVE.rank_file(1, TP)),
     ),
     "rank files of another split": Case(
-        damaged(error(rank_file_name(0, TP)), load=error(rank_file_name(0, TP))),
+        damaged(error(NATIVE.rank_file(0, TP)), load=error(NATIVE.rank_file(0, TP))),
         damage=all_rank_files,
     ),
     "manifest of another split": Case(
-        damaged(error(rank_file_name(0, TP)), load=error(rank_file_name(0, TP))),
+        damaged(error(NATIVE.rank_file(0, TP)), load=error(NATIVE.rank_file(0, TP))),
         damage=from_other(MANIFEST_NAME),
     ),
     "manifest of another tp": Case(
-        damaged(error(rank_file_name(0, 2)), load=error("is for 2 ranks", "torchrun")),
+        damaged(error(NATIVE.rank_file(0, 2)), load=error("is for 2 ranks", "torchrun")),
         damage=from_other(MANIFEST_NAME, tp=2),
     ),
     "manifest of a later version": Case(damaged(error(MANIFEST_NAME, "update shardconv")), damage=newer_manifest),
@@ -571,7 +573,7 @@ def prove_plan(case: Case, source: Path, _: Path, __: Path, ___: Any) -> Found:
 
 def split(case: Case, source: Path, _: Path, target: Path, __: Any) -> Found:
     def check() -> None:
-        files = [load_file(target / rank_file_name(rank, TP)) for rank in range(TP)]
+        files = [load_file(target / NATIVE.rank_file(rank, TP)) for rank in range(TP)]
         found = stored(source)
         assert all(set(file) == set(found) for file in files)
         for name, tensor in found.items():
@@ -623,7 +625,7 @@ def merge(case: Case, source: Path, place: Path, target: Path, _: Any) -> Found:
 
 def reshard(case: Case, source: Path, place: Path, target: Path, _: Any) -> Found:
     def check() -> None:
-        file, expected = load_file(target / rank_file_name(0, 1)), stored(source)
+        file, expected = load_file(target / NATIVE.rank_file(0, 1)), stored(source)
         assert set(file) == set(expected)
         for name, tensor in expected.items():
             found, padding = (

@@ -122,7 +122,7 @@ def to_format_1(folder):
         data["format_version"] = 1
         data["side_files"] = data.pop("auxiliary_files")
         data["source"]["parts"] = data["source"].pop("files")
-        del data["dcp"]
+        del data["layout"]
 
     change_manifest(folder, change)
 

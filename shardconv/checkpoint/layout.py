@@ -1,16 +1,18 @@
-"""The layout of a split checkpoint: which tensor lies where in which rank's file.
+"""The files of a split checkpoint: where each shard lies in which rank's file.
 
-Owns the order of tensors in rank files and their headers. Follows from the source's headers and a plan alone, so what
-reads a split checkpoint computes it anew and compares.
+Owns the order of tensors in rank files and their headers. Follows from the source's headers, a plan and a layout
+(layouts/), so what reads a split checkpoint computes it anew and compares.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardconv.checkpoint.copy import Shards
-from shardconv.checkpoint.dcp import KEY, offsets_metadata
 from shardconv.checkpoint.geometry import geometry, whole
-from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header
+from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header, num_bytes
+from shardconv.layouts.dcp import KEY, offsets_metadata
+from shardconv.layouts.layout import NATIVE, FileLayout, FileTensor
 from shardconv.plan.plan import Plan, TensorSpec
 
 MANIFEST_NAME = "shardconv.json"
@@ -24,26 +26,23 @@ class Layout:
 
     Attributes:
         headers: of each file.
-        shards: for each tensor, in order, where its shards lie.
+        shards: for each source tensor, in order, where its shards lie.
+        constants: the bytes with which the data section of each file begins, before all shards.
     """
 
     headers: tuple[Header, ...]
     shards: tuple[Shards, ...]
+    constants: bytes = b""
 
     @property
     def heads(self) -> list[bytes]:
-        """What each file begins with, up to its data."""
-        return [header.head for header in self.headers]
+        """The first bytes of each file, up to its shards."""
+        return [header.head + self.constants for header in self.headers]
 
     @property
     def file_bytes(self) -> list[int]:
         """Bytes of each file."""
         return [header.file_bytes for header in self.headers]
-
-
-def rank_file_name(rank: int, tp: int) -> str:
-    """The name of a rank's file, all of equal length."""
-    return f"rank-{rank:0{len(str(tp - 1))}}-of-{tp}.safetensors"
 
 
 def in_order(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -59,7 +58,7 @@ def lay_out_ranks(
     plan: Plan,
     metadata: dict[str, str],
     *,
-    dcp: bool = False,
+    layout: FileLayout = NATIVE,
     identity: str | None = None,
 ) -> Layout:
     """The files of the ranks.
@@ -68,32 +67,68 @@ def lay_out_ranks(
         tensors: name to dtype and shape of the full tensors, in order.
         plan: their placements.
         metadata: what the source's files say of themselves.
-        dcp: whether each file says where its shards lie, as torch reads it.
+        layout: which tensors the files hold.
         identity: of the split, for the metadata of each file; None for none.
+
+    Raises:
+        PlanError: if shards do not form the tensors of the layout.
     """
-    own = {} if identity is None else {IDENTITY_KEY: identity}
+    own = {"format": "pt", **metadata, **({} if identity is None else {IDENTITY_KEY: identity})}
     placements = {name: plan.placement(name) for name in tensors}
     distinct = tuple(dict.fromkeys(placements.values()))
     sizes = [tuple(placement.local_size(rank) for placement in distinct) for rank in range(plan.tp)]
     # most often 0: ranks with equal shapes share a header, unless it says where the shards lie
-    first_alike = list(range(plan.tp)) if dcp else [sizes.index(size) for size in sizes]
-    headers = {
-        rank: build_header(
-            ((name, spec.dtype, placements[name].shard_shape(spec.shape, rank)) for name, spec in tensors.items()),
-            {"format": "pt", **metadata, **own, **({KEY: offsets_metadata(tensors, placements, rank)} if dcp else {})},
+    first_alike = list(range(plan.tp)) if layout.has_offsets else [sizes.index(size) for size in sizes]
+    file_tensors = layout.file_tensors(tensors)
+    files = {
+        rank: _lay_out_rank(
+            file_tensors,
+            {
+                name: TensorSpec(dtype, placements[name].shard_shape(shape, rank))
+                for name, (dtype, shape) in tensors.items()
+            },
+            layout,
+            {**own, KEY: offsets_metadata(tensors, placements, rank)} if layout.has_offsets else own,
         )
         for rank in dict.fromkeys(first_alike)
     }
 
     def offsets(name: str) -> tuple[int, ...]:
-        found = {rank: header.data_offset + header.tensors[name].start for rank, header in headers.items()}
+        found = {rank: file.offsets[name] for rank, file in files.items()}
         return tuple(map(found.__getitem__, first_alike))
 
     shards = tuple(
         Shards(geometry(placements[name], spec.dtype, spec.shape), range(plan.tp), offsets(name))
         for name, spec in tensors.items()
     )
-    return Layout(tuple(map(headers.__getitem__, first_alike)), shards)
+    headers = tuple(files[rank].header for rank in first_alike)
+    return Layout(headers, shards, b"".join(constant.data for constant in layout.constants))
+
+
+class _RankFile(NamedTuple):
+    """The header of a rank's file, and the first byte of each source tensor's shard in the file."""
+
+    header: Header
+    offsets: dict[str, int]
+
+
+def _lay_out_rank(
+    file_tensors: Sequence[FileTensor], shards: Mapping[str, TensorSpec], layout: FileLayout, metadata: dict[str, str]
+) -> _RankFile:
+    """One rank's file; ``shards`` are the dtypes and shapes of the rank's shards of the source tensors."""
+    constants = ((constant.name, constant.dtype, constant.shape) for constant in layout.constants)
+    joined = (
+        (tensor.name, shards[tensor.members[0]].dtype, tensor.shape([shards[name].shape for name in tensor.members]))
+        for tensor in file_tensors
+    )
+    header = build_header((*constants, *joined), metadata)
+    offsets = {}
+    for tensor in file_tensors:
+        at = header.data_offset + header.tensors[tensor.name].start
+        for name in tensor.members:
+            offsets[name] = at
+            at += num_bytes(*shards[name])
+    return _RankFile(header, offsets)
 
 
 def lay_out_parts(headers: Sequence[Header], names: Iterable[str]) -> Layout:

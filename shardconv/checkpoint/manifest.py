@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from shardconv.checkpoint.copy import Stripe, cut_stripes
-from shardconv.checkpoint.dcp import first_unreadable, why_unreadable
 from shardconv.checkpoint.fileio import create
 from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.header import Header, parse_header
-from shardconv.checkpoint.layout import MANIFEST_NAME, Layout, in_order, lay_out_parts, lay_out_ranks, rank_file_name
+from shardconv.checkpoint.layout import MANIFEST_NAME, Layout, in_order, lay_out_parts, lay_out_ranks
 from shardconv.checkpoint.manifest_format import (
     CHECKSUM_KEY,
     FORMAT_VERSION,
@@ -28,6 +27,7 @@ from shardconv.checkpoint.manifest_format import (
 from shardconv.checkpoint.paths import hub_hint
 from shardconv.checkpoint.source import Source, is_plain_name
 from shardconv.errors import PlanError, SourceError, SplitCheckpointError
+from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.resolve import MAX_TP
@@ -52,7 +52,7 @@ class Manifest:
         side_files: name to checksum of each side file.
         stripe_bytes: the grain of the checksums.
         checksums: for each rank the xxh3-128 of its bytes of each stripe; None where none were taken.
-        dcp: whether rank files say where their shards lie, as torch reads it.
+        layout: which tensors the rank files hold, and their names.
         is_identified: whether rank files have the identity of the split; see :attr:`identity`.
         ignore: patterns of files of the source that the user left out.
     """
@@ -68,7 +68,7 @@ class Manifest:
     side_files: Mapping[str, str]
     stripe_bytes: int
     checksums: tuple[tuple[str, ...], ...] | None = field(default=None, repr=False)
-    dcp: bool = False
+    layout: FileLayout = NATIVE
     is_identified: bool = False
     ignore: tuple[str, ...] = ()
 
@@ -80,10 +80,14 @@ class Manifest:
         request: PlanRequest,
         *,
         stripe_bytes: int,
-        dcp: bool = False,
+        layout: FileLayout = NATIVE,
         checksums: bool = True,
     ) -> Self:
-        """The manifest for a source that is about to be split, with ``checksums`` or without."""
+        """The manifest for a source that is about to be split, with ``checksums`` or without.
+
+        Raises:
+            PlanError: as :meth:`checked_for_layout`.
+        """
         return cls(
             plan=plan,
             request=request,
@@ -95,10 +99,10 @@ class Manifest:
             metadata=source.metadata,
             side_files=dict.fromkeys(source.side_files, ""),
             stripe_bytes=stripe_bytes,
-            dcp=dcp,
+            layout=layout,
             is_identified=checksums,
             ignore=source.ignore,
-        ).checked_for_dcp()
+        ).checked_for_layout()
 
     @property
     def tp(self) -> int:
@@ -135,16 +139,21 @@ class Manifest:
     @cached_property
     def rank_layout(self) -> Layout:
         """The files of the ranks, as they have to be."""
-        return lay_out_ranks(self.tensors, self.plan, self.metadata, dcp=self.dcp, identity=self.identity)
+        return lay_out_ranks(self.tensors, self.plan, self.metadata, layout=self.layout, identity=self.identity)
 
     @cached_property
     def part_layout(self) -> Layout:
         """The files of the source, as they were."""
         return lay_out_parts([header for _, header in self.parts], self.tensors)
 
+    @property
+    def rank_files(self) -> list[str]:
+        """The names of the files of the ranks."""
+        return [self.layout.rank_file(rank, self.tp) for rank in range(self.tp)]
+
     def rank_paths(self, folder: Path) -> list[Path]:
         """The files of the ranks in a folder."""
-        return [folder / rank_file_name(rank, self.tp) for rank in range(self.tp)]
+        return [folder / name for name in self.rank_files]
 
     def heads_with(self, checksums: tuple[tuple[str, ...], ...]) -> list[bytes]:
         """What the rank files begin with when their checksums are known."""
@@ -154,22 +163,24 @@ class Manifest:
         """The manifest with what is known once the files are written."""
         return replace(self, checksums=checksums, side_files=side_files)
 
-    def with_plan(self, plan: Plan, *, checksums: bool) -> Self:
-        """The manifest of the same source under another plan, not yet written, with ``checksums`` or without.
+    def with_plan(self, plan: Plan, request: PlanRequest, layout: FileLayout, *, checksums: bool) -> Self:
+        """The manifest of the same source for another plan and layout, not yet written, with ``checksums`` or without.
 
         Raises:
-            PlanError: as :meth:`checked_for_dcp`.
+            PlanError: as :meth:`checked_for_layout`.
         """
-        return replace(self, plan=plan, checksums=None, is_identified=checksums).checked_for_dcp()
+        changed = replace(self, plan=plan, request=request, layout=layout, checksums=None, is_identified=checksums)
+        return changed.checked_for_layout()
 
-    def checked_for_dcp(self) -> Self:
+    def checked_for_layout(self) -> Self:
         """The manifest itself.
 
         Raises:
-            PlanError: if torch is to read the rank files, and a placement cannot be said to it.
+            PlanError: if the layout does not fit the tensors or the plan.
         """
-        if self.dcp and (name := first_unreadable(self.plan, self.tensors)) is not None:
-            raise PlanError(why_unreadable(name, self.plan.placement(name)))
+        self.layout.check(self.tensors, self.plan)
+        if self.layout.changed:
+            _ = self.rank_layout  # refuses shards that do not form a tensor
         return self
 
     def to_json(self, created_by: str) -> dict[str, Any]:
@@ -177,7 +188,7 @@ class Manifest:
         body = {
             "format_version": FORMAT_VERSION,
             "created_by": created_by,
-            "dcp": self.dcp,
+            "layout": None if self.layout == NATIVE else self.layout.to_json(self.source_tensors),
             "tp": self.tp,
             "plan": self.plan.to_json(),
             "request": self.request.to_json(),
@@ -217,19 +228,21 @@ class Manifest:
             )
         source, checksums = data["source"], data["checksums"]
         ranks = checksums["ranks"]
+        parts = tuple(_part(part) for part in source["files"])
+        names = dict.fromkeys(name for _, header in parts for name in header.tensors)
         manifest = cls(
             plan=Plan.from_json(data["plan"]),
             request=PlanRequest.from_json(data["request"]),
             config=source["config"],
             source_name=source["name"],
             is_folder=source["is_folder"],
-            parts=tuple(_part(part) for part in source["files"]),
+            parts=parts,
             index=tuple(source["index"]) if source["index"] else None,
             metadata=source["metadata"],
             side_files=data["auxiliary_files"],
             stripe_bytes=checksums["stripe_bytes"],
             checksums=None if ranks is None else tuple(map(tuple, ranks)),
-            dcp=data["dcp"],
+            layout=NATIVE if data["layout"] is None else FileLayout.from_json(data["layout"], names),
             is_identified=checksums["identity"] is not None,
             ignore=tuple(source["ignore"]),
         )
@@ -241,9 +254,9 @@ class Manifest:
     def _check(self) -> None:
         if self.plan.tensors.keys() != self.tensors.keys():
             raise ValueError("its plan is not for its tensors")
-        self.checked_for_dcp()
         for name, spec in self.tensors.items():
             geometry(self.plan.placement(name), spec.dtype, spec.shape)  # refuses what does not fit
+        self.checked_for_layout()
         if self.stripe_bytes < _MIN_STRIPE_BYTES or (self.request.head_dim or 1) < 1:
             raise ValueError("its stripes or heads are empty")
         if any(pair is not None and len(pair) != 2 for pair in (self.index, self.request.plan_file)):
@@ -260,14 +273,14 @@ class Manifest:
     def _check_names(self) -> None:
         """Check that no name leads out of a folder, and that no two files would overwrite each other."""
         names = [name for name, _ in self.parts] + ([self.index[0]] if self.index else [])
-        for name in names:
+        for name in [*names, *self.rank_files]:
             if not is_plain_name(name):
                 raise ValueError(f"{name!r:.100} is no name of a file in its folder")
         for name in self.side_files:
             if not all(is_plain_name(part) for part in name.split("/")):
                 raise ValueError(f"{name!r:.100} is no name of a file in its folder")
-        taken = {MANIFEST_NAME, *(rank_file_name(rank, self.tp) for rank in range(self.tp))}
-        if len({*names, *self.side_files}) != len(names) + len(self.side_files) or taken & self.side_files.keys():
+        ours = [MANIFEST_NAME, *self.rank_files, *self.side_files]
+        if len({*names, *self.side_files}) != len(names) + len(self.side_files) or len({*ours}) != len(ours):
             raise ValueError("two of its files have one name")
 
 

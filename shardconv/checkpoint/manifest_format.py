@@ -3,9 +3,9 @@
 | version | |
 |---|---|
 | 1 | placements, and the reason of each |
-| 2 | the same; rank files have torch's offsets (``dcp``) |
+| 2 | the same; with ``dcp`` rank files have the layout of that name |
 | 3 | the plan: placements, styles and units, with the rules and module overrides that they follow from; rank files have
-the identity of the split in their headers |
+the identity of the split in their headers; the layout of rank files, null or missing for native |
 
 A manifest of an older version is brought into the form of the latest; what it did not store stays empty.
 """
@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import xxhash
+
+from shardconv.layouts.layout import DCP
 
 #: The version that is written, and the latest that can be read.
 FORMAT_VERSION = 3
@@ -38,10 +40,20 @@ _PLACED = {
     "units": [str],
     "reason": {"origin": str, "rule": str, "fields": [str]},
 }
+_LAYOUT = {
+    "name": str,
+    "file_name": str,
+    "engine": (str, None),
+    "versions": (str, None),
+    "has_offsets": bool,
+    "tensors": [{"name": str, "members": [int], "stack": int}],
+    "constants": [{"dtype": str, "shape": [int], "value": (float, int), "names": [str]}],
+    "padded_to": {...: int},
+}
 #: A list stands for any number of what is in it, a mapping from ``...`` for any keys, a tuple for a choice.
 _SCHEMA = {
     "tp": int,
-    "dcp": bool,
+    "layout": (_LAYOUT, None),
     "plan": {
         "tp": int,
         "family": (str, None),
@@ -84,6 +96,7 @@ def checked(data: dict[str, Any]) -> dict[str, Any]:
     body = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
     if data.get(CHECKSUM_KEY) != checksum(body):
         raise ValueError("it was changed after it was written (its own checksum differs)")
+    body = {"layout": None, **body}
     if version < FORMAT_VERSION:
         body = _upgraded(body)
     if not _fits(body, _SCHEMA) or (body["plan"]["rules"] is None) is not (version < FORMAT_VERSION):
@@ -113,7 +126,7 @@ def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
     renamed = {"files" if key == "parts" else key: value for key, value in source.items()}
     return {
         **body,
-        "dcp": body.get("dcp") is True,
+        "layout": DCP.to_json(()) if body.get("dcp") is True else None,
         "plan": {**plan, "placements": placements, "rules": None},
         "source": {**renamed, "ignore": []},
         "auxiliary_files": body["side_files"],

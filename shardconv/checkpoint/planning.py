@@ -12,6 +12,8 @@ from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.stored_plan import resolver_of
 from shardconv.errors import PlanError, UsageError
+from shardconv.layouts.choice import engine_of
+from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, Resolution, resolve
 from shardconv.plan.resolve import BlockedTp, LegalSizes
@@ -53,6 +55,7 @@ class PlanReport:
             tensor that blocks it, and why.
         rank_bytes: for each rank the bytes of its tensors.
         tensors: the placement of each tensor.
+        layout: of the rank files of a split checkpoint; native for a source.
     """
 
     source: str
@@ -66,6 +69,7 @@ class PlanReport:
     blocked_tp: tuple[BlockedTp, ...]
     rank_bytes: tuple[int, ...]
     tensors: tuple[TensorReport, ...]
+    layout: str = NATIVE.name
 
 
 class PlanOptions(TypedDict, total=False):
@@ -116,10 +120,11 @@ def plan_source(
     config: StrPath | None = None,
     follow_links: bool = False,
     ignore: tuple[str, ...] = (),
+    layout: str = NATIVE.name,
 ) -> PlannedSource:
     """Open a source and find the rules for it; the options are :class:`PlanOptions`, the errors :func:`make_plan`'s.
 
-    A source that is open is taken as it is.
+    A source that is open is taken as it is. The plan is for the engine of the ``layout``, if it has one.
     """
     if isinstance(src, Source):
         if ignore:
@@ -129,10 +134,39 @@ def plan_source(
         beside = None if config is None else local_path(config)
         source = open_source(local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore))
     plan_file = None if plan == "auto" else _read_plan_file(local_path(plan))
-    request = PlanRequest(family, plan_file, as_names(replicate), head_dim, experts, engine)
+    request = request_for(PlanRequest(family, plan_file, as_names(replicate), head_dim, experts, engine), layout)
     paths = (source.path, *(part.path for part in source.parts), *source.side_files.values())
     resolution = resolve(source.specs, with_settings(source), request)
     return PlannedSource(source, request, resolution, paths if plan_file is None else (*paths, Path(plan)))
+
+
+def request_for(request: PlanRequest, layout: str) -> PlanRequest:
+    """The request for a plan that the engine of a layout can execute; as it is for a layout without an engine.
+
+    Args:
+        request: what the user said about the plan.
+        layout: the name of the layout.
+
+    Raises:
+        UsageError: if there is no such layout, or the user asks for another plan than the engine's.
+    """
+    if (engine := engine_of(layout)) is None:
+        return request
+    default = PlanRequest()
+    asked = [option for name, option in _OF_PLAN.items() if getattr(request, name) != getattr(default, name)]
+    if asked:
+        raise UsageError(
+            f"--layout {layout} is for the plan of {engine}, which {', '.join(asked)} changes: leave that out, or use "
+            f"--layout native"
+        )
+    return request
+
+
+#: The fields of a request that change the plan, and their options.
+_OF_PLAN = {
+    "family": "--family", "plan_file": "--plan", "replicate": "--replicate", "head_dim": "--head-dim",
+    "experts": "--experts",
+}  # fmt: skip
 
 
 def as_names(names: str | Sequence[str]) -> tuple[str, ...]:
@@ -220,6 +254,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         blocked_tp=sizes.blocked,
         rank_bytes=rank_bytes(specs, plan),
         tensors=tensor_reports(specs, plan),
+        layout=manifest.layout.name,
     )
 
 

@@ -1,4 +1,4 @@
-"""Reshard: a split checkpoint for N ranks becomes one for M, without the source and without a merge in between."""
+"""Reshard: a split checkpoint gets another tensor parallel size or layout, without the source and without a merge."""
 
 import time
 from dataclasses import dataclass
@@ -10,10 +10,12 @@ from shardconv.checkpoint.fileio import permissions
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import StrPath
+from shardconv.checkpoint.planning import StrPath, request_for
 from shardconv.checkpoint.staging import check_apart, check_target, staging
 from shardconv.checkpoint.stored_plan import resolver_of
 from shardconv.checkpoint.write import check_readable, copy_files, copy_side_files, read_ranks, side_bytes, side_paths
+from shardconv.layouts.choice import choose_layout
+from shardconv.plan.request import resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class ReshardReport:
         path: the new split checkpoint.
         old_tp: its source's number of ranks.
         tp: its own.
+        old_layout: the layout of its source's rank files.
+        layout: of its own.
         num_tensors: number of tensors.
         rank_bytes: bytes of each new rank's file.
         seconds: wall time.
@@ -34,6 +38,8 @@ class ReshardReport:
     path: str
     old_tp: int
     tp: int
+    old_layout: str
+    layout: str
     num_tensors: int
     rank_bytes: tuple[int, ...]
     seconds: float
@@ -46,20 +52,20 @@ def reshard(
     dst: StrPath | None = None,
     *,
     tp: int,
+    layout: str | None = None,
     overwrite: bool = False,
     checksums: bool = True,
     dry_run: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> ReshardReport:
-    """Rewrite a split checkpoint for another number of ranks; the result is that of splitting the source for it.
-
-    What was split with ``dcp`` stays readable by torch.
+    """Rewrite a split checkpoint for another number of ranks or layout; the result is that of splitting the source so.
 
     Args:
         src: the split checkpoint.
         dst: the folder to write; by default ``NAME-tpM`` in the current folder.
         tp: the new number of ranks.
+        layout: of the new rank files, as in :func:`~shardconv.split`; by default that of the split checkpoint.
         overwrite: replace what is at ``dst``.
         checksums: take checksums while the data passes, unless the split checkpoint has none to check it by.
         dry_run: plan and check, write nothing; a checkpoint at ``dst`` is then not an error.
@@ -68,14 +74,16 @@ def reshard(
 
     Raises:
         SplitCheckpointError: if a rank file is missing, or bytes are not those that were written.
-        PlanError: if the checkpoint cannot be split for ``tp``, or not so that torch reads it.
+        PlanError: if the checkpoint cannot be split for ``tp`` in this layout.
+        UsageError: if there is no such layout, or it is an engine's and the checkpoint was split with options that
+            change the plan.
         OutputError: if the destination exists, is in use, or has no room.
     """
     began = time.perf_counter()
     folder = local_path(src)
     old = read_manifest(folder)
     checksums = checksums and old.checksums is not None  # new ones over old errors would say that there are none
-    new = old.with_plan(resolver_of(old).plan(tp, assumed=old.plan.assumed), checksums=checksums)
+    new = _planned(old, tp, layout, checksums=checksums)
     name = folder.resolve().name.removesuffix(f"-tp{old.tp}")
     target = Path(f"{name}-tp{tp}") if dst is None else local_path(dst)
     check_apart(target, [folder])
@@ -88,12 +96,29 @@ def reshard(
         path=str(target),
         old_tp=old.tp,
         tp=tp,
+        old_layout=old.layout.name,
+        layout=new.layout.name,
         num_tensors=len(new.tensors),
         rank_bytes=tuple(new.rank_layout.file_bytes),
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
     )
+
+
+def _planned(old: Manifest, tp: int, layout: str | None, *, checksums: bool) -> Manifest:
+    """The manifest of the new split checkpoint."""
+    if layout in {None, old.layout.name}:
+        request, chosen = old.request, old.layout
+    else:
+        request = request_for(old.request, layout)
+        chosen = choose_layout(layout, old.source_tensors, old.config)
+    if request == old.request:
+        plan = resolver_of(old).plan(tp, assumed=old.plan.assumed)
+    else:
+        resolver, assumed = resolve(old.source_tensors, old.config, request)
+        plan = resolver.plan(tp, assumed=assumed)
+    return old.with_plan(plan, request, chosen, checksums=checksums)
 
 
 def _write(

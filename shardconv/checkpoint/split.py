@@ -14,11 +14,14 @@ from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.manifest import Manifest, write_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
+from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.shards import ShardReader
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.staging import check_apart, check_target, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, side_bytes
 from shardconv.errors import SourceError
+from shardconv.layouts.choice import choose_layout
+from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
 from shardconv.plan.request import PlanRequest
 
@@ -31,6 +34,7 @@ class SplitReport:
         path: the split checkpoint.
         tp: number of ranks.
         family: whose rules were used.
+        layout: of the rank files.
         num_tensors: number of tensors.
         source_bytes: bytes of the source's weights.
         rank_bytes: bytes of each rank's file.
@@ -44,6 +48,7 @@ class SplitReport:
     path: str
     tp: int
     family: str | None
+    layout: str
     num_tensors: int
     source_bytes: int
     rank_bytes: tuple[int, ...]
@@ -61,7 +66,7 @@ def split(
     tp: int,
     overwrite: bool = False,
     checksums: bool = True,
-    dcp: bool = False,
+    layout: str = NATIVE.name,
     dry_run: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -75,8 +80,9 @@ def split(
         tp: number of ranks.
         overwrite: replace what is at ``dst``.
         checksums: take checksums while the data passes, which verify and merge check.
-        dcp: write into each rank file where its shards lie, so that torch.distributed.checkpoint loads the folder by
-            its HuggingFaceStorageReader, into full tensors or DTensors.
+        layout: names, fusions and files of the shards: "native" for the source's names; "dcp" for these and the offsets
+            of the shards, with which torch.distributed.checkpoint loads the folder by its HuggingFaceStorageReader,
+            into full tensors or DTensors; "vllm" for files that vLLM loads with load_format="sharded_state".
         dry_run: plan and check, write nothing; a checkpoint at ``dst`` is then not an error.
         threads: how many threads copy; by default as many as there are processors, up to 8.
         progress: called with bytes done and bytes in all.
@@ -84,14 +90,16 @@ def split(
 
     Raises:
         SourceError: if the source cannot be read, or changes meanwhile.
-        PlanError: if no plan is known to be right, or with ``dcp`` it has fused or padded tensors.
+        PlanError: if no plan is known to be right, or the layout does not fit it: dcp has no fused or padded tensors,
+            and vllm is for the model types and plans that it knows.
+        UsageError: if there is no such layout, or it is an engine's and the options change the plan.
         OutputError: if the destination exists, is in use, or has no room.
     """
     began = time.perf_counter()
-    source, request, (resolver, assumed), read = plan_source(src, **options)
+    source, request, (resolver, assumed), read = plan_source(src, layout=layout, **options)
+    chosen = choose_layout(layout, source.specs, with_settings(source))
     made = resolver.plan(tp, assumed=assumed)
-    manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES, dcp=dcp, checksums=checksums)
-    layout = manifest.rank_layout
+    manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES, layout=chosen, checksums=checksums)
     target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
     check_apart(target, read)
     exists = check_target(target, is_folder=True, overwrite=overwrite, dry_run=dry_run, side_files=source.side_files)
@@ -101,9 +109,10 @@ def split(
         path=str(target),
         tp=tp,
         family=made.family,
+        layout=layout,
         num_tensors=len(manifest.tensors),
         source_bytes=source.num_bytes,
-        rank_bytes=tuple(layout.file_bytes),
+        rank_bytes=tuple(manifest.rank_layout.file_bytes),
         assumed=assumed,
         left_out=source.left_out,
         seconds=time.perf_counter() - began,

@@ -26,7 +26,7 @@ _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 _NO_LINKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK, errno.ENOSYS}
 _NO_SYNC = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 _IS_TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
-_IN_SPLIT = re.compile(re.escape(MANIFEST_NAME) + r"|rank-\d+-of-\d+\.safetensors")
+_IN_SPLIT = re.compile(re.escape(MANIFEST_NAME) + r"|(rank-\d+-of-\d+|model-rank-\d+-part-\d+)\.safetensors")
 _IN_MERGED = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
 
 

@@ -26,6 +26,7 @@ class VerifyReport:
         path: the split checkpoint.
         against: the source it was compared with, or None.
         tp: number of ranks.
+        layout: of the rank files.
         num_tensors: number of tensors.
         num_bytes: bytes of all rank files; 0 where they cannot be read.
         other_weights: files with weights in the folder that are not part of the split checkpoint.
@@ -40,6 +41,7 @@ class VerifyReport:
     path: str
     against: str | None
     tp: int
+    layout: str
     num_tensors: int
     num_bytes: int
     other_weights: tuple[str, ...]
@@ -107,6 +109,7 @@ def verify(
         path=str(src),
         against=None if against is None else str(against),
         tp=manifest.tp,
+        layout=manifest.layout.name,
         num_tensors=len(manifest.tensors),
         num_bytes=num_bytes,
         other_weights=_other_weights(manifest, folder),
@@ -120,8 +123,8 @@ def verify(
 
 
 def _other_weights(manifest: Manifest, folder: Path) -> tuple[str, ...]:
-    own = {path.name for path in manifest.rank_paths(folder)}
-    return tuple(sorted(path.name for path in folder.iterdir() if is_weights(path.name) and path.name not in own))
+    names = {path.name for path in folder.iterdir() if is_weights(path.name)}
+    return tuple(sorted(names - {*manifest.rank_files}))
 
 
 def verify_rank(manifest: Manifest, folder: Path, rank: int, progress: Progress | None = None) -> None:

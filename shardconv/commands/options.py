@@ -79,6 +79,16 @@ write_options = together(
 checksum_option = click.option(
     "--checksums/--no-checksums", default=True, help="Take checksums while the data passes. [default: on]"
 )
+
+
+def layout_option(default: str) -> Callable[[Command], Command]:
+    """``--layout``, with what it is by default."""
+    names = "native: the source's names; dcp: torch.distributed.checkpoint reads them, too; vllm: sharded_state of vLLM"
+    return click.option(
+        "--layout", type=click.Choice(["native", "dcp", "vllm"]), help=f"Layout of the rank files. {names}. {default}"
+    )
+
+
 #: What the comparison of a checkpoint with its model does, for --help.
 CHECK_MODEL = "Compare names and shapes of tensors with those of the model class in transformers first."
 tp_option = click.option("--tp", type=click.IntRange(min=1), required=True, metavar="N", help="Number of ranks.")

@@ -11,7 +11,7 @@ import click
 
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
 from shardconv.commands.options import CHECK_MODEL, PATH, output_options, plan_options
-from shardconv.commands.words import model_notes, notes, sizes
+from shardconv.commands.words import layout_note, model_notes, notes, sizes
 from shardconv.console import Console, ranges, size
 from shardconv.signals import ImportPhase
 
@@ -131,7 +131,8 @@ def _verdict(report: "ProofReport") -> str:
 
 
 def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
-    lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, family {report.family}"]
+    rules = f"family {report.family}{layout_note(report.layout)}"
+    lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, {rules}"]
     lines += found
     lines.append(f"legal tp: {', '.join(map(str, report.legal_tp)) or 'none'}")
     blocks: dict[str, list[BlockedTp]] = {}

@@ -44,6 +44,11 @@ def dry_run_notes(report: "SplitReport | MergeReport | ReshardReport", *, overwr
     return [f"{report.path} exists: {'it would be replaced' if overwrite else '--overwrite would be needed'}"]
 
 
+def layout_note(layout: str) -> str:
+    """The layout of rank files, where it is not the native one."""
+    return "" if layout == "native" else f", layout {layout}"
+
+
 def sizes(rank_bytes: tuple[int, ...]) -> str:
     """What the ranks have: one number, or from the least to the most."""
     low, high = size(min(rank_bytes)), size(max(rank_bytes))

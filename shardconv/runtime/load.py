@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from shardconv.errors import (
 from shardconv.layers import ParallelModule
 from shardconv.layers.conversion import digest, is_alike
 from shardconv.layers.sharding import take_shard
+from shardconv.layouts.layout import FileTensor
 from shardconv.plan.experts import own_experts
 from shardconv.plan.unused import known_unused
 from shardconv.runtime.device import check_room, move, rank_device
@@ -244,10 +246,25 @@ def _map_rank_file(manifest: Manifest, folder: Path, rank: int) -> dict[str, Ten
     layout = manifest.rank_layout
     try:
         with InputFiles([path], [layout.heads[rank]], [layout.file_bytes[rank]]):
-            tensors: dict[str, Tensor] = load_file(path)
-            return tensors
+            return _source_tensors(load_file(path), manifest, rank)
     except SourceError as error:
         raise SplitCheckpointError(str(error)) from error
+
+
+def _source_tensors(found: dict[str, Tensor], manifest: Manifest, rank: int) -> dict[str, Tensor]:
+    """The shards of the source tensors, as views of the tensors of a rank file."""
+    tensors = manifest.tensors
+    shards = {}
+    for tensor in manifest.layout.file_tensors(tensors):
+        shapes = [manifest.plan.placement(name).shard_shape(tensors[name].shape, rank) for name in tensor.members]
+        if tensor == FileTensor(tensor.name, (tensor.name,)):
+            shards[tensor.name] = found[tensor.name]
+            continue
+        sections = found[tensor.name].flatten().split([prod(shape) for shape in shapes])
+        shards.update(
+            (name, part.view(shape)) for name, part, shape in zip(tensor.members, sections, shapes, strict=True)
+        )
+    return shards
 
 
 def _from_maker(

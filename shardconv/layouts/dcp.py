@@ -25,7 +25,7 @@ def why_unreadable(name: str, placement: Placement) -> str:
     """What to tell a user who wants rank files with such a tensor to be read by torch."""
     return (
         f"{name}: is cut as {placement.describe()}, and torch.distributed.checkpoint reads one interval a rank, "
-        f"without padding. Give it to each rank whole (--replicate {name}), or split without --dcp (dcp=True); for a "
+        f"without padding. Replicate it (--replicate {name}), or use the native layout (--layout native); for a "
         f"checkpoint of torch's own, load the model and save shardconv.tensor.as_dtensor(model)"
     )
 

@@ -1,0 +1,197 @@
+"""Rules of a layout: patterns of names that give the file tensors and constants of a checkpoint.
+
+In a pattern ``*`` is any text, dots included, and ``#`` the number of an expert; ``{a,b}`` stands for two patterns, and
+is replaced alike on both sides of a rule. Pure: names in, names out.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple, Self
+
+from shardconv.errors import PlanError
+from shardconv.layouts.layout import REMEDY, Constant, FileTensor
+
+_CHOICE = re.compile(r"\{([^}]*)\}")
+_WILDCARD = re.compile(r"[*#]")
+
+
+class Match(NamedTuple):
+    """A name that a pattern matches: the text of each ``*``, and the number at ``#``, or 0."""
+
+    texts: tuple[str, ...]
+    expert: int
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern without choices."""
+
+    text: str
+
+    @cached_property
+    def _tail(self) -> str:
+        return _WILDCARD.split(self.text)[-1]
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        groups = {"*": "(.+)", "#": "(?P<expert>0|[1-9][0-9]{0,5})"}
+        return re.compile("".join(groups.get(token, re.escape(token)) for token in re.split(r"([*#])", self.text)))
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it matches the tensors of several experts."""
+        return "#" in self.text
+
+    def match(self, name: str) -> Match | None:
+        """Match a whole name."""
+        if not name.endswith(self._tail) or (found := self._regex.fullmatch(name)) is None:
+            return None
+        number = self._regex.groupindex.get("expert")
+        texts = tuple(text for at, text in enumerate(found.groups(), 1) if at != number)
+        return Match(texts, int(found["expert"]) if number else 0)
+
+    def name(self, match: Match) -> str:
+        """The name that has this match."""
+        texts = iter(match.texts)
+        return _WILDCARD.sub(lambda token: next(texts) if token[0] == "*" else str(match.expert), self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One file tensor of every module: the target is made of what matches the sources.
+
+    Attributes:
+        target: the name in the file.
+        sources: the names of the source tensors, in order.
+        when: fields of the config, and the values that they have to have.
+    """
+
+    target: Pattern
+    sources: tuple[Pattern, ...]
+    when: Mapping[str, Any]
+
+    def find(self, name: str) -> tuple[int, Match] | None:
+        """Which of the sources a name matches."""
+        for place, source in enumerate(self.sources):
+            if (match := source.match(name)) is not None:
+                return place, match
+        return None
+
+    def file_tensor(self, texts: tuple[str, ...], members: Mapping[tuple[int, int], str]) -> FileTensor:
+        """The file tensor of one module.
+
+        Args:
+            texts: of each ``*``.
+            members: expert and place among the sources to name.
+
+        Raises:
+            PlanError: if a member is missing.
+        """
+        target = self.target.name(Match(texts, 0))
+        count = 1 + max(expert for expert, _ in members)
+        expected = list(product(range(count), range(len(self.sources))))
+        for expert, place in expected:
+            if (expert, place) not in members:
+                missing = self.sources[place].name(Match(texts, expert))
+                raise PlanError(
+                    f"{missing}: is missing (got {next(iter(members.values()))}, expected all members of {target}): "
+                    f"{REMEDY}"
+                )
+        stack = count if self.sources[0].is_expert else 0
+        return FileTensor(target, tuple(members[place] for place in expected), stack)
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantRule:
+    """A constant beside every tensor that matches a pattern."""
+
+    target: Pattern
+    beside: Pattern
+    constant: Constant
+
+    def constants(self, names: Iterable[str]) -> Iterator[Constant]:
+        """The constants of a checkpoint with these names."""
+        like = self.constant
+        for name in names:
+            if (match := self.beside.match(name)) is not None:
+                yield Constant(self.target.name(match), like.dtype, like.shape, like.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rules that belong together.
+
+    Attributes:
+        rules: of file tensors.
+        constants: beside modules.
+        refuse: patterns of source tensors that the engine has no place for.
+        needs: names of file tensors that the engine cannot do without.
+        padded_to: names of file tensors whose rows are padded to a multiple of a number.
+    """
+
+    rules: tuple[Rule, ...]
+    constants: tuple[ConstantRule, ...]
+    refuse: tuple[Pattern, ...]
+    needs: tuple[str, ...]
+    padded_to: Mapping[str, int]
+
+    @classmethod
+    def of_table(cls, table: Mapping[str, Any]) -> Self:
+        """A group of a layout file."""
+        _check_keys(table, {"tensors", "constants", "refuse", "needs", "padded_to"})
+        return cls(
+            tuple(rule for target, value in table.get("tensors", {}).items() for rule in _rules(target, value)),
+            tuple(rule for target, value in table.get("constants", {}).items() for rule in _constants(target, value)),
+            tuple(Pattern(text) for pattern in table.get("refuse", ()) for (text,) in _without_choices([pattern])),
+            tuple(table.get("needs", ())),
+            table.get("padded_to", {}),
+        )
+
+
+def file_tensors(rules: Sequence[Rule], names: Iterable[str]) -> tuple[FileTensor, ...]:
+    """The file tensors that rules give; of several rules that match a name, the first counts.
+
+    Raises:
+        PlanError: if only some members of a file tensor are there.
+    """
+    found: dict[tuple[int, tuple[str, ...]], dict[tuple[int, int], str]] = {}
+    for name in names:
+        for number, rule in enumerate(rules):
+            if (place := rule.find(name)) is not None:
+                found.setdefault((number, place[1].texts), {})[place[1].expert, place[0]] = name
+                break
+    return tuple(rules[number].file_tensor(texts, members) for (number, texts), members in found.items())
+
+
+def _rules(target: str, value: Any) -> Iterator[Rule]:  # noqa: ANN401 - anything TOML holds
+    table = value if isinstance(value, dict) else {"sources": value}
+    _check_keys(table, {"sources", "when"})
+    for first, *others in _without_choices([target, *table["sources"]]):
+        yield Rule(Pattern(first), tuple(map(Pattern, others)), table.get("when", {}))
+
+
+def _constants(target: str, table: Mapping[str, Any]) -> Iterator[ConstantRule]:
+    _check_keys(table, {"beside", "dtype", "shape", "value"})
+    for (text,) in _without_choices([target]):
+        constant = Constant(text, table["dtype"], tuple(table.get("shape", ())), table["value"])
+        yield ConstantRule(Pattern(text), Pattern(table["beside"]), constant)
+
+
+def _without_choices(patterns: Sequence[str]) -> Iterator[list[str]]:
+    """Patterns with the first, the second, ... text of their choice."""
+    choices = [found[1].split(",") for pattern in patterns if (found := _CHOICE.search(pattern))]
+    if not choices:
+        yield list(patterns)
+        return
+    for texts in zip(*choices, strict=True):
+        given = iter(texts)
+        chosen = [_CHOICE.sub(lambda _: next(given), pattern, count=1) for pattern in patterns]  # noqa: B023
+        yield from _without_choices(chosen)
+
+
+def _check_keys(table: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := table.keys() - known:
+        raise ValueError(f"a layout file does not have {', '.join(sorted(unknown))} (expected {', '.join(known)})")
