@@ -36,6 +36,7 @@ def test_the_wheel_has_the_data_files(installed):
     assert (installed / "shardconv" / "py.typed").is_file()
     families = {path.stem for path in (installed / "shardconv" / "plan" / "families").glob("*.toml")}
     assert families == set(family_names())
+    assert (installed / "shardconv" / "layouts" / "vllm.toml").is_file()
 
 
 def test_the_wheel_splits_and_merges(installed, tmp_path):

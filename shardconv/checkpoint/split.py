@@ -21,7 +21,7 @@ from shardconv.checkpoint.staging import check_apart, check_target, staging
 from shardconv.checkpoint.write import copy_files, copy_side_files, side_bytes
 from shardconv.errors import SourceError
 from shardconv.layouts.choice import choose_layout
-from shardconv.layouts.layout import NATIVE
+from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan
 from shardconv.plan.request import PlanRequest
 
@@ -121,9 +121,9 @@ def split(
     )
 
 
-def split_by(source: Source, target: Path, plan: Plan, request: PlanRequest) -> None:
-    """Split a source by a plan that is there, with all else as it is by default."""
-    manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES)
+def split_by(source: Source, target: Path, plan: Plan, request: PlanRequest, layout: FileLayout = NATIVE) -> None:
+    """Split a source by an existing plan and layout, with defaults for everything else."""
+    manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES, layout=layout)
     _write(source, manifest, target, overwrite=False, checksums=True, threads=None, progress=None)
 
 

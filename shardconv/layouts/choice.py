@@ -54,7 +54,7 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     groups = _groups(name, config.get("model_type"))
     rules = [rule for group in groups for rule in group.rules if rule.when.items() <= config.items()]
     _check_refused(name, groups, tensors)
-    changed = file_tensors(rules, tensors)
+    changed = file_tensors(rules, tensors, config)
     layout = FileLayout(
         name=name,
         file_name=data["file_name"],

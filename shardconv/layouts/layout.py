@@ -167,9 +167,9 @@ class FileLayout:
         for tensor in self.changed:
             if not tensor.members or tensor.stack < 0 or len(tensor.members) % (tensor.stack or 1):
                 raise PlanError(f"{tensor.name}: cannot be {len(tensor.members)} tensors, stacked {tensor.stack} high")
-            dtypes = {tensors[member].dtype: member for member in tensor.members}
+            dtypes = {tensors[member].dtype: member for member in reversed(tensor.members)}
             if len(dtypes) > 1:
-                found = ", ".join(f"{member} of {dtype}" for dtype, member in dtypes.items())
+                found = ", ".join(f"{member} of {dtype}" for dtype, member in reversed(dtypes.items()))
                 raise PlanError(f"{tensor.name}: its members have several dtypes (got {found}, expected one): {REMEDY}")
 
     def _check_names(self, tensors: Mapping[str, TensorSpec]) -> None:

@@ -67,11 +67,13 @@ class Rule:
         target: the name in the file.
         sources: the names of the source tensors, in order.
         when: fields of the config, and the values that they have to have.
+        count: names of the config field with the number of experts; none where it is not checked.
     """
 
     target: Pattern
     sources: tuple[Pattern, ...]
     when: Mapping[str, Any]
+    count: tuple[str, ...] = ()
 
     def find(self, name: str) -> tuple[int, Match] | None:
         """Which of the sources a name matches."""
@@ -80,15 +82,18 @@ class Rule:
                 return place, match
         return None
 
-    def file_tensor(self, texts: tuple[str, ...], members: Mapping[tuple[int, int], str]) -> FileTensor:
+    def file_tensor(
+        self, texts: tuple[str, ...], members: Mapping[tuple[int, int], str], config: Mapping[str, Any]
+    ) -> FileTensor:
         """The file tensor of one module.
 
         Args:
             texts: of each ``*``.
             members: expert and place among the sources to name.
+            config: what config.json holds.
 
         Raises:
-            PlanError: if a member is missing.
+            PlanError: if a member is missing, or there are not as many experts as the config has.
         """
         target = self.target.name(Match(texts, 0))
         count = 1 + max(expert for expert, _ in members)
@@ -100,6 +105,11 @@ class Rule:
                     f"{missing}: is missing (got {next(iter(members.values()))}, expected all members of {target}): "
                     f"{REMEDY}"
                 )
+        given = next((config[field] for field in self.count if field in config), None)
+        if self.count and given != count:
+            raise PlanError(
+                f"{target}: the source has {count} experts (expected {given!r:.20} by config.json): {REMEDY}"
+            )
         stack = count if self.sources[0].is_expert else 0
         return FileTensor(target, tuple(members[place] for place in expected), stack)
 
@@ -151,11 +161,11 @@ class Group:
         )
 
 
-def file_tensors(rules: Sequence[Rule], names: Iterable[str]) -> tuple[FileTensor, ...]:
+def file_tensors(rules: Sequence[Rule], names: Iterable[str], config: Mapping[str, Any]) -> tuple[FileTensor, ...]:
     """The file tensors that rules give; of several rules that match a name, the first counts.
 
     Raises:
-        PlanError: if only some members of a file tensor are there.
+        PlanError: as :meth:`Rule.file_tensor`.
     """
     found: dict[tuple[int, tuple[str, ...]], dict[tuple[int, int], str]] = {}
     for name in names:
@@ -163,14 +173,14 @@ def file_tensors(rules: Sequence[Rule], names: Iterable[str]) -> tuple[FileTenso
             if (place := rule.find(name)) is not None:
                 found.setdefault((number, place[1].texts), {})[place[1].expert, place[0]] = name
                 break
-    return tuple(rules[number].file_tensor(texts, members) for (number, texts), members in found.items())
+    return tuple(rules[number].file_tensor(texts, members, config) for (number, texts), members in found.items())
 
 
 def _rules(target: str, value: Any) -> Iterator[Rule]:  # noqa: ANN401 - anything TOML holds
     table = value if isinstance(value, dict) else {"sources": value}
-    _check_keys(table, {"sources", "when"})
+    _check_keys(table, {"sources", "when", "count"})
     for first, *others in _without_choices([target, *table["sources"]]):
-        yield Rule(Pattern(first), tuple(map(Pattern, others)), table.get("when", {}))
+        yield Rule(Pattern(first), tuple(map(Pattern, others)), table.get("when", {}), tuple(table.get("count", ())))
 
 
 def _constants(target: str, table: Mapping[str, Any]) -> Iterator[ConstantRule]:
