@@ -437,6 +437,7 @@ LAYERS = [
     "parent",
     "signals",
     "plan",
+    "layouts",
     "checkpoint",
     "distributed",
     "layers",
