@@ -37,7 +37,7 @@ from shardconv.plan.request import PlanRequest
 LAYER, VOCAB = "model.layers.0", 256
 SCALES = ("_k_scale", "_prob_scale", "_q_scale", "_v_scale")
 DENSE = {**GQA, "vocab_size": VOCAB}
-SPARSE = {**DENSE, **MOE}
+SPARSE = {**DENSE, **{name: value for name, value in MOE.items() if "shared" not in name}}
 #: One of each type that vLLM's layout has, and of each form that its checkpoints have.
 KINDS = {
     "llama": Model("llama", {**DENSE, "attention_bias": True, "mlp_bias": True}),

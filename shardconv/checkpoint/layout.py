@@ -6,6 +6,7 @@ Owns the order of tensors in rank files and their headers. Follows from the sour
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from shardconv.checkpoint.copy import Shards
@@ -83,10 +84,8 @@ def lay_out_ranks(
     files = {
         rank: _lay_out_rank(
             file_tensors,
-            {
-                name: TensorSpec(dtype, placements[name].shard_shape(shape, rank))
-                for name, (dtype, shape) in tensors.items()
-            },
+            tensors,
+            {name: placements[name].shard_shape(spec.shape, rank) for name, spec in tensors.items()},
             layout,
             {**own, KEY: offsets_metadata(tensors, placements, rank)} if layout.has_offsets else own,
         )
@@ -113,21 +112,23 @@ class _RankFile(NamedTuple):
 
 
 def _lay_out_rank(
-    file_tensors: Sequence[FileTensor], shards: Mapping[str, TensorSpec], layout: FileLayout, metadata: dict[str, str]
+    file_tensors: Sequence[FileTensor],
+    tensors: Mapping[str, TensorSpec],
+    shapes: Mapping[str, tuple[int, ...]],
+    layout: FileLayout,
+    metadata: dict[str, str],
 ) -> _RankFile:
-    """One rank's file; ``shards`` are the dtypes and shapes of the rank's shards of the source tensors."""
+    """One rank's file; ``shapes`` are those of the rank's shards of the source tensors."""
     constants = ((constant.name, constant.dtype, constant.shape) for constant in layout.constants)
     joined = (
-        (tensor.name, shards[tensor.members[0]].dtype, tensor.shape([shards[name].shape for name in tensor.members]))
-        for tensor in file_tensors
+        (one.name, tensors[one.members[0]].dtype, one.shape([shapes[name] for name in one.members]))
+        for one in file_tensors
     )
-    header = build_header((*constants, *joined), metadata)
-    offsets = {}
-    for tensor in file_tensors:
-        at = header.data_offset + header.tensors[tensor.name].start
-        for name in tensor.members:
-            offsets[name] = at
-            at += num_bytes(*shards[name])
+    header = build_header(chain(constants, joined), metadata)
+    offsets = {one.members[0]: header.data_offset + header.tensors[one.name].start for one in file_tensors}
+    for one in layout.changed:
+        for before, name in pairwise(one.members):
+            offsets[name] = offsets[before] + num_bytes(tensors[before].dtype, shapes[before])
     return _RankFile(header, offsets)
 
 

@@ -147,7 +147,9 @@ class FileLayout:
         """
         if self.has_offsets and (name := first_unreadable(plan, tensors)) is not None:
             raise PlanError(why_unreadable(name, plan.placement(name)))
-        if self.has_offsets and (self.changed or self.constants):
+        if not self.changed and not self.constants and not self.padded_to:
+            return
+        if self.has_offsets:
             raise PlanError(f"layout {self.name}: offsets are of tensors under their own names only")
         self._check_members(tensors)
         self._check_names(tensors)
