@@ -4,6 +4,7 @@ Owns the tables of suffixes and names. Reads nothing but configs, which name the
 """
 
 import os
+import re
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -30,6 +31,8 @@ _TRAINER_STATE = (
     "scheduler_*.bin", "scaler.pt", "training_args.bin", "rng_state.pth", "rng_state_*.pth", "sampler.bin",
     "sampler_*.bin", "dl_state_dict.bin", "dl_state_dict_*.bin",
 )  # fmt: skip
+#: What vLLM names the files of ranks, with and without pipeline parallelism.
+_SHARDED_STATE = re.compile(r"model-(rank-\d+|pp-\d+-tp-\d+)-part-\d+\.safetensors")
 #: The files with which transformers loads a model from PyTorch's format.
 _TRANSFORMERS_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 #: The task type of an adapter's config, and the class of PEFT that loads it on its base model.
@@ -46,6 +49,23 @@ _ADAPTER_CLASSES = {
 def is_weights(name: str) -> bool:
     """Whether a file holds weights, or lists them, by its name."""
     return name.endswith(WEIGHT_SUFFIXES)
+
+
+def refuse_sharded_state(folder: Path, names: Collection[str]) -> None:
+    """Refuse a folder that vLLM saved by rank, which has no manifest.
+
+    Args:
+        folder: the folder.
+        names: the names of its files.
+
+    Raises:
+        SourceError: if files are named as vLLM names those of ranks.
+    """
+    if name := next((name for name in sorted(names) if _SHARDED_STATE.fullmatch(name)), None):
+        raise SourceError(
+            f"{folder}: holds {name}, a file of one rank in the format sharded_state of vLLM, without a shardconv.json "
+            f"(expected full tensors): use the checkpoint that vLLM was started with"
+        )
 
 
 def is_trainer_state(name: str) -> bool:

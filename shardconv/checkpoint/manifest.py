@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from shardconv.checkpoint.copy import Stripe, cut_stripes
 from shardconv.checkpoint.fileio import create
+from shardconv.checkpoint.formats import refuse_sharded_state
 from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.header import Header, parse_header
 from shardconv.checkpoint.layout import MANIFEST_NAME, Layout, in_order, lay_out_parts, lay_out_ranks
@@ -314,6 +315,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("it is no JSON object")  # noqa: TRY004 - all become one error
         return Manifest.from_json(data)
     except FileNotFoundError as error:
+        _refuse_sharded_state(folder)
         raise SplitCheckpointError(
             f"{folder}: is not a split checkpoint (no {MANIFEST_NAME}): make one with shardconv split {folder} --tp N"
         ) from error
@@ -321,6 +323,13 @@ def read_manifest(folder: Path) -> Manifest:
         raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SourceError, PlanError) as error:
         raise SplitCheckpointError(f"{path}: cannot be used: {error}") from error
+
+
+def _refuse_sharded_state(folder: Path) -> None:
+    try:
+        refuse_sharded_state(folder, [path.name for path in folder.glob("*.safetensors")])
+    except SourceError as error:
+        raise SplitCheckpointError(str(error)) from error
 
 
 def _parsed(text: bytes) -> Any:  # noqa: ANN401 - anything JSON holds

@@ -27,6 +27,7 @@ from shardconv.checkpoint.formats import (
     convert,
     is_weights,
     merge_adapter,
+    refuse_sharded_state,
 )
 from shardconv.checkpoint.header import Header, TensorInfo, read_header
 from shardconv.checkpoint.json_files import parse_object, read_json, read_text
@@ -224,6 +225,7 @@ def _choose(
     if MANIFEST_NAME in here:
         raise SourceError(f"{folder}: is a split checkpoint, no source: merge it, or reshard it for another tp")
     refuse_adapter(folder, here)
+    refuse_sharded_state(folder, here)
     index_name = named_index or _find_index(folder, here)
     if index_name is None:
         return [_find_single(folder, files.kept)], None
