@@ -82,11 +82,12 @@ checksum_option = click.option(
 
 
 def layout_option(default: str) -> Callable[[Command], Command]:
-    """``--layout``, with what it is by default."""
-    names = "native: the source's names; dcp: torch.distributed.checkpoint reads them, too; vllm: sharded_state of vLLM"
-    return click.option(
-        "--layout", type=click.Choice(["native", "dcp", "vllm"]), help=f"Layout of the rank files. {names}. {default}"
+    """``--layout``; ``default`` ends its help."""
+    text = (
+        "Names and files of the shards: the source's names (native), also with offsets for "
+        f"torch.distributed.checkpoint (dcp), or sharded_state of vLLM (vllm). {default}"
     )
+    return click.option("--layout", type=click.Choice(["native", "dcp", "vllm"]), help=text)
 
 
 #: What the comparison of a checkpoint with its model does, for --help.
