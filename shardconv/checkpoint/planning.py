@@ -1,7 +1,7 @@
 """From a source on disk to its plan, and to a report on which tp sizes are legal."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -159,7 +159,7 @@ def request_for(request: PlanRequest, layout: str) -> PlanRequest:
             f"--layout {layout} is for the plan of {engine}, which {', '.join(asked)} changes: leave that out, or use "
             f"--layout native"
         )
-    return request
+    return replace(request, engine=engine)
 
 
 #: The fields of a request that change the plan, and their options.
@@ -237,7 +237,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
     sizes = LegalSizes((), ())
     assumed = plan.assumed
     if plan.rules is not None or tp not in (None, plan.tp):
-        resolver = resolver_of(manifest)
+        resolver = resolver_of(manifest, manifest.request.engine)
         sizes = resolver.legal_sizes()
         plan = plan if tp in (None, plan.tp) else resolver.plan(tp, assumed=plan.assumed)
     if manifest.plan.rules is None:

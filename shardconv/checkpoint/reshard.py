@@ -1,7 +1,7 @@
 """Reshard: a split checkpoint gets another tensor parallel size or layout, without the source and without a merge."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv import __version__
@@ -15,7 +15,6 @@ from shardconv.checkpoint.staging import check_apart, check_target, staging
 from shardconv.checkpoint.stored_plan import resolver_of
 from shardconv.checkpoint.write import check_readable, copy_files, copy_side_files, read_ranks, side_bytes, side_paths
 from shardconv.layouts.choice import choose_layout
-from shardconv.plan.request import resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +110,9 @@ def _planned(old: Manifest, tp: int, layout: str | None, *, checksums: bool) -> 
     if layout in {None, old.layout.name}:
         request, chosen = old.request, old.layout
     else:
-        request = request_for(old.request, layout)
+        request = request_for(replace(old.request, engine=None), layout)
         chosen = choose_layout(layout, old.source_tensors, old.config)
-    if request == old.request:
-        plan = resolver_of(old).plan(tp, assumed=old.plan.assumed)
-    else:
-        resolver, assumed = resolve(old.source_tensors, old.config, request)
-        plan = resolver.plan(tp, assumed=assumed)
+    plan = resolver_of(old, request.engine).plan(tp, assumed=old.plan.assumed)
     return old.with_plan(plan, request, chosen, checksums=checksums)
 
 

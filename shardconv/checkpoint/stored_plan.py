@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.errors import PlanError, SplitCheckpointError
+from shardconv.plan.engines import engine_named
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan
 from shardconv.plan.request import resolve
@@ -29,13 +30,20 @@ def stored_rules(manifest: Manifest) -> RuleSet:
     return resolve(manifest.source_tensors, manifest.config, manifest.request).resolver.rules
 
 
-def resolver_of(manifest: Manifest) -> Resolver:
+def resolver_of(manifest: Manifest, engine: str | None) -> Resolver:
     """The stored rules over the tensors of the source, which give the plan for another tensor parallel size.
+
+    Args:
+        manifest: of the split checkpoint.
+        engine: the engine whose boundaries the plan has to follow; None for shardconv's own.
 
     Raises:
         PlanError: if they do not fit the checkpoint.
     """
-    return Resolver(manifest.source_tensors, stored_rules(manifest))
+    rules = stored_rules(manifest)
+    if engine != manifest.request.engine:
+        rules = rules.for_engine(engine_named(engine), manifest.config)
+    return Resolver(manifest.source_tensors, rules)
 
 
 def runnable_plan(manifest: Manifest, folder: Path) -> Plan:
@@ -50,7 +58,7 @@ def runnable_plan(manifest: Manifest, folder: Path) -> Plan:
     """
     stored = manifest.plan
     try:
-        made = resolver_of(manifest).plan(manifest.tp, assumed=stored.assumed)
+        made = resolver_of(manifest, manifest.request.engine).plan(manifest.tp, assumed=stored.assumed)
     except PlanError as error:
         raise SplitCheckpointError(f"{folder}: {_WHY[stored.rules is None]}: {error}. {_remedy(folder)}") from error
     if (name := stored.first_difference(made)) is None:

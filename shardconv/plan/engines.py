@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import ENGINE, Family, Rule
+from shardconv.plan.family import Rule
+
+#: How the origin of a rule of an engine begins.
+ENGINE = "engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,10 @@ class Engine:
     vocab_multiple: int = 1
     replicated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def rules(self, model_type: str | None) -> Family:
+    def rules(self, model_type: str | None) -> tuple[Rule, ...]:
         """The rules that come before those of the family of a model type."""
         patterns = self.replicated.get(model_type or "", ())
-        origin = f"{ENGINE} {self.name}"
-        return Family(origin, rules=tuple(Rule(pattern, "replicate", origin=origin) for pattern in patterns))
+        return tuple(Rule(pattern, "replicate", origin=f"{ENGINE} {self.name}") for pattern in patterns)
 
 
 #: Norms over all heads, of which vLLM has the full weight on each rank.

@@ -40,9 +40,6 @@ STYLES = {
 #: The family of rules for names that by themselves show how a tensor is sharded; used where no family fits.
 NAMES_FAMILY = "by_name"
 
-#: How the origin of a rule of an engine begins.
-ENGINE = "engine"
-
 #: How the origin of a rule of a user's plan file begins.
 PLAN_FILE = "plan file"
 

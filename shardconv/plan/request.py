@@ -125,8 +125,6 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         assumed.append(
             "planned by transformers' own plan for the type; shardconv plan --prove tells whether it is right"
         )
-    engine = engine_named(request.engine)
-    family = replace(engine.rules(config.get("model_type")), name=family.name).over(family)
     _check_prefix(tensors, family)
     before = family
     if user is not None:
@@ -140,10 +138,8 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         ]
         rules = _wanted(map(_replicated, request.replicate), request)
         family = Family(family.name, rules=rules).over(family)
-    rules_found = replace(
-        rules_for(family, config, experts=request.experts, uncertain=unsure),
-        vocab_multiple=engine.vocab_multiple,
-    )
+    rules_found = rules_for(family, config, experts=request.experts, uncertain=unsure)
+    rules_found = rules_found.for_engine(engine_named(request.engine), config)
     resolver = Resolver(tensors, rules_found)
     if user is not None and (replaced := resolver.replaced(rules_for(before, config))):
         assumed.append(_replacements(user.name, replaced))

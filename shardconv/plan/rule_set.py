@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
+from shardconv.plan.engines import ENGINE, Engine
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import ENGINE, PLAN_FILE, Family, ModuleRule, Rule
+from shardconv.plan.family import PLAN_FILE, Family, ModuleRule, Rule
 from shardconv.plan.fields import check_expression, fields_in, lookup
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
 from shardconv.plan.scope import Scope
@@ -45,8 +46,21 @@ class RuleSet:
         origins |= {rule.origin for family in families for rule in family.modules}
         return any(origin.startswith(PLAN_FILE) for origin in origins)
 
+    def for_engine(self, engine: Engine, config: Mapping[str, Any] | None) -> Self:
+        """The rules with the boundaries of an engine, in place of those of another.
+
+        Args:
+            engine: the engine, or :data:`~shardconv.plan.engines.OWN`.
+            config: of the model, which has its type.
+        """
+        own = self.without_engine()
+        first, *others = own.scopes
+        rules = engine.rules((config or {}).get("model_type"))
+        first = replace(first, family=replace(first.family, rules=(*rules, *first.family.rules)))
+        return replace(own, scopes=(first, *others), vocab_multiple=engine.vocab_multiple)
+
     def without_engine(self) -> Self:
-        """The rules without those of an engine: how shardconv's own runtime shards what it reads."""
+        """The rules without those of an engine: how shardconv's own runtime shards what is in its rank files."""
 
         def own(scope: Scope) -> Scope:
             rules = tuple(rule for rule in scope.family.rules if not rule.origin.startswith(ENGINE))
