@@ -39,7 +39,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	touch $@
 
 test-vllm: $(VLLM)/.installed $(VENV)/vision
-	PYTHONPATH="$(CURDIR)/$(VENV)/vision" $(VLLM)/bin/python -m pytest -p no:warnings tests/engines
+	$(VLLM)/bin/python -m pytest -p no:warnings tests/engines
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check

@@ -14,7 +14,6 @@ from safetensors.numpy import save_file
 import shardconv
 from shardconv.engines.vllm_plugin import LOAD_FORMAT, register
 from tools.composition import Numbering
-from tools.optional import declare_torchvision
 from tools.vllm_kernels import without_kernels
 from tools.vllm_record import digest, values_of
 
@@ -26,7 +25,6 @@ LOADED = {name: line for name, line in FIXTURE.items() if line.get("status") == 
 def plugin():
     from vllm.model_executor.models import registry  # noqa: PLC0415 - as late as all of vLLM
 
-    declare_torchvision()
     register()
     with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):  # 10 s less for each class
         yield
