@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,9 +28,10 @@ from shardconv.commands.options import (
 from shardconv.commands.plan import check_source
 from shardconv.commands.plan import plan as plan_command
 from shardconv.commands.run import run as run_command
-from shardconv.commands.words import counted, dry_run_notes, layout_note, model_notes, notes, rate, sizes
+from shardconv.commands.words import counted, dry_run_notes, engine_note, layout_note, model_notes, notes, rate, sizes
 from shardconv.console import Console, describe, open_streams, show_error, size
 from shardconv.parent import PARENT, end_with_parent
+from shardconv.plan.engines import ENGINES
 from shardconv.signals import Terminated, default_signals, ignore_signals, raise_on_signals
 
 #: Differences that are shown to people.
@@ -78,6 +80,7 @@ def split(
             f"{report.path}: {report.num_tensors} tensors, {size(report.source_bytes)}, family {report.family}",
             f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}{layout_note(report.layout)}; {verb}",
             *dry_run_notes(report, overwrite=options["overwrite"]),
+            *engine_note(report.layout),
             *warnings,
             *model_notes(checked),
         ],
@@ -132,6 +135,7 @@ def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **opt
             f"{report.path}: {report.num_tensors} tensors, from {counted(report.old_tp, 'rank')} to {report.tp}",
             f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}{layout_note(report.layout)}; {verb}",
             *dry_run_notes(report, overwrite=options["overwrite"]),
+            *engine_note(report.layout),
         ],
     )
 
@@ -141,15 +145,26 @@ def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **opt
 @click.option("--against", type=PATH, metavar="SRC", help="Compare every byte with this source, too.")
 @click.option("--follow-links", is_flag=True, help="Read files of SRC that are links out of their folder.")
 @ignore_option
+@click.option(
+    "--engine",
+    type=click.Choice(list(ENGINES)),
+    help="Compare with the model that this engine, if it is installed, constructs on each rank, too.",
+)
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads that read.")
 @output_options
-def verify(src: Path, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
+def verify(src: Path, *, engine: str | None, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
     """Prove the split checkpoint DIR bit for bit, against its checksums and its source. Exits 3 on a difference."""
     from shardconv.checkpoint.verify import verify as run
 
     console = Console(as_json=as_json, quiet=quiet)
     with console.progress("verify") as progress:
         report = run(src, progress=progress, **options)
+    if engine is not None:
+        from shardconv.engines.check import check_engine
+
+        found = check_engine(src)
+        checked = (*report.checked, f"{found.engine} {found.version}")
+        report = replace(report, checked=checked, differences=(*report.differences, *found.differences))
     shown, more = report.differences[:_MAX_LINES], len(report.differences) - _MAX_LINES
     lines = [
         f"{report.path}: {counted(report.tp, 'rank')}, {report.num_tensors} tensors, {size(report.num_bytes)}"

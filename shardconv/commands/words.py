@@ -44,6 +44,18 @@ def dry_run_notes(report: "SplitReport | MergeReport | ReshardReport", *, overwr
     return [f"{report.path} exists: {'it would be replaced' if overwrite else '--overwrite would be needed'}"]
 
 
+def engine_note(layout: str) -> list[str]:
+    """What an engine's layout is for, and what settles whether another version reads it."""
+    from shardconv.layouts.choice import versions_of
+
+    versions = versions_of(layout)
+    if versions is None:
+        return []
+    return [
+        f"for {layout} {versions}; shardconv verify DIR --engine {layout} compares with the version that is installed"
+    ]
+
+
 def layout_note(layout: str) -> str:
     """The layout of rank files, where it is not the native one."""
     return "" if layout == "native" else f", layout {layout}"

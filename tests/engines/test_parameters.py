@@ -4,14 +4,19 @@ Exact: the same bytes. Values are compared before ``process_weights_after_loadin
 the CPU build lacks.
 """
 
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
-from engines.small import CASES, write
+from engines.small import CASES, MODELS, write
 
 import shardconv
 from shardconv.engines.check import check_engine
 from shardconv.engines.construct import construct, one_rank
 from shardconv.engines.vllm_plugin import LOAD_FORMAT, register
+from shardconv.errors import PlanError
+from shardconv.layouts import choice
 
 
 @pytest.fixture(scope="session")
@@ -26,13 +31,18 @@ def plugin():
 
 def parameters(folder, tp, rank, load_format):
     """The tensors of vLLM's model on one rank."""
-    with one_rank(folder, tp=tp, rank=rank, dtype="bfloat16") as config:
+    with one_rank(folder, tp=tp, rank=rank, dtype="bfloat16", load_format=load_format) as config:
         from vllm.config.load import LoadConfig  # noqa: PLC0415 - once the environment is set
         from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415
 
         model = construct(config, "cpu")
         get_model_loader(LoadConfig(load_format=load_format)).load_weights(model, config.model_config)
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def has_layout(model_type):
+    """Whether vLLM's layout of a type is known."""
+    return model_type in tomllib.loads(Path(choice.__file__).with_name("vllm.toml").read_text())["types"]
 
 
 def assert_same(found, expected):
@@ -57,3 +67,17 @@ def test_parameters(name, tp, sources, tmp_path):
         expected = parameters(source, tp, rank, "auto")
         assert_same(parameters(split, tp, rank, LOAD_FORMAT), expected)
         assert_same(parameters(source, tp, rank, LOAD_FORMAT), expected)
+
+
+@pytest.mark.parametrize(("name", "tp"), CASES)
+def test_layout(name, tp, sources, tmp_path):
+    """Of rank files in vLLM's layout, where its layout of the type is known."""
+    source, split = write(name, sources), tmp_path / "split"
+    if not has_layout(MODELS[name].model_type):
+        with pytest.raises(PlanError, match=MODELS[name].model_type):
+            shardconv.split(source, split, tp=tp, layout="vllm")
+        return
+    shardconv.split(source, split, tp=tp, layout="vllm")
+    assert check_engine(split).differences == ()
+    for rank in range(tp):
+        assert_same(parameters(split, tp, rank, "sharded_state"), parameters(source, tp, rank, "auto"))
