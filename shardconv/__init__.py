@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         reduce_from_tp,
         scatter_to_tp,
     )
+    from shardconv.engines.check import EngineReport, check_engine
     from shardconv.errors import (
         IntegrityError,
         OutputError,
@@ -103,6 +104,7 @@ _HOMES = {
         "SplitCheckpointError",
         "UsageError",
     ),
+    "shardconv.engines.check": ("EngineReport", "check_engine"),
     "shardconv.layers": (
         "ColumnParallelLinear",
         "ParallelCrossEntropyLoss",
@@ -131,6 +133,7 @@ __all__ = [
     "BlockedTp",
     "ColumnParallelLinear",
     "CostReport",
+    "EngineReport",
     "IntegrityError",
     "Interval",
     "Layer",
@@ -169,6 +172,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "Zeros",
     "__version__",
+    "check_engine",
     "check_source",
     "convert_model",
     "convert_parallel_embedding",

@@ -39,6 +39,14 @@ def test_the_wheel_has_the_data_files(installed):
     assert (installed / "shardconv" / "layouts" / "vllm.toml").is_file()
 
 
+def test_the_wheel_has_the_plugin_of_vllm(installed):
+    """What the entry point names can be imported without vLLM; it is called inside vLLM only."""
+    (metadata,) = installed.glob("shardconv-*.dist-info/entry_points.txt")
+    assert "[vllm.general_plugins]\nshardconv = shardconv.engines.vllm_plugin:register\n" in metadata.read_text()
+    code = "import sys; from shardconv.engines.vllm_plugin import register; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(installed)}, check=True)
+
+
 def test_the_wheel_splits_and_merges(installed, tmp_path):
     source = write_checkpoint(tmp_path / "model", parts=2)
 
