@@ -19,6 +19,7 @@ from shardconv.errors import NotHeldError
 from shardconv.plan.placement import Interval, Placement
 
 aten = torch.ops.aten
+_CPU = torch.device("cpu")
 
 #: Operations that copy each element, and are not marked as pointwise.
 _COPIES = {aten.clone.default, aten._to_copy.default}  # noqa: SLF001 - names of operators
@@ -60,11 +61,11 @@ class HeldShard:
 
 def positions_of(placement: Placement, rank: int) -> Tensor:
     """Where a rank's shard has each index of the dim that is sharded, and -1 where it has not: [placement.size]."""
-    positions = torch.full((placement.size,), -1)
+    positions = torch.full((placement.size,), -1, device=_CPU)  # engines set other defaults
     local = 0
     for piece in placement.ranks[rank]:
         if isinstance(piece, Interval):
-            positions[piece.start : piece.stop] = torch.arange(local, local + piece.size)
+            positions[piece.start : piece.stop] = torch.arange(local, local + piece.size, device=_CPU)
         local += piece.size
     return positions
 
@@ -107,10 +108,10 @@ def _select(view: Tensor, shard: HeldShard) -> _Selection | None:
         last[dim.level] += (dim.size - 1) * dim.step
     if last[1] >= size or last[2] >= behind:
         return None
-    indices = torch.tensor(start[1])
+    indices = torch.tensor(start[1], device=_CPU)
     for dim in dims:
         if dim.level == 1:
-            indices = indices.unsqueeze(-1) + torch.arange(dim.size) * dim.step
+            indices = indices.unsqueeze(-1) + torch.arange(dim.size, device=_CPU) * dim.step
     return _Selection(dims, start, indices)
 
 
@@ -126,8 +127,9 @@ def _gather(shard: HeldShard, selection: _Selection, positions: Tensor) -> Tenso
     """The elements of a selection, with ``positions`` in the shard in place of its indices of the sharded dim."""
     flat = positions.flatten()
     first = int(flat[0])
-    is_range = bool((flat == torch.arange(first, first + len(flat))).all())
-    rows = shard.rows.narrow(1, first, len(flat)) if is_range else shard.rows.index_select(1, flat)
+    is_range = bool((flat == torch.arange(first, first + len(flat), device=_CPU)).all())
+    rows = shard.rows
+    rows = rows.narrow(1, first, len(flat)) if is_range else rows.index_select(1, flat.to(rows.device))
     strides, inner = [], len(flat)
     for dim in selection.dims:
         inner = inner // dim.size if dim.level == 1 else inner
@@ -160,7 +162,7 @@ class RankTensor(Tensor):
             view.stride(),
             view.storage_offset(),
             dtype=view.dtype,
-            device=device or torch.device("cpu"),
+            device=device or _CPU,
         )
         made._shard, made._view = shard, view
         return made
@@ -203,7 +205,8 @@ class RankTensor(Tensor):
         if func is aten.cat.default:
             return _concatenate(*args, **kwargs)
         if func in _LIKE:
-            return func(torch.empty((), dtype=args[0].dtype).expand(args[0].shape), *args[1:], **kwargs)
+            like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+            return func(like, *args[1:], **kwargs)
         _refuse_writes(func, args, kwargs)
         args, kwargs = tree_map_only(RankTensor, RankTensor.held, (args, kwargs))
         return func(*args, **kwargs)
@@ -269,7 +272,7 @@ class RankTensor(Tensor):
             return values.contiguous()
 
         local = torch.full_like(positions, -1)
-        local[positions >= 0] = torch.arange(len(own))
+        local[positions >= 0] = torch.arange(len(own), device=_CPU)
         shape = (*(dim.size for dim in before), len(positions), *(dim.size for dim in behind))
         made = HeldShard(shard.name, shape, len(before), local, read, shard.remedy)
         device = torch.device(kwargs.get("device") or self.device)
@@ -279,7 +282,7 @@ class RankTensor(Tensor):
 
 def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """``torch.cat``, which reads what is held when it is read, if it is along the dim that is sharded."""
-    copies = [tensor.clone() for tensor in tensors]
+    copies = [tensor.clone() if isinstance(tensor, RankTensor) else tensor for tensor in tensors]
     dim %= copies[0].dim()
     lazy = [one for one in copies if isinstance(one, RankTensor) and one.is_along(dim)]
     if len(lazy) != len(copies):
@@ -301,11 +304,10 @@ def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 def _is_of_one_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation computes each element from the same element of the one tensor that it is given."""
+    if torch.Tag.pointwise not in func.tags or not isinstance(args[0], RankTensor):
+        return False
     is_functional = not any(one.alias_info is not None for one in func._schema.arguments)  # noqa: SLF001 - as below
-    others = (args[1:], kwargs)
-    return (
-        torch.Tag.pointwise in func.tags and is_functional and not tree_any(lambda one: isinstance(one, Tensor), others)
-    )
+    return is_functional and not tree_any(lambda one: isinstance(one, Tensor), (args[1:], kwargs))
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
