@@ -38,7 +38,7 @@ LAYER, VOCAB = "model.layers.0", 256
 SCALES = ("_k_scale", "_prob_scale", "_q_scale", "_v_scale")
 DENSE = {**GQA, "vocab_size": VOCAB}
 SPARSE = {**DENSE, **{name: value for name, value in MOE.items() if "shared" not in name}}
-#: One of each type that vLLM's layout has, and of each form that its checkpoints have.
+#: One of each form that checkpoints for vLLM's layout have; tests/test_vllm_layout.py has one of each type.
 KINDS = {
     "llama": Model("llama", {**DENSE, "attention_bias": True, "mlp_bias": True}),
     "llama, tied": Model("llama", {**DENSE, "tie_word_embeddings": True}),
@@ -153,8 +153,7 @@ def test_the_tensors_of_vllm(source_of, tmp_path, kind, tp):
             assert torch.equal(found[name], tensor), name
 
 
-def test_the_kinds_are_all_types_and_forms(source_of):
-    assert {model.model_type for model in KINDS.values()} == set(choice._file("vllm")["types"])
+def test_the_kinds_are_all_forms(source_of):
     assert f"{LAYER}.mlp.experts.gate_up_proj" in read(source_of("qwen3_moe, packed"))
     assert {f"{LAYER}.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.up_proj.weight"} <= read(
         source_of("qwen3_moe")
@@ -262,7 +261,7 @@ def to_bf16(name):
 
 #: By what is changed: the kind, the change, options, and what the error has to say.
 REFUSED = {
-    "a type without rules": ("qwen2", config(model_type="gemma2"), {}, "does not support model type 'gemma2'.*native"),
+    "a type without rules": ("qwen2", config(model_type="olmo2"), {}, "does not support model type 'olmo2'.*native"),
     "no model type": ("llama", config(model_type=None), {}, "needs a config.json with a model_type"),
     "no config": ("llama", lambda source: (source / "config.json").unlink(), {}, "needs a config.json"),
     "a tensor without a place": (
@@ -591,6 +590,15 @@ def test_rules():
         FileTensor("y.all", experts, 11),
         FileTensor("new", ("old",)),
     }
+
+
+@pytest.mark.parametrize(
+    ("config", "applies"),
+    [({"a": 1, "b": 0}, True), ({"a": 1, "b": None}, False), ({"a": 1}, False), ({"a": 2, "b": 0}, False)],
+)
+def test_the_config_of_a_rule(config, applies):
+    (rule,) = Group.of_table({"tensors": {"new": {"sources": ["old"], "when": {"a": 1}, "given": ["b"]}}}).rules
+    assert rule.applies(config) == applies
 
 
 def test_a_layout_file_with_an_unknown_key():

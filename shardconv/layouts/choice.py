@@ -5,6 +5,7 @@ Owns the files with layouts. Pure, apart from reading these.
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,20 +58,22 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     if config.get(SETTINGS_KEY) is not None:
         raise PlanError(f"layout {name} does not support quantized checkpoints: {REMEDY}")
     groups = _groups(name, config.get("model_type"))
-    rules = [rule for group in groups for rule in group.rules if rule.when.items() <= config.items()]
+    config = {field: value for group in groups for field, value in group.defaults.items()} | dict(config)
+    rules = [rule for group in groups for rule in group.rules if rule.applies(config)]
     _check_refused(name, groups, tensors)
-    changed = file_tensors(rules, tensors, config)
     layout = FileLayout(
         name=name,
         file_name=data["file_name"],
         engine=data["engine"],
         versions=data["versions"],
-        changed=changed,
-        constants=tuple(one for group in groups for rule in group.constants for one in rule.constants(tensors)),
+        changed=file_tensors(rules, tensors, config),
         padded_to={target: multiple for group in groups for target, multiple in group.padded_to.items()},
     )
-    _check_needed(layout, groups, tensors)
-    return layout
+    names = [tensor.name for tensor in layout.file_tensors(tensors)]
+    _check_needed(name, groups, names)
+    return replace(
+        layout, constants=tuple(one for group in groups for rule in group.constants for one in rule.constants(names))
+    )
 
 
 @cache
@@ -97,8 +100,7 @@ def _check_refused(name: str, groups: list[Group], tensors: Mapping[str, TensorS
         raise PlanError(f"{wrong}: layout {name} does not have a place for it: remove it from the source, or {REMEDY}")
 
 
-def _check_needed(layout: FileLayout, groups: list[Group], tensors: Mapping[str, TensorSpec]) -> None:
-    names = {tensor.name for tensor in layout.file_tensors(tensors)}
-    missing = next((name for group in groups for name in group.needs if name not in names), None)
+def _check_needed(name: str, groups: list[Group], names: list[str]) -> None:
+    missing = next((needed for group in groups for needed in group.needs if needed not in names), None)
     if missing is not None:
-        raise PlanError(f"{missing}: is missing, and layout {layout.name} needs it: {REMEDY}")
+        raise PlanError(f"{missing}: is missing, and layout {name} needs it: {REMEDY}")

@@ -67,13 +67,19 @@ class Rule:
         target: the name in the file.
         sources: the names of the source tensors, in order.
         when: fields of the config, and the values that they have to have.
+        given: fields of the config that have to have a value.
         count: names of the config field with the number of experts; none where it is not checked.
     """
 
     target: Pattern
     sources: tuple[Pattern, ...]
     when: Mapping[str, Any]
+    given: tuple[str, ...] = ()
     count: tuple[str, ...] = ()
+
+    def applies(self, config: Mapping[str, Any]) -> bool:
+        """Whether it is a rule for checkpoints with this config."""
+        return self.when.items() <= config.items() and all(config.get(name) is not None for name in self.given)
 
     def find(self, name: str) -> tuple[int, Match] | None:
         """Which of the sources a name matches."""
@@ -116,14 +122,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class ConstantRule:
-    """A constant beside every tensor that matches a pattern."""
+    """A constant beside every file tensor that matches a pattern."""
 
     target: Pattern
     beside: Pattern
     constant: Constant
 
     def constants(self, names: Iterable[str]) -> Iterator[Constant]:
-        """The constants of a checkpoint with these names."""
+        """The constants of files with tensors of these names."""
         like = self.constant
         for name in names:
             if (match := self.beside.match(name)) is not None:
@@ -140,6 +146,7 @@ class Group:
         refuse: patterns of source tensors that the engine has no place for.
         needs: names of file tensors that the engine cannot do without.
         padded_to: names of file tensors whose rows are padded to a multiple of a number.
+        defaults: values of config fields that a config may leave out.
     """
 
     rules: tuple[Rule, ...]
@@ -147,17 +154,19 @@ class Group:
     refuse: tuple[Pattern, ...]
     needs: tuple[str, ...]
     padded_to: Mapping[str, int]
+    defaults: Mapping[str, Any]
 
     @classmethod
     def of_table(cls, table: Mapping[str, Any]) -> Self:
         """A group of a layout file."""
-        _check_keys(table, {"tensors", "constants", "refuse", "needs", "padded_to"})
+        _check_keys(table, {"tensors", "constants", "refuse", "needs", "padded_to", "defaults"})
         return cls(
             tuple(rule for target, value in table.get("tensors", {}).items() for rule in _rules(target, value)),
             tuple(rule for target, value in table.get("constants", {}).items() for rule in _constants(target, value)),
             tuple(Pattern(text) for pattern in table.get("refuse", ()) for (text,) in _without_choices([pattern])),
             tuple(table.get("needs", ())),
             table.get("padded_to", {}),
+            table.get("defaults", {}),
         )
 
 
@@ -178,9 +187,10 @@ def file_tensors(rules: Sequence[Rule], names: Iterable[str], config: Mapping[st
 
 def _rules(target: str, value: Any) -> Iterator[Rule]:  # noqa: ANN401 - anything TOML holds
     table = value if isinstance(value, dict) else {"sources": value}
-    _check_keys(table, {"sources", "when", "count"})
+    _check_keys(table, {"sources", "when", "given", "count"})
+    given, count = (tuple(table.get(key, ())) for key in ("given", "count"))
     for first, *others in _without_choices([target, *table["sources"]]):
-        yield Rule(Pattern(first), tuple(map(Pattern, others)), table.get("when", {}), tuple(table.get("count", ())))
+        yield Rule(Pattern(first), tuple(map(Pattern, others)), table.get("when", {}), given, count)
 
 
 def _constants(target: str, table: Mapping[str, Any]) -> Iterator[ConstantRule]:
