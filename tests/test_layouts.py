@@ -409,6 +409,7 @@ LIES = {
     "a stack that does not fit": lambda layout: qkv(layout).update(stack=2),
     "members of other shapes": lambda layout: qkv(layout).update(stack=3),
     "members that cannot be concatenated": lambda layout: qkv(layout)["members"].append(NORM),
+    "a dim 0 of another size": lambda layout: qkv(layout).update(squeeze=True),
     "a negative stack": lambda layout: layout["tensors"][0].update(stack=-1),
     "a constant without end": lambda layout: layout["constants"][0].update(shape=[10**15]),
     "a constant of a negative shape": lambda layout: layout["constants"][0].update(shape=[-1]),
@@ -570,6 +571,7 @@ def test_rules():
                 "*.ab.{w,b}": ["*.a.{w,b}", "*.b.{w,b}"],
                 "*.all": ["*.e.#.a", "*.e.#.b"],
                 "new": ["old"],
+                "flat": {"sources": ["row"], "squeeze": True},
             },
         }
     )
@@ -580,6 +582,7 @@ def test_rules():
         "x.1.b.b",
         *(f"y.e.{n}.{p}" for n in (10, 2, 0) for p in "ba"),
         "old",
+        "row",
         "q",
     ]
     names += [f"y.e.{n}.{p}" for n in range(11) if n not in {0, 2, 10} for p in "ab"]
@@ -589,6 +592,7 @@ def test_rules():
         FileTensor("x.1.ab.b", ("x.1.a.b", "x.1.b.b")),
         FileTensor("y.all", experts, 11),
         FileTensor("new", ("old",)),
+        FileTensor("flat", ("row",), squeeze=True),
     }
 
 

@@ -32,11 +32,13 @@ class FileTensor:
         members: names of the source tensors, in order.
         stack: E to stack the members into a tensor of shape (E, ...): the first ``len(members) / E`` of them are
             concatenated along dim 0 for index 0, and so on. 0 to concatenate all along dim 0.
+        squeeze: whether dim 0 of its only member, of size 1, is left out.
     """
 
     name: str
     members: tuple[str, ...]
     stack: int = 0
+    squeeze: bool = False
 
     def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The shape on a rank.
@@ -47,8 +49,13 @@ class FileTensor:
         Raises:
             PlanError: if shards of these shapes do not form one tensor.
         """
+        if self.squeeze and (len(shapes) != 1 or self.stack or shapes[0][:1] != (1,)):
+            raise PlanError(
+                f"{self.name}: dim 0 of its only member cannot be left out "
+                f"(got {_described(self.members, shapes)}, expected size 1): {REMEDY}"
+            )
         if len(shapes) == 1 and not self.stack:
-            return shapes[0]
+            return shapes[0][self.squeeze :]
         if len({shape[1:] for shape in shapes}) != 1 or not all(shapes):
             raise PlanError(
                 f"{self.name}: its members have shards that cannot be concatenated along dim 0 "
@@ -204,7 +211,12 @@ class FileLayout:
             "versions": self.versions,
             "has_offsets": self.has_offsets,
             "tensors": [
-                {"name": one.name, "members": [number[member] for member in one.members], "stack": one.stack}
+                {
+                    "name": one.name,
+                    "members": [number[member] for member in one.members],
+                    "stack": one.stack,
+                    **({"squeeze": True} if one.squeeze else {}),
+                }
                 for one in self.changed
             ],
             "constants": [
@@ -224,7 +236,12 @@ class FileLayout:
         name_of = dict(enumerate(names))
         try:
             changed = tuple(
-                FileTensor(one["name"], tuple(name_of[at] for at in one["members"]), one["stack"])
+                FileTensor(
+                    one["name"],
+                    tuple(name_of[at] for at in one["members"]),
+                    one["stack"],
+                    squeeze=one.get("squeeze", False) is True,
+                )
                 for one in data["tensors"]
             )
         except KeyError as error:

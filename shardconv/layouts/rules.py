@@ -69,6 +69,7 @@ class Rule:
         when: fields of the config, and the values that they have to have.
         given: fields of the config that have to have a value.
         count: names of the config field with the number of experts; none where it is not checked.
+        squeeze: whether dim 0 of the source, of size 1, is left out.
     """
 
     target: Pattern
@@ -76,6 +77,7 @@ class Rule:
     when: Mapping[str, Any]
     given: tuple[str, ...] = ()
     count: tuple[str, ...] = ()
+    squeeze: bool = False
 
     def applies(self, config: Mapping[str, Any]) -> bool:
         """Whether it is a rule for checkpoints with this config."""
@@ -117,7 +119,7 @@ class Rule:
                 f"{target}: the source has {count} experts (expected {given!r:.20} by config.json): {REMEDY}"
             )
         stack = count if self.sources[0].is_expert else 0
-        return FileTensor(target, tuple(members[place] for place in expected), stack)
+        return FileTensor(target, tuple(members[place] for place in expected), stack, self.squeeze)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +189,11 @@ def file_tensors(rules: Sequence[Rule], names: Iterable[str], config: Mapping[st
 
 def _rules(target: str, value: Any) -> Iterator[Rule]:  # noqa: ANN401 - anything TOML holds
     table = value if isinstance(value, dict) else {"sources": value}
-    _check_keys(table, {"sources", "when", "given", "count"})
+    _check_keys(table, {"sources", "when", "given", "count", "squeeze"})
     given, count = (tuple(table.get(key, ())) for key in ("given", "count"))
     for first, *others in _without_choices([target, *table["sources"]]):
-        yield Rule(Pattern(first), tuple(map(Pattern, others)), table.get("when", {}), given, count)
+        when, squeeze = table.get("when", {}), table.get("squeeze", False)
+        yield Rule(Pattern(first), tuple(map(Pattern, others)), when, given, count, squeeze)
 
 
 def _constants(target: str, table: Mapping[str, Any]) -> Iterator[ConstantRule]:
