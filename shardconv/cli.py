@@ -96,7 +96,10 @@ def split(
 @write_options
 @output_options
 def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
-    """Merge the split checkpoint DIR into its source again, byte for byte."""
+    """Merge the split checkpoint DIR into its source again, byte for byte.
+
+    DIR may also be a folder that vLLM saved with save_sharded_state.
+    """
     from shardconv.checkpoint.merge import merge as run
 
     console = Console(as_json=as_json, quiet=quiet)
@@ -107,9 +110,10 @@ def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **optio
         False: "all tensors in one file",
         None: "as the source, but there are no checksums to tell",
     }[report.is_identical]
+    same = f"from rank files that {report.saved_by} saved" if report.saved_by else same
     verb = "would be written" if report.dry_run else rate(report.num_bytes, report.seconds)
     line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {same}; {verb}"
-    lines = [line, *dry_run_notes(report, overwrite=options["overwrite"])]
+    lines = [line, *report.notes, *dry_run_notes(report, overwrite=options["overwrite"])]
     console.report(report, lines, quiet_warnings=[line] if report.is_identical is None else [])
 
 

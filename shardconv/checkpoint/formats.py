@@ -51,6 +51,11 @@ def is_weights(name: str) -> bool:
     return name.endswith(WEIGHT_SUFFIXES)
 
 
+def is_sharded_state(name: str) -> bool:
+    """Whether a file is one of a rank that vLLM saved, by its name."""
+    return _SHARDED_STATE.fullmatch(name) is not None
+
+
 def refuse_sharded_state(folder: Path, names: Collection[str]) -> None:
     """Refuse a folder that vLLM saved by rank, which has no manifest.
 
@@ -61,10 +66,11 @@ def refuse_sharded_state(folder: Path, names: Collection[str]) -> None:
     Raises:
         SourceError: if files are named as vLLM names those of ranks.
     """
-    if name := next((name for name in sorted(names) if _SHARDED_STATE.fullmatch(name)), None):
+    if name := next(filter(is_sharded_state, sorted(names)), None):
         raise SourceError(
             f"{folder}: holds {name}, a file of one rank in the format sharded_state of vLLM, without a shardconv.json "
-            f"(expected full tensors): use the checkpoint that vLLM was started with"
+            f"(expected full tensors): merge it first (shardconv merge {folder}), or use the checkpoint that vLLM was "
+            f"started with"
         )
 
 

@@ -46,6 +46,20 @@ class Layout:
         return [header.file_bytes for header in self.headers]
 
 
+class FoundFiles(NamedTuple):
+    """Rank files that an engine wrote itself.
+
+    Attributes:
+        names: of the files.
+        layout: what they hold.
+        notes: sentences on how their checkpoint may differ from the one that the engine loaded.
+    """
+
+    names: tuple[str, ...]
+    layout: Layout
+    notes: tuple[str, ...]
+
+
 def in_order(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """The tensors of a source in the order of the rank files: widest dtype first, else as they lie.
 

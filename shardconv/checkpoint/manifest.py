@@ -16,7 +16,7 @@ from shardconv.checkpoint.fileio import create
 from shardconv.checkpoint.formats import refuse_sharded_state
 from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.header import Header, parse_header
-from shardconv.checkpoint.layout import MANIFEST_NAME, Layout, in_order, lay_out_parts, lay_out_ranks
+from shardconv.checkpoint.layout import MANIFEST_NAME, FoundFiles, Layout, in_order, lay_out_parts, lay_out_ranks
 from shardconv.checkpoint.manifest_format import (
     CHECKSUM_KEY,
     FORMAT_VERSION,
@@ -56,6 +56,7 @@ class Manifest:
         layout: which tensors the rank files hold, and their names.
         is_identified: whether rank files have the identity of the split; see :attr:`identity`.
         ignore: patterns of files of the source that the user left out.
+        found: the rank files of an engine that wrote them itself; None where they are as the layout has them.
     """
 
     plan: Plan
@@ -72,6 +73,7 @@ class Manifest:
     layout: FileLayout = NATIVE
     is_identified: bool = False
     ignore: tuple[str, ...] = ()
+    found: FoundFiles | None = None
 
     @classmethod
     def of_source(
@@ -140,6 +142,8 @@ class Manifest:
     @cached_property
     def rank_layout(self) -> Layout:
         """The files of the ranks, as they have to be."""
+        if self.found is not None:
+            return self.found.layout
         return lay_out_ranks(self.tensors, self.plan, self.metadata, layout=self.layout, identity=self.identity)
 
     @cached_property
@@ -150,6 +154,8 @@ class Manifest:
     @property
     def rank_files(self) -> list[str]:
         """The names of the files of the ranks."""
+        if self.found is not None:
+            return list(self.found.names)
         return [self.layout.rank_file(rank, self.tp) for rank in range(self.tp)]
 
     def rank_paths(self, folder: Path) -> list[Path]:
@@ -171,6 +177,7 @@ class Manifest:
             PlanError: as :meth:`checked_for_layout`.
         """
         changed = replace(self, plan=plan, request=request, layout=layout, checksums=None, is_identified=checksums)
+        changed = replace(changed, found=None)
         return changed.checked_for_layout()
 
     def checked_for_layout(self) -> Self:

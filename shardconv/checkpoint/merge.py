@@ -8,10 +8,11 @@ from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import create, permissions
 from shardconv.checkpoint.header import Header, build_header
 from shardconv.checkpoint.layout import MANIFEST_NAME, lay_out_parts
-from shardconv.checkpoint.manifest import Manifest, read_manifest
+from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.staging import check_apart, check_target, staging
+from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.checkpoint.write import check_readable, copy_files, copy_side_files, read_ranks, side_bytes, side_paths
 
 
@@ -25,10 +26,12 @@ class MergeReport:
         num_tensors: number of tensors.
         num_bytes: bytes of the weight files.
         is_identical: whether those are the source's files again, byte for byte: parts merged into one file are not.
-            None where the split checkpoint has no checksums to tell.
+            None where there are no checksums to tell.
         seconds: wall time.
         dry_run: whether nothing was written.
         destination_exists: whether a checkpoint was at ``path`` before, which only ``overwrite`` replaces.
+        saved_by: the engine that saved the folder itself, without naming its source; None for a split checkpoint.
+        notes: how such a checkpoint may differ from the one that the engine loaded.
     """
 
     path: str
@@ -39,6 +42,8 @@ class MergeReport:
     seconds: float
     dry_run: bool
     destination_exists: bool
+    saved_by: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def merge(
@@ -50,12 +55,12 @@ def merge(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> MergeReport:
-    """Merge a split checkpoint.
+    """Merge a split checkpoint, or a folder that vLLM saved with ``save_sharded_state``.
 
     Checksums are checked while the data passes, copies on several ranks to be equal, padding to be zero.
 
     Args:
-        src: the split checkpoint.
+        src: the split checkpoint, or a folder that vLLM saved of a dense unquantized model.
         dst: what to write: a name that ends in ``.safetensors`` for one file, any other for a folder with the source's
             files. By default ``NAME-merged`` in the current folder, a file or a folder as the source was.
         overwrite: replace what is at ``dst``.
@@ -70,7 +75,7 @@ def merge(
     """
     began = time.perf_counter()
     folder = local_path(src)
-    manifest = read_manifest(folder)
+    manifest = read_split(folder)
     target = local_path(dst) if dst is not None else _default_target(folder, manifest)
     is_folder = target.suffix != ".safetensors"
     headers = _headers(manifest, one_file=not is_folder)
@@ -92,6 +97,8 @@ def merge(
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
+        saved_by=None if manifest.found is None else manifest.layout.engine,
+        notes=() if manifest.found is None else manifest.found.notes,
     )
 
 

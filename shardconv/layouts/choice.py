@@ -55,9 +55,7 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     if engine_of(name) is None:
         return _FIXED[name]
     data, config = _file(name), config or {}
-    if config.get(SETTINGS_KEY) is not None:
-        raise PlanError(f"layout {name} does not support quantized checkpoints: {REMEDY}")
-    groups = _groups(name, config.get("model_type"))
+    groups = groups_for(name, config)
     config = {field: value for group in groups for field, value in group.defaults.items()} | dict(config)
     rules = [rule for group in groups for rule in group.rules if rule.applies(config)]
     _check_refused(name, groups, tensors)
@@ -74,6 +72,17 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     return replace(
         layout, constants=tuple(one for group in groups for rule in group.constants for one in rule.constants(names))
     )
+
+
+def groups_for(name: str, config: Mapping[str, Any]) -> list[Group]:
+    """The groups of rules of an engine's layout for the model of a config.
+
+    Raises:
+        PlanError: if the engine's layout of this model is not known.
+    """
+    if config.get(SETTINGS_KEY) is not None:
+        raise PlanError(f"layout {name} does not support quantized checkpoints: {REMEDY}")
+    return _groups(name, config.get("model_type"))
 
 
 @cache

@@ -43,6 +43,13 @@ class _Question(NamedTuple):
     rows: int | None = None
 
 
+class ShardedDim(NamedTuple):
+    """The dim that a rule shards, from 0, and its full size; None where it is replicated, or only the tensor has it."""
+
+    dim: int | None
+    size: int | None
+
+
 #: What a config says of the heads.
 HEAD_FIELDS = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim"})
 
@@ -115,6 +122,27 @@ class Resolver:
             if match is not None and (style := ruled[match.place][0].style) != question.rule.style:
                 found[name] = (style, question.rule.style)
         return found
+
+    def sharded_dim(self, name: str) -> ShardedDim:
+        """The dim that is sharded of a tensor, and its full size by rule and config.
+
+        The size of that dim is not read from the tensor, which may therefore be a rank's shard.
+
+        Raises:
+            PlanError: if the config lacks a field that gives the size.
+        """
+        rule, scope, leaf, spec, _, _, rows = self._questions[name]
+        if (dim := _dim(rule, leaf, spec, name)) is None:
+            return ShardedDim(None, None)
+        fields = scope.fields() if rows is None else scope.fields(rows=rows)
+        names = rule.parts or (rule.unit,)
+        units = [(scope.family.units or {})[unit] for unit in names if unit is not None]
+        if not units and rule.style == "embedding_rowwise":
+            return ShardedDim(dim, fields.evaluate("vocab_size"))
+        counted = [fields.evaluate(unit.count) * fields.evaluate(unit.size) for unit in units if unit.count is not None]
+        is_known = len(counted) == len(names)
+        times = fields.evaluate(rule.groups) * fields.evaluate(rule.repeats)
+        return ShardedDim(dim, times * sum(counted) if is_known else None)
 
     def plan(self, tp: int, *, assumed: tuple[str, ...] = ()) -> Plan:
         """The plan for ``tp`` ranks.

@@ -1,0 +1,123 @@
+"""A layout read backward: the names and full shapes of the source tensors that the tensors of a rank file are made of.
+
+Pure. What it gives is a proposal where shapes do not follow from the config: whoever uses it lays these tensors out and
+compares the result with the rank files.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from shardconv.errors import PlanError
+from shardconv.layouts.choice import groups_for
+from shardconv.layouts.rules import Rule
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.resolve import ShardedDim
+
+#: The number of a layer in a name.
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def full_tensors(
+    layout: str, found: Mapping[str, TensorSpec], tp: int, config: Mapping[str, Any], request: PlanRequest
+) -> dict[str, TensorSpec]:
+    """The source tensors of rank files.
+
+    Args:
+        layout: the name of an engine's layout.
+        found: name to dtype and shape of the tensors of a rank's files.
+        tp: number of ranks.
+        config: what config.json holds.
+        request: for a plan that the engine can execute.
+
+    Returns:
+        Name to dtype and full shape, in the order in which the library safetensors writes tensors of one dtype.
+
+    Raises:
+        PlanError: as :func:`members_of`, if a layer lacks a tensor, and if no plan for the tensors is known.
+    """
+    members = members_of(layout, found, config)
+    shards = {name: _even_share(found[one], len(names)) for one, names in members.items() for name in names}
+    resolver = resolve(shards, config, request).resolver
+    _check_layers(shards, config.get("num_hidden_layers"))
+    return {
+        name: TensorSpec(shards[name].dtype, _full_shape(shards[name].shape, resolver.sharded_dim(name), tp))
+        for name in sorted(shards)
+    }
+
+
+def _even_share(spec: TensorSpec, count: int) -> TensorSpec:
+    """One of so many members of a tensor that have the same number of rows."""
+    return spec if count == 1 else TensorSpec(spec.dtype, (spec.shape[0] // count, *spec.shape[1:]))
+
+
+def _full_shape(shard: tuple[int, ...], sharded: ShardedDim, tp: int) -> tuple[int, ...]:
+    if sharded.dim is None:
+        return shard
+    size = shard[sharded.dim] * tp if sharded.size is None else sharded.size
+    return (*shard[: sharded.dim], size, *shard[sharded.dim + 1 :])
+
+
+def _check_layers(names: Collection[str], count: Any) -> None:  # noqa: ANN401 - anything JSON holds
+    """Check that all layers have the same tensors: of tensors that share memory vLLM saves only one."""
+    layers: dict[int, set[str]] = {}
+    for name in names:
+        if (match := _LAYER.search(name)) is not None:
+            layers.setdefault(int(match[1]), set()).add(_LAYER.sub(".layers.*.", name, count=1))
+    expected = set().union(*layers.values())
+    for layer in range(count if isinstance(count, int) else len(layers)):
+        for name in sorted(expected - layers.get(layer, set())):
+            raise PlanError(f"{name.replace('*', str(layer))}: is missing, and another layer has it")
+    if isinstance(count, int) and layers and max(layers) >= count:
+        raise PlanError(f"layer {max(layers)} is there (expected {count} layers, from 0, by config.json)")
+
+
+def members_of(layout: str, names: Collection[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The source tensors of each tensor of a rank file, in order; constants are left out.
+
+    Args:
+        layout: its name.
+        names: of the tensors of a rank file.
+        config: what config.json holds.
+
+    Raises:
+        PlanError: if the layout of this model is not known, a tensor is of experts, or a source is missing or there
+            twice.
+    """
+    if (name := next((name for name in names if ".experts." in name), None)) is not None:
+        raise PlanError(f"{name}: is of experts, which vLLM repacks before it saves them")
+    groups = groups_for(layout, config)
+    constants = [rule.target for group in groups for rule in group.constants]
+    every = [rule for group in groups for rule in group.rules]
+    rules = [rule for rule in every if rule.when.items() <= config.items()]
+    found = {name: _members(name, rules) for name in names if not any(constant.match(name) for constant in constants)}
+    given = Counter(member for members in found.values() for member in members)
+    if (twice := next((name for name, count in given.items() if count > 1), None)) is not None:
+        raise PlanError(f"{twice}: is in {given[twice]} tensors of a rank (expected one)")
+    for rule in every:
+        if rule not in rules:
+            _check_sources(rule, names, given)
+    return found
+
+
+def _members(name: str, rules: Sequence[Rule]) -> tuple[str, ...]:
+    """The members by the first rule that gives the tensor; the tensor itself where none does."""
+    for rule in rules:
+        if (match := rule.target.match(name)) is not None:
+            return tuple(source.name(match) for source in rule.sources)
+    return (name,)
+
+
+def _check_sources(rule: Rule, names: Collection[str], given: Collection[str]) -> None:
+    """Refuse a tensor that another config would make the only one of its sources.
+
+    So files of a model with tied embeddings are not taken for those of a model that has no embeddings.
+    """
+    for name in names:
+        match = rule.target.match(name)
+        missing = [] if match is None else [one.name(match) for one in rule.sources if one.name(match) not in given]
+        if missing:
+            wanted = ", ".join(f"{field} = {value}" for field, value in rule.when.items())
+            raise PlanError(f"{missing[0]}: is missing; {name} would be it if config.json had {wanted}")
