@@ -138,6 +138,7 @@ def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **opt
         [
             f"{report.path}: {report.num_tensors} tensors, from {counted(report.old_tp, 'rank')} to {report.tp}",
             f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}{layout_note(report.layout)}; {verb}",
+            *report.notes,
             *dry_run_notes(report, overwrite=options["overwrite"]),
             *engine_note(report.layout),
         ],
@@ -169,6 +170,7 @@ def verify(src: Path, *, engine: str | None, as_json: bool, quiet: bool, **optio
         found = check_engine(src)
         checked = (*report.checked, f"{found.engine} {found.version}")
         report = replace(report, checked=checked, differences=(*report.differences, *found.differences))
+    made = f"saved by {report.saved_by}" if report.saved_by else "split with --no-checksums"
     shown, more = report.differences[:_MAX_LINES], len(report.differences) - _MAX_LINES
     lines = [
         f"{report.path}: {counted(report.tp, 'rank')}, {report.num_tensors} tensors, {size(report.num_bytes)}"
@@ -178,13 +180,14 @@ def verify(src: Path, *, engine: str | None, as_json: bool, quiet: bool, **optio
     ]
     warnings = [
         *(f"{name}: is in the folder, and not part of this split checkpoint" for name in report.other_weights),
-        *([] if report.has_checksums else ["there are no checksums: it was split with --no-checksums"]),
+        *([] if report.has_checksums else [f"there are no checksums: it was {made}"]),
         *(f"DIFFERENT  {line}" for line in shown),
         *([f"... and {more} more (--json has all)"] if more > 0 else []),
     ]
     is_sure = report.has_checksums or report.is_compared
     if report.differences:
-        warnings.append("different: split the source again, or put back what was changed")
+        remedy = "use the source" if report.saved_by else "split the source again, or put back what was changed"
+        warnings.append(f"different: {remedy}")
     elif not is_sure:
         warnings.append("nothing is wrong that shows without checksums; --against SRC compares every byte")
     verdict = ["correct"] if is_sure and not report.differences else []

@@ -345,13 +345,12 @@ def test_a_quantized_checkpoint_is_refused(source_of, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model-rank-0-part-0.safetensors", "model-pp-0-tp-0-part-1.safetensors"])
-@pytest.mark.parametrize("command", ["split", "reshard", "verify"])
+@pytest.mark.parametrize("command", ["split", "plan"])
 def test_a_folder_that_vllm_saved(source_of, tmp_path, name, command):
     """Of one rank: its names alone could be those of a checkpoint."""
     folder = shutil.copytree(source_of("llama"), tmp_path / "saved")
     (folder / "model.safetensors").rename(folder / name)
-    options = [] if command == "verify" else ["-o", tmp_path / "out"]
-    result = call(command, folder, *(["--tp", 2] if command in {"split", "reshard"} else []), *options)
+    result = call(command, folder, "--tp", 2, *(["-o", tmp_path / "out"] if command == "split" else []))
     assert (result.code, (tmp_path / "out").exists()) == (1, False)
     assert f"holds {name}, a file of one rank in the format sharded_state of vLLM" in " ".join(result.err.split())
     assert f"merge it first (shardconv merge {folder})" in " ".join(result.err.split())

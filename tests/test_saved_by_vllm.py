@@ -144,6 +144,48 @@ def test_a_dry_run_writes_nothing(sources, tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
+# --- verify and reshard ---------------------------------------------------------------------------------------------
+
+
+def test_verify_against_the_source(sources, tmp_path):
+    folder = save(sources["llama"], tmp_path / "saved", 4)
+    report = shardconv.verify(folder, against=sources["llama"])
+    assert (report.differences, report.is_compared, report.has_checksums) == ((), True, False)
+    assert "side files" not in report.checked
+    change(folder, 1, f"{LAYER}.self_attn.qkv_proj.weight", lambda tensor: tensor.index_fill(0, torch.tensor([0]), 0.0))
+    (difference,) = shardconv.verify(folder, against=sources["llama"]).differences
+    assert difference.startswith(f"{LAYER}.self_attn.q_proj.weight: byte ")
+    assert call("verify", folder, "--against", sources["llama"]).code == 3
+
+
+def test_verify_without_a_source(sources, tmp_path):
+    """It proves nothing but that copies are equal and padding is zero, and reports that."""
+    folder = save(sources["llama"], tmp_path / "saved", 4)
+    result = call("verify", folder)
+    assert (result.code, "there are no checksums: it was saved by vllm" in result.out) == (0, True)
+    assert "correct" not in result.out
+    change(folder, 3, "lm_head.weight", lambda tensor: tensor + 1)
+    (difference,) = shardconv.verify(folder).differences
+    assert "the padding of lm_head.weight is not zero" in difference
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama, tied"])
+@pytest.mark.parametrize(("tp", "layout"), [(2, "native"), (2, "vllm"), (4, None)])
+def test_reshard(sources, tmp_path, kind, tp, layout):
+    """The rank files are those of a split of the source."""
+    folder = save(sources[kind], tmp_path / "saved", 4)
+    report = shardconv.reshard(folder, tmp_path / "new", tp=tp, layout=layout)
+    assert (report.layout, report.old_layout) == (layout or "vllm", "vllm")
+    assert any("not compared with a source" in note for note in report.notes)
+    shardconv.split(sources[kind], tmp_path / "split", tp=tp, layout=layout or "vllm", checksums=False)
+    expected, found = contents(tmp_path / "split"), contents(tmp_path / "new")
+    assert found.keys() == expected.keys()
+    assert {name for name in found if found[name] != expected[name]} <= {"shardconv.json"}
+    assert shardconv.verify(tmp_path / "new", against=sources[kind]).differences == ()
+    assert shardconv.merge(tmp_path / "new", tmp_path / "merged").is_identical is None
+    assert contents(tmp_path / "merged") == contents(sources[kind])
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 

@@ -108,6 +108,16 @@ class Manifest:
         ).checked_for_layout()
 
     @property
+    def saved_by(self) -> str | None:
+        """The engine that wrote the rank files itself, without naming their source; None for a split checkpoint."""
+        return None if self.found is None else self.layout.engine
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How such rank files may differ from the checkpoint that the engine loaded."""
+        return () if self.found is None else self.found.notes
+
+    @property
     def tp(self) -> int:
         """Number of ranks."""
         return self.plan.tp

@@ -97,8 +97,8 @@ def merge(
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
-        saved_by=None if manifest.found is None else manifest.layout.engine,
-        notes=() if manifest.found is None else manifest.found.notes,
+        saved_by=manifest.saved_by,
+        notes=manifest.notes,
     )
 
 

@@ -8,11 +8,12 @@ from shardconv import __version__
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import permissions
 from shardconv.checkpoint.layout import MANIFEST_NAME
-from shardconv.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from shardconv.checkpoint.manifest import Manifest, write_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, request_for
 from shardconv.checkpoint.staging import check_apart, check_target, staging
 from shardconv.checkpoint.stored_plan import resolver_of
+from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.checkpoint.write import check_readable, copy_files, copy_side_files, read_ranks, side_bytes, side_paths
 from shardconv.layouts.choice import choose_layout
 
@@ -32,6 +33,7 @@ class ReshardReport:
         seconds: wall time.
         dry_run: whether nothing was written.
         destination_exists: whether a checkpoint was at ``path`` before, which only ``overwrite`` replaces.
+        notes: how the rank files of an engine may differ from the checkpoint that it loaded; empty for others.
     """
 
     path: str
@@ -44,6 +46,7 @@ class ReshardReport:
     seconds: float
     dry_run: bool
     destination_exists: bool
+    notes: tuple[str, ...] = ()
 
 
 def reshard(
@@ -61,7 +64,7 @@ def reshard(
     """Rewrite a split checkpoint for another number of ranks or layout; the result is that of splitting the source so.
 
     Args:
-        src: the split checkpoint.
+        src: the split checkpoint, or a folder that vLLM saved of a dense unquantized model.
         dst: the folder to write; by default ``NAME-tpM`` in the current folder.
         tp: the new number of ranks.
         layout: of the new rank files, as in :func:`~shardconv.split`; by default that of the split checkpoint.
@@ -80,7 +83,7 @@ def reshard(
     """
     began = time.perf_counter()
     folder = local_path(src)
-    old = read_manifest(folder)
+    old = read_split(folder)
     checksums = checksums and old.checksums is not None  # new ones over old errors would say that there are none
     new = _planned(old, tp, layout, checksums=checksums)
     name = folder.resolve().name.removesuffix(f"-tp{old.tp}")
@@ -102,6 +105,7 @@ def reshard(
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
+        notes=old.notes,
     )
 
 
@@ -147,5 +151,5 @@ def _write(
             identify=new.heads_with if checksums else None, threads=threads, progress=progress,
         )  # fmt: skip
         copied = copy_side_files(side_files, stage, old.side_files)
-        mode = permissions([folder / MANIFEST_NAME])
+        mode = permissions([folder / MANIFEST_NAME] if old.found is None else side_files.values())
         write_manifest(new.written(digests, copied), stage, f"shardconv {__version__}", mode=mode)

@@ -9,11 +9,12 @@ from shardconv.checkpoint.copy import CopyJob, Progress, Scratch, Shards, Span, 
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.formats import is_weights
 from shardconv.checkpoint.layout import lay_out_parts
-from shardconv.checkpoint.manifest import Manifest, read_manifest
+from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
 from shardconv.checkpoint.shards import Comparer, ShardReader
 from shardconv.checkpoint.source import Source, open_source
+from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.checkpoint.write import checksum_file, is_side_file, read_ranks
 from shardconv.errors import IntegrityError, UsageError
 
@@ -36,6 +37,7 @@ class VerifyReport:
         differences: what was found wrong; empty where all is as it should be.
         left_out: name to reason of files of ``against`` that were left out.
         seconds: wall time.
+        saved_by: the engine that saved the folder itself; None for a split checkpoint.
     """
 
     path: str
@@ -51,6 +53,7 @@ class VerifyReport:
     differences: tuple[str, ...]
     left_out: Mapping[str, str]
     seconds: float
+    saved_by: str | None = None
 
 
 def verify(
@@ -65,7 +68,7 @@ def verify(
     """Check a split checkpoint: headers, checksums, equality of copies, zeros in the padding, side files.
 
     Args:
-        src: the split checkpoint.
+        src: the split checkpoint, or a folder that vLLM saved of a dense unquantized model.
         against: a source to compare every byte of every tensor with.
         follow_links: read files of ``against`` that are links to outside of its folder.
         ignore: glob patterns of files of ``against`` to leave out, besides those that were left out of the split.
@@ -81,13 +84,13 @@ def verify(
     folder = local_path(src)
     if ignore and against is None:
         raise UsageError("--ignore is for --against, whose files it names")
-    manifest = read_manifest(folder)
+    manifest = read_split(folder)
     source = None
     if against is not None:
         source = open_source(
             local_path(against), follow_links=follow_links, ignore=as_names(ignore), may_ignore=manifest.ignore
         )
-    checked, num_bytes, is_compared = ["side files"], 0, False
+    checked, num_bytes, is_compared = [] if manifest.found else ["side files"], 0, False
     differences = auxiliary_differences(manifest, folder)
     if source is not None:
         differences += _tensor_differences(manifest, source) + _file_differences(manifest, source)
@@ -119,6 +122,7 @@ def verify(
         differences=tuple(differences),
         left_out={} if source is None else source.left_out,
         seconds=time.perf_counter() - began,
+        saved_by=manifest.saved_by,
     )
 
 
@@ -206,8 +210,8 @@ def _tensor_differences(manifest: Manifest, source: Source) -> list[str]:
 def _file_differences(manifest: Manifest, source: Source) -> list[str]:
     """What merge would write otherwise than it is in a source that has the same weight files."""
     theirs = {part.name: part.header.raw for part in source.parts}
-    if theirs.keys() != {name for name, _ in manifest.parts}:
-        return []  # a file of all parts, say: only its tensors can be compared
+    if manifest.found or theirs.keys() != {name for name, _ in manifest.parts}:
+        return []  # a file of all parts, or files that are not known: only tensors can be compared
     differences = [
         f"{name}: its header is not that of the source" for name, h in manifest.parts if h.raw != theirs[name]
     ]

@@ -50,7 +50,7 @@ def full_tensors(
 
 def _even_share(spec: TensorSpec, count: int) -> TensorSpec:
     """One of so many members of a tensor that have the same number of rows."""
-    return spec if count == 1 else TensorSpec(spec.dtype, (spec.shape[0] // count, *spec.shape[1:]))
+    return spec if count == 1 else TensorSpec(spec.dtype, (sum(spec.shape[:1]) // count, *spec.shape[1:]))
 
 
 def _full_shape(shard: tuple[int, ...], sharded: ShardedDim, tp: int) -> tuple[int, ...]:
@@ -66,11 +66,13 @@ def _check_layers(names: Collection[str], count: Any) -> None:  # noqa: ANN401 -
     for name in names:
         if (match := _LAYER.search(name)) is not None:
             layers.setdefault(int(match[1]), set()).add(_LAYER.sub(".layers.*.", name, count=1))
+    if not layers:
+        return
     expected = set().union(*layers.values())
     for layer in range(count if isinstance(count, int) else len(layers)):
         for name in sorted(expected - layers.get(layer, set())):
             raise PlanError(f"{name.replace('*', str(layer))}: is missing, and another layer has it")
-    if isinstance(count, int) and layers and max(layers) >= count:
+    if isinstance(count, int) and max(layers) >= count:
         raise PlanError(f"layer {max(layers)} is there (expected {count} layers, from 0, by config.json)")
 
 
