@@ -223,6 +223,17 @@ def on_all(name, function):
     return both
 
 
+def removed(*texts):
+    """Remove all tensors with one of these texts in their names."""
+
+    def remove(folder):
+        for path in folder.glob("model-rank-*"):
+            tensors = load_file(path)
+            save_file({name: one for name, one in tensors.items() if not any(text in name for text in texts)}, path)
+
+    return remove
+
+
 def to_one(folder):
     """Rename the files of rank 3, as if there were five ranks."""
     for path in folder.glob("model-rank-3-*"):
@@ -262,6 +273,12 @@ REFUSED = {
         "llama", on_all(f"{LAYER}.mlp.gate_up_proj.weight", lambda _: None),
         f"{LAYER}.mlp.gate_proj.weight: is missing, and another layer has it",
     ),
+    "a row-parallel weight that is missing in all layers": (
+        "llama", removed("self_attn.o_proj.weight", "mlp.down_proj.weight", "attn._"),
+        "has no row-parallel weight, as where vLLM ran on a CPU",
+    ),
+    "weights of the MLP": ("llama", removed(".mlp."), r"gate_up_proj.weight: is missing in all layers"),
+    "all weights of linear layers": ("qwen3", removed("_proj."), r"qkv_proj.weight: is missing in all layers"),
     "another number of heads": ("llama", fields(num_attention_heads=4), "o_proj.weight is F32"),
     "another number of layers": ("llama", fields(num_hidden_layers=3), r"model.layers.2.\S+: is missing"),
     "fewer layers": ("llama", fields(num_hidden_layers=1), "layer 1 is there .expected 1 layers"),

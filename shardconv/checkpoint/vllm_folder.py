@@ -20,7 +20,7 @@ from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.vllm_files import SavedFiles, is_saved_by_vllm, read_saved_files
 from shardconv.checkpoint.write import checksum_file
 from shardconv.errors import IntegrityError, PlanError, SourceError, SplitCheckpointError
-from shardconv.layouts.backward import full_tensors
+from shardconv.layouts.backward import check_pairs, full_tensors
 from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.layout import FileLayout
 from shardconv.plan.plan import Plan, TensorSpec
@@ -74,6 +74,7 @@ def _manifest(folder: Path, saved: SavedFiles) -> Manifest:
         raise SplitCheckpointError(
             f"{folder}: has files of {tp} ranks, for which its model cannot be sharded ({reason}): {_OTHER_MODEL}"
         ) from error
+    check_pairs(plan, full)
     tensors = in_order(full)
     layout.check(tensors, plan)
     _check_tensors(folder, found, tensors, plan, layout)

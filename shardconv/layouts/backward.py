@@ -11,13 +11,17 @@ from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.layouts.choice import groups_for
-from shardconv.layouts.rules import Rule
-from shardconv.plan.plan import TensorSpec
+from shardconv.layouts.rules import Group, Rule
+from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import ShardedDim
 
 #: The number of a layer in a name.
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+#: Why a weight may be missing.
+_NOT_SAVED = (
+    "as where vLLM ran on a CPU, on which it keeps weights of linear layers in another form that it does not save"
+)
 
 
 def full_tensors(
@@ -91,6 +95,7 @@ def members_of(layout: str, names: Collection[str], config: Mapping[str, Any]) -
     if (name := next((name for name in names if ".experts." in name), None)) is not None:
         raise PlanError(f"{name}: is of experts, which vLLM repacks before it saves them")
     groups = groups_for(layout, config)
+    _check_groups(groups, names, config)
     constants = [rule.target for group in groups for rule in group.constants]
     every = [rule for group in groups for rule in group.rules]
     rules = [rule for rule in every if rule.when.items() <= config.items()]
@@ -102,6 +107,36 @@ def members_of(layout: str, names: Collection[str], config: Mapping[str, Any]) -
         if rule not in rules:
             _check_sources(rule, names, given)
     return found
+
+
+def _check_groups(groups: Sequence[Group], names: Collection[str], config: Mapping[str, Any]) -> None:
+    """Check that a weight of each group is there: vLLM does not save weights that it keeps in another form."""
+    for group in groups:
+        rules = [rule for rule in group.rules if rule.when.items() <= config.items()]
+        targets = [rule.target for rule in rules if rule.target.text.endswith(".weight")]
+        if targets and not any(target.match(name) for target in targets for name in names):
+            raise PlanError(f"{targets[0].text}: is missing in all layers, {_NOT_SAVED}")
+
+
+def check_pairs(plan: Plan, tensors: Mapping[str, TensorSpec]) -> None:
+    """Check that column-parallel and row-parallel weights of a module are there together.
+
+    Args:
+        plan: for all tensors.
+        tensors: name to dtype and full shape.
+
+    Raises:
+        PlanError: if a module has only one of the two.
+    """
+    dims: dict[str, set[int | None]] = {}
+    for name, spec in tensors.items():
+        if len(spec.shape) == 2 and _LAYER.search(name):
+            module = name.rpartition(".")[0].rpartition(".")[0]
+            dims.setdefault(module, set()).add(plan.placement(name).dim)
+    for module, found in dims.items():
+        if len(found & {0, 1}) == 1:
+            kind = "row" if 0 in found else "column"
+            raise PlanError(f"{module}: has no {kind}-parallel weight, {_NOT_SAVED}")
 
 
 def _members(name: str, rules: Sequence[Rule]) -> tuple[str, ...]:

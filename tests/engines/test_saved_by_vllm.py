@@ -11,8 +11,12 @@ import shardconv
 from shardconv.engines.construct import construct, one_rank
 
 
-def save(source, folder, *, tp, dtype, max_size):
-    """Load a checkpoint by vLLM's default loader on each rank, and save the ranks by vLLM's own code."""
+def save(source, folder, *, tp, dtype, max_size, is_processed=False):
+    """Load a checkpoint by vLLM's default loader on each rank, and save the ranks by vLLM's own code.
+
+    ``is_processed`` is for what its engine does between the two: nothing to unquantized linear layers on a GPU, while
+    on a CPU it repacks them.
+    """
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     for rank in range(tp):
         with one_rank(source, tp=tp, rank=rank, dtype=dtype) as config:
@@ -22,6 +26,10 @@ def save(source, folder, *, tp, dtype, max_size):
 
             model = construct(config, "cpu")
             get_model_loader(LoadConfig(load_format="auto")).load_weights(model, config.model_config)
+            if is_processed:
+                from vllm.model_executor.model_loader.utils import process_weights_after_loading  # noqa: PLC0415
+
+                process_weights_after_loading(model, config.model_config, torch.device("cpu"))
             ShardedStateLoader.save_model(model, str(folder), max_size=max_size)
     return folder
 
@@ -41,6 +49,16 @@ def test_merge(name, tp, dtype, tmp_path):
     for key, tensor in expected.items():
         assert torch.equal(found[key], tensor.to(getattr(torch, dtype))), key
         assert found[key].dtype == getattr(torch, dtype)
+
+
+def test_weights_that_are_not_saved(tmp_path):
+    """vLLM on a CPU saves none of its linear layers: a merge would give a checkpoint without them."""
+    source = write("llama", tmp_path)
+    folder = save(source, tmp_path / "saved", tp=2, dtype="bfloat16", max_size=None, is_processed=True)
+    with pytest.raises(
+        shardconv.ShardconvError, match=r"qkv_proj\.weight: is missing in all layers, as where vLLM ran"
+    ):
+        shardconv.merge(folder, tmp_path / "merged")
 
 
 def test_experts_are_refused(tmp_path):
