@@ -10,14 +10,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.layouts.choice import groups_for
-from shardconv.layouts.rules import Group, Rule
+from shardconv.layouts.choice import ChosenRules, rules_for
+from shardconv.layouts.rules import Rule
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import ShardedDim
+from shardconv.plan.resolve import Resolver, ShardedDim
 
 #: The number of a layer in a name.
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\.(\d{1,6})\.")
 #: Why a weight may be missing.
 _NOT_SAVED = (
     "as where vLLM ran on a CPU, on which it keeps weights of linear layers in another form that it does not save"
@@ -40,16 +40,34 @@ def full_tensors(
         Name to dtype and full shape, in the order in which the library safetensors writes tensors of one dtype.
 
     Raises:
-        PlanError: as :func:`members_of`, if a layer lacks a tensor, and if no plan for the tensors is known.
+        PlanError: as :func:`rules_for` and :func:`members_of`, if a layer lacks a tensor, or no plan is known.
     """
-    members = members_of(layout, found, config)
-    shards = {name: _even_share(found[one], len(names)) for one, names in members.items() for name in names}
-    resolver = resolve(shards, config, request).resolver
-    _check_layers(shards, config.get("num_hidden_layers"))
+    chosen = rules_for(layout, config)
+    members = members_of(chosen, found)
+    under_own_names = {one: names if len(names) == 1 else (one,) for one, names in members.items()}  # as phi3's
+    shards, resolver = _resolved((members, under_own_names), found, config, request)
+    _check_layers(shards, config)
     return {
         name: TensorSpec(shards[name].dtype, _full_shape(shards[name].shape, resolver.sharded_dim(name), tp))
         for name in sorted(shards)
     }
+
+
+def _resolved(
+    candidates: Sequence[Mapping[str, tuple[str, ...]]],
+    found: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    request: PlanRequest,
+) -> tuple[dict[str, TensorSpec], Resolver]:
+    """The first members of which the family has rules for all; with shapes as if those of a tensor were equal."""
+    errors = []
+    for members in candidates:
+        shards = {name: _even_share(found[one], len(names)) for one, names in members.items() for name in names}
+        try:
+            return shards, resolve(shards, config, request).resolver
+        except PlanError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _even_share(spec: TensorSpec, count: int) -> TensorSpec:
@@ -64,55 +82,55 @@ def _full_shape(shard: tuple[int, ...], sharded: ShardedDim, tp: int) -> tuple[i
     return (*shard[: sharded.dim], size, *shard[sharded.dim + 1 :])
 
 
-def _check_layers(names: Collection[str], count: Any) -> None:  # noqa: ANN401 - anything JSON holds
-    """Check that all layers have the same tensors: of tensors that share memory vLLM saves only one."""
+def _check_layers(names: Collection[str], config: Mapping[str, Any]) -> None:
+    """Check that all layers of a kind have the same tensors: of tensors that share memory vLLM saves only one."""
     layers: dict[int, set[str]] = {}
     for name in names:
         if (match := _LAYER.search(name)) is not None:
-            layers.setdefault(int(match[1]), set()).add(_LAYER.sub(".layers.*.", name, count=1))
+            layers.setdefault(int(match[1]), set()).add(_LAYER.sub(".*.", name, count=1))
     if not layers:
         return
-    expected = set().union(*layers.values())
-    for layer in range(count if isinstance(count, int) else len(layers)):
-        for name in sorted(expected - layers.get(layer, set())):
-            raise PlanError(f"{name.replace('*', str(layer))}: is missing, and another layer has it")
-    if isinstance(count, int) and max(layers) >= count:
-        raise PlanError(f"layer {max(layers)} is there (expected {count} layers, from 0, by config.json)")
+    count = config.get("num_hidden_layers", 1 + max(layers))
+    if layers.keys() != set(range(1 + max(layers))) or count != 1 + max(layers):
+        raise PlanError(f"{len(layers)} layers are there, the last is layer {max(layers)} (expected {count}, from 0)")
+    types = config.get("layer_types")
+    kinds = list(map(str, types)) if isinstance(types, list) and len(types) == count else [""] * count
+    for layer, kind in enumerate(kinds):
+        first = layers[kinds.index(kind)]
+        for name in sorted(first ^ layers[layer]):
+            at = layer if name in first else kinds.index(kind)
+            raise PlanError(f"{name.replace('*', str(at))}: is missing, and another layer of this type has it")
 
 
-def members_of(layout: str, names: Collection[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def members_of(chosen: ChosenRules, names: Collection[str]) -> dict[str, tuple[str, ...]]:
     """The source tensors of each tensor of a rank file, in order; constants are left out.
 
     Args:
-        layout: its name.
+        chosen: the rules of the layout.
         names: of the tensors of a rank file.
-        config: what config.json holds.
 
     Raises:
-        PlanError: if the layout of this model is not known, a tensor is of experts, or a source is missing or there
-            twice.
+        PlanError: if a tensor is of experts, or a source is missing or there twice.
     """
     if (name := next((name for name in names if ".experts." in name), None)) is not None:
         raise PlanError(f"{name}: is of experts, which vLLM repacks before it saves them")
-    groups = groups_for(layout, config)
-    _check_groups(groups, names, config)
-    constants = [rule.target for group in groups for rule in group.constants]
-    every = [rule for group in groups for rule in group.rules]
-    rules = [rule for rule in every if rule.when.items() <= config.items()]
-    found = {name: _members(name, rules) for name in names if not any(constant.match(name) for constant in constants)}
+    _check_groups(chosen, names)
+    constants = [rule.target for group in chosen.groups for rule in group.constants]
+    found = {
+        name: _members(name, chosen.rules) for name in names if not any(constant.match(name) for constant in constants)
+    }
     given = Counter(member for members in found.values() for member in members)
     if (twice := next((name for name, count in given.items() if count > 1), None)) is not None:
         raise PlanError(f"{twice}: is in {given[twice]} tensors of a rank (expected one)")
-    for rule in every:
-        if rule not in rules:
-            _check_sources(rule, names, given)
+    for rule in chosen.others:
+        _check_sources(rule, names, given)
     return found
 
 
-def _check_groups(groups: Sequence[Group], names: Collection[str], config: Mapping[str, Any]) -> None:
+def _check_groups(chosen: ChosenRules, names: Collection[str]) -> None:
     """Check that a weight of each group is there: vLLM does not save weights that it keeps in another form."""
-    for group in groups:
-        rules = [rule for rule in group.rules if rule.when.items() <= config.items()]
+    for group in chosen.groups:
+        rules = [rule for rule in group.rules if rule in chosen.rules]
         targets = [rule.target for rule in rules if rule.target.text.endswith(".weight")]
         if targets and not any(target.match(name) for target in targets for name in names):
             raise PlanError(f"{targets[0].text}: is missing in all layers, {_NOT_SAVED}")

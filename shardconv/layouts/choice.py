@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardconv.errors import PlanError, UsageError
 from shardconv.layouts.layout import DCP, NATIVE, REMEDY, FileLayout
-from shardconv.layouts.rules import Group, file_tensors
+from shardconv.layouts.rules import Group, Rule, file_tensors
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 
@@ -22,6 +22,15 @@ _FIXED = {layout.name: layout for layout in (NATIVE, DCP)}
 _ENGINES = ("vllm",)
 #: All layouts.
 LAYOUTS = (*_FIXED, *_ENGINES)
+
+
+class ChosenRules(NamedTuple):
+    """The groups of a model type; their rules that apply with its config, those that do not; and the completed config."""
+
+    groups: list[Group]
+    rules: list[Rule]
+    others: list[Rule]
+    config: Mapping[str, Any]
 
 
 def engine_of(layout: str) -> str | None:
@@ -55,9 +64,7 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     if engine_of(name) is None:
         return _FIXED[name]
     data, config = _file(name), config or {}
-    groups = groups_for(name, config)
-    config = {field: value for group in groups for field, value in group.defaults.items()} | dict(config)
-    rules = [rule for group in groups for rule in group.rules if rule.applies(config)]
+    groups, rules, _, config = rules_for(name, config)
     _check_refused(name, groups, tensors)
     layout = FileLayout(
         name=name,
@@ -74,15 +81,19 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     )
 
 
-def groups_for(name: str, config: Mapping[str, Any]) -> list[Group]:
-    """The groups of rules of an engine's layout for the model of a config.
+def rules_for(name: str, config: Mapping[str, Any]) -> ChosenRules:
+    """The rules of an engine's layout for the model of a config.
 
     Raises:
         PlanError: if the engine's layout of this model is not known.
     """
     if config.get(SETTINGS_KEY) is not None:
         raise PlanError(f"layout {name} does not support quantized checkpoints: {REMEDY}")
-    return _groups(name, config.get("model_type"))
+    groups = _groups(name, config.get("model_type"))
+    config = {field: value for group in groups for field, value in group.defaults.items()} | dict(config)
+    every = [rule for group in groups for rule in group.rules]
+    rules = [rule for rule in every if rule.applies(config)]
+    return ChosenRules(groups, rules, [rule for rule in every if rule not in rules], config)
 
 
 @cache
