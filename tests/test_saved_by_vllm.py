@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.errors import SplitCheckpointError
+from shardconv.layouts import choice
 
 DENSE = {**GQA, "vocab_size": 1000, "intermediate_size": 128}
 LAYER = "model.layers.0"
@@ -343,3 +344,13 @@ def test_a_link_out_of_the_folder(sources, tmp_path):
     path.symlink_to(tmp_path / "elsewhere.safetensors")
     with pytest.raises(SplitCheckpointError, match="is a link out of its folder"):
         shardconv.merge(folder, tmp_path / "merged")
+
+
+def test_a_fused_tensor_that_may_be_the_checkpoints_own(tmp_path, monkeypatch):
+    """glm4 stores q, k and v, and phi3 qkv: a family of both does not give the names."""
+    monkeypatch.setitem(choice._file("vllm")["types"], "phi3", ["attention", "vocabulary"])
+    source = Model("phi3", {**DENSE, "vocab_size": 256}).write(tmp_path / "source")
+    shardconv.split(source, tmp_path / "saved", tp=2, layout="vllm")
+    (tmp_path / "saved" / "shardconv.json").unlink()
+    with pytest.raises(SplitCheckpointError, match=r"qkv_proj.weight: may be one tensor of the checkpoint or 3"):
+        shardconv.merge(tmp_path / "saved", tmp_path / "merged")

@@ -44,8 +44,7 @@ def full_tensors(
     """
     chosen = rules_for(layout, config)
     members = members_of(chosen, found)
-    under_own_names = {one: names if len(names) == 1 else (one,) for one, names in members.items()}  # as phi3's
-    shards, resolver = _resolved((members, under_own_names), found, config, request)
+    shards, resolver = _resolved(members, found, config, request)
     _check_layers(shards, config)
     return {
         name: TensorSpec(shards[name].dtype, _full_shape(shards[name].shape, resolver.sharded_dim(name), tp))
@@ -54,20 +53,26 @@ def full_tensors(
 
 
 def _resolved(
-    candidates: Sequence[Mapping[str, tuple[str, ...]]],
+    members: Mapping[str, tuple[str, ...]],
     found: Mapping[str, TensorSpec],
     config: Mapping[str, Any],
     request: PlanRequest,
 ) -> tuple[dict[str, TensorSpec], Resolver]:
-    """The first members of which the family has rules for all; with shapes as if those of a tensor were equal."""
-    errors = []
-    for members in candidates:
-        shards = {name: _even_share(found[one], len(names)) for one, names in members.items() for name in names}
+    """The members, with shapes as if those of a tensor were equal; fused tensors where the family has no members."""
+    as_stored = {one: names if len(names) == 1 else (one,) for one, names in members.items()}
+    resolved, errors = [], []
+    for candidate in [as_stored, members][as_stored == members :]:
+        shards = {name: _even_share(found[one], len(names)) for one, names in candidate.items() for name in names}
         try:
-            return shards, resolve(shards, config, request).resolver
+            resolved.append((shards, resolve(shards, config, request).resolver))
         except PlanError as error:
             errors.append(error)
-    raise errors[0]
+    if not resolved:
+        raise errors[-1]
+    if len(resolved) > 1:
+        name = next(one for one in members if members[one] != as_stored[one])
+        raise PlanError(f"{name}: may be one tensor of the checkpoint or {len(members[name])}: its family has both")
+    return resolved[0]
 
 
 def _even_share(spec: TensorSpec, count: int) -> TensorSpec:
