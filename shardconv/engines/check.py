@@ -6,15 +6,17 @@ what they use has to be on the rank, and every parameter has to be loaded.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardconv.checkpoint.header import Header
-from shardconv.checkpoint.manifest import Manifest, read_manifest
+from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
+from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.engines.construct import construct, one_rank
 from shardconv.engines.weights import open_rank, rank_weights
@@ -54,7 +56,7 @@ def check_engine(path: StrPath) -> EngineReport:
         RunError: if vLLM can construct this model only with its values in memory.
     """
     folder = local_path(path)
-    manifest = read_manifest(folder)
+    manifest = replace(read_split(folder), found=None)  # files that vLLM saved hold what the layout has
     if find_spec("vllm") is None:
         raise UsageError("--engine vllm: vLLM is not installed (expected 0.32 or later): verify in vLLM's environment")
     differences = [found for rank in range(manifest.tp) for found in _rank_differences(folder, manifest, rank)]

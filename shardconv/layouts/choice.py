@@ -25,7 +25,7 @@ LAYOUTS = (*_FIXED, *_ENGINES)
 
 
 class ChosenRules(NamedTuple):
-    """The groups of a model type; their rules that apply with its config, those that do not; and the completed config."""
+    """The groups of a model type, their rules that apply with its config, the others, and the completed config."""
 
     groups: list[Group]
     rules: list[Rule]
