@@ -18,6 +18,7 @@ from shardconv.commands.options import (
     CHECK_MODEL,
     PATH,
     checksum_option,
+    engine_option,
     ignore_option,
     layout_option,
     output_options,
@@ -121,6 +122,7 @@ def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **optio
 @click.argument("src", type=PATH, metavar="DIR")
 @tp_option
 @click.option("-o", "--output", type=PATH, metavar="DIR2", help="Folder to write. [default: NAME-tpN here]")
+@engine_option("those of DIR, or of --layout")
 @write_options
 @checksum_option
 @layout_option("[default: that of DIR]")
@@ -162,12 +164,14 @@ def verify(src: Path, *, engine: str | None, as_json: bool, quiet: bool, **optio
     from shardconv.checkpoint.verify import verify as run
 
     console = Console(as_json=as_json, quiet=quiet)
-    with console.progress("verify") as progress:
-        report = run(src, progress=progress, **options)
+    found = None
     if engine is not None:
         from shardconv.engines.check import check_engine
 
         found = check_engine(src)
+    with console.progress("verify") as progress:
+        report = run(src, progress=progress, **options)
+    if found is not None:
         checked = (*report.checked, f"{found.engine} {found.version}")
         report = replace(report, checked=checked, differences=(*report.differences, *found.differences))
     made = f"saved by {report.saved_by}" if report.saved_by else "split with --no-checksums"

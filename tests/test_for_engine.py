@@ -1,6 +1,9 @@
 """Plans that follow an engine's boundaries, and readers of one rank's bytes."""
 
+import gc
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +20,14 @@ from shardconv.checkpoint.manifest import read_manifest
 from shardconv.checkpoint.planning import make_plan, plan_source
 from shardconv.checkpoint.rank_reader import RankFileReader, SourceReader
 from shardconv.checkpoint.source import open_source
+from shardconv.engines.weights import RankSource, rank_weights
 from shardconv.errors import PlanError, SourceError
+from shardconv.plan.engines import Engine
+from shardconv.plan.family_file import family_for
 from shardconv.plan.placement import IndivisibleError, Interval, Unit, Zeros, cut
 from shardconv.plan.request import PlanRequest
+from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.submodels import rules_for
 
 
 @given(st.integers(1, 10_000), st.integers(1, 8))
@@ -103,6 +111,41 @@ def test_norms_over_heads(norms, tmp_path):
     assert "equal to the unsplit model" in result.err
 
 
+def test_norms_of_a_submodel():
+    """The rules of an engine are those of each submodel's type."""
+    text = {"model_type": "gemma4_text", "num_hidden_layers": 1, "hidden_size": 64}
+    own = Engine("own", replicated={"gemma4_text": ("**.per_layer_projection",)})
+    for config in (text, {"model_type": "gemma4", "text_config": text}):
+        rules = rules_for(family_for(config["model_type"]), config).for_engine(own)
+        again = RuleSet.from_json(json.loads(json.dumps(rules.to_json())))
+        for found in (rules, again, again.without_engine().for_engine(own)):
+            origins = [rule.origin for scope in found.scopes for rule in scope.family.rules]
+            assert origins.count("engine own") == 1
+
+
+def test_rules_of_the_user_come_before_those_of_an_engine(norms, tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[rules]\n"model.layers.*.self_attn.q_norm" = { style = "colwise" }\n')
+    made = make_plan(norms, tp=2, engine="vllm", plan=plan)
+    assert made.placement("model.layers.0.self_attn.q_norm.weight").dim == 0
+    assert made.placement("model.layers.0.self_attn.k_norm.weight").dim is None
+
+
+def test_model_type_that_is_not_a_name(source, tmp_path):
+    """As it was before engines had rules for types: planned by the names of tensors."""
+    folder = shutil.copytree(source, tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": ["llama"]}))
+    assert make_plan(folder, tp=2, engine="vllm").family == "by_name"
+
+
+def test_reshard_for_an_engine(source, tmp_path):
+    shardconv.split(source, tmp_path / "own", tp=4)
+    shardconv.reshard(tmp_path / "own", tmp_path / "vllm", tp=2, engine="vllm")
+    shardconv.split(source, tmp_path / "direct", tp=2, engine="vllm")
+    assert contents(tmp_path / "vllm") == contents(tmp_path / "direct")
+
+
 # --- readers --------------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +185,20 @@ def test_source_is_read_by_ranges(tmp_path):
         reader.close()
 
 
+def test_files_are_closed_with_the_last_reference(source):
+    before = len(list(Path("/dev/fd").iterdir()))
+    reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
+    weights = rank_weights(RankSource(reader, ""), 0)
+    del weights, reader
+    gc.collect()
+    assert len(list(Path("/dev/fd").iterdir())) == before
+    reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
+    kept = dict(rank_weights(RankSource(reader, ""), 0))["lm_head.weight"]
+    del reader
+    rows = load_file(source / "model-00002-of-00002.safetensors")["lm_head.weight"][:66]
+    assert torch.equal(kept[:66].view(torch.int16) + 0, rows.view(torch.int16))  # read behind the end of the iterator
+
+
 def test_source_that_changes(tmp_path):
     source = write_checkpoint(tmp_path / "source")
     reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
@@ -151,4 +208,6 @@ def test_source_that_changes(tmp_path):
     data.tofile(path)
     with pytest.raises(SourceError, match="changed while it was read"):
         reader.check_unchanged()
+    with pytest.raises(SourceError, match="changed while it was read"):
+        reader.read("lm_head.weight")
     reader.close()

@@ -67,6 +67,7 @@ OPERATIONS = {
     "flatten": lambda t, d, a, b: t.flatten(0, min(1, t.dim() - 1)) if t.is_contiguous() else t,
     "unflatten": lambda t, d, a, b: t.unflatten(d, (b, -1)) if t.shape[d] % b == 0 else t,
     "expand": lambda t, d, a, b: t.unsqueeze(0).expand(b, *t.shape),
+    "double": lambda t, d, a, b: t.double(),
     "contiguous": lambda t, d, a, b: t.contiguous(),
     "to": lambda t, d, a, b: t.to(torch.float64),
     "negative": lambda t, d, a, b: -t,
@@ -109,7 +110,9 @@ def test_views_give_what_is_held_or_raise(made, chain):
         return
     assert held.all()
     assert tuple(found.shape) == tuple(expected.shape)
-    assert is_unread or {"contiguous", "to", "cat", "reshape", "negative", "plus"} & {name for name, *_ in chain}
+    assert is_unread or {"contiguous", "to", "double", "cat", "reshape", "negative", "plus"} & {
+        name for name, *_ in chain
+    }
     assert torch.equal(values, expected)
     assert type(values) is torch.Tensor
     assert len(reads) <= 1
@@ -188,6 +191,24 @@ def test_message_names_what_is_missing():
     _, lazy = rows()
     with pytest.raises(NotHeldError, match=r"^w: elements \[2, 4\) of dim 0 are not on this rank, which holds"):
         lazy[2:6].sum()
+
+
+def test_concatenation_promotes_dtypes():
+    full, lazy = rows()
+    part = lazy.narrow(0, 4, 4)
+    joined = torch.cat([part, part.to(torch.float64), part.to(torch.int32)]) + 0
+    expected = full[4:]
+    assert torch.equal(joined, torch.cat([expected, expected.to(torch.float64), expected.to(torch.int32)]))
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        torch.cat([lazy, lazy[:, :2]])
+
+
+def test_conjugate_is_computed():
+    full = torch.complex(torch.arange(4.0), torch.ones(4))
+    lazy, _ = rank_tensor(full, cut(0, [Unit(4)], 2), 0)
+    assert torch.equal(lazy[:2].conj() + 0, full[:2].conj() + 0)
+    with pytest.raises(NotHeldError):
+        lazy.conj()
 
 
 def test_rank_without_elements():

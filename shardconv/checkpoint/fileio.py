@@ -148,13 +148,14 @@ class InputFiles:
         except OSError as error:
             raise SourceError(f"{self.paths[number]}: cannot be read: {error.strerror or error}") from error
 
-    def check_unchanged(self) -> None:
-        """Check that no file was written to since it was opened.
+    def check_unchanged(self, number: int | None = None) -> None:
+        """Check that no file was written to since it was opened, or not file ``number``.
 
         Raises:
             SourceError: if one was.
         """
-        for path, descriptor, state in zip(self.paths, self.descriptors, self._states, strict=True):
+        of_files = list(zip(self.paths, self.descriptors, self._states, strict=True))
+        for path, descriptor, state in of_files if number is None else [of_files[number]]:
             if self._state(descriptor) != state:
                 raise SourceError(f"{path}: changed while it was read; run the command again when it is at rest")
 

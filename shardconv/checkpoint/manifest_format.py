@@ -97,6 +97,8 @@ def checked(data: dict[str, Any]) -> dict[str, Any]:
     if data.get(CHECKSUM_KEY) != checksum(body):
         raise ValueError("it was changed after it was written (its own checksum differs)")
     body = {"layout": None, **body}
+    if body.get("dcp") is True and body["layout"] is None:  # as layouts were said before there was more than one
+        body["layout"] = DCP.to_json(())
     if version < FORMAT_VERSION:
         body = _upgraded(body)
     if not _fits(body, _SCHEMA) or (body["plan"]["rules"] is None) is not (version < FORMAT_VERSION):

@@ -3,6 +3,8 @@
 Owns which bytes are read for a shard, and no more of them. Knows no torch: what reads here makes tensors of the bytes.
 """
 
+import mmap
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ from shardconv.checkpoint.layout import lay_out_parts
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import leads_out
 from shardconv.checkpoint.source import Source
+from shardconv.checkpoint.verify import verify_open_rank
 from shardconv.errors import SplitCheckpointError
 from shardconv.plan.plan import Plan, TensorSpec
 
@@ -24,7 +27,7 @@ _BLOCK_BYTES = 4 * 2**20
 
 
 class RankReader(ABC):
-    """Where the shards of one rank come from.
+    """Where the shards of one rank come from; the files are closed with the last reference to it.
 
     Args:
         files: the files, open.
@@ -38,17 +41,24 @@ class RankReader(ABC):
     def __init__(self, files: InputFiles, tensors: Mapping[str, TensorSpec], plan: Plan) -> None:
         self.tensors, self.plan = tensors, plan
         self.num_bytes_read = 0
-        self.check_unchanged = files.check_unchanged
-        self.close = files.close
         self._files = files
+        self.close = weakref.finalize(self, files.close)
 
     @abstractmethod
-    def read(self, name: str) -> bytearray:
+    def read(self, name: str) -> Bytes:
         """The bytes of the rank's shard of a tensor.
 
         Raises:
-            SourceError: if a file ends too early, or cannot be read.
+            SourceError: if a file ends too early, was written to since it was opened, or cannot be read.
         """
+
+    def check_unchanged(self) -> None:
+        """Check that no file was written to since it was opened.
+
+        Raises:
+            SourceError: if one was.
+        """
+        self._files.check_unchanged()
 
     def _read(self, file: int, buffer: Bytes, offset: int) -> None:
         self._files.read(file, buffer, offset)
@@ -56,19 +66,23 @@ class RankReader(ABC):
 
 
 class RankFileReader(RankReader):
-    """The shards in the file of a rank.
+    """The shards in the file of a rank, which is mapped into memory: what is read is not copied.
+
+    The file must not be changed as long as what was read is used.
 
     Args:
         manifest: of the split checkpoint.
         folder: where it is.
         rank: whose file.
+        verify: check the file against its checksums first.
 
     Raises:
+        IntegrityError: if bytes are not those that were written.
         SplitCheckpointError: if the file is a link out of its folder.
         SourceError: if it is not as it was written.
     """
 
-    def __init__(self, manifest: Manifest, folder: Path, rank: int) -> None:
+    def __init__(self, manifest: Manifest, folder: Path, rank: int, *, verify: bool = False) -> None:
         layout, path = manifest.rank_layout, manifest.rank_paths(folder)[rank]
         if leads_out(path, folder):
             raise SplitCheckpointError(f"{path}: is a link out of its folder")
@@ -76,13 +90,20 @@ class RankFileReader(RankReader):
         super().__init__(files, manifest.tensors, manifest.plan)
         self._rank = rank
         self._shards = dict(zip(manifest.tensors, layout.shards, strict=True))
+        if verify:
+            verify_open_rank(manifest, files, rank)
+        # Private, so that a reader may write into what it is given; unmapped with the last tensor that uses it.
+        self._mapped = mmap.mmap(files.descriptors[0], layout.file_bytes[rank], access=mmap.ACCESS_COPY)
+        if hasattr(mmap, "MADV_WILLNEED"):
+            self._mapped.madvise(mmap.MADV_WILLNEED)
 
-    def read(self, name: str) -> bytearray:
+    def read(self, name: str) -> Bytes:
         """See :class:`RankReader`."""
+        self._files.check_unchanged()
         shards = self._shards[name]
-        data = bytearray(_shard_bytes(shards, self._rank))
-        self._read(0, memoryview(data), shards.offsets[self._rank])
-        return data
+        start, size = shards.offsets[self._rank], _shard_bytes(shards, self._rank)
+        self.num_bytes_read += size
+        return memoryview(self._mapped)[start : start + size]
 
 
 class SourceReader(RankReader):
@@ -104,16 +125,17 @@ class SourceReader(RankReader):
         self._rank = rank
         self._full = dict(zip(source.specs, parts.shards, strict=True))
 
-    def read(self, name: str) -> bytearray:
+    def read(self, name: str) -> Bytes:
         """See :class:`RankReader`."""
         spec, full = self.tensors[name], self._full[name]
+        self._files.check_unchanged(full.files[0])
         shard = geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self._rank]
-        data = bytearray(shard.local(full.geometry.num_bytes) if full.geometry.num_bytes else 0)
+        data = memoryview(bytearray(shard.local(full.geometry.num_bytes) if full.geometry.num_bytes else 0))
         for box in shard.boxes(0, full.geometry.num_bytes):
             for at, size, offset in _runs(box) if _is_in_runs(box) else ():
-                self._read(full.files[0], memoryview(data)[at : at + size], full.offsets[0] + offset)
+                self._read(full.files[0], data[at : at + size], full.offsets[0] + offset)
             if not _is_in_runs(box):
-                self._read_rows(full, box, memoryview(data))
+                self._read_rows(full, box, data)
         return data
 
     def _read_rows(self, full: Shards, box: Box, data: Bytes) -> None:

@@ -55,6 +55,7 @@ def reshard(
     *,
     tp: int,
     layout: str | None = None,
+    engine: str | None = None,
     overwrite: bool = False,
     checksums: bool = True,
     dry_run: bool = False,
@@ -68,6 +69,8 @@ def reshard(
         dst: the folder to write; by default ``NAME-tpM`` in the current folder.
         tp: the new number of ranks.
         layout: of the new rank files, as in :func:`~shardconv.split`; by default that of the split checkpoint.
+        engine: "vllm" for that engine's boundaries, as in :func:`~shardconv.split`; by default those that the split
+            checkpoint has, and with another ``layout`` those of the layout.
         overwrite: replace what is at ``dst``.
         checksums: take checksums while the data passes, unless the split checkpoint has none to check it by.
         dry_run: plan and check, write nothing; a checkpoint at ``dst`` is then not an error.
@@ -85,7 +88,7 @@ def reshard(
     folder = local_path(src)
     old = read_split(folder)
     checksums = checksums and old.checksums is not None  # new ones over old errors would say that there are none
-    new = _planned(old, tp, layout, checksums=checksums)
+    new = _planned(old, tp, layout, engine, checksums=checksums)
     name = folder.resolve().name.removesuffix(f"-tp{old.tp}")
     target = Path(f"{name}-tp{tp}") if dst is None else local_path(dst)
     check_apart(target, [folder])
@@ -109,12 +112,12 @@ def reshard(
     )
 
 
-def _planned(old: Manifest, tp: int, layout: str | None, *, checksums: bool) -> Manifest:
+def _planned(old: Manifest, tp: int, layout: str | None, engine: str | None, *, checksums: bool) -> Manifest:
     """The manifest of the new split checkpoint."""
     if layout in {None, old.layout.name}:
-        request, chosen = old.request, old.layout
+        request, chosen = replace(old.request, engine=engine or old.request.engine), old.layout
     else:
-        request = request_for(replace(old.request, engine=None), layout)
+        request = request_for(replace(old.request, engine=engine), layout)
         chosen = choose_layout(layout, old.source_tensors, old.config)
     plan = resolver_of(old, request.engine).plan(tp, assumed=old.plan.assumed)
     return old.with_plan(plan, request, chosen, checksums=checksums)

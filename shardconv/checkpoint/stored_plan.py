@@ -42,7 +42,7 @@ def resolver_of(manifest: Manifest, engine: str | None) -> Resolver:
     """
     rules = stored_rules(manifest)
     if engine != manifest.request.engine:
-        rules = rules.for_engine(engine_named(engine), manifest.config)
+        rules = rules.for_engine(engine_named(engine))
     return Resolver(manifest.source_tensors, rules)
 
 
@@ -105,7 +105,13 @@ def placements_in_memory(manifest: Manifest, plan: Plan) -> dict[str, Placement]
         return {}
     own = Resolver(manifest.source_tensors, plan.rules).plan(plan.tp)
     placements = {name: planned.placement for name, planned in own.tensors.items()}
-    return {name: placement for name, placement in placements.items() if placement != plan.placement(name)}
+    other = {name: placement for name, placement in placements.items() if placement != plan.placement(name)}
+    if (name := next((name for name in other if plan.placement(name).dim is not None), None)) is not None:
+        raise SplitCheckpointError(
+            f"{name}: its shard for {manifest.request.engine} is {plan.placement(name).describe()} (expected the full "
+            f"tensor, or {other[name].describe()}): split the source again"
+        )
+    return other
 
 
 #: Why a plan cannot be executed, by whether the manifest lacks the rules.

@@ -144,12 +144,18 @@ def verify_rank(manifest: Manifest, folder: Path, rank: int, progress: Progress 
         IntegrityError: if bytes are not those that were written.
         SourceError: if the file cannot be read, or is not as long as it has to be.
     """
-    if manifest.checksums is None:
-        return
     layout, path = manifest.rank_layout, manifest.rank_paths(folder)[rank]
     with InputFiles([path], [layout.heads[rank]], [layout.file_bytes[rank]]) as inputs:
-        reader = _RankReader(layout.shards, inputs, rank, manifest.checksums[rank], list(manifest.tensors))
-        CopyJob(manifest.stripes, reader, []).run(progress=progress)
+        verify_open_rank(manifest, inputs, rank, progress)
+
+
+def verify_open_rank(manifest: Manifest, inputs: InputFiles, rank: int, progress: Progress | None = None) -> None:
+    """Check a rank file that is open, as :func:`verify_rank`."""
+    if manifest.checksums is None:
+        return
+    shards, names = manifest.rank_layout.shards, list(manifest.tensors)
+    reader = _RankReader(shards, inputs, rank, manifest.checksums[rank], names)
+    CopyJob(manifest.stripes, reader, []).run(progress=progress)
 
 
 class _RankReader:

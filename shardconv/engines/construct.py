@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-#: Nothing is fetched, and nothing is printed below a warning; no plugin is needed to construct a model.
-_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": ""}
+#: Nothing is fetched, and nothing is printed below an error.
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 @contextmanager
 def one_rank(folder: Path, *, tp: int, rank: int, **arguments: Any) -> Iterator[Any]:
-    """Let vLLM take this process for one rank of a tensor parallel group.
+    """Make this process one rank of a tensor parallel group for vLLM.
 
     The process group has one process; what vLLM reads of the tensor parallel group is replaced. So constructing a
     model and loading its weights work, and collectives do not.
@@ -34,7 +34,12 @@ def one_rank(folder: Path, *, tp: int, rank: int, **arguments: Any) -> Iterator[
     Yields:
         vLLM's config, which is the current one while the context is open.
     """
-    os.environ |= _ENVIRONMENT  # read when vLLM is imported
+    with mock.patch.dict(os.environ, _ENVIRONMENT), _group_of_one(folder, tp, rank, arguments) as config:
+        yield config
+
+
+@contextmanager
+def _group_of_one(folder: Path, tp: int, rank: int, arguments: dict[str, Any]) -> Iterator[Any]:
     from vllm.config import set_current_vllm_config  # noqa: PLC0415 - an extra
     from vllm.distributed import parallel_state  # noqa: PLC0415
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415

@@ -25,6 +25,8 @@ _CPU = torch.device("cpu")
 _COPIES = {aten.clone.default, aten._to_copy.default}  # noqa: SLF001 - names of operators
 #: Views that are not marked as such, as they follow a copy.
 _VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}  # noqa: SLF001 - likewise
+#: Views whose elements are not elements of the tensor at other places: they are taken of what is held.
+_COMPUTED = {aten._conj.default, aten._neg_view.default}  # noqa: SLF001 - likewise
 #: Operations that use shape, dtype and device of a tensor, and none of its values.
 _LIKE = {
     aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
@@ -198,7 +200,9 @@ class RankTensor(Tensor):
     ) -> Any:
         """Stay lazy for views, and read for all else."""
         kwargs = kwargs or {}
-        if func.is_view or func in _VIEWS:
+        if func is aten.as_strided.default:
+            raise TypeError(f"{func}: a rank tensor does not have memory to stride over: take a part of it by narrow")
+        if (func.is_view and func not in _COMPUTED) or func in _VIEWS:
             return args[0].viewed(func, args[1:], kwargs)
         if func in _COPIES or _is_of_one_tensor(func, args, kwargs):
             return args[0].mapped(func, args[1:], kwargs)
@@ -283,23 +287,23 @@ class RankTensor(Tensor):
 def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """``torch.cat``, which reads what is held when it is read, if it is along the dim that is sharded."""
     copies = [tensor.clone() if isinstance(tensor, RankTensor) else tensor for tensor in tensors]
-    dim %= copies[0].dim()
+    joined = torch.cat([torch.empty_like(one, device="meta") for one in copies], dim)  # refuses what torch refuses
+    dim %= joined.dim()
     lazy = [one for one in copies if isinstance(one, RankTensor) and one.is_along(dim)]
-    if len(lazy) != len(copies):
+    if len(lazy) != len(copies) or any(one.dtype != joined.dtype for one in copies):
         return torch.cat([one.held() if isinstance(one, RankTensor) else one for one in copies], dim)
     shards = [one._shard for one in lazy]  # noqa: SLF001 - of this module's own
     positions, held = [], 0
     for shard in shards:
         positions.append(torch.where(shard.positions < 0, -1, shard.positions + held))
         held += int((shard.positions >= 0).sum())
-    shape = (*copies[0].shape[:dim], sum(one.shape[dim] for one in copies), *copies[0].shape[dim + 1 :])
 
     def read() -> Tensor:
         return torch.cat([shard.read() for shard in shards if (shard.positions >= 0).any()], dim)
 
     first = shards[0]
-    made = HeldShard(first.name, shape, dim, torch.cat(positions), read, first.remedy)
-    return RankTensor.of(made, copies[0].dtype, copies[0].device)
+    made = HeldShard(first.name, tuple(joined.shape), dim, torch.cat(positions), read, first.remedy)
+    return RankTensor.of(made, joined.dtype, copies[0].device)
 
 
 def _is_of_one_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """vLLM's load format ``shardconv``: each worker reads its own rank's bytes, and vLLM's own loaders place them.
 
-Owns the meeting of rank tensors with ``load_weights`` of vLLM's models. Imported inside vLLM only.
+Gives rank tensors to ``load_weights`` of vLLM's models. Imported inside vLLM only.
 """
 
 import time
@@ -20,8 +20,6 @@ from shardconv.engines.weights import open_rank, rank_weights
 
 logger = init_logger(f"vllm.{__name__}")
 
-#: What to do where vLLM uses elements that are not in a rank's file.
-_REMEDY = "split the source again with --for vllm, or load the source itself with --load-format auto"
 #: The keys of ``--model-loader-extra-config``.
 _VERIFY = "verify"
 
@@ -52,9 +50,11 @@ class ShardconvModelLoader(DefaultModelLoader):  # type: ignore[misc]
         """The weights of this worker's rank: rank tensors where they are sharded."""
         tp, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         self.counter_before_loading_weights = time.perf_counter()
-        reader = open_rank(self._folder(model_config), tp=tp, rank=rank, engine="vllm", verify=self._verify)
-        yield from rank_weights(reader, rank, _REMEDY)
-        logger.info("shardconv: rank %d of %d read %d bytes", rank, tp, reader.num_bytes_read)
+        source = open_rank(self._folder(model_config), tp=tp, rank=rank, engine="vllm", verify=self._verify)
+        for sentence in source.reader.plan.assumed if rank == 0 else ():
+            logger.warning("shardconv: assumed: %s", sentence)
+        yield from rank_weights(source, rank)
+        logger.info("shardconv: rank %d of %d read %d bytes", rank, tp, source.reader.num_bytes_read)
         for source in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(source)
 

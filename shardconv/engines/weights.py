@@ -5,9 +5,9 @@ boundaries.
 """
 
 from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from shardconv.checkpoint.manifest import is_split, read_manifest
 from shardconv.checkpoint.planning import plan_source
 from shardconv.checkpoint.rank_reader import RankFileReader, RankReader, SourceReader
-from shardconv.checkpoint.verify import verify_rank
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.engines.rank_tensor import HeldShard, RankTensor, positions_of
 from shardconv.errors import PlanError, WorldSizeError
@@ -26,7 +25,25 @@ from shardconv.runtime.load import check_config
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-def open_rank(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) -> RankReader:
+#: What to do where an engine uses elements that are not on the rank, by what is loaded.
+_OF_OTHERS = "split the source again with --for {engine}, or load the source itself with --load-format auto"
+_OF_ENGINE = "this version of the engine places it otherwise: load the source itself with --load-format auto"
+_OF_SOURCE = "the engine places it otherwise: load it with --load-format auto"
+
+
+class RankSource(NamedTuple):
+    """What a rank reads of a checkpoint.
+
+    Attributes:
+        reader: where the shards come from.
+        remedy: what to do where an element is used that the rank does not hold.
+    """
+
+    reader: RankReader
+    remedy: str
+
+
+def open_rank(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) -> RankSource:
     """Open what a rank reads of a checkpoint.
 
     Args:
@@ -42,7 +59,7 @@ def open_rank(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) ->
     """
     if not is_split(folder):
         source, _, (resolver, assumed), _ = plan_source(folder, engine=engine)
-        return SourceReader(source, resolver.plan(tp, assumed=assumed), rank)
+        return RankSource(SourceReader(source, resolver.plan(tp, assumed=assumed), rank), _OF_SOURCE)
     manifest = read_manifest(folder)
     if manifest.tp != tp:
         raise WorldSizeError(
@@ -50,41 +67,36 @@ def open_rank(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) ->
             f"{manifest.tp}, or make one for {tp} by shardconv reshard {folder} --tp {tp}"
         )
     check_config(folder, manifest.config)
-    if verify:
-        verify_rank(manifest, folder, rank)
-    return RankFileReader(manifest, folder, rank)
+    remedy = _OF_OTHERS if manifest.request.engine != engine else _OF_ENGINE
+    return RankSource(RankFileReader(manifest, folder, rank, verify=verify), remedy.format(engine=engine))
 
 
-def rank_weights(reader: RankReader, rank: int, remedy: str, *, dry_run: bool = False) -> Iterator[tuple[str, Tensor]]:
+def rank_weights(source: RankSource, rank: int, *, dry_run: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint, one after the other: a rank tensor where it is sharded, else the tensor itself.
 
-    At most the tensor at hand is in memory, and what the caller keeps. The reader is closed at the end.
+    At most the tensor at hand is in memory, and what the caller keeps. Rank tensors can be read later, too.
 
     Args:
-        reader: where the shards come from.
+        source: what :func:`open_rank` gives.
         rank: whose shards.
-        remedy: what to do where an element is used that the rank does not hold.
         dry_run: give zeros in place of values, and read nothing.
 
     Raises:
         PlanError: if a tensor is of a dtype that torch does not have.
         NotHeldError: by the tensors, when an operation uses what is not there.
     """
-    with closing(reader):
-        for name, spec in reader.tensors.items():
-            if spec.dtype not in _DTYPES:
-                raise PlanError(
-                    f"{name}: dtype {spec.dtype} cannot be loaded through torch: use the engine's own loader"
-                )
-            placement = reader.plan.placement(name)
-            shape = placement.shard_shape(spec.shape, rank)
-            read = partial(_zeros, spec, shape) if dry_run else partial(_read, reader, name, spec, shape)
-            if placement.dim is None:
-                yield name, read()
-            else:
-                shard = HeldShard(name, spec.shape, placement.dim, positions_of(placement, rank), read, remedy)
-                yield name, RankTensor.of(shard, _DTYPES[spec.dtype])
-        reader.check_unchanged()
+    reader, remedy = source
+    for name, spec in reader.tensors.items():
+        if spec.dtype not in _DTYPES:
+            raise PlanError(f"{name}: dtype {spec.dtype} cannot be loaded through torch: use the engine's own loader")
+        placement = reader.plan.placement(name)
+        shape = placement.shard_shape(spec.shape, rank)
+        read = partial(_zeros, spec, shape) if dry_run else partial(_read, reader, name, spec, shape)
+        if placement.dim is None:
+            yield name, read()
+        else:
+            shard = HeldShard(name, spec.shape, placement.dim, positions_of(placement, rank), read, remedy)
+            yield name, RankTensor.of(shard, _DTYPES[spec.dtype])
 
 
 def _read(reader: RankReader, name: str, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:

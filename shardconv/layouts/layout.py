@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
-from math import prod
 from typing import Any, Self
 
 from shardconv.errors import PlanError
@@ -20,7 +19,8 @@ from shardconv.plan.plan import Plan, TensorSpec
 _PACKED = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "I8": "<b", "U8": "<B"}
 #: Constants begin the data section; with a multiple of this many bytes, the tensors after them are aligned.
 _ALIGNMENT = 8
-_MAX_CONSTANT_BYTES = 2**24
+#: The most bytes of all constants together.
+_MAX_CONSTANT_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,12 @@ class Constant:
             is_half = self.dtype == "BF16"
             element = struct.pack("<f" if is_half else _PACKED[self.dtype], self.value)
         except (KeyError, struct.error, OverflowError) as error:
-            raise ValueError(f"{self.name}: {self.value!r} is not a value of dtype {self.dtype:.20}") from error
-        count = prod(self.shape)
-        if min(self.shape, default=0) < 0 or count * len(element) > _MAX_CONSTANT_BYTES:
-            raise ValueError(f"{self.name}: a constant does not have shape {list(self.shape)}")
+            raise ValueError(f"{self.name}: {self.value!r:.40} is not a value of dtype {self.dtype:.20}") from error
+        count = 1
+        for size in self.shape:
+            count *= size
+            if not 0 <= count * len(element) <= _MAX_CONSTANT_BYTES:
+                raise ValueError(f"{self.name}: a constant does not have shape {list(self.shape[:8])}")
         return element[2 if is_half else 0 :] * count
 
 
@@ -160,7 +162,12 @@ class FileLayout:
             raise PlanError(f"layout {self.name}: offsets are of tensors under their own names only")
         self._check_members(tensors)
         self._check_names(tensors)
-        if (num_bytes := sum(len(constant.data) for constant in self.constants)) % _ALIGNMENT:
+        num_bytes = 0
+        for constant in self.constants:
+            num_bytes += len(constant.data)
+            if num_bytes > _MAX_CONSTANT_BYTES:
+                raise PlanError(f"layout {self.name}: its constants have more than {_MAX_CONSTANT_BYTES} bytes")
+        if num_bytes % _ALIGNMENT:
             raise PlanError(f"layout {self.name}: its constants have {num_bytes} bytes, which is not a multiple of 8")
         for tensor in self.changed:
             rows = sum(sum(tensors[member].shape[:1]) for member in tensor.members)

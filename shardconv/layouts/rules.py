@@ -81,6 +81,10 @@ class Rule:
 
     def applies(self, config: Mapping[str, Any]) -> bool:
         """Whether it is a rule for checkpoints with this config."""
+        for name, value in self.when.items():
+            found = config.get(name, value)
+            if type(found) is not type(value):
+                raise PlanError(f"config.json: {name} is {found!r:.40} (expected a {type(value).__name__}): correct it")
         return self.when.items() <= config.items() and all(config.get(name) is not None for name in self.given)
 
     def find(self, name: str) -> tuple[int, Match] | None:

@@ -29,9 +29,9 @@ class Engine:
     vocab_multiple: int = 1
     replicated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def rules(self, model_type: str | None) -> tuple[Rule, ...]:
-        """The rules that come before those of the family of a model type."""
-        patterns = self.replicated.get(model_type or "", ())
+    def rules(self, model_type: object) -> tuple[Rule, ...]:
+        """The rules that come before those of the family of a model type, which may be anything that JSON holds."""
+        patterns = self.replicated.get(model_type, ()) if isinstance(model_type, str) else ()
         return tuple(Rule(pattern, "replicate", origin=f"{ENGINE} {self.name}") for pattern in patterns)
 
 

@@ -139,7 +139,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         rules = _wanted(map(_replicated, request.replicate), request)
         family = Family(family.name, rules=rules).over(family)
     rules_found = rules_for(family, config, experts=request.experts, uncertain=unsure)
-    rules_found = rules_found.for_engine(engine_named(request.engine), config)
+    rules_found = rules_found.for_engine(engine_named(request.engine))
     resolver = Resolver(tensors, rules_found)
     if user is not None and (replaced := resolver.replaced(rules_for(before, config))):
         assumed.append(_replacements(user.name, replaced))

@@ -46,18 +46,21 @@ class RuleSet:
         origins |= {rule.origin for family in families for rule in family.modules}
         return any(origin.startswith(PLAN_FILE) for origin in origins)
 
-    def for_engine(self, engine: Engine, config: Mapping[str, Any] | None) -> Self:
-        """The rules with the boundaries of an engine, in place of those of another.
+    def for_engine(self, engine: Engine) -> Self:
+        """The rules with the boundaries of an engine, in place of those of another; a user's own come first.
 
         Args:
             engine: the engine, or :data:`~shardconv.plan.engines.OWN`.
-            config: of the model, which has its type.
         """
-        own = self.without_engine()
-        first, *others = own.scopes
-        rules = engine.rules((config or {}).get("model_type"))
-        first = replace(first, family=replace(first.family, rules=(*rules, *first.family.rules)))
-        return replace(own, scopes=(first, *others), vocab_multiple=engine.vocab_multiple)
+
+        def with_engine(scope: Scope) -> Scope:
+            rules = scope.family.rules
+            users, others = (tuple(rule for rule in rules if rule.by_user is by_user) for by_user in (True, False))
+            own = engine.rules((scope.config or {}).get("model_type"))
+            return replace(scope, family=replace(scope.family, rules=(*users, *own, *others)))
+
+        scopes = tuple(map(with_engine, self.without_engine().scopes))
+        return replace(self, scopes=scopes, vocab_multiple=engine.vocab_multiple)
 
     def without_engine(self) -> Self:
         """The rules without those of an engine: how shardconv's own runtime shards what is in its rank files."""
@@ -105,7 +108,7 @@ def _scope_to_json(scope: Scope) -> dict[str, Any]:
     expressions = [*_expressions_of(rules, modules)]
     expressions += [one for unit in units.values() for one in (unit.count, unit.size) if one is not None]
     defaults = family.config or {}
-    names = _fields_read(expressions, defaults)
+    names = _fields_read(expressions, defaults) | {"model_type"}
     return {
         "at": scope.at,
         "prefix": list(family.prefix),
