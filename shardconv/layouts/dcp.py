@@ -1,9 +1,8 @@
-"""What ``torch.distributed.checkpoint.HuggingFaceStorageReader`` asks of rank files: where each shard lies.
+"""Offsets of shards in rank files, as ``torch.distributed.checkpoint.HuggingFaceStorageReader`` reads them.
 
-Owns the metadata under which torch stores that (torch/distributed/checkpoint/_hf_utils.py), and which placements it
-can say. A shard is one box of the full tensor there, and the full shape is what all boxes reach to; so padding would
-make it wrong, and several pieces of one rank cannot be said. Of a tensor that several ranks hold, whole or as copies,
-the reader finds the same box several times, and reads it from the last file as often.
+Owns that metadata (torch/distributed/checkpoint/_hf_utils.py), and which placements it can express. A shard is one box of
+the full tensor, whose shape is what all boxes reach to: so neither padding nor several intervals of a rank can be
+expressed. Of a replicated tensor the reader finds the same box in several files and reads it from the last.
 """
 
 import json
@@ -17,14 +16,14 @@ KEY, OFFSETS_KEY = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 def first_unreadable(plan: Plan, names: Mapping[str, TensorSpec]) -> str | None:
-    """The first tensor whose placement torch cannot be told; None if there is none."""
+    """The first tensor whose placement cannot be expressed; None if there is none."""
     return next((name for name in names if not _is_readable(plan.placement(name))), None)
 
 
 def why_unreadable(name: str, placement: Placement) -> str:
-    """What to tell a user who wants rank files with such a tensor to be read by torch."""
+    """The message for a tensor whose placement cannot be expressed."""
     return (
-        f"{name}: is cut as {placement.describe()}, and torch.distributed.checkpoint reads one interval a rank, "
+        f"{name}: is sharded as {placement.describe()}, and torch.distributed.checkpoint reads one interval per rank, "
         f"without padding. Replicate it (--replicate {name}), or use the native layout (--layout native); for a "
         f"checkpoint of torch's own, load the model and save shardconv.tensor.as_dtensor(model)"
     )

@@ -39,6 +39,7 @@ MODELS = {
     "gpt_oss": Model("gpt_oss", MOE),
     "deepseek_v2": Model("deepseek_v2", MLA),
     "olmo2": Model("olmo2", GQA),
+    "bert": Model("bert", BASE, auto="AutoModel"),  # whose loader collects all weights first
     "gpt2": Model("gpt2", {**BASE, "n_positions": 128}),
     "mamba2": Model("mamba2", {**BASE, "num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 2, "expand": 2}),
     "qwen3_next": Model("qwen3_next", GDN),
