@@ -121,8 +121,8 @@ def test_what_is_written(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "config", "expected"),
     [
-        ("phi3", {}, "model.layers.0.mlp.gate_up_proj.weight: is cut as dim 0, 2 pieces, and torch"),
-        ("llama", {"vocab_size": 131}, "lm_head.weight: is cut as dim 0, padded from 131, and torch"),
+        ("phi3", {}, "model.layers.0.mlp.gate_up_proj.weight: is sharded as dim 0, 2 pieces, and torch"),
+        ("llama", {"vocab_size": 131}, "lm_head.weight: is sharded as dim 0, padded from 131, and torch"),
     ],
 )
 def test_refusal(tmp_path, kind, config, expected):
@@ -138,7 +138,7 @@ def test_refusal(tmp_path, kind, config, expected):
 def test_reshard_refuses_likewise(tmp_path):
     source = write(tmp_path, "llama", vocab_size=130)
     shardconv.split(source, tmp_path / "two", tp=2, layout="dcp")
-    with pytest.raises(PlanError, match=r"lm_head\.weight: is cut as dim 0, padded from 130"):
+    with pytest.raises(PlanError, match=r"lm_head\.weight: is sharded as dim 0, padded from 130"):
         shardconv.reshard(tmp_path / "two", tmp_path / "four", tp=4)
 
 
@@ -146,7 +146,7 @@ def test_a_manifest_that_promises_too_much(tmp_path):
     source = write(tmp_path, "llama", vocab_size=131)
     shardconv.split(source, tmp_path / "out", tp=4)
     change_manifest(tmp_path / "out", lambda data: data.update(layout=DCP.to_json(())))
-    with pytest.raises(SplitCheckpointError, match=r"cannot be used: lm_head\.weight: is cut as dim 0, padded"):
+    with pytest.raises(SplitCheckpointError, match=r"cannot be used: lm_head\.weight: is sharded as dim 0, padded"):
         shardconv.merge(tmp_path / "out", tmp_path / "back")
 
 
@@ -157,4 +157,4 @@ def test_command(tmp_path):
     assert_equal(load_full(tmp_path / "out", expected), expected)
     refused = call("split", write(tmp_path, "phi3"), "--tp", "4", "--layout", "dcp", "-o", tmp_path / "no")
     assert refused.code == 1
-    assert "gate_up_proj.weight: is cut as dim 0, 2 pieces" in " ".join(refused.err.split())
+    assert "gate_up_proj.weight: is sharded as dim 0, 2 pieces" in " ".join(refused.err.split())

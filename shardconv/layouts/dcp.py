@@ -1,7 +1,7 @@
 """Offsets of shards in rank files, as ``torch.distributed.checkpoint.HuggingFaceStorageReader`` reads them.
 
-Owns that metadata (torch/distributed/checkpoint/_hf_utils.py), and which placements it can express. A shard is one box of
-the full tensor, whose shape is what all boxes reach to: so neither padding nor several intervals of a rank can be
+Owns that metadata (torch/distributed/checkpoint/_hf_utils.py), and which placements it can express. A shard is one box
+of the full tensor, whose shape is what all boxes reach to: so neither padding nor several intervals of a rank can be
 expressed. Of a replicated tensor the reader finds the same box in several files and reads it from the last.
 """
 
