@@ -430,6 +430,29 @@ def test_a_manifest_with_a_wrong_layout(source_of, tmp_path, what):
         read_manifest(tmp_path / "out")
 
 
+def test_many_constants(source_of, tmp_path):
+    """Each is small enough; together they would take gigabytes."""
+    shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
+    many = {"dtype": "U8", "shape": [2**20], "value": 0, "names": [f"c{number}" for number in range(4096)]}
+    change_manifest(tmp_path / "out", lambda data: data["layout"]["constants"].append(many))
+    with pytest.raises(SplitCheckpointError, match="its constants have more than 1048576 bytes"):
+        shardconv.verify(tmp_path / "out")
+
+
+def test_a_manifest_with_dcp_in_place_of_a_layout(source_of, tmp_path):
+    """As it was written before there were layouts."""
+    source = source_of("llama")
+    shardconv.split(source, tmp_path / "out", tp=2, layout="dcp")
+
+    def older(data):
+        del data["layout"]
+        data["dcp"] = True
+
+    change_manifest(tmp_path / "out", older)
+    assert read_manifest(tmp_path / "out").layout.name == "dcp"
+    assert shardconv.verify(tmp_path / "out", against=source).differences == ()
+
+
 def test_a_manifest_without_a_layout(source_of, tmp_path):
     """It is native."""
     shardconv.split(source_of("llama"), tmp_path / "out", tp=2)

@@ -1,6 +1,7 @@
 """Rank files in vLLM's layout, against the tensors of vLLM's models (tests/data/vllm). Exact, and without vLLM."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,12 @@ MATCHING = [name for name, model_type in TYPE_OF.items() if model_type in TYPES 
 OTHERS = [name for name in LOADED if name not in MATCHING]
 #: How many model types and checkpoints of them have files with all that vLLM holds.
 NUM_TYPES, NUM_CHECKPOINTS = 49, 67
+
+
+def test_the_page_has_the_types():
+    page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text()
+    listed = page.partition("<!-- types -->")[2].partition("<!-- end of types -->")[0]
+    assert listed.split() == ", ".join(sorted(TYPES)).split()
 
 
 def test_counts():

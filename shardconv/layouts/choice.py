@@ -107,8 +107,8 @@ def _groups(name: str, model_type: Any) -> list[Group]:  # noqa: ANN401 - anythi
         raise PlanError(f"layout {name} needs a config.json with a model_type: add one (--config), or {REMEDY}")
     if not isinstance(model_type, str) or model_type not in types:
         raise PlanError(
-            f"layout {name} does not support model type {model_type!r:.60} (expected one of {', '.join(types)}): "
-            f"{REMEDY}"
+            f"layout {name} does not support model type {model_type!r:.60} (expected one of the {len(types)} types in "
+            f"docs/{name}.md): {REMEDY}"
         )
     return [Group.of_table(_file(name)["groups"][group]) for group in types[model_type]]
 

@@ -247,7 +247,7 @@ class FileLayout:
                     one["name"],
                     tuple(name_of[at] for at in one["members"]),
                     one["stack"],
-                    squeeze=one.get("squeeze", False) is True,
+                    squeeze=_flag(one.get("squeeze", False)),
                 )
                 for one in data["tensors"]
             )
@@ -264,6 +264,12 @@ class FileLayout:
             data["name"], data["file_name"], data["engine"], data["versions"], data["has_offsets"], changed, constants,
             data["padded_to"],
         )  # fmt: skip
+
+
+def _flag(value: Any) -> bool:  # noqa: ANN401 - anything JSON holds
+    if type(value) is not bool:
+        raise ValueError(f"squeeze is {value!r:.40} (expected true or false)")
+    return value
 
 
 def _described(members: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
