@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from build import contents, llama_config, write_checkpoint
 from command import run
 from hypothesis import given
 from hypothesis import strategies as st
-from models import Model
+from models import Model, change_config
 from safetensors.torch import load_file
 
 import shardconv
@@ -20,8 +21,8 @@ from shardconv.checkpoint.manifest import read_manifest
 from shardconv.checkpoint.planning import make_plan, plan_source
 from shardconv.checkpoint.rank_reader import RankFileReader, SourceReader
 from shardconv.checkpoint.source import open_source
-from shardconv.engines.weights import RankSource, rank_weights
-from shardconv.errors import PlanError, SourceError
+from shardconv.engines.weights import RankSource, open_rank, rank_weights
+from shardconv.errors import PlanError, ShardconvError, SourceError, WorldSizeError
 from shardconv.plan.engines import Engine
 from shardconv.plan.family_file import family_for
 from shardconv.plan.placement import IndivisibleError, Interval, Unit, Zeros, cut
@@ -183,6 +184,58 @@ def test_source_is_read_by_ranges(tmp_path):
         assert bytes(data) == full[:, rank * 4096 : (rank + 1) * 4096].contiguous().view(torch.uint8).numpy().tobytes()
         assert reader.num_bytes_read == full.nbytes // 2
         reader.close()
+
+
+RANK_FILE = "rank-1-of-2.safetensors"
+REFUSED = {
+    "rank file of another split": (
+        lambda split, other: shutil.copy(other / "rank-1-of-2.safetensors", split),
+        "header",
+    ),
+    "damaged rank file": (
+        lambda split, _: flip_last_bit(split / "rank-1-of-2.safetensors"),
+        "differ from their checksum",
+    ),
+    "truncated rank file": (lambda split, _: os.truncate(split / RANK_FILE, 5000), "has 5000 bytes"),
+    "missing rank file": (lambda split, _: (split / RANK_FILE).unlink(), "cannot be opened: No such"),
+    "edited config": (lambda split, _: change_config(split, {"num_key_value_heads": 4}), "differs from the config"),
+}
+
+
+def flip_last_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_an_engine_does_not_load(source, tmp_path, what):
+    """Before any tensor is given to the engine."""
+    change, said = REFUSED[what]
+    split, other = tmp_path / "split", tmp_path / "other"
+    shardconv.split(source, split, tp=2, engine="vllm")
+    shardconv.split(write_checkpoint(tmp_path / "source", parts=2, seed=1), other, tp=2, engine="vllm")
+    change(split, other)
+    with pytest.raises(ShardconvError, match=said):
+        open_rank(split, tp=2, rank=1, engine="vllm", verify=True)
+
+
+def test_another_tensor_parallel_size(source, tmp_path):
+    shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
+    with pytest.raises(WorldSizeError, match=r"split for 2 ranks \(got a tensor parallel size of 4\): .* --tp 4"):
+        open_rank(tmp_path / "split", tp=4, rank=0, engine="vllm", verify=True)
+
+
+def test_remedies(source, tmp_path):
+    """They differ by what is loaded."""
+    shardconv.split(source, tmp_path / "own", tp=2)
+    shardconv.split(source, tmp_path / "vllm", tp=2, engine="vllm")
+    own, vllm, full = (
+        open_rank(folder, tp=2, rank=0, engine="vllm", verify=False).remedy
+        for folder in (tmp_path / "own", tmp_path / "vllm", source)
+    )
+    assert "split the source again with --for vllm" in own
+    assert "--for" not in vllm + full
 
 
 def test_files_are_closed_with_the_last_reference(source):
