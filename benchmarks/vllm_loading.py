@@ -49,8 +49,11 @@ def drop(folder: Path) -> None:
         os.close(descriptor)
 
 
-def prepare(work: Path, write: Any) -> dict[str, tuple[Path, str]]:  # noqa: ANN401 - a function
-    """The model in the forms that are compared: name to folder and load format."""
+Form = tuple[str | Path, ...]
+
+
+def prepare(work: Path, write: Any) -> dict[str, Form]:  # noqa: ANN401 - a function
+    """The model in the forms that are compared: name to folder, load format and options of a worker."""
     source, split, state = work / "source", work / "split", work / "state"
     write(source)
     command = [sys.executable, "-m", "shardconv", "split", str(source), "-o", str(split), "-q"]
@@ -62,17 +65,18 @@ def prepare(work: Path, write: Any) -> dict[str, tuple[Path, str]]:  # noqa: ANN
         "vLLM's sharded_state, saved by vLLM": (state, "sharded_state"),
         "shardconv, of the source": (source, "shardconv"),
         "shardconv, of a split": (split, "shardconv"),
+        "shardconv, of a split, without checksums": (split, "shardconv", "--extra", '{"verify": false}'),
     }
 
 
-def measure(forms: dict[str, tuple[Path, str]], rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
+def measure(forms: dict[str, Form], rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
     """For each form the figures of the slower worker, medians of the rounds; the forms take turns in each round."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in forms}
     for number in range(rounds):
         for name in sorted(forms, reverse=bool(number % 2)):
-            folder, load_format = forms[name]
-            cold = workers(folder, load_format, cold=True)
-            warm = workers(folder, load_format)
+            folder, load_format, *options = forms[name]
+            cold = workers(Path(folder), str(load_format), *map(str, options), cold=True)
+            warm = workers(Path(folder), str(load_format), *map(str, options))
             worst = {key: max(one[key] for one in warm) for key in warm[0]}
             found[name].append({
                 **worst,

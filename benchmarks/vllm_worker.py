@@ -1,6 +1,6 @@
 """One worker of the benchmark of loading into vLLM; :mod:`benchmarks.vllm_loading` starts it, in vLLM's environment.
 
-``python -m benchmarks.vllm_worker FOLDER LOAD_FORMAT TP RANK MEETING [--save FOLDER]``: the model is constructed first;
+``python -m benchmarks.vllm_worker FOLDER LOAD_FORMAT TP RANK MEETING [--save FOLDER] [--extra JSON]``: the model is constructed first;
 then all workers of a run load at the same time. Prints one JSON object.
 """
 
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("rank", type=int)
     parser.add_argument("meeting", type=Path)
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--extra", type=json.loads, default={})
     given = parser.parse_args()
     with one_rank(given.folder, tp=given.tp, rank=given.rank, dtype="bfloat16") as config:
         from vllm.config.load import LoadConfig  # noqa: PLC0415 - once the environment is set
@@ -73,7 +74,9 @@ def main() -> None:
 
         register()
         model = construct(config, "cpu")
-        loader = get_model_loader(LoadConfig(load_format=given.load_format, use_tqdm_on_load=False))
+        loader = get_model_loader(LoadConfig(
+            load_format=given.load_format, use_tqdm_on_load=False, model_loader_extra_config=given.extra
+        ))  # fmt: skip
         meet(given.meeting, given.rank, given.tp)
         storage = read_bytes()
         with Peak() as peak:
