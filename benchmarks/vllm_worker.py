@@ -1,7 +1,7 @@
 """One worker of the benchmark of loading into vLLM; :mod:`benchmarks.vllm_loading` starts it, in vLLM's environment.
 
-``python -m benchmarks.vllm_worker FOLDER LOAD_FORMAT TP RANK MEETING [--save FOLDER] [--extra JSON]``: the model is constructed first;
-then all workers of a run load at the same time. Prints one JSON object.
+``python -m benchmarks.vllm_worker FOLDER LOAD_FORMAT TP RANK MEETING [--save FOLDER] [--extra JSON]``: the model is
+constructed first; then all workers of a run load at the same time. Prints one JSON object.
 """
 
 import argparse
