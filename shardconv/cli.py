@@ -171,6 +171,7 @@ def verify(src: Path, *, engine: str | None, as_json: bool, quiet: bool, **optio
         found = check_engine(src)
     with console.progress("verify") as progress:
         report = run(src, progress=progress, **options)
+    is_only_engine = not report.differences  # whose differences have remedies of their own
     if found is not None:
         checked = (*report.checked, f"{found.engine} {found.version}")
         report = replace(report, checked=checked, differences=(*report.differences, *found.differences))
@@ -189,7 +190,7 @@ def verify(src: Path, *, engine: str | None, as_json: bool, quiet: bool, **optio
         *([f"... and {more} more (--json has all)"] if more > 0 else []),
     ]
     is_sure = report.has_checksums or report.is_compared
-    if report.differences:
+    if report.differences and not is_only_engine:
         remedy = "use the source" if report.saved_by else "split the source again, or put back what was changed"
         warnings.append(f"different: {remedy}")
     elif not is_sure:

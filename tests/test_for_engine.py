@@ -77,7 +77,7 @@ def test_tp_that_the_engine_cannot_serve(source):
 
 
 def test_unknown_engine(source):
-    with pytest.raises(PlanError, match=r"engine 'other' is not supported \(expected vllm\)"):
+    with pytest.raises(PlanError, match=r"engine 'other' is not supported \(expected vllm, shardconv\)"):
         make_plan(source, tp=2, engine="other")
     result = run("split", source, "--tp", "2", "--for", "other")
     assert result.code == 2
@@ -197,7 +197,7 @@ REFUSED = {
         "differ from their checksum",
     ),
     "truncated rank file": (lambda split, _: os.truncate(split / RANK_FILE, 5000), "has 5000 bytes"),
-    "missing rank file": (lambda split, _: (split / RANK_FILE).unlink(), "cannot be opened: No such"),
+    "missing rank file": (lambda split, _: (split / RANK_FILE).unlink(), "is missing: copy it to this host"),
     "edited config": (lambda split, _: change_config(split, {"num_key_value_heads": 4}), "differs from the config"),
 }
 

@@ -90,7 +90,7 @@ def apply(tensor, chain):
 @given(tensors(), st.lists(steps, max_size=5))
 @settings(max_examples=400, deadline=None)
 def test_views_give_what_is_held_or_raise(made, chain):
-    """Exact: nothing is computed. A view that is held may be refused only where it runs over two levels of dims."""
+    """Exact: no sums. What is held may be refused only where a view runs over two levels of dims, or after ``cat``."""
     full, placement, rank = made
     reads = []
     lazy, mask = rank_tensor(full, placement, rank, reads)
@@ -105,7 +105,8 @@ def test_views_give_what_is_held_or_raise(made, chain):
     else:
         message = ""
     if message:
-        assert not held.all() or "mixes elements" in message
+        # cat of tensors with one element along a dim may take another dim for the sharded one
+        assert not held.all() or "mixes elements" in message or "cat" in {name for name, *_ in chain}
         assert re.fullmatch("w: .*: split it again", message)
         return
     assert held.all()

@@ -516,7 +516,7 @@ def test_folder_whose_folders_hold_the_checkpoints(tmp_path):
 
 def test_a_split_checkpoint(single):
     (single / "shardconv.json").write_text("{}")
-    refuses(single, "is a split checkpoint, no source: merge it, or reshard")
+    refuses(single, "is a split checkpoint: merge it, or reshard")
 
 
 def test_a_part_is_not_the_whole(tmp_path):

@@ -59,7 +59,7 @@ def test_files_are_what_vllm_holds(source_of, tmp_path, name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_checkpoints_are_refused(source_of, tmp_path, name):
     named = DROPPED.get(name) or f"does not support model type '{TYPE_OF[name]}'"
-    with pytest.raises(PlanError, match=f"{named}.*--layout native"):
+    with pytest.raises(PlanError, match=f"{named}.*use the native layout"):
         shardconv.split(source_of(name), tmp_path / "out", tp=2, layout="vllm")
     assert not (tmp_path / "out").exists()
 

@@ -228,9 +228,10 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
 def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanReport:
     """The report on the plan of a split checkpoint."""
     if asked := sorted(name for name, value in options.items() if value != _DEFAULTS[name]):
+        named = ", ".join("--for" if name == "engine" else name for name in asked)
         raise UsageError(
-            f"{folder}: is a split checkpoint, which holds its plan: {', '.join(asked)} cannot change it; name the "
-            f"source to plan it in another way"
+            f"{folder}: is a split checkpoint, which holds its plan: {named} cannot change it; name the source to plan "
+            f"it in another way"
         )
     manifest = read_manifest(folder)
     plan, specs = manifest.plan, manifest.source_tensors

@@ -86,6 +86,8 @@ class RankFileReader(RankReader):
         layout, path = manifest.rank_layout, manifest.rank_paths(folder)[rank]
         if leads_out(path, folder):
             raise SplitCheckpointError(f"{path}: is a link out of its folder")
+        if not path.is_file():
+            raise SplitCheckpointError(f"{path}: is missing: copy it to this host, or split the source again")
         files = InputFiles([path], [layout.heads[rank]], [layout.file_bytes[rank]])
         super().__init__(files, manifest.tensors, manifest.plan)
         self._rank = rank

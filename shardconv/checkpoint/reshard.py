@@ -16,6 +16,7 @@ from shardconv.checkpoint.stored_plan import resolver_of
 from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.checkpoint.write import check_readable, copy_files, copy_side_files, read_ranks, side_bytes, side_paths
 from shardconv.layouts.choice import choose_layout
+from shardconv.layouts.layout import DCP
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ def reshard(
         dst: the folder to write; by default ``NAME-tpM`` in the current folder.
         tp: the new number of ranks.
         layout: of the new rank files, as in :func:`~shardconv.split`; by default that of the split checkpoint.
-        engine: "vllm" for that engine's boundaries, as in :func:`~shardconv.split`; by default those that the split
-            checkpoint has, and with another ``layout`` those of the layout.
+        engine: whose boundaries, as in :func:`~shardconv.split`, or "shardconv"; by default those that the split
+            checkpoint has, or those of an engine's ``layout``; for layout dcp, which cannot have padding, shardconv's.
         overwrite: replace what is at ``dst``.
         checksums: take checksums while the data passes, unless the split checkpoint has none to check it by.
         dry_run: plan and check, write nothing; a checkpoint at ``dst`` is then not an error.
@@ -114,10 +115,12 @@ def reshard(
 
 def _planned(old: Manifest, tp: int, layout: str | None, engine: str | None, *, checksums: bool) -> Manifest:
     """The manifest of the new split checkpoint."""
+    kept = engine or (None if layout == DCP.name else old.request.engine)
+    request = replace(old.request, engine=kept)
     if layout in {None, old.layout.name}:
-        request, chosen = replace(old.request, engine=engine or old.request.engine), old.layout
+        chosen = old.layout
     else:
-        request = request_for(replace(old.request, engine=engine), layout)
+        request = request_for(request, layout)
         chosen = choose_layout(layout, old.source_tensors, old.config)
     plan = resolver_of(old, request.engine).plan(tp, assumed=old.plan.assumed)
     return old.with_plan(plan, request, chosen, checksums=checksums)

@@ -223,7 +223,7 @@ def _choose(
     """The names of a checkpoint's files, and name and text of the index over them if there is one."""
     here = {name: path for name, path in files.kept.items() if "/" not in name and not path.is_dir()}
     if MANIFEST_NAME in here:
-        raise SourceError(f"{folder}: is a split checkpoint, no source: merge it, or reshard it for another tp")
+        raise SourceError(f"{folder}: is a split checkpoint: merge it, or reshard it for another tp, layout or engine")
     refuse_adapter(folder, here)
     refuse_sharded_state(folder, here)
     index_name = named_index or _find_index(folder, here)

@@ -183,10 +183,9 @@ class _RankReader:
         """Compare the checksum of a stripe."""
         found = state.hashes.get(0)
         if found is not None and found.hexdigest() != self._checksums[state.number]:
-            first = self._names[stripe[0].tensor]
-            raise IntegrityError(
-                f"{self._files.paths[0]}: the bytes of {first} or behind it differ from their checksum"
-            )
+            first, last = self._names[stripe[0].tensor], self._names[stripe[-1].tensor]
+            where = first if first == last else f"{first} ... {last}"
+            raise IntegrityError(f"{self._files.paths[0]}: the bytes of {where} differ from their checksum")
 
 
 def auxiliary_differences(manifest: Manifest, folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ import click
 
 from shardconv.checkpoint.paths import local_path
 from shardconv.layouts.choice import LAYOUTS
-from shardconv.plan.engines import ENGINES
+from shardconv.plan.engines import ENGINES, OWN
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -54,7 +54,7 @@ ignore_option = click.option(
 def engine_option(default: str) -> Callable[[Command], Command]:
     """``--for``; ``default`` is named in its help."""
     text = f"Shard at the boundaries of this engine. [default: {default}]"
-    return click.option("--for", "engine", type=click.Choice(list(ENGINES)), help=text)
+    return click.option("--for", "engine", type=click.Choice([*ENGINES, OWN.name]), help=text)
 
 
 plan_options = together(

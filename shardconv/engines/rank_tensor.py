@@ -125,6 +125,15 @@ def _at_boundary(size: int, stride: int, unit: int) -> Sequence[tuple[int, int]]
     return (size // within, unit), (within, stride)
 
 
+def _span(dims: Sequence[_Dim]) -> tuple[int, int] | None:
+    """The first and the end of the dims of level 1, if none of another level is between them."""
+    sharded = [n for n, dim in enumerate(dims) if dim.level == 1]
+    sharded = [n for n in sharded if dims[n].size > 1] or sharded[:1]  # a single index may be anywhere
+    if not sharded or any(dim.level != 1 and dim.size > 1 for dim in dims[sharded[0] : sharded[-1]]):
+        return None
+    return sharded[0], sharded[-1] + 1
+
+
 def _gather(shard: HeldShard, selection: _Selection, positions: Tensor) -> Tensor:
     """The elements of a selection, with ``positions`` in the shard in place of its indices of the sharded dim."""
     flat = positions.flatten()
@@ -262,11 +271,11 @@ class RankTensor(Tensor):
     def mapped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Apply an operation to each element: to those that are held, when they are read."""
         selection = None if self.numel() == 0 else _select(self._view, self._shard)
-        sharded = [] if selection is None else [n for n, dim in enumerate(selection.dims) if dim.level == 1]
-        if selection is None or not sharded or sharded != list(range(sharded[0], sharded[-1] + 1)):
+        span = None if selection is None else _span(selection.dims)
+        if selection is None or span is None:
             mapped: Tensor = func(self.held(), *args, **kwargs)
             return mapped
-        before, behind = selection.dims[: sharded[0]], selection.dims[sharded[-1] + 1 :]
+        before, behind = selection.dims[: span[0]], selection.dims[span[1] :]
         shard, positions, dtype = self._shard, self._shard.positions[selection.indices].flatten(), self.dtype
         own = positions[positions >= 0]
         rest = selection._replace(dims=(*before, _Dim(len(own), 1, 1), *behind))

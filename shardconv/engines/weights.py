@@ -26,7 +26,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 #: What to do where an engine uses elements that are not on the rank, by what is loaded.
-_OF_OTHERS = "split the source again with --for {engine}, or load the source itself with --load-format auto"
+_OF_OTHERS = "split the source again with --for {engine}, or run shardconv reshard with --for {engine}"
 _OF_ENGINE = "this version of the engine places it otherwise: load the source itself with --load-format auto"
 _OF_SOURCE = "the engine places it otherwise: load it with --load-format auto"
 

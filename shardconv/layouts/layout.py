@@ -278,7 +278,7 @@ def _described(members: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str
 
 
 #: What users can do with a checkpoint that does not fit an engine's layout.
-REMEDY = "use the native layout (--layout native), and for vLLM: vllm serve DIR --load-format shardconv"
+REMEDY = "use the native layout (--for vllm in place of --layout vllm), and serve it with --load-format shardconv"
 
 #: Each source tensor under its own name; with the offsets of the shards, torch's reader of rank files.
 NATIVE = FileLayout("native", "rank-{padded_rank}-of-{tp}.safetensors")

@@ -62,6 +62,7 @@ def engine_named(name: str | None) -> Engine:
     Raises:
         PlanError: if there is none of that name.
     """
-    if name is not None and name not in ENGINES:
-        raise PlanError(f"engine {name!r} is not supported (expected {', '.join(ENGINES)})")
-    return OWN if name is None else ENGINES[name]
+    known = {**ENGINES, OWN.name: OWN}
+    if name is not None and name not in known:
+        raise PlanError(f"engine {name!r} is not supported (expected {', '.join(known)})")
+    return OWN if name is None else known[name]

@@ -11,7 +11,7 @@ from math import gcd
 from typing import Any, NamedTuple, Self
 
 from shardconv.errors import PlanError
-from shardconv.plan.engines import engine_named
+from shardconv.plan.engines import OWN, engine_named
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import NAMES_FAMILY, Family, Rule
 from shardconv.plan.family_file import family_for, load_family, parse_plan_file
@@ -57,7 +57,8 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if self.experts not in EXPERT_MODES:
             raise PlanError(f"experts = {self.experts!r}: it has to be one of {', '.join(EXPERT_MODES)}")
-        engine_named(self.engine)
+        if engine_named(self.engine) is OWN:
+            object.__setattr__(self, "engine", None)  # one form for the same request
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -16,6 +16,9 @@ from shardconv.plan.scope import Scope
 
 Parsed = TypeVar("Parsed")
 
+#: The largest number to a multiple of which a vocabulary is padded.
+_MAX_MULTIPLE = 2**16
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RuleSet:
@@ -96,8 +99,8 @@ class RuleSet:
         if not scopes:
             raise ValueError("a rule set without scopes")
         multiple = data.get("vocab_multiple", 1)
-        if type(multiple) is not int or multiple < 1:
-            raise ValueError(f"vocab_multiple is {multiple!r:.60} (expected a positive integer)")
+        if type(multiple) is not int or not 1 <= multiple <= _MAX_MULTIPLE:
+            raise ValueError(f"vocab_multiple is {multiple!r:.60} (expected an integer from 1 to {_MAX_MULTIPLE})")
         return cls(data["family"], scopes, data["experts"], data["uncertain"], data["scale_block"], multiple)
 
 
