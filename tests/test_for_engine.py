@@ -239,6 +239,7 @@ def test_remedies(source, tmp_path):
 
 
 def test_files_are_closed_with_the_last_reference(source):
+    gc.collect()
     before = len(list(Path("/dev/fd").iterdir()))
     reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
     weights = rank_weights(RankSource(reader, ""), 0)

@@ -178,7 +178,7 @@ def test_reshard(sources, tmp_path, kind, tp, layout):
     report = shardconv.reshard(folder, tmp_path / "new", tp=tp, layout=layout)
     assert (report.layout, report.old_layout) == (layout or "vllm", "vllm")
     assert any("not compared with a source" in note for note in report.notes)
-    shardconv.split(sources[kind], tmp_path / "split", tp=tp, layout=layout or "vllm", checksums=False)
+    shardconv.split(sources[kind], tmp_path / "split", tp=tp, layout=layout or "vllm", engine="vllm", checksums=False)
     expected, found = contents(tmp_path / "split"), contents(tmp_path / "new")
     assert found.keys() == expected.keys()
     assert {name for name in found if found[name] != expected[name]} <= {"shardconv.json"}
