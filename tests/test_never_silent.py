@@ -266,6 +266,7 @@ class Case:
         has_plan: whether plan and split take the plan file that the change wrote.
         options: further options of both.
         left_out: files of the source that they leave out.
+        layout: of the rank files.
     """
 
     expected: Expected
@@ -276,6 +277,7 @@ class Case:
     has_plan: bool = False
     options: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    layout: str = "native"
 
 
 Q, UP, DOWN, NORM = (
@@ -284,6 +286,8 @@ Q, UP, DOWN, NORM = (
 BIAS = f"{LAYER}.self_attn.q_proj.bias"
 QKV = f"{LAYER}.self_attn.qkv_proj.weight (colwise instead of packed_colwise)"
 NO_RULE = "no rule of family llama covers it"
+
+OTHER_NAMES = "the names and shapes of its files are compared in test_layouts and test_vllm_layout"
 
 CASES: Mapping[str, Case] = {
     "plain": Case(moved(RIGHT)),
@@ -399,6 +403,7 @@ CASES: Mapping[str, Case] = {
     # engines
     "boundaries of vLLM": Case(moved(RIGHT), options=("--for", "vllm")),
     "boundaries of vLLM, norms over heads": Case(moved(RIGHT), base="olmo2", options=("--for", "vllm")),
+    "layout of vLLM": Case(moved(RIGHT, split=na(OTHER_NAMES), reshard=na(OTHER_NAMES)), layout="vllm"),
     # plan files
     "plan file that matches too much": Case(
         moved(
@@ -457,7 +462,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; a new row changes them.
-COUNTS = {"right": 177, "error": 156, "warning": 8, "na": 169}
+COUNTS = {"right": 185, "error": 156, "warning": 8, "na": 171}
 
 
 def counts() -> Counter[str]:
@@ -525,7 +530,8 @@ def write_case(folder: Path, case: Case, bases: Callable[[str], Path]) -> tuple[
 def split_of(case: Case, source: Path, split: Path) -> Path:
     """The split checkpoint of a case."""
     if not split.exists():
-        result = call("split", source, "--tp", TP, "-o", split, *options_of(case, source))
+        options = [*options_of(case, source), "--layout", case.layout]
+        result = call("split", source, "--tp", TP, "-o", split, *options)
         if result.code:
             raise RuntimeError(result.err)  # no outcome of the command that is to read it
     return split
