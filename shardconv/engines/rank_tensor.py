@@ -62,7 +62,7 @@ class HeldShard:
 
 
 def positions_of(placement: Placement, rank: int) -> Tensor:
-    """Where a rank's shard has each index of the dim that is sharded, and -1 where it has not: [placement.size]."""
+    """The index in a rank's shard of each index of the sharded dim, -1 where it is not held: [placement.size]."""
     positions = torch.full((placement.size,), -1, device=_CPU)  # engines set other defaults
     local = 0
     for piece in placement.ranks[rank]:
