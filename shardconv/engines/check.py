@@ -89,7 +89,8 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
     except NotHeldError as error:
         yield f"rank {rank}: {error}"
     except _RAISED as error:
-        yield f"rank {rank}: vLLM raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        said = " ".join(str(error).split())  # the reason may be on any of its lines
+        yield f"rank {rank}: vLLM raises {type(error).__name__}: {said:.300}"
 
 
 def _constructed(config: Any, folder: Path) -> Any:
