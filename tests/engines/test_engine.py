@@ -60,7 +60,11 @@ def test_tokens(name, default, tmp_path):
     assert generated(tmp_path / "split", "shardconv", 2) == expected
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, tied", "mixtral", "qwen3_moe"])
+#: Those of them that have vLLM's layout.
+WITH_LAYOUT = ("llama", "llama, tied", "qwen2", "qwen3", "gemma3_text", "phi3", "mixtral", "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", WITH_LAYOUT)
 def test_layout(name, default, tmp_path):
     """vLLM alone, by its own load format."""
     source, expected = default(name, 2)
