@@ -25,17 +25,18 @@ RUNNABLE = (
 pytestmark = pytest.mark.timeout(900)
 
 
-def engine(folder, load_format, tp, file):
-    """Run the engine; gives its process."""
+def engine(model, load_format, tp, file, **variables):
+    """Run the engine on a folder or a model of the Hub, with environment variables; gives its process."""
     script = Path(__file__).with_name("generate.py")
-    command = [sys.executable, str(script), str(folder), load_format, str(tp), str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    command = [sys.executable, str(script), str(model), load_format, str(tp), str(file)]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
 
 
-def generated(folder, load_format, tp):
+def generated(model, load_format, tp, **variables):
     with tempfile.TemporaryDirectory() as work:
         file = Path(work) / "generated.json"
-        result = engine(folder, load_format, tp, file)
+        result = engine(model, load_format, tp, file, **variables)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         return json.loads(file.read_text())
 
@@ -76,6 +77,16 @@ def test_layout(name, default, tmp_path):
 def test_source_that_is_not_split(name, default):
     source, expected = default(name, 2)
     assert generated(source, "shardconv", 2) == expected
+
+
+def test_model_of_the_hub(default, tmp_path):
+    """By its name, from the cache of huggingface_hub, as vLLM leaves it after the download."""
+    source, expected = default("llama", 2)
+    cached = tmp_path / "hub" / "models--org--small"
+    shutil.copytree(source, cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    assert generated("org/small", "shardconv", 2, HF_HOME=str(tmp_path)) == expected
 
 
 def test_replicated_kv_heads(default, tmp_path):
