@@ -1,6 +1,6 @@
-"""A family: the rules for the models of one shape, and what its modules have to be told.
+"""A family: the rules, units and module overrides for the models of one shape; and the blocks that it is built from.
 
-Owns what rules can say, which family_file.py reads. Knows no checkpoint: rules meet tensors in resolve.py.
+Owns what rules can express, which rule_format.py parses. Knows no checkpoint: rules meet tensors in resolve.py.
 """
 
 import re
@@ -186,6 +186,41 @@ class ModuleRule:
         )
 
 
+class Mount(NamedTuple):
+    """A block at a module of a family.
+
+    Attributes:
+        pattern: names of the module; "" for the model itself.
+        block: the block's name.
+        fields: a config field that the block reads, to the field or expression that stands for it here.
+    """
+
+    pattern: str
+    block: str
+    fields: tuple[tuple[str, str | int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """How one kind of module is sharded, in names relative to the module.
+
+    Attributes:
+        name: the file's name without its ending.
+        config: what config fields are where a config leaves them out: expressions, or true or false.
+        units: name to unit.
+        rules: in the order in which they are tried.
+        modules: module overrides; the pattern "" is the module itself.
+        blocks: blocks of modules in it.
+    """
+
+    name: str
+    config: Mapping[str, str | int]
+    units: Mapping[str, UnitRule]
+    rules: tuple[Rule, ...]
+    modules: tuple[ModuleRule, ...]
+    blocks: tuple[Mount, ...]
+
+
 class Part(NamedTuple):
     """A model in a model.
 
@@ -212,7 +247,9 @@ class Family:
         units: name to unit.
         rules: in the order in which they are tried; the first whose pattern matches counts.
         modules: what modules have to be told; all that match count, the last of an attribute's values most.
-        parts: of a model made of models, what the names of each begin with.
+        parts: of a composite model, what the names of each submodel begin with.
+        blocks: the blocks that it mounts; their rules are tried after its own.
+        origin: where it comes from, for the report.
     """
 
     name: str
@@ -224,6 +261,8 @@ class Family:
     rules: tuple[Rule, ...] = ()
     modules: tuple[ModuleRule, ...] = ()
     parts: Mapping[str, Part] | None = None
+    blocks: tuple[Mount, ...] = ()
+    origin: str = ""
 
     def over(self, base: "Family") -> "Family":
         """This family with what it does not say taken from ``base``; its own rules are tried first.
@@ -240,16 +279,21 @@ class Family:
             modules=base.modules + self.modules,
             parts={**(base.parts or {}), **(self.parts or {})},
         )
-        _check_units_exist(family)
+        check_units(family.units or {}, family.rules, family.modules)
         return family
 
 
-def _check_units_exist(family: Family) -> None:
-    for rule in family.rules:
+def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> None:
+    """Check that every unit that is named exists.
+
+    Raises:
+        PlanError: if a rule or a module override names another.
+    """
+    for rule in rules:
         for unit in (rule.unit, *rule.parts):
-            if unit is not None and unit not in (family.units or {}):
+            if unit is not None and unit not in units:
                 raise PlanError(f"{rule.origin}: rule {rule.pattern!r}: there is no unit {unit!r}")
-    for told in family.modules:
+    for told in modules:
         for unit in (told.norms, *(one.unit for one in told.inputs.values())):
-            if unit and unit not in (family.units or {}):
+            if unit and unit not in units:
                 raise PlanError(f"{told.origin}: modules {told.pattern!r}: there is no unit {unit!r}")

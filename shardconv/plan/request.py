@@ -14,7 +14,7 @@ from shardconv.errors import PlanError
 from shardconv.plan.engines import OWN, engine_named
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import NAMES_FAMILY, Family, Rule
-from shardconv.plan.family_file import family_for, load_family, parse_plan_file
+from shardconv.plan.family_file import family_for, laid_over, load_family, parse_plan_file
 from shardconv.plan.foreign import FOREIGN, foreign_family
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
@@ -130,7 +130,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
     before = family
     if user is not None:
         assumed.append(f"the rules of {user.name} come first; shardconv plan --prove tells whether they are right")
-        family = replace(user, name=family.name, rules=_wanted(user.rules, request)).over(family)
+        family = laid_over(replace(user, name=family.name, rules=_wanted(user.rules, request)), family)
     if request.replicate:
         assumed += [
             f"{name} is replicated as asked, and layers that depend on it may be sharded, which can change outputs: "

@@ -8,13 +8,14 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import Family, InputRule, ModuleRule, Part, Rule, UnitRule
+from shardconv.plan.family import Block, Family, InputRule, ModuleRule, Mount, Part, Rule, UnitRule, check_units
 from shardconv.plan.fields import check_expression
 
 _FAMILY_KEYS = {
     "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
-    "modules": dict, "parts": dict,
+    "modules": dict, "parts": dict, "blocks": dict,
 }  # fmt: skip
+_BLOCK_KEYS = {"config": dict, "units": dict, "rules": dict, "modules": dict, "blocks": dict}
 
 
 def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool = False) -> Family:
@@ -47,12 +48,61 @@ def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool 
                 for pattern, rule in _alternatives(data.get("modules", {}))
             ),
             parts={start: _parse_part(start, part) for start, part in data.get("parts", {}).items()},
+            blocks=_parse_blocks(data.get("blocks", {})),
+            origin=origin,
         )
         for expression in (family.config or {}).values():
             check_expression(expression)
     except ValueError as error:
         raise PlanError(f"{origin}: {error}") from error
     return family
+
+
+def parse_block(name: str, data: dict[str, Any]) -> Block:
+    """The block that a table holds.
+
+    Args:
+        name: of the block.
+        data: the table.
+
+    Raises:
+        PlanError: if it holds anything that the format does not have, or a rule names a unit that it does not have.
+    """
+    origin = f"block {name}"
+    try:
+        _check_keys(data, _BLOCK_KEYS)
+        tables = {key: _alternatives(data.get(key, {})) for key in ("rules", "modules")}
+        block = Block(
+            name,
+            config=data.get("config", {}),
+            units={key: parse_unit(key, unit) for key, unit in data.get("units", {}).items()},
+            rules=tuple(parse_rule(pattern, rule, origin) for pattern, rule in tables["rules"]),
+            modules=tuple(parse_module(pattern, rule, origin) for pattern, rule in tables["modules"]),
+            blocks=_parse_blocks(data.get("blocks", {})),
+        )
+        for expression in block.config.values():
+            check_expression(expression)
+    except ValueError as error:
+        raise PlanError(f"{origin}: {error}") from error
+    check_units(block.units, block.rules, block.modules)
+    return block
+
+
+def _parse_blocks(table: dict[str, Any]) -> tuple[Mount, ...]:
+    return tuple(_parse_mount(pattern, mount) for pattern, mount in _alternatives(table))
+
+
+def _parse_mount(pattern: str, data: Any) -> Mount:  # noqa: ANN401 - anything TOML holds
+    """A mount: the name of a block, or a table with the name and the config fields that it reads otherwise."""
+    table = data if isinstance(data, dict) else {"block": data}
+    name, fields = table.get("block"), {key: value for key, value in table.items() if key != "block"}
+    if not isinstance(name, str):
+        raise ValueError(f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME")
+    for value in fields.values():
+        if type(value) not in (str, int):
+            raise ValueError(f"blocks {pattern!r}: {value!r:.60} is not a config field or an expression of them")
+        check_expression(value)
+    return Mount(pattern, name, tuple(fields.items()))
 
 
 def _parse_prefix(data: str | list[Any]) -> tuple[str, ...]:

@@ -1,0 +1,167 @@
+"""Blocks of modules mounted in a family: rules relative to a module become rules of the model.
+
+Owns the arithmetic of mounting: paths are joined, config fields replaced, and units told apart where the same block is
+mounted with different fields. What comes out is plain rules; nothing after this knows blocks.
+"""
+
+import re
+from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from shardconv.errors import PlanError
+from shardconv.plan.family import Block, InputRule, ModuleRule, Mount, Rule, UnitRule
+from shardconv.plan.fields import fields_in
+
+#: How deep blocks are nested.
+_MAX_DEPTH = 6
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9.]*")
+
+Expression = str | int
+
+
+class Mounted(NamedTuple):
+    """What the blocks of a family come to.
+
+    Attributes:
+        config: defaults of config fields.
+        units: name to unit.
+        rules: in the order in which they are tried.
+        modules: module overrides.
+    """
+
+    config: dict[str, Expression]
+    units: dict[str, UnitRule]
+    rules: tuple[Rule, ...]
+    modules: tuple[ModuleRule, ...]
+
+
+def mounted(
+    mounts: Iterable[Mount], find: Callable[[str], Block], origin: str, *, units: Mapping[str, UnitRule]
+) -> Mounted:
+    """Expand blocks into the rules, units and module overrides of a model.
+
+    Args:
+        mounts: the blocks, in the order in which their rules are tried.
+        find: gives a block by its name.
+        origin: of the family, for the report.
+        units: the family's own units, which keep their names.
+
+    Raises:
+        PlanError: if blocks contain each other.
+    """
+    builder = _Builder(find, origin, units=dict(units))
+    for mount in mounts:
+        builder.add(mount, "", {}, ())
+    return Mounted(builder.config, builder.units, tuple(builder.rules), tuple(builder.modules))
+
+
+@dataclass(slots=True)
+class _Builder:
+    find: Callable[[str], Block]
+    origin: str
+    config: dict[str, Expression] = field(default_factory=dict)
+    units: dict[str, UnitRule] = field(default_factory=dict)
+    rules: list[Rule] = field(default_factory=list)
+    modules: list[ModuleRule] = field(default_factory=list)
+
+    def add(self, mount: Mount, at: str, outer: Mapping[str, Expression], inside: tuple[str, ...]) -> None:
+        """Mount a block at a path, with the fields that the blocks around it replace."""
+        if mount.block in inside or len(inside) >= _MAX_DEPTH:
+            raise PlanError(f"{self.origin}: block {mount.block!r} contains itself, or blocks are nested too deep")
+        block = self.find(mount.block)
+        fields = {**outer, **{name: replaced(value, outer) for name, value in mount.fields}}
+        path, origin = _joined(at, mount.pattern), f"{self.origin}, block {block.name}"
+        for name, default in block.config.items():
+            if name in fields:
+                continue
+            if _reads(default).isdisjoint(fields):
+                self.config.setdefault(name, default)
+            else:  # the config's own field is of the modules for which no field is replaced
+                fields[name] = replaced(default, fields)
+        names = {name: self._unit(name, unit, fields) for name, unit in block.units.items()}
+        for rule in block.rules:
+            self.rules.append(replace(_rule(rule, fields, names), pattern=_joined(path, rule.pattern), origin=origin))
+        for inner in block.blocks:
+            self.add(inner, path, fields, (*inside, mount.block))
+        for module in block.modules:
+            override = _module(module, fields, names)
+            self.modules.append(replace(override, pattern=_joined(path, module.pattern), origin=origin))
+
+    def _unit(self, name: str, unit: UnitRule, fields: Mapping[str, Expression]) -> str:
+        """The name of a unit of a block in the family: its own, or a numbered one where that is taken."""
+        number = None if unit.count is None else replaced(unit.count, fields)
+        own = replace(unit, count=number, size=replaced(unit.size, fields))
+        for candidate in _candidates(name):
+            if self.units.setdefault(candidate, own) == own:
+                return candidate
+        raise AssertionError("candidates do not end")
+
+
+def _candidates(name: str) -> Iterator[str]:
+    yield name
+    yield from (f"{name}_{number}" for number in count(2))
+
+
+def _joined(path: str, pattern: str) -> str:
+    """A relative pattern below a path; ``**`` is a path of any modules or none."""
+    if path == "**" and pattern.startswith("**."):
+        return pattern
+    return ".".join(filter(None, (path, pattern)))
+
+
+def _reads(default: Expression) -> set[str]:
+    """The fields that the default of a field reads."""
+    return set() if isinstance(default, bool) else fields_in(default)
+
+
+def replaced(expression: Expression, names: Mapping[str, Expression]) -> Expression:
+    """An expression with other names, or expressions, in place of some names."""
+    if isinstance(expression, int) or fields_in(expression).isdisjoint(names):
+        return expression
+
+    def other(match: re.Match[str]) -> str:
+        found = names.get(match[0], match[0])
+        is_name = isinstance(found, int) or _NAME.fullmatch(found)
+        return str(found) if is_name or match[0] == expression else f"({found})"
+
+    text = _NAME.sub(other, expression)
+    return int(text) if text.isdigit() else text
+
+
+def _rule(rule: Rule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> Rule:
+    return replace(
+        rule,
+        unit=None if rule.unit is None else units[rule.unit],
+        parts=tuple(units[part] for part in rule.parts),
+        groups=replaced(rule.groups, fields),
+        repeats=replaced(rule.repeats, fields),
+        size=None if rule.size is None else replaced(rule.size, fields),
+        when=_conditions(rule.when, fields),
+    )
+
+
+def _module(rule: ModuleRule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> ModuleRule:
+    names = {**fields, **units}
+    shared = rule.shared_output
+    return replace(
+        rule,
+        attributes={name: replaced(value, names) for name, value in rule.attributes.items()},
+        inputs={name: _input(place, fields, units) for name, place in rule.inputs.items()},
+        norms=units.get(rule.norms, ""),
+        shared_output=None if shared is None else replaced(shared, fields),
+        when=_conditions(rule.when, fields),
+    )
+
+
+def _input(place: InputRule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> InputRule:
+    size = None if place.size is None else replaced(place.size, fields)
+    return InputRule(place.dim, units[place.unit], size)
+
+
+def _conditions(
+    when: tuple[tuple[str, object], ...], fields: Mapping[str, Expression]
+) -> tuple[tuple[str, object], ...]:
+    return tuple((str(fields.get(name, name)), value) for name, value in when)
