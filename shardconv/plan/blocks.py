@@ -55,7 +55,8 @@ def mounted(
     builder = _Builder(find, origin, units=dict(units))
     for mount in mounts:
         builder.add(mount, "", {}, ())
-    return Mounted(builder.config, builder.units, tuple(builder.rules), tuple(builder.modules))
+    # Of rules the first that matches counts, of module overrides the last.
+    return Mounted(builder.config, builder.units, tuple(builder.rules), tuple(reversed(builder.modules)))
 
 
 @dataclass(slots=True)
@@ -84,11 +85,11 @@ class _Builder:
         names = {name: self._unit(name, unit, fields) for name, unit in block.units.items()}
         for rule in block.rules:
             self.rules.append(replace(_rule(rule, fields, names), pattern=_joined(path, rule.pattern), origin=origin))
-        for inner in block.blocks:
-            self.add(inner, path, fields, (*inside, mount.block))
         for module in block.modules:
             override = _module(module, fields, names)
             self.modules.append(replace(override, pattern=_joined(path, module.pattern), origin=origin))
+        for inner in block.blocks:
+            self.add(inner, path, fields, (*inside, mount.block))
 
     def _unit(self, name: str, unit: UnitRule, fields: Mapping[str, Expression]) -> str:
         """The name of a unit of a block in the family: its own, or a numbered one where that is taken."""
