@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardconv.convert.modules import CopiedInput, Gathering, GroupedRMSNorm, ParallelDepthwise, Sharded, SummedOutput
+from shardconv.convert.modules import CopiedInput, Gathering, ParallelDepthwise, Sharded, SummedOutput
+from shardconv.convert.norms import GroupedRMSNorm
 from shardconv.convert.tell import Told, _become, tell
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelLinear

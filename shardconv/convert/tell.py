@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from shardconv.convert.heads import FullWidth, LocalNames, SlicedOutput
 from shardconv.convert.modules import (
     CopiedInput,
     Gathering,
-    NormsOfHeads,
     ParallelExperts,
     SharedOutput,
     SummedOutput,
     Unfused,
     mixed,
 )
+from shardconv.convert.norms import NormsOfHeads
 from shardconv.convert.whole import RankConfig
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
@@ -110,6 +111,13 @@ def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told
 def _kinds(
     module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis
 ) -> Iterator[tuple[type[ParallelModule], dict[str, Any]]]:
+    if rule.locals:
+        yield (
+            LocalNames,
+            {"local_values": {name: scope.on_rank(value, axis.size) for name, value in rule.locals.items()}},
+        )
+    if rule.full_width is not None:
+        yield FullWidth, {"full_width": scope.fields().evaluate(rule.full_width)}
     if rule.norms and hasattr(module, "norms"):
         yield NormsOfHeads, {"first": scope.local_units(rule.norms, axis.size, axis.rank)[0]}
     if rule.unfused and hasattr(module, rule.unfused):
@@ -118,6 +126,11 @@ def _kinds(
         weight = getattr(module, "weight", None)
         rows = {"rows": weight.shape[0]} if isinstance(weight, Tensor) else {}
         yield SharedOutput, {"num_shared": scope.on_rank(rule.shared_output, axis.size, **rows)}
+    if rule.output is not None:
+        yield (
+            SlicedOutput,
+            {"output": (rule.output.dim, *scope.local_units(rule.output.unit, axis.size, axis.rank)[:2])},
+        )
     if rule.copied_input:
         yield CopiedInput, {}
     if rule.summed_output:
