@@ -110,14 +110,44 @@ class SlicedOutput(ParallelModule):
     """A module that gives something for each unit of all ranks, of which a rank goes on with its own.
 
     Attributes:
+        item: which of several outputs that is; None where there is one.
         output: the dim that counts units, the first of the rank, and how many it has.
     """
 
+    item: int | None
     output: tuple[int, int, int]
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""
-        return copy_to_tp(super().forward(*inputs, **options), group=self.axis).narrow(*self.output)
+        outputs = super().forward(*inputs, **options)
+        if self.item is None:
+            return self._sliced(outputs)
+        return (*outputs[: self.item], self._sliced(outputs[self.item]), *outputs[self.item + 1 :])
+
+    def _sliced(self, value: Tensor) -> Tensor:
+        return copy_to_tp(value, group=self.axis).narrow(*self.output)
+
+
+class SlicedTensors(ParallelModule):
+    """A module with tensors that hold something for each unit of all ranks, of which it computes with the rank's.
+
+    Attributes:
+        slices: name of each to the dim that counts units, the first of the rank, and how many it has.
+    """
+
+    slices: Mapping[str, tuple[int, int, int]]
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """As the module's own."""
+        sliced = {
+            name: copy_to_tp(getattr(self, name), group=self.axis).narrow(*of) for name, of in self.slices.items()
+        }
+        self.__dict__.update(sliced)  # found before parameters and buffers are
+        try:
+            return super().forward(*inputs, **options)
+        finally:
+            for name in sliced:
+                del self.__dict__[name]
 
 
 class ParallelMultiheadAttention(Sharded):

@@ -16,6 +16,7 @@ from shardconv.convert.heads import ParallelMultiheadAttention
 from shardconv.convert.modules import (
     ParallelConv1D,
     ParallelDepthwise,
+    ParallelExpertLinear,
     ParallelExperts,
     Sharded,
     mixed,
@@ -210,9 +211,25 @@ def _prepare(model: nn.Module, config: Mapping[str, Any], request: Request, axis
             target = target._replace(kind=policies.kinds.get(module, target.kind))
         if target is not None:
             shells.append((module, _shell(name, module, target, plan, axis)))
+    shells += _readers(model, dict(shells), plan, axis)
     check_chains(model, dict(shells), axis.size)
     told = [one for scope in resolver.rules.scopes for one in told_of(model, scope, axis)]
     return _Prepared(json.dumps(resolver.rules.to_json(), default=repr), shells, told, policies)
+
+
+def _readers(
+    model: nn.Module, shells: Mapping[nn.Module, ParallelModule], plan: Plan, axis: Axis
+) -> list[tuple[nn.Module, ParallelModule]]:
+    """Modules that may read the weight of a convolution in them without a call, where ranks hold copies of it."""
+    return [
+        (module, _shell(name, module, _Target(Sharded), plan, axis))
+        for name, module in model.named_modules()
+        if module not in shells
+        and any(
+            isinstance(shell, ParallelDepthwise) and shell.placements["weight"].has_copies
+            for shell in map(shells.get, module.children())
+        )
+    ]
 
 
 def _resolver(
@@ -290,17 +307,18 @@ def _own_kind(name: str, module: nn.Module, cut: Mapping[str, TensorPlan]) -> ty
     dims = {_num_dims(module.get_parameter(own)) for own in cut}
     if isinstance(module, nn.MultiheadAttention):
         return ParallelMultiheadAttention
-    if isinstance(module, nn.Linear):
-        raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")  # noqa: TRY004 - as below
-    if isinstance(module, nn.Conv1d | nn.Conv2d) and module.in_channels == module.groups:
+    has_rows = {planned.style for planned in cut.values()} == {"by_rows"}
+    if isinstance(module, nn.Linear) and not has_rows:
+        raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")
+    if isinstance(module, nn.Conv1d | nn.Conv2d) and module.groups > 1:
         return ParallelDepthwise
     if kind.endswith("RMSNormGated") and hasattr(module, "group_size"):
         return GroupedRMSNorm
     if 3 in dims and "Expert" in kind:
-        return ParallelExperts
+        return ParallelExpertLinear if set(cut) == {"weight"} else ParallelExperts
     if "weight" in cut and dims - {1, 2}:
         raise ValueError(f"{name}: a {kind} with parameters of {max(dims)} dims that are cut is not known")
-    may_be_norm = "Norm" in kind and not any(module.children())
+    may_be_norm = "Norm" in kind and not any(module.children()) and not has_rows
     if dims != {1} or ("weight" not in cut and not may_be_norm):
         return Sharded
     is_layer_norm = isinstance(module, nn.LayerNorm)

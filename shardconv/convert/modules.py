@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardconv.distributed import copy_to_tp, reduce_from_tp
 from shardconv.layers.linear import ParallelLinear
 from shardconv.layers.sharding import ParallelModule
+from shardconv.plan.placement import intervals
 
 
 class Sharded(ParallelModule):
@@ -56,7 +57,7 @@ class Sharded(ParallelModule):
 
 
 class ParallelDepthwise(Sharded):
-    """A convolution of each channel by itself, over the channels of a rank; bias, if any, cut as they are."""
+    """A convolution of each channel, or group of them, by itself, over those of a rank; the bias is cut alike."""
 
     groups: int
     in_channels: int
@@ -75,9 +76,26 @@ class ParallelDepthwise(Sharded):
         bias = self._parameters["bias"]
         if {placement.dim for placement in self.placements.values()} != {0} or len(ranks) > 1:
             raise ValueError(f"{name}: only the channels of a convolution can be cut, and its bias as they are")
-        if self.out_channels != self.groups or (bias is not None and "bias" not in self.placements):
-            raise ValueError(f"{name}: only convolutions of each channel by itself are cut, weight and bias")
-        self.groups = self.in_channels = self.out_channels = self.placements["weight"].local_size(self.axis.rank)
+        pieces = ranks.pop()[self.axis.rank]
+        rows, columns = self.out_channels // self.groups, self.in_channels // self.groups
+        if any(edge % rows for piece in intervals(pieces) for edge in piece) or (
+            bias is not None and "bias" not in self.placements
+        ):
+            raise ValueError(f"{name}: a convolution is cut between its groups of {rows} channels, weight and bias")
+        self.out_channels = self.placements["weight"].local_size(self.axis.rank)
+        self.groups = self.out_channels // rows
+        self.in_channels = self.groups * columns
+
+
+class ParallelExpertLinear(Sharded):
+    """A linear layer of each expert, its weights in one tensor [experts, out_features, in_features]."""
+
+    def forward(self, inputs: Tensor, *others: Any) -> Tensor:
+        """[tokens of all experts, in_features] to out_features: of columns those of the rank, of rows all."""
+        if self.placements["weight"].dim == 2:
+            return reduce_from_tp(super().forward(inputs, *others), group=self.axis)
+        output: Tensor = super().forward(copy_to_tp(inputs, group=self.axis), *others)
+        return output
 
 
 class Unfused(ParallelModule):

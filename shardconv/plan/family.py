@@ -120,11 +120,13 @@ class InputRule(NamedTuple):
         dim: the dim that counts them, for each example anew.
         unit: the unit.
         size: how many elements of the dim each has, as of features; None where it has one, with matrices behind it.
+        item: which of several outputs it is; None for arguments, and where there is one output.
     """
 
     dim: int
     unit: str
     size: str | int | None = None
+    item: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class ModuleRule:
         full_width: the features of all heads, to which its code joins those of the rank; None where it asks for what
             there is.
         locals: name of a local variable of its code to its value on a rank.
+        slices: name of a parameter or buffer of its own that is replicated and holds something for each unit, to what
+            of it is the rank's.
         output: what of its output the rank goes on with, where it gives something for each unit of all ranks.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
@@ -160,6 +164,7 @@ class ModuleRule:
     at_most: Mapping[str, Sequence[str]] = field(default_factory=dict)
     full_width: str | int | None = None
     locals: Mapping[str, str | int] = field(default_factory=dict)
+    slices: Mapping[str, InputRule] = field(default_factory=dict)
     output: InputRule | None = None
     norms: str = ""
     shared_output: str | int | None = None
@@ -178,7 +183,9 @@ class ModuleRule:
 
     def units(self) -> Iterator[str]:
         """The names of units that it has otherwise."""
-        yield from (place.unit for place in (*self.inputs.values(), self.output) if place is not None)
+        yield from (
+            place.unit for place in (*self.inputs.values(), *self.slices.values(), self.output) if place is not None
+        )
         if self.norms:
             yield self.norms
 
@@ -190,6 +197,7 @@ class ModuleRule:
         values = {name: value for rule in rules for name, value in rule.locals.items()}
         at_most = {name: pair for rule in rules for name, pair in rule.at_most.items()}
         norms = next((rule.norms for rule in reversed(rules) if rule.norms), "")
+        slices = {name: value for rule in rules for name, value in rule.slices.items()}
         width = next((rule.full_width for rule in reversed(rules) if rule.full_width is not None), None)
         output = next((rule.output for rule in reversed(rules) if rule.output is not None), None)
         shared = next((rule.shared_output for rule in reversed(rules) if rule.shared_output is not None), None)
@@ -200,6 +208,7 @@ class ModuleRule:
             at_most,
             width,
             values,
+            slices,
             output,
             norms,
             shared,

@@ -111,7 +111,8 @@ def parse_rule(pattern: str, data: Any, origin: str, *, by_user: bool = False) -
 
 
 _MODULE_KEYS = {
-    "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict, "output": dict,
+    "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict,
+    "slices": dict, "output": dict,
     "norms": str, "shared_output": (str, int),
     "unfused": str, "copied_input": bool, "summed_output": bool, "gathers": list, "when": dict,
 }  # fmt: skip
@@ -134,9 +135,10 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
         gathers = tuple(data.get("gathers", ()))
         if not all(isinstance(name, str) for name in gathers):
             raise ValueError("gathers are names of parameters")
-        places = {name: _parse_place(place) for name, place in inputs.items()}
-        output = _parse_place(data["output"]) if "output" in data else None
-        parsed = {**data, "attributes": attributes, "inputs": places, "output": output, "gathers": gathers}
+        places: dict[str, Any] = {"inputs": {name: _parse_place(place) for name, place in inputs.items()}}
+        places |= {"slices": {name: _parse_place(place) for name, place in data.get("slices", {}).items()}}
+        places |= {"output": _parse_place(data["output"])} if "output" in data else {}
+        parsed = {**data, **places, "attributes": attributes, "gathers": gathers}
         when = tuple(data.get("when", {}).items())
         return ModuleRule(pattern, origin=origin, by_user=by_user, **{**parsed, "when": when})
     except (ValueError, KeyError) as error:
@@ -144,9 +146,9 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
 
 
 def _parse_place(place: Any) -> InputRule:  # noqa: ANN401 - anything TOML holds
-    _check_keys(place, {"dim": int, "unit": str, "size": (str, int)})
+    _check_keys(place, {"dim": int, "unit": str, "size": (str, int), "item": int})
     check_expression(place.get("size", 1))
-    return InputRule(place["dim"], place["unit"], place.get("size"))
+    return InputRule(place["dim"], place["unit"], place.get("size"), place.get("item"))
 
 
 def _parse_part(start: str, data: Any) -> Part:  # noqa: ANN401 - anything TOML holds
