@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from shardconv.convert.heads import FullWidth, LocalNames, SlicedOutput, SlicedTensors
 from shardconv.convert.modules import (
     CopiedInput,
     Gathering,
-    NormsOfHeads,
     ParallelExperts,
     SharedOutput,
     SummedOutput,
     Unfused,
     mixed,
 )
+from shardconv.convert.norms import NormsOfHeads
 from shardconv.convert.whole import RankConfig
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
@@ -91,8 +92,8 @@ def _check_gathers(rule: ModuleRule, scope: Scope, names: list[str]) -> None:
 def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told:
     has_fields = any(name.startswith("config.") for name in rule.attributes)
     needed = {"config"} if has_fields else set()
-    for name, (layer, size) in rule.at_most.items():
-        needed |= {name, layer, size}
+    at_most = {name: tuple(limit) for name, limit in rule.at_most.items() if hasattr(module, name)}
+    needed.update(*at_most.values())
     if missing := sorted(name for name in needed if not hasattr(module, name)):
         raise PlanError(f"a {type(module).__name__} is to be told something by {missing}, which it has not")
     values = {name: scope.on_rank(expression, axis.size) for name, expression in rule.attributes.items()}
@@ -100,7 +101,7 @@ def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told
         module,
         {name: value for name, value in values.items() if not name.startswith("config.")},
         {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")},
-        {name: tuple(limit) for name, limit in rule.at_most.items()},
+        at_most,
         {name: _input_cut(one, scope, axis) for name, one in rule.inputs.items()},
         list(_kinds(module, rule, scope, axis)),
         [re.compile(scope.regex(pattern)) for pattern in rule.gathers],
@@ -110,6 +111,13 @@ def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told
 def _kinds(
     module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis
 ) -> Iterator[tuple[type[ParallelModule], dict[str, Any]]]:
+    if rule.locals:
+        yield (
+            LocalNames,
+            {"local_values": {name: scope.on_rank(value, axis.size) for name, value in rule.locals.items()}},
+        )
+    if rule.full_width is not None:
+        yield FullWidth, {"full_width": scope.fields().evaluate(rule.full_width)}
     if rule.norms and hasattr(module, "norms"):
         yield NormsOfHeads, {"first": scope.local_units(rule.norms, axis.size, axis.rank)[0]}
     if rule.unfused and hasattr(module, rule.unfused):
@@ -118,10 +126,20 @@ def _kinds(
         weight = getattr(module, "weight", None)
         rows = {"rows": weight.shape[0]} if isinstance(weight, Tensor) else {}
         yield SharedOutput, {"num_shared": scope.on_rank(rule.shared_output, axis.size, **rows)}
+    if rule.output is not None:
+        yield SlicedOutput, {"item": rule.output.item, "output": _slice(rule.output, scope, axis)}
+    if slices := {name: _slice(one, scope, axis) for name, one in rule.slices.items() if hasattr(module, name)}:
+        yield SlicedTensors, {"slices": slices}
     if rule.copied_input:
         yield CopiedInput, {}
     if rule.summed_output:
         yield SummedOutput, {"styles": getattr(module, "styles", {})}
+
+
+def _slice(place: InputRule, scope: Scope, axis: Axis) -> tuple[int, int, int]:
+    """The dim, the first element of a rank, and how many it has."""
+    first, count, _ = scope.local_units(place.unit, axis.size, axis.rank)
+    return place.dim, first, count
 
 
 def tell(told: Told, model: nn.Module, axis: Axis) -> None:

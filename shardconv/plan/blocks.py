@@ -146,20 +146,24 @@ def _rule(rule: Rule, fields: Mapping[str, Expression], units: Mapping[str, str]
 
 def _module(rule: ModuleRule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> ModuleRule:
     names = {**fields, **units}
-    shared = rule.shared_output
+    full, shared, output = rule.full_width, rule.shared_output, rule.output
     return replace(
         rule,
         attributes={name: replaced(value, names) for name, value in rule.attributes.items()},
-        inputs={name: _input(place, fields, units) for name, place in rule.inputs.items()},
-        norms=units.get(rule.norms, ""),
+        locals={name: replaced(value, names) for name, value in rule.locals.items()},
+        inputs={name: _place(place, fields, units) for name, place in rule.inputs.items()},
+        slices={name: _place(place, fields, units) for name, place in rule.slices.items()},
+        output=None if output is None else _place(output, fields, units),
+        full_width=None if full is None else replaced(full, names),
         shared_output=None if shared is None else replaced(shared, fields),
+        norms=units.get(rule.norms, ""),
         when=_conditions(rule.when, fields),
     )
 
 
-def _input(place: InputRule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> InputRule:
+def _place(place: InputRule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> InputRule:
     size = None if place.size is None else replaced(place.size, fields)
-    return InputRule(place.dim, units[place.unit], size)
+    return place._replace(unit=units[place.unit], size=size)
 
 
 def _conditions(

@@ -4,7 +4,7 @@ Owns what rules can express, which rule_format.py parses. Knows no checkpoint: r
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
@@ -120,11 +120,13 @@ class InputRule(NamedTuple):
         dim: the dim that counts them, for each example anew.
         unit: the unit.
         size: how many elements of the dim each has, as of features; None where it has one, with matrices behind it.
+        item: which of several outputs it is; None for arguments, and where there is one output.
     """
 
     dim: int
     unit: str
     size: str | int | None = None
+    item: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,12 @@ class ModuleRule:
         inputs: name of an argument to what of it is the rank's: see :class:`InputRule`.
         at_most: name of an attribute to a layer and another attribute: it is no more than the rows that a rank has of
             the one, over the other.
+        full_width: the features of all heads, to which its code joins those of the rank; None where it asks for what
+            there is.
+        locals: name of a local variable of its code to its value on a rank.
+        slices: name of a parameter or buffer of its own that is replicated and holds something for each unit, to what
+            of it is the rank's.
+        output: what of its output the rank goes on with, where it gives something for each unit of all ranks.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none. ``rows`` are those of the module's own weight.
@@ -154,6 +162,10 @@ class ModuleRule:
     attributes: Mapping[str, str | int] = field(default_factory=dict)
     inputs: Mapping[str, InputRule] = field(default_factory=dict)
     at_most: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    full_width: str | int | None = None
+    locals: Mapping[str, str | int] = field(default_factory=dict)
+    slices: Mapping[str, InputRule] = field(default_factory=dict)
+    output: InputRule | None = None
     norms: str = ""
     shared_output: str | int | None = None
     unfused: str = ""
@@ -164,19 +176,40 @@ class ModuleRule:
     origin: str = ""
     by_user: bool = False
 
+    def expressions(self) -> Iterator[str | int]:
+        """The expressions in which a unit stands for how many of it a rank has."""
+        yield from (*self.attributes.values(), *self.locals.values())
+        yield from (one for one in (self.full_width, self.shared_output) if one is not None)
+
+    def units(self) -> Iterator[str]:
+        """The names of units that it has otherwise."""
+        yield from (
+            place.unit for place in (*self.inputs.values(), *self.slices.values(), self.output) if place is not None
+        )
+        if self.norms:
+            yield self.norms
+
     @classmethod
     def joined(cls, rules: Sequence["ModuleRule"]) -> Self:
         """What several rules say together; where two differ, the last counts."""
         attributes = {name: value for rule in rules for name, value in rule.attributes.items()}
         inputs = {name: value for rule in rules for name, value in rule.inputs.items()}
+        values = {name: value for rule in rules for name, value in rule.locals.items()}
         at_most = {name: pair for rule in rules for name, pair in rule.at_most.items()}
         norms = next((rule.norms for rule in reversed(rules) if rule.norms), "")
+        slices = {name: value for rule in rules for name, value in rule.slices.items()}
+        width = next((rule.full_width for rule in reversed(rules) if rule.full_width is not None), None)
+        output = next((rule.output for rule in reversed(rules) if rule.output is not None), None)
         shared = next((rule.shared_output for rule in reversed(rules) if rule.shared_output is not None), None)
         return cls(
             "",
             attributes,
             inputs,
             at_most,
+            width,
+            values,
+            slices,
+            output,
             norms,
             shared,
             unfused=next((rule.unfused for rule in reversed(rules) if rule.unfused), ""),
@@ -293,7 +326,7 @@ def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: S
         for unit in (rule.unit, *rule.parts):
             if unit is not None and unit not in units:
                 raise PlanError(f"{rule.origin}: rule {rule.pattern!r}: there is no unit {unit!r}")
-    for told in modules:
-        for unit in (told.norms, *(one.unit for one in told.inputs.values())):
-            if unit and unit not in units:
-                raise PlanError(f"{told.origin}: modules {told.pattern!r}: there is no unit {unit!r}")
+    for module in modules:
+        for unit in module.units():
+            if unit not in units:
+                raise PlanError(f"{module.origin}: modules {module.pattern!r}: there is no unit {unit!r}")

@@ -131,10 +131,11 @@ class Resolver:
         Raises:
             PlanError: if the config lacks a field that gives the size.
         """
-        rule, scope, leaf, spec, _, _, rows = self._questions[name]
+        question = self._questions[name]
+        rule, scope, leaf, spec, *_ = question
         if (dim := _dim(rule, leaf, spec, name)) is None:
             return ShardedDim(None, None)
-        fields = scope.fields() if rows is None else scope.fields(rows=rows)
+        fields = _fields(question, spec, name)
         names = rule.parts or (rule.unit,)
         units = [(scope.family.units or {})[unit] for unit in names if unit is not None]
         if not units and rule.style == "embedding_rowwise":
@@ -190,9 +191,9 @@ class Resolver:
         name = self._first[question]
         if self.rules.uncertain and tp & (tp - 1):
             raise _BlockedError(name, f"{self.rules.uncertain} Until then only powers of two are supported")
-        rule, scope, leaf, spec, weight, expert, rows = question
-        fields = scope.fields() if rows is None else scope.fields(rows=rows)
+        rule, _, leaf, spec, weight, expert, _ = question
         reference = weight if leaf == "weight_scale_inv" and weight else spec
+        fields = _fields(question, reference, name)
         try:
             if expert is not None:
                 return TensorPlan(place_expert(expert, spec.shape, tp), "expert", (), Reason(rule.origin, rule.pattern))
@@ -280,6 +281,15 @@ class _BlockedError(Exception):
         super().__init__(f"{tensor}: {reason}")
         self.tensor = tensor
         self.reason = reason
+
+
+def _fields(question: _Question, spec: TensorSpec, name: str) -> Fields:
+    """The fields that the units of a rule read: those of the config, and of a rule ``beside`` a layer its own."""
+    rule, scope, leaf, *_, rows = question
+    if rows is None:
+        return scope.fields()
+    dim = _dim(rule, leaf, spec, name)
+    return scope.fields(rows=rows) if dim is None else scope.fields(rows=rows, features=spec.shape[dim])
 
 
 def _dim(rule: Rule, leaf: str, spec: TensorSpec, name: str) -> int | None:

@@ -161,7 +161,9 @@ def parse_rule(pattern: str, data: Any, origin: str, *, by_user: bool = False) -
 
 
 _MODULE_KEYS = {
-    "attributes": dict, "inputs": dict, "at_most": dict, "norms": str, "shared_output": (str, int),
+    "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict,
+    "slices": dict, "output": dict,
+    "norms": str, "shared_output": (str, int),
     "unfused": str, "copied_input": bool, "summed_output": bool, "gathers": list, "when": dict,
 }  # fmt: skip
 
@@ -175,22 +177,28 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
     try:
         _check_keys(data, _MODULE_KEYS)
         attributes, inputs, at_most = (data.get(key, {}) for key in ("attributes", "inputs", "at_most"))
-        for expression in (*attributes.values(), data.get("shared_output", 0)):
+        numbers = (data.get("shared_output", 0), data.get("full_width", 0))
+        for expression in (*attributes.values(), *data.get("locals", {}).values(), *numbers):
             check_expression(expression)
-        for place in inputs.values():
-            _check_keys(place, {"dim": int, "unit": str, "size": (str, int)})
-            check_expression(place.get("size", 1))
         if not all(isinstance(two, list) and list(map(type, two)) == [str, str] for two in at_most.values()):
             raise ValueError("at_most has a layer and an attribute for each name")
         gathers = tuple(data.get("gathers", ()))
         if not all(isinstance(name, str) for name in gathers):
             raise ValueError("gathers are names of parameters")
-        places = {name: InputRule(place["dim"], place["unit"], place.get("size")) for name, place in inputs.items()}
-        parsed = {**data, "attributes": attributes, "inputs": places, "gathers": gathers}
+        places: dict[str, Any] = {"inputs": {name: _parse_place(place) for name, place in inputs.items()}}
+        places |= {"slices": {name: _parse_place(place) for name, place in data.get("slices", {}).items()}}
+        places |= {"output": _parse_place(data["output"])} if "output" in data else {}
+        parsed = {**data, **places, "attributes": attributes, "gathers": gathers}
         when = tuple(data.get("when", {}).items())
         return ModuleRule(pattern, origin=origin, by_user=by_user, **{**parsed, "when": when})
     except (ValueError, KeyError) as error:
         raise ValueError(f"modules {pattern!r}: {error}") from error
+
+
+def _parse_place(place: Any) -> InputRule:  # noqa: ANN401 - anything TOML holds
+    _check_keys(place, {"dim": int, "unit": str, "size": (str, int), "item": int})
+    check_expression(place.get("size", 1))
+    return InputRule(place["dim"], place["unit"], place.get("size"), place.get("item"))
 
 
 def _parse_part(start: str, data: Any) -> Part:  # noqa: ANN401 - anything TOML holds

@@ -147,8 +147,8 @@ def _units_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> set[str]:
     """The names that may be those of units."""
     found = {unit for rule in rules for unit in (rule.unit, *rule.parts) if unit is not None}
     for module in modules:
-        found |= {module.norms, *(one.unit for one in module.inputs.values())}
-        for expression in (*module.attributes.values(), module.shared_output or 0):
+        found.update(module.units())
+        for expression in module.expressions():
             found |= fields_in(expression)
     return found
 
@@ -157,7 +157,7 @@ def _expressions_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> Ite
     for rule in rules:
         yield from (rule.groups, rule.repeats, rule.size or 0)
     for module in modules:
-        yield from (*module.attributes.values(), module.shared_output or 0)
+        yield from module.expressions()
         yield from (one.size or 0 for one in module.inputs.values())
 
 
