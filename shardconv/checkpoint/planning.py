@@ -1,6 +1,7 @@
 """From a source on disk to its plan, and to a report on which tp sizes are legal."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
@@ -220,7 +221,7 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
         left_out=source.left_out,
         legal_tp=sizes.legal,
         blocked_tp=sizes.blocked,
-        rank_bytes=() if made is None else rank_bytes(source.specs, made),
+        rank_bytes=() if made is None else rank_bytes(tensors, made.tp),
         tensors=tensors,
     )
 
@@ -243,6 +244,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         plan = plan if tp in (None, plan.tp) else resolver.plan(tp, assumed=plan.assumed)
     if manifest.plan.rules is None:
         assumed = (*assumed, "a manifest of format 1 or 2 has no rules: other tp would follow the installed ones")
+    tensors = tensor_reports(specs, plan)
     return PlanReport(
         source=str(folder),
         family=plan.family,
@@ -253,8 +255,8 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         left_out={},
         legal_tp=sizes.legal,
         blocked_tp=sizes.blocked,
-        rank_bytes=rank_bytes(specs, plan),
-        tensors=tensor_reports(specs, plan),
+        rank_bytes=rank_bytes(tensors, plan.tp),
+        tensors=tensors,
         layout=manifest.layout.name,
     )
 
@@ -266,10 +268,10 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def rank_bytes(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[int, ...]:
-    """For each rank the bytes of its tensors."""
-    sizes = [tensor.shard_bytes for tensor in tensor_reports(specs, plan)]
-    return tuple(map(sum, zip(*sizes, strict=True))) or (0,) * plan.tp
+def rank_bytes(tensors: Iterable[TensorReport], tp: int) -> tuple[int, ...]:
+    """For each of ``tp`` ranks the bytes of its tensors."""
+    counts = Counter(tensor.shard_bytes for tensor in tensors)  # few are different
+    return tuple(sum(sizes[rank] * count for sizes, count in counts.items()) for rank in range(tp))
 
 
 def tensor_reports(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[TensorReport, ...]:

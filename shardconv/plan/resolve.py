@@ -361,7 +361,7 @@ def _ask(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str, _Questi
     for name, spec in tensors.items():
         match, weight = matcher.match(name), None
         if name.endswith(SCALE):
-            match, weight = _scale_match(name, match, matcher, tensors, [rule.pattern for rule, _ in ruled])
+            match, weight = _scale_match(name, match, matcher, tensors, ruled)
         if prod(spec.shape) <= 1 and (match is None or weight is not None):
             questions[name] = _Question(*alone, "weight", spec, None)
         elif match is None:
@@ -385,7 +385,11 @@ def _rows_beside(name: str, layer: str, tensors: Mapping[str, TensorSpec]) -> in
 
 
 def _scale_match(
-    name: str, own: Match | None, matcher: Matcher, tensors: Mapping[str, TensorSpec], patterns: Sequence[str]
+    name: str,
+    own: Match | None,
+    matcher: Matcher,
+    tensors: Mapping[str, TensorSpec],
+    ruled: Sequence[tuple[Rule, Scope]],
 ) -> tuple[Match | None, TensorSpec]:
     """The rule of a block scale, which is that of its weight; and its weight."""
     weight_name = name.removesuffix("_scale_inv")
@@ -393,9 +397,10 @@ def _scale_match(
         raise PlanError(f"{name}: there is no weight beside this scale")
     match = matcher.match(weight_name)
     if own is not None and match is not None and own.place != match.place:
+        rule, weights_rule = (ruled[one.place][0].pattern for one in (own, match))
         raise PlanError(
-            f"{name}: rule {patterns[own.place]!r} is not that of its weight, {patterns[match.place]!r}, and a scale "
-            f"is cut as its weight is: name their module, {weight_name.removesuffix('.weight')!r}"
+            f"{name}: rule {rule!r} is not that of its weight, {weights_rule!r}, and a scale is sharded as its weight "
+            f"is: name their module, {weight_name.removesuffix('.weight')!r}"
         )
     return (None if match is None else Match(match.place, "weight_scale_inv")), tensors[weight_name]
 
