@@ -126,10 +126,17 @@ NEOX: Cuts = {
 }
 BERT: Cuts = {
     r"(word_embeddings|lm_head|cls\.predictions|decoder)\.(weight|bias)": vocab,
-    r"self\.(query|key|value)\.(weight|bias)": blocks(HEADS),
-    r"attention\.output\.dense\.weight": blocks(HEADS, dim=1),
+    r"(self|attn)\.(query|key|value|query_proj|key_proj|value_proj|q|k|v)\.(weight|bias)": blocks(HEADS),
+    r"(attention\.output\.dense|attn\.o)\.weight": blocks(HEADS, dim=1),
+    r"self\.conv\.weight": blocks(HEADS),
+    r"relative_attention_bias\.weight": along(1),
     r"intermediate\.dense\.(weight|bias)": along(0),
     r"layer\.\d+\.output\.dense\.weight": along(1),
+    r"(pooler|transform|lm_head|predictions|generator_predictions)\.dense\.(weight|bias)": along(0),
+    r"(embeddings_project|embedding_hidden_mapping_in|embeddings\.projection)\.(weight|bias)": along(0),
+    r"[xyhw]_position_embeddings\.weight": along(0),
+    r"adapter_modules\.\w+\.dense1\.(weight|bias)": along(0),
+    r"adapter_modules\.\w+\.dense2\.weight": along(1),
 }
 BART: Cuts = {
     r"(shared|embed_tokens|lm_head|proj_out|output_projection)\.weight": vocab,
@@ -198,8 +205,9 @@ CUTS: dict[str, Cuts] = {
 
 #: Types whose small model is not made of the fields that models.py sets; the matrix has them.
 OTHERWISE_MADE = {
-    "cohere_compass_text", "dots1", "emu3_text_model", "glm4_moe_lite", "glm_moe_dsa", "longt5", "minicpm3", "mra",
-    "roc_bert", "yoso", "mistral4"}  # fmt: skip
+    "cohere_compass_text", "dots1", "dpr", "emu3_text_model", "glm4_moe_lite", "glm_moe_dsa", "longt5", "luke",
+    "minicpm3", "mistral4", "mra", "pop2piano", "roc_bert", "speech_to_text", "switch_transformers", "tapas", "udop",
+    "visual_bert", "yoso"}  # fmt: skip
 OTHER_TYPES = [
     (model_type, family)
     for family in CUTS
