@@ -97,7 +97,8 @@ def _parse_mount(pattern: str, data: Any) -> Mount:  # noqa: ANN401 - anything T
     table = data if isinstance(data, dict) else {"block": data}
     name, fields = table.get("block"), {key: value for key, value in table.items() if key != "block"}
     if not isinstance(name, str):
-        raise ValueError(f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME")
+        text = f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME"
+        raise ValueError(text)  # noqa: TRY004 - as in _check_keys
     for value in fields.values():
         if type(value) not in (str, int):
             raise ValueError(f"blocks {pattern!r}: {value!r:.60} is not a config field or an expression of them")
