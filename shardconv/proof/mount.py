@@ -28,8 +28,8 @@ _TP = 2
 #: The blocks that are proposed: those of modules that many models have.
 _COMMON = (
     "attention", "bert_embeddings", "bert_heads", "bert_layer", "decoder", "gated_delta_net", "heads",
-    "latent_attention", "layer", "layer_without_attention", "mamba2", "mlp", "mlp_of_any_width", "moe", "norms", "packed_experts",
-    "vit_embeddings",
+    "latent_attention", "layer", "layer_without_attention", "mamba2", "mlp", "mlp_of_any_width", "moe", "norms",
+    "packed_experts", "vit_embeddings",
 )  # fmt: skip
 
 
