@@ -107,6 +107,12 @@ def _tables(path: Path) -> dict[str, Any]:
     return tomllib.loads(_texts()[path])
 
 
+def clear_cache() -> None:
+    """Read the files again when they are asked for."""
+    for cached in (load_family, load_block, family_for, _texts, _files, _tables):
+        cached.cache_clear()
+
+
 def parse_plan_file(name: str, text: str) -> Family:
     """A user's plan file: the format of a family, in TOML or, by its ending, JSON.
 
