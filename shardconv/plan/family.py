@@ -151,6 +151,7 @@ class ModuleRule:
         unfused: the layer in it whose weights a way of its own in training would read, so that it must not go it;
             "" for none.
         copied_input: what goes in is whole on every rank, and what comes out is the rank's.
+        gathered_output: what comes out are the rank's features, and all of them are needed.
         summed_output: what comes out is the rank's part of a sum over all ranks.
         gathers: parameters of other modules that it reads, by patterns; they are whole while it computes.
         when: config fields that must have these values for it to count.
@@ -170,6 +171,7 @@ class ModuleRule:
     shared_output: str | int | None = None
     unfused: str = ""
     copied_input: bool = False
+    gathered_output: bool = False
     summed_output: bool = False
     gathers: tuple[str, ...] = ()
     when: tuple[tuple[str, Any], ...] = ()
@@ -214,6 +216,7 @@ class ModuleRule:
             shared,
             unfused=next((rule.unfused for rule in reversed(rules) if rule.unfused), ""),
             copied_input=any(rule.copied_input for rule in rules),
+            gathered_output=any(rule.gathered_output for rule in rules),
             summed_output=any(rule.summed_output for rule in rules),
             gathers=tuple(dict.fromkeys(name for rule in rules for name in rule.gathers)),
         )
@@ -245,6 +248,7 @@ class Family:
         units: name to unit.
         rules: in the order in which they are tried; the first whose pattern matches counts.
         modules: what modules have to be told; all that match count, the last of an attribute's values most.
+        gathered: why attention is not sharded by heads where it is gathered; "" where none is.
         parts: of a model made of models, what the names of each begin with.
     """
 
@@ -257,6 +261,7 @@ class Family:
     rules: tuple[Rule, ...] = ()
     modules: tuple[ModuleRule, ...] = ()
     parts: Mapping[str, Part] | None = None
+    gathered: str = ""
 
     def over(self, base: "Family") -> "Family":
         """This family with what it does not say taken from ``base``; its own rules are tried first.
@@ -272,6 +277,7 @@ class Family:
             rules=self.rules + base.rules,
             modules=base.modules + self.modules,
             parts={**(base.parts or {}), **(self.parts or {})},
+            gathered=self.gathered or base.gathered,
         )
         _check_units_exist(family)
         return family

@@ -284,12 +284,11 @@ class _BlockedError(Exception):
 
 
 def _fields(question: _Question, spec: TensorSpec, name: str) -> Fields:
-    """The fields that the units of a rule read: those of the config, and of a rule ``beside`` a layer its own."""
+    """What the units of a rule read: the config, the size of the sharded dim, and the rows of a layer beside."""
     rule, scope, leaf, *_, rows = question
-    if rows is None:
-        return scope.fields()
     dim = _dim(rule, leaf, spec, name)
-    return scope.fields(rows=rows) if dim is None else scope.fields(rows=rows, features=spec.shape[dim])
+    sizes = {"features": None if dim is None else spec.shape[dim], "rows": rows}
+    return scope.fields(**{field: size for field, size in sizes.items() if size is not None})
 
 
 def _dim(rule: Rule, leaf: str, spec: TensorSpec, name: str) -> int | None:

@@ -13,7 +13,7 @@ from shardconv.plan.fields import check_expression
 
 _FAMILY_KEYS = {
     "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
-    "modules": dict, "parts": dict,
+    "modules": dict, "parts": dict, "gathered": str,
 }  # fmt: skip
 
 
@@ -46,6 +46,7 @@ def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool 
                 parse_module(pattern, rule, origin, by_user=by_user)
                 for pattern, rule in _alternatives(data.get("modules", {}))
             ),
+            gathered=data.get("gathered", ""),
             parts={start: _parse_part(start, part) for start, part in data.get("parts", {}).items()},
         )
         for expression in (family.config or {}).values():
@@ -114,7 +115,7 @@ _MODULE_KEYS = {
     "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict,
     "slices": dict, "output": dict,
     "norms": str, "shared_output": (str, int),
-    "unfused": str, "copied_input": bool, "summed_output": bool, "gathers": list, "when": dict,
+    "unfused": str, "copied_input": bool, "gathered_output": bool, "summed_output": bool, "gathers": list, "when": dict,
 }  # fmt: skip
 
 
