@@ -69,6 +69,7 @@ class Rule:
         style: a key of :data:`STYLES`.
         unit: the unit that cuts fall between; None for single elements.
         parts: for packed styles, the unit of each part.
+        part: the tensor holds this part alone, from 0; or an even share of all, where its size is not that of the part.
         groups: how often the parts repeat; where there are enough, a rank has whole groups.
         repeats: how often the parts repeat, each of them cut, however many there are.
         pad: fill up with zeros what does not divide.
@@ -87,6 +88,7 @@ class Rule:
     style: str
     unit: str | None = None
     parts: tuple[str, ...] = ()
+    part: int | None = None
     groups: str | int = 1
     repeats: str | int = 1
     pad: bool = False
@@ -108,6 +110,8 @@ class Rule:
             raise ValueError(f"packed styles have parts, and only they and {' and '.join(_MAY_HAVE_PARTS)} may")
         if self.unit and self.parts:
             raise ValueError("a rule has unit or parts, not both")
+        if self.part is not None and not 0 <= self.part < len(self.parts):
+            raise ValueError(f"part = {self.part} is none of {len(self.parts)} parts")
         check_expression(self.groups)
         check_expression(self.repeats)
         check_expression(1 if self.size is None else self.size)

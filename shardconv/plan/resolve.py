@@ -238,16 +238,18 @@ class Resolver:
         names = (rule.parts or (rule.unit,)) * fields.evaluate(rule.repeats)
         part = size // max(groups * len(names), 1)  # of those that say no count of their own
         units = [self._unit(unit, rule, part, scope, fields, name) for unit in names]
+        units, shares = _of_part(rule, units, size)
         expected = groups * sum(unit.count * unit.size for unit in units)
-        if expected != size:
+        if expected != size * shares:
             read = ", ".join(f"{key}={value}" for key, value in fields.read.items())
             parts = " and ".join(dict.fromkeys(map(str, names)))
             raise PlanError(
                 f"{name}: dim {dim} has {size} elements; rule {rule.pattern!r} of {rule.origin}, with units {parts}, "
-                f"and the config ({read}) expect {expected}: the config is not this checkpoint's, or the family, or a "
-                f"plan file, does not fit it; give --config, --family or another --plan"
+                f"and the config ({read}) expect {expected // shares}: the config is not this checkpoint's, or the "
+                f"family, or a plan file, does not fit it; give --config, --family or another --plan"
             )
-        return cut(dim, units, tp, groups=groups)
+        placement = cut(dim, units, tp, groups=groups)
+        return placement if shares == 1 else placement.share(rule.part or 0, shares)
 
     def _unit(self, unit_name: str | None, rule: Rule, size: int, scope: Scope, fields: Fields, name: str) -> Unit:
         if unit_name is None:
@@ -281,6 +283,14 @@ class _BlockedError(Exception):
         super().__init__(f"{tensor}: {reason}")
         self.tensor = tensor
         self.reason = reason
+
+
+def _of_part(rule: Rule, units: list[Unit], size: int) -> tuple[list[Unit], int]:
+    """The units of a tensor that holds one of several parts, or an even share of all, and how many shares there are."""
+    if rule.part is None:
+        return units, 1
+    own = units[rule.part]
+    return ([own], 1) if own.count * own.size == size else (units, len(units))
 
 
 def _fields(question: _Question, spec: TensorSpec, name: str) -> Fields:

@@ -80,7 +80,7 @@ def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOM
 
 
 _RULE_KEYS = {
-    "style": str, "unit": str, "parts": list, "groups": (str, int), "repeats": (str, int), "pad": bool,
+    "style": str, "unit": str, "parts": list, "part": int, "groups": (str, int), "repeats": (str, int), "pad": bool,
     "transposed": bool, "beside": str, "size": (str, int), "dims": int, "when": dict, "optional": bool,
 }  # fmt: skip
 
