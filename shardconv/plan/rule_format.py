@@ -1,6 +1,6 @@
 """The format of rules: how family files, plan files and manifests write units, rules and module overrides.
 
-Owns strict parsing, and its inverse. CONTRIBUTING.md has the format on a page. An unknown key is an error.
+Owns strict parsing, and its inverse. docs/plan-files.md has the format. An unknown key is an error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
