@@ -72,7 +72,9 @@ def test_own_rules_come_first_and_then_blocks_in_their_order():
     own = {"x.q_proj": {"style": "replicate"}}
     made = family({"rules": own, "blocks": {"x": "attention", "**": "mlp"}})
     origins = [rule.origin for rule in made.rules]
-    assert origins == sorted(origins, key=["family mine", "family mine, block attention", "family mine, block mlp"].index)
+    assert origins == sorted(
+        origins, key=["family mine", "family mine, block attention", "family mine, block mlp"].index
+    )
 
 
 def test_of_overrides_of_one_module_the_first_block_counts():

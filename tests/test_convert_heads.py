@@ -120,8 +120,8 @@ def check_attention(axis, batch_first, mask):
     (found * fixed(*found.shape)).sum().backward()
     for name in module.placements:
         near(getattr(module, name).grad, take_shard(grads[name], placement, axis.rank))
-    with pytest.raises(ValueError, match="key_padding_mask is not supported"):
-        module(*inputs, key_padding_mask=torch.zeros(2, 5, dtype=torch.bool))
+    padded = torch.tensor([[False] * 4 + [True]] * 2)
+    near(module(*inputs, padded, attn_mask=own)[0], plain(*inputs, padded, attn_mask=masks[mask])[0])
 
 
 def check_layer_norm(axis):

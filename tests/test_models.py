@@ -4,6 +4,7 @@ Near, not equal: see shardconv/proof/prove.py for the limits.
 """
 
 import pytest
+import transformers
 import vision
 from matrix import KINDS, REASONS, check, model_class, small, try_type, worst
 from models import MODELS
@@ -13,9 +14,11 @@ from shardconv.checkpoint.source import open_source
 from shardconv.checkpoint.split import split
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.family_file import family_names, load_family
+from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import REFERENCE, cut_share
+from shardconv.proof.small import build_small, default_config, small_fields
 
 KIND_OF = {model_type: kind for kind, names in reversed(KINDS.items()) for model_type in names}
 
@@ -52,7 +55,7 @@ def test_eight_ranks(tmp_path):
             assert any(planned.placement.has_copies for planned in plan.tensors.values())
             assert cut_share(opened.specs, plan) > 0.9
             assert compared(eight_ranks, "eight", type(made), folder, PlanRequest()) == "right"
-        for model_type in ("funnel", "mamba2", "swin", "xlnet"):  # which may be cut for more ranks than it has heads
+        for model_type in ("mamba2", "swin", "xlnet"):  # which may be cut for more ranks than it has heads
             row = try_type(eight_ranks, tmp_path, KIND_OF[model_type], model_type, [8], at_default_size=False)
             assert row.verdicts == ("right",), row
 
@@ -62,6 +65,29 @@ def test_gradients_are_those_of_training(ranks, tmp_path, model_type):
     """And not of something else because no step in training works."""
     row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
     assert (row.verdicts, "gradients" in row.note) == (("right",), False), row
+
+
+def test_linear_attention_of_default_sizes(ranks, tmp_path):
+    """Values twice as large as keys: transformers writes the fused convolution in thirds, between no heads."""
+    config = transformers.OlmoHybridConfig
+    fields = {name: value for name, value in small_fields(default_config(config)).items() if "linear" not in name}
+    model = build_small(transformers.OlmoHybridForCausalLM, config(**fields))
+    model.save_pretrained(tmp_path / "source")
+    opened = open_source(tmp_path / "source")
+    heads = [opened.config[f"linear_{which}_head_dim"] * 4 for which in ("key", "key", "value")]
+    written = [opened.specs[f"model.layers.0.linear_attn.{which}_conv1d.weight"].shape[0] for which in "qkv"]
+    assert (heads, written) == ([48, 48, 96], [64, 64, 64])
+    for layout, tp in (("pair", 2), ("four", 4)):
+        split(tmp_path / "source", tmp_path / "split", tp=tp, overwrite=True)
+        assert compared(ranks, layout, type(model), tmp_path, PlanRequest()) == "right"
+
+
+@pytest.mark.parametrize(("heads", "sizes"), [(4, (1, 2, 4)), (8, (1, 2, 4, 8)), (24, (1, 2, 4, 8, 12, 24))])
+def test_heads_in_four_blocks(heads, sizes):
+    """CodeGen's layout has four blocks of heads; a rank has several of them, or a part of one."""
+    specs = {"transformer.h.0.attn.qkv_proj.weight": TensorSpec("F32", (24 * heads, 8 * heads))}
+    config = {"model_type": "codegen", "n_head": heads, "n_embd": 8 * heads}
+    assert resolve(specs, config, PlanRequest()).resolver.legal_sizes().legal == sizes
 
 
 #: A type, and rules that are wrong for it: each kind of rule, broken in the way that is nearest to being right.
@@ -108,6 +134,10 @@ WRONG = {
 TOLD_WRONG = {
     "the width of a projection": ("gpt2", '"**.attn" = { attributes = { split_size = "n_embd" } }'),
     "positions by head": ("bloom", '"**.self_attention" = { inputs = { alibi = { dim = 0, unit = "whole" } } }'),
+    "how many blocks": ("codegen", '"**.attn" = { locals = { mp_num = 4 } }'),
+    "the width of other heads": ("trocr", '"**.{self_attn,encoder_attn}" = { full_width = "d_model + 1" }'),
+    "the heads of an output": ("doge", '"**.dt_proj" = { output = { dim = 1, unit = "kv_row" } }'),
+    "the heads of a buffer": ("minimax", '"**.self_attn" = { slices = { query_decay = { dim = 1, unit = "head" } } }'),
     "a share of a latent": ("deepseek_v3", '"**.kv_a_proj_with_mqa" = { shared_output = 0 }'),
 }
 
@@ -132,7 +162,7 @@ def compared(ranks, layout, kind, folder, request):
     found = worst(ranks(layout, check, kind.__name__, source, folder / "split", request, reference))
     if isinstance(found, str):
         return "fails"
-    output, tokens, gradient, _ = found
+    output, tokens, gradient, *_ = found
     return "right" if output < 1e-4 and tokens is not False and gradient < 1e-3 else "wrong"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardconv.convert.modules import Sharded
-from shardconv.distributed import copy_to_tp
+from shardconv.distributed import copy_to_tp, gather_from_tp
 from shardconv.layers.sharding import ParallelModule
 
 _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
@@ -176,26 +176,21 @@ class ParallelMultiheadAttention(Sharded):
             query: what asks.
             key: what is compared with it.
             value: what is taken.
-            key_padding_mask: not supported.
+            key_padding_mask: [batch, key tokens]; what is True is left out, numbers are added.
             need_weights: not read: there are none.
-            attn_mask: [query tokens, key tokens], or these behind each example and head of the rank; what is True is
-                left out, numbers are added.
+            attn_mask: [query tokens, key tokens], or these behind each example and head of the rank; as the other.
             average_attn_weights: not read.
             is_causal: not read: says that ``attn_mask`` is causal.
-
-        Raises:
-            ValueError: if ``key_padding_mask`` is given.
         """
         del need_weights, average_attn_weights, is_causal
-        if key_padding_mask is not None:
-            raise ValueError(f"{self.name_in_model}: key_padding_mask is not supported (expected None): use attn_mask")
+        masks = [] if key_padding_mask is None else [_added(key_padding_mask, query)[:, None, None]]
         if attn_mask is not None:
-            attn_mask = attn_mask.logical_not() if attn_mask.dtype == torch.bool else attn_mask
-        if attn_mask is not None and attn_mask.dim() > 2:
-            attn_mask = attn_mask.unflatten(0, (query.shape[not self.batch_first], -1))
-        dropout = self.dropout if self.training else 0.0
+            added = _added(attn_mask, query)
+            masks.append(added if added.dim() == 2 else added.unflatten(0, (query.shape[not self.batch_first], -1)))
+        mask = sum(masks[1:], masks[0]) if masks else None
         queries, keys, values = self._heads(query, key, value)
-        heads = F.scaled_dot_product_attention(queries, keys, values, attn_mask, dropout)
+        dropout = self.dropout if self.training else 0.0
+        heads = F.scaled_dot_product_attention(queries, keys, values, mask, dropout)
         output = heads.transpose(1, 2).flatten(2)
         return self.out_proj(output if self.batch_first else output.transpose(0, 1)), None
 
@@ -206,3 +201,16 @@ class ParallelMultiheadAttention(Sharded):
         for input, weight, bias in zip(inputs, weights, biases, strict=True):
             made = F.linear(copy_to_tp(input, group=self.axis), weight, bias).unflatten(-1, (-1, self.head_dim))
             yield made.transpose(1, 2) if self.batch_first else made.permute(1, 2, 0, 3)
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    """A mask as numbers to add."""
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
+
+
+class GatheredOutput(ParallelModule):
+    """A module over a rank's features whose output goes to what needs those of all ranks."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """As the module's own."""
+        return gather_from_tp(super().forward(*inputs, **options), group=self.axis)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.distributed import copy_to_tp, reduce_from_tp
-from shardconv.layers.linear import ParallelLinear
+from shardconv.layers.linear import ParallelLinear, num_copies
 from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.placement import intervals
 
@@ -93,7 +93,9 @@ class ParallelExpertLinear(Sharded):
     def forward(self, inputs: Tensor, *others: Any) -> Tensor:
         """[tokens of all experts, in_features] to out_features: of columns those of the rank, of rows all."""
         if self.placements["weight"].dim == 2:
-            return reduce_from_tp(super().forward(inputs, *others), group=self.axis)
+            return reduce_from_tp(super().forward(inputs, *others), group=self.axis) / num_copies(
+                self.placements["weight"]
+            )
         output: Tensor = super().forward(copy_to_tp(inputs, group=self.axis), *others)
         return output
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardconv.convert.heads import FullWidth, LocalNames, SlicedOutput, SlicedTensors
+from shardconv.convert.heads import FullWidth, GatheredOutput, LocalNames, SlicedOutput, SlicedTensors
 from shardconv.convert.modules import (
     CopiedInput,
     Gathering,
@@ -111,13 +111,7 @@ def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told
 def _kinds(
     module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis
 ) -> Iterator[tuple[type[ParallelModule], dict[str, Any]]]:
-    if rule.locals:
-        yield (
-            LocalNames,
-            {"local_values": {name: scope.on_rank(value, axis.size) for name, value in rule.locals.items()}},
-        )
-    if rule.full_width is not None:
-        yield FullWidth, {"full_width": scope.fields().evaluate(rule.full_width)}
+    yield from _kinds_of_heads(module, rule, scope, axis)
     if rule.norms and hasattr(module, "norms"):
         yield NormsOfHeads, {"first": scope.local_units(rule.norms, axis.size, axis.rank)[0]}
     if rule.unfused and hasattr(module, rule.unfused):
@@ -126,14 +120,30 @@ def _kinds(
         weight = getattr(module, "weight", None)
         rows = {"rows": weight.shape[0]} if isinstance(weight, Tensor) else {}
         yield SharedOutput, {"num_shared": scope.on_rank(rule.shared_output, axis.size, **rows)}
-    if rule.output is not None:
-        yield SlicedOutput, {"item": rule.output.item, "output": _slice(rule.output, scope, axis)}
-    if slices := {name: _slice(one, scope, axis) for name, one in rule.slices.items() if hasattr(module, name)}:
-        yield SlicedTensors, {"slices": slices}
+    if rule.gathered_output:
+        yield GatheredOutput, {}
     if rule.copied_input:
         yield CopiedInput, {}
     if rule.summed_output:
         yield SummedOutput, {"styles": getattr(module, "styles", {})}
+
+
+def _kinds_of_heads(
+    module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis
+) -> Iterator[tuple[type[ParallelModule], dict[str, Any]]]:
+    """Those of modules whose code, tensors or output are of all heads."""
+    if rule.locals:
+        yield (
+            LocalNames,
+            {"local_values": {name: scope.on_rank(value, axis.size) for name, value in rule.locals.items()}},
+        )
+    if rule.full_width is not None:
+        layers = {name: one.out_features for name, one in module.named_children() if isinstance(one, nn.Linear)}
+        yield FullWidth, {"full_width": scope.fields(**layers).evaluate(rule.full_width)}
+    if rule.output is not None:
+        yield SlicedOutput, {"item": rule.output.item, "output": _slice(rule.output, scope, axis)}
+    if slices := {name: _slice(one, scope, axis) for name, one in rule.slices.items() if hasattr(module, name)}:
+        yield SlicedTensors, {"slices": slices}
 
 
 def _slice(place: InputRule, scope: Scope, axis: Axis) -> tuple[int, int, int]:

@@ -115,7 +115,7 @@ def enter_split(
     return input if width == part else scatter_shards(input, placement, axis, dim=-1)
 
 
-def _num_copies(placement: Placement) -> int:
+def num_copies(placement: Placement) -> int:
     """How many ranks hold each input feature of a row layer; the sum over ranks has each as often.
 
     Raises:
@@ -276,7 +276,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
             raise ValueError(f"the placement ({placement.describe()}): rows cannot be padded")
         self._has_copies = placement.has_copies
         if cut_dim == 1:
-            self._num_copies = _num_copies(placement)
+            self._num_copies = num_copies(placement)
         self.placements["weight"] = placement
         own = replace(placement, dim=cut_dim)  # what is stored as in nn.Linear
         self.placements |= {"bias": own, "lora_b": own} if cut_dim == 0 else {"lora_a": own}

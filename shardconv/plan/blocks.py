@@ -5,9 +5,9 @@ mounted with different fields. What comes out is plain rules; nothing after this
 """
 
 import re
-from itertools import count
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import NamedTuple
 
 from shardconv.errors import PlanError

@@ -69,6 +69,7 @@ class Rule:
         style: a key of :data:`STYLES`.
         unit: the unit that cuts fall between; None for single elements.
         parts: for packed styles, the unit of each part.
+        part: the tensor holds this part alone, from 0; or an even share of all, where its size is not that of the part.
         groups: how often the parts repeat; where there are enough, a rank has whole groups.
         repeats: how often the parts repeat, each of them cut, however many there are.
         pad: fill up with zeros what does not divide.
@@ -87,6 +88,7 @@ class Rule:
     style: str
     unit: str | None = None
     parts: tuple[str, ...] = ()
+    part: int | None = None
     groups: str | int = 1
     repeats: str | int = 1
     pad: bool = False
@@ -108,6 +110,8 @@ class Rule:
             raise ValueError(f"packed styles have parts, and only they and {' and '.join(_MAY_HAVE_PARTS)} may")
         if self.unit and self.parts:
             raise ValueError("a rule has unit or parts, not both")
+        if self.part is not None and not 0 <= self.part < len(self.parts):
+            raise ValueError(f"part = {self.part} is none of {len(self.parts)} parts")
         check_expression(self.groups)
         check_expression(self.repeats)
         check_expression(1 if self.size is None else self.size)
@@ -151,6 +155,7 @@ class ModuleRule:
         unfused: the layer in it whose weights a way of its own in training would read, so that it must not go it;
             "" for none.
         copied_input: what goes in is whole on every rank, and what comes out is the rank's.
+        gathered_output: what comes out are the rank's features, and all of them are needed.
         summed_output: what comes out is the rank's part of a sum over all ranks.
         gathers: parameters of other modules that it reads, by patterns; they are whole while it computes.
         when: config fields that must have these values for it to count.
@@ -170,6 +175,7 @@ class ModuleRule:
     shared_output: str | int | None = None
     unfused: str = ""
     copied_input: bool = False
+    gathered_output: bool = False
     summed_output: bool = False
     gathers: tuple[str, ...] = ()
     when: tuple[tuple[str, Any], ...] = ()
@@ -214,6 +220,7 @@ class ModuleRule:
             shared,
             unfused=next((rule.unfused for rule in reversed(rules) if rule.unfused), ""),
             copied_input=any(rule.copied_input for rule in rules),
+            gathered_output=any(rule.gathered_output for rule in rules),
             summed_output=any(rule.summed_output for rule in rules),
             gathers=tuple(dict.fromkeys(name for rule in rules for name in rule.gathers)),
         )
@@ -283,6 +290,7 @@ class Family:
         parts: of a composite model, what the names of each submodel begin with.
         blocks: the blocks that it mounts; their rules are tried after its own.
         origin: where it comes from, for the report.
+        gathered: why attention is not sharded by heads where it is gathered; "" where none is.
     """
 
     name: str
@@ -296,6 +304,7 @@ class Family:
     parts: Mapping[str, Part] | None = None
     blocks: tuple[Mount, ...] = ()
     origin: str = ""
+    gathered: str = ""
 
     def over(self, base: "Family") -> "Family":
         """This family with what it does not say taken from ``base``; its own rules are tried first.
@@ -311,6 +320,7 @@ class Family:
             rules=self.rules + base.rules,
             modules=base.modules + self.modules,
             parts={**(base.parts or {}), **(self.parts or {})},
+            gathered=self.gathered or base.gathered,
         )
         check_units(family.units or {}, family.rules, family.modules)
         return family

@@ -64,6 +64,11 @@ def laid_over(family: Family, base: Family) -> Family:
     return whole.over(base)
 
 
+def block_names() -> list[str]:
+    """The names of all blocks, sorted."""
+    return sorted(path.stem for path in _BLOCKS.glob("*.toml"))
+
+
 @cache
 def load_block(name: str) -> Block:
     """The block of that name.
@@ -73,8 +78,7 @@ def load_block(name: str) -> Block:
     """
     path = _BLOCKS / f"{name}.toml"
     if not re.fullmatch("[a-z0-9_]+", name) or not path.is_file():
-        names = sorted(path.stem for path in _BLOCKS.glob("*.toml"))
-        raise PlanError(f"there is no block {name!r} (blocks are {', '.join(names)})")
+        raise PlanError(f"there is no block {name!r} (blocks are {', '.join(block_names())})")
     return parse_block(name, tomllib.loads(path.read_text("utf-8")))
 
 

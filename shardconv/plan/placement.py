@@ -90,6 +90,25 @@ class Placement:
         """Elements of a rank's shard along ``dim``, padding included; 0 where ``dim`` is None."""
         return sum(piece.size for piece in self.ranks[rank])
 
+    def share(self, number: int, shares: int) -> "Placement":
+        """The placement of one of several tensors that hold even shares of the dim, one behind the other.
+
+        Args:
+            number: of the tensor, from 0.
+            shares: how many tensors there are; the dim is a multiple of it, and without padding.
+        """
+        size = self.size // shares
+        start, stop = number * size, (number + 1) * size
+        ranks = (
+            tuple(
+                Interval(max(piece.start, start) - start, min(piece.stop, stop) - start)
+                for piece in intervals(pieces)
+                if piece.start < stop and piece.stop > start
+            )
+            for pieces in self.ranks
+        )
+        return Placement(self.dim, size, tuple(ranks))
+
     def shard_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """The shape of a rank's shard of a tensor of this ``shape``."""
         if self.dim is None:

@@ -238,16 +238,18 @@ class Resolver:
         names = (rule.parts or (rule.unit,)) * fields.evaluate(rule.repeats)
         part = size // max(groups * len(names), 1)  # of those that say no count of their own
         units = [self._unit(unit, rule, part, scope, fields, name) for unit in names]
+        units, shares = _of_part(rule, units, size)
         expected = groups * sum(unit.count * unit.size for unit in units)
-        if expected != size:
+        if expected != size * shares:
             read = ", ".join(f"{key}={value}" for key, value in fields.read.items())
             parts = " and ".join(dict.fromkeys(map(str, names)))
             raise PlanError(
                 f"{name}: dim {dim} has {size} elements; rule {rule.pattern!r} of {rule.origin}, with units {parts}, "
-                f"and the config ({read}) expect {expected}: the config is not this checkpoint's, or the family, or a "
-                f"plan file, does not fit it; give --config, --family or another --plan"
+                f"and the config ({read}) expect {expected // shares}: the config is not this checkpoint's, or the "
+                f"family, or a plan file, does not fit it; give --config, --family or another --plan"
             )
-        return cut(dim, units, tp, groups=groups)
+        placement = cut(dim, units, tp, groups=groups)
+        return placement if shares == 1 else placement.share(rule.part or 0, shares)
 
     def _unit(self, unit_name: str | None, rule: Rule, size: int, scope: Scope, fields: Fields, name: str) -> Unit:
         if unit_name is None:
@@ -283,13 +285,20 @@ class _BlockedError(Exception):
         self.reason = reason
 
 
+def _of_part(rule: Rule, units: list[Unit], size: int) -> tuple[list[Unit], int]:
+    """The units of a tensor that holds one of several parts, or an even share of all, and how many shares there are."""
+    if rule.part is None:
+        return units, 1
+    own = units[rule.part]
+    return ([own], 1) if own.count * own.size == size else (units, len(units))
+
+
 def _fields(question: _Question, spec: TensorSpec, name: str) -> Fields:
-    """The fields that the units of a rule read: those of the config, and of a rule ``beside`` a layer its own."""
+    """What the units of a rule read: the config, the size of the sharded dim, and the rows of a layer beside."""
     rule, scope, leaf, *_, rows = question
-    if rows is None:
-        return scope.fields()
     dim = _dim(rule, leaf, spec, name)
-    return scope.fields(rows=rows) if dim is None else scope.fields(rows=rows, features=spec.shape[dim])
+    sizes = {"features": None if dim is None else spec.shape[dim], "rows": rows}
+    return scope.fields(**{field: size for field, size in sizes.items() if size is not None})
 
 
 def _dim(rule: Rule, leaf: str, spec: TensorSpec, name: str) -> int | None:

@@ -13,7 +13,7 @@ from shardconv.plan.fields import check_expression
 
 _FAMILY_KEYS = {
     "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
-    "modules": dict, "parts": dict, "blocks": dict,
+    "modules": dict, "parts": dict, "blocks": dict, "gathered": str,
 }  # fmt: skip
 _BLOCK_KEYS = {"config": dict, "units": dict, "rules": dict, "modules": dict, "blocks": dict}
 
@@ -47,6 +47,7 @@ def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool 
                 parse_module(pattern, rule, origin, by_user=by_user)
                 for pattern, rule in _alternatives(data.get("modules", {}))
             ),
+            gathered=data.get("gathered", ""),
             parts={start: _parse_part(start, part) for start, part in data.get("parts", {}).items()},
             blocks=_parse_blocks(data.get("blocks", {})),
             origin=origin,
@@ -97,7 +98,8 @@ def _parse_mount(pattern: str, data: Any) -> Mount:  # noqa: ANN401 - anything T
     table = data if isinstance(data, dict) else {"block": data}
     name, fields = table.get("block"), {key: value for key, value in table.items() if key != "block"}
     if not isinstance(name, str):
-        raise ValueError(f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME")
+        text = f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME"
+        raise ValueError(text)  # noqa: TRY004 - as in _check_keys
     for value in fields.values():
         if type(value) not in (str, int):
             raise ValueError(f"blocks {pattern!r}: {value!r:.60} is not a config field or an expression of them")
@@ -129,7 +131,7 @@ def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOM
 
 
 _RULE_KEYS = {
-    "style": str, "unit": str, "parts": list, "groups": (str, int), "repeats": (str, int), "pad": bool,
+    "style": str, "unit": str, "parts": list, "part": int, "groups": (str, int), "repeats": (str, int), "pad": bool,
     "transposed": bool, "beside": str, "size": (str, int), "dims": int, "when": dict, "optional": bool,
 }  # fmt: skip
 
@@ -164,7 +166,7 @@ _MODULE_KEYS = {
     "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict,
     "slices": dict, "output": dict,
     "norms": str, "shared_output": (str, int),
-    "unfused": str, "copied_input": bool, "summed_output": bool, "gathers": list, "when": dict,
+    "unfused": str, "copied_input": bool, "gathered_output": bool, "summed_output": bool, "gathers": list, "when": dict,
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ another and nowhere else, both are cut along them. Proof is another matter: see 
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
 
@@ -31,12 +31,14 @@ class Proposal:
     Attributes:
         units: what cuts fall between.
         rules: by pattern.
-        told: what attention modules have to be told, by pattern.
+        told: attributes of attention modules on a rank, by pattern.
+        blocks: the names of blocks, by the module that they are mounted at.
     """
 
     units: dict[str, RuleTable]
     rules: dict[str, RuleTable]
     told: dict[str, dict[str, str]]
+    blocks: dict[str, list[str]] = field(default_factory=dict)
 
 
 def propose(model: Any, inputs: Mapping[str, Tensor], *, by_heads: bool = True) -> Proposal:
@@ -222,14 +224,19 @@ def _pattern(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
+def to_tables(proposal: Proposal) -> dict[str, dict[str, Any]]:
+    """A plan file as tables."""
+    mounts = {path: names[0] if len(names) == 1 else names for path, names in proposal.blocks.items()}
+    modules = {pattern: {"attributes": told} for pattern, told in proposal.told.items()}
+    return {"blocks": mounts, "units": proposal.units, "rules": _merged(proposal.rules), "modules": modules}
+
+
 def to_toml(proposal: Proposal) -> str:
     """A plan file."""
-    lines = _section("units", proposal.units) + _section("rules", _merged(proposal.rules))
-    lines += _section("modules", {pattern: {"attributes": told} for pattern, told in proposal.told.items()})
-    return "\n".join(lines)
+    return "\n".join(line for title, table in to_tables(proposal).items() for line in _section(title, table))
 
 
-def _section(title: str, table: Mapping[str, RuleTable]) -> list[str]:
+def _section(title: str, table: Mapping[str, Any]) -> list[str]:
     width = min(max((len(name) for name in table), default=0), 70) + 2
     return (
         [f"[{title}]", *(f"{_quoted(name):{width}} = {_value(row)}" for name, row in table.items()), ""]
