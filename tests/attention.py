@@ -35,7 +35,7 @@ def attention_kinds(model: nn.Module, plan: Plan) -> tuple[str, list[str]]:
     for module, matrices in _modules(model, plan):
         if all(matrix.style in _WHOLE for matrix in matrices):
             kinds.add("gathered")
-            families = {matrix.reason.origin.removeprefix("family ") for matrix in matrices}
+            families = {matrix.reason.origin.removeprefix("family ").partition(",")[0] for matrix in matrices}
             reasons |= {load_family(family).gathered for family in families}
         elif _STATE.fullmatch(type(module).__name__):
             kinds.add("state")
