@@ -130,6 +130,8 @@ BERT: Cuts = {
     r"attention\.output\.dense\.weight": blocks(HEADS, dim=1),
     r"intermediate\.dense\.(weight|bias)": along(0),
     r"layer\.\d+\.output\.dense\.weight": along(1),
+    r"(pooler|transform|lm_head|generator_predictions)\.dense\.(weight|bias)": along(0),
+    r"embeddings_project\.(weight|bias)": along(0),
 }
 BART: Cuts = {
     r"(shared|embed_tokens|lm_head|proj_out|output_projection)\.weight": vocab,
