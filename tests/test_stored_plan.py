@@ -50,8 +50,9 @@ def changed_families(folder, model_type, text):
     """The installed families, and one for a type that has these rules before those of its family."""
     shutil.copytree(family_file._FOLDER, folder)
     family = family_for(model_type)
-    for path in folder.glob("*.toml"):
-        path.write_text(path.read_text().replace(f'"{model_type}"', '"none"'))
+    for path in folder.glob("*.toml"):  # the type is no other family's
+        lists = re.compile(r"^model_types = \[[^]]*\]", re.MULTILINE)
+        path.write_text(lists.sub(lambda found: found[0].replace(f'"{model_type}"', '"none"'), path.read_text()))
     tables = re.sub(r"^\[(\w+)\]", r"[changed.\1]", text, flags=re.MULTILINE)
     heading = f'[changed]\nmodel_types = ["{model_type}"]\ninherits = "{family.name}"\n'
     (folder / "changed.toml").write_text(heading + tables)
