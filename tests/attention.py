@@ -10,7 +10,7 @@ from shardconv.plan.family_file import load_family
 from shardconv.plan.plan import Plan, TensorPlan
 
 #: Classes of modules that attend, but for parts of them, or that keep a state of fixed size instead.
-_ATTENTION = re.compile(r"\w*(Attention|Attn)\w*(?<!Residual)(?<!Norm)(?<!Output)(?<!ConvProjection)(?<!Projector)")
+_ATTENTION = re.compile(r"\w*(Attention|Attn|MLA)\w*(?<!Residual)(?<!Norm)(?<!Output)(?<!Projection)(?<!Projector)")
 _STATE = re.compile(
     r"\w*(Mixer|DeltaNet|DeltaAttention|\wLinearAttention|LightningAttention|RwkvSelfAttention|LSTMLayer|RecurrentBlock"
     r"|ShortConv|MambaLayer)"
@@ -35,8 +35,7 @@ def attention_kinds(model: nn.Module, plan: Plan) -> tuple[str, list[str]]:
     for module, matrices in _modules(model, plan):
         if all(matrix.style in _WHOLE for matrix in matrices):
             kinds.add("gathered")
-            families = {matrix.reason.origin.removeprefix("family ") for matrix in matrices}
-            reasons |= {load_family(family).gathered for family in families}
+            reasons.add(load_family(matrices[0].reason.origin.removeprefix("family ")).gathered)
         elif _STATE.fullmatch(type(module).__name__):
             kinds.add("state")
         else:
@@ -47,16 +46,17 @@ def attention_kinds(model: nn.Module, plan: Plan) -> tuple[str, list[str]]:
 def _modules(model: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, list[TensorPlan]]]:
     """Modules that attend and have none in them that do, with the plans of their matrices."""
     for name, module in model.named_modules():
-        inside = [type(one).__name__ for one in module.modules()]
-        if not _is_attention(inside[0]) or any(map(_is_attention, inside[1:])):
+        if not _is_attention(module) or any(map(_is_attention, [*module.modules()][1:])):
             continue
         named = [(f"{name}.{own}", parameter) for own, parameter in module.named_parameters()]
         if matrices := [plan.tensors[own] for own, one in named if one.dim() > 1 and own in plan.tensors]:
             yield module, matrices
 
 
-def _is_attention(name: str) -> bool:
-    return bool(_ATTENTION.fullmatch(name) or _STATE.fullmatch(name))
+def _is_attention(module: nn.Module) -> bool:
+    name = type(module).__name__
+    is_named = _ATTENTION.fullmatch(name) or _STATE.fullmatch(name)
+    return bool(is_named) and any(parameter.dim() > 1 for parameter in module.parameters())
 
 
 def _has_latent(module: Any) -> bool:
