@@ -3,10 +3,12 @@
 Near, not equal: see shardconv/proof/prove.py for the limits.
 """
 
+from dataclasses import replace
+
 import pytest
 import transformers
 import vision
-from matrix import KINDS, REASONS, check, model_class, small, try_type, worst
+from matrix import KINDS, REASONS, Row, check, model_class, small, try_type, unexplained, worst
 from models import MODELS
 from ranks import ranks_in
 
@@ -65,6 +67,23 @@ def test_gradients_are_those_of_training(ranks, tmp_path, model_type):
     """And not of something else because no step in training works."""
     row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
     assert (row.verdicts, "gradients" in row.note) == (("right",), False), row
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention", "cache"),
+    [("llama", "heads", 0.5), ("deepseek_v3", "latent", 1.0), ("xlstm", "state", 0.5), ("reformer", "gathered", 1.0)],
+)
+def test_how_attention_is_sharded(ranks, tmp_path, model_type, attention, cache):
+    row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
+    assert (row.attention, bool(row.reasons)) == (attention, attention == "gathered")
+    assert row.cache == pytest.approx(cache, abs=0.02)
+
+
+def test_gathered_attention_has_a_reason():
+    row = Row("images", "swin", "swin", ("right", "right"), 1.0, attention="heads, gathered", reasons=("few heads",))
+    assert not unexplained([row], is_all=False)
+    problems = unexplained([replace(row, reasons=("few heads", ""))], is_all=False)
+    assert problems == ["gathered, without a reason in the family file: swin"]
 
 
 def test_linear_attention_of_default_sizes(ranks, tmp_path):

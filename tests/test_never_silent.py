@@ -776,7 +776,7 @@ def _proofs_on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
             split_by(source, place, plan, request)
             reference = folder / prove.REFERENCE
             found = worst(ranks(LAYOUTS[tp], check, kind.__name__, folder / prove.SMALL, place, request, reference))
-            output, tokens, gradient, note = (None, None, None, found) if isinstance(found, str) else found
+            output, tokens, gradient, note, _ = (None, None, None, found, None) if isinstance(found, str) else found
             made.append(prove.Proof(tp, output, tokens, gradient, prove.cut_share(source.specs, plan), note))
         return tuple(made)
 

@@ -178,6 +178,18 @@ def test_a_plan_file_is_blamed_only_where_there_is_one():
     assert next(_skipped("SRC", {}, {7: "reason."}, has_plan_file=True)).endswith(f"reason. {blame}")
 
 
+#: Gates of heads; layers in modules of their own; code that joins heads to the width of its input.
+@pytest.mark.parametrize("model_type", ["beam", "moshi", "trocr", "prophetnet"])
+def test_a_proposal_by_heads(model_type, tmp_path):
+    small(model_class(CAUSAL, model_type)).save_pretrained(tmp_path)
+    result = call("plan", tmp_path, "--propose")
+    assert result.code == 0, result.err
+    rules = tomllib.loads(result.out)["rules"]
+    queries = [rule for pattern, rule in rules.items() if re.search(r"q_proj|query_proj", pattern)]
+    assert queries
+    assert {(rule["style"], rule.get("unit")) for rule in queries} >= {("colwise", "query_head")}, queries
+
+
 #: Attention by heads; a state space model, whose layers give whole outputs; experts; fused and interleaved projections.
 @pytest.mark.parametrize("model_type", ["gptj", "mamba", "qwen3_moe", "codegen"])
 def test_a_proposal_is_right(ranks, tmp_path, model_type):

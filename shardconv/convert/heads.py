@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from shardconv.convert.modules import Sharded
 from shardconv.distributed import copy_to_tp, gather_from_tp
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.sharding import ParallelModule, take_shard
+from shardconv.plan.placement import Placement
 
 _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
 
@@ -132,16 +133,15 @@ class SlicedTensors(ParallelModule):
     """A module with tensors that hold something for each unit of all ranks, of which it computes with the rank's.
 
     Attributes:
-        slices: name of each to the dim that counts units, the first of the rank, and how many it has.
+        slices: name of each to what of it is the rank's.
     """
 
-    slices: Mapping[str, tuple[int, int, int]]
+    slices: Mapping[str, Placement]
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""
-        sliced = {
-            name: copy_to_tp(getattr(self, name), group=self.axis).narrow(*of) for name, of in self.slices.items()
-        }
+        whole = {name: copy_to_tp(getattr(self, name), group=self.axis) for name in self.slices}
+        sliced = {name: take_shard(value, self.slices[name], self.axis.rank) for name, value in whole.items()}
         self.__dict__.update(sliced)  # found before parameters and buffers are
         try:
             return super().forward(*inputs, **options)

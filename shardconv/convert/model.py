@@ -318,8 +318,8 @@ def _own_kind(name: str, module: nn.Module, cut: Mapping[str, TensorPlan]) -> ty
         return ParallelExpertLinear if set(cut) == {"weight"} else ParallelExperts
     if "weight" in cut and dims - {1, 2}:
         raise ValueError(f"{name}: a {kind} with parameters of {max(dims)} dims that are cut is not known")
-    may_be_norm = "Norm" in kind and not any(module.children()) and not has_rows
-    if dims != {1} or ("weight" not in cut and not may_be_norm):
+    may_be_norm = "Norm" in kind and not any(module.children())
+    if dims != {1} or has_rows or ("weight" not in cut and not may_be_norm):
         return Sharded
     is_layer_norm = isinstance(module, nn.LayerNorm)
     if not is_layer_norm and (not kind.endswith("RMSNorm") or "weight" not in cut):

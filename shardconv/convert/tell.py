@@ -27,6 +27,7 @@ from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
 from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.family import InputRule, ModuleRule
+from shardconv.plan.placement import Placement, Unit, cut
 from shardconv.plan.scope import Scope
 
 
@@ -96,7 +97,8 @@ def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told
     needed.update(*at_most.values())
     if missing := sorted(name for name in needed if not hasattr(module, name)):
         raise PlanError(f"a {type(module).__name__} is to be told something by {missing}, which it has not")
-    values = {name: scope.on_rank(expression, axis.size) for name, expression in rule.attributes.items()}
+    outputs = _outputs(module)
+    values = {name: scope.on_rank(expression, axis.size, **outputs) for name, expression in rule.attributes.items()}
     return Told(
         module,
         {name: value for name, value in values.items() if not name.startswith("config.")},
@@ -106,6 +108,11 @@ def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told
         list(_kinds(module, rule, scope, axis)),
         [re.compile(scope.regex(pattern)) for pattern in rule.gathers],
     )
+
+
+def _outputs(module: nn.Module) -> dict[str, int]:
+    """How many features the linear layers of a module give, of all ranks."""
+    return {name: one.out_features for name, one in module.named_children() if isinstance(one, nn.Linear)}
 
 
 def _kinds(
@@ -138,18 +145,19 @@ def _kinds_of_heads(
             {"local_values": {name: scope.on_rank(value, axis.size) for name, value in rule.locals.items()}},
         )
     if rule.full_width is not None:
-        layers = {name: one.out_features for name, one in module.named_children() if isinstance(one, nn.Linear)}
-        yield FullWidth, {"full_width": scope.fields(**layers).evaluate(rule.full_width)}
+        yield FullWidth, {"full_width": scope.fields(**_outputs(module)).evaluate(rule.full_width)}
     if rule.output is not None:
-        yield SlicedOutput, {"item": rule.output.item, "output": _slice(rule.output, scope, axis)}
-    if slices := {name: _slice(one, scope, axis) for name, one in rule.slices.items() if hasattr(module, name)}:
+        units = scope.local_units(rule.output.unit, axis.size, axis.rank)
+        yield SlicedOutput, {"item": rule.output.item, "output": (rule.output.dim, *units[:2])}
+    if slices := {name: _slice(one, scope, axis.size) for name, one in rule.slices.items() if hasattr(module, name)}:
         yield SlicedTensors, {"slices": slices}
 
 
-def _slice(place: InputRule, scope: Scope, axis: Axis) -> tuple[int, int, int]:
-    """The dim, the first element of a rank, and how many it has."""
-    first, count, _ = scope.local_units(place.unit, axis.size, axis.rank)
-    return place.dim, first, count
+def _slice(place: InputRule, scope: Scope, tp: int) -> Placement:
+    """What of a tensor is each rank's."""
+    fields, units = scope.fields(), [(scope.family.units or {})[name] for name in place.units()]
+    made = [Unit(fields.evaluate(unit.count or 0), fields.evaluate(unit.size), unit.copies) for unit in units]
+    return cut(place.dim, made, tp)
 
 
 def tell(told: Told, model: nn.Module, axis: Axis) -> None:

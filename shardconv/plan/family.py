@@ -125,12 +125,18 @@ class InputRule(NamedTuple):
         unit: the unit.
         size: how many elements of the dim each has, as of features; None where it has one, with matrices behind it.
         item: which of several outputs it is; None for arguments, and where there is one output.
+        parts: the units of each part, for tensors of which the dim consists of several; then there is no unit.
     """
 
     dim: int
-    unit: str
+    unit: str = ""
     size: str | int | None = None
     item: int | None = None
+    parts: tuple[str, ...] = ()
+
+    def units(self) -> tuple[str, ...]:
+        """The names of all units."""
+        return self.parts or (self.unit,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +195,8 @@ class ModuleRule:
 
     def units(self) -> Iterator[str]:
         """The names of units that it has otherwise."""
-        yield from (
-            place.unit for place in (*self.inputs.values(), *self.slices.values(), self.output) if place is not None
-        )
+        for place in (*self.inputs.values(), *self.slices.values(), *filter(None, [self.output])):
+            yield from place.units()
         if self.norms:
             yield self.norms
 

@@ -198,9 +198,11 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
 
 
 def _parse_place(place: Any) -> InputRule:  # noqa: ANN401 - anything TOML holds
-    _check_keys(place, {"dim": int, "unit": str, "size": (str, int), "item": int})
+    _check_keys(place, {"dim": int, "unit": str, "size": (str, int), "item": int, "parts": list})
     check_expression(place.get("size", 1))
-    return InputRule(place["dim"], place["unit"], place.get("size"), place.get("item"))
+    if ("unit" in place) == ("parts" in place) or not all(isinstance(part, str) for part in place.get("parts", ())):
+        raise ValueError(f"{place!r:.60} has neither a unit nor parts, which are names of units, or both")
+    return InputRule(**{**place, "parts": tuple(place.get("parts", ()))})
 
 
 def _parse_part(start: str, data: Any) -> Part:  # noqa: ANN401 - anything TOML holds
@@ -243,7 +245,7 @@ def to_table(rule: UnitRule | Rule | ModuleRule, *, without: Sequence[str] = ())
 def _plain(value: Any) -> Any:  # noqa: ANN401 - a field of any rule
     match value:
         case InputRule():
-            return {name: field for name, field in value._asdict().items() if field is not None}
+            return {name: _plain(field) for name, field in value._asdict().items() if field not in (None, "", ())}
         case Mapping():
             return {name: _plain(one) for name, one in value.items()}
         case tuple() | list():

@@ -17,7 +17,7 @@ from shardconv.plan.fields import fields_in
 from shardconv.plan.matcher import Matcher
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.resolve import Resolver
-from shardconv.plan.rule_format import parse_family
+from shardconv.plan.rule_format import parse_family, parse_module
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for
 from shardconv.proof.propose import Proposal, RuleTable, to_tables
@@ -134,5 +134,7 @@ def _overrides(rules: RuleSet, model: Any) -> Iterator[tuple[str, dict[str, int]
 def _used_units(proposal: Proposal) -> dict[str, RuleTable]:
     """The units that the rules and overrides that are left name."""
     named = {unit for rule in proposal.rules.values() for unit in (rule.get("unit"), *rule.get("parts", ()))}
-    named |= {name for told in proposal.told.values() for value in told.values() for name in fields_in(value)}
+    for pattern, told in proposal.told.items():
+        override = parse_module(pattern, told, "proposal")
+        named |= {name for expression in override.expressions() for name in fields_in(expression)} | {*override.units()}
     return {name: unit for name, unit in proposal.units.items() if name in named}
