@@ -163,7 +163,7 @@ def _module(rule: ModuleRule, fields: Mapping[str, Expression], units: Mapping[s
 
 def _place(place: InputRule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> InputRule:
     size = None if place.size is None else replaced(place.size, fields)
-    return place._replace(unit=units[place.unit], size=size)
+    return place._replace(unit=units.get(place.unit, ""), parts=tuple(units[one] for one in place.parts), size=size)
 
 
 def _conditions(
