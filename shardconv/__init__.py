@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from shardconv.plan.placement import Interval, Placement, Zeros
     from shardconv.plan.plan import Plan, Reason, TensorPlan
     from shardconv.plan.policy import Layer, Policy
-    from shardconv.plan.resolve import BlockedTp
+    from shardconv.plan.sizes import BlockedTp, PaddedTp, PaddedUnit, PaddingReport
     from shardconv.proof.model_check import ModelCheck, check_source
     from shardconv.proof.prove import Proof, ProofReport, propose_plan, prove
     from shardconv.runtime import load
@@ -120,7 +120,7 @@ _HOMES = {
     "shardconv.plan.placement": ("Interval", "Placement", "Zeros"),
     "shardconv.plan.plan": ("Plan", "Reason", "TensorPlan"),
     "shardconv.plan.policy": ("Layer", "Policy"),
-    "shardconv.plan.resolve": ("BlockedTp",),
+    "shardconv.plan.sizes": ("BlockedTp", "PaddedTp", "PaddedUnit", "PaddingReport"),
     "shardconv.proof.model_check": ("ModelCheck", "check_source"),
     "shardconv.proof.prove": ("Proof", "ProofReport", "propose_plan", "prove"),
     "shardconv.runtime": ("load",),
@@ -140,6 +140,9 @@ __all__ = [
     "MergeReport",
     "ModelCheck",
     "OutputError",
+    "PaddedTp",
+    "PaddedUnit",
+    "PaddingReport",
     "ParallelCrossEntropyLoss",
     "ParallelDropout",
     "ParallelEmbedding",

@@ -20,6 +20,7 @@ LAYOUTS = {
     "pair": ((2, 3),),
     "pairs": ((0, 1), (2, 3)),
     "strided": ((0, 2), (1, 3)),
+    "three": ((0, 1, 2),),
     "four": ((0, 1, 2, 3),),
     "eight": (tuple(range(8)),),
 }

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.errors import PlanError, RunError
-from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.family import FOREIGN, NAMES_FAMILY
 from shardconv.plan.family_file import parse_plan_file
-from shardconv.plan.foreign import FOREIGN, foreign_family
+from shardconv.plan.foreign import foreign_family
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import Reference, _difference, write_reference
 from shardconv.proof.prove import REFERENCE, _heads_for, _model_to_try, _skipped, small_model

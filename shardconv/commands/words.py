@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from shardconv.checkpoint.merge import MergeReport
     from shardconv.checkpoint.reshard import ReshardReport
     from shardconv.checkpoint.split import SplitReport
+    from shardconv.plan.sizes import PaddingReport
     from shardconv.proof.model_check import ModelCheck
 
 
@@ -42,6 +43,11 @@ def dry_run_notes(report: "SplitReport | MergeReport | ReshardReport", *, overwr
     if not (report.dry_run and report.destination_exists):
         return []
     return [f"{report.path} exists: {'it would be replaced' if overwrite else '--overwrite would be needed'}"]
+
+
+def padding_notes(padding: "PaddingReport") -> list[str]:
+    """What is padded as asked, if anything is."""
+    return [text] if (text := padding.describe()) else []
 
 
 def engine_note(layout: str) -> list[str]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from shardconv.distributed import copy_to_tp, reduce_from_tp
 from shardconv.layers.linear import ParallelLinear
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.sharding import ParallelModule, take_shard
+from shardconv.plan.placement import Placement, intervals
 
 
 class Sharded(ParallelModule):
@@ -67,7 +68,7 @@ class GlobalRMSNorm(Sharded):
         placement = self.placements["weight"]
         eps: Any = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         squares = hidden_states.float().pow(2).sum(-1, keepdim=True)
-        held = sum(placement.local_size(rank) for rank in range(placement.tp))  # with copies, more than there are
+        held = sum(piece.size for pieces in placement.ranks for piece in intervals(pieces))  # copies too, not padding
         total = copy_to_tp(reduce_from_tp(squares, group=self.axis), group=self.axis)
         own, full = squares / hidden_states.shape[-1], total / held
         normed: Tensor = super().forward(hidden_states)
@@ -247,22 +248,22 @@ class NormsOfHeads(ParallelModule):
     """Layer norms in a list, one for each head of all ranks, over the heads of this one.
 
     Attributes:
-        first: the first head of the rank.
+        heads: the placement of the heads.
         norms: of all heads.
     """
 
-    first: int
+    heads: Placement
     norms: nn.ModuleList
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[batch, heads of the rank, tokens, head_dim] to the same."""
         norm: Any = self.norms[0]
         normed = nn.functional.layer_norm(hidden_states, norm.normalized_shape, eps=norm.eps)
-        heads = slice(self.first, self.first + hidden_states.shape[1])
         for parameter, combine in (("weight", torch.mul), ("bias", torch.add)):
             if getattr(norm, parameter) is not None:
                 every = torch.stack([getattr(one, parameter) for one in self.norms])
-                normed = combine(normed, copy_to_tp(every, group=self.axis)[heads].unsqueeze(1))
+                local = take_shard(copy_to_tp(every, group=self.axis), self.heads, self.axis.rank)
+                normed = combine(normed, local.unsqueeze(1))
         return normed
 
 

@@ -244,7 +244,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         self.gather_output, self.input_is_parallel = gather_output, input_is_parallel
         self.skip_bias_add = skip_bias_add
         self.placements = {}
-        self._has_copies = False
+        self._has_own_gradient = True
         if cut_dim is None:
             return
         size = self.out_features if cut_dim == 0 else self.in_features
@@ -259,9 +259,10 @@ class ParallelLinear(ParallelModule, nn.Linear):
             raise ValueError(f"the placement ({placement.describe()}) is not one of dim {cut_dim} of {size}")
         if not placement.is_even:
             raise ValueError(f"the placement ({placement.describe()}) has shards of different sizes")
-        if cut_dim == 1 and (placement.is_padded or placement.has_copies):
-            raise ValueError(f"the placement ({placement.describe()}): rows cannot be padded, nor have copies")
-        self._has_copies = placement.has_copies
+        if cut_dim == 1 and placement.has_copies:
+            raise ValueError(f"the placement ({placement.describe()}): rows cannot have copies")
+        # padding of columns gets no gradient from the rows behind it, nor from masked logits
+        self._has_own_gradient = not placement.has_copies and not (cut_dim == 1 and placement.is_padded)
         self.placements["weight"] = placement
         own = replace(placement, dim=cut_dim)  # what is stored as in nn.Linear
         self.placements |= {"bias": own, "lora_b": own} if cut_dim == 0 else {"lora_a": own}
@@ -293,7 +294,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         late_bias = is_row or self.skip_bias_add
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        if self._has_copies and torch.is_grad_enabled():
+        if not self._has_own_gradient and torch.is_grad_enabled():
             weight, bias = self.shard("weight"), None if bias is None else self.shard("bias")
         output = F.linear(entered, weight.t() if self.transposed else weight, None if late_bias else bias)
         if self.lora_rank:
