@@ -184,15 +184,15 @@ def _cut_inputs(
 def _input_cut(rule: InputRule, scope: Scope, axis: Axis) -> Callable[[Any], Any]:
     """What makes of an argument the rank's."""
     if rule.size is None:
-        return partial(_cut_matrices, rule.dim, scope.units(rule.unit, axis.size, dim=rule.dim + 1), axis)
+        return partial(_cut_matrices, rule.dim, scope.units(rule.unit, axis.size, dim=rule.dim + 1), axis.rank)
     size = scope.fields().evaluate(rule.size)
     return partial(_cut_features, rule.dim, scope.units(rule.unit, axis.size, size=size), axis)
 
 
-def _cut_matrices(dim: int, units: Placement, axis: Axis, value: Any) -> Any:
+def _cut_matrices(dim: int, units: Placement, rank: int, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dim() < dim + 3 or value.shape[dim] == 1:
         return value  # not given, of tokens only, or the same for all units
-    return take_shard(value.unflatten(dim, (-1, units.size)), units, axis.rank).flatten(dim, dim + 1)
+    return take_shard(value.unflatten(dim, (-1, units.size)), units, rank).flatten(dim, dim + 1)
 
 
 def _cut_features(dim: int, features: Placement, axis: Axis, value: Any) -> Any:

@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardconv.errors import PlanError
 from shardconv.plan.family import CHOICE, STYLES, Rule
 from shardconv.plan.fields import fields_in
 from shardconv.plan.placement import Unit, round_up
@@ -86,13 +87,13 @@ class _Together:
 
     Attributes:
         names: of the units.
-        groups: counts of groups that rules repeat their segments for.
+        groups: how often rules repeat their segments, once for each KV head.
         of_group: the names of those that such rules count in each group.
         refusal: why they are not padded; "" where they may be.
     """
 
     names: set[str] = field(default_factory=set)
-    groups: set[int] = field(default_factory=set)
+    groups: set[str | int] = field(default_factory=set)
     of_group: set[str] = field(default_factory=set)
     refusal: str = ""
 
@@ -144,7 +145,7 @@ def _by_module(scope: "Scope") -> dict[str, _Together]:
             names = {name for name in (rule.unit, *rule.parts) if name is not None}
             together.names |= names
             if rule.groups != 1:
-                together.groups.add(scope.fields().evaluate(rule.groups))
+                together.groups.add(rule.groups)
                 together.of_group |= names
             if rule.style == "by_rows":
                 together.refusal = f"{rule.pattern} computes along the dim that would be padded (style by_rows)"
@@ -179,10 +180,12 @@ def expanded(pattern: str) -> Iterator[str]:
 
 def _paddings(together: _Together, scope: "Scope") -> dict[str, Padding]:
     """How units that meet in modules are padded."""
-    refusal = together.refusal
-    heads = None
+    heads, refusal = None, together.refusal
     if not refusal:
-        heads, refusal = _heads(together, scope)
+        try:
+            heads, refusal = _heads(together, scope)
+        except PlanError as error:  # of rules that match nothing, maybe: a field is missing
+            refusal = str(error)
     return {name: Padding(heads, name in together.of_group, refusal) for name in together.names}
 
 
@@ -198,7 +201,8 @@ def _heads(together: _Together, scope: "Scope") -> tuple[Heads | None, str]:
         if (count := units[name].count) is None:
             return None, f"how many {name} there are differs from tensor to tensor"
         counts[name] = scope.fields().evaluate(count)
-    kv_heads = together.groups | {counts[name] for name in outer if units[name].copies}
+    kv_heads = {counts[name] for name in outer if units[name].copies}
+    kv_heads |= {scope.fields().evaluate(groups) for groups in together.groups}
     inner = {counts[name] for name in together.of_group if not units[name].copies}
     queries = {counts[name] for name in outer if not units[name].copies}
     queries |= {next(iter(kv_heads)) * group for group in inner}
