@@ -15,7 +15,7 @@ from torch.overrides import wrap_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
-from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut, intervals
 
 #: Of parameters that are shards, the placement and the ranks. Beside them, so that they are stored as plain tensors.
 _described: Any = WeakTensorKeyDictionary()
@@ -54,8 +54,10 @@ def take_shard(full: Tensor, placement: Placement, rank: int) -> Tensor:
     if placement.dim is None:
         return full
     dim = placement.dim
-    parts = []
-    for piece in placement.ranks[rank]:
+    pieces = placement.ranks[rank]
+    # a shard of padding alone still depends on the full tensor, whose backward pass may be a collective
+    parts = [] if intervals(pieces) else [full.narrow(dim, 0, 0)]
+    for piece in pieces:
         if isinstance(piece, Interval):
             parts.append(full.narrow(dim, piece.start, piece.size))
         else:
