@@ -20,10 +20,12 @@ LAYOUTS = {
     "pair": ((2, 3),),
     "pairs": ((0, 1), (2, 3)),
     "strided": ((0, 2), (1, 3)),
-    "two0": ((0, 1),),
-    "three": ((0, 1, 2),),
     "four": ((0, 1, 2, 3),),
     "eight": (tuple(range(8)),),
+    "three": ((0, 1, 2),),
+    "five": (tuple(range(5)),),
+    "six": (tuple(range(6)),),
+    "twelve": (tuple(range(12)),),
 }
 #: What the processes have imported when they start: they are forked from one that has. With torchvision, torch alone:
 #: vision.py comes before it.
