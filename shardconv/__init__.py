@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from shardconv.checkpoint.merge import MergeReport, merge
+    from shardconv.checkpoint.pad import PadReport, UnpadReport, pad, unpad
     from shardconv.checkpoint.planning import PlanOptions, PlanReport, TensorReport, make_plan, report_plan
     from shardconv.checkpoint.reshard import ReshardReport, reshard
     from shardconv.checkpoint.split import SplitReport, split
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "shardconv.checkpoint.merge": ("MergeReport", "merge"),
+    "shardconv.checkpoint.pad": ("PadReport", "UnpadReport", "pad", "unpad"),
     "shardconv.checkpoint.planning": ("PlanOptions", "PlanReport", "TensorReport", "make_plan", "report_plan"),
     "shardconv.checkpoint.reshard": ("ReshardReport", "reshard"),
     "shardconv.checkpoint.split": ("SplitReport", "split"),
@@ -140,6 +142,7 @@ __all__ = [
     "MergeReport",
     "ModelCheck",
     "OutputError",
+    "PadReport",
     "PaddedTp",
     "PaddedUnit",
     "PaddingReport",
@@ -169,6 +172,7 @@ __all__ = [
     "SplitReport",
     "TensorPlan",
     "TensorReport",
+    "UnpadReport",
     "UsageError",
     "VerifyReport",
     "VocabParallelClassifier",
@@ -192,6 +196,7 @@ __all__ = [
     "load_full_state_dict",
     "make_plan",
     "merge",
+    "pad",
     "propose_plan",
     "prove",
     "reduce_from_tp",
@@ -199,6 +204,7 @@ __all__ = [
     "reshard",
     "scatter_to_tp",
     "split",
+    "unpad",
     "verify",
 ]
 

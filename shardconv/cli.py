@@ -27,6 +27,8 @@ from shardconv.commands.options import (
     tp_option,
     write_options,
 )
+from shardconv.commands.pad import pad as pad_command
+from shardconv.commands.pad import unpad as unpad_command
 from shardconv.commands.plan import check_source
 from shardconv.commands.plan import plan as plan_command
 from shardconv.commands.run import run as run_command
@@ -215,8 +217,10 @@ def verify(src: Path, *, engine: str | None, as_json: bool, quiet: bool, **optio
         sys.exit(3)
 
 
+cli.add_command(pad_command)
 cli.add_command(plan_command)
 cli.add_command(run_command)
+cli.add_command(unpad_command)
 
 
 @cli.command(hidden=True)

@@ -7,6 +7,7 @@ from shardconv.console import size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.merge import MergeReport
+    from shardconv.checkpoint.pad import PadReport, UnpadReport
     from shardconv.checkpoint.reshard import ReshardReport
     from shardconv.checkpoint.split import SplitReport
     from shardconv.plan.sizes import PaddingReport
@@ -38,7 +39,9 @@ def model_notes(check: "ModelCheck | None") -> list[str]:
     return [f"names and shapes are those of {check.model}{ignored}"]
 
 
-def dry_run_notes(report: "SplitReport | MergeReport | ReshardReport", *, overwrite: bool) -> list[str]:
+def dry_run_notes(
+    report: "SplitReport | MergeReport | ReshardReport | PadReport | UnpadReport", *, overwrite: bool
+) -> list[str]:
     """What a dry run found at its destination."""
     if not (report.dry_run and report.destination_exists):
         return []

@@ -43,6 +43,28 @@ class _Question(NamedTuple):
     rows: int | None = None
 
 
+class PaddedRule(NamedTuple):
+    """A rule that pads.
+
+    Attributes:
+        scope: of the rule.
+        rule: the rule.
+        unit: the unit; None where elements are padded.
+        size: how many there are.
+        padded: how many there are with padding.
+        tensor: the first tensor of which that is true.
+        spec: of the tensor.
+    """
+
+    scope: Scope
+    rule: Rule
+    unit: str | None
+    size: int
+    padded: int
+    tensor: str
+    spec: TensorSpec
+
+
 class ShardedDim(NamedTuple):
     """The dim that a rule shards, from 0, and its full size; None where it is replicated, or only the tensor has it."""
 
@@ -181,11 +203,14 @@ class Resolver:
 
     def padding(self, tp: int) -> PaddingReport:
         """What the plan for ``tp`` ranks pads as asked."""
-        found: dict[PaddedUnit, None] = {}
+        units = [PaddedUnit(one.unit or one.rule.pattern, one.size, one.padded) for one in self.padded_rules(tp)]
+        return PaddingReport(tuple(dict.fromkeys(units)), self.padding_share(tp)) if units else NO_PADDING
+
+    def padded_rules(self, tp: int) -> Iterator[PaddedRule]:
+        """The units that the plan for ``tp`` ranks pads as asked, by the rule that says so."""
         for question in self._first if self.rules.pad else ():
             if self._answer(question, tp).placement.is_padded:
-                found |= dict.fromkeys(self._padded_units(question, tp))
-        return PaddingReport(tuple(found), self.padding_share(tp)) if found else NO_PADDING
+                yield from self._padded_units(question, tp)
 
     def blocked(self, tp: int) -> BlockedTp | None:
         """What blocks a tensor parallel size; None where it is supported."""
@@ -280,7 +305,7 @@ class Resolver:
         part = size // max(fields.evaluate(rule.groups) * len(names), 1)  # of those that say no count of their own
         return [self._unit(unit, rule, part, scope, fields, name) for unit in names]
 
-    def _padded_units(self, question: _Question, tp: int) -> Iterator[PaddedUnit]:
+    def _padded_units(self, question: _Question, tp: int) -> Iterator[PaddedRule]:
         rule, scope, leaf, spec, _, _, rows = question
         fields = scope.fields() if rows is None else scope.fields(rows=rows)
         name = self._first[question]
@@ -290,7 +315,7 @@ class Resolver:
             padding = scope.padding(rule, unit_name)
             padded = (padding.apply(unit, scope.multiple(tp)) if padding else unit).padded_count(tp)
             if padded != unit.count:
-                yield PaddedUnit(unit_name or rule.pattern, unit.count, padded)
+                yield PaddedRule(scope, rule, unit_name, unit.count, padded, name, spec)
 
     def _unit(self, unit_name: str | None, rule: Rule, size: int, scope: Scope, fields: Fields, name: str) -> Unit:
         if unit_name is None:

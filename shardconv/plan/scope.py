@@ -70,6 +70,10 @@ class Scope:
         """How a unit of a rule is padded; None where nothing is."""
         return padding_of(self, rule, unit) if self.pad else None
 
+    def used_units(self) -> set[str]:
+        """The units that the rules name."""
+        return {name for rule in self.rules() for name in (rule.unit, *rule.parts) if name is not None}
+
     def multiple(self, tp: int) -> int:
         """What is padded is padded to a multiple of this."""
         return lcm(self.pad, tp)
