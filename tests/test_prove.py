@@ -13,6 +13,7 @@ import pytest
 import torch
 from command import call, run
 from matrix import check, model_class, small, worst
+from models import MODELS
 from safetensors.torch import load_file, save_file
 
 import shardconv
@@ -232,3 +233,12 @@ def test_what_is_barred_is_no_measure():
     expected = torch.tensor([1.0, 2.0, torch.finfo(torch.float32).min])
     assert _difference(expected + torch.tensor([0.5, 0.0, 0.0]), expected) == 0.25
     assert _difference(torch.tensor([1.0, 2.0, 3.0]), expected) == float("inf")
+
+
+def test_padding_is_proven(tmp_path):
+    """The small model has four heads and two KV heads, so that at tp 3 it is padded."""
+    source = MODELS["llama"].write(tmp_path / "source")
+    report = shardconv.prove(source, tps=(3,), pad=True)
+    assert report.is_proven
+    assert {3, 5, 6} < set(report.legal_tp)
+    assert not shardconv.prove(source, tps=(3,)).is_proven

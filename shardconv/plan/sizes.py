@@ -56,6 +56,10 @@ class LegalSizes:
     blocked: tuple[BlockedTp, ...]
     padded: tuple[PaddedTp, ...] = ()
 
+    def supported(self, *, pad: bool) -> tuple[int, ...]:
+        """The sizes, ascending, with those that need padding or without."""
+        return tuple(sorted({*self.legal, *(one.tp for one in self.padded if pad)}))
+
 
 class PaddedUnit(NamedTuple):
     """A unit of which there are more with padding; where elements are padded, ``name`` is the rule's pattern."""
