@@ -334,6 +334,21 @@ def test_models_that_are_not_padded(case, tmp_path):
     assert not (tmp_path / "split").exists()
 
 
+def test_one_number_for_each_head_is_padded_as_heads_are(tmp_path):
+    """MPNet's bias has a column for each head, in another module than the heads; widths are padded further."""
+    model = small(model_class("masked language models", "mpnet"))
+    model.save_pretrained(tmp_path / "source")
+    report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=3, pad=True)
+    found = {unit.name: (unit.size, unit.padded_size) for unit in report.padding.units}
+    assert (found["head"], found["head_column"]) == ((4, 6), (4, 6))
+
+
+def test_widths_are_padded_to_a_multiple_of_eight_on_each_rank(tmp_path):
+    source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1, intermediate=100))
+    report = shardconv.split(source, tmp_path / "split", tp=3, pad=True)
+    assert [tuple(unit) for unit in report.padding.units if unit.name == "intermediate"] == [("intermediate", 100, 120)]
+
+
 def test_block_scales_are_not_padded(checkpoint, tmp_path):
     with pytest.raises(PlanError, match="features would be padded, and with them blocks that have a scale"):
         shardconv.split(checkpoint("deepseek_v3-hub"), tmp_path / "split", tp=3, pad=True)

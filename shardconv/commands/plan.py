@@ -148,7 +148,7 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
         sizes_with = [f"{one.tp} ({one.memory:.1%})" for one in report.padded_tp if one.tp <= _LISTED]
         others = len(report.padded_tp) - len(sizes_with)
         more = f" and {others} more up to {report.padded_tp[-1].tp} (--json has all)" if others else ""
-        lines.append(f"with --pad, and so much more memory: {', '.join(sizes_with)}{more}")
+        lines.append(f"supported with --pad (additional memory): {', '.join(sizes_with)}{more}")
     lines += padding_notes(report.padding)
     if report.tp is not None:
         lines += [f"tp {report.tp}: {sizes(report.rank_bytes)} a rank", ""]

@@ -31,6 +31,9 @@ def type_refusal(model_type: str) -> str:
 #: Features: kernels of torch for grouped products need rows of a multiple of 16 bytes, and others are faster with them.
 _ALIGN = 8
 
+#: The largest unit of features: gate and up of one.
+_MAX_PAIR = 2
+
 _REFUSED = Path(__file__).parent / "padding.toml"
 
 
@@ -197,12 +200,20 @@ def _paddings(together: _Together, scope: "Scope") -> dict[str, Padding]:
 
 
 def _is_width(names: set[str], scope: "Scope") -> bool:
-    """Whether units are features, or pairs of gate and up of a feature, and not heads."""
-    units = scope.family.units or {}
+    """Whether units are features, or pairs of gate and up of a feature, and not heads, nor one number for each head."""
+    sizes = {name: _counted(name, scope) for name in scope.family.units or {}}
+    heads = {count for count, size in sizes.values() if size > _MAX_PAIR}
+    return all(sizes[name][1] <= _MAX_PAIR and sizes[name][0] not in heads for name in names)
+
+
+def _counted(name: str, scope: "Scope") -> tuple[int, int]:
+    """How many of a unit there are, and its size; a size over that of a pair where that is not known."""
+    unit = (scope.family.units or {})[name]
     try:
-        return all(scope.fields().evaluate(units[name].size) <= 2 for name in names)
-    except PlanError:  # it differs from tensor to tensor
-        return False
+        count = 0 if unit.count is None else scope.fields().evaluate(unit.count)
+        return count, scope.fields().evaluate(unit.size)
+    except PlanError:  # it differs from tensor to tensor, or nothing has such a unit
+        return 0, _MAX_PAIR + 1
 
 
 def _heads(together: _Together, scope: "Scope") -> tuple[Heads | None, str]:

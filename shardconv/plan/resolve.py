@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -99,6 +100,7 @@ class Resolver:
                         f"{name}: rule {rule.pattern!r} says how it is cut, and experts are to be dealt out"
                     )
                 self._questions[name] = self._questions[name]._replace(expert=one)
+        self._with_padding: dict[int, Resolver] = {}
         self._first: dict[_Question, str] = {}
         for name, question in self._questions.items():
             self._first.setdefault(question, name)
@@ -117,17 +119,24 @@ class Resolver:
             return self
         if pad and (refusal := self.rules.padding_refusal):
             raise PlanError(f"--pad: nothing of this model is padded: {refusal}")
-        other = copy(self)
-        other._set_padding(pad)  # noqa: SLF001 - one of these
-        return other
+        if pad not in self._with_padding:
+            self._with_padding[pad] = copy(self)
+            self._with_padding[pad]._set_padding(pad)  # noqa: SLF001 - one of these
+        return self._with_padding[pad]
 
     def _set_padding(self, pad: int) -> None:
+        self.__dict__.pop("_counts", None)
         rules = self.rules.with_padding(pad)
         scopes = dict(zip(self.rules.scopes, rules.scopes, strict=True))
         changed = {question: question._replace(scope=scopes[question.scope]) for question in self._first}
         self._questions = {name: changed[question] for name, question in self._questions.items()}
         self._first = {changed[question]: name for question, name in self._first.items()}
         self.rules = rules
+
+    @cached_property
+    def _counts(self) -> Counter[_Question]:
+        """For each question how many tensors it is of."""
+        return Counter(self._questions.values())
 
     def replaced(self, family: RuleSet) -> dict[str, tuple[str, str]]:
         """Tensors that a user's rule gives another style than the family: name to the family's style and the user's."""
@@ -193,7 +202,7 @@ class Resolver:
     def padding_share(self, tp: int) -> float:
         """The bytes of padding on all ranks, as a share of all other bytes."""
         padding = others = 0
-        for question, count in Counter(self._questions.values()).items():
+        for question, count in self._counts.items():
             placement, spec = self._answer(question, tp).placement, question.spec
             bits = _bits(spec.dtype) * count
             held = bits * sum(placement.shard_numel(spec.shape, rank) for rank in range(tp))
@@ -222,7 +231,8 @@ class Resolver:
         return None
 
     def _way_out(self, tp: int, *, is_unsure: bool) -> str:
-        legal = [str(size) for size in self.legal_sizes().legal]
+        plain = self.padded(0)
+        legal = [str(size) for size in CANDIDATE_TPS if plain.blocked(size) is None]
         way_out = (
             f"{'Otherwise use' if is_unsure else 'Use'} --tp {', '.join(legal)}."
             if legal
