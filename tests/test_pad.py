@@ -166,3 +166,18 @@ def test_commands(source, tmp_path):
     wrong = call("pad", source, "--multiple-of", "3")
     assert wrong.code == 2
     assert "is not tp=N" in wrong.err
+
+
+def test_the_vocabulary_is_padded_when_asked(source, tmp_path):
+    """As engines that cannot shard it otherwise need it: the logits of true tokens are equal, those of padding zero."""
+    expected = logits(transformers.Qwen3ForCausalLM, source)
+    report = shardconv.pad(source, tmp_path / "padded", tp=3, vocab_multiple=192, check=require_padded)
+    assert ("vocab_size", 131, 192) in [tuple(change) for change in report.config]
+    assert ["logits of tokens from 131 on are zero" in note for note in report.notes] == [True]
+    found = logits(transformers.Qwen3ForCausalLM, tmp_path / "padded")
+    assert torch.allclose(found[..., :131], expected, atol=1e-5 * float(expected.abs().max()))
+    assert not found[..., 131:].any()
+    shardconv.unpad(tmp_path / "padded", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(source)
+    printed = call("pad", source, "--multiple-of", "tp=3,vocab=192", "-o", tmp_path / "other", "-q", "--no-check-model")
+    assert "logits of tokens from 131 on are zero" in printed.err

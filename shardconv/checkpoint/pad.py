@@ -26,9 +26,10 @@ from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.staging import check_apart, check_target, staging
 from shardconv.checkpoint.write import check_readable, copy_files, copy_side_files, read_ranks, side_bytes, side_paths
 from shardconv.errors import PlanError, SourceError, SplitCheckpointError, UsageError
-from shardconv.plan.padded_config import ConfigChange, change_config
+from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.resolve import Resolver
 from shardconv.plan.sizes import PaddingReport
 
 #: Whether a model of a config has such tensors.
@@ -51,6 +52,7 @@ class PadReport:
         num_bytes: bytes of the padded weights.
         padding: what is padded, from which count to which.
         config: the fields of config.json that change.
+        notes: how the padded checkpoint may differ from the source; empty where it does not.
         left_out: name to reason of files in the source's folder that were left out; hidden folders have a / behind.
         seconds: wall time.
         dry_run: whether nothing was written.
@@ -65,6 +67,7 @@ class PadReport:
     num_bytes: int
     padding: PaddingReport
     config: tuple[ConfigChange, ...]
+    notes: tuple[str, ...]
     left_out: Mapping[str, str]
     seconds: float
     dry_run: bool
@@ -88,6 +91,7 @@ def pad(
     dst: StrPath | None = None,
     *,
     tp: int,
+    vocab_multiple: int = 1,
     overwrite: bool = False,
     dry_run: bool = False,
     threads: int | None = None,
@@ -102,6 +106,8 @@ def pad(
         src: a folder with config.json.
         dst: the folder to write; by default ``NAME-padN`` in the current folder.
         tp: the tensor parallel size that heads and widths are padded for.
+        vocab_multiple: pad the vocabulary to a multiple of this, too. The logits of padding are zero, and not minus
+            infinity: it is for engines that cannot shard the vocabulary otherwise.
         overwrite: replace what is at ``dst``.
         dry_run: plan and check, write nothing; a checkpoint at ``dst`` is then not an error.
         threads: how many threads copy; by default as many as there are processors, up to 8.
@@ -118,7 +124,7 @@ def pad(
     """
     began = time.perf_counter()
     source = open_source(local_path(src), follow_links=follow_links, ignore=as_names(ignore))
-    config, manifest, changes, padding = _planned(source, tp, check)
+    config, manifest, changes, padding = _planned(source, tp, vocab_multiple, check)
     target = local_path(dst) if dst is not None else Path(f"{source.name}-pad{tp}")
     paths = (source.path, *(part.path for part in source.parts), *source.side_files.values())
     check_apart(target, paths)
@@ -135,6 +141,7 @@ def pad(
         num_bytes=sum(header.data_bytes for header in manifest.rank_layout.headers),
         padding=padding,
         config=changes,
+        notes=tuple(_note(change) for change in changes if change.field.endswith(VOCABULARY)),
         left_out=source.left_out,
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
@@ -142,8 +149,15 @@ def pad(
     )
 
 
+def _note(change: ConfigChange) -> str:
+    return (
+        f"the logits of tokens from {change.before} on are zero, and not minus infinity: where tokens are sampled, or "
+        f"the largest logit may be negative, mask them in the engine"
+    )
+
+
 def _planned(
-    source: Source, tp: int, check: Check | None
+    source: Source, tp: int, vocab_multiple: int, check: Check | None
 ) -> tuple[dict[str, Any], Manifest, tuple[ConfigChange, ...], PaddingReport]:
     """The new config, the manifest, the changes of the config, and what is padded."""
     if source.config is None or not source.is_folder:
@@ -152,7 +166,8 @@ def _planned(
         raise UsageError(f"{source.path}: is padded already ({PADDING_NAME}): shardconv unpad {source.path} first")
     config = copy.deepcopy(source.config)
     request = PlanRequest(pad=tp)
-    resolver = resolve(source.specs, config, request).resolver
+    rules = replace(resolve(source.specs, config, request).resolver.rules, vocab_multiple=vocab_multiple)
+    resolver = Resolver(source.specs, rules)
     plan, padding = resolver.plan(1), resolver.padding(1)
     if not padding.units:
         raise UsageError(f"{source.path}: nothing is to be padded for tp {tp}: use it as it is")

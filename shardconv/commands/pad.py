@@ -15,20 +15,27 @@ from shardconv.signals import ImportPhase
 if TYPE_CHECKING:
     from shardconv.checkpoint.pad import Check
 
-_MULTIPLE = re.compile(r"tp=([1-9]\d{0,3})")
+_MULTIPLE = re.compile(r"tp=([1-9]\d{0,3})(?:,vocab=([1-9]\d{0,4}))?")
 
 
-def _tp(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    """The N of ``tp=N``."""
+def _multiples(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
+    """The N and M of ``tp=N,vocab=M``."""
     found = _MULTIPLE.fullmatch(value)
     if found is None:
-        raise click.BadParameter(f"{value!r} is not tp=N with N from 1 to 9999", context, parameter)
-    return int(found[1])
+        raise click.BadParameter(f"{value!r} is not tp=N or tp=N,vocab=M", context, parameter)
+    return int(found[1]), int(found[2] or 1)
 
 
 @click.command()
 @click.argument("src", type=PATH)
-@click.option("--multiple-of", "tp", callback=_tp, required=True, metavar="tp=N", help="Ranks to divide among.")
+@click.option(
+    "--multiple-of",
+    "multiples",
+    callback=_multiples,
+    required=True,
+    metavar="tp=N[,vocab=M]",
+    help="Ranks to divide among; and what the vocabulary is to be a multiple of, whose padding has logits of zero.",
+)
 @click.option("-o", "--output", type=PATH, metavar="DIR", help="Folder to write. [default: NAME-padN here]")
 @click.option("--follow-links", is_flag=True, help="Read files that are links out of their folder.")
 @ignore_option
@@ -39,7 +46,16 @@ def _tp(context: click.Context, parameter: click.Parameter, value: str) -> int:
 )
 @write_options
 @output_options
-def pad(src: Path, output: Path | None, *, as_json: bool, quiet: bool, check_model: bool, **options: Any) -> None:  # noqa: ANN401
+def pad(
+    src: Path,
+    output: Path | None,
+    *,
+    multiples: tuple[int, int],
+    as_json: bool,
+    quiet: bool,
+    check_model: bool,
+    **options: Any,  # noqa: ANN401
+) -> None:
     """Pad the Hugging Face checkpoint SRC with zeros and change its config, for engines that read that.
 
     Outputs stay equal. shardconv unpad gives SRC again, byte for byte.
@@ -49,7 +65,8 @@ def pad(src: Path, output: Path | None, *, as_json: bool, quiet: bool, check_mod
     check = _check() if check_model else None
     console = Console(as_json=as_json, quiet=quiet)
     with console.progress("pad") as progress:
-        report = run(src, output, check=check, progress=progress, **options)
+        tp, vocab_multiple = multiples
+        report = run(src, output, tp=tp, vocab_multiple=vocab_multiple, check=check, progress=progress, **options)
     verb = "would be written" if report.dry_run else rate(report.source_bytes, report.seconds)
     changes = [f"{one.field} from {one.before} to {one.after}" for one in report.config if one.before is not None]
     added = [f"{one.field} = {one.after}" for one in report.config if one.before is None]
@@ -60,8 +77,10 @@ def pad(src: Path, output: Path | None, *, as_json: bool, quiet: bool, check_mod
             *padding_notes(report.padding),
             f"config.json: {', '.join([*changes, *added])}",
             *dry_run_notes(report, overwrite=options["overwrite"]),
+            *report.notes,
             *notes((), report.left_out),
         ],
+        quiet_warnings=list(report.notes),
     )
 
 

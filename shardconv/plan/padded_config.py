@@ -14,6 +14,9 @@ from shardconv.plan.fields import Fields, fields_in, lookup
 from shardconv.plan.resolve import PaddedRule, Resolver
 from shardconv.plan.scope import Scope
 
+#: The field that has the size of the vocabulary.
+VOCABULARY = "vocab_size"
+
 #: What the user may do instead, where a config cannot say it.
 _REMEDY = "use shardconv split --pad, whose rank files keep the true sizes"
 
@@ -79,6 +82,8 @@ def _check_tensor(padded: PaddedRule) -> None:
 def _count(padded: PaddedRule) -> str | int | None:
     """How many of a unit there are, as an expression; None where the tensor's own size tells it."""
     unit = (padded.scope.family.units or {}).get(padded.unit or "")
+    if padded.unit is None and padded.rule.style == "embedding_rowwise":
+        return VOCABULARY
     return None if unit is None else unit.count
 
 
