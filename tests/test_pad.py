@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ def source(tmp_path) -> Path:
 
 def test_files_of_the_source_stay_files(source, tmp_path):
     report = shardconv.pad(source, tmp_path / "padded", tp=3)
-    assert [tuple(change) for change in report.config] == [
+    assert [astuple(change) for change in report.config] == [
         ("num_key_value_heads", 2, 3), ("num_attention_heads", 8, 12),
     ]  # fmt: skip
     found = contents(tmp_path / "padded")
@@ -172,7 +173,7 @@ def test_the_vocabulary_is_padded_when_asked(source, tmp_path):
     """As engines that cannot shard it otherwise need it: the logits of true tokens are equal, those of padding zero."""
     expected = logits(transformers.Qwen3ForCausalLM, source)
     report = shardconv.pad(source, tmp_path / "padded", tp=3, vocab_multiple=192, check=require_padded)
-    assert ("vocab_size", 131, 192) in [tuple(change) for change in report.config]
+    assert ("vocab_size", 131, 192) in [astuple(change) for change in report.config]
     assert ["logits of tokens from 131 on are zero" in note for note in report.notes] == [True]
     found = logits(transformers.Qwen3ForCausalLM, tmp_path / "padded")
     assert torch.allclose(found[..., :131], expected, atol=1e-5 * float(expected.abs().max()))

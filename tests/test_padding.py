@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import astuple
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from build import contents, llama_config, write_checkpoint
+from command import call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrix import check, model_class, small, worst
@@ -143,7 +145,7 @@ def test_files_by_hand(tmp_path):
     """8 query heads of 2 KV heads on 6 ranks: of each 4, which 6 places are for, 3 ranks have 2, 2 and none."""
     source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
     report = shardconv.split(source, tmp_path / "split", tp=6, pad=True)
-    assert [tuple(unit) for unit in report.padding.units if unit.name == "query_head"] == [("query_head", 8, 12)]
+    assert [astuple(unit) for unit in report.padding.units if unit.name == "query_head"] == [("query_head", 8, 12)]
     assert not [unit for unit in report.padding.units if unit.name in ("kv_head", "intermediate")]
     full = tensors_of(source / "model.safetensors")
     q, o = (full[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qo")
@@ -346,7 +348,9 @@ def test_one_number_for_each_head_is_padded_as_heads_are(tmp_path):
 def test_widths_are_padded_to_a_multiple_of_eight_on_each_rank(tmp_path):
     source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1, intermediate=100))
     report = shardconv.split(source, tmp_path / "split", tp=3, pad=True)
-    assert [tuple(unit) for unit in report.padding.units if unit.name == "intermediate"] == [("intermediate", 100, 120)]
+    assert [astuple(unit) for unit in report.padding.units if unit.name == "intermediate"] == [
+        ("intermediate", 100, 120)
+    ]
 
 
 def test_block_scales_are_not_padded(checkpoint, tmp_path):
@@ -361,3 +365,24 @@ def test_a_manifest_that_does_not_speak_of_padding_has_none(tmp_path):
     shardconv.split(source, tmp_path / "three", tp=3, pad=True)
     manifest = json.loads((tmp_path / "three" / "shardconv.json").read_text())
     assert (manifest["request"]["pad"], manifest["plan"]["rules"]["pad"]) == (1, 1)
+
+
+def test_commands_say_what_padding_costs(tmp_path):
+    source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
+    costs = {one.tp: f"{one.memory:.1%}" for one in shardconv.report_plan(source).padded_tp}
+    listed = call("plan", source).out
+    assert f"supported with --pad (additional memory): 3 ({costs[3]}), 5 ({costs[5]}), 6 ({costs[6]})" in listed
+    refused = call("split", source, "--tp", 3, "-o", tmp_path / "three")
+    assert refused.code == 1
+    assert f"Use --tp 1, 2, 4, 8. tp 3: supported with --pad, {costs[3]} more memory." in refused.err
+    done = call("split", source, "--tp", 3, "--pad", "-o", tmp_path / "three")
+    assert "query_head from 8 to 12, kv_head from 2 to 3" in done.out
+    assert f"{costs[3]} more memory" in done.out
+    found = json.loads(call("reshard", tmp_path / "three", "--tp", 6, "--pad", "-o", tmp_path / "six", "--json").out)
+    assert ["query_head", 8, 12] in [list(unit.values()) for unit in found["padding"]["units"]]
+    stored = call("plan", tmp_path / "six").out
+    assert f"padded with zeros: {', '.join(units_of(found))}; {costs[6]} more memory" in stored
+
+
+def units_of(report: dict) -> list[str]:
+    return [f"{one['name']} from {one['size']} to {one['padded_size']}" for one in report["padding"]["units"]]

@@ -7,7 +7,7 @@ other programs compute by the config alone.
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.plan.fields import Fields, fields_in, lookup
@@ -21,7 +21,8 @@ VOCABULARY = "vocab_size"
 _REMEDY = "use shardconv split --pad, whose rank files keep the true sizes"
 
 
-class ConfigChange(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ConfigChange:
     """A field of a config that changes.
 
     Attributes:

@@ -4,7 +4,6 @@ Plain data, for reports.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 #: The tensor parallel sizes that a report looks at.
 CANDIDATE_TPS = (*range(1, 65), 72, 80, 96, 128, 256)
@@ -61,8 +60,15 @@ class LegalSizes:
         return tuple(sorted({*self.legal, *(one.tp for one in self.padded if pad)}))
 
 
-class PaddedUnit(NamedTuple):
-    """A unit of which there are more with padding; where elements are padded, ``name`` is the rule's pattern."""
+@dataclass(frozen=True, slots=True)
+class PaddedUnit:
+    """A unit of which there are more with padding.
+
+    Attributes:
+        name: of the unit; where elements are padded, the rule's pattern.
+        size: how many there are.
+        padded_size: how many there are with padding.
+    """
 
     name: str
     size: int
