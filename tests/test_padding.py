@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from build import contents, llama_config, write_checkpoint
 from command import call
@@ -27,6 +28,7 @@ from shardconv.plan.placement import Interval, Placement, Unit, cut
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT
+from shardconv.tensor import as_dtensor
 
 SCALE = 0.3  # so that attention is neither even nor of one token
 LAYOUTS = {2: "first", 3: "three", 5: "five", 6: "six", 12: "twelve"}
@@ -248,6 +250,25 @@ def check_training(axis, name):
 @pytest.mark.parametrize(("name", "tp"), [("llama-biases", 6), ("mixtral", 3), ("falcon-40b", 6), ("gpt2", 3)])
 def test_padding_stays_zero_in_training(ranks, name, tp):
     assert sum(ranks(LAYOUTS[tp], check_training, name))
+
+
+def check_distributed_checkpoint(axis, folder):
+    """What is saved of a padded model is the unsharded one, without padding; and loads into a padded one."""
+    model, expected = MODELS["llama-biases"].build(SCALE), MODELS["llama-biases"].build(SCALE).state_dict()
+    shardconv.convert_model(model, pad=True, group=axis.group)
+    dcp.save(as_dtensor(model), checkpoint_id=folder)
+    plain = {name: torch.zeros_like(value) for name, value in expected.items()}
+    dcp.load(plain, checkpoint_id=folder)
+    assert all(torch.equal(plain[name], value) for name, value in expected.items())
+    again = MODELS["llama-biases"].build(1.0)
+    shardconv.convert_model(again, pad=True, group=axis.group)
+    dcp.load(as_dtensor(again), checkpoint_id=folder)
+    loaded = shardconv.gather_state_dict(again)
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+
+
+def test_distributed_checkpoints_have_no_padding(ranks, tmp_path):
+    ranks("six", check_distributed_checkpoint, tmp_path / "dcp")
 
 
 def check_full_input(axis):
