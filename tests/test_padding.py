@@ -23,9 +23,11 @@ from torch import nn
 
 import shardconv
 from shardconv.errors import PlanError
-from shardconv.plan.padding import Heads
+from shardconv.plan.family import Family, Rule, UnitRule
+from shardconv.plan.padding import Heads, Padding, unit_paddings
 from shardconv.plan.placement import Interval, Placement, Unit, cut
 from shardconv.plan.request import PlanRequest
+from shardconv.plan.scope import Scope
 from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT
 from shardconv.tensor import as_dtensor
@@ -109,6 +111,43 @@ def test_interleaved_groups_are_padded_as_separate_tensors(heads, tp):
         assert found[:, :-2].ravel().tolist() == expected_q
         for offset, column in ((-2, found[:, -2]), (-1, found[:, -1])):
             assert column.tolist() == [None if key is None else rows[key, offset] for key in keys]
+
+
+UNITS_OF = {
+    "query": UnitRule("q_heads", "size"),
+    "kv": UnitRule("kv_heads", "size", copies=True),
+    "few": UnitRule("kv_heads", "size"),
+    "number": UnitRule("q_heads"),
+    "width": UnitRule("width"),
+    "by_tensor": UnitRule(None, "size"),
+}
+
+
+def paddings(**rules: str) -> dict[str, Padding]:
+    """How units are padded by rules for these layers of one module, each with a unit."""
+    made = tuple(Rule(f"block.{layer}", "colwise", unit) for layer, unit in rules.items())
+    family = Family("made up", units=UNITS_OF, rules=made)
+    return dict(unit_paddings(Scope(family, {"q_heads": 8, "kv_heads": 2, "size": 4, "width": 10}, pad=1)))
+
+
+def test_units_that_meet_in_a_module_are_padded_together():
+    assert paddings(q="query", k="kv", bias="number") == dict.fromkeys(("query", "kv", "number"), Padding(Heads(2, 4)))
+    assert paddings(q="query", bias="number") == dict.fromkeys(("query", "number"), Padding())
+    assert paddings(up="width")["width"].align > 1
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"q": "query", "k": "few"}, "which of them belong together is not known"),
+        ({"q": "query", "k": "few", "v": "kv"}, "which query head has which KV head is not known"),
+        ({"q": "query", "k": "by_tensor"}, "differs from tensor to tensor"),
+        ({"q": "query", "k": "kv", "up": "width"}, "which query head has which KV head is not known"),
+    ],
+)
+def test_units_of_which_it_is_not_known_are_not_padded(rules, message):
+    """Each would have the right shapes, and query heads with the keys of others."""
+    assert all(message in padding.refusal for padding in paddings(**rules).values())
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

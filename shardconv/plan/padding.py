@@ -222,7 +222,7 @@ def _heads(together: _Together, scope: "Scope") -> tuple[Heads | None, str]:
     outer = together.names - together.of_group
     has_kv = bool(together.groups) or any(units[name].copies for name in outer)
     if not has_kv:
-        return None, ""
+        return None, _without_kv(together.names, scope)
     counts: dict[str, int] = {}
     for name in sorted(together.names):
         if (count := units[name].count) is None:
@@ -236,6 +236,14 @@ def _heads(together: _Together, scope: "Scope") -> tuple[Heads | None, str]:
     if len(kv_heads) != 1 or len(queries) > 1 or min(kv_heads) < 1 or any(q % min(kv_heads) for q in queries):
         return None, f"which query head has which KV head is not known ({_listed(counts)})"
     return Heads(min(kv_heads), max(queries, default=min(kv_heads)) // min(kv_heads)), ""
+
+
+def _without_kv(names: set[str], scope: "Scope") -> str:
+    """Why units without KV heads are not padded: heads of which there are different numbers may belong together."""
+    counts = {name: found[0] for name in sorted(names) if (found := _counted(name, scope))[1] > _MAX_PAIR}
+    if unknown := [name for name in counts if (scope.family.units or {})[name].count is None]:
+        return f"how many {unknown[0]} there are differs from tensor to tensor"
+    return f"which of them belong together is not known ({_listed(counts)})" if len({*counts.values()}) > 1 else ""
 
 
 def _listed(counts: Mapping[str, int]) -> str:

@@ -20,6 +20,7 @@ from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import DEFAULT_BLOCK, SCALE, block_size, check_quantization
 from shardconv.plan.resolve import HEAD_FIELDS, Resolver
+from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.plan.submodels import rules_for
 
 #: The largest head size in common use. A cut between heads of this size, among a power of two of ranks, is also one
@@ -92,7 +93,10 @@ class PlanRequest:
             plan_file = tuple(data["plan_file"]) if data["plan_file"] else None
             experts = data.get("experts", "tensor")
             replicate, may_miss = tuple(data["replicate"]), data.get("may_miss", False)
-            others = {"engine": data.get("engine"), "may_miss": may_miss, "pad": data.get("pad", 0)}
+            pad = data.get("pad", 0)
+            if type(pad) is not int or not 0 <= pad <= MAX_MULTIPLE:
+                raise ValueError(f"pad is {pad!r:.60} (expected an integer from 0 to {MAX_MULTIPLE})")
+            others = {"engine": data.get("engine"), "may_miss": may_miss, "pad": pad}
             return cls(data["family"], plan_file, replicate, data["head_dim"], experts, **others)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a plan request: {error!r}") from error

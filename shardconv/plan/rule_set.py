@@ -18,7 +18,7 @@ from shardconv.plan.scope import Scope
 Parsed = TypeVar("Parsed")
 
 #: The largest number to a multiple of which a size is padded.
-_MAX_MULTIPLE = 2**16
+MAX_MULTIPLE = 2**16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,11 +120,11 @@ class RuleSet:
         if not scopes:
             raise ValueError("a rule set without scopes")
         multiple = data.get("vocab_multiple", 1)
-        if type(multiple) is not int or not 1 <= multiple <= _MAX_MULTIPLE:
-            raise ValueError(f"vocab_multiple is {multiple!r:.60} (expected an integer from 1 to {_MAX_MULTIPLE})")
+        if type(multiple) is not int or not 1 <= multiple <= MAX_MULTIPLE:
+            raise ValueError(f"vocab_multiple is {multiple!r:.60} (expected an integer from 1 to {MAX_MULTIPLE})")
         pad = data.get("pad", 0)
-        if type(pad) is not int or not 0 <= pad <= _MAX_MULTIPLE:
-            raise ValueError(f"pad is {pad!r:.60} (expected an integer from 0 to {_MAX_MULTIPLE})")
+        if type(pad) is not int or not 0 <= pad <= MAX_MULTIPLE:
+            raise ValueError(f"pad is {pad!r:.60} (expected an integer from 0 to {MAX_MULTIPLE})")
         rules = cls(data["family"], scopes, data["experts"], data["uncertain"], data["scale_block"], multiple)
         return rules.with_padding(pad)
 
