@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import nn
 
 import shardconv
-from shardconv.errors import PlanError
+from shardconv.errors import IntegrityError, PlanError
 from shardconv.plan.family import Family, Rule, UnitRule
 from shardconv.plan.padding import Heads, Padding, unit_paddings
 from shardconv.plan.placement import Interval, Placement, Unit, cut
@@ -198,6 +198,23 @@ def test_files_by_hand(tmp_path):
         columns = [o[:, head * size : (head + 1) * size] for head in mine] or [torch.zeros_like(o[:, : 2 * size])]
         assert torch.equal(local["model.layers.0.self_attn.q_proj.weight"], torch.cat(rows))
         assert torch.equal(local["model.layers.0.self_attn.o_proj.weight"], torch.cat(columns, 1))
+
+
+def test_padding_that_is_not_zero_is_found(tmp_path):
+    """Without checksums, too: in o_proj of the rank that has padding alone, which would change outputs."""
+    source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
+    shardconv.split(source, tmp_path / "split", tp=6, pad=True, checksums=False)
+    name, path = "model.layers.0.self_attn.o_proj.weight", tmp_path / "split" / "rank-2-of-6.safetensors"
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + length])
+    with path.open("r+b") as file:
+        file.seek(8 + length + header[name]["data_offsets"][1] - 1)
+        assert file.read(1) == b"\0"
+        file.seek(-1, 1)
+        file.write(b"\1")
+    with pytest.raises(IntegrityError, match=f"rank-2-of-6.safetensors: the padding of {name} is not zero"):
+        shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert shardconv.verify(tmp_path / "split").differences
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
