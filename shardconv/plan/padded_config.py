@@ -124,6 +124,7 @@ def _kept(scope: Scope, changes: list[_Change]) -> Iterator[_Change]:
         return
     defaults = scope.family.config or {}
     sizes = {unit.size for name, unit in (scope.family.units or {}).items() if name in scope.used_units()}
+    sizes = {size for size in sizes if "rows" not in fields_in(size)}  # of a tensor, not of the config
     fields = {name for size in sizes for name in fields_in(size)}
     config = scope.config or {}
     for name in sorted(fields):
