@@ -15,7 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,7 @@ class Row:
             cannot be made.
         error: the largest of outputs and gradients, at any number of ranks.
         note: what is to be known.
+        padded: the verdict on 3 ranks with padding; ``refused`` where not all of the model can be padded.
     """
 
     kind: str
@@ -114,6 +115,7 @@ class Row:
     cut: float = 0.0
     error: float = 0.0
     note: str = ""
+    padded: str = ""
 
     @property
     def is_right(self) -> bool:
@@ -221,6 +223,26 @@ def try_type(
     return Row(kind, model_type, family, tuple(verdicts), cut or 0.0, max(errors), "; ".join(notes))
 
 
+def try_padded(run: Any, home: Path) -> str:
+    """The verdict on 3 ranks with padding, of the model that :func:`try_type` left."""
+    source, place = home / "source", home / "tp3"
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        split(source, place, tp=3, pad=True)
+    except PlanError:
+        return "refused"
+    kind = (open_source(source).config or {})["architectures"][0]
+    try:
+        found = worst(run("three", check, kind, source, place, PlanRequest(pad=1), home / REFERENCE))
+    except AssertionError:
+        return "fails"
+    if isinstance(found, str):
+        return "fails"
+    output, tokens, gradient, _ = found
+    is_right = output <= OUTPUT_LIMIT and tokens is not False and (gradient or 0.0) <= GRADIENT_LIMIT
+    return "right" if is_right else "wrong"
+
+
 def rows(types: list[str]) -> Iterator[Row]:
     """The lines of all types, or of some."""
     torch.set_num_threads(1)
@@ -233,7 +255,8 @@ def rows(types: list[str]) -> Iterator[Row]:
             for kind, names in KINDS.items():
                 for model_type in names:
                     if not types or model_type in types:
-                        yield try_type(run, home, kind, model_type)
+                        row = try_type(run, home, kind, model_type)
+                        yield replace(row, padded=try_padded(run, home)) if row.is_right else row
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
@@ -247,14 +270,15 @@ def table(found: list[Row]) -> str:
         "of the type with random numbers, written by `save_pretrained`, split, loaded by `shardconv.load` on 2 and 4",
         f"ranks, and compared in float32 with the plain one: outputs to {OUTPUT_LIMIT:.0e} of the largest, greedy",
         f"tokens with a cache, and gradients of a training step to {GRADIENT_LIMIT:.0e}. *Error* is the larger of",
-        "both. *Cut* is the share of the bytes in matrices of which no rank holds all, in a model of the type's",
-        "default size.",
+        "both. *tp 3* is with `--pad`, and is refused where not all that does not divide can be padded: see",
+        "[padding](padding.md). *Cut* is the share of the bytes in matrices of which no rank holds all, in a model of",
+        "the type's default size.",
         "",
         *summary(found),
     ]
     for kind in KINDS:
-        lines += ["", f"## {kind.capitalize()}", "", "| type | family | tp 2 | tp 4 | cut | error | note |"]
-        lines.append("|---|---|---|---|---|---|---|")
+        lines += ["", f"## {kind.capitalize()}", "", "| type | family | tp 2 | tp 4 | tp 3 | cut | error | note |"]
+        lines.append("|---|---|---|---|---|---|---|---|")
         for row in (row for row in found if row.kind == kind):
             two, four = (*row.verdicts, "", "")[:2]
             note = row.note
@@ -264,21 +288,24 @@ def table(found: list[Row]) -> str:
                 note = REASONS.get(row.model_type, row.note)
             cut, error = (f"{row.cut:.1%}", f"{row.error:.0e}") if row.verdicts else ("", "")
             text = re.sub(r"[|<>]", " ", note)
-            lines.append(f"| {row.model_type} | {row.family} | {two} | {four} | {cut} | {error} | {text} |")
+            lines.append(
+                f"| {row.model_type} | {row.family} | {two} | {four} | {row.padded} | {cut} | {error} | {text} |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def summary(found: list[Row]) -> list[str]:
     """What is supported, in a few lines."""
     lines = [
-        f"| models | types | right on 2 and 4 ranks | of these, {LEAST_CUT:.0%} cut | not right |",
-        "|---|---|---|---|---|",
+        f"| models | types | right on 2 and 4 ranks | of these, {LEAST_CUT:.0%} cut | right on 3, padded | not right |",
+        "|---|---|---|---|---|---|",
     ]
     for kind in KINDS:
         of_kind = [row for row in found if row.kind == kind]
         right = [row for row in of_kind if row.is_right]
         cut, wrong = sum(row.is_cut for row in right), [row.model_type for row in of_kind if not row.is_right]
-        lines.append(f"| {kind} | {len(of_kind)} | {len(right)} | {cut} | {', '.join(wrong) or 'none'} |")
+        padded = sum(row.padded == "right" for row in right)
+        lines.append(f"| {kind} | {len(of_kind)} | {len(right)} | {cut} | {padded} | {', '.join(wrong) or 'none'} |")
     return lines
 
 
@@ -290,9 +317,11 @@ def written() -> list[Row]:
         if line.startswith("## "):
             kind = kinds[line.removeprefix("## ")]
         elif kind and line.startswith("| ") and not line.startswith("| type "):
-            model_type, family, *verdicts, cut, error, note = (cell.strip() for cell in line.strip("|").split("|"))
+            model_type, family, *verdicts, padded, cut, error, note = (
+                cell.strip() for cell in line.strip("|").split("|")
+            )
             numbers = float(cut.rstrip("%") or 0) / 100, float(error or 0)
-            found.append(Row(kind, model_type, family, tuple(filter(None, verdicts)), *numbers, note))
+            found.append(Row(kind, model_type, family, tuple(filter(None, verdicts)), *numbers, note, padded))
     return found
 
 
@@ -310,7 +339,7 @@ def main() -> int:
     for row in rows(types):
         found.append(row)
         share, error = f"{row.cut:.3f}", f"{row.error:.0e}"
-        print(row.kind, row.model_type, row.family, *row.verdicts, share, error, row.note, flush=True)
+        print(row.kind, row.model_type, row.family, *row.verdicts, row.padded, share, error, row.note, flush=True)
     if types and "--update" in sys.argv:
         new = {(row.kind, row.model_type): row for row in found}
         found = [new.get((row.kind, row.model_type), row) for row in written()]
@@ -326,12 +355,14 @@ def unexplained(found: list[Row], *, is_all: bool) -> list[str]:
     """What is otherwise than the tables of reasons say it; of all types together, also what they say of none."""
     wrong = {row.model_type for row in found if not row.is_right}
     less = {row.model_type for row in found if row.is_right and not row.is_cut}
+    padded = {row.model_type for row in found if row.padded in ("wrong", "fails")}
     untrained = {row.model_type for row in found if row.is_right and "gradients" in row.note}
     needless = (set(REASONS) - wrong) | (set(LESS_CUT) - less) | (set(NOT_TRAINED) - untrained)
     return [
         f"{what}: {', '.join(sorted(which))}"
         for what, which in (
             ("not right, without a reason", wrong - set(REASONS)),
+            ("not right with padding: add them to shardconv/plan/padding.toml", padded),
             (f"less than {LEAST_CUT:.0%} cut, without a reason", less - set(LESS_CUT)),
             ("without gradients of training, and without a reason", untrained - set(NOT_TRAINED)),
             ("with a reason that is not needed", needless if is_all else set()),
