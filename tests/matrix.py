@@ -15,7 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,7 @@ class Row:
         attention: how attention is sharded, as :func:`attention.attention_kinds` has it; "" for models without.
         cache: the bytes of the cache per rank at tp 2, of the unsharded model's; None for models that have none.
         reasons: why attention is gathered, where it is.
+        padded: the verdict on 3 ranks with padding; ``refused`` where not all of the model can be padded.
     """
 
     kind: str
@@ -121,6 +122,7 @@ class Row:
     attention: str = ""
     cache: float | None = None
     reasons: tuple[str, ...] = ()
+    padded: str = ""
 
     @property
     def is_gathered(self) -> bool:
@@ -245,6 +247,26 @@ def try_type(
     return Row(kind, model_type, family, *verdict, attention, cache, tuple(reasons))
 
 
+def try_padded(run: Any, home: Path) -> str:
+    """The verdict on 3 ranks with padding, of the model that :func:`try_type` left."""
+    source, place = home / "source", home / "tp3"
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        split(source, place, tp=3, pad=True)
+    except PlanError:
+        return "refused"
+    kind = (open_source(source).config or {})["architectures"][0]
+    try:
+        found = worst(run("three", check, kind, source, place, PlanRequest(pad=1), home / REFERENCE))
+    except AssertionError:
+        return "fails"
+    if isinstance(found, str):
+        return "fails"
+    output, tokens, gradient, *_ = found
+    is_right = output <= OUTPUT_LIMIT and tokens is not False and (gradient or 0.0) <= GRADIENT_LIMIT
+    return "right" if is_right else "wrong"
+
+
 def rows(types: list[str]) -> Iterator[Row]:
     """The lines of all types, or of some."""
     torch.set_num_threads(1)
@@ -257,7 +279,8 @@ def rows(types: list[str]) -> Iterator[Row]:
             for kind, names in KINDS.items():
                 for model_type in names:
                     if not types or model_type in types:
-                        yield try_type(run, home, kind, model_type)
+                        row = try_type(run, home, kind, model_type)
+                        yield replace(row, padded=try_padded(run, home)) if row.is_right else row
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
@@ -271,11 +294,12 @@ def table(found: list[Row]) -> str:
         "of the type with random numbers, written by `save_pretrained`, split, loaded by `shardconv.load` on 2 and 4",
         f"ranks, and compared in float32 with the plain one: outputs to {OUTPUT_LIMIT:.0e} of the largest, greedy",
         f"tokens with a cache, and gradients of a training step to {GRADIENT_LIMIT:.0e}. *Error* is the larger of",
-        "both. *Cut* is the share of the bytes in matrices of which no rank holds all, in a model of the type's",
-        "default size. *Attention* is sharded by `heads`; by heads over a `latent` that every rank holds; in layers",
-        "with a `state` of fixed size by its heads or channels; or it is `gathered`, for the reason in the note.",
-        "*Cache* is what a forward pass leaves in the cache on a rank at tp 2, of the bytes of the unsharded model's",
-        "(KV heads, latents that every rank holds, and states).",
+        "both. *tp 3* is with `--pad`, and is refused where not all that does not divide can be padded: see",
+        "[padding](padding.md). *Cut* is the share of the bytes in matrices of which no rank holds all, in a model of",
+        "the type's default size. *Attention* is sharded by `heads`; by heads over a `latent` that every rank holds;",
+        "in layers with a `state` of fixed size by its heads or channels; or it is `gathered`, for the reason in the",
+        "note. *Cache* is what a forward pass leaves in the cache on a rank at tp 2, of the bytes of the unsharded",
+        "model's (KV heads, latents that every rank holds, and states).",
         "",
         *summary(found),
     ]
@@ -291,27 +315,29 @@ def table(found: list[Row]) -> str:
             cut, error = (f"{row.cut:.1%}", f"{row.error:.0e}") if row.verdicts else ("", "")
             text = re.sub(r"[|<>]", " ", "; ".join(filter(None, [note, *(f"gathered: {one}" for one in row.reasons)])))
             cache = "" if row.cache is None else f"{row.cache:.0%}"
-            cells = (row.model_type, row.family, row.attention, cache, two, four, cut, error, text)
+            cells = (row.model_type, row.family, row.attention, cache, two, four, row.padded, cut, error, text)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 #: The head of each table.
-_COLUMNS = "| type | family | attention | cache | tp 2 | tp 4 | cut | error | note |"
+_COLUMNS = "| type | family | attention | cache | tp 2 | tp 4 | tp 3 | cut | error | note |"
 
 
 def summary(found: list[Row]) -> list[str]:
     """What is supported, in a few lines."""
     lines = [
-        f"| models | types | right on 2 and 4 ranks | of these, {LEAST_CUT:.0%} cut | attention gathered | not right |",
-        "|---|---|---|---|---|---|",
+        f"| models | types | right on 2 and 4 ranks | of these, {LEAST_CUT:.0%} cut | right on 3, padded | attention gathered "
+        "| not right |",
+        "|---|---|---|---|---|---|---|",
     ]
     for kind in KINDS:
         of_kind = [row for row in found if row.kind == kind]
         right = [row for row in of_kind if row.is_right]
         cut, wrong = sum(row.is_cut for row in right), [row.model_type for row in of_kind if not row.is_right]
-        gathered = sum(row.is_gathered for row in of_kind)
-        lines.append(f"| {kind} | {len(of_kind)} | {len(right)} | {cut} | {gathered} | {', '.join(wrong) or 'none'} |")
+        gathered, padded = sum(row.is_gathered for row in of_kind), sum(row.padded == "right" for row in right)
+        counts = (len(of_kind), len(right), cut, padded, gathered)
+        lines.append(f"| {kind} | {' | '.join(map(str, counts))} | {', '.join(wrong) or 'none'} |")
     return lines
 
 
@@ -323,12 +349,14 @@ def written() -> list[Row]:
         if line.startswith("## "):
             kind = kinds[line.removeprefix("## ")]
         elif kind and line.startswith("| ") and not line.startswith("| type "):
-            model_type, family, attention, cache, *verdicts, cut, error, note = map(str.strip, line[1:-1].split("|"))
+            model_type, family, attention, cache, *verdicts, padded, cut, error, note = map(
+                str.strip, line[1:-1].split("|")
+            )
             numbers = float(cut.rstrip("%") or 0) / 100, float(error or 0)
             note, *reasons = re.split(r"(?:^|; )gathered: ", note)
             share = float(cache.rstrip("%")) / 100 if cache else None
             verdict = tuple(filter(None, verdicts)), *numbers, note
-            found.append(Row(kind, model_type, family, *verdict, attention, share, tuple(reasons)))
+            found.append(Row(kind, model_type, family, *verdict, attention, share, tuple(reasons), padded))
     return found
 
 
@@ -348,7 +376,8 @@ def main() -> int:
         share, error = f"{row.cut:.3f}", f"{row.error:.0e}"
         kept = "no cache" if row.cache is None else f"{row.cache:.2f}"
         how = f"[{row.attention}, {kept}]"
-        print(row.kind, row.model_type, row.family, how, *row.verdicts, share, error, row.note, flush=True)
+        verdicts = (*row.verdicts, row.padded)
+        print(row.kind, row.model_type, row.family, how, *verdicts, share, error, row.note, flush=True)
     if types and "--update" in sys.argv:
         new = {(row.kind, row.model_type): row for row in found}
         found = [new.get((row.kind, row.model_type), row) for row in written()]
@@ -364,6 +393,7 @@ def unexplained(found: list[Row], *, is_all: bool) -> list[str]:
     """What is otherwise than the tables of reasons say it; of all types together, also what they say of none."""
     wrong = {row.model_type for row in found if not row.is_right}
     less = {row.model_type for row in found if row.is_right and not row.is_cut}
+    padded = {row.model_type for row in found if row.padded in ("wrong", "fails")}
     untrained = {row.model_type for row in found if row.is_right and "gradients" in row.note}
     unreasoned = {row.model_type for row in found if row.is_gathered and not all(row.reasons or [""])}
     needless = (set(REASONS) - wrong) | (set(LESS_CUT) - less) | (set(NOT_TRAINED) - untrained)
@@ -371,6 +401,7 @@ def unexplained(found: list[Row], *, is_all: bool) -> list[str]:
         f"{what}: {', '.join(sorted(which))}"
         for what, which in (
             ("not right, without a reason", wrong - set(REASONS)),
+            ("not right with padding: add them to shardconv/plan/padding.toml", padded),
             (f"less than {LEAST_CUT:.0%} cut, without a reason", less - set(LESS_CUT)),
             ("without gradients of training, and without a reason", untrained - set(NOT_TRAINED)),
             ("gathered, without a reason in the family file", unreasoned),

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from build import contents, write_checkpoint
 
-
 ROOT = Path(__file__).parent.parent
 
 

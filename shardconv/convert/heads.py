@@ -9,6 +9,7 @@ import inspect
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -112,11 +113,13 @@ class SlicedOutput(ParallelModule):
 
     Attributes:
         item: which of several outputs that is; None where there is one.
-        output: the dim that counts units, the first of the rank, and how many it has.
+        dim: the dim that counts units.
+        units: the placement of the units.
     """
 
     item: int | None
-    output: tuple[int, int, int]
+    dim: int
+    units: Placement
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""
@@ -126,7 +129,8 @@ class SlicedOutput(ParallelModule):
         return (*outputs[: self.item], self._sliced(outputs[self.item]), *outputs[self.item + 1 :])
 
     def _sliced(self, value: Tensor) -> Tensor:
-        return copy_to_tp(value, group=self.axis).narrow(*self.output)
+        placement = replace(self.units, dim=self.dim % value.dim())
+        return take_shard(copy_to_tp(value, group=self.axis), placement, self.axis.rank)
 
 
 class SlicedTensors(ParallelModule):

@@ -71,6 +71,7 @@ def convert_model(
     policy: str | type[Policy] | Sequence[type[Policy]] = "auto",
     *,
     experts: str = "tensor",
+    pad: bool = False,
     group: GroupLike = None,
 ) -> nn.Module:
     """Cut a model over the ranks, in place, by the rules of its family, or by policies.
@@ -86,6 +87,7 @@ def convert_model(
             :class:`~shardconv.Policy`, or several. What no policy names is then whole on every rank, and its first
             gradient is compared over the ranks.
         experts: "tensor" to cut each expert over all ranks, "expert" to deal them out over the ranks.
+        pad: pad heads and widths that do not divide with zeros.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
@@ -121,9 +123,11 @@ def convert_model(
     """
     config: Any = getattr(model, "config", None)
     if isinstance(policy, str):
-        request: Request = PlanRequest(None if policy == "auto" else policy, experts=experts)
+        request: Request = PlanRequest(None if policy == "auto" else policy, experts=experts, pad=int(pad))
     elif experts != "tensor":
         raise ValueError(f"experts = {experts!r}: policies say themselves how experts are cut")
+    elif pad:
+        raise ValueError("pad = True: heads and their groups are known of families, not of policies")
     else:
         request = policies_in(policy)
     if config is None and isinstance(policy, str):
@@ -353,6 +357,8 @@ def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis
             shell.check_channels(name)
         if isinstance(shell, GroupedRMSNorm):
             shell.set_groups(name)
+        if isinstance(shell, GlobalLayerNorm):
+            shell.check_features(name)
         return shell
     if issubclass(target.kind, ParallelConv1D):
         shell.in_features, shell.out_features = shell.nx, shell.nf

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from shardconv.convert.modules import Sharded
 from shardconv.distributed import copy_to_tp, gather_from_tp, reduce_from_tp
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.sharding import ParallelModule, take_shard
+from shardconv.plan.placement import Placement, intervals
 
 
 class GlobalRMSNorm(Sharded):
@@ -22,7 +23,7 @@ class GlobalRMSNorm(Sharded):
         placement = self.placements["weight"]
         eps: Any = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         squares = hidden_states.float().pow(2).sum(-1, keepdim=True)
-        held = sum(placement.local_size(rank) for rank in range(placement.tp))  # with copies, more than there are
+        held = sum(piece.size for pieces in placement.ranks for piece in intervals(pieces))  # copies too, not padding
         total = copy_to_tp(reduce_from_tp(squares, group=self.axis), group=self.axis)
         own, full = squares / hidden_states.shape[-1], total / held
         normed: Tensor = super().forward(hidden_states)
@@ -31,6 +32,15 @@ class GlobalRMSNorm(Sharded):
 
 class GlobalLayerNorm(Sharded):
     """A layer norm over features of which a rank has a part; two numbers a row are gathered from the ranks."""
+
+    def check_features(self, name: str) -> None:
+        """Refuse padding, which would count in means.
+
+        Raises:
+            ValueError: if the features of some rank are padded.
+        """
+        if any(placement.is_padded for placement in self.placements.values()):
+            raise ValueError(f"{name}: a layer norm over padded features: use a tp size that divides the heads")
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., features / tp] to the same."""
@@ -97,20 +107,20 @@ class NormsOfHeads(ParallelModule):
     """Layer norms in a list, one for each head of all ranks, over the heads of this one.
 
     Attributes:
-        first: the first head of the rank.
+        heads: the placement of the heads.
         norms: of all heads.
     """
 
-    first: int
+    heads: Placement
     norms: nn.ModuleList
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[batch, heads of the rank, tokens, head_dim] to the same."""
         norm: Any = self.norms[0]
         normed = nn.functional.layer_norm(hidden_states, norm.normalized_shape, eps=norm.eps)
-        heads = slice(self.first, self.first + hidden_states.shape[1])
         for parameter, combine in (("weight", torch.mul), ("bias", torch.add)):
             if getattr(norm, parameter) is not None:
                 every = torch.stack([getattr(one, parameter) for one in self.norms])
-                normed = combine(normed, copy_to_tp(every, group=self.axis)[heads].unsqueeze(1))
+                local = take_shard(copy_to_tp(every, group=self.axis), self.heads, self.axis.rank)
+                normed = combine(normed, local.unsqueeze(1))
         return normed

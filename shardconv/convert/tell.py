@@ -6,6 +6,7 @@ Owns the way from a family's module rules to the modules. All that rules say is 
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,9 +26,9 @@ from shardconv.convert.norms import NormsOfHeads
 from shardconv.convert.whole import RankConfig
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.sharding import ParallelModule, take_shard
 from shardconv.plan.family import InputRule, ModuleRule
-from shardconv.plan.placement import Placement, Unit, cut
+from shardconv.plan.placement import Placement, cut
 from shardconv.plan.scope import Scope
 
 
@@ -120,7 +121,7 @@ def _kinds(
 ) -> Iterator[tuple[type[ParallelModule], dict[str, Any]]]:
     yield from _kinds_of_heads(module, rule, scope, axis)
     if rule.norms and hasattr(module, "norms"):
-        yield NormsOfHeads, {"first": scope.local_units(rule.norms, axis.size, axis.rank)[0]}
+        yield NormsOfHeads, {"heads": scope.units(rule.norms, axis.size)}
     if rule.unfused and hasattr(module, rule.unfused):
         yield Unfused, {}
     if rule.shared_output is not None:
@@ -147,17 +148,16 @@ def _kinds_of_heads(
     if rule.full_width is not None:
         yield FullWidth, {"full_width": scope.fields(**_outputs(module)).evaluate(rule.full_width)}
     if rule.output is not None:
-        units = scope.local_units(rule.output.unit, axis.size, axis.rank)
-        yield SlicedOutput, {"item": rule.output.item, "output": (rule.output.dim, *units[:2])}
+        units = scope.units(rule.output.unit, axis.size)
+        yield SlicedOutput, {"item": rule.output.item, "dim": rule.output.dim, "units": units}
     if slices := {name: _slice(one, scope, axis.size) for name, one in rule.slices.items() if hasattr(module, name)}:
         yield SlicedTensors, {"slices": slices}
 
 
 def _slice(place: InputRule, scope: Scope, tp: int) -> Placement:
     """What of a tensor is each rank's."""
-    fields, units = scope.fields(), [(scope.family.units or {})[name] for name in place.units()]
-    made = [Unit(fields.evaluate(unit.count or 0), fields.evaluate(unit.size), unit.copies) for unit in units]
-    return cut(place.dim, made, tp)
+    sizes = ((name, scope.fields().evaluate((scope.family.units or {})[name].size)) for name in place.units())
+    return cut(place.dim, [scope.unit(name, tp, size=size) for name, size in sizes], tp)
 
 
 def tell(told: Told, model: nn.Module, axis: Axis) -> None:
@@ -217,21 +217,19 @@ def _cut_inputs(
 
 def _input_cut(rule: InputRule, scope: Scope, axis: Axis) -> Callable[[Any], Any]:
     """What makes of an argument the rank's."""
-    units = scope.local_units(rule.unit, axis.size, axis.rank)
     if rule.size is None:
-        return partial(_cut_matrices, rule.dim, units)
-    return partial(_cut_features, rule.dim, units, scope.fields().evaluate(rule.size), axis)
+        return partial(_cut_matrices, rule.dim, scope.units(rule.unit, axis.size, dim=rule.dim + 1), axis.rank)
+    size = scope.fields().evaluate(rule.size)
+    return partial(_cut_features, rule.dim, scope.units(rule.unit, axis.size, size=size), axis)
 
 
-def _cut_matrices(dim: int, units: tuple[int, int, int], value: Any) -> Any:
-    first, size, count = units
+def _cut_matrices(dim: int, units: Placement, rank: int, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dim() < dim + 3 or value.shape[dim] == 1:
         return value  # not given, of tokens only, or the same for all units
-    return value.unflatten(dim, (-1, count)).narrow(dim + 1, first, size).flatten(dim, dim + 1)
+    return take_shard(value.unflatten(dim, (-1, units.size)), units, rank).flatten(dim, dim + 1)
 
 
-def _cut_features(dim: int, units: tuple[int, int, int], width: int, axis: Axis, value: Any) -> Any:
+def _cut_features(dim: int, features: Placement, axis: Axis, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    first, size, _ = units
-    return copy_to_tp(value, group=axis).narrow(dim, first * width, size * width)
+    return take_shard(copy_to_tp(value, group=axis), replace(features, dim=dim % value.dim()), axis.rank)

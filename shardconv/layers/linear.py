@@ -257,7 +257,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         self.gather_output, self.input_is_parallel = gather_output, input_is_parallel
         self.skip_bias_add = skip_bias_add
         self.placements = {}
-        self._has_copies, self._num_copies = False, 1
+        self._has_own_gradient, self._num_copies = True, 1
         if cut_dim is None:
             return
         size = self.out_features if cut_dim == 0 else self.in_features
@@ -272,9 +272,8 @@ class ParallelLinear(ParallelModule, nn.Linear):
             raise ValueError(f"the placement ({placement.describe()}) is not one of dim {cut_dim} of {size}")
         if not placement.is_even:
             raise ValueError(f"the placement ({placement.describe()}) has shards of different sizes")
-        if cut_dim == 1 and placement.is_padded:
-            raise ValueError(f"the placement ({placement.describe()}): rows cannot be padded")
-        self._has_copies = placement.has_copies
+        # padding of columns gets no gradient from the rows behind it, nor from masked logits
+        self._has_own_gradient = not placement.has_copies and not (cut_dim == 1 and placement.is_padded)
         if cut_dim == 1:
             self._num_copies = num_copies(placement)
         self.placements["weight"] = placement
@@ -308,7 +307,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         late_bias = is_row or self.skip_bias_add
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        if self._has_copies and torch.is_grad_enabled():
+        if not self._has_own_gradient and torch.is_grad_enabled():
             weight, bias = self.shard("weight"), None if bias is None else self.shard("bias")
         output = F.linear(entered, weight.t() if self.transposed else weight, None if late_bias else bias)
         if self.lora_rank:

@@ -40,6 +40,9 @@ STYLES = {
 #: The family of rules for names that by themselves show how a tensor is sharded; used where no family fits.
 NAMES_FAMILY = "by_name"
 
+#: The family of transformers' own plan of a model type, used where no family file serves the type.
+FOREIGN = "transformers"
+
 #: How the origin of a rule of a user's plan file begins.
 PLAN_FILE = "plan file"
 

@@ -129,7 +129,8 @@ def prove(
     possible, impossible = _plans(planned_source.resolution.resolver, tps)
     with TemporaryDirectory(prefix="shardconv-") as name:
         folder = Path(name)
-        model, note = _model_to_try(config, folder, heads=_heads_for([*possible]))
+        heads = None if request.pad else _heads_for([*possible])  # with padding, those that do not divide are tried
+        model, note = _model_to_try(config, folder, heads=heads)
         small = open_source(folder / SMALL)
         resolver = resolve(small.specs, small.config, request).resolver
         plans, not_small = ({}, {}) if impossible and not possible else _tried(resolver, [*possible])
@@ -143,7 +144,7 @@ def prove(
         proofs=proofs,
         skipped=tuple(_skipped(str(src), impossible, not_small, has_plan_file=request.plan_file is not None)),
         note=note,
-        legal_tp=planned_source.resolution.resolver.legal_sizes().legal,
+        legal_tp=planned_source.resolution.resolver.legal_sizes().supported(pad=bool(request.pad)),
         unreached=tuple(sorted(_kinds(source.specs) - _kinds(small.specs))),
         is_proven=bool(proofs) and all(proof.is_right for proof in proofs),
     )
