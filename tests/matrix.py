@@ -327,8 +327,8 @@ _COLUMNS = "| type | family | attention | cache | tp 2 | tp 4 | tp 3 | cut | err
 def summary(found: list[Row]) -> list[str]:
     """What is supported, in a few lines."""
     lines = [
-        f"| models | types | right on 2 and 4 ranks | of these, {LEAST_CUT:.0%} cut | right on 3, padded | attention gathered "
-        "| not right |",
+        f"| models | types | right on 2 and 4 ranks | of these, {LEAST_CUT:.0%} cut | right on 3, padded "
+        "| attention gathered | not right |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind in KINDS:

@@ -30,7 +30,7 @@ EVERY = 8
 
 
 def tried_types(family):
-    """Types of a family that are models by themselves, and need no package that is not installed: the first, and more."""
+    """Types of a family that are models by themselves and need no missing package: the first, and some more."""
     left_out = {*REASONS, *vision.TYPES}
     return [kind for kind in load_family(family).model_types if kind in KIND_OF and kind not in left_out][::EVERY]
 

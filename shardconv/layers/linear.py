@@ -121,7 +121,7 @@ def num_copies(placement: Placement) -> int:
     Raises:
         ValueError: if some are held by more ranks than others.
     """
-    counts = Counter(piece for pieces in placement.ranks for piece in pieces)
+    counts = Counter(piece for pieces in placement.ranks for piece in intervals(pieces))  # padding adds nothing
     if len(set(counts.values())) > 1 or sum(piece.size for piece in counts) != placement.size:
         raise ValueError(f"the placement ({placement.describe()}): some rows have more copies than others")
     return max(counts.values())

@@ -7,7 +7,7 @@ mounted with different fields. What comes out is plain rules; nothing after this
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
 from typing import NamedTuple
 
 from shardconv.errors import PlanError
@@ -68,8 +68,10 @@ class _Builder:
     rules: list[Rule] = field(default_factory=list)
     modules: list[ModuleRule] = field(default_factory=list)
 
-    def add(self, mount: Mount, at: str, outer: Mapping[str, Expression], inside: tuple[str, ...]) -> None:
-        """Mount a block at a path, with the fields that the blocks around it replace."""
+    def add(
+        self, mount: Mount, at: str, outer: Mapping[str, Expression], inside: tuple[str, ...], label: str = ""
+    ) -> None:
+        """Mount a block at a path, with the fields that the blocks around it replace; ``label`` names where they do."""
         if mount.block in inside or len(inside) >= _MAX_DEPTH:
             raise PlanError(f"{self.origin}: block {mount.block!r} contains itself, or blocks are nested too deep")
         block = self.find(mount.block)
@@ -82,28 +84,32 @@ class _Builder:
                 self.config.setdefault(name, default)
             else:  # the config's own field is of the modules for which no field is replaced
                 fields[name] = replaced(default, fields)
-        names = {name: self._unit(name, unit, fields) for name, unit in block.units.items()}
+        label = _label(mount.pattern) if mount.fields else label
+        names = {name: self._unit(name, unit, fields, label) for name, unit in block.units.items()}
         for rule in block.rules:
             self.rules.append(replace(_rule(rule, fields, names), pattern=_joined(path, rule.pattern), origin=origin))
         for module in block.modules:
             override = _module(module, fields, names)
             self.modules.append(replace(override, pattern=_joined(path, module.pattern), origin=origin))
         for inner in block.blocks:
-            self.add(inner, path, fields, (*inside, mount.block))
+            self.add(inner, path, fields, (*inside, mount.block), label)
 
-    def _unit(self, name: str, unit: UnitRule, fields: Mapping[str, Expression]) -> str:
-        """The name of a unit of a block in the family: its own, or a numbered one where that is taken."""
+    def _unit(self, name: str, unit: UnitRule, fields: Mapping[str, Expression], label: str) -> str:
+        """The name of a unit of a block in the family: its own, or where fields are replaced with the module before."""
         number = None if unit.count is None else replaced(unit.count, fields)
         own = replace(unit, count=number, size=replaced(unit.size, fields))
-        for candidate in _candidates(name):
+        first = name if own == unit else f"{label}_{name}"
+        for candidate in chain([first], (f"{first}_{number}" for number in count(2))):
             if self.units.setdefault(candidate, own) == own:
                 return candidate
         raise AssertionError("candidates do not end")
 
 
-def _candidates(name: str) -> Iterator[str]:
-    yield name
-    yield from (f"{name}_{number}" for number in count(2))
+def _label(pattern: str) -> str:
+    """The last module that a pattern names, of a choice the first, as part of a name."""
+    modules = [module for module in re.split(r"\.(?![^{]*\})", pattern) if module.strip("*")]
+    last = modules[-1].strip("{}").partition(",")[0] if modules else "model"
+    return re.sub(r"\W+", "_", last).strip("_")
 
 
 def _joined(path: str, pattern: str) -> str:

@@ -146,7 +146,7 @@ def _by_module(scope: "Scope") -> dict[str, _Together]:
     """The units of each module, by its pattern."""
     found: dict[str, _Together] = {}
     units = scope.family.units or {}
-    for rule in scope.rules():
+    for rule in scope.used_rules():
         if STYLES[rule.style].weight is None:
             continue
         for module in _modules_of(rule.pattern):

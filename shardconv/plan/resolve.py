@@ -108,6 +108,8 @@ class Resolver:
         for rule in (rule for scope in rules.scopes for rule in scope.family.rules):
             if rule.by_user and not rule.optional and rule not in used:
                 raise PlanError(f"rule {rule.pattern!r} matches no tensor of {where}: correct or remove it")
+        if rules.pad:
+            self._set_padding(rules.pad)
 
     def padded(self, pad: int = 1) -> "Resolver":
         """The same with padding to a multiple of ``pad`` and of the tensor parallel size, or with 0 without.
@@ -126,7 +128,7 @@ class Resolver:
 
     def _set_padding(self, pad: int) -> None:
         self.__dict__.pop("_counts", None)
-        rules = self.rules.with_padding(pad)
+        rules = self.rules.with_padding(pad, frozenset(question.rule for question in self._first))
         scopes = dict(zip(self.rules.scopes, rules.scopes, strict=True))
         changed = {question: question._replace(scope=scopes[question.scope]) for question in self._first}
         self._questions = {name: changed[question] for name, question in self._questions.items()}

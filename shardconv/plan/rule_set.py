@@ -47,9 +47,9 @@ class RuleSet:
         """What does not divide is padded to a multiple of this and of the tensor parallel size; 0 for no padding."""
         return self.scopes[0].pad
 
-    def with_padding(self, pad: int) -> Self:
-        """The same rules with ``pad``."""
-        return replace(self, scopes=tuple(replace(scope, pad=pad) for scope in self.scopes))
+    def with_padding(self, pad: int, used: frozenset[Rule] | None = None) -> Self:
+        """The same rules with ``pad``, which follows from the rules that are ``used``."""
+        return replace(self, scopes=tuple(replace(scope, pad=pad, used=used) for scope in self.scopes))
 
     @property
     def padding_refusal(self) -> str:

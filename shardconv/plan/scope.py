@@ -23,12 +23,14 @@ class Scope:
         config: what they read; None where there is none.
         at: a pattern of what names begin with; "" for all names.
         pad: what does not divide is padded to a multiple of this and of the tensor parallel size; 0 for no padding.
+        used: the rules that match a tensor, from which padding follows; None for all.
     """
 
     family: Family
     config: Mapping[str, Any] | None
     at: str = ""
     pad: int = 0
+    used: frozenset[Rule] | None = None
 
     def fields(self, **others: int) -> Fields:
         """The config seen through the family, and other fields; each tells what was read through it."""
@@ -38,6 +40,10 @@ class Scope:
         """The rules that count with this config."""
         fields = self.fields()
         return (rule for rule in self.family.rules if all(fields.has(*condition) for condition in rule.when))
+
+    def used_rules(self) -> Iterator[Rule]:
+        """The rules that count with this config and match a tensor."""
+        return (rule for rule in self.rules() if self.used is None or rule in self.used)
 
     def modules(self) -> Iterator[tuple[re.Pattern[str], ModuleRule]]:
         """What modules have to be told, with what their names have to match."""
@@ -80,7 +86,7 @@ class Scope:
 
     def used_units(self) -> set[str]:
         """The units that the rules name."""
-        return {name for rule in self.rules() for name in (rule.unit, *rule.parts) if name is not None}
+        return {name for rule in self.used_rules() for name in (rule.unit, *rule.parts) if name is not None}
 
     def multiple(self, tp: int) -> int:
         """What is padded is padded to a multiple of this."""
