@@ -36,9 +36,9 @@ PADDED = (
 REFUSED = {
     "olmo2": "q_norm.weight: is a norm over all heads",
     "stablelm": "q_layernorm: have something for each query_head that depends on how many there are",
-    "falcon-rw": "self_attention: have something for each head that depends on how many there are",
+    "falcon-rw": "self_attention: have something for each query_head that depends on how many there are",
     "gpt2": r"n_embd // n_head: would be 5 instead of 8",
-    "bert": r"hidden_size // num_attention_heads: would be 5 instead of 8",
+    "bert": "transformers cannot build BertForPreTraining by this config",
     "phi": "PhiForCausalLM does not have the padded tensors",
     "llama": r"The hidden size \(64\) is not a multiple of the number of attention heads \(12\)",
 }

@@ -171,7 +171,7 @@ def _planned(
     plan, padding = resolver.plan(1), resolver.padding(1)
     if not padding.units:
         raise UsageError(f"{source.path}: nothing is to be padded for tp {tp}: use it as it is")
-    changes = change_config(resolver, source.specs)
+    changes = change_config(resolver, source.specs, may_add=check is not None)
     padded = {
         name: TensorSpec(spec.dtype, plan.placement(name).shard_shape(spec.shape, 0))
         for name, spec in source.specs.items()

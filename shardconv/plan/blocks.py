@@ -5,7 +5,7 @@ mounted with different fields. What comes out is plain rules; nothing after this
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import NamedTuple

@@ -43,12 +43,13 @@ class _Change:
     value: int
 
 
-def change_config(resolver: Resolver, names: Collection[str]) -> tuple[ConfigChange, ...]:
+def change_config(resolver: Resolver, names: Collection[str], *, may_add: bool) -> tuple[ConfigChange, ...]:
     """Change the configs of a resolver's scopes to those of the tensors that it pads on one rank.
 
     Args:
         resolver: with padding, and with configs that may be changed.
         names: of all tensors.
+        may_add: whether fields may be added that the config does not have, as a model that is built by it is compared.
 
     Raises:
         PlanError: if a config cannot say what is padded.
@@ -66,6 +67,12 @@ def change_config(resolver: Resolver, names: Collection[str]) -> tuple[ConfigCha
     for scope in resolver.rules.scopes:
         _check_modules(scope, {unit for found, unit in units if found == id(scope)}, names)
     kept = [change for scope in resolver.rules.scopes for change in _kept(scope, [*changes.values()])]
+    added = [change.field for change in kept if lookup(change.scope.config or {}, change.field) is None]
+    if added and not may_add:
+        raise PlanError(
+            f"config.json: does not have {added[0]}, and it is not known whether engines read it: add it, or let the "
+            f"padded tensors be compared with transformers' model (without --no-check-model)"
+        )
     done = tuple(_apply(change) for change in (*changes.values(), *kept))
     for one in padded:
         _check_count(one)
