@@ -9,7 +9,7 @@ from shardconv.convert.norms import GlobalLayerNorm
 from shardconv.convert.tell import _become
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
-from shardconv.plan.placement import Interval, Placement
+from shardconv.plan.placement import Interval, Placement, Unit, cut
 
 HEADS, SIZE = 4, 3
 WIDTH = HEADS * SIZE
@@ -87,7 +87,8 @@ def check_sliced_output(axis):
     layer = with_values(nn.Linear(3, 4))
     expected = with_values(nn.Linear(3, 4))
     (expected(fixed(2, 3)) * fixed(2, 4)).sum().backward()
-    _become(layer, SlicedOutput, axis, item=None, output=(-1, axis.rank * 2, 2))
+    halves = cut(0, [Unit(4)], 2)
+    _become(layer, SlicedOutput, axis, item=None, output_dim=-1, output_units=halves)
     found = layer(fixed(2, 3))
     near(found, expected(fixed(2, 3))[:, axis.rank * 2 :][:, :2])
     (found * fixed(2, 4)[:, axis.rank * 2 :][:, :2]).sum().backward()

@@ -419,7 +419,7 @@ def test_one_number_for_each_head_is_padded_as_heads_are(tmp_path):
     model.save_pretrained(tmp_path / "source")
     report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=3, pad=True)
     found = {unit.name: (unit.size, unit.padded_size) for unit in report.padding.units}
-    assert (found["query_head"], found["head"]) == ((4, 6), (4, 6))
+    assert (found["query_head"], found["column"]) == ((4, 6), (4, 6))
 
 
 def test_widths_are_padded_to_a_multiple_of_eight_on_each_rank(tmp_path):

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.errors import PlanError, RunError
-from shardconv.plan.family import FOREIGN, NAMES_FAMILY
-from shardconv.plan.family_file import parse_plan_file
+from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family
+from shardconv.plan.family_file import laid_over, parse_plan_file
 from shardconv.plan.foreign import foreign_family
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import Reference, _difference, write_reference
@@ -185,10 +185,10 @@ def test_a_proposal_by_heads(model_type, tmp_path):
     small(model_class(CAUSAL, model_type)).save_pretrained(tmp_path)
     result = call("plan", tmp_path, "--propose")
     assert result.code == 0, result.err
-    rules = tomllib.loads(result.out)["rules"]
-    queries = [rule for pattern, rule in rules.items() if re.search(r"q_proj|query_proj", pattern)]
+    rules = laid_over(parse_plan_file("plan.toml", result.out), Family("plan")).rules
+    queries = [rule for rule in rules if re.search(r"q_proj|query_proj", rule.pattern)]
     assert queries
-    assert {(rule["style"], rule.get("unit")) for rule in queries} >= {("colwise", "query_head")}, queries
+    assert {(rule.style, rule.unit) for rule in queries} >= {("colwise", "query_head")}, queries
 
 
 #: Attention by heads; a state space model, whose layers give whole outputs; experts; fused and interleaved projections.

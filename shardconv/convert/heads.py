@@ -113,13 +113,13 @@ class SlicedOutput(ParallelModule):
 
     Attributes:
         item: which of several outputs that is; None where there is one.
-        dim: the dim that counts units.
-        units: the placement of the units.
+        output_dim: the dim that counts units.
+        output_units: the placement of the units.
     """
 
     item: int | None
-    dim: int
-    units: Placement
+    output_dim: int
+    output_units: Placement
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""
@@ -129,7 +129,7 @@ class SlicedOutput(ParallelModule):
         return (*outputs[: self.item], self._sliced(outputs[self.item]), *outputs[self.item + 1 :])
 
     def _sliced(self, value: Tensor) -> Tensor:
-        placement = replace(self.units, dim=self.dim % value.dim())
+        placement = replace(self.output_units, dim=self.output_dim % value.dim())
         return take_shard(copy_to_tp(value, group=self.axis), placement, self.axis.rank)
 
 

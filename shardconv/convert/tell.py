@@ -149,7 +149,7 @@ def _kinds_of_heads(
         yield FullWidth, {"full_width": scope.fields(**_outputs(module)).evaluate(rule.full_width)}
     if rule.output is not None:
         units = scope.units(rule.output.unit, axis.size)
-        yield SlicedOutput, {"item": rule.output.item, "dim": rule.output.dim, "units": units}
+        yield SlicedOutput, {"item": rule.output.item, "output_dim": rule.output.dim, "output_units": units}
     if slices := {name: _slice(one, scope, axis.size) for name, one in rule.slices.items() if hasattr(module, name)}:
         yield SlicedTensors, {"slices": slices}
 
