@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from shardconv.checkpoint.merge import MergeReport, merge
+    from shardconv.checkpoint.pad import PadReport, UnpadReport, pad, unpad
     from shardconv.checkpoint.planning import PlanOptions, PlanReport, TensorReport, make_plan, report_plan
     from shardconv.checkpoint.reshard import ReshardReport, reshard
     from shardconv.checkpoint.split import SplitReport, split
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from shardconv.plan.placement import Interval, Placement, Zeros
     from shardconv.plan.plan import Plan, Reason, TensorPlan
     from shardconv.plan.policy import Layer, Policy
-    from shardconv.plan.resolve import BlockedTp
+    from shardconv.plan.sizes import BlockedTp, PaddedTp, PaddedUnit, PaddingReport
     from shardconv.proof.model_check import ModelCheck, check_source
     from shardconv.proof.prove import Proof, ProofReport, propose_plan, prove
     from shardconv.runtime import load
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "shardconv.checkpoint.merge": ("MergeReport", "merge"),
+    "shardconv.checkpoint.pad": ("PadReport", "UnpadReport", "pad", "unpad"),
     "shardconv.checkpoint.planning": ("PlanOptions", "PlanReport", "TensorReport", "make_plan", "report_plan"),
     "shardconv.checkpoint.reshard": ("ReshardReport", "reshard"),
     "shardconv.checkpoint.split": ("SplitReport", "split"),
@@ -120,7 +122,7 @@ _HOMES = {
     "shardconv.plan.placement": ("Interval", "Placement", "Zeros"),
     "shardconv.plan.plan": ("Plan", "Reason", "TensorPlan"),
     "shardconv.plan.policy": ("Layer", "Policy"),
-    "shardconv.plan.resolve": ("BlockedTp",),
+    "shardconv.plan.sizes": ("BlockedTp", "PaddedTp", "PaddedUnit", "PaddingReport"),
     "shardconv.proof.model_check": ("ModelCheck", "check_source"),
     "shardconv.proof.prove": ("Proof", "ProofReport", "propose_plan", "prove"),
     "shardconv.runtime": ("load",),
@@ -140,6 +142,10 @@ __all__ = [
     "MergeReport",
     "ModelCheck",
     "OutputError",
+    "PadReport",
+    "PaddedTp",
+    "PaddedUnit",
+    "PaddingReport",
     "ParallelCrossEntropyLoss",
     "ParallelDropout",
     "ParallelEmbedding",
@@ -166,6 +172,7 @@ __all__ = [
     "SplitReport",
     "TensorPlan",
     "TensorReport",
+    "UnpadReport",
     "UsageError",
     "VerifyReport",
     "VocabParallelClassifier",
@@ -189,6 +196,7 @@ __all__ = [
     "load_full_state_dict",
     "make_plan",
     "merge",
+    "pad",
     "propose_plan",
     "prove",
     "reduce_from_tp",
@@ -196,6 +204,7 @@ __all__ = [
     "reshard",
     "scatter_to_tp",
     "split",
+    "unpad",
     "verify",
 ]
 

@@ -22,14 +22,27 @@ from shardconv.commands.options import (
     ignore_option,
     layout_option,
     output_options,
+    pad_option,
     plan_options,
     tp_option,
     write_options,
 )
+from shardconv.commands.pad import pad as pad_command
+from shardconv.commands.pad import unpad as unpad_command
 from shardconv.commands.plan import check_source
 from shardconv.commands.plan import plan as plan_command
 from shardconv.commands.run import run as run_command
-from shardconv.commands.words import counted, dry_run_notes, engine_note, layout_note, model_notes, notes, rate, sizes
+from shardconv.commands.words import (
+    counted,
+    dry_run_notes,
+    engine_note,
+    layout_note,
+    model_notes,
+    notes,
+    padding_notes,
+    rate,
+    sizes,
+)
 from shardconv.console import Console, describe, open_streams, show_error, size
 from shardconv.parent import PARENT, end_with_parent
 from shardconv.plan.engines import ENGINES
@@ -80,6 +93,7 @@ def split(
         [
             f"{report.path}: {report.num_tensors} tensors, {size(report.source_bytes)}, family {report.family}",
             f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}{layout_note(report.layout)}; {verb}",
+            *padding_notes(report.padding),
             *dry_run_notes(report, overwrite=options["overwrite"]),
             *engine_note(report.layout),
             *warnings,
@@ -123,6 +137,7 @@ def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **optio
 @tp_option
 @click.option("-o", "--output", type=PATH, metavar="DIR2", help="Folder to write. [default: NAME-tpN here]")
 @engine_option("those of DIR, or of --layout")
+@pad_option
 @write_options
 @checksum_option
 @layout_option("[default: that of DIR]")
@@ -140,6 +155,7 @@ def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **opt
         [
             f"{report.path}: {report.num_tensors} tensors, from {counted(report.old_tp, 'rank')} to {report.tp}",
             f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}{layout_note(report.layout)}; {verb}",
+            *padding_notes(report.padding),
             *report.notes,
             *dry_run_notes(report, overwrite=options["overwrite"]),
             *engine_note(report.layout),
@@ -201,8 +217,10 @@ def verify(src: Path, *, engine: str | None, as_json: bool, quiet: bool, **optio
         sys.exit(3)
 
 
+cli.add_command(pad_command)
 cli.add_command(plan_command)
 cli.add_command(run_command)
+cli.add_command(unpad_command)
 
 
 @cli.command(hidden=True)

@@ -15,13 +15,14 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 import vision
+from attention import attention_kinds
 from ranks import ranks_in
 from transformers.models.auto import modeling_auto
 
@@ -29,9 +30,9 @@ from shardconv.checkpoint.source import open_source
 from shardconv.checkpoint.split import split
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import PlanError
-from shardconv.plan.plan import TensorSpec
+from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.proof.compare import compare, write_reference
+from shardconv.proof.compare import Comparison, compare, write_reference
 from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT, PROOF_TPS, REFERENCE, cut_share
 from shardconv.proof.small import build_small, default_config, small_fields
 
@@ -105,6 +106,10 @@ class Row:
             cannot be made.
         error: the largest of outputs and gradients, at any number of ranks.
         note: what is to be known.
+        attention: how attention is sharded, as :func:`attention.attention_kinds` has it; "" for models without.
+        cache: the bytes of the cache per rank at tp 2, of the unsharded model's; None for models that have none.
+        reasons: why attention is gathered, where it is.
+        padded: the verdict on 3 ranks with padding; ``refused`` where not all of the model can be padded.
     """
 
     kind: str
@@ -114,6 +119,14 @@ class Row:
     cut: float = 0.0
     error: float = 0.0
     note: str = ""
+    attention: str = ""
+    cache: float | None = None
+    reasons: tuple[str, ...] = ()
+    padded: str = ""
+
+    @property
+    def is_gathered(self) -> bool:
+        return "gathered" in self.attention
 
     @property
     def is_right(self) -> bool:
@@ -136,39 +149,47 @@ def small(plain: Any) -> Any:
     return build_small(plain, config(**small_fields(default_config(config))))
 
 
+def specs_in_memory(model: Any) -> dict[str, TensorSpec]:
+    """The tensors of a model under the names that they have in memory."""
+    state = model.state_dict()
+    return {name: TensorSpec(DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in state.items()}
+
+
+def plan_in_memory(model: Any, tp: int) -> Plan:
+    """The plan of a model by these names."""
+    return resolve(specs_in_memory(model), model.config.to_dict(), PlanRequest()).resolver.plan(tp)
+
+
 def default_cut(plain: Any) -> float | None:
     """The share of bytes in matrices that are cut at tp=2, of a model of default size; None where there is none."""
     try:
-        config = plain.config_class(**default_config(plain.config_class))
         with torch.device("meta"):
-            state = plain(config).state_dict()
-        specs = {name: TensorSpec(DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in state.items()}
-        return cut_share(specs, resolve(specs, config.to_dict(), PlanRequest()).resolver.plan(2))
+            model = plain(plain.config_class(**default_config(plain.config_class)))
+        return cut_share(specs_in_memory(model), plan_in_memory(model, 2))
     except Exception:  # noqa: BLE001 - whatever it was: the small model stands in
         return None
 
 
-def check(
-    axis: Any, kind: str, source: Path, place: Path, request: PlanRequest, reference: Path
-) -> tuple[float, bool | None, float | None, str] | str:
+def check(axis: Any, kind: str, source: Path, place: Path, request: PlanRequest, reference: Path) -> Comparison | str:
     """On a rank: the comparison, or what went wrong."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     try:
-        return tuple(compare(axis, getattr(transformers, kind), source, place, request, reference))
+        return compare(axis, getattr(transformers, kind), source, place, request, reference)
     except Exception as error:  # noqa: BLE001 - it goes into the table
         where = traceback.extract_tb(error.__traceback__)[-1].name
         return f"{type(error).__name__} in {where}: {error}".replace("\n", " ")[:200]
 
 
-def worst(found: list[Any]) -> tuple[float, bool | None, float | None, str] | str:
+def worst(found: list[Any]) -> Comparison | str:
     """What the ranks found, together: an error of any, or the largest differences."""
     if errors := [one for one in found if isinstance(one, str)]:
         return errors[0]
-    outputs, tokens, gradients, notes = zip(*found, strict=True)
+    outputs, tokens, gradients, notes, caches = zip(*found, strict=True)
     are_equal = None if set(tokens) == {None} else False not in tokens
-    return max(outputs), are_equal, None if None in gradients else max(gradients), notes[0]
+    gradient = None if None in gradients else max(gradients)
+    return Comparison(max(outputs), are_equal, gradient, notes[0], None if None in caches else max(caches))
 
 
 def try_type(
@@ -190,6 +211,7 @@ def try_type(
         return Row(kind, model_type, note=f"does not run: {type(error).__name__}: {error}".replace("\n", " ")[:160])
     verdicts, errors, notes, family = [], [0.0], [], ""
     cut = default_cut(plain) if at_default_size else None
+    attention, reasons, caches = "", (), []
     for tp in tps:
         place = home / f"tp{tp}"
         shutil.rmtree(place, ignore_errors=True)
@@ -200,6 +222,7 @@ def try_type(
             notes.append(str(error)[:200])
             continue
         family = report.family or ""
+        attention, reasons = attention_kinds(model, plan_in_memory(model, tp))
         if cut is None:
             opened = open_source(source)
             cut = cut_share(opened.specs, resolve(opened.specs, opened.config, PlanRequest()).resolver.plan(tp))
@@ -212,13 +235,36 @@ def try_type(
             verdicts.append("fails")
             notes.append(found)
             continue
-        output, tokens, gradient, note = found
+        output, tokens, gradient, note, cache = found
+        caches.append(cache)
         is_right = output <= OUTPUT_LIMIT and tokens is not False and (gradient or 0.0) <= GRADIENT_LIMIT
         verdicts.append("right" if is_right else "wrong")
         errors += [output, gradient or 0.0]
         notes += [note] if note else []
     notes = list(dict.fromkeys(notes))
-    return Row(kind, model_type, family, tuple(verdicts), cut or 0.0, max(errors), "; ".join(notes))
+    cache = caches[0] if caches else None
+    verdict = tuple(verdicts), cut or 0.0, max(errors), "; ".join(notes)
+    return Row(kind, model_type, family, *verdict, attention, cache, tuple(reasons))
+
+
+def try_padded(run: Any, home: Path) -> str:
+    """The verdict on 3 ranks with padding, of the model that :func:`try_type` left."""
+    source, place = home / "source", home / "tp3"
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        split(source, place, tp=3, pad=True)
+    except PlanError:
+        return "refused"
+    kind = (open_source(source).config or {})["architectures"][0]
+    try:
+        found = worst(run("three", check, kind, source, place, PlanRequest(pad=1), home / REFERENCE))
+    except AssertionError:
+        return "fails"
+    if isinstance(found, str):
+        return "fails"
+    output, tokens, gradient, *_ = found
+    is_right = output <= OUTPUT_LIMIT and tokens is not False and (gradient or 0.0) <= GRADIENT_LIMIT
+    return "right" if is_right else "wrong"
 
 
 def rows(types: list[str]) -> Iterator[Row]:
@@ -233,7 +279,8 @@ def rows(types: list[str]) -> Iterator[Row]:
             for kind, names in KINDS.items():
                 for model_type in names:
                     if not types or model_type in types:
-                        yield try_type(run, home, kind, model_type)
+                        row = try_type(run, home, kind, model_type)
+                        yield replace(row, padded=try_padded(run, home)) if row.is_right else row
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
@@ -247,14 +294,17 @@ def table(found: list[Row]) -> str:
         "of the type with random numbers, written by `save_pretrained`, split, loaded by `shardconv.load` on 2 and 4",
         f"ranks, and compared in float32 with the plain one: outputs to {OUTPUT_LIMIT:.0e} of the largest, greedy",
         f"tokens with a cache, and gradients of a training step to {GRADIENT_LIMIT:.0e}. *Error* is the larger of",
-        "both. *Cut* is the share of the bytes in matrices of which no rank holds all, in a model of the type's",
-        "default size.",
+        "both. *tp 3* is with `--pad`, and is refused where not all that does not divide can be padded: see",
+        "[padding](padding.md). *Cut* is the share of the bytes in matrices of which no rank holds all, in a model of",
+        "the type's default size. *Attention* is sharded by `heads`; by heads over a `latent` that every rank holds;",
+        "in layers with a `state` of fixed size by its heads or channels; or it is `gathered`, for the reason in the",
+        "note. *Cache* is what a forward pass leaves in the cache on a rank at tp 2, of the bytes of the unsharded",
+        "model's (KV heads, latents that every rank holds, and states).",
         "",
         *summary(found),
     ]
     for kind in KINDS:
-        lines += ["", f"## {kind.capitalize()}", "", "| type | family | tp 2 | tp 4 | cut | error | note |"]
-        lines.append("|---|---|---|---|---|---|---|")
+        lines += ["", f"## {kind.capitalize()}", "", _COLUMNS, "|---" * _COLUMNS.count(" | ") + "|---|"]
         for row in (row for row in found if row.kind == kind):
             two, four = (*row.verdicts, "", "")[:2]
             note = row.note
@@ -263,22 +313,31 @@ def table(found: list[Row]) -> str:
             elif not row.is_right:
                 note = REASONS.get(row.model_type, row.note)
             cut, error = (f"{row.cut:.1%}", f"{row.error:.0e}") if row.verdicts else ("", "")
-            text = re.sub(r"[|<>]", " ", note)
-            lines.append(f"| {row.model_type} | {row.family} | {two} | {four} | {cut} | {error} | {text} |")
+            text = re.sub(r"[|<>]", " ", "; ".join(filter(None, [note, *(f"gathered: {one}" for one in row.reasons)])))
+            cache = "" if row.cache is None else f"{row.cache:.0%}"
+            cells = (row.model_type, row.family, row.attention, cache, two, four, row.padded, cut, error, text)
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+#: The head of each table.
+_COLUMNS = "| type | family | attention | cache | tp 2 | tp 4 | tp 3 | cut | error | note |"
 
 
 def summary(found: list[Row]) -> list[str]:
     """What is supported, in a few lines."""
     lines = [
-        f"| models | types | right on 2 and 4 ranks | of these, {LEAST_CUT:.0%} cut | not right |",
-        "|---|---|---|---|---|",
+        f"| models | types | right on 2 and 4 ranks | of these, {LEAST_CUT:.0%} cut | right on 3, padded "
+        "| attention gathered | not right |",
+        "|---|---|---|---|---|---|---|",
     ]
     for kind in KINDS:
         of_kind = [row for row in found if row.kind == kind]
         right = [row for row in of_kind if row.is_right]
         cut, wrong = sum(row.is_cut for row in right), [row.model_type for row in of_kind if not row.is_right]
-        lines.append(f"| {kind} | {len(of_kind)} | {len(right)} | {cut} | {', '.join(wrong) or 'none'} |")
+        gathered, padded = sum(row.is_gathered for row in of_kind), sum(row.padded == "right" for row in right)
+        counts = (len(of_kind), len(right), cut, padded, gathered)
+        lines.append(f"| {kind} | {' | '.join(map(str, counts))} | {', '.join(wrong) or 'none'} |")
     return lines
 
 
@@ -290,9 +349,14 @@ def written() -> list[Row]:
         if line.startswith("## "):
             kind = kinds[line.removeprefix("## ")]
         elif kind and line.startswith("| ") and not line.startswith("| type "):
-            model_type, family, *verdicts, cut, error, note = (cell.strip() for cell in line.strip("|").split("|"))
+            model_type, family, attention, cache, *verdicts, padded, cut, error, note = map(
+                str.strip, line[1:-1].split("|")
+            )
             numbers = float(cut.rstrip("%") or 0) / 100, float(error or 0)
-            found.append(Row(kind, model_type, family, tuple(filter(None, verdicts)), *numbers, note))
+            note, *reasons = re.split(r"(?:^|; )gathered: ", note)
+            share = float(cache.rstrip("%")) / 100 if cache else None
+            verdict = tuple(filter(None, verdicts)), *numbers, note
+            found.append(Row(kind, model_type, family, *verdict, attention, share, tuple(reasons), padded))
     return found
 
 
@@ -310,7 +374,10 @@ def main() -> int:
     for row in rows(types):
         found.append(row)
         share, error = f"{row.cut:.3f}", f"{row.error:.0e}"
-        print(row.kind, row.model_type, row.family, *row.verdicts, share, error, row.note, flush=True)
+        kept = "no cache" if row.cache is None else f"{row.cache:.2f}"
+        how = f"[{row.attention}, {kept}]"
+        verdicts = (*row.verdicts, row.padded)
+        print(row.kind, row.model_type, row.family, how, *verdicts, share, error, row.note, flush=True)
     if types and "--update" in sys.argv:
         new = {(row.kind, row.model_type): row for row in found}
         found = [new.get((row.kind, row.model_type), row) for row in written()]
@@ -326,14 +393,18 @@ def unexplained(found: list[Row], *, is_all: bool) -> list[str]:
     """What is otherwise than the tables of reasons say it; of all types together, also what they say of none."""
     wrong = {row.model_type for row in found if not row.is_right}
     less = {row.model_type for row in found if row.is_right and not row.is_cut}
+    padded = {row.model_type for row in found if row.padded in ("wrong", "fails")}
     untrained = {row.model_type for row in found if row.is_right and "gradients" in row.note}
+    unreasoned = {row.model_type for row in found if row.is_gathered and not all(row.reasons or [""])}
     needless = (set(REASONS) - wrong) | (set(LESS_CUT) - less) | (set(NOT_TRAINED) - untrained)
     return [
         f"{what}: {', '.join(sorted(which))}"
         for what, which in (
             ("not right, without a reason", wrong - set(REASONS)),
+            ("not right with padding: add them to shardconv/plan/padding.toml", padded),
             (f"less than {LEAST_CUT:.0%} cut, without a reason", less - set(LESS_CUT)),
             ("without gradients of training, and without a reason", untrained - set(NOT_TRAINED)),
+            ("gathered, without a reason in the family file", unreasoned),
             ("with a reason that is not needed", needless if is_all else set()),
         )
         if which

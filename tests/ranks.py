@@ -22,6 +22,10 @@ LAYOUTS = {
     "strided": ((0, 2), (1, 3)),
     "four": ((0, 1, 2, 3),),
     "eight": (tuple(range(8)),),
+    "three": ((0, 1, 2),),
+    "five": (tuple(range(5)),),
+    "six": (tuple(range(6)),),
+    "twelve": (tuple(range(12)),),
 }
 #: What the processes have imported when they start: they are forked from one that has. With torchvision, torch alone:
 #: vision.py comes before it.

@@ -23,6 +23,7 @@ from shardconv.convert.tell import _cut_features, _cut_matrices
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.errors import PlanError
 from shardconv.layers.sharding import take_shard
+from shardconv.plan.placement import Unit, cut
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.inputs import example_inputs
 
@@ -290,13 +291,13 @@ def test_saved(ranks, tmp_path):
 
 def test_arguments_for_each_head():
     """What has no dim of heads is no argument for each head, whatever its sizes are."""
-    units = (4, 4, 8)
+    rows, of_examples = (cut(dim, [Unit(8)], 2) for dim in (1, 2))
     mask = torch.ones(2, 16)
-    assert _cut_matrices(1, units, mask) is mask
+    assert _cut_matrices(1, of_examples, 1, mask) is mask
     alibi = torch.arange(8.0).view(1, 8, 1, 1).expand(2, 8, 1, 3)
-    assert torch.equal(_cut_matrices(1, units, alibi), alibi[:, 4:])
-    assert torch.equal(_cut_matrices(0, units, alibi.reshape(16, 1, 3)), alibi[:, 4:].reshape(8, 1, 3))
-    assert _cut_matrices(1, units, None) is None
+    assert torch.equal(_cut_matrices(1, of_examples, 1, alibi), alibi[:, 4:])
+    assert torch.equal(_cut_matrices(0, rows, 1, alibi.reshape(16, 1, 3)), alibi[:, 4:].reshape(8, 1, 3))
+    assert _cut_matrices(1, of_examples, 1, None) is None
 
 
 #: Plan files whose module rules do not fit LLaMA, and what is said of them.
@@ -365,11 +366,13 @@ def test_a_linear_layer_is_no_embedding():
 
 def check_features(axis):
     values = torch.arange(24.0).view(1, 2, 12).requires_grad_()
-    cut = _cut_features(2, (axis.rank, 1, 3), 4, axis, values)
-    assert torch.equal(cut, values[..., 4 * axis.rank : 4 * axis.rank + 4])
-    (cut * (axis.rank + 1)).sum().backward()
-    assert torch.equal(values.grad[0, 0], torch.tensor([1.0] * 4 + [2.0] * 4 + [0.0] * 4))
-    assert _cut_features(2, (1, 1, 3), 4, axis, None) is None
+    three = cut(0, [Unit(3, 4, pad=True)], 2)
+    local = _cut_features(2, three, axis, values)
+    expected = (values[..., :8], torch.cat([values[..., 8:], torch.zeros(1, 2, 4)], -1))[axis.rank]
+    assert torch.equal(local, expected)
+    (local * (axis.rank + 1)).sum().backward()
+    assert torch.equal(values.grad[0, 0], torch.tensor([1.0] * 8 + [2.0] * 4))
+    assert _cut_features(2, three, axis, None) is None
 
 
 def test_arguments_with_features_of_each_head(ranks):

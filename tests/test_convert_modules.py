@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardconv.convert.modules import CopiedInput, Gathering, GroupedRMSNorm, ParallelDepthwise, Sharded, SummedOutput
+from shardconv.convert.modules import CopiedInput, Gathering, ParallelDepthwise, Sharded, SummedOutput
+from shardconv.convert.norms import GroupedRMSNorm
 from shardconv.convert.tell import Told, _become, tell
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelLinear
@@ -135,14 +136,17 @@ def test_convolutions_that_are_not_cut():
     for dim, placements in ((1, {"weight": 2, "bias": 8}), (0, {"weight": 8, "bias": 4})):
         with pytest.raises(ValueError, match="conv: only the channels of a convolution can be cut"):
             shell(conv, ParallelDepthwise, dim, placements).check_channels("conv")
-    more = nn.Conv1d(8, 16, 3, groups=8)
-    with pytest.raises(ValueError, match="only convolutions of each channel by itself are cut"):
-        shell(more, ParallelDepthwise, 0, {"weight": 16, "bias": 16}).check_channels("conv")
+    groups = nn.Conv1d(9, 6, 3, groups=3)
+    with pytest.raises(ValueError, match="conv: a convolution is cut between its groups of 2 channels"):
+        shell(groups, ParallelDepthwise, 0, {"weight": 6, "bias": 6}).check_channels("conv")
     with pytest.raises(ValueError, match="weight and bias"):
         shell(nn.Conv1d(8, 8, 3, groups=8), ParallelDepthwise, 0, {"weight": 8}).check_channels("conv")
     right = shell(nn.Conv1d(8, 8, 3, groups=8), ParallelDepthwise, 0, {"weight": 8, "bias": 8})
     right.check_channels("conv")
     assert (right.groups, right.in_channels, right.out_channels) == (4, 4, 4)
+    more = shell(nn.Conv1d(12, 8, 3, groups=4), ParallelDepthwise, 0, {"weight": 8, "bias": 8})
+    more.check_channels("conv")
+    assert (more.groups, more.in_channels, more.out_channels) == (2, 6, 4)
 
 
 class Norm(nn.Module):

@@ -404,6 +404,19 @@ CASES: Mapping[str, Case] = {
     "boundaries of vLLM": Case(moved(RIGHT), options=("--for", "vllm")),
     "boundaries of vLLM, norms over heads": Case(moved(RIGHT), base="olmo2", options=("--for", "vllm")),
     "layout of vLLM": Case(moved(RIGHT, split=na(OTHER_NAMES), reshard=na(OTHER_NAMES)), layout="vllm"),
+    # sizes that do not divide
+    "heads and widths that do not divide": Case(
+        refused(error("is not a multiple of", "supported with --pad")), base="odd",
+    ),
+    "heads and widths that do not divide, padded": Case(moved(RIGHT), base="odd", options=("--pad",)),
+    "padding for vLLM, which reads its sizes from the config": Case(
+        refused(error("--pad with the boundaries of vllm", "shardconv pad")), base="odd",
+        options=("--pad", "--for", "vllm"),
+    ),
+    "padding of a model of an unknown type": Case(
+        refused(error("nothing of this model is padded", "no family is known")), config(model_type="unheard_of"),
+        base="odd", options=("--pad",),
+    ),
     # plan files
     "plan file that matches too much": Case(
         moved(
@@ -462,7 +475,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; a new row changes them.
-COUNTS = {"right": 185, "error": 156, "warning": 8, "na": 171}
+COUNTS = {"right": 195, "error": 165, "warning": 8, "na": 192}
 
 
 def counts() -> Counter[str]:
@@ -503,10 +516,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     return cache(lambda name: write_case(tmp_path_factory.mktemp("case"), CASES[name], bases))
 
 
-def write_base(folder: Path, model_type: str) -> Path:
+#: A model of which nothing divides, and what its dims are with padding.
+ODD = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 90}
+PADDED = {r"[qo]_proj": 128, r"[kv]_proj": 64, r"(gate|up|down)_proj": 96}
+
+
+def write_base(folder: Path, base: str) -> Path:
     """A model with the demo model's tokenizer."""
     torch.manual_seed(0)
-    fields = {name: value for name, value in FIELDS.items() if model_type != "phi3" or name != "head_dim"}
+    model_type, odd = ("llama", ODD) if base == "odd" else (base, {})
+    fields = {name: value for name, value in FIELDS.items() if model_type != "phi3" or name != "head_dim"} | odd
     made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **fields))
     for parameter in made.parameters():
         parameter.data.normal_(std=0.3)
@@ -745,7 +764,8 @@ def shard_shapes(case: Case, name: str, tensor: torch.Tensor) -> list[list[int]]
     if "vllm" in case.options and name in {"model.embed_tokens.weight", "lm_head.weight"}:
         shape[0] = -(-shape[0] // 64) * 64
     if dim is not None:
-        shape[dim] = -(-shape[dim] // TP)
+        padded = [size for layer, size in PADDED.items() if "--pad" in case.options and re.search(layer, name)]
+        shape[dim] = padded[0] // TP if padded else -(-shape[dim] // TP)
     return [shape] * TP
 
 
@@ -776,7 +796,7 @@ def _proofs_on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
             split_by(source, place, plan, request)
             reference = folder / prove.REFERENCE
             found = worst(ranks(LAYOUTS[tp], check, kind.__name__, folder / prove.SMALL, place, request, reference))
-            output, tokens, gradient, note = (None, None, None, found) if isinstance(found, str) else found
+            output, tokens, gradient, note, _ = (None, None, None, found, None) if isinstance(found, str) else found
             made.append(prove.Proof(tp, output, tokens, gradient, prove.cut_share(source.specs, plan), note))
         return tuple(made)
 

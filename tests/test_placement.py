@@ -33,6 +33,17 @@ def test_few_kv_heads_are_repeated_in_place(heads, size, tp):
     assert [held(placement, rank) for rank in range(tp)] == [list(row) for row in repeated]
 
 
+@given(sizes=st.lists(st.integers(1, 4), min_size=3, max_size=3), tp=st.sampled_from([1, 2, 4]))
+def test_even_shares_of_a_fused_dim(sizes, tp):
+    """Tensors of even size, one behind the other: a rank's elements of all of them are those of the fused one."""
+    whole = cut(0, [Unit(12, size) for size in sizes], tp)
+    shares = [whole.share(number, 3) for number in range(3)]
+    assert {share.size for share in shares} == {4 * sum(sizes)}
+    for rank in range(tp):
+        found = [number * share.size + one for number, share in enumerate(shares) for one in held(share, rank)]
+        assert found == held(whole, rank)
+
+
 @given(rows=st.integers(1, 70), tp=tps)
 def test_padded_rows_are_a_padded_array(rows, tp):
     placement = cut(0, [Unit(rows, pad=True)], tp)

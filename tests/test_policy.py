@@ -432,7 +432,6 @@ REFUSED = {
     "parts": (qkv(both("attention.self.query", n_fused=3)), "query.weight: 64 is not a multiple of n_fused = 3"),
     "part sizes": (qkv(both("attention.self.query", n_fused=32)), "2 is not a multiple of 4.*Use --tp 1, 2"),
     "reversed": (qkv(both("attention.self.query", reversed=True)), "a Linear stores it .out, in.: it cannot have"),
-    "norm": (qkv(both("attention.output.LayerNorm")), "a LayerNorm over features that are cut is not known"),
     "row of a norm": (changed(BertPolicy, attn_out=[both("output.LayerNorm")]), "only a matrix has inputs to cut"),
     "class": (changed(BertPolicy, original_layer_class=GPT2Block), "has no module of exactly the class GPT2Block"),
     "replace": (qkv(both("attention.self.query", replace=Halves)), "replace = Halves is not derived from"),

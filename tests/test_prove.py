@@ -13,13 +13,14 @@ import pytest
 import torch
 from command import call, run
 from matrix import check, model_class, small, worst
+from models import MODELS
 from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.errors import PlanError, RunError
-from shardconv.plan.family import NAMES_FAMILY
-from shardconv.plan.family_file import parse_plan_file
-from shardconv.plan.foreign import FOREIGN, foreign_family
+from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family
+from shardconv.plan.family_file import laid_over, parse_plan_file
+from shardconv.plan.foreign import foreign_family
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import Reference, _difference, write_reference
 from shardconv.proof.prove import REFERENCE, _heads_for, _model_to_try, _skipped, small_model
@@ -178,6 +179,18 @@ def test_a_plan_file_is_blamed_only_where_there_is_one():
     assert next(_skipped("SRC", {}, {7: "reason."}, has_plan_file=True)).endswith(f"reason. {blame}")
 
 
+#: Gates of heads; layers in modules of their own; code that joins heads to the width of its input.
+@pytest.mark.parametrize("model_type", ["beam", "moshi", "trocr", "prophetnet"])
+def test_a_proposal_by_heads(model_type, tmp_path):
+    small(model_class(CAUSAL, model_type)).save_pretrained(tmp_path)
+    result = call("plan", tmp_path, "--propose")
+    assert result.code == 0, result.err
+    rules = laid_over(parse_plan_file("plan.toml", result.out), Family("plan")).rules
+    queries = [rule for rule in rules if re.search(r"q_proj|query_proj", rule.pattern)]
+    assert queries
+    assert {(rule.style, rule.unit) for rule in queries} >= {("colwise", "query_head")}, queries
+
+
 #: Attention by heads; a state space model, whose layers give whole outputs; experts; fused and interleaved projections.
 @pytest.mark.parametrize("model_type", ["gptj", "mamba", "qwen3_moe", "codegen"])
 def test_a_proposal_is_right(ranks, tmp_path, model_type):
@@ -232,3 +245,12 @@ def test_what_is_barred_is_no_measure():
     expected = torch.tensor([1.0, 2.0, torch.finfo(torch.float32).min])
     assert _difference(expected + torch.tensor([0.5, 0.0, 0.0]), expected) == 0.25
     assert _difference(torch.tensor([1.0, 2.0, 3.0]), expected) == float("inf")
+
+
+def test_padding_is_proven(tmp_path):
+    """The small model has four heads and two KV heads, so that at tp 3 it is padded."""
+    source = MODELS["llama"].write(tmp_path / "source")
+    report = shardconv.prove(source, tps=(3,), pad=True)
+    assert report.is_proven
+    assert {3, 5, 6} < set(report.legal_tp)
+    assert not shardconv.prove(source, tps=(3,)).is_proven

@@ -51,7 +51,7 @@ def test_a_scale_is_cut_as_its_weight_is(pattern, tmp_path):
 def test_a_scale_and_its_weight_have_one_rule(name, tmp_path):
     source = tmp_path / "m.safetensors"
     options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
-    with pytest.raises(shardconv.PlanError, match="a scale is cut as its weight is: name their module, 'down'"):
+    with pytest.raises(shardconv.PlanError, match="a scale is sharded as its weight is: name their module, 'down'"):
         shardconv.make_plan(source, tp=2, replicate=(name,), **options)
     plan = shardconv.make_plan(source, tp=2, replicate="d*n", family="llama", config=options["config"])
     assert plan.placement("down.weight").dim is None

@@ -41,22 +41,23 @@ def installed(folder):
     """Other families than the installed ones: those in a folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(family_file, "_FOLDER", folder)
-        for cached in (load_family, family_for):
-            cached.cache_clear()
+        family_file.clear_cache()
         yield
-    for cached in (load_family, family_for):
-        cached.cache_clear()
+    family_file.clear_cache()
 
 
 def changed_families(folder, model_type, text):
-    """The installed families, with these rules before those of the family of a type."""
+    """The installed families, and one for a type that has these rules before those of its family."""
     shutil.copytree(family_file._FOLDER, folder)
     family = family_for(model_type)
-    real = folder / f"{family.name}.toml"
-    (folder / "as_it_was.toml").write_text(re.sub(r"model_types = \[.*?\]", "", real.read_text(), flags=re.DOTALL))
-    real.write_text(f'model_types = {json.dumps(family.model_types)}\ninherits = "as_it_was"\n{text}')
+    for path in folder.glob("*.toml"):  # the type is no other family's
+        lists = re.compile(r"^model_types = \[[^]]*\]", re.MULTILINE)
+        path.write_text(lists.sub(lambda found: found[0].replace(f'"{model_type}"', '"none"'), path.read_text()))
+    tables = re.sub(r"^\[(\w+)\]", r"[changed.\1]", text, flags=re.MULTILINE)
+    heading = f'[changed]\nmodel_types = ["{model_type}"]\ninherits = "{family.name}"\n'
+    (folder / "changed.toml").write_text(heading + tables)
     with installed(folder):
-        assert family_for(model_type).name == family.name
+        assert family_for(model_type).name == "changed"
     return folder
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from build import contents, write_checkpoint
 
-from shardconv.plan.family_file import family_names
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -34,8 +32,9 @@ def installed(tmp_path_factory) -> Path:
 
 def test_the_wheel_has_the_data_files(installed):
     assert (installed / "shardconv" / "py.typed").is_file()
-    families = {path.stem for path in (installed / "shardconv" / "plan" / "families").glob("*.toml")}
-    assert families == set(family_names())
+    for data in ("plan/families", "plan/blocks"):
+        own, files = (sorted((root / "shardconv" / data).glob("*.toml")) for root in (ROOT, installed))
+        assert [path.read_text() for path in files] == [path.read_text() for path in own]
     assert (installed / "shardconv" / "layouts" / "vllm.toml").is_file()
 
 

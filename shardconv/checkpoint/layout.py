@@ -160,3 +160,31 @@ def lay_out_parts(headers: Sequence[Header], names: Iterable[str]) -> Layout:
     }
     found = (places[name] for name in names)
     return Layout(tuple(headers), tuple(Shards(whole(size), (part,), (at,)) for part, at, size in found))
+
+
+def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan) -> Layout:
+    """The files of a checkpoint that is not split, and whose tensors are padded by a plan for one rank.
+
+    Args:
+        headers: of each file without padding.
+        tensors: name to dtype and shape of the full tensors, in order.
+        plan: their placements.
+    """
+
+    def padded(header: Header) -> Header:
+        shapes = (
+            (name, info.dtype, plan.placement(name).shard_shape(info.shape, 0)) for name, info in header.tensors.items()
+        )
+        return build_header(shapes, header.metadata)
+
+    files = tuple(map(padded, headers))
+    places = {
+        name: (number, header.data_offset + info.start)
+        for number, header in enumerate(files)
+        for name, info in header.tensors.items()
+    }
+    shards = (
+        Shards(geometry(plan.placement(name), spec.dtype, spec.shape), (places[name][0],), (places[name][1],))
+        for name, spec in tensors.items()
+    )
+    return Layout(files, tuple(shards))

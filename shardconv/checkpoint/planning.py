@@ -1,6 +1,7 @@
 """From a source on disk to its plan, and to a report on which tp sizes are legal."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
@@ -16,7 +17,7 @@ from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, Resolution, resolve
-from shardconv.plan.resolve import BlockedTp, LegalSizes
+from shardconv.plan.sizes import NO_PADDING, BlockedTp, LegalSizes, PaddedTp, PaddingReport
 
 #: A path as users give it.
 StrPath = str | Path
@@ -51,8 +52,10 @@ class PlanReport:
         assumed: what was concluded or assumed rather than read.
         left_out: name to reason of files in the folder that are left out; hidden folders have a / behind.
         legal_tp: the legal sizes.
-        blocked_tp: the sizes of :data:`~shardconv.plan.resolve.CANDIDATE_TPS` that are not, each with the first
+        blocked_tp: the sizes of :data:`~shardconv.plan.sizes.CANDIDATE_TPS` that are not, each with the first
             tensor that blocks it, and why.
+        padded_tp: those of them that are supported with ``pad``, and what that costs.
+        padding: what the plan for ``tp`` pads, and what that costs.
         rank_bytes: for each rank the bytes of its tensors.
         tensors: the placement of each tensor.
         layout: of the rank files of a split checkpoint; native for a source.
@@ -67,6 +70,8 @@ class PlanReport:
     left_out: Mapping[str, str]
     legal_tp: tuple[int, ...]
     blocked_tp: tuple[BlockedTp, ...]
+    padded_tp: tuple[PaddedTp, ...]
+    padding: PaddingReport
     rank_bytes: tuple[int, ...]
     tensors: tuple[TensorReport, ...]
     layout: str = NATIVE.name
@@ -83,6 +88,7 @@ class PlanOptions(TypedDict, total=False):
         experts: "tensor" to cut each expert over all ranks, "expert" to deal them out over the ranks.
         engine: "vllm" to put boundaries where that engine has them; None for those of shardconv's own runtime, which
             runs the others, too.
+        pad: pad units that do not divide with zeros, where outputs stay equal.
         config: a config.json to use instead of the one beside the weights.
         follow_links: read files that are links to outside of the folder.
         ignore: glob patterns, relative to the folder, of files to leave out, weights and auxiliary files alike.
@@ -94,6 +100,7 @@ class PlanOptions(TypedDict, total=False):
     head_dim: int | None
     experts: str
     engine: str | None
+    pad: bool
     config: StrPath | None
     follow_links: bool
     ignore: tuple[str, ...]
@@ -117,6 +124,7 @@ def plan_source(
     head_dim: int | None = None,
     experts: str = "tensor",
     engine: str | None = None,
+    pad: bool = False,
     config: StrPath | None = None,
     follow_links: bool = False,
     ignore: tuple[str, ...] = (),
@@ -134,7 +142,8 @@ def plan_source(
         beside = None if config is None else local_path(config)
         source = open_source(local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore))
     plan_file = None if plan == "auto" else _read_plan_file(local_path(plan))
-    request = request_for(PlanRequest(family, plan_file, as_names(replicate), head_dim, experts, engine), layout)
+    asked = PlanRequest(family, plan_file, as_names(replicate), head_dim, experts, engine, pad=int(pad))
+    request = request_for(asked, layout)
     paths = (source.path, *(part.path for part in source.parts), *source.side_files.values())
     resolution = resolve(source.specs, with_settings(source), request)
     return PlannedSource(source, request, resolution, paths if plan_file is None else (*paths, Path(plan)))
@@ -165,7 +174,7 @@ def request_for(request: PlanRequest, layout: str) -> PlanRequest:
 #: The fields of a request that change the plan, and their options.
 _OF_PLAN = {
     "family": "--family", "plan_file": "--plan", "replicate": "--replicate", "head_dim": "--head-dim",
-    "experts": "--experts",
+    "experts": "--experts", "pad": "--pad",
 }  # fmt: skip
 
 
@@ -220,13 +229,16 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
         left_out=source.left_out,
         legal_tp=sizes.legal,
         blocked_tp=sizes.blocked,
-        rank_bytes=() if made is None else rank_bytes(source.specs, made),
+        padded_tp=sizes.padded,
+        padding=NO_PADDING if tp is None else resolver.padding(tp),
+        rank_bytes=() if made is None else rank_bytes(tensors, made.tp),
         tensors=tensors,
     )
 
 
 def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanReport:
     """The report on the plan of a split checkpoint."""
+    pad = options.pop("pad", False)  # of a reshard, which may be asked for it
     if asked := sorted(name for name, value in options.items() if value != _DEFAULTS[name]):
         named = ", ".join("--for" if name == "engine" else name for name in asked)
         raise UsageError(
@@ -236,13 +248,16 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
     manifest = read_manifest(folder)
     plan, specs = manifest.plan, manifest.source_tensors
     sizes = LegalSizes((), ())
-    assumed = plan.assumed
+    assumed, padding = plan.assumed, NO_PADDING
     if plan.rules is not None or tp not in (None, plan.tp):
-        resolver = resolver_of(manifest, manifest.request.engine)
+        stored = resolver_of(manifest, manifest.request.engine)
+        resolver = stored if tp in (None, plan.tp) else stored.padded(int(pad))
         sizes = resolver.legal_sizes()
         plan = plan if tp in (None, plan.tp) else resolver.plan(tp, assumed=plan.assumed)
+        padding = resolver.padding(plan.tp)
     if manifest.plan.rules is None:
         assumed = (*assumed, "a manifest of format 1 or 2 has no rules: other tp would follow the installed ones")
+    tensors = tensor_reports(specs, plan)
     return PlanReport(
         source=str(folder),
         family=plan.family,
@@ -253,8 +268,10 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         left_out={},
         legal_tp=sizes.legal,
         blocked_tp=sizes.blocked,
-        rank_bytes=rank_bytes(specs, plan),
-        tensors=tensor_reports(specs, plan),
+        padded_tp=sizes.padded,
+        padding=padding,
+        rank_bytes=rank_bytes(tensors, plan.tp),
+        tensors=tensors,
         layout=manifest.layout.name,
     )
 
@@ -262,14 +279,14 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
 #: The options of :class:`PlanOptions` that a user did not give.
 _DEFAULTS: dict[str, Any] = {
     "plan": "auto", "family": None, "replicate": (), "head_dim": None, "experts": "tensor", "engine": None,
-    "config": None, "follow_links": False, "ignore": (),
+    "pad": False, "config": None, "follow_links": False, "ignore": (),
 }  # fmt: skip
 
 
-def rank_bytes(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[int, ...]:
-    """For each rank the bytes of its tensors."""
-    sizes = [tensor.shard_bytes for tensor in tensor_reports(specs, plan)]
-    return tuple(map(sum, zip(*sizes, strict=True))) or (0,) * plan.tp
+def rank_bytes(tensors: Iterable[TensorReport], tp: int) -> tuple[int, ...]:
+    """For each of ``tp`` ranks the bytes of its tensors."""
+    counts = Counter(tensor.shard_bytes for tensor in tensors)  # few are different
+    return tuple(sum(sizes[rank] * count for sizes, count in counts.items()) for rank in range(tp))
 
 
 def tensor_reports(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[TensorReport, ...]:

@@ -17,6 +17,7 @@ from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.checkpoint.write import check_readable, copy_files, copy_side_files, read_ranks, side_bytes, side_paths
 from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.layout import DCP
+from shardconv.plan.sizes import NO_PADDING, PaddingReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class ReshardReport:
         dry_run: whether nothing was written.
         destination_exists: whether a checkpoint was at ``path`` before, which only ``overwrite`` replaces.
         notes: how the rank files of an engine may differ from the checkpoint that it loaded; empty for others.
+        padding: what is padded, and what that costs.
     """
 
     path: str
@@ -48,6 +50,7 @@ class ReshardReport:
     dry_run: bool
     destination_exists: bool
     notes: tuple[str, ...] = ()
+    padding: PaddingReport = NO_PADDING
 
 
 def reshard(
@@ -57,6 +60,7 @@ def reshard(
     tp: int,
     layout: str | None = None,
     engine: str | None = None,
+    pad: bool = False,
     overwrite: bool = False,
     checksums: bool = True,
     dry_run: bool = False,
@@ -72,6 +76,8 @@ def reshard(
         layout: of the new rank files, as in :func:`~shardconv.split`; by default that of the split checkpoint.
         engine: whose boundaries, as in :func:`~shardconv.split`, or "shardconv"; by default those that the split
             checkpoint has, or those of an engine's ``layout``; for layout dcp, which cannot have padding, shardconv's.
+        pad: pad units that do not divide with zeros, as in :func:`~shardconv.split`; whether the split checkpoint has
+            such padding makes no difference.
         overwrite: replace what is at ``dst``.
         checksums: take checksums while the data passes, unless the split checkpoint has none to check it by.
         dry_run: plan and check, write nothing; a checkpoint at ``dst`` is then not an error.
@@ -89,7 +95,7 @@ def reshard(
     folder = local_path(src)
     old = read_split(folder)
     checksums = checksums and old.checksums is not None  # new ones over old errors would say that there are none
-    new = _planned(old, tp, layout, engine, checksums=checksums)
+    new, padding = _planned(old, tp, layout, engine, int(pad), checksums=checksums)
     name = folder.resolve().name.removesuffix(f"-tp{old.tp}")
     target = Path(f"{name}-tp{tp}") if dst is None else local_path(dst)
     check_apart(target, [folder])
@@ -110,20 +116,24 @@ def reshard(
         dry_run=dry_run,
         destination_exists=exists,
         notes=old.notes,
+        padding=padding,
     )
 
 
-def _planned(old: Manifest, tp: int, layout: str | None, engine: str | None, *, checksums: bool) -> Manifest:
-    """The manifest of the new split checkpoint."""
+def _planned(
+    old: Manifest, tp: int, layout: str | None, engine: str | None, pad: int, *, checksums: bool
+) -> tuple[Manifest, PaddingReport]:
+    """The manifest of the new split checkpoint, and what is padded in it."""
     kept = engine or (None if layout == DCP.name else old.request.engine)
-    request = replace(old.request, engine=kept)
+    request = replace(old.request, engine=kept, pad=pad)
     if layout in {None, old.layout.name}:
         chosen = old.layout
     else:
         request = request_for(request, layout)
         chosen = choose_layout(layout, old.source_tensors, old.config)
-    plan = resolver_of(old, request.engine).plan(tp, assumed=old.plan.assumed)
-    return old.with_plan(plan, request, chosen, checksums=checksums)
+    resolver = resolver_of(old, request.engine, pad=pad)
+    plan = resolver.plan(tp, assumed=old.plan.assumed)
+    return old.with_plan(plan, request, chosen, checksums=checksums), resolver.padding(tp)
 
 
 def _write(

@@ -24,6 +24,7 @@ from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan
 from shardconv.plan.request import PlanRequest
+from shardconv.plan.sizes import NO_PADDING, PaddingReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class SplitReport:
         seconds: wall time.
         dry_run: whether nothing was written.
         destination_exists: whether a checkpoint was at ``path`` before, which only ``overwrite`` replaces.
+        padding: what is padded, and what that costs.
     """
 
     path: str
@@ -57,6 +59,7 @@ class SplitReport:
     seconds: float
     dry_run: bool
     destination_exists: bool
+    padding: PaddingReport = NO_PADDING
 
 
 def split(
@@ -118,6 +121,7 @@ def split(
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
+        padding=resolver.padding(tp),
     )
 
 

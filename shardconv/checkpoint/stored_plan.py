@@ -30,12 +30,13 @@ def stored_rules(manifest: Manifest) -> RuleSet:
     return resolve(manifest.source_tensors, manifest.config, manifest.request).resolver.rules
 
 
-def resolver_of(manifest: Manifest, engine: str | None) -> Resolver:
+def resolver_of(manifest: Manifest, engine: str | None, *, pad: int | None = None) -> Resolver:
     """The stored rules over the tensors of the source, which give the plan for another tensor parallel size.
 
     Args:
         manifest: of the split checkpoint.
         engine: the engine whose boundaries the plan has to follow; None for shardconv's own.
+        pad: as in :class:`~shardconv.plan.request.PlanRequest`; None for that of the split checkpoint.
 
     Raises:
         PlanError: if they do not fit the checkpoint.
@@ -43,7 +44,7 @@ def resolver_of(manifest: Manifest, engine: str | None) -> Resolver:
     rules = stored_rules(manifest)
     if engine != manifest.request.engine:
         rules = rules.for_engine(engine_named(engine))
-    return Resolver(manifest.source_tensors, rules)
+    return Resolver(manifest.source_tensors, rules).padded(manifest.request.pad if pad is None else pad)
 
 
 def runnable_plan(manifest: Manifest, folder: Path) -> Plan:

@@ -57,6 +57,7 @@ def engine_option(default: str) -> Callable[[Command], Command]:
     return click.option("--for", "engine", type=click.Choice([*ENGINES, OWN.name]), help=text)
 
 
+pad_option = click.option("--pad", is_flag=True, help="Pad heads and widths that do not divide with zeros.")
 plan_options = together(
     click.option("--plan", type=PATH, help="TOML or JSON file with rules that come before the family's."),
     click.option("--family", metavar="NAME", help="Use this family, whatever the config says."),
@@ -69,6 +70,7 @@ plan_options = together(
         help="Cut each expert over all ranks, or deal experts out. [default: tensor]",
     ),
     engine_option("those of shardconv run"),
+    pad_option,
     click.option("--config", type=PATH, help="config.json to use instead of the one beside the weights."),
     click.option("--follow-links", is_flag=True, help="Read files that are links out of their folder."),
     ignore_option,

@@ -11,15 +11,19 @@ import click
 
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
 from shardconv.commands.options import CHECK_MODEL, PATH, output_options, plan_options
-from shardconv.commands.words import layout_note, model_notes, notes, sizes
+from shardconv.commands.words import layout_note, model_notes, notes, padding_notes, sizes
 from shardconv.console import Console, ranges, size
 from shardconv.signals import ImportPhase
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.planning import PlanReport, TensorReport
-    from shardconv.plan.resolve import BlockedTp
+    from shardconv.plan.sizes import BlockedTp
     from shardconv.proof.model_check import ModelCheck
     from shardconv.proof.prove import ProofReport
+
+
+#: The largest tensor parallel size with padding that is shown to people.
+_LISTED = 16
 
 
 @click.command()
@@ -140,6 +144,12 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
         blocks.setdefault(blocked.tensor, []).append(blocked)
     for tensor, by_tensor in blocks.items():
         lines.append(f"not legal: {ranges([blocked.tp for blocked in by_tensor])}; {tensor}: {by_tensor[0].reason}")
+    if report.padded_tp:
+        sizes_with = [f"{one.tp} ({one.memory:.1%})" for one in report.padded_tp if one.tp <= _LISTED]
+        others = len(report.padded_tp) - len(sizes_with)
+        more = f" and {others} more up to {report.padded_tp[-1].tp} (--json has all)" if others else ""
+        lines.append(f"supported with --pad (additional memory): {', '.join(sizes_with)}{more}")
+    lines += padding_notes(report.padding)
     if report.tp is not None:
         lines += [f"tp {report.tp}: {sizes(report.rank_bytes)} a rank", ""]
     return lines

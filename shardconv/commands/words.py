@@ -7,8 +7,10 @@ from shardconv.console import size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.merge import MergeReport
+    from shardconv.checkpoint.pad import PadReport, UnpadReport
     from shardconv.checkpoint.reshard import ReshardReport
     from shardconv.checkpoint.split import SplitReport
+    from shardconv.plan.sizes import PaddingReport
     from shardconv.proof.model_check import ModelCheck
 
 
@@ -37,11 +39,18 @@ def model_notes(check: "ModelCheck | None") -> list[str]:
     return [f"names and shapes are those of {check.model}{ignored}"]
 
 
-def dry_run_notes(report: "SplitReport | MergeReport | ReshardReport", *, overwrite: bool) -> list[str]:
+def dry_run_notes(
+    report: "SplitReport | MergeReport | ReshardReport | PadReport | UnpadReport", *, overwrite: bool
+) -> list[str]:
     """What a dry run found at its destination."""
     if not (report.dry_run and report.destination_exists):
         return []
     return [f"{report.path} exists: {'it would be replaced' if overwrite else '--overwrite would be needed'}"]
+
+
+def padding_notes(padding: "PaddingReport") -> list[str]:
+    """What is padded as asked, if anything is."""
+    return [text] if (text := padding.describe()) else []
 
 
 def engine_note(layout: str) -> list[str]:

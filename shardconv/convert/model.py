@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardconv.convert.heads import ParallelMultiheadAttention
 from shardconv.convert.modules import (
-    GlobalRMSNorm,
-    GroupedRMSNorm,
     ParallelConv1D,
     ParallelDepthwise,
+    ParallelExpertLinear,
     ParallelExperts,
     Sharded,
     mixed,
 )
+from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNorm
 from shardconv.convert.policy import Compiled, compile_policies, policies_in
 from shardconv.convert.tell import Told, tell, told_of
 from shardconv.convert.whole import finish
@@ -53,7 +54,8 @@ Request = Plan | PlanRequest | tuple[type[Policy], ...]
 #: The style of an embedding that is cut by features, and gives all of them.
 _GATHERED_EMBEDDING = "embedding_colwise_gather_output"
 
-#: Classes of transformers that compute what nn.Linear does.
+#: Classes of torch, and names of those of transformers, that compute what nn.Linear does.
+_TORCH_LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _LINEARS = ("Conv1D", "FalconLinear")
 
 
@@ -69,6 +71,7 @@ def convert_model(
     policy: str | type[Policy] | Sequence[type[Policy]] = "auto",
     *,
     experts: str = "tensor",
+    pad: bool = False,
     group: GroupLike = None,
 ) -> nn.Module:
     """Cut a model over the ranks, in place, by the rules of its family, or by policies.
@@ -84,6 +87,7 @@ def convert_model(
             :class:`~shardconv.Policy`, or several. What no policy names is then whole on every rank, and its first
             gradient is compared over the ranks.
         experts: "tensor" to cut each expert over all ranks, "expert" to deal them out over the ranks.
+        pad: pad heads and widths that do not divide with zeros.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
@@ -119,9 +123,11 @@ def convert_model(
     """
     config: Any = getattr(model, "config", None)
     if isinstance(policy, str):
-        request: Request = PlanRequest(None if policy == "auto" else policy, experts=experts)
+        request: Request = PlanRequest(None if policy == "auto" else policy, experts=experts, pad=int(pad))
     elif experts != "tensor":
         raise ValueError(f"experts = {experts!r}: policies say themselves how experts are cut")
+    elif pad:
+        raise ValueError("pad = True: heads and their groups are known of families, not of policies")
     else:
         request = policies_in(policy)
     if config is None and isinstance(policy, str):
@@ -209,9 +215,25 @@ def _prepare(model: nn.Module, config: Mapping[str, Any], request: Request, axis
             target = target._replace(kind=policies.kinds.get(module, target.kind))
         if target is not None:
             shells.append((module, _shell(name, module, target, plan, axis)))
+    shells += _readers(model, dict(shells), plan, axis)
     check_chains(model, dict(shells), axis.size)
     told = [one for scope in resolver.rules.scopes for one in told_of(model, scope, axis)]
     return _Prepared(json.dumps(resolver.rules.to_json(), default=repr), shells, told, policies)
+
+
+def _readers(
+    model: nn.Module, shells: Mapping[nn.Module, ParallelModule], plan: Plan, axis: Axis
+) -> list[tuple[nn.Module, ParallelModule]]:
+    """Modules that may read the weight of a convolution in them without a call, where ranks hold copies of it."""
+    return [
+        (module, _shell(name, module, _Target(Sharded), plan, axis))
+        for name, module in model.named_modules()
+        if module not in shells
+        and any(
+            isinstance(shell, ParallelDepthwise) and shell.placements["weight"].has_copies
+            for shell in map(shells.get, module.children())
+        )
+    ]
 
 
 def _resolver(
@@ -275,7 +297,7 @@ def _target(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> _T
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module computes what nn.Linear does; another class of the same name may not."""
     kind = type(module)
-    return kind is nn.Linear or (kind.__name__ in _LINEARS and kind.__module__.startswith("transformers."))
+    return kind in _TORCH_LINEARS or (kind.__name__ in _LINEARS and kind.__module__.startswith("transformers."))
 
 
 def _num_dims(parameter: Tensor) -> int:
@@ -287,22 +309,26 @@ def _own_kind(name: str, module: nn.Module, cut: Mapping[str, TensorPlan]) -> ty
     """What a module becomes that is no layer of torch's and has shards of its own, by their numbers of dims."""
     kind = type(module).__name__
     dims = {_num_dims(module.get_parameter(own)) for own in cut}
-    if isinstance(module, nn.Linear):
-        raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")  # noqa: TRY004 - as below
-    if isinstance(module, nn.Conv1d | nn.Conv2d) and module.in_channels == module.groups:
+    if isinstance(module, nn.MultiheadAttention):
+        return ParallelMultiheadAttention
+    has_rows = {planned.style for planned in cut.values()} == {"by_rows"}
+    if isinstance(module, nn.Linear) and not has_rows:
+        raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")
+    if isinstance(module, nn.Conv1d | nn.Conv2d) and module.groups > 1:
         return ParallelDepthwise
     if kind.endswith("RMSNormGated") and hasattr(module, "group_size"):
         return GroupedRMSNorm
     if 3 in dims and "Expert" in kind:
-        return ParallelExperts
-    if dims - {1, 2}:
+        return ParallelExpertLinear if set(cut) == {"weight"} else ParallelExperts
+    if "weight" in cut and dims - {1, 2}:
         raise ValueError(f"{name}: a {kind} with parameters of {max(dims)} dims that are cut is not known")
     may_be_norm = "Norm" in kind and not any(module.children())
-    if dims != {1} or ("weight" not in cut and not may_be_norm):
+    if dims != {1} or has_rows or ("weight" not in cut and not may_be_norm):
         return Sharded
-    if not kind.endswith("RMSNorm") or "weight" not in cut:
+    is_layer_norm = isinstance(module, nn.LayerNorm)
+    if not is_layer_norm and (not kind.endswith("RMSNorm") or "weight" not in cut):
         raise ValueError(f"{name}: a {kind} over features that are cut is not known")
-    return GlobalRMSNorm
+    return GlobalLayerNorm if is_layer_norm else GlobalRMSNorm
 
 
 def _linear_target(weight: TensorPlan, *, is_transposed: bool) -> _Target:
@@ -331,6 +357,8 @@ def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis
             shell.check_channels(name)
         if isinstance(shell, GroupedRMSNorm):
             shell.set_groups(name)
+        if isinstance(shell, GlobalLayerNorm):
+            shell.check_features(name)
         return shell
     if issubclass(target.kind, ParallelConv1D):
         shell.in_features, shell.out_features = shell.nx, shell.nf

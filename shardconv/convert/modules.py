@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.distributed import copy_to_tp, reduce_from_tp
-from shardconv.layers.linear import ParallelLinear
+from shardconv.layers.linear import ParallelLinear, num_copies
 from shardconv.layers.sharding import ParallelModule
+from shardconv.plan.placement import intervals
 
 
 class Sharded(ParallelModule):
@@ -55,27 +56,8 @@ class Sharded(ParallelModule):
         return self.shard(name)
 
 
-class GlobalRMSNorm(Sharded):
-    """A root mean square norm over features of which a rank has a part; one number a row is summed over the ranks.
-
-    With m the mean of squares over all features and l over the rank's, the module's own output is multiplied by
-    sqrt((l + eps) / (m + eps)).
-    """
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., features / tp] to the same."""
-        placement = self.placements["weight"]
-        eps: Any = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
-        squares = hidden_states.float().pow(2).sum(-1, keepdim=True)
-        held = sum(placement.local_size(rank) for rank in range(placement.tp))  # with copies, more than there are
-        total = copy_to_tp(reduce_from_tp(squares, group=self.axis), group=self.axis)
-        own, full = squares / hidden_states.shape[-1], total / held
-        normed: Tensor = super().forward(hidden_states)
-        return (normed * ((own + eps) / (full + eps)).sqrt()).to(normed.dtype)
-
-
 class ParallelDepthwise(Sharded):
-    """A convolution of each channel by itself, over the channels of a rank; bias, if any, cut as they are."""
+    """A convolution of each channel, or group of them, by itself, over those of a rank; the bias is cut alike."""
 
     groups: int
     in_channels: int
@@ -94,54 +76,28 @@ class ParallelDepthwise(Sharded):
         bias = self._parameters["bias"]
         if {placement.dim for placement in self.placements.values()} != {0} or len(ranks) > 1:
             raise ValueError(f"{name}: only the channels of a convolution can be cut, and its bias as they are")
-        if self.out_channels != self.groups or (bias is not None and "bias" not in self.placements):
-            raise ValueError(f"{name}: only convolutions of each channel by itself are cut, weight and bias")
-        self.groups = self.in_channels = self.out_channels = self.placements["weight"].local_size(self.axis.rank)
+        pieces = ranks.pop()[self.axis.rank]
+        rows, columns = self.out_channels // self.groups, self.in_channels // self.groups
+        if any(edge % rows for piece in intervals(pieces) for edge in piece) or (
+            bias is not None and "bias" not in self.placements
+        ):
+            raise ValueError(f"{name}: a convolution is cut between its groups of {rows} channels, weight and bias")
+        self.out_channels = self.placements["weight"].local_size(self.axis.rank)
+        self.groups = self.out_channels // rows
+        self.in_channels = self.groups * columns
 
 
-class GroupedRMSNorm(Sharded):
-    """A root mean square norm over groups of features, gated before; a rank has some groups, or a part of one.
+class ParallelExpertLinear(Sharded):
+    """A linear layer of each expert, its weights in one tensor [experts, out_features, in_features]."""
 
-    What parts of a group lack of it is put right as in :class:`GlobalRMSNorm`.
-
-    Attributes:
-        group_size: of the groups that the rank has, or of its part of one.
-        whole_group: how many features a group has.
-    """
-
-    group_size: int
-    whole_group: int
-
-    def set_groups(self, name: str) -> None:
-        """Take over how much of a group the rank has.
-
-        Args:
-            name: of the module.
-
-        Raises:
-            ValueError: if that is neither whole groups nor an even part of one.
-        """
-        held = self.placements["weight"].local_size(self.axis.rank)
-        if held % self.group_size and self.group_size % held:
-            raise ValueError(f"{name}: {held} features a rank are neither groups of {self.group_size} nor part of one")
-        self.whole_group, self.group_size = self.group_size, min(self.group_size, held)
-
-    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        """[..., features / tp] to the same."""
-        normed: Tensor = super().forward(hidden_states, gate)
-        if self.group_size == self.whole_group:
-            return normed
-        eps: Any = self.variance_epsilon
-        gated = hidden_states.float()
-        if gate is not None:
-            gated = gated * nn.functional.silu(gate.float())
-        squares = gated.pow(2).sum(-1, keepdim=True)
-        groups = self.placements["weight"].size // self.whole_group
-        own = self.axis.rank * groups // self.axis.size
-        of_all = nn.functional.pad(squares, (own, groups - 1 - own))
-        total = copy_to_tp(reduce_from_tp(of_all, group=self.axis), group=self.axis)[..., own : own + 1]
-        scale = (squares / self.group_size + eps) / (total / self.whole_group + eps)
-        return (normed * scale.sqrt()).to(normed.dtype)
+    def forward(self, inputs: Tensor, *others: Any) -> Tensor:
+        """[tokens of all experts, in_features] to out_features: of columns those of the rank, of rows all."""
+        if self.placements["weight"].dim == 2:
+            return reduce_from_tp(super().forward(inputs, *others), group=self.axis) / num_copies(
+                self.placements["weight"]
+            )
+        output: Tensor = super().forward(copy_to_tp(inputs, group=self.axis), *others)
+        return output
 
 
 class Unfused(ParallelModule):
@@ -241,29 +197,6 @@ def _is_numbers(value: Any) -> bool:
 
 def _is_indices(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_floating_point()
-
-
-class NormsOfHeads(ParallelModule):
-    """Layer norms in a list, one for each head of all ranks, over the heads of this one.
-
-    Attributes:
-        first: the first head of the rank.
-        norms: of all heads.
-    """
-
-    first: int
-    norms: nn.ModuleList
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[batch, heads of the rank, tokens, head_dim] to the same."""
-        norm: Any = self.norms[0]
-        normed = nn.functional.layer_norm(hidden_states, norm.normalized_shape, eps=norm.eps)
-        heads = slice(self.first, self.first + hidden_states.shape[1])
-        for parameter, combine in (("weight", torch.mul), ("bias", torch.add)):
-            if getattr(norm, parameter) is not None:
-                every = torch.stack([getattr(one, parameter) for one in self.norms])
-                normed = combine(normed, copy_to_tp(every, group=self.axis)[heads].unsqueeze(1))
-        return normed
 
 
 class SharedOutput(ParallelModule):

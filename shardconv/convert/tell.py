@@ -6,26 +6,29 @@ Owns the way from a family's module rules to the modules. All that rules say is 
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from shardconv.convert.heads import FullWidth, GatheredOutput, LocalNames, SlicedOutput, SlicedTensors
 from shardconv.convert.modules import (
     CopiedInput,
     Gathering,
-    NormsOfHeads,
     ParallelExperts,
     SharedOutput,
     SummedOutput,
     Unfused,
     mixed,
 )
+from shardconv.convert.norms import NormsOfHeads
 from shardconv.convert.whole import RankConfig
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.sharding import ParallelModule, take_shard
 from shardconv.plan.family import InputRule, ModuleRule
+from shardconv.plan.placement import Placement, cut
 from shardconv.plan.scope import Scope
 
 
@@ -91,37 +94,70 @@ def _check_gathers(rule: ModuleRule, scope: Scope, names: list[str]) -> None:
 def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told:
     has_fields = any(name.startswith("config.") for name in rule.attributes)
     needed = {"config"} if has_fields else set()
-    for name, (layer, size) in rule.at_most.items():
-        needed |= {name, layer, size}
+    at_most = {name: tuple(limit) for name, limit in rule.at_most.items() if hasattr(module, name)}
+    needed.update(*at_most.values())
     if missing := sorted(name for name in needed if not hasattr(module, name)):
         raise PlanError(f"a {type(module).__name__} is to be told something by {missing}, which it has not")
-    values = {name: scope.on_rank(expression, axis.size) for name, expression in rule.attributes.items()}
+    outputs = _outputs(module)
+    values = {name: scope.on_rank(expression, axis.size, **outputs) for name, expression in rule.attributes.items()}
     return Told(
         module,
         {name: value for name, value in values.items() if not name.startswith("config.")},
         {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")},
-        {name: tuple(limit) for name, limit in rule.at_most.items()},
+        at_most,
         {name: _input_cut(one, scope, axis) for name, one in rule.inputs.items()},
         list(_kinds(module, rule, scope, axis)),
         [re.compile(scope.regex(pattern)) for pattern in rule.gathers],
     )
 
 
+def _outputs(module: nn.Module) -> dict[str, int]:
+    """How many features the linear layers of a module give, of all ranks."""
+    return {name: one.out_features for name, one in module.named_children() if isinstance(one, nn.Linear)}
+
+
 def _kinds(
     module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis
 ) -> Iterator[tuple[type[ParallelModule], dict[str, Any]]]:
+    yield from _kinds_of_heads(module, rule, scope, axis)
     if rule.norms and hasattr(module, "norms"):
-        yield NormsOfHeads, {"first": scope.local_units(rule.norms, axis.size, axis.rank)[0]}
+        yield NormsOfHeads, {"heads": scope.units(rule.norms, axis.size)}
     if rule.unfused and hasattr(module, rule.unfused):
         yield Unfused, {}
     if rule.shared_output is not None:
         weight = getattr(module, "weight", None)
         rows = {"rows": weight.shape[0]} if isinstance(weight, Tensor) else {}
         yield SharedOutput, {"num_shared": scope.on_rank(rule.shared_output, axis.size, **rows)}
+    if rule.gathered_output:
+        yield GatheredOutput, {}
     if rule.copied_input:
         yield CopiedInput, {}
     if rule.summed_output:
         yield SummedOutput, {"styles": getattr(module, "styles", {})}
+
+
+def _kinds_of_heads(
+    module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis
+) -> Iterator[tuple[type[ParallelModule], dict[str, Any]]]:
+    """Those of modules whose code, tensors or output are of all heads."""
+    if rule.locals:
+        yield (
+            LocalNames,
+            {"local_values": {name: scope.on_rank(value, axis.size) for name, value in rule.locals.items()}},
+        )
+    if rule.full_width is not None:
+        yield FullWidth, {"full_width": scope.fields(**_outputs(module)).evaluate(rule.full_width)}
+    if rule.output is not None:
+        units = scope.units(rule.output.unit, axis.size)
+        yield SlicedOutput, {"item": rule.output.item, "output_dim": rule.output.dim, "output_units": units}
+    if slices := {name: _slice(one, scope, axis.size) for name, one in rule.slices.items() if hasattr(module, name)}:
+        yield SlicedTensors, {"slices": slices}
+
+
+def _slice(place: InputRule, scope: Scope, tp: int) -> Placement:
+    """What of a tensor is each rank's."""
+    sizes = ((name, scope.fields().evaluate((scope.family.units or {})[name].size)) for name in place.units())
+    return cut(place.dim, [scope.unit(name, tp, size=size) for name, size in sizes], tp)
 
 
 def tell(told: Told, model: nn.Module, axis: Axis) -> None:
@@ -181,21 +217,19 @@ def _cut_inputs(
 
 def _input_cut(rule: InputRule, scope: Scope, axis: Axis) -> Callable[[Any], Any]:
     """What makes of an argument the rank's."""
-    units = scope.local_units(rule.unit, axis.size, axis.rank)
     if rule.size is None:
-        return partial(_cut_matrices, rule.dim, units)
-    return partial(_cut_features, rule.dim, units, scope.fields().evaluate(rule.size), axis)
+        return partial(_cut_matrices, rule.dim, scope.units(rule.unit, axis.size, dim=rule.dim + 1), axis.rank)
+    size = scope.fields().evaluate(rule.size)
+    return partial(_cut_features, rule.dim, scope.units(rule.unit, axis.size, size=size), axis)
 
 
-def _cut_matrices(dim: int, units: tuple[int, int, int], value: Any) -> Any:
-    first, size, count = units
+def _cut_matrices(dim: int, units: Placement, rank: int, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dim() < dim + 3 or value.shape[dim] == 1:
         return value  # not given, of tokens only, or the same for all units
-    return value.unflatten(dim, (-1, count)).narrow(dim + 1, first, size).flatten(dim, dim + 1)
+    return take_shard(value.unflatten(dim, (-1, units.size)), units, rank).flatten(dim, dim + 1)
 
 
-def _cut_features(dim: int, units: tuple[int, int, int], width: int, axis: Axis, value: Any) -> Any:
+def _cut_features(dim: int, features: Placement, axis: Axis, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    first, size, _ = units
-    return copy_to_tp(value, group=axis).narrow(dim, first * width, size * width)
+    return take_shard(copy_to_tp(value, group=axis), replace(features, dim=dim % value.dim()), axis.rank)

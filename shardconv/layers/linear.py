@@ -6,6 +6,7 @@ None cuts nothing. torch keeps the transpose: dim=-1 cuts dim 0 of ``weight``, a
 A column layer followed by a row layer costs one all-reduce forward and one backward.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -112,6 +113,18 @@ def enter_split(
             f"(in_features {whole}, tp {axis.size})"
         )
     return input if width == part else scatter_shards(input, placement, axis, dim=-1)
+
+
+def num_copies(placement: Placement) -> int:
+    """How many ranks hold each input feature of a row layer; the sum over ranks has each as often.
+
+    Raises:
+        ValueError: if some are held by more ranks than others.
+    """
+    counts = Counter(piece for pieces in placement.ranks for piece in intervals(pieces))  # padding adds nothing
+    if len(set(counts.values())) > 1 or sum(piece.size for piece in counts) != placement.size:
+        raise ValueError(f"the placement ({placement.describe()}): some rows have more copies than others")
+    return max(counts.values())
 
 
 class ParallelLinear(ParallelModule, nn.Linear):
@@ -244,7 +257,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         self.gather_output, self.input_is_parallel = gather_output, input_is_parallel
         self.skip_bias_add = skip_bias_add
         self.placements = {}
-        self._has_copies = False
+        self._has_own_gradient, self._num_copies = True, 1
         if cut_dim is None:
             return
         size = self.out_features if cut_dim == 0 else self.in_features
@@ -259,9 +272,10 @@ class ParallelLinear(ParallelModule, nn.Linear):
             raise ValueError(f"the placement ({placement.describe()}) is not one of dim {cut_dim} of {size}")
         if not placement.is_even:
             raise ValueError(f"the placement ({placement.describe()}) has shards of different sizes")
-        if cut_dim == 1 and (placement.is_padded or placement.has_copies):
-            raise ValueError(f"the placement ({placement.describe()}): rows cannot be padded, nor have copies")
-        self._has_copies = placement.has_copies
+        # padding of columns gets no gradient from the rows behind it, nor from masked logits
+        self._has_own_gradient = not placement.has_copies and not (cut_dim == 1 and placement.is_padded)
+        if cut_dim == 1:
+            self._num_copies = num_copies(placement)
         self.placements["weight"] = placement
         own = replace(placement, dim=cut_dim)  # what is stored as in nn.Linear
         self.placements |= {"bias": own, "lora_b": own} if cut_dim == 0 else {"lora_a": own}
@@ -293,13 +307,14 @@ class ParallelLinear(ParallelModule, nn.Linear):
         late_bias = is_row or self.skip_bias_add
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        if self._has_copies and torch.is_grad_enabled():
+        if not self._has_own_gradient and torch.is_grad_enabled():
             weight, bias = self.shard("weight"), None if bias is None else self.shard("bias")
         output = F.linear(entered, weight.t() if self.transposed else weight, None if late_bias else bias)
         if self.lora_rank:
             output = output + self._low_rank(entered)
         if is_row:
             output = reduce_from_tp(output, group=self.axis)
+            output = output / self._num_copies if self._num_copies > 1 else output
         elif self.gather_output:
             output = gather_shards(output, self.placements["weight"], self.axis, dim=-1)
         elif cut_dim == 0:

@@ -5,6 +5,7 @@ Owns what all parallel layers have in common: which of their parameters are cut 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.overrides import wrap_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
-from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut, intervals
 
 #: Of parameters that are shards, the placement and the ranks. Beside them, so that they are stored as plain tensors.
 _described: Any = WeakTensorKeyDictionary()
@@ -53,8 +54,10 @@ def take_shard(full: Tensor, placement: Placement, rank: int) -> Tensor:
     if placement.dim is None:
         return full
     dim = placement.dim
-    parts = []
-    for piece in placement.ranks[rank]:
+    pieces = placement.ranks[rank]
+    # a shard of padding alone still depends on the full tensor, whose backward pass may be a collective
+    parts = [] if intervals(pieces) else [full.narrow(dim, 0, 0)]
+    for piece in pieces:
         if isinstance(piece, Interval):
             parts.append(full.narrow(dim, piece.start, piece.size))
         else:
@@ -97,13 +100,13 @@ def scatter_shards(full: Tensor, placement: Placement, axis: Axis, *, dim: int) 
 
     Args:
         full: the full tensor, the same on every rank.
-        placement: how it is cut; without padding.
+        placement: how it is sharded.
         axis: the ranks.
         dim: the dim of ``full`` that is cut.
     """
-    pieces = [piece for pieces in placement.ranks for piece in pieces if isinstance(piece, Interval)]
-    if len(_runs(placement)) > 1:
-        full = torch.cat([full.narrow(dim, piece.start, piece.size) for piece in pieces], dim)
+    if placement.is_padded or len(_runs(placement)) > 1:
+        along = replace(placement, dim=dim % full.dim())
+        full = torch.cat([take_shard(full, along, rank) for rank in range(axis.size)], dim)
     return scatter_to_tp(full, dim, group=axis)
 
 
@@ -117,6 +120,40 @@ def share_copies(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
         axis: the ranks.
     """
     return shard if axis.size == 1 else _Share.apply(shard, placement, axis)
+
+
+@_seen
+def keep_padding(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
+    """A shard as it is. Its gradient becomes zero in the padding, which so stays zero in training.
+
+    Args:
+        shard: this rank's shard.
+        placement: how the full tensor is sharded, with padding.
+        axis: the ranks.
+    """
+    return _KeepPadding.apply(shard, placement, axis.rank)
+
+
+class _KeepPadding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, placement: Placement, rank: int) -> Tensor:
+        ctx.placement, ctx.rank = placement, rank
+        return shard.view_as(shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _KeepPadding.apply(_without_padding(grad, ctx.placement, ctx.rank), ctx.placement, ctx.rank), None, None
+
+
+def _without_padding(shard: Tensor, placement: Placement, rank: int) -> Tensor:
+    """A copy of a rank's shard with zeros in the padding."""
+    assert placement.dim is not None
+    copied, position = shard.clone(), 0
+    for piece in placement.ranks[rank]:
+        if not isinstance(piece, Interval):
+            copied.narrow(placement.dim, position, piece.size).zero_()
+        position += piece.size
+    return copied
 
 
 class _Share(torch.autograd.Function):
@@ -215,12 +252,14 @@ class ParallelModule(nn.Module):
         return parameter if placement is None else gather_shards(self.shard(name), placement, self.axis)
 
     def shard(self, name: str) -> Tensor:
-        """A parameter of the layer, to compute with: where ranks hold copies, they have one gradient."""
+        """A parameter of the layer, to compute with: copies have one gradient, and padding has none."""
         parameter: Tensor = getattr(self, name)
         placement = self.placements.get(name)
-        if placement is None or not placement.has_copies:
+        if placement is None:
             return parameter
-        return share_copies(parameter, placement, self.axis)
+        if placement.is_padded:
+            parameter = keep_padding(parameter, placement, self.axis)
+        return share_copies(parameter, placement, self.axis) if placement.has_copies else parameter
 
     @property
     def master_weight(self) -> Tensor:

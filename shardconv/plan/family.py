@@ -1,10 +1,10 @@
-"""A family: the rules for the models of one shape, and what its modules have to be told.
+"""A family: the rules, units and module overrides for the models of one shape; and the blocks that it is built from.
 
-Owns what rules can say, which family_file.py reads. Knows no checkpoint: rules meet tensors in resolve.py.
+Owns what rules can express, which rule_format.py parses. Knows no checkpoint: rules meet tensors in resolve.py.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
@@ -40,6 +40,9 @@ STYLES = {
 #: The family of rules for names that by themselves show how a tensor is sharded; used where no family fits.
 NAMES_FAMILY = "by_name"
 
+#: The family of transformers' own plan of a model type, used where no family file serves the type.
+FOREIGN = "transformers"
+
 #: How the origin of a rule of a user's plan file begins.
 PLAN_FILE = "plan file"
 
@@ -69,6 +72,7 @@ class Rule:
         style: a key of :data:`STYLES`.
         unit: the unit that cuts fall between; None for single elements.
         parts: for packed styles, the unit of each part.
+        part: the tensor holds this part alone, from 0; or an even share of all, where its size is not that of the part.
         groups: how often the parts repeat; where there are enough, a rank has whole groups.
         repeats: how often the parts repeat, each of them cut, however many there are.
         pad: fill up with zeros what does not divide.
@@ -87,6 +91,7 @@ class Rule:
     style: str
     unit: str | None = None
     parts: tuple[str, ...] = ()
+    part: int | None = None
     groups: str | int = 1
     repeats: str | int = 1
     pad: bool = False
@@ -108,6 +113,8 @@ class Rule:
             raise ValueError(f"packed styles have parts, and only they and {' and '.join(_MAY_HAVE_PARTS)} may")
         if self.unit and self.parts:
             raise ValueError("a rule has unit or parts, not both")
+        if self.part is not None and not 0 <= self.part < len(self.parts):
+            raise ValueError(f"part = {self.part} is none of {len(self.parts)} parts")
         check_expression(self.groups)
         check_expression(self.repeats)
         check_expression(1 if self.size is None else self.size)
@@ -120,11 +127,19 @@ class InputRule(NamedTuple):
         dim: the dim that counts them, for each example anew.
         unit: the unit.
         size: how many elements of the dim each has, as of features; None where it has one, with matrices behind it.
+        item: which of several outputs it is; None for arguments, and where there is one output.
+        parts: the units of each part, for tensors of which the dim consists of several; then there is no unit.
     """
 
     dim: int
-    unit: str
+    unit: str = ""
     size: str | int | None = None
+    item: int | None = None
+    parts: tuple[str, ...] = ()
+
+    def units(self) -> tuple[str, ...]:
+        """The names of all units."""
+        return self.parts or (self.unit,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +152,19 @@ class ModuleRule:
         inputs: name of an argument to what of it is the rank's: see :class:`InputRule`.
         at_most: name of an attribute to a layer and another attribute: it is no more than the rows that a rank has of
             the one, over the other.
+        full_width: the features of all heads, to which its code joins those of the rank; None where it asks for what
+            there is.
+        locals: name of a local variable of its code to its value on a rank.
+        slices: name of a parameter or buffer of its own that is replicated and holds something for each unit, to what
+            of it is the rank's.
+        output: what of its output the rank goes on with, where it gives something for each unit of all ranks.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none. ``rows`` are those of the module's own weight.
         unfused: the layer in it whose weights a way of its own in training would read, so that it must not go it;
             "" for none.
         copied_input: what goes in is whole on every rank, and what comes out is the rank's.
+        gathered_output: what comes out are the rank's features, and all of them are needed.
         summed_output: what comes out is the rank's part of a sum over all ranks.
         gathers: parameters of other modules that it reads, by patterns; they are whole while it computes.
         when: config fields that must have these values for it to count.
@@ -154,36 +176,97 @@ class ModuleRule:
     attributes: Mapping[str, str | int] = field(default_factory=dict)
     inputs: Mapping[str, InputRule] = field(default_factory=dict)
     at_most: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    full_width: str | int | None = None
+    locals: Mapping[str, str | int] = field(default_factory=dict)
+    slices: Mapping[str, InputRule] = field(default_factory=dict)
+    output: InputRule | None = None
     norms: str = ""
     shared_output: str | int | None = None
     unfused: str = ""
     copied_input: bool = False
+    gathered_output: bool = False
     summed_output: bool = False
     gathers: tuple[str, ...] = ()
     when: tuple[tuple[str, Any], ...] = ()
     origin: str = ""
     by_user: bool = False
 
+    def expressions(self) -> Iterator[str | int]:
+        """The expressions in which a unit stands for how many of it a rank has."""
+        yield from (*self.attributes.values(), *self.locals.values())
+        yield from (one for one in (self.full_width, self.shared_output) if one is not None)
+
+    def units(self) -> Iterator[str]:
+        """The names of units that it has otherwise."""
+        for place in (*self.inputs.values(), *self.slices.values(), *filter(None, [self.output])):
+            yield from place.units()
+        if self.norms:
+            yield self.norms
+
     @classmethod
     def joined(cls, rules: Sequence["ModuleRule"]) -> Self:
         """What several rules say together; where two differ, the last counts."""
         attributes = {name: value for rule in rules for name, value in rule.attributes.items()}
         inputs = {name: value for rule in rules for name, value in rule.inputs.items()}
+        values = {name: value for rule in rules for name, value in rule.locals.items()}
         at_most = {name: pair for rule in rules for name, pair in rule.at_most.items()}
         norms = next((rule.norms for rule in reversed(rules) if rule.norms), "")
+        slices = {name: value for rule in rules for name, value in rule.slices.items()}
+        width = next((rule.full_width for rule in reversed(rules) if rule.full_width is not None), None)
+        output = next((rule.output for rule in reversed(rules) if rule.output is not None), None)
         shared = next((rule.shared_output for rule in reversed(rules) if rule.shared_output is not None), None)
         return cls(
             "",
             attributes,
             inputs,
             at_most,
+            width,
+            values,
+            slices,
+            output,
             norms,
             shared,
             unfused=next((rule.unfused for rule in reversed(rules) if rule.unfused), ""),
             copied_input=any(rule.copied_input for rule in rules),
+            gathered_output=any(rule.gathered_output for rule in rules),
             summed_output=any(rule.summed_output for rule in rules),
             gathers=tuple(dict.fromkeys(name for rule in rules for name in rule.gathers)),
         )
+
+
+class Mount(NamedTuple):
+    """A block at a module of a family.
+
+    Attributes:
+        pattern: names of the module; "" for the model itself.
+        block: the block's name.
+        fields: a config field that the block reads, to the field or expression that stands for it here.
+    """
+
+    pattern: str
+    block: str
+    fields: tuple[tuple[str, str | int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """How one kind of module is sharded, in names relative to the module.
+
+    Attributes:
+        name: the file's name without its ending.
+        config: what config fields are where a config leaves them out: expressions, or true or false.
+        units: name to unit.
+        rules: in the order in which they are tried.
+        modules: module overrides; the pattern "" is the module itself.
+        blocks: blocks of modules in it.
+    """
+
+    name: str
+    config: Mapping[str, str | int]
+    units: Mapping[str, UnitRule]
+    rules: tuple[Rule, ...]
+    modules: tuple[ModuleRule, ...]
+    blocks: tuple[Mount, ...]
 
 
 class Part(NamedTuple):
@@ -212,7 +295,10 @@ class Family:
         units: name to unit.
         rules: in the order in which they are tried; the first whose pattern matches counts.
         modules: what modules have to be told; all that match count, the last of an attribute's values most.
-        parts: of a model made of models, what the names of each begin with.
+        parts: of a composite model, what the names of each submodel begin with.
+        blocks: the blocks that it mounts; their rules are tried after its own.
+        origin: where it comes from, for the report.
+        gathered: why attention is not sharded by heads where it is gathered; "" where none is.
     """
 
     name: str
@@ -224,6 +310,9 @@ class Family:
     rules: tuple[Rule, ...] = ()
     modules: tuple[ModuleRule, ...] = ()
     parts: Mapping[str, Part] | None = None
+    blocks: tuple[Mount, ...] = ()
+    origin: str = ""
+    gathered: str = ""
 
     def over(self, base: "Family") -> "Family":
         """This family with what it does not say taken from ``base``; its own rules are tried first.
@@ -239,17 +328,23 @@ class Family:
             rules=self.rules + base.rules,
             modules=base.modules + self.modules,
             parts={**(base.parts or {}), **(self.parts or {})},
+            gathered=self.gathered or base.gathered,
         )
-        _check_units_exist(family)
+        check_units(family.units or {}, family.rules, family.modules)
         return family
 
 
-def _check_units_exist(family: Family) -> None:
-    for rule in family.rules:
+def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> None:
+    """Check that every unit that is named exists.
+
+    Raises:
+        PlanError: if a rule or a module override names another.
+    """
+    for rule in rules:
         for unit in (rule.unit, *rule.parts):
-            if unit is not None and unit not in (family.units or {}):
+            if unit is not None and unit not in units:
                 raise PlanError(f"{rule.origin}: rule {rule.pattern!r}: there is no unit {unit!r}")
-    for told in family.modules:
-        for unit in (told.norms, *(one.unit for one in told.inputs.values())):
-            if unit and unit not in (family.units or {}):
-                raise PlanError(f"{told.origin}: modules {told.pattern!r}: there is no unit {unit!r}")
+    for module in modules:
+        for unit in module.units():
+            if unit not in units:
+                raise PlanError(f"{module.origin}: modules {module.pattern!r}: there is no unit {unit!r}")

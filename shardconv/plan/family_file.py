@@ -1,52 +1,127 @@
-"""Family files and plan files on disk: which family serves a model type, and the text of a user's plan file.
+"""Family files, block files and plan files on disk: which family serves a model type, and what it is built from.
 
-Knows nothing of what is written in them: that is rule_format.py.
+A family file holds one or more families, a table each. Knows nothing of what is written in them: that is
+rule_format.py.
 """
 
 import json
+import re
 import tomllib
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import PLAN_FILE, Family
-from shardconv.plan.rule_format import parse_family
+from shardconv.plan.blocks import mounted
+from shardconv.plan.family import PLAN_FILE, Block, Family
+from shardconv.plan.rule_format import parse_block, parse_family
 
 _FOLDER = Path(__file__).parent / "families"
+_BLOCKS = Path(__file__).parent / "blocks"
+
+_HEADING = re.compile(r"^\[([A-Za-z0-9_-]+)\]$", re.MULTILINE)
 
 
 def family_names() -> list[str]:
     """The names of all families, sorted."""
-    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+    return sorted(_files())
 
 
 @cache
 def load_family(name: str) -> Family:
-    """The family of that name, with what it inherits.
+    """The family of that name, with its blocks and what it inherits.
 
     Raises:
         PlanError: if there is no such family.
     """
-    if name not in family_names():
+    if name not in _files():
         near = ", ".join(get_close_matches(name, family_names(), cutoff=0.5)) or "none; docs/models.md has all"
         raise PlanError(f"there is no family {name!r}; near it is {near}")
-    text = (_FOLDER / f"{name}.toml").read_text("utf-8")
-    family = parse_family(name, tomllib.loads(text), f"family {name}")
-    return family.over(load_family(family.inherits) if family.inherits else Family(name))
+    family = parse_family(name, _tables(_files()[name])[name], f"family {name}")
+    return laid_over(family, load_family(family.inherits) if family.inherits else Family(name))
+
+
+def laid_over(family: Family, base: Family) -> Family:
+    """A family with its blocks expanded, and what it does not have taken from another.
+
+    Raises:
+        PlanError: if a block does not exist, or cannot be mounted as the family says.
+    """
+    units = {**(base.units or {}), **(family.units or {})}
+    found = mounted(family.blocks, load_block, family.origin, units=units)
+    by_user = family.origin.startswith(PLAN_FILE)
+    rules = tuple(replace(rule, by_user=by_user, optional=by_user) for rule in found.rules)
+    whole = replace(
+        family,
+        config={**found.config, **(base.config or {}), **(family.config or {})},
+        units=found.units,
+        rules=family.rules + rules,
+        modules=found.modules + family.modules,
+        blocks=(),
+    )
+    return whole.over(base)
+
+
+def block_names() -> list[str]:
+    """The names of all blocks, sorted."""
+    return sorted(path.stem for path in _BLOCKS.glob("*.toml"))
+
+
+@cache
+def load_block(name: str) -> Block:
+    """The block of that name.
+
+    Raises:
+        PlanError: if there is no such block.
+    """
+    path = _BLOCKS / f"{name}.toml"
+    if not re.fullmatch("[a-z0-9_]+", name) or not path.is_file():
+        raise PlanError(f"there is no block {name!r} (blocks are {', '.join(block_names())})")
+    return parse_block(name, tomllib.loads(path.read_text("utf-8")))
 
 
 @cache
 def family_for(model_type: str) -> Family | None:
     """The family that serves a ``model_type`` of config.json, or None."""
-    mentioning = (name for name in family_names() if model_type in (_FOLDER / f"{name}.toml").read_text("utf-8"))
-    return next((family for family in map(load_family, mentioning) if model_type in family.model_types), None)
+    for path, text in _texts().items():
+        if f'"{model_type}"' not in text:
+            continue
+        for name, table in _tables(path).items():
+            if model_type in table.get("model_types", ()):
+                return load_family(name)
+    return None
+
+
+@cache
+def _texts() -> dict[Path, str]:
+    return {path: path.read_text("utf-8") for path in sorted(_FOLDER.glob("*.toml"))}
+
+
+@cache
+def _files() -> dict[str, Path]:
+    """The file of each family."""
+    return {name: path for path, text in _texts().items() for name in _HEADING.findall(text)}
+
+
+@cache
+def _tables(path: Path) -> dict[str, Any]:
+    """The families in a file, by name."""
+    return tomllib.loads(_texts()[path])
+
+
+def clear_cache() -> None:
+    """Read the files again when they are asked for."""
+    for cached in (load_family, load_block, family_for, _texts, _files, _tables):
+        cached.cache_clear()
 
 
 def parse_plan_file(name: str, text: str) -> Family:
-    """A user's plan file: the format of a family file, in TOML or, by its ending, JSON.
+    """A user's plan file: the format of a family, in TOML or, by its ending, JSON.
 
-    It stands for itself: what it inherits, and the units of the family that it is laid over, are not in it yet.
+    It stands for itself: what it inherits, its blocks, and the units of the family that it is laid over, are not in it
+    yet.
 
     Raises:
         PlanError: if it holds what no plan file holds.

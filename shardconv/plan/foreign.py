@@ -10,11 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from shardconv.plan.family import NAMES_FAMILY, STYLES, Family, ModuleRule, Rule, UnitRule
+from shardconv.plan.family import FOREIGN, NAMES_FAMILY, STYLES, Family, ModuleRule, Rule, UnitRule
 from shardconv.plan.family_file import load_family
-
-#: The name under which such a plan is asked for and reported.
-FOREIGN = "transformers"
 
 #: Their styles to ours, where the name is another; None for what is said of modules, and follows from their tensors.
 _STYLES = {

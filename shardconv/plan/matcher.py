@@ -1,6 +1,6 @@
 """Which rule covers a tensor's name: patterns of families and of users, as one regular expression.
 
-In a pattern ``*`` is any run of characters but dots, ``{a,b}`` a choice, and a leading ``**.`` any modules or none.
+In a pattern ``*`` is any run of characters but dots, ``{a,b}`` a choice, and ``**.`` any modules or none.
 """
 
 import re
@@ -64,17 +64,20 @@ def name_regex(pattern: str, prefixes: Sequence[str] = ()) -> str:
         prefixes: where it begins with the first of these, another of them may stand instead, or none.
     """
     start = ""
-    if pattern.startswith("**."):
-        start, pattern = r"(?:.+\.)?", pattern[3:]
-    elif prefixes and pattern.startswith(prefixes[0]):
+    if prefixes and pattern.startswith(prefixes[0]):
         start, pattern = f"(?:{'|'.join(map(re.escape, prefixes))})?", pattern[len(prefixes[0]) :]
-    tokens = re.split(rf"(\*|{CHOICE.pattern})", pattern)
+    tokens = re.split(rf"(\*\*\.|{CHOICE.pattern})", pattern)
     return start + "".join(_token(token) for token in tokens)
 
 
 def _token(token: str) -> str:
-    if token == "*":  # noqa: S105 - a pattern's token
-        return r"[^.]*"
+    if token == "**.":  # noqa: S105 - a pattern's token
+        return r"(?:.+\.)?"
     if token.startswith("{"):
-        return "(?:" + "|".join(re.escape(choice) for choice in token[1:-1].split(",")) + ")"
-    return re.escape(token)
+        return "(?:" + "|".join(_wild(choice) for choice in token[1:-1].split(",")) + ")"
+    return _wild(token)
+
+
+def _wild(text: str) -> str:
+    """The regex of a text in which ``*`` is any text without a dot."""
+    return "[^.]*".join(map(re.escape, text.split("*")))

@@ -77,6 +77,11 @@ class Placement:
         return any(isinstance(piece, Zeros) for pieces in self.ranks for piece in pieces)
 
     @property
+    def num_padding(self) -> int:
+        """Elements of padding along the dim, of all ranks together."""
+        return sum(piece.size for pieces in self.ranks for piece in pieces if isinstance(piece, Zeros))
+
+    @property
     def has_copies(self) -> bool:
         """Whether some rank holds elements that another holds, too, and the dim is cut."""
         return sum(piece.size for pieces in self.ranks for piece in intervals(pieces)) > self.size
@@ -89,6 +94,25 @@ class Placement:
     def local_size(self, rank: int) -> int:
         """Elements of a rank's shard along ``dim``, padding included; 0 where ``dim`` is None."""
         return sum(piece.size for piece in self.ranks[rank])
+
+    def share(self, number: int, shares: int) -> "Placement":
+        """The placement of one of several tensors that hold even shares of the dim, one behind the other.
+
+        Args:
+            number: of the tensor, from 0.
+            shares: how many tensors there are; the dim is a multiple of it, and without padding.
+        """
+        size = self.size // shares
+        start, stop = number * size, (number + 1) * size
+        ranks = (
+            tuple(
+                Interval(max(piece.start, start) - start, min(piece.stop, stop) - start)
+                for piece in intervals(pieces)
+                if piece.start < stop and piece.stop > start
+            )
+            for pieces in self.ranks
+        )
+        return Placement(self.dim, size, tuple(ranks))
 
     def shard_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """The shape of a rank's shard of a tensor of this ``shape``."""
@@ -167,11 +191,17 @@ def _check_covered(ascending: Sequence[Interval], size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What cuts fall between: ``count`` things (heads, rows, blocks) of ``size`` elements each.
+    """What boundaries fall between: ``count`` things (heads, rows, blocks) of ``size`` elements each.
 
-    With ``copies``, fewer units than ranks are held by several ranks each; with ``pad``, a count that does not divide
-    is filled up with zeros; with a ``multiple``, it is padded with zeros to a multiple of that in any case, and has to
-    divide then.
+    Attributes:
+        count: how many there are, without padding.
+        size: elements of each.
+        copies: fewer units than ranks are held by several ranks each.
+        pad: a count that does not divide is padded with zeros.
+        multiple: the count is padded to a multiple of this in any case, and has to divide then.
+        groups: in how many equal groups they come, as query heads in one for each KV head.
+        padded: how many groups there are with padding, and how many units in each: padding follows the units of each
+            group, and the groups; None where ``pad`` and ``multiple`` decide.
     """
 
     count: int
@@ -179,65 +209,112 @@ class Unit:
     copies: bool = False
     pad: bool = False
     multiple: int = 1
+    groups: int = 1
+    padded: tuple[int, int] | None = None
 
-    def share(self, tp: int, rank: int) -> tuple[int, int, int]:
-        """The units ``[first, last)`` of a rank, and how many units of zeros follow.
+    @property
+    def width(self) -> int:
+        """Elements of all units, without padding."""
+        return self.count * self.size
+
+    def share(self, tp: int, rank: int) -> list[Piece]:
+        """The units of a rank, and the padding between and behind them; counted in units.
 
         Raises:
             IndivisibleError: if the units cannot be shared among ``tp`` ranks.
         """
-        padded = _round_up(self.count, self.multiple)
-        if padded % tp and self.copies and tp % self.count == 0:
-            first = rank // (tp // self.count)
-            return first, first + 1, 0
-        if padded % tp and self.pad and self.multiple == 1:
-            padded = _round_up(self.count, tp)
-        if padded % tp:
+        groups, group = self._padded(tp)
+        total = groups * group
+        if total % tp and self.copies and tp % total == 0:
+            first = rank // (tp // total)
+            return self._range(first, first + 1, group)
+        if total % tp:
             of = f" ({self.count} padded to a multiple of {self.multiple})" if self.multiple > 1 else ""
             either = f", nor is {tp} a multiple of {self.count}" if self.copies else ""
-            raise IndivisibleError(f"{padded}{of} is not a multiple of {tp}{either}")
-        per_rank = padded // tp
-        first, last = min(rank * per_rank, self.count), min((rank + 1) * per_rank, self.count)
-        return first, last, per_rank - (last - first)
+            raise IndivisibleError(f"{total}{of} is not a multiple of {tp}{either}")
+        per_rank = total // tp
+        return self._range(rank * per_rank, (rank + 1) * per_rank, group)
+
+    def padded_count(self, tp: int) -> int:
+        """How many units there are with padding, for ``tp`` ranks."""
+        groups, group = self._padded(tp)
+        return groups * group
+
+    def _padded(self, tp: int) -> tuple[int, int]:
+        """The number of groups and the units of each, with padding."""
+        if self.padded is not None:
+            return self.padded
+        count = round_up(self.count, self.multiple)
+        has_copies = self.copies and count and tp % count == 0
+        return 1, round_up(count, tp) if self.pad and self.multiple == 1 and not has_copies else count
+
+    def _range(self, first: int, last: int, group: int) -> list[Piece]:
+        """The places ``[first, last)`` of all, padding included, where each group takes up ``group`` places."""
+        groups, true = (self.groups, self.count // self.groups) if self.padded else (1, self.count)
+        pieces: list[Piece] = []
+        while first < last:
+            number, low = divmod(first, group)
+            high = min(last - number * group, group)
+            held = number * true + min(low, true), number * true + min(high, true)
+            if number < groups:
+                pieces.append(Interval(*held))
+                first += held[1] - held[0]
+            pieces.append(Zeros(number * group + high - first))
+            first = number * group + high
+        return pieces
 
 
-def _round_up(count: int, multiple: int) -> int:
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple that is not less than ``count``."""
     return -(-count // multiple) * multiple
 
 
-def cut(dim: int, parts: Sequence[Unit], tp: int, *, groups: int = 1) -> Placement:
-    """Cut a dim that consists of ``groups`` times the same ``parts``, one behind the other.
+def cut(dim: int, parts: Sequence[Unit], tp: int, *, groups: int = 1, padded_groups: int | None = None) -> Placement:
+    """Shard a dim that consists of ``groups`` times the same ``parts``, one behind the other.
 
     One group of one part is an ordinary column or row split; one group of three is a fused ``[q; k; v]``; as many
-    groups as kv heads is a projection that is interleaved per group. With at least as many groups as ranks, whole
-    groups are dealt out; with fewer, the ranks that share a group cut each of its parts.
+    groups as KV heads is a projection that is interleaved per group. With at least as many groups as ranks, each rank
+    has whole groups; with fewer, the ranks that share a group shard each of its parts.
+
+    Args:
+        dim: the dim.
+        parts: of each group.
+        tp: number of ranks.
+        groups: how many groups there are.
+        padded_groups: how many there are with padding behind them, if there is some.
 
     Raises:
         IndivisibleError: if groups or units cannot be shared among ``tp`` ranks.
     """
-    width = sum(part.count * part.size for part in parts)
-    if groups % tp == 0 and all(part.multiple == 1 for part in parts):
-        per_rank = groups // tp * width
-        ranks = [[Interval(rank * per_rank, (rank + 1) * per_rank)] for rank in range(tp)]
-        return Placement(dim, groups * width, tuple(_joined(pieces) for pieces in ranks))
-    if tp % groups:
-        raise IndivisibleError(f"{groups} is not a multiple of {tp}, nor is {tp} a multiple of {groups}")
-    sharers = tp // groups
-    ranks_pieces = (_pieces(parts, sharers, rank % sharers, rank // sharers * width) for rank in range(tp))
-    return Placement(dim, groups * width, tuple(ranks_pieces))
+    width, total = sum(part.width for part in parts), padded_groups or groups
+    has_whole = total % tp == 0 and all(part.multiple == 1 for part in parts)
+    if not has_whole and tp % total:
+        raise IndivisibleError(f"{total} is not a multiple of {tp}, nor is {tp} a multiple of {total}")
+    per_rank, sharers = (total // tp, 1) if has_whole else (1, tp // total)
+    ranks = []
+    for rank in range(tp):
+        pieces: list[Piece] = []
+        for group in range(rank * per_rank // sharers, rank * per_rank // sharers + per_rank):
+            found = _pieces(parts, sharers, rank % sharers, group * width)
+            pieces += found if group < groups else [Zeros(sum(piece.size for piece in found))]
+        ranks.append(_joined(pieces))
+    return Placement(dim, groups * width, tuple(ranks))
 
 
-def _pieces(parts: Sequence[Unit], tp: int, rank: int, start: int) -> tuple[Piece, ...]:
+def _pieces(parts: Sequence[Unit], tp: int, rank: int, start: int) -> list[Piece]:
     pieces: list[Piece] = []
     for part in parts:
-        first, last, zeros = part.share(tp, rank)
-        pieces += [Interval(start + first * part.size, start + last * part.size), Zeros(zeros * part.size)]
-        start += part.count * part.size
-    return _joined(pieces)
+        for piece in part.share(tp, rank):
+            if isinstance(piece, Interval):
+                pieces.append(Interval(start + piece.start * part.size, start + piece.stop * part.size))
+            else:
+                pieces.append(Zeros(piece.size * part.size))
+        start += part.width
+    return pieces
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """The same pieces without empty ones, and with neighbours made one."""
+    """The same pieces without empty ones, and with neighbors of a kind made one."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
@@ -245,6 +322,8 @@ def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
             continue
         if isinstance(piece, Interval) and isinstance(last, Interval) and last.stop == piece.start:
             joined[-1] = Interval(last.start, piece.stop)
+        elif isinstance(piece, Zeros) and isinstance(last, Zeros):
+            joined[-1] = Zeros(last.size + piece.size)
         else:
             joined.append(piece)
     return tuple(joined)

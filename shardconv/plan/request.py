@@ -13,13 +13,14 @@ from typing import Any, NamedTuple, Self
 from shardconv.errors import PlanError
 from shardconv.plan.engines import OWN, engine_named
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import NAMES_FAMILY, Family, Rule
-from shardconv.plan.family_file import family_for, load_family, parse_plan_file
-from shardconv.plan.foreign import FOREIGN, foreign_family
+from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family, Rule
+from shardconv.plan.family_file import family_for, laid_over, load_family, parse_plan_file
+from shardconv.plan.foreign import foreign_family
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import DEFAULT_BLOCK, SCALE, block_size, check_quantization
 from shardconv.plan.resolve import HEAD_FIELDS, Resolver
+from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.plan.submodels import rules_for
 
 #: The largest head size in common use. A cut between heads of this size, among a power of two of ranks, is also one
@@ -44,6 +45,7 @@ class PlanRequest:
         engine: the engine whose boundaries the plan follows, one of :data:`~shardconv.plan.engines.ENGINES`; None for
             shardconv's own.
         may_miss: whether what the user says may match nothing, as on a small model that has not all tensors.
+        pad: what does not divide is padded to a multiple of this and of the tensor parallel size; 0 for no padding.
     """
 
     family: str | None = None
@@ -53,12 +55,18 @@ class PlanRequest:
     experts: str = "tensor"
     engine: str | None = None
     may_miss: bool = False
+    pad: int = 0
 
     def __post_init__(self) -> None:
         if self.experts not in EXPERT_MODES:
             raise PlanError(f"experts = {self.experts!r}: it has to be one of {', '.join(EXPERT_MODES)}")
         if engine_named(self.engine) is OWN:
             object.__setattr__(self, "engine", None)  # one form for the same request
+        if self.pad and self.engine:
+            raise PlanError(
+                f"--pad with the boundaries of {self.engine}: that engine takes the sizes of shards from config.json, "
+                f"which --pad does not change: pad the checkpoint itself, shardconv pad SRC --multiple-of tp=N -o DIR"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -71,6 +79,7 @@ class PlanRequest:
             "experts": self.experts,
             **({"engine": self.engine} if self.engine else {}),
             **({"may_miss": True} if self.may_miss else {}),  # of proofs only
+            **({"pad": self.pad} if self.pad else {}),
         }
 
     @classmethod
@@ -84,7 +93,11 @@ class PlanRequest:
             plan_file = tuple(data["plan_file"]) if data["plan_file"] else None
             experts = data.get("experts", "tensor")
             replicate, may_miss = tuple(data["replicate"]), data.get("may_miss", False)
-            return cls(data["family"], plan_file, replicate, data["head_dim"], experts, data.get("engine"), may_miss)
+            pad = data.get("pad", 0)
+            if type(pad) is not int or not 0 <= pad <= MAX_MULTIPLE:
+                raise ValueError(f"pad is {pad!r:.60} (expected an integer from 0 to {MAX_MULTIPLE})")
+            others = {"engine": data.get("engine"), "may_miss": may_miss, "pad": pad}
+            return cls(data["family"], plan_file, replicate, data["head_dim"], experts, **others)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a plan request: {error!r}") from error
 
@@ -130,7 +143,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
     before = family
     if user is not None:
         assumed.append(f"the rules of {user.name} come first; shardconv plan --prove tells whether they are right")
-        family = replace(user, name=family.name, rules=_wanted(user.rules, request)).over(family)
+        family = laid_over(replace(user, name=family.name, rules=_wanted(user.rules, request)), family)
     if request.replicate:
         assumed += [
             f"{name} is replicated as asked, and layers that depend on it may be sharded, which can change outputs: "
@@ -141,7 +154,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         family = Family(family.name, rules=rules).over(family)
     rules_found = rules_for(family, config, experts=request.experts, uncertain=unsure)
     rules_found = rules_found.for_engine(engine_named(request.engine))
-    resolver = Resolver(tensors, rules_found)
+    resolver = Resolver(tensors, rules_found).padded(request.pad)
     if user is not None and (replaced := resolver.replaced(rules_for(before, config))):
         assumed.append(_replacements(user.name, replaced))
     return Resolution(resolver, tuple(assumed))

@@ -5,8 +5,10 @@ covers is refused with the way out; nothing is guessed. Knows nothing of files.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -15,20 +17,19 @@ from shardconv.plan.experts import Expert, find_experts, place_expert
 from shardconv.plan.family import NAMES_FAMILY, STYLES, Rule
 from shardconv.plan.fields import Fields
 from shardconv.plan.matcher import Match, Matcher, pattern_for
+from shardconv.plan.padding import Padding
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
 from shardconv.plan.quantization import SCALE
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.scope import Scope
+from shardconv.plan.sizes import CANDIDATE_TPS, NO_PADDING, BlockedTp, LegalSizes, PaddedTp, PaddedUnit, PaddingReport
 
 #: Names that hold several projections in one tensor: never planned without a rule that says how they lie in it.
 FUSED = re.compile(r"(qkv|query_key_value|c_attn|W_?pack|gate_up|in_proj|fused|packed)", re.IGNORECASE)
 
 #: The most ranks that a plan may have.
 MAX_TP = 4096
-
-#: The tp sizes that a report looks at.
-CANDIDATE_TPS = (*range(1, 65), 72, 80, 96, 128, 256)
 
 
 class _Question(NamedTuple):
@@ -43,6 +44,28 @@ class _Question(NamedTuple):
     rows: int | None = None
 
 
+class PaddedRule(NamedTuple):
+    """A rule that pads.
+
+    Attributes:
+        scope: of the rule.
+        rule: the rule.
+        unit: the unit; None where elements are padded.
+        size: how many there are.
+        padded: how many there are with padding.
+        tensor: the first tensor of which that is true.
+        spec: of the tensor.
+    """
+
+    scope: Scope
+    rule: Rule
+    unit: str | None
+    size: int
+    padded: int
+    tensor: str
+    spec: TensorSpec
+
+
 class ShardedDim(NamedTuple):
     """The dim that a rule shards, from 0, and its full size; None where it is replicated, or only the tensor has it."""
 
@@ -52,34 +75,6 @@ class ShardedDim(NamedTuple):
 
 #: What a config says of the heads.
 HEAD_FIELDS = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim"})
-
-
-@dataclass(frozen=True, slots=True)
-class BlockedTp:
-    """A tp size that is not legal.
-
-    Attributes:
-        tp: the size.
-        tensor: the first tensor that blocks it.
-        reason: why it does.
-    """
-
-    tp: int
-    tensor: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class LegalSizes:
-    """The tp sizes that a checkpoint can be split for.
-
-    Attributes:
-        legal: the sizes, ascending.
-        blocked: the other candidates, each with what blocks it.
-    """
-
-    legal: tuple[int, ...]
-    blocked: tuple[BlockedTp, ...]
 
 
 class Resolver:
@@ -105,6 +100,7 @@ class Resolver:
                         f"{name}: rule {rule.pattern!r} says how it is cut, and experts are to be dealt out"
                     )
                 self._questions[name] = self._questions[name]._replace(expert=one)
+        self._with_padding: dict[int, Resolver] = {}
         self._first: dict[_Question, str] = {}
         for name, question in self._questions.items():
             self._first.setdefault(question, name)
@@ -112,6 +108,37 @@ class Resolver:
         for rule in (rule for scope in rules.scopes for rule in scope.family.rules):
             if rule.by_user and not rule.optional and rule not in used:
                 raise PlanError(f"rule {rule.pattern!r} matches no tensor of {where}: correct or remove it")
+        if rules.pad:
+            self._set_padding(rules.pad)
+
+    def padded(self, pad: int = 1) -> "Resolver":
+        """The same with padding to a multiple of ``pad`` and of the tensor parallel size, or with 0 without.
+
+        Raises:
+            PlanError: if nothing of such a model is padded.
+        """
+        if pad == self.rules.pad:
+            return self
+        if pad and (refusal := self.rules.padding_refusal):
+            raise PlanError(f"--pad: nothing of this model is padded: {refusal}")
+        if pad not in self._with_padding:
+            self._with_padding[pad] = copy(self)
+            self._with_padding[pad]._set_padding(pad)  # noqa: SLF001 - one of these
+        return self._with_padding[pad]
+
+    def _set_padding(self, pad: int) -> None:
+        self.__dict__.pop("_counts", None)
+        rules = self.rules.with_padding(pad, frozenset(question.rule for question in self._first))
+        scopes = dict(zip(self.rules.scopes, rules.scopes, strict=True))
+        changed = {question: question._replace(scope=scopes[question.scope]) for question in self._first}
+        self._questions = {name: changed[question] for name, question in self._questions.items()}
+        self._first = {changed[question]: name for question, name in self._first.items()}
+        self.rules = rules
+
+    @cached_property
+    def _counts(self) -> Counter[_Question]:
+        """For each question how many tensors it is of."""
+        return Counter(self._questions.values())
 
     def replaced(self, family: RuleSet) -> dict[str, tuple[str, str]]:
         """Tensors that a user's rule gives another style than the family: name to the family's style and the user's."""
@@ -131,10 +158,11 @@ class Resolver:
         Raises:
             PlanError: if the config lacks a field that gives the size.
         """
-        rule, scope, leaf, spec, _, _, rows = self._questions[name]
+        question = self._questions[name]
+        rule, scope, leaf, spec, *_ = question
         if (dim := _dim(rule, leaf, spec, name)) is None:
             return ShardedDim(None, None)
-        fields = scope.fields() if rows is None else scope.fields(rows=rows)
+        fields = _fields(question, spec, name)
         names = rule.parts or (rule.unit,)
         units = [(scope.family.units or {})[unit] for unit in names if unit is not None]
         if not units and rule.style == "embedding_rowwise":
@@ -162,23 +190,59 @@ class Resolver:
 
     def legal_sizes(self) -> LegalSizes:
         """Which of :data:`CANDIDATE_TPS` are legal, and what blocks the others."""
-        legal, blocked = [], []
-        for tp in CANDIDATE_TPS:
-            try:
-                for question in self._first:
-                    self._answer(question, tp)
-                legal.append(tp)
-            except _BlockedError as error:
-                blocked.append(BlockedTp(tp, error.tensor, error.reason))
-        return LegalSizes(tuple(legal), tuple(blocked))
+        plain = self.padded(0)
+        blocked = [found for tp in CANDIDATE_TPS if (found := plain.blocked(tp)) is not None]
+        others = [found.tp for found in blocked]
+        padded = [one for tp in others if (one := self.padded_size(tp)) is not None]
+        return LegalSizes(tuple(tp for tp in CANDIDATE_TPS if tp not in others), tuple(blocked), tuple(padded))
+
+    def padded_size(self, tp: int) -> PaddedTp | None:
+        """What a tensor parallel size costs with padding; None if it is not supported with padding either."""
+        if self.rules.padding_refusal or (padded := self.padded()).blocked(tp) is not None:
+            return None
+        return PaddedTp(tp, padded.padding_share(tp))
+
+    def padding_share(self, tp: int) -> float:
+        """The bytes of padding on all ranks, as a share of all other bytes."""
+        padding = others = 0
+        for question, count in self._counts.items():
+            placement, spec = self._answer(question, tp).placement, question.spec
+            bits = _bits(spec.dtype) * count
+            held = bits * sum(placement.shard_numel(spec.shape, rank) for rank in range(tp))
+            zeros = placement.num_padding * (prod(spec.shape) // max(placement.size, 1)) * bits
+            padding, others = padding + zeros, others + held - zeros
+        return padding / max(others, 1)
+
+    def padding(self, tp: int) -> PaddingReport:
+        """What the plan for ``tp`` ranks pads as asked."""
+        units = [PaddedUnit(one.unit or one.rule.pattern, one.size, one.padded) for one in self.padded_rules(tp)]
+        return PaddingReport(tuple(dict.fromkeys(units)), self.padding_share(tp)) if units else NO_PADDING
+
+    def padded_rules(self, tp: int) -> Iterator[PaddedRule]:
+        """The units that the plan for ``tp`` ranks pads as asked, by the rule that says so."""
+        for question in self._first if self.rules.pad else ():
+            if self._answer(question, tp).placement.is_padded:
+                yield from self._padded_units(question, tp)
+
+    def blocked(self, tp: int) -> BlockedTp | None:
+        """What blocks a tensor parallel size; None where it is supported."""
+        try:
+            for question in self._first:
+                self._answer(question, tp)
+        except _BlockedError as error:
+            return BlockedTp(tp, error.tensor, error.reason)
+        return None
 
     def _way_out(self, tp: int, *, is_unsure: bool) -> str:
-        legal = [str(size) for size in self.legal_sizes().legal]
-        return (
+        plain = self.padded(0)
+        legal = [str(size) for size in CANDIDATE_TPS if plain.blocked(size) is None]
+        way_out = (
             f"{'Otherwise use' if is_unsure else 'Use'} --tp {', '.join(legal)}."
             if legal
             else f"No size up to {max(tp, CANDIDATE_TPS[-1])} is legal."
         )
+        padded = None if self.rules.pad else self.padded_size(tp)
+        return way_out if padded is None else f"{way_out} tp {tp}: supported with --pad, {padded.describe()}."
 
     def _answer(self, question: _Question, tp: int) -> TensorPlan:
         """The placement for one question.
@@ -190,9 +254,9 @@ class Resolver:
         name = self._first[question]
         if self.rules.uncertain and tp & (tp - 1):
             raise _BlockedError(name, f"{self.rules.uncertain} Until then only powers of two are supported")
-        rule, scope, leaf, spec, weight, expert, rows = question
-        fields = scope.fields() if rows is None else scope.fields(rows=rows)
+        rule, _, leaf, spec, weight, expert, _ = question
         reference = weight if leaf == "weight_scale_inv" and weight else spec
+        fields = _fields(question, reference, name)
         try:
             if expert is not None:
                 return TensorPlan(place_expert(expert, spec.shape, tp), "expert", (), Reason(rule.origin, rule.pattern))
@@ -234,19 +298,47 @@ class Resolver:
             )
         size = spec.shape[dim]
         groups = fields.evaluate(rule.groups)
-        names = (rule.parts or (rule.unit,)) * fields.evaluate(rule.repeats)
-        part = size // max(groups * len(names), 1)  # of those that say no count of their own
-        units = [self._unit(unit, rule, part, scope, fields, name) for unit in names]
-        expected = groups * sum(unit.count * unit.size for unit in units)
-        if expected != size:
+        names, units, shares = self._units(question, size, fields, name)
+        expected = groups * sum(unit.width for unit in units)
+        if expected != size * shares:
             read = ", ".join(f"{key}={value}" for key, value in fields.read.items())
             parts = " and ".join(dict.fromkeys(map(str, names)))
             raise PlanError(
                 f"{name}: dim {dim} has {size} elements; rule {rule.pattern!r} of {rule.origin}, with units {parts}, "
-                f"and the config ({read}) expect {expected}: the config is not this checkpoint's, or the family, or a "
-                f"plan file, does not fit it; give --config, --family or another --plan"
+                f"and the config ({read}) expect {expected // shares}: the config is not this checkpoint's, or the "
+                f"family, or a plan file, does not fit it; give --config, --family or another --plan"
             )
-        return cut(dim, units, tp, groups=groups)
+        if shares > 1:
+            return cut(dim, units, tp, groups=groups).share(rule.part or 0, shares)
+        return _cut(dim, units, tp, groups, [scope.padding(rule, unit) for unit in names], scope.multiple(tp))
+
+    def _units(
+        self, question: _Question, size: int, fields: Fields, name: str
+    ) -> tuple[tuple[str | None, ...], list[Unit], int]:
+        """The units of a dim of ``size`` elements, or of each of the groups in it, with their names.
+
+        And how many tensors share the dim: 1, or as many as parts where each holds an even share of all of them.
+        """
+        rule, scope, *_ = question
+        names = _unit_names(rule, fields)
+        part = size // max(fields.evaluate(rule.groups) * len(names), 1)  # of those that say no count of their own
+        units = [self._unit(unit, rule, part, scope, fields, name) for unit in names]
+        if rule.part is None:
+            return names, units, 1
+        if units[rule.part].width == size:
+            return (names[rule.part],), [units[rule.part]], 1
+        return names, units, len(units)
+
+    def _padded_units(self, question: _Question, tp: int) -> Iterator[PaddedRule]:
+        rule, scope, leaf, spec, *_ = question
+        name = self._first[question]
+        dim = _dim(rule, leaf, spec, name)
+        names, units, _ = self._units(question, spec.shape[dim or 0], _fields(question, spec, name), name)
+        for unit_name, unit in zip(names, units, strict=True):
+            padding = scope.padding(rule, unit_name)
+            padded = (padding.apply(unit, scope.multiple(tp)) if padding else unit).padded_count(tp)
+            if padded != unit.count:
+                yield PaddedRule(scope, rule, unit_name, unit.count, padded, name, spec)
 
     def _unit(self, unit_name: str | None, rule: Rule, size: int, scope: Scope, fields: Fields, name: str) -> Unit:
         if unit_name is None:
@@ -273,6 +365,29 @@ class Resolver:
         )
 
 
+def _unit_names(rule: Rule, fields: Fields) -> tuple[str | None, ...]:
+    """The units that a dim consists of, or each of the groups in it, in their order."""
+    return (rule.parts or (rule.unit,)) * fields.evaluate(rule.repeats)
+
+
+def _cut(
+    dim: int, units: Sequence[Unit], tp: int, groups: int, paddings: Sequence[Padding | None], multiple: int
+) -> Placement:
+    """The placement of units, padded as ``paddings`` say it.
+
+    Raises:
+        IndivisibleError: if the units cannot be shared among ``tp`` ranks.
+    """
+    padded = [padding.apply(unit, multiple) if padding else unit for unit, padding in zip(units, paddings, strict=True)]
+    try:
+        if paddings[0] is None or paddings[0].heads is None or groups == 1:
+            return cut(dim, padded, tp, groups=groups)
+        return cut(dim, padded, tp, groups=groups, padded_groups=paddings[0].heads.padded(multiple).kv_heads)
+    except IndivisibleError as error:
+        refusal = next((padding.refusal for padding in paddings if padding and padding.refusal), "")
+        raise IndivisibleError(f"{error}, and is not padded: {refusal}" if refusal else str(error)) from error
+
+
 class _BlockedError(Exception):
     """A tensor cannot be cut for this tp."""
 
@@ -280,6 +395,14 @@ class _BlockedError(Exception):
         super().__init__(f"{tensor}: {reason}")
         self.tensor = tensor
         self.reason = reason
+
+
+def _fields(question: _Question, spec: TensorSpec, name: str) -> Fields:
+    """What the units of a rule read: the config, the size of the sharded dim, and the rows of a layer beside."""
+    rule, scope, leaf, *_, rows = question
+    dim = _dim(rule, leaf, spec, name)
+    sizes = {"features": None if dim is None else spec.shape[dim], "rows": rows}
+    return scope.fields(**{field: size for field, size in sizes.items() if size is not None})
 
 
 def _dim(rule: Rule, leaf: str, spec: TensorSpec, name: str) -> int | None:
@@ -304,12 +427,16 @@ def _on_blocks(placement: Placement, scale: TensorSpec, weight: TensorSpec, bloc
     if placement.dim is None:
         return placement
     width = block[placement.dim - len(weight.shape)]
+    kind = "input" if placement.dim == len(weight.shape) - 1 else "output"
+    if placement.is_padded:
+        raise IndivisibleError(
+            f"{placement.size} {kind} features would be padded, and with them blocks that have a scale"
+        )
     ranks = []
     for pieces in placement.ranks:
         for piece in pieces:
             ends_inside = isinstance(piece, Interval) and piece.stop % width and piece.stop != placement.size
             if not isinstance(piece, Interval) or piece.start % width or ends_inside:
-                kind = "input" if placement.dim == len(weight.shape) - 1 else "output"
                 raise IndivisibleError(
                     f"{placement.size} / {placement.tp} = {piece.size} {kind} features a rank is not a multiple of the "
                     f"{width}-wide scale block"
@@ -332,6 +459,15 @@ def _check_bytes(placement: Placement, spec: TensorSpec) -> None:
 #: What no rule covers and cannot be cut is whole on every rank.
 SCALAR = Rule("(one element or none)", "replicate", origin="any model")
 
+#: The number of bits in the name of a dtype; BOOL has none, and takes a byte.
+_BITS = re.compile(r"\d+")
+
+
+def _bits(dtype: str) -> int:
+    found = _BITS.search(dtype)
+    return int(found[0]) if found else 8
+
+
 #: Elements that together fill whole bytes, for the dtypes of which one does not.
 _ELEMENTS_PER_GROUP = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
 
@@ -351,7 +487,7 @@ def _ask(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str, _Questi
     for name, spec in tensors.items():
         match, weight = matcher.match(name), None
         if name.endswith(SCALE):
-            match, weight = _scale_match(name, match, matcher, tensors, [rule.pattern for rule, _ in ruled])
+            match, weight = _scale_match(name, match, matcher, tensors, ruled)
         if prod(spec.shape) <= 1 and (match is None or weight is not None):
             questions[name] = _Question(*alone, "weight", spec, None)
         elif match is None:
@@ -375,7 +511,11 @@ def _rows_beside(name: str, layer: str, tensors: Mapping[str, TensorSpec]) -> in
 
 
 def _scale_match(
-    name: str, own: Match | None, matcher: Matcher, tensors: Mapping[str, TensorSpec], patterns: Sequence[str]
+    name: str,
+    own: Match | None,
+    matcher: Matcher,
+    tensors: Mapping[str, TensorSpec],
+    ruled: Sequence[tuple[Rule, Scope]],
 ) -> tuple[Match | None, TensorSpec]:
     """The rule of a block scale, which is that of its weight; and its weight."""
     weight_name = name.removesuffix("_scale_inv")
@@ -383,9 +523,10 @@ def _scale_match(
         raise PlanError(f"{name}: there is no weight beside this scale")
     match = matcher.match(weight_name)
     if own is not None and match is not None and own.place != match.place:
+        rule, weights_rule = (ruled[one.place][0].pattern for one in (own, match))
         raise PlanError(
-            f"{name}: rule {patterns[own.place]!r} is not that of its weight, {patterns[match.place]!r}, and a scale "
-            f"is cut as its weight is: name their module, {weight_name.removesuffix('.weight')!r}"
+            f"{name}: rule {rule!r} is not that of its weight, {weights_rule!r}, and a scale is sharded as its weight "
+            f"is: name their module, {weight_name.removesuffix('.weight')!r}"
         )
     return (None if match is None else Match(match.place, "weight_scale_inv")), tensors[weight_name]
 

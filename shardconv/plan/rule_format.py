@@ -1,6 +1,6 @@
 """The format of rules: how family files, plan files and manifests write units, rules and module overrides.
 
-Owns strict parsing, and its inverse. CONTRIBUTING.md has the format on a page. An unknown key is an error.
+Owns strict parsing, and its inverse. docs/plan-files.md has the format. An unknown key is an error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,13 +8,14 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import Family, InputRule, ModuleRule, Part, Rule, UnitRule
+from shardconv.plan.family import Block, Family, InputRule, ModuleRule, Mount, Part, Rule, UnitRule, check_units
 from shardconv.plan.fields import check_expression
 
 _FAMILY_KEYS = {
     "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
-    "modules": dict, "parts": dict,
+    "modules": dict, "parts": dict, "blocks": dict, "gathered": str,
 }  # fmt: skip
+_BLOCK_KEYS = {"config": dict, "units": dict, "rules": dict, "modules": dict, "blocks": dict}
 
 
 def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool = False) -> Family:
@@ -46,13 +47,64 @@ def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool 
                 parse_module(pattern, rule, origin, by_user=by_user)
                 for pattern, rule in _alternatives(data.get("modules", {}))
             ),
+            gathered=data.get("gathered", ""),
             parts={start: _parse_part(start, part) for start, part in data.get("parts", {}).items()},
+            blocks=_parse_blocks(data.get("blocks", {})),
+            origin=origin,
         )
         for expression in (family.config or {}).values():
             check_expression(expression)
     except ValueError as error:
         raise PlanError(f"{origin}: {error}") from error
     return family
+
+
+def parse_block(name: str, data: dict[str, Any]) -> Block:
+    """The block that a table holds.
+
+    Args:
+        name: of the block.
+        data: the table.
+
+    Raises:
+        PlanError: if it holds anything that the format does not have, or a rule names a unit that it does not have.
+    """
+    origin = f"block {name}"
+    try:
+        _check_keys(data, _BLOCK_KEYS)
+        tables = {key: _alternatives(data.get(key, {})) for key in ("rules", "modules")}
+        block = Block(
+            name,
+            config=data.get("config", {}),
+            units={key: parse_unit(key, unit) for key, unit in data.get("units", {}).items()},
+            rules=tuple(parse_rule(pattern, rule, origin) for pattern, rule in tables["rules"]),
+            modules=tuple(parse_module(pattern, rule, origin) for pattern, rule in tables["modules"]),
+            blocks=_parse_blocks(data.get("blocks", {})),
+        )
+        for expression in block.config.values():
+            check_expression(expression)
+    except ValueError as error:
+        raise PlanError(f"{origin}: {error}") from error
+    check_units(block.units, block.rules, block.modules)
+    return block
+
+
+def _parse_blocks(table: dict[str, Any]) -> tuple[Mount, ...]:
+    return tuple(_parse_mount(pattern, mount) for pattern, mount in _alternatives(table))
+
+
+def _parse_mount(pattern: str, data: Any) -> Mount:  # noqa: ANN401 - anything TOML holds
+    """A mount: the name of a block, or a table with the name and the config fields that it reads otherwise."""
+    table = data if isinstance(data, dict) else {"block": data}
+    name, fields = table.get("block"), {key: value for key, value in table.items() if key != "block"}
+    if not isinstance(name, str):
+        text = f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME"
+        raise ValueError(text)  # noqa: TRY004 - as in _check_keys
+    for value in fields.values():
+        if type(value) not in (str, int):
+            raise ValueError(f"blocks {pattern!r}: {value!r:.60} is not a config field or an expression of them")
+        check_expression(value)
+    return Mount(pattern, name, tuple(fields.items()))
 
 
 def _parse_prefix(data: str | list[Any]) -> tuple[str, ...]:
@@ -79,7 +131,7 @@ def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOM
 
 
 _RULE_KEYS = {
-    "style": str, "unit": str, "parts": list, "groups": (str, int), "repeats": (str, int), "pad": bool,
+    "style": str, "unit": str, "parts": list, "part": int, "groups": (str, int), "repeats": (str, int), "pad": bool,
     "transposed": bool, "beside": str, "size": (str, int), "dims": int, "when": dict, "optional": bool,
 }  # fmt: skip
 
@@ -111,8 +163,10 @@ def parse_rule(pattern: str, data: Any, origin: str, *, by_user: bool = False) -
 
 
 _MODULE_KEYS = {
-    "attributes": dict, "inputs": dict, "at_most": dict, "norms": str, "shared_output": (str, int),
-    "unfused": str, "copied_input": bool, "summed_output": bool, "gathers": list, "when": dict,
+    "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict,
+    "slices": dict, "output": dict,
+    "norms": str, "shared_output": (str, int),
+    "unfused": str, "copied_input": bool, "gathered_output": bool, "summed_output": bool, "gathers": list, "when": dict,
 }  # fmt: skip
 
 
@@ -125,22 +179,30 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
     try:
         _check_keys(data, _MODULE_KEYS)
         attributes, inputs, at_most = (data.get(key, {}) for key in ("attributes", "inputs", "at_most"))
-        for expression in (*attributes.values(), data.get("shared_output", 0)):
+        numbers = (data.get("shared_output", 0), data.get("full_width", 0))
+        for expression in (*attributes.values(), *data.get("locals", {}).values(), *numbers):
             check_expression(expression)
-        for place in inputs.values():
-            _check_keys(place, {"dim": int, "unit": str, "size": (str, int)})
-            check_expression(place.get("size", 1))
         if not all(isinstance(two, list) and list(map(type, two)) == [str, str] for two in at_most.values()):
             raise ValueError("at_most has a layer and an attribute for each name")
         gathers = tuple(data.get("gathers", ()))
         if not all(isinstance(name, str) for name in gathers):
             raise ValueError("gathers are names of parameters")
-        places = {name: InputRule(place["dim"], place["unit"], place.get("size")) for name, place in inputs.items()}
-        parsed = {**data, "attributes": attributes, "inputs": places, "gathers": gathers}
+        places: dict[str, Any] = {"inputs": {name: _parse_place(place) for name, place in inputs.items()}}
+        places |= {"slices": {name: _parse_place(place) for name, place in data.get("slices", {}).items()}}
+        places |= {"output": _parse_place(data["output"])} if "output" in data else {}
+        parsed = {**data, **places, "attributes": attributes, "gathers": gathers}
         when = tuple(data.get("when", {}).items())
         return ModuleRule(pattern, origin=origin, by_user=by_user, **{**parsed, "when": when})
     except (ValueError, KeyError) as error:
         raise ValueError(f"modules {pattern!r}: {error}") from error
+
+
+def _parse_place(place: Any) -> InputRule:  # noqa: ANN401 - anything TOML holds
+    _check_keys(place, {"dim": int, "unit": str, "size": (str, int), "item": int, "parts": list})
+    check_expression(place.get("size", 1))
+    if ("unit" in place) == ("parts" in place) or not all(isinstance(part, str) for part in place.get("parts", ())):
+        raise ValueError(f"{place!r:.60} has neither a unit nor parts, which are names of units, or both")
+    return InputRule(**{**place, "parts": tuple(place.get("parts", ()))})
 
 
 def _parse_part(start: str, data: Any) -> Part:  # noqa: ANN401 - anything TOML holds
@@ -183,7 +245,7 @@ def to_table(rule: UnitRule | Rule | ModuleRule, *, without: Sequence[str] = ())
 def _plain(value: Any) -> Any:  # noqa: ANN401 - a field of any rule
     match value:
         case InputRule():
-            return {name: field for name, field in value._asdict().items() if field is not None}
+            return {name: _plain(field) for name, field in value._asdict().items() if field not in (None, "", ())}
         case Mapping():
             return {name: _plain(one) for name, one in value.items()}
         case tuple() | list():

@@ -9,15 +9,16 @@ from typing import Any, Self, TypeVar
 
 from shardconv.plan.engines import ENGINE, Engine
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import PLAN_FILE, Family, ModuleRule, Rule
+from shardconv.plan.family import FOREIGN, NAMES_FAMILY, PLAN_FILE, Family, ModuleRule, Rule
 from shardconv.plan.fields import check_expression, fields_in, lookup
+from shardconv.plan.padding import type_refusal
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
 from shardconv.plan.scope import Scope
 
 Parsed = TypeVar("Parsed")
 
-#: The largest number to a multiple of which a vocabulary is padded.
-_MAX_MULTIPLE = 2**16
+#: The largest number to a multiple of which a size is padded.
+MAX_MULTIPLE = 2**16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +41,25 @@ class RuleSet:
     uncertain: str = ""
     scale_block: Any = None
     vocab_multiple: int = 1
+
+    @property
+    def pad(self) -> int:
+        """What does not divide is padded to a multiple of this and of the tensor parallel size; 0 for no padding."""
+        return self.scopes[0].pad
+
+    def with_padding(self, pad: int, used: frozenset[Rule] | None = None) -> Self:
+        """The same rules with ``pad``, which follows from the rules that are ``used``."""
+        return replace(self, scopes=tuple(replace(scope, pad=pad, used=used) for scope in self.scopes))
+
+    @property
+    def padding_refusal(self) -> str:
+        """Why nothing of such a model is padded; "" where something may be."""
+        if self.uncertain:
+            return self.uncertain
+        if self.family in (NAMES_FAMILY, FOREIGN):
+            return "no family is known for this model, so that outputs with padding are not known to be equal"
+        types = [(scope.config or {}).get("model_type") for scope in self.scopes]
+        return next((refusal for kind in types if kind and (refusal := type_refusal(kind))), "")
 
     @property
     def has_plan_file(self) -> bool:
@@ -83,6 +103,7 @@ class RuleSet:
             "scale_block": self.scale_block,
             "vocab_multiple": self.vocab_multiple,
             "scopes": [_scope_to_json(scope) for scope in self.scopes],
+            **({"pad": self.pad} if self.pad else {}),
         }
 
     @classmethod
@@ -99,9 +120,13 @@ class RuleSet:
         if not scopes:
             raise ValueError("a rule set without scopes")
         multiple = data.get("vocab_multiple", 1)
-        if type(multiple) is not int or not 1 <= multiple <= _MAX_MULTIPLE:
-            raise ValueError(f"vocab_multiple is {multiple!r:.60} (expected an integer from 1 to {_MAX_MULTIPLE})")
-        return cls(data["family"], scopes, data["experts"], data["uncertain"], data["scale_block"], multiple)
+        if type(multiple) is not int or not 1 <= multiple <= MAX_MULTIPLE:
+            raise ValueError(f"vocab_multiple is {multiple!r:.60} (expected an integer from 1 to {MAX_MULTIPLE})")
+        pad = data.get("pad", 0)
+        if type(pad) is not int or not 0 <= pad <= MAX_MULTIPLE:
+            raise ValueError(f"pad is {pad!r:.60} (expected an integer from 0 to {MAX_MULTIPLE})")
+        rules = cls(data["family"], scopes, data["experts"], data["uncertain"], data["scale_block"], multiple)
+        return rules.with_padding(pad)
 
 
 def _scope_to_json(scope: Scope) -> dict[str, Any]:
@@ -147,8 +172,8 @@ def _units_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> set[str]:
     """The names that may be those of units."""
     found = {unit for rule in rules for unit in (rule.unit, *rule.parts) if unit is not None}
     for module in modules:
-        found |= {module.norms, *(one.unit for one in module.inputs.values())}
-        for expression in (*module.attributes.values(), module.shared_output or 0):
+        found.update(module.units())
+        for expression in module.expressions():
             found |= fields_in(expression)
     return found
 
@@ -157,7 +182,7 @@ def _expressions_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> Ite
     for rule in rules:
         yield from (rule.groups, rule.repeats, rule.size or 0)
     for module in modules:
-        yield from (*module.attributes.values(), module.shared_output or 0)
+        yield from module.expressions()
         yield from (one.size or 0 for one in module.inputs.values())
 
 

@@ -3,13 +3,15 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.plan.family import Family, ModuleRule, Rule
 from shardconv.plan.fields import Fields, fields_in
 from shardconv.plan.matcher import name_regex
-from shardconv.plan.placement import Unit
+from shardconv.plan.padding import Padding, padding_of, unit_paddings
+from shardconv.plan.placement import Placement, Unit, cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,11 +22,15 @@ class Scope:
         family: the rules.
         config: what they read; None where there is none.
         at: a pattern of what names begin with; "" for all names.
+        pad: what does not divide is padded to a multiple of this and of the tensor parallel size; 0 for no padding.
+        used: the rules that match a tensor, from which padding follows; None for all.
     """
 
     family: Family
     config: Mapping[str, Any] | None
     at: str = ""
+    pad: int = 0
+    used: frozenset[Rule] | None = None
 
     def fields(self, **others: int) -> Fields:
         """The config seen through the family, and other fields; each tells what was read through it."""
@@ -34,6 +40,10 @@ class Scope:
         """The rules that count with this config."""
         fields = self.fields()
         return (rule for rule in self.family.rules if all(fields.has(*condition) for condition in rule.when))
+
+    def used_rules(self) -> Iterator[Rule]:
+        """The rules that count with this config and match a tensor."""
+        return (rule for rule in self.rules() if self.used is None or rule in self.used)
 
     def modules(self) -> Iterator[tuple[re.Pattern[str], ModuleRule]]:
         """What modules have to be told, with what their names have to match."""
@@ -45,21 +55,42 @@ class Scope:
     def on_rank(self, expression: str | int, tp: int, **others: int) -> int:
         """The value of an expression in which a unit stands for how many of it a rank has; and other fields."""
         units = self.family.units or {}
-        counts = {name: self.local_units(name, tp, 0)[1] for name in fields_in(expression) if name in units}
+        counts = {name: self.units(name, tp).local_size(0) for name in fields_in(expression) if name in units}
         return Fields({**(self.config or {}), **counts, **others}, self.family.config or {}).evaluate(expression)
 
-    def local_units(self, name: str, tp: int, rank: int) -> tuple[int, int, int]:
-        """The first unit that a rank has, how many it has, and how many there are.
+    def units(self, name: str, tp: int, *, dim: int = 0, size: int = 1) -> Placement:
+        """The placement of a dim that has ``size`` elements for each unit.
 
         Raises:
-            PlanError: if that depends on a tensor.
+            PlanError: if how many units there are depends on a tensor.
+            IndivisibleError: if they cannot be shared among ``tp`` ranks.
+        """
+        return cut(dim, [self.unit(name, tp, size=size)], tp)
+
+    def unit(self, name: str, tp: int, *, size: int = 1) -> Unit:
+        """A unit of ``size`` elements, with its padding for ``tp`` ranks.
+
+        Raises:
+            PlanError: if how many units there are depends on a tensor.
         """
         unit = (self.family.units or {})[name]
         if unit.count is None:
             raise PlanError(f"unit {name}: has no count of its own")
-        count = self.fields().evaluate(unit.count)
-        first, last, _ = Unit(count, copies=unit.copies).share(tp, rank)
-        return first, last - first, count
+        whole = Unit(self.fields().evaluate(unit.count), size, unit.copies)
+        padding = unit_paddings(self).get(name, Padding()) if self.pad else None
+        return padding.apply(whole, self.multiple(tp)) if padding else whole
+
+    def padding(self, rule: Rule, unit: str | None) -> Padding | None:
+        """How a unit of a rule is padded; None where nothing is."""
+        return padding_of(self, rule, unit) if self.pad else None
+
+    def used_units(self) -> set[str]:
+        """The units that the rules name."""
+        return {name for rule in self.used_rules() for name in (rule.unit, *rule.parts) if name is not None}
+
+    def multiple(self, tp: int) -> int:
+        """What is padded is padded to a multiple of this."""
+        return lcm(self.pad, tp)
 
     def regex(self, pattern: str) -> str:
         """What the full names have to match for a pattern of the family's."""

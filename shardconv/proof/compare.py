@@ -34,12 +34,15 @@ class Comparison(NamedTuple):
         gradient: the largest difference of a gradient of the converted model, of the largest one of its tensor, or of a
             thousandth of the largest of all, if that is more; None where the plain model has none.
         note: why gradients are not those of training, or not there; "" where they are.
+        cache: the bytes that a forward pass leaves in the cache, of those that it leaves in the unsharded model's; None
+            for models that generate no text, or leave none.
     """
 
     output: float
     tokens: bool | None
     gradient: float | None
     note: str
+    cache: float | None = None
 
 
 class Reference(NamedTuple):
@@ -53,6 +56,7 @@ class Reference(NamedTuple):
             trained with such inputs.
         gradients: of each parameter by its name, None where it has none; None for models that have none either way.
         note: see :class:`Comparison`.
+        cache: the bytes that the forward pass leaves in its cache; 0 for models that generate no text.
     """
 
     inputs: dict[str, Tensor]
@@ -61,6 +65,7 @@ class Reference(NamedTuple):
     is_training: bool
     gradients: dict[str, Tensor | None] | None
     note: str
+    cache: int
 
 
 @alone()
@@ -75,7 +80,8 @@ def write_reference(kind: Any, source: Path, path: Path) -> None:
     plain = kind.from_pretrained(source).eval()
     inputs = example_inputs(plain)
     with torch.no_grad():
-        output = numbers(plain(**_fresh(inputs)))
+        given = plain(**_fresh(inputs))
+    output, cache = numbers(given), cache_bytes(given) if can_generate_text(plain) else 0
     tokens = _greedy_tokens(plain, inputs)
     is_training, note = True, ""
     gradients, problem = _gradients(kind, source, inputs, is_training=True)
@@ -84,7 +90,7 @@ def write_reference(kind: Any, source: Path, path: Path) -> None:
         gradients, problem = _gradients(kind, source, inputs, is_training=False)
     if problem:
         note = f"no gradients: {problem}"
-    torch.save(tuple(Reference(inputs, output, tokens, is_training, gradients, note)), path)
+    torch.save(tuple(Reference(inputs, output, tokens, is_training, gradients, note, cache)), path)
 
 
 def _gradients(
@@ -118,7 +124,9 @@ def compare(axis: Axis, kind: Any, source: Path, split: Path, request: PlanReque
     expected = Reference(*torch.load(reference, weights_only=True))
     loaded = load(split, device="cpu", group=axis)
     with torch.no_grad():
-        found = numbers(loaded(**_fresh(expected.inputs)))
+        given = loaded(**_fresh(expected.inputs))
+    found = numbers(given)
+    cache = cache_bytes(given) / expected.cache if expected.cache else None
     output = max(_difference(found[key], value) for key, value in expected.output.items())
     tokens = _greedy_tokens(loaded, expected.inputs)
     are_equal = None
@@ -126,13 +134,13 @@ def compare(axis: Axis, kind: Any, source: Path, split: Path, request: PlanReque
         are_equal = tokens is not None and expected.tokens is not None and torch.equal(tokens, expected.tokens)
     del loaded
     if expected.gradients is None:
-        return Comparison(output, are_equal, None, expected.note)
+        return Comparison(output, are_equal, None, expected.note, cache)
     plain = kind.from_pretrained(source).eval()
     if expected.is_training:
         train(plain)
     converted = finish(convert_by(plain, plain.config.to_dict(), request, axis), axis)
     _step(converted, expected.inputs)
-    return Comparison(output, are_equal, _gradient_error(expected.gradients, converted, axis), expected.note)
+    return Comparison(output, are_equal, _gradient_error(expected.gradients, converted, axis), expected.note, cache)
 
 
 def _fresh(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -143,6 +151,29 @@ def _fresh(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def numbers(output: Any) -> dict[str, Tensor]:
     """The tensors of numbers in what a model gives, but for its cache."""
     return {key: value for key, value in output.items() if isinstance(value, Tensor) and value.is_floating_point()}
+
+
+#: The outputs that hold what a model keeps for the next token, by the names that models have for it.
+_CACHES = ("past_key_values", "cache_params", "past_buckets_states", "mems", "state")
+
+
+def cache_bytes(output: Any) -> int:
+    """The bytes of all tensors that a model keeps for the next token."""
+    found = {id(one): one for name in _CACHES for one in _tensors(output.get(name), set())}
+    return sum(one.numel() * one.element_size() for one in found.values())
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in a cache, whatever it consists of."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    own = vars(value).values() if type(value).__module__.startswith("transformers.") else ()
+    for one in (*inner, *own):
+        yield from _tensors(one, seen)
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

@@ -19,7 +19,7 @@ from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
 from shardconv.checkpoint.source import open_source
-from shardconv.errors import RunError, SourceError
+from shardconv.errors import PlanError, RunError, SourceError
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SCALE
 from shardconv.plan.unused import known_unused
@@ -114,6 +114,24 @@ def require_model(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], pa
             f"tensors as they are, omit --check-model (for a proof: --no-check-model)"
         )
     return found
+
+
+def require_padded(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+    """Check that transformers takes the config of a padded checkpoint, and that its model has the padded tensors.
+
+    Raises:
+        PlanError: if not.
+    """
+    remedy = "use shardconv split --pad, or --no-check-model for an engine that takes this config"
+    try:
+        found = check_model(config, specs)
+    except RunError as error:
+        raise PlanError(f"the config of the padded checkpoint: {error}: {remedy}") from error
+    if not found.is_right:
+        raise PlanError(
+            f"the config of the padded checkpoint: {found.model} does not have the padded tensors by it "
+            f"({found.differences()}): {remedy}"
+        )
 
 
 def check_model(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> ModelCheck:

@@ -7,7 +7,7 @@ another and nowhere else, both are cut along them. Proof is another matter: see 
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
 
@@ -31,12 +31,14 @@ class Proposal:
     Attributes:
         units: what cuts fall between.
         rules: by pattern.
-        told: what attention modules have to be told, by pattern.
+        told: the module overrides of attention, by pattern.
+        blocks: the names of blocks, by the module that they are mounted at.
     """
 
     units: dict[str, RuleTable]
     rules: dict[str, RuleTable]
-    told: dict[str, dict[str, str]]
+    told: dict[str, RuleTable]
+    blocks: dict[str, list[str]] = field(default_factory=dict)
 
 
 def propose(model: Any, inputs: Mapping[str, Tensor], *, by_heads: bool = True) -> Proposal:
@@ -50,7 +52,7 @@ def propose(model: Any, inputs: Mapping[str, Tensor], *, by_heads: bool = True) 
     flow = trace(model, inputs, _is_linear)
     found = _pairs(flow)
     units: dict[str, RuleTable] = {}
-    told: dict[str, dict[str, str]] = {}
+    told: dict[str, RuleTable] = {}
     if by_heads:
         units, heads, told = _attention(model)
         found |= heads
@@ -67,12 +69,12 @@ def propose(model: Any, inputs: Mapping[str, Tensor], *, by_heads: bool = True) 
     return Proposal(units, rules, told)
 
 
-def _attention(model: Any) -> tuple[dict[str, RuleTable], dict[str, RuleTable], dict[str, dict[str, str]]]:
+def _attention(model: Any) -> tuple[dict[str, RuleTable], dict[str, RuleTable], dict[str, RuleTable]]:
     """Units, rules by module, and what is told by pattern, of attention that is cut by heads."""
     modules, config = dict(model.named_modules()), model.config.to_dict()
     units: dict[str, RuleTable] = {}
     rules: dict[str, RuleTable] = {}
-    told: dict[str, dict[str, str]] = {}
+    told: dict[str, RuleTable] = {}
     names: dict[str, str] = {}
     for name, module in modules.items():
         if (found := find_attention(name, module, modules, config)) is None:
@@ -82,14 +84,15 @@ def _attention(model: Any) -> tuple[dict[str, RuleTable], dict[str, RuleTable], 
             names[unit] = next(one for one in candidates if units.get(one, fields) == fields)
             units[names[unit]] = fields
         rules |= {child: _renamed(rule, names) for child, rule in found.rules.items()}
-        if found.told:
-            told[_pattern(name)] = _renamed(found.told, names)
+        overrides = {"attributes": _renamed(found.told, names), "full_width": found.full_width}
+        if any(overrides.values()):
+            told[_pattern(name)] = {key: value for key, value in overrides.items() if value}
     return units, rules, told
 
 
 def _renamed(table: Mapping[str, Any], names: Mapping[str, str]) -> RuleTable:
     """The same, with the names that units have been given."""
-    is_unit = re.compile(r"(query|kv)_head")
+    is_unit = re.compile(r"(query|kv)_head|query_row")
     return {
         key: is_unit.sub(lambda match: names[match[0]], value) if isinstance(value, str) else value
         for key, value in table.items()
@@ -161,7 +164,8 @@ def _module_rules(
     else:
         tied = {id(parameter) for parameter in _word_parameters(model)}
         for key, tensor in own.items():
-            rule = _WORDS if id(tensor) in tied else _gathered(tensor, small)
+            of_heads = pairs.get(f"{name}.{key}")
+            rule = _WORDS if id(tensor) in tied else of_heads or _gathered(tensor, small)
             yield (f"{pattern}.{key}" if pattern else key), rule
 
 
@@ -222,14 +226,18 @@ def _pattern(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
+def to_tables(proposal: Proposal) -> dict[str, dict[str, Any]]:
+    """A plan file as tables."""
+    mounts = {path: names[0] if len(names) == 1 else names for path, names in proposal.blocks.items()}
+    return {"blocks": mounts, "units": proposal.units, "rules": _merged(proposal.rules), "modules": proposal.told}
+
+
 def to_toml(proposal: Proposal) -> str:
     """A plan file."""
-    lines = _section("units", proposal.units) + _section("rules", _merged(proposal.rules))
-    lines += _section("modules", {pattern: {"attributes": told} for pattern, told in proposal.told.items()})
-    return "\n".join(lines)
+    return "\n".join(line for title, table in to_tables(proposal).items() for line in _section(title, table))
 
 
-def _section(title: str, table: Mapping[str, RuleTable]) -> list[str]:
+def _section(title: str, table: Mapping[str, Any]) -> list[str]:
     width = min(max((len(name) for name in table), default=0), 70) + 2
     return (
         [f"[{title}]", *(f"{_quoted(name):{width}} = {_value(row)}" for name, row in table.items()), ""]

@@ -129,7 +129,8 @@ def prove(
     possible, impossible = _plans(planned_source.resolution.resolver, tps)
     with TemporaryDirectory(prefix="shardconv-") as name:
         folder = Path(name)
-        model, note = _model_to_try(config, folder, heads=_heads_for([*possible]))
+        heads = None if request.pad else _heads_for([*possible])  # with padding, those that do not divide are tried
+        model, note = _model_to_try(config, folder, heads=heads)
         small = open_source(folder / SMALL)
         resolver = resolve(small.specs, small.config, request).resolver
         plans, not_small = ({}, {}) if impossible and not possible else _tried(resolver, [*possible])
@@ -143,7 +144,7 @@ def prove(
         proofs=proofs,
         skipped=tuple(_skipped(str(src), impossible, not_small, has_plan_file=request.plan_file is not None)),
         note=note,
-        legal_tp=planned_source.resolution.resolver.legal_sizes().legal,
+        legal_tp=planned_source.resolution.resolver.legal_sizes().supported(pad=bool(request.pad)),
         unreached=tuple(sorted(_kinds(source.specs) - _kinds(small.specs))),
         is_proven=bool(proofs) and all(proof.is_right for proof in proofs),
     )
@@ -276,23 +277,30 @@ def propose_plan(
         >>> text = shardconv.propose_plan("llama")  # doctest: +SKIP
     """
     from shardconv.proof.inputs import example_inputs  # noqa: PLC0415 - which needs torch
+    from shardconv.proof.mount import expanded, with_blocks  # noqa: PLC0415
     from shardconv.proof.propose import propose, to_toml  # noqa: PLC0415
 
     beside = None if config is None else local_path(config)
     source = open_source(local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore))
     model = small_model(_checked_config(source))
-    proposal = propose(model, example_inputs(model), by_heads=by_heads)
-    matcher = Matcher([(pattern, name_regex(pattern)) for pattern in proposal.rules])
-    matches = [matcher.match(name) for name in source.specs]
-    used = {match.place for match in matches if match is not None}
+    proposal = with_blocks(propose(model, example_inputs(model), by_heads=by_heads), model)
+    own = _matched(proposal.rules, source.specs)
     rules = {
-        pattern: rule if place in used else {**rule, "optional": True}
-        for place, (pattern, rule) in enumerate(proposal.rules.items())
+        pattern: rule if pattern in own else {**rule, "optional": True} for pattern, rule in proposal.rules.items()
     }
-    missing = _kinds(name for name, match in zip(source.specs, matches, strict=True) if match is None)
+    patterns = [rule.pattern for rule in expanded(proposal).rules]
+    covered = Matcher([(pattern, name_regex(pattern)) for pattern in patterns])
+    missing = _kinds(name for name in source.specs if covered.match(name) is None)
     head = [f"# Proposed for {type(model).__name__}; shardconv plan SRC --plan THIS --prove tells whether it is right."]
     head += [f"# On disk, and not in memory, so that no rule is proposed: {name}" for name in sorted(missing)]
     return "\n".join([*head, "", to_toml(replace(proposal, rules=rules))])
+
+
+def _matched(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
+    """The patterns that are the first to match a name."""
+    patterns = list(patterns)
+    matcher = Matcher([(pattern, name_regex(pattern)) for pattern in patterns])
+    return {patterns[match.place] for match in map(matcher.match, names) if match is not None}
 
 
 def cut_share(specs: Mapping[str, TensorSpec], plan: Plan) -> float:

@@ -16,7 +16,7 @@ from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.header import Header, TensorInfo, num_bytes
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source, rank_bytes
+from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source, rank_bytes, tensor_reports
 from shardconv.checkpoint.source import Part, Source, config_alone
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import RunError, ShardconvError
@@ -176,7 +176,7 @@ def estimate_cost(
         if progress is not None:
             progress(number, len(plans))
         usage, why_not = _usage(model, request, plan.tp, batch, seq) if model else (None, problem)
-        costs.append(_cost(plan.tp, max(rank_bytes(source.specs, plan)), usage, why_not, link))
+        costs.append(_cost(plan.tp, max(rank_bytes(tensor_reports(source.specs, plan), plan.tp)), usage, why_not, link))
     if progress is not None:
         progress(len(plans), len(plans))
     return CostReport(

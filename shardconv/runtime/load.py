@@ -196,7 +196,7 @@ def _check_size(manifest: Manifest, folder: Path, group: GroupLike) -> None:
 
 def _is_legal(manifest: Manifest, tp: int) -> bool:
     try:
-        resolver_of(manifest, manifest.request.engine).plan(tp)
+        resolver_of(manifest, manifest.request.engine, pad=0).plan(tp)
     except PlanError:
         return False
     return True

@@ -130,3 +130,11 @@ def test_boundaries_of_another_engine(default, tmp_path):
     shardconv.split(source, tmp_path / "split", tp=2)
     said = refusal(tmp_path / "split", 2)
     assert "are not on this rank, which holds [0, 500) of 1000: split the source again with --for vllm" in said
+
+
+def test_a_padded_checkpoint_on_three_ranks(default, tmp_path):
+    """Heads, widths and the vocabulary are padded; bf16 sums in another order, so only tokens are equal."""
+    source, expected = default("qwen3", 1)
+    shardconv.pad(source, tmp_path / "padded", tp=3, vocab_multiple=3 * 64)
+    found = generated(tmp_path / "padded", "auto", 3)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]

@@ -1,0 +1,109 @@
+"""``shardconv pad`` and ``shardconv unpad``: a checkpoint whose heads and widths divide, and the one it was made of."""
+
+import gc
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardconv.commands.options import PATH, ignore_option, output_options, write_options
+from shardconv.commands.words import dry_run_notes, notes, padding_notes, rate
+from shardconv.console import Console, size
+from shardconv.signals import ImportPhase
+
+if TYPE_CHECKING:
+    from shardconv.checkpoint.pad import Check
+
+_MULTIPLE = re.compile(r"tp=([1-9]\d{0,3})(?:,vocab=([1-9]\d{0,4}))?")
+
+
+def _multiples(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
+    """The N and M of ``tp=N,vocab=M``."""
+    found = _MULTIPLE.fullmatch(value)
+    if found is None:
+        raise click.BadParameter(f"{value!r} is not tp=N or tp=N,vocab=M", context, parameter)
+    return int(found[1]), int(found[2] or 1)
+
+
+@click.command()
+@click.argument("src", type=PATH)
+@click.option(
+    "--multiple-of",
+    "multiples",
+    callback=_multiples,
+    required=True,
+    metavar="tp=N[,vocab=M]",
+    help="Ranks to divide among; and what the vocabulary is to be a multiple of, whose padding has logits of zero.",
+)
+@click.option("-o", "--output", type=PATH, metavar="DIR", help="Folder to write. [default: NAME-padN here]")
+@click.option("--follow-links", is_flag=True, help="Read files that are links out of their folder.")
+@ignore_option
+@click.option(
+    "--check-model/--no-check-model",
+    default=True,
+    help="Compare names and shapes with those of the model class in transformers first. [default: on]",
+)
+@write_options
+@output_options
+def pad(
+    src: Path,
+    output: Path | None,
+    *,
+    multiples: tuple[int, int],
+    as_json: bool,
+    quiet: bool,
+    check_model: bool,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """Pad the Hugging Face checkpoint SRC with zeros and change its config, for engines that read that.
+
+    Outputs stay equal. shardconv unpad gives SRC again, byte for byte.
+    """
+    from shardconv.checkpoint.pad import pad as run
+
+    check = _check() if check_model else None
+    console = Console(as_json=as_json, quiet=quiet)
+    with console.progress("pad") as progress:
+        tp, vocab_multiple = multiples
+        report = run(src, output, tp=tp, vocab_multiple=vocab_multiple, check=check, progress=progress, **options)
+    verb = "would be written" if report.dry_run else rate(report.source_bytes, report.seconds)
+    changes = [f"{one.field} from {one.before} to {one.after}" for one in report.config if one.before is not None]
+    added = [f"{one.field} = {one.after}" for one in report.config if one.before is None]
+    console.report(
+        report,
+        [
+            f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, family {report.family}; {verb}",
+            *padding_notes(report.padding),
+            f"config.json: {', '.join([*changes, *added])}",
+            *dry_run_notes(report, overwrite=options["overwrite"]),
+            *report.notes,
+            *notes((), report.left_out),
+        ],
+        quiet_warnings=list(report.notes),
+    )
+
+
+def _check() -> "Check":
+    """The comparison with the model class in transformers, which takes seconds to import."""
+    gc.enable()
+    with ImportPhase():
+        from shardconv.proof.model_check import require_padded
+    return require_padded
+
+
+@click.command()
+@click.argument("src", type=PATH, metavar="DIR")
+@click.option("-o", "--output", type=PATH, metavar="OUT", help="Folder to write. [default: NAME-unpadded here]")
+@write_options
+@output_options
+def unpad(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
+    """Write the checkpoint that shardconv pad made DIR of, byte for byte."""
+    from shardconv.checkpoint.pad import unpad as run
+
+    console = Console(as_json=as_json, quiet=quiet)
+    with console.progress("unpad") as progress:
+        report = run(src, output, progress=progress, **options)
+    verb = "would be written" if report.dry_run else rate(report.num_bytes, report.seconds)
+    line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, the source's bytes; {verb}"
+    console.report(report, [line, *dry_run_notes(report, overwrite=options["overwrite"])])

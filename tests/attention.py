@@ -1,0 +1,63 @@
+"""How the attention of a model is sharded, module by module: for docs/models.md."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from shardconv.plan.family_file import load_family
+from shardconv.plan.plan import Plan, TensorPlan
+
+#: Classes of modules that attend, but for parts of them, or that keep a state of fixed size instead.
+_ATTENTION = re.compile(r"\w*(Attention|Attn)\w*(?<!Residual)(?<!Norm)(?<!Output)(?<!ConvProjection)(?<!Projector)")
+_STATE = re.compile(
+    r"\w*(Mixer|DeltaNet|DeltaAttention|\wLinearAttention|LightningAttention|RwkvSelfAttention|LSTMLayer|RecurrentBlock"
+    r"|ShortConv|MambaLayer)"
+)
+#: Styles whose module computes with all features on every rank.
+_WHOLE = ("colwise_gather_output", "gathered", "replicate", "embedding_colwise_gather_output")
+
+
+def attention_kinds(model: nn.Module, plan: Plan) -> tuple[str, list[str]]:
+    """How attention is sharded, and why some is not.
+
+    Args:
+        model: a model of transformers.
+        plan: for its tensors in memory.
+
+    Returns:
+        The kinds that it has of ``heads``, ``latent`` (heads over a latent that every rank holds), ``state`` (a state
+        of fixed size, whose heads or channels are sharded) and ``gathered``, and the reasons of the families for the
+        last; "" for families that give none.
+    """
+    kinds, reasons = set(), set()
+    for module, matrices in _modules(model, plan):
+        if all(matrix.style in _WHOLE for matrix in matrices):
+            kinds.add("gathered")
+            families = {matrix.reason.origin.removeprefix("family ").partition(",")[0] for matrix in matrices}
+            reasons |= {load_family(family).gathered for family in families}
+        elif _STATE.fullmatch(type(module).__name__):
+            kinds.add("state")
+        else:
+            kinds.add("latent" if _has_latent(module) else "heads")
+    return ", ".join(kind for kind in ("heads", "latent", "state", "gathered") if kind in kinds), sorted(reasons)
+
+
+def _modules(model: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, list[TensorPlan]]]:
+    """Modules that attend and have none in them that do, with the plans of their matrices."""
+    for name, module in model.named_modules():
+        inside = [type(one).__name__ for one in module.modules()]
+        if not _is_attention(inside[0]) or any(map(_is_attention, inside[1:])):
+            continue
+        named = [(f"{name}.{own}", parameter) for own, parameter in module.named_parameters()]
+        if matrices := [plan.tensors[own] for own, one in named if one.dim() > 1 and own in plan.tensors]:
+            yield module, matrices
+
+
+def _is_attention(name: str) -> bool:
+    return bool(_ATTENTION.fullmatch(name) or _STATE.fullmatch(name))
+
+
+def _has_latent(module: Any) -> bool:
+    return any("kv_lora_rank" in vars(one) for one in (module, getattr(module, "config", module)))

@@ -1,0 +1,140 @@
+"""Blocks of modules, and families that mount them."""
+
+from collections import Counter
+
+import pytest
+
+from shardconv.errors import PlanError
+from shardconv.plan import family_file
+from shardconv.plan.family import Family
+from shardconv.plan.family_file import family_for, family_names, laid_over, load_block
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.rule_format import parse_block, parse_family
+
+LLAMA_LIKE = '[blocks]\n"model" = "decoder"\n"" = "heads"\n'
+CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 8, "intermediate_size": 12}
+LAYER = {
+    "self_attn.q_proj.weight": ((8, 8), "colwise"),
+    "self_attn.k_proj.weight": ((4, 8), "colwise"),
+    "self_attn.v_proj.bias": ((4,), "colwise"),
+    "self_attn.o_proj.weight": ((8, 8), "rowwise"),
+    "mlp.gate_proj.weight": ((12, 8), "colwise"),
+    "mlp.down_proj.weight": ((8, 12), "rowwise"),
+    "input_layernorm.weight": ((8,), "replicate"),
+}
+
+
+def family(data, base=None):
+    return laid_over(parse_family("mine", data, "family mine"), base or Family("mine"))
+
+
+def styles(specs, config, text):
+    """The style of each tensor by a plan file."""
+    tensors = {name: TensorSpec("F32", shape) for name, shape in specs.items()}
+    plan = resolve(tensors, config, PlanRequest(plan_file=("mine.toml", text))).resolver.plan(2)
+    return {name: planned.style for name, planned in plan.tensors.items()}
+
+
+def test_a_plan_file_mounts_blocks():
+    """A Llama of a type that nobody knows: two lines."""
+    specs = {"model.embed_tokens.weight": (10, 8), "lm_head.weight": (10, 8), "model.norm.weight": (8,)}
+    specs |= {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()}
+    found = styles(specs, {**CONFIG, "model_type": "new"}, LLAMA_LIKE)
+    assert {name: found[f"model.layers.0.{name}"] for name in LAYER} == {
+        name: style for name, (_, style) in LAYER.items()
+    }
+    assert found["model.embed_tokens.weight"] == found["lm_head.weight"] == "embedding_rowwise"
+
+
+def test_what_no_block_covers_is_refused():
+    specs = {"model.layers.0.self_attn.q_proj.weight": (8, 8), "model.layers.0.mixer.weight": (8, 8)}
+    with pytest.raises(PlanError, match=r"model\.layers\.0\.mixer\.weight .*no family is known"):
+        styles(specs, {**CONFIG, "model_type": "new"}, '[blocks]\n"model" = "decoder"\n')
+
+
+def test_fields_are_replaced_where_a_block_is_mounted():
+    """Encoder and decoder with heads of their own; the defaults of the block follow."""
+    mounts = {
+        "encoder": {"block": "attention", "num_attention_heads": "encoder_heads"},
+        "decoder": {"block": "attention", "num_attention_heads": "n + 1"},
+    }
+    made = family({"blocks": mounts})
+    rules = {rule.pattern.partition(".")[0]: rule for rule in made.rules if "q_proj" in rule.pattern}
+    units = {name: made.units[rule.unit] for name, rule in rules.items()}
+    assert (units["encoder"].count, units["encoder"].size) == ("encoder_heads", "hidden_size // encoder_heads")
+    assert (units["decoder"].count, units["decoder"].size) == ("n + 1", "hidden_size // (n + 1)")
+    (encoder,) = [rule for rule in made.modules if rule.pattern == "encoder"]
+    assert encoder.attributes["num_heads"] == rules["encoder"].unit
+
+
+def test_own_rules_come_first_and_then_blocks_in_their_order():
+    own = {"x.q_proj": {"style": "replicate"}}
+    made = family({"rules": own, "blocks": {"x": "attention", "**": "mlp"}})
+    origins = [rule.origin for rule in made.rules]
+    assert origins == sorted(
+        origins, key=["family mine", "family mine, block attention", "family mine, block mlp"].index
+    )
+
+
+def test_of_overrides_of_one_module_the_first_block_counts():
+    made = family({"blocks": {"x": ["mamba2", "attention"]}})
+    values = {}
+    for rule in made.modules:
+        values |= rule.attributes
+    assert values["num_heads"] == "ssm_head"
+    assert values["num_key_value_heads"] == "kv_head"
+
+
+def test_units_of_what_is_inherited_stay():
+    """The same block with another field does not change the rules of the family below."""
+    base = family({"blocks": {"x": "attention"}})
+    made = family({"blocks": {"y": {"block": "attention", "num_attention_heads": "other"}}}, base)
+    assert {rule.unit for rule in made.rules if rule.pattern.startswith("x.{q_proj")} == {"query_head"}
+    assert made.units["query_head"].count == "num_attention_heads"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ({"x": "attentoin"}, "there is no block 'attentoin'"),
+        ({"x": "../families/llama"}, "there is no block"),
+        ({"x": 3}, "is not a block's name"),
+        ({"x": {"block": "attention", "num_attention_heads": True}}, "is not a config field"),
+        ({"x": {"block": "attention", "num_attention_heads": "a.b()"}}, "only fields"),
+    ],
+)
+def test_refused(blocks, message):
+    with pytest.raises(PlanError, match=message):
+        family({"blocks": blocks})
+
+
+def test_a_block_that_contains_itself_is_refused(monkeypatch):
+    circle = parse_block("circle", {"blocks": {"x": "circle"}})
+    monkeypatch.setattr(family_file, "load_block", lambda name: circle)
+    with pytest.raises(PlanError, match="block 'circle' contains itself"):
+        family({"blocks": {"": "circle"}})
+
+
+def test_a_block_has_the_units_that_its_rules_name():
+    with pytest.raises(PlanError, match="there is no unit 'head'"):
+        parse_block("wrong", {"rules": {"q_proj": {"style": "colwise", "unit": "head"}}})
+
+
+def test_a_block_has_no_key_of_a_family():
+    with pytest.raises(PlanError, match="key 'model_types' is not known"):
+        parse_block("wrong", {"model_types": ["x"]})
+
+
+def test_every_block_is_mounted_somewhere():
+    folder = family_file._BLOCKS
+    texts = [path.read_text() for root in (folder, family_file._FOLDER) for path in root.glob("*.toml")]
+    unused = [path.stem for path in folder.glob("*.toml") if not any(f'"{path.stem}"' in text for text in texts)]
+    assert unused == []
+    assert all(load_block(path.stem) for path in folder.glob("*.toml"))
+
+
+def test_a_type_is_in_one_family():
+    types = Counter(kind for name in family_names() for kind in family_file.load_family(name).model_types)
+    assert [kind for kind, count in types.items() if count > 1] == []
+    assert all(kind in family_for(kind).model_types for kind in types)

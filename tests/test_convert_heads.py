@@ -1,0 +1,173 @@
+"""Attention modules and norms on a rank's heads, by themselves: on two ranks, against the same on all heads."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardconv.convert.heads import FullWidth, LocalNames, ParallelMultiheadAttention, SlicedOutput
+from shardconv.convert.norms import GlobalLayerNorm
+from shardconv.convert.tell import _become
+from shardconv.layers import ParallelLinear
+from shardconv.layers.sharding import even_placement, take_shard
+from shardconv.plan.placement import Interval, Placement, Unit, cut
+
+HEADS, SIZE = 4, 3
+WIDTH = HEADS * SIZE
+
+
+def fixed(*shape, seed=1):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def with_values(module):
+    for number, parameter in enumerate(module.parameters()):
+        parameter.data = fixed(*parameter.shape, seed=number)
+    return module.double()
+
+
+def near(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+class Joined(nn.Module):
+    """Joins heads to the width of its input, and goes on with that width."""
+
+    def forward(self, x, heads):
+        batch, tokens, width = x.shape
+        return torch.reshape(heads.transpose(1, 2), (batch, tokens, width)), x.view(-1, width)
+
+
+class Split(nn.Module):
+    """Divides the width of its input by how many heads there are."""
+
+    def forward(self, x, heads, joined):
+        return joined.reshape(*joined.shape[:-1], heads, x.shape[-1] // heads)
+
+
+def check_full_width(axis):
+    x, heads = fixed(2, 5, WIDTH), fixed(2, HEADS, 5, SIZE)
+    expected, kept = Joined()(x, heads)
+    module = Joined()
+    _become(module, FullWidth, axis, full_width=WIDTH)
+    own = slice(axis.rank * 2, axis.rank * 2 + 2)
+    found, whole = module(x, heads[:, own])
+    assert torch.equal(found, expected.chunk(2, -1)[axis.rank])
+    assert torch.equal(whole, kept)
+    with pytest.raises(RuntimeError, match="is invalid for input of size"):
+        module(x, heads[:, :1])
+    split = Split()
+    _become(split, FullWidth, axis, full_width=WIDTH)
+    assert torch.equal(split(x, 2, fixed(2, 5, 2 * SIZE)), fixed(2, 5, 2 * SIZE).view(2, 5, 2, SIZE))
+
+
+class Blocks(nn.Module):
+    def forward(self, x):
+        count = 4
+        return x.unflatten(-1, (count, -1)).sum(-1)
+
+
+class Counted(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def check_local_names(axis):
+    module = Blocks()
+    _become(module, LocalNames, axis, local_values={"count": 2})
+    assert torch.equal(module(torch.arange(8)), torch.tensor([6, 22]))
+    assert torch.equal(Blocks()(torch.arange(8)), torch.tensor([1, 5, 9, 13]))
+    other = Counted()
+    _become(other, LocalNames, axis, local_values={"count": 2})
+    with pytest.raises(ValueError, match=r"Counted.forward assigns no count"):
+        other(torch.arange(8))
+
+
+def check_sliced_output(axis):
+    """What ranks go on with are different parts of what all have: the gradient is that of all parts."""
+    layer = with_values(nn.Linear(3, 4))
+    expected = with_values(nn.Linear(3, 4))
+    (expected(fixed(2, 3)) * fixed(2, 4)).sum().backward()
+    halves = cut(0, [Unit(4)], 2)
+    _become(layer, SlicedOutput, axis, item=None, output_dim=-1, output_units=halves)
+    found = layer(fixed(2, 3))
+    near(found, expected(fixed(2, 3))[:, axis.rank * 2 :][:, :2])
+    (found * fixed(2, 4)[:, axis.rank * 2 :][:, :2]).sum().backward()
+    near(layer.weight.grad, expected.weight.grad)
+
+
+def check_attention(axis, batch_first, mask):
+    plain = with_values(nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first))
+    inputs = [fixed(2, 5, WIDTH, seed=seed) for seed in (7, 8, 8)]
+    inputs = inputs if batch_first else [one.transpose(0, 1) for one in inputs]
+    masks = {"none": None, "tokens": fixed(5, 5) > 1, "heads": fixed(2 * HEADS, 5, 5)}
+    expected = plain(*inputs, attn_mask=masks[mask])[0]
+    (expected * fixed(*expected.shape)).sum().backward()
+    grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+    module = with_values(nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first))
+    out = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    out.load_state_dict(module.out_proj.state_dict())
+    module.out_proj = ParallelLinear.convert_parallel_linear(out, 0, group=axis)
+    placement = even_placement(0, (WIDTH,) * 3, 2, what="in_proj")
+    _become(module, ParallelMultiheadAttention, axis)
+    module.placements, module.styles = {"in_proj_weight": placement, "in_proj_bias": placement}, {}
+    for name in module.placements:
+        setattr(module, name, nn.Parameter(take_shard(getattr(module, name).data, placement, axis.rank)))
+    own = masks[mask]
+    if mask == "heads":
+        own = own.unflatten(0, (2, HEADS))[:, axis.rank * 2 :][:, :2].flatten(0, 1)
+    found = module(*inputs, attn_mask=own)[0]
+    near(found, expected)
+    (found * fixed(*found.shape)).sum().backward()
+    for name in module.placements:
+        near(getattr(module, name).grad, take_shard(grads[name], placement, axis.rank))
+    padded = torch.tensor([[False] * 4 + [True]] * 2)
+    near(module(*inputs, padded, attn_mask=own)[0], plain(*inputs, padded, attn_mask=masks[mask])[0])
+
+
+def check_layer_norm(axis):
+    """In float32, as norms are; features whose mean is far from 0."""
+    plain, module = (with_values(nn.LayerNorm(WIDTH)).float() for _ in range(2))
+    x = (fixed(2, 5, WIDTH) + 30).float().requires_grad_()
+    expected = plain(x)
+    (expected * fixed(2, 5, WIDTH)).sum().backward()
+    placement = even_placement(0, (WIDTH,), 2, what="norm")
+    _become(module, GlobalLayerNorm, axis)
+    module.placements, module.styles = {"weight": placement, "bias": placement}, {}
+    for name in module.placements:
+        setattr(module, name, nn.Parameter(take_shard(getattr(module, name).data, placement, axis.rank)))
+    own = x.detach().chunk(2, -1)[axis.rank].clone().requires_grad_()
+    found = module(own)
+    torch.testing.assert_close(found, expected.chunk(2, -1)[axis.rank], rtol=1e-5, atol=1e-5)
+    (found * fixed(2, 5, WIDTH).chunk(2, -1)[axis.rank]).sum().backward()
+    torch.testing.assert_close(own.grad, x.grad.chunk(2, -1)[axis.rank], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(module.weight.grad, plain.weight.grad.chunk(2)[axis.rank], rtol=1e-4, atol=1e-5)
+
+
+def check_copied_rows(axis):
+    """Both ranks hold all rows, as of kv heads of which there are fewer than ranks: the output has them once."""
+    plain, whole = with_values(nn.Linear(4, 3)), Interval(0, 4)
+    layer = ParallelLinear(
+        4, 3, dim=0, placement=Placement(1, 4, ((whole,), (whole,))), dtype=torch.float64, group=axis
+    )
+    layer.load_state_dict(plain.state_dict())
+    x, own = (fixed(2, 4).requires_grad_() for _ in range(2))
+    expected, found = plain(x), layer(own)
+    near(found, expected)
+    expected.sum().backward()
+    found.sum().backward()
+    near(layer.weight.grad, plain.weight.grad)
+    near(2 * own.grad, x.grad)  # of each copy; what comes before sums them
+
+
+@pytest.mark.parametrize(
+    "check", [check_full_width, check_local_names, check_sliced_output, check_layer_norm, check_copied_rows]
+)
+def test_modules(ranks, check):
+    ranks("pair", check)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("mask", ["none", "tokens", "heads"])
+def test_attention(ranks, batch_first, mask):
+    ranks("pair", check_attention, batch_first, mask)
