@@ -67,7 +67,7 @@ class ImportPhase:
 
 
 class _Raise:
-    """A handler that raises an exception once no import is running.
+    """A handler that raises an exception once no import is running, and no object is finalized.
 
     Python discards exceptions that are raised in some of the functions that an import calls, and extension modules turn
     them into other errors.
@@ -78,7 +78,7 @@ class _Raise:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Raise the exception, or try again soon."""
-        if _is_importing(frame) and self._retries < _MAX_RETRIES:
+        if _would_be_lost(frame) and self._retries < _MAX_RETRIES:
             self._retries += 1
             signal.signal(signal.SIGALRM, _Again(number))
             signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS)
@@ -97,9 +97,10 @@ class _Again:
         signal.raise_signal(self._number)
 
 
-def _is_importing(frame: FrameType | None) -> bool:
+def _would_be_lost(frame: FrameType | None) -> bool:
+    """Whether an exception that is raised now would be discarded: in an import, or while an object is finalized."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        if frame.f_code.co_filename.startswith("<frozen importlib") or frame.f_code.co_name == "__del__":
             return True
         frame = frame.f_back
     return False
