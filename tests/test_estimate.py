@@ -184,8 +184,8 @@ def test_by_hand(tiny, tp):
 def test_what_is_counted_if_nothing_is_said(tiny):
     done = []
     report = estimate_cost(tiny, progress=lambda *numbers: done.append(numbers))
-    legal = shardconv.report_plan(tiny).legal_tp
-    assert [cost.tp for cost in report.costs] == [tp for tp in legal if tp <= 64]
+    supported = shardconv.report_plan(tiny).supported_tp
+    assert [cost.tp for cost in report.costs] == [tp for tp in supported if tp <= 64]
     assert (report.batch, report.seq, report.link, report.dtype) == (1, 2048, Link(), "bfloat16")
     assert (report.model, report.family, report.num_layers, report.notes) == ("LlamaForCausalLM", "llama", 3, ())
     assert done == [(number, len(report.costs)) for number in range(len(report.costs) + 1)]
@@ -326,7 +326,7 @@ def test_table(tiny):
     assert "LlamaForCausalLM, family llama, 3 layers" in result.out
     assert "3 prompts of 5 tokens, and a step for the next token of each, in bfloat16" in result.out
     assert "link: 10 µs a message, 1 GB/s" in result.out
-    assert "the legal sizes up to 64" in result.out
+    assert "the supported sizes up to 64" in result.out
     lines = result.out.rstrip().splitlines()
     assert [line.split()[0] for line in lines[-5:]] == ["tp", "1", "2", "4", "8"]
     (cost,) = estimate_cost(tiny, tps=[2], batch=3, seq=5, link=LINK).costs

@@ -70,7 +70,7 @@ def test_refused(made, tmp_path):
         shardconv.make_plan(folder / "source", tp=4, experts="expert")
     with pytest.raises(PlanError, match="has to be one of tensor, expert"):
         shardconv.make_plan(folder / "source", tp=2, experts="experts")
-    with pytest.raises(PlanError, match="says how it is cut, and experts are to be dealt out"):
+    with pytest.raises(PlanError, match="shards this expert, and --experts expert distributes whole experts"):
         shardconv.make_plan(folder / "source", tp=2, experts="expert", replicate=("**.experts.*.w2",))
     _, folder = made("llama")
     with pytest.raises(PlanError, match="no tensor is by its name one of experts"):

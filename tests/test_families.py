@@ -355,7 +355,7 @@ def test_a_type_has_one_family():
 
 @pytest.mark.parametrize("name", [name for name in family_names() if name != NAMES_FAMILY])
 def test_cuts_of_heads_are_checked_against_the_config(name):
-    """A cut without a unit of the config would be legal inside of heads, or for the wrong config."""
+    """A cut without a unit of the config would be allowed inside of heads, or for the wrong config."""
     for rule in load_family(name).rules:
         if rule.style == "colwise" and re.search(
             r"(attn|attention)\}?\.(\{[^}]*\b)?(q|k|v|query|key|value)\b", rule.pattern
@@ -383,7 +383,7 @@ def test_reshard_is_a_split_of_the_source(name, old, new, split, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_heads_limit_the_sizes(name, checkpoint):
     """Rows alone would allow more: 16, and where 96 of them are all that is cut, 3 and 6."""
-    assert shardconv.report_plan(checkpoint(name)).legal_tp == TPS
+    assert shardconv.report_plan(checkpoint(name)).supported_tp == TPS
 
 
 def test_what_does_not_divide_is_refused_with_the_sizes_that_do(checkpoint):
@@ -405,7 +405,7 @@ def test_fp8_blocks_are_not_cut(checkpoint, tmp_path):
         shardconv.make_plan(tmp_path, tp=2)
     change_config(tmp_path, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}})
     with pytest.raises(
-        PlanError, match=r"320 / 8 = 40 output features a rank is not a multiple of the 16-wide scale block"
+        PlanError, match=r"320 / 8 = 40 output features per rank is not a multiple of the 16-wide scale block"
     ):
         shardconv.make_plan(tmp_path, tp=8)
 
@@ -516,14 +516,14 @@ def test_what_blocks_a_bare_file_is_not_always_the_head_dim(tmp_path):
 def test_a_bare_file_is_planned_for_powers_of_two(tmp_path):
     source = bare(tmp_path / "m.safetensors", heads=24, kv_heads=8, head_dim=128)
     report = shardconv.report_plan(source)
-    assert report.legal_tp == (1, 2)
+    assert report.supported_tp == (1, 2)
     assert report.assumed[0] == HEAD_DIM_IS_UNKNOWN
     assert report.assumed[1].startswith("a checkpoint without a config has no family: ")
     blocked = {entry.tp: entry.reason for entry in report.blocked_tp}
     assert blocked[3] == f"{HEAD_DIM_IS_UNKNOWN} Until then only powers of two are supported"
     assert blocked[4].startswith(f"{HEAD_DIM_IS_UNKNOWN} Under this assumption 2 is not a multiple of 4 (")
-    assert set(TPS[:3]) < set(shardconv.report_plan(source, head_dim=128).legal_tp)
-    assert 8 not in shardconv.report_plan(source, head_dim=256).legal_tp
+    assert set(TPS[:3]) < set(shardconv.report_plan(source, head_dim=128).supported_tp)
+    assert 8 not in shardconv.report_plan(source, head_dim=256).supported_tp
 
 
 @pytest.mark.parametrize(
@@ -531,8 +531,8 @@ def test_a_bare_file_is_planned_for_powers_of_two(tmp_path):
 )
 def test_what_a_bare_file_is_planned_for_never_cuts_a_head(heads, kv_heads, head_dim, tmp_path):
     source = bare(tmp_path / "m.safetensors", heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    told = shardconv.report_plan(source, head_dim=head_dim).legal_tp
-    guessed = shardconv.report_plan(source).legal_tp
+    told = shardconv.report_plan(source, head_dim=head_dim).supported_tp
+    guessed = shardconv.report_plan(source).supported_tp
     assert 1 in guessed
     assert set(guessed) <= set(told)
     for tp in guessed:
@@ -552,7 +552,7 @@ def test_a_norm_inside_what_is_cut_is_not_planned_by_name(tmp_path, name):
     """A rank has a part of what such a norm is over, and so of its weight, or not: no name tells."""
     source = bare(tmp_path / "m.safetensors", heads=8, kv_heads=2, head_dim=64)
     save_file({**load_file(source), f"model.layers.0.{name}.weight": torch.randn(96)}, source)
-    with pytest.raises(PlanError, match=rf"{name}.weight .* its name alone does not tell how to cut it"):
+    with pytest.raises(PlanError, match=rf"{name}.weight .* its name alone does not determine how to shard it"):
         shardconv.make_plan(source, tp=2)
 
 
@@ -632,7 +632,7 @@ def test_a_plan_file_may_name_the_family(checkpoint, tmp_path):
         ('[rules]\n"lm_head" = { style = "packed_colwise", parts = [["x"]] }', "parts are names of units"),
         ('[rules]\n"lm_head" = { style = "colwise", when = { a = [1] } }', "single values"),
         ('[rules]\n"lm_head" = "replicate"', "is no table"),
-        ('[rules]\n"lm_head" = { style = "colwise", beside = "x" }', "its rule goes by the rows of"),
+        ('[rules]\n"lm_head" = { style = "colwise", beside = "x" }', "its rule reads the rows of"),
         ('[modules]\n"lm_head" = { at_most = { x = ["q_proj"] } }', "at_most has a layer and an attribute"),
         ("[ruls]", "key 'ruls' is not known"),
         ('[units]\nhead = { count = "a ** b" }', "may stand there"),

@@ -106,7 +106,7 @@ def test_heads_in_four_blocks(heads, sizes):
     """CodeGen's layout has four blocks of heads; a rank has several of them, or a part of one."""
     specs = {"transformer.h.0.attn.qkv_proj.weight": TensorSpec("F32", (24 * heads, 8 * heads))}
     config = {"model_type": "codegen", "n_head": heads, "n_embd": 8 * heads}
-    assert resolve(specs, config, PlanRequest()).resolver.legal_sizes().legal == sizes
+    assert resolve(specs, config, PlanRequest()).resolver.tp_sizes().supported == sizes
 
 
 #: A type, and rules that are wrong for it: each kind of rule, broken in the way that is nearest to being right.

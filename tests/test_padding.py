@@ -374,7 +374,7 @@ def test_the_cost_is_that_of_the_files(tmp_path):
             zero_bytes += tensor.nbytes * share
     assert report.padding.memory == pytest.approx(zero_bytes / (held_bytes - zero_bytes))
     found = shardconv.report_plan(source)
-    assert 3 not in found.legal_tp
+    assert 3 not in found.supported_tp
     assert {one.tp: one.memory for one in found.padded_tp}[3] == pytest.approx(report.padding.memory)
     assert 3 in {one.tp for one in found.blocked_tp}
 

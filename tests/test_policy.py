@@ -425,7 +425,7 @@ REFUSED = {
     ),
     "attribute twice": ([BertPolicy, HeadsPolicy], "attribute 'num_attention_heads' is set twice, to 2 and 3"),
     "heads": (
-        [BertPolicy], "num_attention_heads': 6 is not a multiple of 4. Legal numbers of ranks: 1, 2, 3, 6",
+        [BertPolicy], "num_attention_heads': 6 is not a multiple of 4. Supported tensor parallel sizes: 1, 2, 3, 6",
         {"num_attention_heads": 6, "hidden_size": 48},
     ),
     "sizes": ([BertPolicy], r"dense.* 90 is not a multiple of 4.*Use --tp 1, 2", {"intermediate_size": 90}),

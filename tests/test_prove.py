@@ -45,7 +45,7 @@ def test_a_right_plan_is_proven(tmp_path):
     report = json.loads(result.out)
     assert (report["is_proven"], report["model"], report["note"]) == (True, "LlamaForCausalLM", "")
     assert report["unreached"] == ["model.layers.*.extra.weight"]
-    assert report["legal_tp"][:4] == [1, 2, 4, 8]
+    assert report["supported_tp"][:4] == [1, 2, 4, 8]
     assert [proof["tp"] for proof in report["proofs"]] == [2, 4]
     assert all(proof["tokens"] and proof["output"] < 1e-4 and proof["cut"] > 0.99 for proof in report["proofs"])
 
@@ -252,5 +252,5 @@ def test_padding_is_proven(tmp_path):
     source = MODELS["llama"].write(tmp_path / "source")
     report = shardconv.prove(source, tps=(3,), pad=True)
     assert report.is_proven
-    assert {3, 5, 6} < set(report.legal_tp)
+    assert {3, 5, 6} < set(report.supported_tp)
     assert not shardconv.prove(source, tps=(3,)).is_proven

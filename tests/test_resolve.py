@@ -42,7 +42,7 @@ def test_a_scale_is_cut_as_its_weight_is(pattern, tmp_path):
     ]
     assert "fp8 scales are for blocks of 128 by 128; no config says it" in plan.assumed
     with pytest.raises(
-        shardconv.PlanError, match=r"1024 / 16 = 64 input features a rank is not a multiple of the 128-w"
+        shardconv.PlanError, match=r"1024 / 16 = 64 input features per rank is not a multiple of the 128-w"
     ):
         shardconv.make_plan(source, tp=16, **options)
 
@@ -77,7 +77,7 @@ def test_a_rule_whose_condition_fails_is_not_forgotten(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("tp", [0, -1, 2.0, True, 10**9])
 def test_a_tp_that_is_none(tp, checkpoint):
-    with pytest.raises(shardconv.PlanError, match="whole number from 1"):
+    with pytest.raises(shardconv.PlanError, match="an integer from 1"):
         shardconv.make_plan(checkpoint("llama"), tp=tp)
 
 
@@ -92,11 +92,11 @@ def test_block_sizes_that_are_none(block, tmp_path):
 
 
 def test_experts_in_one_tensor_are_not_planned_by_name(tmp_path):
-    """Which of three dims is the output, a name does not tell."""
+    """The name does not determine which of three dims is the output."""
     source = tmp_path / "m.safetensors"
     header = {"experts.down_proj": {"dtype": "U8", "shape": [4, 8, 6], "data_offsets": [0, 192]}}
     source.write_bytes(safetensors_bytes(header, bytes(192)))
-    with pytest.raises(shardconv.PlanError, match="does not tell which of its dims is which"):
+    with pytest.raises(shardconv.PlanError, match="does not determine which dim to shard"):
         shardconv.make_plan(source, tp=2)
 
 

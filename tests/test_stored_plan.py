@@ -237,8 +237,8 @@ def test_what_is_uncertain_is_stored():
     resolver = resolve(specs, None, PlanRequest()).resolver
     again = Resolver(specs, RuleSet.from_json(json.loads(json.dumps(resolver.rules.to_json()))))
     assert again.rules.uncertain
-    assert again.legal_sizes() == resolver.legal_sizes()
-    assert again.legal_sizes().legal == (1, 2)
+    assert again.tp_sizes() == resolver.tp_sizes()
+    assert again.tp_sizes().supported == (1, 2)
 
 
 # --- shardconv plan of a split checkpoint ---------------------------------------------------------------------------

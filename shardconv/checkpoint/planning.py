@@ -1,4 +1,4 @@
-"""From a source on disk to its plan, and to a report on which tp sizes are legal."""
+"""From a source on disk to its plan, and to a report on which tp sizes are supported."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, Resolution, resolve
-from shardconv.plan.sizes import NO_PADDING, BlockedTp, LegalSizes, PaddedTp, PaddingReport
+from shardconv.plan.sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, TpSizes
 
 #: A path as users give it.
 StrPath = str | Path
@@ -46,12 +46,12 @@ class PlanReport:
     Attributes:
         source: the path.
         family: whose rules were used.
-        tp: the size that was planned for; None where only the legal sizes were asked for.
+        tp: the size that was planned for; None where only the supported sizes were asked for.
         num_tensors: number of tensors.
         num_bytes: bytes of all tensors.
         assumed: what was concluded or assumed rather than read.
         left_out: name to reason of files in the folder that are left out; hidden folders have a / behind.
-        legal_tp: the legal sizes.
+        supported_tp: the supported sizes.
         blocked_tp: the sizes of :data:`~shardconv.plan.sizes.CANDIDATE_TPS` that are not, each with the first
             tensor that blocks it, and why.
         padded_tp: those of them that are supported with ``pad``, and what that costs.
@@ -68,7 +68,7 @@ class PlanReport:
     num_bytes: int
     assumed: tuple[str, ...]
     left_out: Mapping[str, str]
-    legal_tp: tuple[int, ...]
+    supported_tp: tuple[int, ...]
     blocked_tp: tuple[BlockedTp, ...]
     padded_tp: tuple[PaddedTp, ...]
     padding: PaddingReport
@@ -216,7 +216,7 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
     if is_split(path := local_path(src)):
         return _report_stored(path, tp, options)
     source, _, (resolver, assumed), _ = plan_source(src, **options)
-    sizes = resolver.legal_sizes()
+    sizes = resolver.tp_sizes()
     made = None if tp is None else resolver.plan(tp, assumed=assumed)
     tensors = () if made is None else tensor_reports(source.specs, made)
     return PlanReport(
@@ -227,7 +227,7 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
         num_bytes=source.num_bytes,
         assumed=assumed,
         left_out=source.left_out,
-        legal_tp=sizes.legal,
+        supported_tp=sizes.supported,
         blocked_tp=sizes.blocked,
         padded_tp=sizes.padded,
         padding=NO_PADDING if tp is None else resolver.padding(tp),
@@ -247,12 +247,12 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         )
     manifest = read_manifest(folder)
     plan, specs = manifest.plan, manifest.source_tensors
-    sizes = LegalSizes((), ())
+    sizes = TpSizes((), ())
     assumed, padding = plan.assumed, NO_PADDING
     if plan.rules is not None or tp not in (None, plan.tp):
         stored = resolver_of(manifest, manifest.request.engine)
         resolver = stored if tp in (None, plan.tp) else stored.padded(int(pad))
-        sizes = resolver.legal_sizes()
+        sizes = resolver.tp_sizes()
         plan = plan if tp in (None, plan.tp) else resolver.plan(tp, assumed=plan.assumed)
         padding = resolver.padding(plan.tp)
     if manifest.plan.rules is None:
@@ -266,7 +266,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         num_bytes=sum(num_bytes(spec.dtype, spec.shape) for spec in specs.values()),
         assumed=assumed,
         left_out={},
-        legal_tp=sizes.legal,
+        supported_tp=sizes.supported,
         blocked_tp=sizes.blocked,
         padded_tp=sizes.padded,
         padding=padding,

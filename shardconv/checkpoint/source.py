@@ -199,11 +199,11 @@ def _open_folder(
     folder: Path, index_name: str | None, *, follow_links: bool, ignore: tuple[str, ...], may_ignore: tuple[str, ...]
 ) -> Source:
     files = list_files(folder, ignore, may_ignore)
-    names, index = _choose(folder, files, index_name, follow_links=follow_links)
+    names, index, weight_map = _choose(folder, files, index_name, follow_links=follow_links)
     parts = tuple(_open_part(folder, name, index, follow_links=follow_links) for name in names)
     _check_unique(folder, parts)
     if index is not None:
-        _check_index(folder / index[0], _weight_map(folder / index[0], index[1]), parts)
+        _check_index(folder / index[0], weight_map, parts)
     own = [*names, *([index[0]] if index else [])]
     shapes = {name: info.shape for part in parts for name, info in part.header.tensors.items()}
     side_files = take_auxiliary(folder, files, own, follow_links=follow_links)
@@ -219,8 +219,8 @@ def _open_folder(
 
 def _choose(
     folder: Path, files: FolderFiles, named_index: str | None, *, follow_links: bool
-) -> tuple[list[str], tuple[str, str] | None]:
-    """The names of a checkpoint's files, and name and text of the index over them if there is one."""
+) -> tuple[list[str], tuple[str, str] | None, dict[str, str]]:
+    """The names of a checkpoint's files; name and text of the index over them if there is one; its weight map."""
     here = {name: path for name, path in files.kept.items() if "/" not in name and not path.is_dir()}
     if MANIFEST_NAME in here:
         raise SourceError(f"{folder}: is a split checkpoint: merge it, or reshard it for another tp, layout or engine")
@@ -228,15 +228,16 @@ def _choose(
     refuse_sharded_state(folder, here)
     index_name = named_index or _find_index(folder, here)
     if index_name is None:
-        return [_find_single(folder, files.kept)], None
+        return [_find_single(folder, files.kept)], None, {}
     _check_not_ignored(folder, [index_name], files.left_out)
     check_link(folder / index_name, folder, follow_links=follow_links)
     text = read_text(folder / index_name)
-    names = sorted(set(_weight_map(folder / index_name, text).values()))
+    weight_map = _weight_map(folder / index_name, text)
+    names = sorted(set(weight_map.values()))
     _check_not_ignored(folder, names, files.left_out)
     if named_index is None:
         _check_no_single(folder, index_name, names, here)
-    return names, (index_name, text)
+    return names, (index_name, text), weight_map
 
 
 def _check_not_ignored(folder: Path, names: Collection[str], left_out: Mapping[str, str]) -> None:

@@ -189,7 +189,7 @@ def show_cost(
             progress=progress,
             **options,
         )
-    bound = [] if tp else [f"tp: the legal sizes up to {MAX_TP}; --tp N counts another"]
+    bound = [] if tp else [f"tp: the supported sizes up to {MAX_TP}; --tp N counts another"]
     gaps = _gaps(report)
     console.report(report, [*_head(report), *bound, *gaps, ""], quiet_warnings=[*report.notes, *gaps])
     console.table(_COLUMNS, [_row(cost) for cost in report.costs])

@@ -25,10 +25,13 @@ if TYPE_CHECKING:
 #: The largest tensor parallel size with padding that is shown to people.
 _LISTED = 16
 
+#: The number of a layer or expert in a tensor's name, with the dot before it.
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
+
 
 @click.command()
 @click.argument("src", type=PATH, required=False)
-@click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Number of ranks. [default: legal sizes only]")
+@click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Number of ranks. [default: supported sizes only]")
 @click.option("--all", "show_all", is_flag=True, help="A line for every tensor, not for every group alike.")
 @click.option("--prove", is_flag=True, help="Split a small model of this shape and compare it with the plain one.")
 @click.option("--check-model/--no-check-model", default=None, help=f"{CHECK_MODEL} [default: with --prove]")
@@ -122,8 +125,8 @@ def _gaps(report: "ProofReport") -> list[str]:
     lines += [report.note] if report.note else []
     lines += [f"not tried: {text}" for text in report.skipped]
     lines += [f"not reached, as the small model has no such tensor: {name}" for name in report.unreached]
-    if {proof.tp for proof in report.proofs} - set(report.legal_tp):
-        lines.append(f"legal tp of {report.source} itself: {', '.join(map(str, report.legal_tp)) or 'none'}")
+    if {proof.tp for proof in report.proofs} - set(report.supported_tp):
+        lines.append(f"supported tp of {report.source} itself: {', '.join(map(str, report.supported_tp)) or 'none'}")
     return lines
 
 
@@ -138,12 +141,14 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
     rules = f"family {report.family}{layout_note(report.layout)}"
     lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, {rules}"]
     lines += found
-    lines.append(f"legal tp: {', '.join(map(str, report.legal_tp)) or 'none'}")
+    lines.append(f"supported tp: {', '.join(map(str, report.supported_tp)) or 'none'}")
     blocks: dict[str, list[BlockedTp]] = {}
     for blocked in report.blocked_tp:
         blocks.setdefault(blocked.tensor, []).append(blocked)
     for tensor, by_tensor in blocks.items():
-        lines.append(f"not legal: {ranges([blocked.tp for blocked in by_tensor])}; {tensor}: {by_tensor[0].reason}")
+        lines.append(
+            f"unsupported tp: {ranges([blocked.tp for blocked in by_tensor])}; {tensor}: {by_tensor[0].reason}"
+        )
     if report.padded_tp:
         sizes_with = [f"{one.tp} ({one.memory:.1%})" for one in report.padded_tp if one.tp <= _LISTED]
         others = len(report.padded_tp) - len(sizes_with)
@@ -158,7 +163,7 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
 def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]:
     groups: dict[tuple[Any, ...], list[TensorReport]] = {}
     for tensor in report.tensors:
-        name = tensor.name if show_all else re.sub(r"\.\d+(?=\.)", ".*", tensor.name)
+        name = tensor.name if show_all else _LAYER_NUMBER.sub(".*", tensor.name)
         groups.setdefault((name, tensor.dtype, tensor.shape, tensor.placement, tensor.reason), []).append(tensor)
     return [_plan_row(key[0], tensors[0], len(tensors)) for key, tensors in groups.items()]
 

@@ -36,8 +36,9 @@ from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
 from shardconv.plan.policy import Policy
 from shardconv.plan.quantization import check_quantization
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import SCALAR, Resolver
+from shardconv.plan.resolve import Resolver
 from shardconv.plan.submodels import rules_for
+from shardconv.plan.tensor_groups import SCALAR
 
 #: torch's dtypes under the names of safetensors.
 DTYPE_NAMES = {

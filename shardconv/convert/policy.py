@@ -193,8 +193,10 @@ def _check_ties(model: nn.Module, rules: dict[str, Rule]) -> None:
 def _check_divides(block: Block, path: str, old: Any, new: Any, tp: int) -> None:
     """Refuse a count that ``//`` has rounded: heads that no rank would have."""
     if type(old) is int and type(new) is int and old % tp and new == old // tp:
-        legal = ", ".join(str(size) for size in range(1, min(old, 256) + 1) if old % size == 0)
-        raise block.error(f"attribute {path!r}: {old} is not a multiple of {tp}. Legal numbers of ranks: {legal}")
+        supported = ", ".join(str(size) for size in range(1, min(old, 256) + 1) if old % size == 0)
+        raise block.error(
+            f"attribute {path!r}: {old} is not a multiple of {tp}. Supported tensor parallel sizes: {supported}"
+        )
 
 
 def _kind(block: Block, kind: Any, style: str, found: Found) -> type[ParallelLinear]:

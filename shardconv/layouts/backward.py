@@ -14,7 +14,8 @@ from shardconv.layouts.choice import ChosenRules, rules_for
 from shardconv.layouts.rules import Rule
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver, ShardedDim
+from shardconv.plan.resolve import Resolver
+from shardconv.plan.tensor_placement import ShardedDim
 
 #: The number of a layer in a name.
 _LAYER = re.compile(r"\.(\d{1,6})\.")

@@ -11,8 +11,9 @@ from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.plan.fields import Fields, fields_in, lookup
-from shardconv.plan.resolve import PaddedRule, Resolver
+from shardconv.plan.resolve import Resolver
 from shardconv.plan.scope import Scope
+from shardconv.plan.tensor_placement import PaddedRule
 
 #: The field that has the size of the vocabulary.
 VOCABULARY = "vocab_size"

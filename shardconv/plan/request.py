@@ -19,9 +19,10 @@ from shardconv.plan.foreign import foreign_family
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import DEFAULT_BLOCK, SCALE, block_size, check_quantization
-from shardconv.plan.resolve import HEAD_FIELDS, Resolver
+from shardconv.plan.resolve import Resolver
 from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.plan.submodels import rules_for
+from shardconv.plan.tensor_placement import HEAD_FIELDS
 
 #: The largest head size in common use. A cut between heads of this size, among a power of two of ranks, is also one
 #: between heads of 32, 64, 80, 96, 128, 192 or any other size that has no higher power of two in it. Where rows are no

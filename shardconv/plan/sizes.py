@@ -8,10 +8,13 @@ from dataclasses import dataclass
 #: The tensor parallel sizes that a report looks at.
 CANDIDATE_TPS = (*range(1, 65), 72, 80, 96, 128, 256)
 
+#: The largest tensor parallel size of a plan.
+MAX_TP = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class BlockedTp:
-    """A tp size that is not legal.
+    """A tensor parallel size that is not supported without padding.
 
     Attributes:
         tp: the size.
@@ -42,22 +45,22 @@ class PaddedTp:
 
 
 @dataclass(frozen=True, slots=True)
-class LegalSizes:
+class TpSizes:
     """The tp sizes that a checkpoint can be split for.
 
     Attributes:
-        legal: the sizes, ascending.
+        supported: the sizes, ascending.
         blocked: the other candidates, each with what blocks it.
         padded: those of them that are supported with padding.
     """
 
-    legal: tuple[int, ...]
+    supported: tuple[int, ...]
     blocked: tuple[BlockedTp, ...]
     padded: tuple[PaddedTp, ...] = ()
 
-    def supported(self, *, pad: bool) -> tuple[int, ...]:
+    def usable(self, *, pad: bool) -> tuple[int, ...]:
         """The sizes, ascending, with those that need padding or without."""
-        return tuple(sorted({*self.legal, *(one.tp for one in self.padded if pad)}))
+        return tuple(sorted({*self.supported, *(one.tp for one in self.padded if pad)}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class ProofReport:
         proofs: one for each number of ranks that was tried.
         skipped: tp sizes for which the small model cannot be sharded, and why.
         note: which heads of the small model are smaller than those of the source; "" where none are.
-        legal_tp: the numbers of ranks for which the source itself can be cut.
+        supported_tp: the numbers of ranks for which the source itself can be cut.
         unreached: kinds of tensors of the source that the small model has not, so that nothing is proven of them.
         is_proven: whether every proof is right, and there is one.
     """
@@ -92,7 +92,7 @@ class ProofReport:
     proofs: tuple[Proof, ...]
     skipped: tuple[str, ...]
     note: str
-    legal_tp: tuple[int, ...]
+    supported_tp: tuple[int, ...]
     unreached: tuple[str, ...]
     is_proven: bool
 
@@ -144,7 +144,7 @@ def prove(
         proofs=proofs,
         skipped=tuple(_skipped(str(src), impossible, not_small, has_plan_file=request.plan_file is not None)),
         note=note,
-        legal_tp=planned_source.resolution.resolver.legal_sizes().supported(pad=bool(request.pad)),
+        supported_tp=planned_source.resolution.resolver.tp_sizes().usable(pad=bool(request.pad)),
         unreached=tuple(sorted(_kinds(source.specs) - _kinds(small.specs))),
         is_proven=bool(proofs) and all(proof.is_right for proof in proofs),
     )

@@ -25,7 +25,7 @@ from shardconv.runtime.dry_run import MetaModel, Usage, dry_run
 from shardconv.runtime.meter import Call
 from shardconv.tensor.cost import Link, bytes_sent, collective_time
 
-#: Of the legal sizes, those up to here are counted if none is asked for: more ranks share no layer in practice.
+#: Of the supported sizes, those up to here are counted if none is asked for: more ranks share no layer in practice.
 MAX_TP = 64
 #: Tokens of a prompt, if nothing is said; fewer for models that are made for fewer.
 SEQ = 2048
@@ -141,7 +141,7 @@ def estimate_cost(
     Args:
         src: a ``.safetensors`` file, an index file, or a folder, with a config that names a class of transformers; or
             that config alone, or a folder that holds no weights beside it: then weights are those of the class.
-        tps: numbers of ranks; by default the legal ones up to :data:`MAX_TP`.
+        tps: numbers of ranks; by default the supported ones up to :data:`MAX_TP`.
         batch: prompts at once.
         seq: tokens of each prompt; by default :data:`SEQ`, or as many as the model is made for if these are fewer.
         link: what connects the ranks; by default :class:`~shardconv.tensor.cost.Link` as it is made without arguments.
@@ -165,7 +165,7 @@ def estimate_cost(
         alone = read_json(local_path(other))
     opened = src if alone is None else _without_weights(local_path(src), alone)
     source, request, (resolver, assumed), _ = plan_source(opened, **options)
-    sizes = [size for size in resolver.legal_sizes().legal if size <= MAX_TP] if tps is None else tps
+    sizes = [size for size in resolver.tp_sizes().supported if size <= MAX_TP] if tps is None else tps
     plans = [resolver.plan(size) for size in sizes]
     link = Link() if link is None else link
     stored = _stored_dtype(source)

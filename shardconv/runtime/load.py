@@ -186,7 +186,9 @@ def _check_size(manifest: Manifest, folder: Path, group: GroupLike) -> None:
     if size != manifest.tp:
         found = "is 1 process" if size == 1 else f"are {size} processes"
         other = (
-            f", or make one for {size} by shardconv reshard {folder} --tp {size}" if _is_legal(manifest, size) else ""
+            f", or make one for {size} by shardconv reshard {folder} --tp {size}"
+            if _is_supported(manifest, size)
+            else ""
         )
         raise WorldSizeError(
             f"{folder}: is for {manifest.tp} ranks, and there {found}: start it by torchrun --nproc-per-node "
@@ -194,7 +196,7 @@ def _check_size(manifest: Manifest, folder: Path, group: GroupLike) -> None:
         )
 
 
-def _is_legal(manifest: Manifest, tp: int) -> bool:
+def _is_supported(manifest: Manifest, tp: int) -> bool:
     try:
         resolver_of(manifest, manifest.request.engine, pad=0).plan(tp)
     except PlanError:

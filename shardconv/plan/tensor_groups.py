@@ -1,0 +1,191 @@
+"""Which rule applies to which tensor.
+
+Owns the groups of tensors that share a rule, a shape and whatever else a placement depends on. A tensor that no rule
+matches is refused with the remedy; nothing is guessed. Knows nothing of placements or files.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from shardconv.errors import PlanError
+from shardconv.plan.experts import Expert, find_experts
+from shardconv.plan.family import NAMES_FAMILY, STYLES, Rule
+from shardconv.plan.fields import Fields
+from shardconv.plan.matcher import Match, Matcher, pattern_for
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.quantization import SCALE
+from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.scope import Scope
+
+#: Names of tensors that hold several projections: never sharded without a rule that gives their segments.
+FUSED = re.compile(r"(qkv|query_key_value|c_attn|W_?pack|gate_up|in_proj|fused|packed)", re.IGNORECASE)
+
+#: The rule of a tensor of at most one element that no other rule matches.
+SCALAR = Rule("(one element or none)", "replicate", origin="any model")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorGroup:
+    """Tensors with the same placement, because all that it depends on is equal. Compared by identity.
+
+    Attributes:
+        name: the first of the tensors, for messages.
+        rule: the rule that matches their names.
+        scope: the scope of the rule.
+        leaf: ``weight``, ``bias`` or ``weight_scale_inv``: which tensor of its module each is.
+        spec: dtype and shape.
+        weight: the weight that a block scale belongs to; None for other tensors.
+        rows: rows of the weight of the layer that the rule names with ``beside``; None without one.
+        expert: which expert's, where experts are distributed over ranks.
+    """
+
+    name: str
+    rule: Rule
+    scope: Scope
+    leaf: str
+    spec: TensorSpec
+    weight: TensorSpec | None = None
+    rows: int | None = None
+    expert: Expert | None = None
+
+    @property
+    def sized(self) -> TensorSpec:
+        """The tensor whose sizes the rule is about: the weight, for a block scale."""
+        return self.weight if self.leaf == "weight_scale_inv" and self.weight else self.spec
+
+    @property
+    def dim(self) -> int | None:
+        """The dim of :attr:`sized` that the rule shards, from 0; None where it is replicated."""
+        return sharded_dim_of(self.rule, self.leaf, self.sized.shape, self.name)
+
+    def fields(self) -> Fields:
+        """What the expressions of the rule read: the config, ``features`` (the sharded dim) and ``rows``."""
+        dim = self.dim
+        sizes = {"features": None if dim is None else self.sized.shape[dim], "rows": self.rows}
+        return self.scope.fields(**{field: size for field, size in sizes.items() if size is not None})
+
+
+def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str, TensorGroup]:
+    """The group of each tensor.
+
+    Raises:
+        PlanError: if no rule matches a tensor.
+    """
+    ruled, matcher = matcher_of(rules)
+    no_match = (SCALAR, rules.scopes[0])
+    experts = find_experts({name: spec.shape for name, spec in tensors.items()}) if rules.experts == "expert" else {}
+    groups: dict[tuple[object, ...], TensorGroup] = {}
+    group_of: dict[str, TensorGroup] = {}
+    uncovered: list[str] = []
+    for name, spec in tensors.items():
+        match, weight = matcher.match(name), None
+        if name.endswith(SCALE):
+            match, weight = _scale_match(name, match, matcher, tensors, ruled)
+        if prod(spec.shape) <= 1 and (match is None or weight is not None):
+            match = None
+        elif match is None:
+            uncovered.append(name)
+            continue
+        rule, scope = no_match if match is None else ruled[match.place]
+        rows = _rows_beside(name, rule.beside, tensors) if rule.beside else None
+        key = (match, spec, weight, rows, experts.get(name))
+        group = groups.get(key)
+        if group is None:
+            leaf = "weight" if match is None else match.leaf
+            group = groups[key] = TensorGroup(name, rule, scope, leaf, spec, weight, rows, experts.get(name))
+            _check_expert(group)
+        group_of[name] = group
+    if uncovered:
+        raise PlanError(_uncovered(uncovered, tensors, rules.family))
+    return group_of
+
+
+def with_scopes(group_of: Mapping[str, TensorGroup], scopes: Mapping[Scope, Scope]) -> dict[str, TensorGroup]:
+    """The same groups with other scopes in place of theirs."""
+    changed = {group: replace(group, scope=scopes[group.scope]) for group in dict.fromkeys(group_of.values())}
+    return {name: changed[group] for name, group in group_of.items()}
+
+
+def matcher_of(rules: RuleSet) -> tuple[list[tuple[Rule, Scope]], Matcher]:
+    """The rules that apply, each with its scope, and the matcher that gives a tensor's place among them."""
+    ruled = [(rule, scope) for scope in rules.scopes for rule in scope.rules()]
+    patterns = [(f"{scope.at}.{rule.pattern}", scope.regex(rule.pattern)) for rule, scope in ruled]
+    return ruled, Matcher(patterns)
+
+
+def sharded_dim_of(rule: Rule, leaf: str, shape: tuple[int, ...], name: str) -> int | None:
+    """The dim of a tensor that a rule shards, from 0; None where it is replicated.
+
+    Raises:
+        PlanError: if the rule shards input features, and the tensor has one dim.
+    """
+    style = STYLES[rule.style]
+    dim = style.bias if leaf == "bias" else style.weight
+    if dim is None or prod(shape) <= 1 or len(shape) < max(rule.dims, 1):
+        return None
+    if rule.dims and shape[dim] == 1:
+        return None
+    if dim >= 0 or len(shape) == 1:
+        if dim == -1 and leaf != "bias":
+            raise PlanError(f"{name}: style {rule.style} needs a matrix (got a tensor of one dim): use another style")
+        return 0
+    if rule.transposed and leaf != "bias":
+        dim = {-1: -2, -2: -1}[dim]
+    return len(shape) + dim
+
+
+def _check_expert(group: TensorGroup) -> None:
+    if group.expert is not None and group.rule.by_user:
+        raise PlanError(
+            f"{group.name}: rule {group.rule.pattern!r} shards this expert, and --experts expert distributes whole "
+            f"experts over ranks: remove one of the two"
+        )
+
+
+def _rows_beside(name: str, layer: str, tensors: Mapping[str, TensorSpec]) -> int:
+    """Rows of the weight of another layer in the module that a tensor's layer is in."""
+    module = name.rpartition(".")[0].rpartition(".")[0]
+    weight = tensors.get(f"{module}.{layer}.weight")
+    if weight is None or len(weight.shape) < 2:
+        raise PlanError(f"{name}: its rule reads the rows of {module}.{layer}.weight, which is not in the checkpoint")
+    return weight.shape[0]
+
+
+def _scale_match(
+    name: str,
+    own: Match | None,
+    matcher: Matcher,
+    tensors: Mapping[str, TensorSpec],
+    ruled: Sequence[tuple[Rule, Scope]],
+) -> tuple[Match | None, TensorSpec]:
+    """The match of a block scale, which is that of its weight; and its weight."""
+    weight_name = name.removesuffix("_scale_inv")
+    if weight_name not in tensors:
+        raise PlanError(f"{name}: there is no weight beside this scale")
+    match = matcher.match(weight_name)
+    if own is not None and match is not None and own.place != match.place:
+        rule, weights_rule = (ruled[one.place][0].pattern for one in (own, match))
+        raise PlanError(
+            f"{name}: rule {rule!r} is not that of its weight, {weights_rule!r}, and a scale is sharded as its weight "
+            f"is: name their module, {weight_name.removesuffix('.weight')!r}"
+        )
+    return (None if match is None else Match(match.place, "weight_scale_inv")), tensors[weight_name]
+
+
+def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: str) -> str:
+    """The refusal of tensors that no rule matches, by the name of a fused one if there is one."""
+    name = next(filter(FUSED.search, names), names[0])
+    spec = tensors[name]
+    fused = ""
+    if FUSED.search(name):
+        fused = "; by its name it holds several projections in one, and their order in it is not known"
+    others = f" (nor {len(names) - 1} more)" if len(names) > 1 else ""
+    no_rule = f"no rule of family {family} covers it"
+    if family == NAMES_FAMILY:
+        no_rule = "no family is known for this model, and its name alone does not determine how to shard it"
+    return (
+        f"{name} ({spec.dtype} {list(spec.shape)}): {no_rule}{others}{fused}. A guess could be silent garbage: pass "
+        f"--family NAME, or --plan FILE with a rule for it, or --replicate {pattern_for(name)!r} to replicate it"
+    )

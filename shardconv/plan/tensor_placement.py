@@ -1,0 +1,299 @@
+"""The placement of one group of tensors at one tp.
+
+Owns which dim is sharded between which units, by rule, config and shape. Sizes that do not fit each other are an error.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from shardconv.errors import PlanError
+from shardconv.plan.experts import place_expert
+from shardconv.plan.family import NAMES_FAMILY, Rule
+from shardconv.plan.fields import Fields
+from shardconv.plan.padding import Padding
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
+from shardconv.plan.plan import Reason, TensorPlan, TensorSpec
+from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.scope import Scope
+from shardconv.plan.tensor_groups import TensorGroup
+
+#: Config fields about attention heads, which are assumed where there is no config.
+HEAD_FIELDS = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim"})
+
+#: Elements that fill whole bytes together, for dtypes with elements smaller than a byte.
+_ELEMENTS_PER_GROUP = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
+
+#: The number of bits in the name of a dtype; BOOL has none, and is a byte.
+_BITS = re.compile(r"\d+")
+
+
+class PaddedRule(NamedTuple):
+    """A rule that pads.
+
+    Attributes:
+        scope: of the rule.
+        rule: the rule.
+        unit: the unit; None where elements are padded.
+        size: how many there are.
+        padded: how many there are with padding.
+        tensor: the first tensor that the rule pads.
+        spec: of the tensor.
+    """
+
+    scope: Scope
+    rule: Rule
+    unit: str | None
+    size: int
+    padded: int
+    tensor: str
+    spec: TensorSpec
+
+
+class ShardedDim(NamedTuple):
+    """The dim that a rule shards, from 0 (None: replicated), and its full size (None: only the tensor has it)."""
+
+    dim: int | None
+    size: int | None
+
+
+class BlockedError(Exception):
+    """A tensor cannot be sharded at this tp."""
+
+    def __init__(self, tensor: str, reason: str) -> None:
+        super().__init__(f"{tensor}: {reason}")
+        self.tensor = tensor
+        self.reason = reason
+
+
+class GroupPlanner:
+    """Placements of one group of tensors.
+
+    Args:
+        group: the tensors.
+        rules: the rule set that their rule is from.
+    """
+
+    def __init__(self, group: TensorGroup, rules: RuleSet) -> None:
+        self._group = group
+        self._rules = rules
+
+    @cached_property
+    def _fields(self) -> Fields:
+        return self._group.fields()
+
+    def plan(self, tp: int) -> TensorPlan:
+        """Placement, style and reason at ``tp`` ranks.
+
+        Raises:
+            BlockedError: if the units cannot be divided over ``tp`` ranks.
+            PlanError: if rule, config and shape do not fit together.
+        """
+        group, rule = self._group, self._group.rule
+        if self._rules.uncertain and tp & (tp - 1):
+            raise BlockedError(group.name, f"{self._rules.uncertain} Until then only powers of two are supported")
+        try:
+            if group.expert is not None:
+                placement = place_expert(group.expert, group.spec.shape, tp)
+                return TensorPlan(placement, "expert", (), Reason(rule.origin, rule.pattern))
+            placement = self._place(tp)
+            if group.sized is not group.spec:
+                placement = _on_blocks(placement, group.spec, group.sized, self._block())
+            _check_bytes(placement, group.spec)
+        except IndivisibleError as error:
+            raise BlockedError(group.name, self._blocked_reason(error)) from error
+        except PlanError as error:
+            if self._rules.family != NAMES_FAMILY:
+                raise
+            raise PlanError(f"{error}. No family is known for this model: pass --family or --plan") from error
+        units = rule.parts or ((rule.unit,) if rule.unit else ())
+        return TensorPlan(placement, rule.style, units, Reason(rule.origin, rule.pattern, self._fields_read()))
+
+    def padding(self, tp: int) -> tuple[int, int]:
+        """Bits of padding, and of everything else, of one tensor of the group on all ranks together."""
+        placement, spec = self.plan(tp).placement, self._group.spec
+        found = _BITS.search(spec.dtype)
+        bits = int(found[0]) if found else 8
+        held = bits * sum(placement.shard_numel(spec.shape, rank) for rank in range(tp))
+        zeros = placement.num_padding * (prod(spec.shape) // max(placement.size, 1)) * bits
+        return zeros, held - zeros
+
+    def padded_units(self, tp: int) -> Iterator[PaddedRule]:
+        """The units that have padding at ``tp`` ranks."""
+        group = self._group
+        if not self.plan(tp).placement.is_padded:
+            return
+        names, units, _ = self._units(group.spec.shape[group.dim or 0])
+        for unit_name, unit in zip(names, units, strict=True):
+            padding = group.scope.padding(group.rule, unit_name)
+            padded = (padding.apply(unit, group.scope.multiple(tp)) if padding else unit).padded_count(tp)
+            if padded != unit.count:
+                yield PaddedRule(group.scope, group.rule, unit_name, unit.count, padded, group.name, group.spec)
+
+    def sharded_dim(self) -> ShardedDim:
+        """The dim that is sharded, and its full size by rule and config.
+
+        The size is not read from the tensor, which may therefore be a rank's shard.
+
+        Raises:
+            PlanError: if the config lacks a field that gives the size.
+        """
+        rule = self._group.rule
+        if (dim := self._group.dim) is None:
+            return ShardedDim(None, None)
+        fields = self._group.fields()
+        names = rule.parts or (rule.unit,)
+        units = [(self._group.scope.family.units or {})[unit] for unit in names if unit is not None]
+        if not units and rule.style == "embedding_rowwise":
+            return ShardedDim(dim, fields.evaluate("vocab_size"))
+        counted = [fields.evaluate(unit.count) * fields.evaluate(unit.size) for unit in units if unit.count is not None]
+        is_known = len(counted) == len(names)
+        times = fields.evaluate(rule.groups) * fields.evaluate(rule.repeats)
+        return ShardedDim(dim, times * sum(counted) if is_known else None)
+
+    def _blocked_reason(self, error: IndivisibleError) -> str:
+        uncertain = self._rules.uncertain
+        is_unsure = uncertain and not HEAD_FIELDS.isdisjoint(self._fields.read)
+        unsure = f"{uncertain} Under this assumption " if is_unsure else ""
+        return f"{unsure}{error} ({', '.join(self._fields_read()) or f'shape {list(self._group.sized.shape)}'})"
+
+    def _fields_read(self) -> tuple[str, ...]:
+        """The config fields that were read, with a mark on those that were assumed."""
+        assumed = HEAD_FIELDS if self._rules.uncertain else frozenset()
+        return tuple(f"{key}={value}{' assumed' * (key in assumed)}" for key, value in self._fields.read.items())
+
+    def _place(self, tp: int) -> Placement:
+        """The placement of the tensor whose sizes the rule is about."""
+        group, rule, spec = self._group, self._group.rule, self._group.sized
+        if rule.size is not None and spec.shape[-1:] != (expected := self._fields.evaluate(rule.size),):
+            raise PlanError(
+                f"{group.name}: shape {list(spec.shape)} does not end in {rule.size} = {expected}, so rule "
+                f"{rule.pattern!r} is not meant for it: pass --family, or --plan FILE with a rule for it"
+            )
+        if (dim := group.dim) is None:
+            return Placement.replicated(tp)
+        if len(spec.shape) > 2 and rule.origin == f"family {NAMES_FAMILY}":
+            raise PlanError(
+                f"{group.name} of shape {list(spec.shape)}: its name does not determine which dim to shard: pass "
+                f"--family, or --plan FILE with a rule for it"
+            )
+        names, units, sharers = self._units(spec.shape[dim])
+        groups = self._fields.evaluate(rule.groups)
+        self._check_size(dim, groups * sum(unit.width for unit in units), sharers, names)
+        if sharers > 1:
+            return cut(dim, units, tp, groups=groups).share(rule.part or 0, sharers)
+        paddings = [group.scope.padding(rule, unit) for unit in names]
+        return _padded_placement(dim, units, tp, groups, paddings, group.scope.multiple(tp))
+
+    def _check_size(self, dim: int, expected: int, sharers: int, names: Sequence[str | None]) -> None:
+        group, size = self._group, self._group.sized.shape[dim]
+        if expected == size * sharers:
+            return
+        read = ", ".join(f"{key}={value}" for key, value in self._fields.read.items())
+        units = " and ".join(dict.fromkeys(map(str, names)))
+        raise PlanError(
+            f"{group.name}: dim {dim} has {size} elements; rule {group.rule.pattern!r} of {group.rule.origin}, with "
+            f"units {units}, and the config ({read}) expect {expected // sharers}: the config is not this "
+            f"checkpoint's, or the family, or a plan file, does not fit it; pass --config, --family or another --plan"
+        )
+
+    def _units(self, size: int) -> tuple[tuple[str | None, ...], list[Unit], int]:
+        """The units of a dim of ``size`` elements, or of each of the groups in it, with their names.
+
+        And how many tensors share the dim: 1, or as many as segments where each tensor holds an even share of all.
+        """
+        rule = self._group.rule
+        names = (rule.parts or (rule.unit,)) * self._fields.evaluate(rule.repeats)
+        segment = size // max(self._fields.evaluate(rule.groups) * len(names), 1)  # of units without a count
+        units = [self._unit(unit, segment) for unit in names]
+        if rule.part is None:
+            return names, units, 1
+        if units[rule.part].width == size:
+            return (names[rule.part],), [units[rule.part]], 1
+        return names, units, len(units)
+
+    def _unit(self, unit_name: str | None, size: int) -> Unit:
+        rule, fields = self._group.rule, self._fields
+        if unit_name is None:
+            is_vocabulary = rule.pad and rule.style == "embedding_rowwise"
+            return Unit(size, pad=rule.pad, multiple=self._rules.vocab_multiple if is_vocabulary else 1)
+        unit = (self._group.scope.family.units or {})[unit_name]
+        copies = unit.copies and not self._rules.uncertain
+        unit_size = fields.evaluate(unit.size)
+        if unit.count is not None:
+            return Unit(fields.evaluate(unit.count), unit_size, copies, rule.pad)
+        if not unit_size or size % unit_size:
+            raise PlanError(
+                f"{self._group.name}: {size} elements are not a multiple of the {unit_size} of one {unit_name}"
+            )
+        return Unit(size // unit_size, unit_size, copies, rule.pad)
+
+    def _block(self) -> tuple[int, ...]:
+        """Rows and columns of the weight that have a scale each."""
+        block, scale, weight = self._rules.scale_block, self._group.spec, self._group.sized
+        if isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) > 0:
+            blocks = tuple(-(-size // unit) for size, unit in zip(weight.shape[-2:], block, strict=False))
+            if scale.shape == (*weight.shape[:-2], *blocks) and len(blocks) == 2:
+                return tuple(block)
+        raise PlanError(
+            f"{self._group.name}: shape {list(scale.shape)} does not fit blocks of {block!r:.60} over a weight of "
+            f"{list(weight.shape)}: quantization_config.weight_block_size is needed, pass --config FILE with it"
+        )
+
+
+def _padded_placement(
+    dim: int, units: Sequence[Unit], tp: int, groups: int, paddings: Sequence[Padding | None], multiple: int
+) -> Placement:
+    """The placement of units with the padding of each.
+
+    Raises:
+        IndivisibleError: if the units cannot be divided over ``tp`` ranks.
+    """
+    padded = [padding.apply(unit, multiple) if padding else unit for unit, padding in zip(units, paddings, strict=True)]
+    try:
+        if paddings[0] is None or paddings[0].heads is None or groups == 1:
+            return cut(dim, padded, tp, groups=groups)
+        return cut(dim, padded, tp, groups=groups, padded_groups=paddings[0].heads.padded(multiple).kv_heads)
+    except IndivisibleError as error:
+        refusal = next((padding.refusal for padding in paddings if padding and padding.refusal), "")
+        raise IndivisibleError(f"{error}, and is not padded: {refusal}" if refusal else str(error)) from error
+
+
+def _on_blocks(placement: Placement, scale: TensorSpec, weight: TensorSpec, block: tuple[int, ...]) -> Placement:
+    """The placement of a block scale, from that of its weight.
+
+    Raises:
+        IndivisibleError: if a boundary would be inside a block.
+    """
+    if placement.dim is None:
+        return placement
+    width = block[placement.dim - len(weight.shape)]
+    kind = "input" if placement.dim == len(weight.shape) - 1 else "output"
+    if placement.is_padded:
+        raise IndivisibleError(
+            f"{placement.size} {kind} features would be padded, and with them blocks that have a scale"
+        )
+    ranks = []
+    for pieces in placement.ranks:
+        for piece in pieces:
+            ends_inside = isinstance(piece, Interval) and piece.stop % width and piece.stop != placement.size
+            if not isinstance(piece, Interval) or piece.start % width or ends_inside:
+                raise IndivisibleError(
+                    f"{placement.size} / {placement.tp} = {piece.size} {kind} features per rank is not a multiple of "
+                    f"the {width}-wide scale block"
+                )
+        ranks.append(tuple(Interval(p.start // width, -(-p.stop // width)) for p in pieces if isinstance(p, Interval)))
+    return Placement(placement.dim, scale.shape[placement.dim], tuple(ranks))
+
+
+def _check_bytes(placement: Placement, spec: TensorSpec) -> None:
+    """Refuse boundaries inside a byte, for dtypes with elements smaller than one."""
+    if placement.dim is None or spec.dtype not in _ELEMENTS_PER_GROUP:
+        return
+    group = _ELEMENTS_PER_GROUP[spec.dtype]
+    inner = prod(spec.shape[placement.dim + 1 :])
+    edges = {edge for pieces in placement.ranks for piece in pieces for edge in piece}  # of padding, its size
+    if any(edge * inner % group for edge in edges) or prod(spec.shape[placement.dim :]) % group:
+        raise IndivisibleError(f"a boundary of {spec.dtype} would be inside a byte")
