@@ -157,6 +157,10 @@ TOLD_WRONG = {
     "the width of other heads": ("trocr", '"**.{self_attn,encoder_attn}" = { full_width = "d_model + 1" }'),
     "the heads of an output": ("doge", '"**.dt_proj" = { output = { dim = 1, unit = "kv_row" } }'),
     "the heads of a buffer": ("minimax", '"**.self_attn" = { slices = { query_decay = { dim = 1, unit = "head" } } }'),
+    "the states of channels": (
+        "rwkv",
+        '"**.attention" = { inputs = { state = { dim = 1, unit = "channel", size = 1, items = [2, 3] } } }',
+    ),
     "a share of a latent": ("deepseek_v3", '"**.kv_a_proj_with_mqa" = { shared_output = 0 }'),
 }
 

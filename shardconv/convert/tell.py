@@ -220,13 +220,28 @@ def _input_cut(rule: InputRule, scope: Scope, axis: Axis) -> Callable[[Any], Any
     if rule.size is None:
         return partial(_cut_matrices, rule.dim, scope.units(rule.unit, axis.size, dim=rule.dim + 1), axis.rank)
     size = scope.fields().evaluate(rule.size)
-    return partial(_cut_features, rule.dim, scope.units(rule.unit, axis.size, size=size), axis)
+    features = scope.units(rule.unit, axis.size, size=size)
+    if rule.items:
+        return partial(_cut_items, rule.items, replace(features, dim=rule.dim), axis)
+    return partial(_cut_features, rule.dim, features, axis)
 
 
 def _cut_matrices(dim: int, units: Placement, rank: int, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dim() < dim + 3 or value.shape[dim] == 1:
         return value  # not given, of tokens only, or the same for all units
     return take_shard(value.unflatten(dim, (-1, units.size)), units, rank).flatten(dim, dim + 1)
+
+
+def _cut_items(items: tuple[int, ...], features: Placement, axis: Axis, value: Any) -> Any:
+    """A list of states with the rank's features in some of them, unless an earlier module or pass left only these."""
+    if not isinstance(value, list | tuple):
+        return value
+    assert features.dim is not None
+    dim, local = features.dim, features.local_size(axis.rank)
+    cut_ones = {place: value[place] for place in items if value[place].shape[dim] != local}
+    # copies: a view would keep the full states alive
+    taken = {place: _cut_features(dim, features, axis, one).clone() for place, one in cut_ones.items()}
+    return [taken.get(place, one) for place, one in enumerate(value)]
 
 
 def _cut_features(dim: int, features: Placement, axis: Axis, value: Any) -> Any:

@@ -129,6 +129,7 @@ class InputRule(NamedTuple):
         size: how many elements of the dim each has, as of features; None where it has one, with matrices behind it.
         item: which of several outputs it is; None for arguments, and where there is one output.
         parts: the units of each part, for tensors of which the dim consists of several; then there is no unit.
+        items: of an argument that is a list of tensors, those of them that hold features for each unit; () for others.
     """
 
     dim: int
@@ -136,6 +137,7 @@ class InputRule(NamedTuple):
     size: str | int | None = None
     item: int | None = None
     parts: tuple[str, ...] = ()
+    items: tuple[int, ...] = ()
 
     def units(self) -> tuple[str, ...]:
         """The names of all units."""

@@ -198,11 +198,14 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
 
 
 def _parse_place(place: Any) -> InputRule:  # noqa: ANN401 - anything TOML holds
-    _check_keys(place, {"dim": int, "unit": str, "size": (str, int), "item": int, "parts": list})
+    _check_keys(place, {"dim": int, "unit": str, "size": (str, int), "item": int, "parts": list, "items": list})
     check_expression(place.get("size", 1))
     if ("unit" in place) == ("parts" in place) or not all(isinstance(part, str) for part in place.get("parts", ())):
         raise ValueError(f"{place!r:.60} has neither a unit nor parts, which are names of units, or both")
-    return InputRule(**{**place, "parts": tuple(place.get("parts", ()))})
+    items = tuple(place.get("items", ()))
+    if not all(type(item) is int and item >= 0 for item in items) or (items and "size" not in place):
+        raise ValueError(f"{place!r:.60}: items are places in a list, from 0, and need size")
+    return InputRule(**{**place, "parts": tuple(place.get("parts", ())), "items": items})
 
 
 def _parse_part(start: str, data: Any) -> Part:  # noqa: ANN401 - anything TOML holds
