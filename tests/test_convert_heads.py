@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from shardconv.convert.heads import FullWidth, LocalNames, ParallelMultiheadAttention, SlicedOutput
+from shardconv.convert.modules import Sharded
 from shardconv.convert.norms import GlobalLayerNorm
+from shardconv.convert.products import multiplying
 from shardconv.convert.tell import _become
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
@@ -64,6 +66,71 @@ class Blocks(nn.Module):
     def forward(self, x):
         count = 4
         return x.unflatten(-1, (count, -1)).sum(-1)
+
+
+class Attending(nn.Module):
+    """A column parallel product, a row parallel one, and one of rows that goes on to shards, in two methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.gate, self.o = (nn.Parameter(torch.empty(WIDTH, HEADS)) for _ in range(3))
+
+    def joined(self, heads, residual):
+        return torch.einsum("bn,wn->bw", heads, self.o) + residual
+
+    def forward(self, x):
+        heads = torch.tanh(x.to(self.q.dtype) @ self.q[:, :])
+        gates = torch.einsum("bn,wn->bw", heads, self.gate)
+        return self.joined(heads * gates.sum(-1, keepdim=True), x)
+
+
+class Read(Attending):
+    """Reads a parameter without a product."""
+
+    def forward(self, x):
+        return x * self.q.sum()
+
+
+class Enclosed(Attending):
+    """Needs the class that its method is of."""
+
+    def forward(self, x):
+        return super().forward(x @ self.q)
+
+
+PRODUCTS = (("gate", "rowwise_shared"), ("o", "rowwise"), ("q", "colwise"))
+
+
+def check_products(axis):
+    plain, module = with_values(Attending()), with_values(Attending())
+    x, own = (fixed(2, WIDTH).requires_grad_() for _ in range(2))
+    expected = plain(x)
+    (expected * fixed(2, WIDTH)).sum().backward()
+    columns = cut(1, [Unit(HEADS)], 2)
+    _become(module, Sharded, axis, styles={})
+    _become(module, multiplying(Attending, PRODUCTS), axis)
+    module.placements = dict.fromkeys(("q", "gate", "o"), columns)
+    for name in module.placements:
+        setattr(module, name, nn.Parameter(take_shard(getattr(module, name).data, columns, axis.rank)))
+    found = module(own)
+    near(found, expected)
+    (found * fixed(2, WIDTH)).sum().backward()
+    near(own.grad, x.grad)
+    for name, parameter in plain.named_parameters():
+        near(getattr(module, name).grad, take_shard(parameter.grad, columns, axis.rank))
+
+
+@pytest.mark.parametrize(
+    ("kind", "products", "message"),
+    [
+        (Attending, (("q", "colwise"), ("w", "rowwise")), "has no product with w: its rules are for other code"),
+        (Read, (("q", "colwise"),), "Read.forward: uses q otherwise than in a product"),
+        (Enclosed, (("q", "colwise"),), "uses __class__ of the code around it"),
+    ],
+)
+def test_products_of_other_code(kind, products, message):
+    with pytest.raises(ValueError, match=message):
+        multiplying(kind, products)
 
 
 class Counted(nn.Module):
@@ -161,7 +228,8 @@ def check_copied_rows(axis):
 
 
 @pytest.mark.parametrize(
-    "check", [check_full_width, check_local_names, check_sliced_output, check_layer_norm, check_copied_rows]
+    "check",
+    [check_full_width, check_local_names, check_sliced_output, check_products, check_layer_norm, check_copied_rows],
 )
 def test_modules(ranks, check):
     ranks("pair", check)

@@ -5,9 +5,7 @@ attention. Each computes what the module did, with its own code.
 """
 
 import ast
-import inspect
 import math
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardconv.convert.modules import Sharded
+from shardconv.convert.recompile import recompiled
 from shardconv.distributed import copy_to_tp, gather_from_tp
 from shardconv.layers.sharding import ParallelModule, take_shard
 from shardconv.plan.placement import Placement
@@ -96,15 +95,10 @@ def _with_values(forward: Callable[..., Any], names: tuple[str, ...]) -> Callabl
     Raises:
         ValueError: if it does not assign each of them.
     """
-    tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     values = _Values(names)
-    values.visit(tree)
+    changed = recompiled(forward, values)
     if missing := sorted(set(names) - values.found):
         raise ValueError(f"{forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code")
-    namespace: dict[str, Any] = {}
-    code = compile(ast.fix_missing_locations(tree), inspect.getfile(forward), "exec")
-    exec(code, forward.__globals__, namespace)  # noqa: S102 - the module's own source
-    changed: Callable[..., Any] = namespace[forward.__name__]
     return changed
 
 

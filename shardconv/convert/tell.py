@@ -23,6 +23,7 @@ from shardconv.convert.modules import (
     mixed,
 )
 from shardconv.convert.norms import NormsOfHeads
+from shardconv.convert.products import multiplying
 from shardconv.convert.whole import RankConfig
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
@@ -145,6 +146,8 @@ def _kinds_of_heads(
             LocalNames,
             {"local_values": {name: scope.on_rank(value, axis.size) for name, value in rule.locals.items()}},
         )
+    if rule.products:
+        yield multiplying(type(module), tuple(rule.products.items())), {}
     if rule.full_width is not None:
         yield FullWidth, {"full_width": scope.fields(**_outputs(module)).evaluate(rule.full_width)}
     if rule.output is not None:

@@ -49,6 +49,9 @@ PLAN_FILE = "plan file"
 #: Styles of which a rule may have parts, and need not.
 _MAY_HAVE_PARTS = ("colwise_gather_output", "by_rows")
 
+#: How a parameter is sharded that a module's own code multiplies with: see ``products`` of :class:`ModuleRule`.
+PRODUCTS = ("colwise", "rowwise", "rowwise_shared")
+
 #: What stands in a pattern for one of several texts.
 CHOICE = re.compile(r"\{[^{}]*\}")
 
@@ -160,6 +163,8 @@ class ModuleRule:
         slices: name of a parameter or buffer of its own that is replicated and holds something for each unit, to what
             of it is the rank's.
         output: what of its output the rank goes on with, where it gives something for each unit of all ranks.
+        products: name of a parameter of its own that its code multiplies with to how that is sharded: ``colwise`` and
+            ``rowwise`` as of linear layers; ``rowwise_shared`` where the product goes on to shards.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none. ``rows`` are those of the module's own weight.
@@ -182,6 +187,7 @@ class ModuleRule:
     locals: Mapping[str, str | int] = field(default_factory=dict)
     slices: Mapping[str, InputRule] = field(default_factory=dict)
     output: InputRule | None = None
+    products: Mapping[str, str] = field(default_factory=dict)
     norms: str = ""
     shared_output: str | int | None = None
     unfused: str = ""
@@ -226,6 +232,7 @@ class ModuleRule:
             values,
             slices,
             output,
+            {name: value for rule in rules for name, value in rule.products.items()},
             norms,
             shared,
             unfused=next((rule.unfused for rule in reversed(rules) if rule.unfused), ""),

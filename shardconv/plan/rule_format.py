@@ -8,7 +8,18 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import Block, Family, InputRule, ModuleRule, Mount, Part, Rule, UnitRule, check_units
+from shardconv.plan.family import (
+    PRODUCTS,
+    Block,
+    Family,
+    InputRule,
+    ModuleRule,
+    Mount,
+    Part,
+    Rule,
+    UnitRule,
+    check_units,
+)
 from shardconv.plan.fields import check_expression
 
 _FAMILY_KEYS = {
@@ -164,7 +175,7 @@ def parse_rule(pattern: str, data: Any, origin: str, *, by_user: bool = False) -
 
 _MODULE_KEYS = {
     "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict,
-    "slices": dict, "output": dict,
+    "slices": dict, "output": dict, "products": dict,
     "norms": str, "shared_output": (str, int),
     "unfused": str, "copied_input": bool, "gathered_output": bool, "summed_output": bool, "gathers": list, "when": dict,
 }  # fmt: skip
@@ -184,6 +195,8 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
             check_expression(expression)
         if not all(isinstance(two, list) and list(map(type, two)) == [str, str] for two in at_most.values()):
             raise ValueError("at_most has a layer and an attribute for each name")
+        if strange := set(data.get("products", {}).values()) - set(PRODUCTS):
+            raise ValueError(f"products are {', '.join(PRODUCTS)} (got {strange.pop()!r:.60})")
         gathers = tuple(data.get("gathers", ()))
         if not all(isinstance(name, str) for name in gathers):
             raise ValueError("gathers are names of parameters")
