@@ -167,6 +167,11 @@ TOLD_WRONG = {
         "rwkv",
         '"**.attention" = { inputs = { state = { dim = 1, unit = "channel", size = 1, items = [2, 3] } } }',
     ),
+    "the heads of a method that mixes them": (
+        "prophetnet",
+        '"**.decoder.layers.*.self_attn" = '
+        '{ unsharded = { get_predict_relative_pos_embeddings = { dim = 1, unit = "decoder_head" } } }',
+    ),
     "a product of rows": ("xlnet", '"**.rel_attn" = { products = { o = "colwise" } }'),
     "a product of columns": ("xlnet", '"**.rel_attn" = { products = { r = "rowwise" } }'),
     "a product that goes on to shards": (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardconv.convert.heads import FullWidth, GatheredOutput, LocalNames, SlicedOutput, SlicedTensors
+from shardconv.convert.heads import FullWidth, GatheredOutput, LocalNames, SlicedOutput, SlicedTensors, mixing_heads
 from shardconv.convert.modules import (
     CopiedInput,
     Gathering,
@@ -146,6 +146,10 @@ def _kinds_of_heads(
             LocalNames,
             {"local_values": {name: scope.on_rank(value, axis.size) for name, value in rule.locals.items()}},
         )
+    if rule.unsharded:
+        places = {name: scope.units(one.unit, axis.size, dim=one.dim) for name, one in rule.unsharded.items()}
+        full = {name: getattr(module, name) for name in rule.attributes if hasattr(module, name)}
+        yield mixing_heads(tuple(places)), {"unsharded": places, "full_attributes": full}
     if rule.products:
         yield multiplying(type(module), tuple(rule.products.items())), {}
     if rule.full_width is not None:

@@ -163,6 +163,8 @@ class ModuleRule:
         slices: name of a parameter or buffer of its own that is replicated and holds something for each unit, to what
             of it is the rank's.
         output: what of its output the rank goes on with, where it gives something for each unit of all ranks.
+        unsharded: name of a method that mixes heads, and so computes over those of all ranks, to what of its output the
+            rank goes on with.
         products: name of a parameter of its own that its code multiplies with to how that is sharded: ``colwise`` and
             ``rowwise`` as of linear layers; ``rowwise_shared`` where the product goes on to shards.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
@@ -187,6 +189,7 @@ class ModuleRule:
     locals: Mapping[str, str | int] = field(default_factory=dict)
     slices: Mapping[str, InputRule] = field(default_factory=dict)
     output: InputRule | None = None
+    unsharded: Mapping[str, InputRule] = field(default_factory=dict)
     products: Mapping[str, str] = field(default_factory=dict)
     norms: str = ""
     shared_output: str | int | None = None
@@ -206,7 +209,8 @@ class ModuleRule:
 
     def units(self) -> Iterator[str]:
         """The names of units that it has otherwise."""
-        for place in (*self.inputs.values(), *self.slices.values(), *filter(None, [self.output])):
+        places = (*self.inputs.values(), *self.slices.values(), *self.unsharded.values())
+        for place in (*places, *filter(None, [self.output])):
             yield from place.units()
         if self.norms:
             yield self.norms
@@ -232,6 +236,7 @@ class ModuleRule:
             values,
             slices,
             output,
+            {name: value for rule in rules for name, value in rule.unsharded.items()},
             {name: value for rule in rules for name, value in rule.products.items()},
             norms,
             shared,

@@ -175,7 +175,7 @@ def parse_rule(pattern: str, data: Any, origin: str, *, by_user: bool = False) -
 
 _MODULE_KEYS = {
     "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict,
-    "slices": dict, "output": dict, "products": dict,
+    "slices": dict, "output": dict, "unsharded": dict, "products": dict,
     "norms": str, "shared_output": (str, int),
     "unfused": str, "copied_input": bool, "gathered_output": bool, "summed_output": bool, "gathers": list, "when": dict,
 }  # fmt: skip
@@ -189,7 +189,7 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
     """
     try:
         _check_keys(data, _MODULE_KEYS)
-        attributes, inputs, at_most = (data.get(key, {}) for key in ("attributes", "inputs", "at_most"))
+        attributes, at_most = data.get("attributes", {}), data.get("at_most", {})
         numbers = (data.get("shared_output", 0), data.get("full_width", 0))
         for expression in (*attributes.values(), *data.get("locals", {}).values(), *numbers):
             check_expression(expression)
@@ -200,8 +200,10 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
         gathers = tuple(data.get("gathers", ()))
         if not all(isinstance(name, str) for name in gathers):
             raise ValueError("gathers are names of parameters")
-        places: dict[str, Any] = {"inputs": {name: _parse_place(place) for name, place in inputs.items()}}
-        places |= {"slices": {name: _parse_place(place) for name, place in data.get("slices", {}).items()}}
+        places: dict[str, Any] = {
+            key: {name: _parse_place(place) for name, place in data.get(key, {}).items()}
+            for key in ("inputs", "slices", "unsharded")
+        }
         places |= {"output": _parse_place(data["output"])} if "output" in data else {}
         parsed = {**data, **places, "attributes": attributes, "gathers": gathers}
         when = tuple(data.get("when", {}).items())
