@@ -88,8 +88,10 @@ class _Products(ast.NodeTransformer):
         """The parameter that an operand is, or is a view of by an index; "" if it is none of these."""
         while isinstance(node, ast.Subscript):
             node = node.value
-        is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-        return node.attr if is_own and node.attr in self.products else ""
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in self.products:
+                return name
+        return ""
 
     def _visit_product(self, node: ast.Call | ast.BinOp, operands: list[ast.expr]) -> ast.AST:
         weights = [one for one in operands if self._name(one)]

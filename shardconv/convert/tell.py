@@ -151,7 +151,8 @@ def _kinds_of_heads(
         full = {name: getattr(module, name) for name in rule.attributes if hasattr(module, name)}
         yield mixing_heads(tuple(places)), {"unsharded": places, "full_attributes": full}
     if rule.products:
-        yield multiplying(type(module), tuple(rule.products.items())), {}
+        plain: Any = type(module)
+        yield multiplying(plain, tuple(rule.products.items())), {}
     if rule.full_width is not None:
         yield FullWidth, {"full_width": scope.fields(**_outputs(module)).evaluate(rule.full_width)}
     if rule.output is not None:
