@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardconv.convert.heads import FullWidth, LocalNames, ParallelMultiheadAttention, SlicedOutput
+from shardconv.convert.heads import FullWidth, LocalNames, ParallelMultiheadAttention, SlicedOutput, mixing_heads
+from shardconv.convert.modules import Sharded
 from shardconv.convert.norms import GlobalLayerNorm
+from shardconv.convert.products import multiplying
 from shardconv.convert.tell import _become
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
@@ -64,6 +66,116 @@ class Blocks(nn.Module):
     def forward(self, x):
         count = 4
         return x.unflatten(-1, (count, -1)).sum(-1)
+
+
+class Mixed(nn.Module):
+    """One method has a number for each head; the other gives each head those of the next one."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.proj = HEADS, nn.Linear(WIDTH, HEADS)
+
+    def own(self, x):
+        return self.proj(x).view(-1, self.heads)
+
+    def other(self, x):
+        return self.proj(x).view(-1, self.heads).roll(1, -1)
+
+    def forward(self, x):
+        return self.own(x) * self.other(x)
+
+
+def check_mixed_heads(axis):
+    plain, module = with_values(Mixed()), with_values(Mixed())
+    x, own = (fixed(2, WIDTH).requires_grad_() for _ in range(2))
+    expected = plain(x)
+    (expected * fixed(2, HEADS)).sum().backward()
+    module.proj = ParallelLinear.convert_parallel_linear(module.proj, -1, group=axis)
+    full = {"heads": HEADS}
+    module.heads = HEADS // 2
+    halves = cut(1, [Unit(HEADS)], 2)
+    _become(module, mixing_heads(("other",)), axis, unsharded={"other": halves}, full_attributes=full)
+    for _ in range(2):
+        found = module(own)
+        near(found, take_shard(expected, halves, axis.rank))
+    (found * take_shard(fixed(2, HEADS), halves, axis.rank)).sum().backward()
+    near(own.grad, x.grad)
+    near(module.proj.weight.grad, plain.proj.weight.grad.chunk(2)[axis.rank])
+
+
+def check_full_width_with_padding(axis):
+    """Three heads on two ranks: the second one has a head of zeros."""
+    module = Joined()
+    module.proj = ParallelLinear(WIDTH, 9, dim=-1, placement=cut(0, [Unit(3, SIZE, pad=True)], 2), group=axis)
+    _become(module, FullWidth, axis, full_width=9)
+    heads = fixed(2, 2, 5, SIZE)
+    found, _ = module(fixed(2, 5, 9), heads)
+    assert torch.equal(found, heads.transpose(1, 2).flatten(2))
+
+
+class Attending(nn.Module):
+    """A column parallel product, a row parallel one, and one of rows that goes on to shards, in two methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.gate, self.o = (nn.Parameter(torch.empty(WIDTH, HEADS)) for _ in range(3))
+
+    def joined(self, heads, residual):
+        return torch.einsum("bn,wn->bw", heads, self.o) + residual
+
+    def forward(self, x):
+        heads = torch.tanh(x.to(self.q.dtype) @ self.q[:, :])
+        gates = torch.einsum("bn,wn->bw", heads, self.gate)
+        return self.joined(heads * gates.sum(-1, keepdim=True), x)
+
+
+class Read(Attending):
+    """Reads a parameter without a product."""
+
+    def forward(self, x):
+        return x * self.q.sum()
+
+
+class Enclosed(Attending):
+    """Needs the class that its method is of."""
+
+    def forward(self, x):
+        return super().forward(x @ self.q)
+
+
+PRODUCTS = (("gate", "rowwise_shared"), ("o", "rowwise"), ("q", "colwise"))
+
+
+def check_products(axis):
+    plain, module = with_values(Attending()), with_values(Attending())
+    x, own = (fixed(2, WIDTH).requires_grad_() for _ in range(2))
+    expected = plain(x)
+    (expected * fixed(2, WIDTH)).sum().backward()
+    columns = cut(1, [Unit(HEADS)], 2)
+    _become(module, Sharded, axis, styles={})
+    _become(module, multiplying(Attending, PRODUCTS), axis)
+    module.placements = dict.fromkeys(("q", "gate", "o"), columns)
+    for name in module.placements:
+        setattr(module, name, nn.Parameter(take_shard(getattr(module, name).data, columns, axis.rank)))
+    found = module(own)
+    near(found, expected)
+    (found * fixed(2, WIDTH)).sum().backward()
+    near(own.grad, x.grad)
+    for name, parameter in plain.named_parameters():
+        near(getattr(module, name).grad, take_shard(parameter.grad, columns, axis.rank))
+
+
+@pytest.mark.parametrize(
+    ("kind", "products", "message"),
+    [
+        (Attending, (("q", "colwise"), ("w", "rowwise")), "has no product with w: its rules are for other code"),
+        (Read, (("q", "colwise"),), "Read.forward: uses q otherwise than in a product"),
+        (Enclosed, (("q", "colwise"),), "uses __class__ of the code around it"),
+    ],
+)
+def test_products_of_other_code(kind, products, message):
+    with pytest.raises(ValueError, match=message):
+        multiplying(kind, products)
 
 
 class Counted(nn.Module):
@@ -161,7 +273,17 @@ def check_copied_rows(axis):
 
 
 @pytest.mark.parametrize(
-    "check", [check_full_width, check_local_names, check_sliced_output, check_layer_norm, check_copied_rows]
+    "check",
+    [
+        check_full_width,
+        check_local_names,
+        check_sliced_output,
+        check_products,
+        check_mixed_heads,
+        check_full_width_with_padding,
+        check_layer_norm,
+        check_copied_rows,
+    ],
 )
 def test_modules(ranks, check):
     ranks("pair", check)

@@ -19,7 +19,7 @@ from torch import nn
 import shardconv
 from shardconv.convert import gather_state_dict
 from shardconv.convert.model import _in_order, convert_by
-from shardconv.convert.tell import _cut_features, _cut_matrices
+from shardconv.convert.tell import _cut_features, _cut_items, _cut_matrices
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.errors import PlanError
 from shardconv.layers.sharding import take_shard
@@ -377,6 +377,23 @@ def check_features(axis):
 
 def test_arguments_with_features_of_each_head(ranks):
     ranks("pairs", check_features)
+
+
+def check_items(axis):
+    """Of three states, two hold features; they are sharded once, and do not keep the full ones alive."""
+    states = [torch.arange(6.0).view(1, 6, 1) + 10 * place for place in range(3)]
+    three = cut(1, [Unit(3, 2, pad=True)], 2)
+    found = _cut_items((1, 2), three, axis, states)
+    assert found[0] is states[0]
+    for place in (1, 2):
+        assert torch.equal(found[place], take_shard(states[place], three, axis.rank))
+        assert found[place].untyped_storage().nbytes() == found[place].nbytes
+    assert all(one is other for one, other in zip(_cut_items((1, 2), three, axis, found), found, strict=True))
+    assert _cut_items((1, 2), three, axis, None) is None
+
+
+def test_states_with_features(ranks):
+    ranks("pairs", check_items)
 
 
 def test_the_order_of_keys_is_no_difference():

@@ -57,7 +57,7 @@ def test_eight_ranks(tmp_path):
             assert any(planned.placement.has_copies for planned in plan.tensors.values())
             assert cut_share(opened.specs, plan) > 0.9
             assert compared(eight_ranks, "eight", type(made), folder, PlanRequest()) == "right"
-        for model_type in ("mamba2", "swin", "xlnet"):  # which may be cut for more ranks than it has heads
+        for model_type in ("mamba2", "swin"):  # which may be cut for more ranks than it has heads
             row = try_type(eight_ranks, tmp_path, KIND_OF[model_type], model_type, [8], at_default_size=False)
             assert row.verdicts == ("right",), row
 
@@ -71,7 +71,13 @@ def test_gradients_are_those_of_training(ranks, tmp_path, model_type):
 
 @pytest.mark.parametrize(
     ("model_type", "attention", "cache"),
-    [("llama", "heads", 0.5), ("deepseek_v3", "latent", 1.0), ("xlstm", "state", 0.5), ("reformer", "gathered", 1.0)],
+    [
+        ("llama", "heads", 0.5),
+        ("deepseek_v3", "latent", 1.0),
+        ("xlstm", "state", 0.5),
+        ("zamba", "heads, state", 0.5),
+        ("reformer", "gathered", 1.0),
+    ],
 )
 def test_how_attention_is_sharded(ranks, tmp_path, model_type, attention, cache):
     row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
@@ -157,6 +163,21 @@ TOLD_WRONG = {
     "the width of other heads": ("trocr", '"**.{self_attn,encoder_attn}" = { full_width = "d_model + 1" }'),
     "the heads of an output": ("doge", '"**.dt_proj" = { output = { dim = 1, unit = "kv_row" } }'),
     "the heads of a buffer": ("minimax", '"**.self_attn" = { slices = { query_decay = { dim = 1, unit = "head" } } }'),
+    "the states of channels": (
+        "rwkv",
+        '"**.attention" = { inputs = { state = { dim = 1, unit = "channel", size = 1, items = [2, 3] } } }',
+    ),
+    "the heads of a method that mixes them": (
+        "prophetnet",
+        '"**.decoder.layers.*.self_attn" = '
+        '{ unsharded = { get_predict_relative_pos_embeddings = { dim = 1, unit = "decoder_head" } } }',
+    ),
+    "a product of rows": ("xlnet", '"**.rel_attn" = { products = { o = "colwise" } }'),
+    "a product of columns": ("xlnet", '"**.rel_attn" = { products = { r = "rowwise" } }'),
+    "a product that goes on to shards": (
+        "zamba",
+        '"**.{mamba,mamba_decoder.mamba}" = { products = { x_proj_weight = "rowwise" } }',
+    ),
     "a share of a latent": ("deepseek_v3", '"**.kv_a_proj_with_mqa" = { shared_output = 0 }'),
 }
 

@@ -1,16 +1,14 @@
 """Attention modules on a rank's heads, where attributes of the module are not enough to say how many it has.
 
-Owns what the module overrides ``full_width``, ``locals`` and ``output`` make of a module, and torch's own multi-head
-attention. Each computes what the module did, with its own code.
+Owns what the module overrides ``full_width``, ``locals``, ``unsharded`` and ``output`` make of a module, and torch's
+own multi-head attention. Each computes what the module did, with its own code.
 """
 
 import ast
-import inspect
 import math
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardconv.convert.modules import Sharded
+from shardconv.convert.recompile import recompiled
 from shardconv.distributed import copy_to_tp, gather_from_tp
+from shardconv.layers.linear import ParallelLinear
 from shardconv.layers.sharding import ParallelModule, take_shard
 from shardconv.plan.placement import Placement
 
@@ -37,26 +37,34 @@ class FullWidth(ParallelModule):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""
-        with _LocalWidth(self.full_width, self.axis.size):
+        with _LocalWidth(self.full_width, self._local_width()):
             return super().forward(*inputs, **options)
+
+    def _local_width(self) -> int:
+        """The features of the rank's heads, with padding, which is known of the projections."""
+        layers = (one for one in self.children() if isinstance(one, ParallelLinear))
+        found = (one.placements["weight"] for one in layers if "weight" in one.placements)
+        widths = (one.local_size(self.axis.rank) for one in found if one.size == self.full_width and one.is_padded)
+        return next(widths, self.full_width // self.axis.size)
 
 
 class _LocalWidth(TorchFunctionMode):
-    """Reshape to a rank's part of the last dim where all of it has ``tp`` times the elements, and would fail.
+    """Reshape to a rank's part of the last dim where all of it would have too many elements, and would fail.
 
     Only for last dims that divide the full width: all heads, or one of all heads over those of the rank.
     """
 
-    def __init__(self, full: int, tp: int) -> None:
+    def __init__(self, full: int, local: int) -> None:
         super().__init__()
-        self.full, self.tp = full, tp
+        self.full, self.local = full, local
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _RESHAPES and len(args) > 1:
             shape = tuple(args[1]) if isinstance(args[1], tuple | list) else tuple(args[1:])
             is_width = len(shape) > 1 and shape[-1] > 0 and self.full % shape[-1] == 0
-            if is_width and math.prod(shape) == args[0].numel() * self.tp and shape[-1] % self.tp == 0:
-                args = (args[0], (*shape[:-1], shape[-1] // self.tp))
+            if is_width and math.prod(shape) * self.local == args[0].numel() * self.full:
+                width, rest = divmod(shape[-1] * self.local, self.full)
+                args = args if rest else (args[0], (*shape[:-1], width))
         return func(*args, **(kwargs or {}))
 
 
@@ -96,15 +104,10 @@ def _with_values(forward: Callable[..., Any], names: tuple[str, ...]) -> Callabl
     Raises:
         ValueError: if it does not assign each of them.
     """
-    tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     values = _Values(names)
-    values.visit(tree)
+    changed = recompiled(forward, values)
     if missing := sorted(set(names) - values.found):
         raise ValueError(f"{forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code")
-    namespace: dict[str, Any] = {}
-    code = compile(ast.fix_missing_locations(tree), inspect.getfile(forward), "exec")
-    exec(code, forward.__globals__, namespace)  # noqa: S102 - the module's own source
-    changed: Callable[..., Any] = namespace[forward.__name__]
     return changed
 
 
@@ -131,6 +134,50 @@ class SlicedOutput(ParallelModule):
     def _sliced(self, value: Tensor) -> Tensor:
         placement = replace(self.output_units, dim=self.output_dim % value.dim())
         return take_shard(copy_to_tp(value, group=self.axis), placement, self.axis.rank)
+
+
+class MixedHeads(ParallelModule):
+    """A module with methods that mix heads: they compute over all heads, and each rank goes on with its own.
+
+    Attributes:
+        unsharded: name of each method to the placement of the heads in what it returns.
+        full_attributes: the attributes of the unsharded module that are others on a rank.
+    """
+
+    unsharded: Mapping[str, Placement]
+    full_attributes: Mapping[str, Any]
+
+    def on_all_heads(self, name: str, method: Callable[[], Tensor]) -> Tensor:
+        """The rank's part of what a method returns over all heads; column parallel layers gather their output."""
+        local = {attribute: getattr(self, attribute) for attribute in self.full_attributes}
+        columns = [one for one in self.children() if isinstance(one, ParallelLinear) and one.dim == -1]
+        columns = [one for one in columns if not one.gather_output]
+        try:
+            self._set(self.full_attributes, columns, gathers=True)
+            full = copy_to_tp(method(), group=self.axis)
+        finally:
+            self._set(local, columns, gathers=False)
+        return take_shard(full, self.unsharded[name], self.axis.rank)
+
+    def _set(self, attributes: Mapping[str, Any], columns: list[ParallelLinear], *, gathers: bool) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        for layer in columns:
+            layer.gather_output = gathers
+
+
+@lru_cache
+def mixing_heads(names: tuple[str, ...]) -> type[MixedHeads]:
+    """The kind of module in which these methods compute over all heads."""
+
+    def over_all(name: str) -> Callable[..., Tensor]:
+        def method(self: MixedHeads, *inputs: Any, **options: Any) -> Tensor:
+            return self.on_all_heads(name, partial(getattr(super(kind, self), name), *inputs, **options))
+
+        return method
+
+    kind = type("MixedHeads", (MixedHeads,), {name: over_all(name) for name in names})
+    return kind
 
 
 class SlicedTensors(ParallelModule):

@@ -250,6 +250,22 @@ class Gathering(ParallelModule):
                 owner.__dict__.pop(name, None)
 
 
+class Multiplying(ParallelModule):
+    """A module whose methods multiply with parameters that are shards."""
+
+    def product_input(self, value: Any) -> Any:
+        """What is multiplied with columns; of an equation for einsum the text."""
+        return copy_to_tp(value, group=self.axis) if isinstance(value, Tensor) else value
+
+    def product_output(self, name: str, value: Tensor) -> Tensor:
+        """The product with rows, of all ranks."""
+        return reduce_from_tp(value, group=self.axis) / num_copies(self.placements[name])
+
+    def shared_product(self, name: str, value: Tensor) -> Tensor:
+        """The product with rows, of all ranks, which goes on to shards."""
+        return copy_to_tp(self.product_output(name, value), group=self.axis)
+
+
 class ParallelConv1D(ParallelLinear):
     """transformers' Conv1D, which is a linear layer whose weight is stored (in_features, out_features)."""
 
@@ -259,7 +275,8 @@ class ParallelConv1D(ParallelLinear):
 def mixed(kind: type[ParallelModule], plain: type[nn.Module]) -> Any:
     """The class of a converted module: ``kind``, going on in the module's own class.
 
-    An embedding of a class of its own goes first instead, and finds ``kind`` in place of nn.Embedding.
+    An embedding of a class of its own goes first instead, and finds ``kind`` in place of nn.Embedding; so does a module
+    that was converted before its methods are compiled anew, and finds these in place of its own.
     """
     if issubclass(plain, kind):
         return plain
@@ -274,5 +291,5 @@ _mixed: dict[tuple[type, type], type] = {}
 def _mix(kind: type[ParallelModule], plain: type[nn.Module]) -> type:
     if issubclass(kind, nn.Linear) or (issubclass(kind, nn.Embedding) and plain is nn.Embedding):
         return kind
-    bases = (plain, kind) if issubclass(kind, nn.Embedding) else (kind, plain)
+    bases = (plain, kind) if issubclass(kind, nn.Embedding | Multiplying) else (kind, plain)
     return type(plain.__name__, bases, {"__module__": plain.__module__})

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardconv.convert.heads import FullWidth, GatheredOutput, LocalNames, SlicedOutput, SlicedTensors
+from shardconv.convert.heads import FullWidth, GatheredOutput, LocalNames, SlicedOutput, SlicedTensors, mixing_heads
 from shardconv.convert.modules import (
     CopiedInput,
     Gathering,
@@ -23,6 +23,7 @@ from shardconv.convert.modules import (
     mixed,
 )
 from shardconv.convert.norms import NormsOfHeads
+from shardconv.convert.products import multiplying
 from shardconv.convert.whole import RankConfig
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
@@ -145,6 +146,13 @@ def _kinds_of_heads(
             LocalNames,
             {"local_values": {name: scope.on_rank(value, axis.size) for name, value in rule.locals.items()}},
         )
+    if rule.unsharded:
+        places = {name: scope.units(one.unit, axis.size, dim=one.dim) for name, one in rule.unsharded.items()}
+        full = {name: getattr(module, name) for name in rule.attributes if hasattr(module, name)}
+        yield mixing_heads(tuple(places)), {"unsharded": places, "full_attributes": full}
+    if rule.products:
+        plain: Any = type(module)
+        yield multiplying(plain, tuple(rule.products.items())), {}
     if rule.full_width is not None:
         yield FullWidth, {"full_width": scope.fields(**_outputs(module)).evaluate(rule.full_width)}
     if rule.output is not None:
@@ -220,13 +228,28 @@ def _input_cut(rule: InputRule, scope: Scope, axis: Axis) -> Callable[[Any], Any
     if rule.size is None:
         return partial(_cut_matrices, rule.dim, scope.units(rule.unit, axis.size, dim=rule.dim + 1), axis.rank)
     size = scope.fields().evaluate(rule.size)
-    return partial(_cut_features, rule.dim, scope.units(rule.unit, axis.size, size=size), axis)
+    features = scope.units(rule.unit, axis.size, size=size)
+    if rule.items:
+        return partial(_cut_items, rule.items, replace(features, dim=rule.dim), axis)
+    return partial(_cut_features, rule.dim, features, axis)
 
 
 def _cut_matrices(dim: int, units: Placement, rank: int, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dim() < dim + 3 or value.shape[dim] == 1:
         return value  # not given, of tokens only, or the same for all units
     return take_shard(value.unflatten(dim, (-1, units.size)), units, rank).flatten(dim, dim + 1)
+
+
+def _cut_items(items: tuple[int, ...], features: Placement, axis: Axis, value: Any) -> Any:
+    """A list of states with the rank's features in some of them, unless an earlier module or pass left only these."""
+    if not isinstance(value, list | tuple):
+        return value
+    assert features.dim is not None
+    dim, local = features.dim, features.local_size(axis.rank)
+    cut_ones = {place: value[place] for place in items if value[place].shape[dim] != local}
+    # copies: a view would keep the full states alive
+    taken = {place: _cut_features(dim, features, axis, one).clone() for place, one in cut_ones.items()}
+    return [taken.get(place, one) for place, one in enumerate(value)]
 
 
 def _cut_features(dim: int, features: Placement, axis: Axis, value: Any) -> Any:

@@ -159,6 +159,7 @@ def _module(rule: ModuleRule, fields: Mapping[str, Expression], units: Mapping[s
         locals={name: replaced(value, names) for name, value in rule.locals.items()},
         inputs={name: _place(place, fields, units) for name, place in rule.inputs.items()},
         slices={name: _place(place, fields, units) for name, place in rule.slices.items()},
+        unsharded={name: _place(place, fields, units) for name, place in rule.unsharded.items()},
         output=None if output is None else _place(output, fields, units),
         full_width=None if full is None else replaced(full, names),
         shared_output=None if shared is None else replaced(shared, fields),

@@ -49,6 +49,9 @@ PLAN_FILE = "plan file"
 #: Styles of which a rule may have parts, and need not.
 _MAY_HAVE_PARTS = ("colwise_gather_output", "by_rows")
 
+#: How a parameter is sharded that a module's own code multiplies with: see ``products`` of :class:`ModuleRule`.
+PRODUCTS = ("colwise", "rowwise", "rowwise_shared")
+
 #: What stands in a pattern for one of several texts.
 CHOICE = re.compile(r"\{[^{}]*\}")
 
@@ -129,6 +132,7 @@ class InputRule(NamedTuple):
         size: how many elements of the dim each has, as of features; None where it has one, with matrices behind it.
         item: which of several outputs it is; None for arguments, and where there is one output.
         parts: the units of each part, for tensors of which the dim consists of several; then there is no unit.
+        items: of an argument that is a list of tensors, those of them that hold features for each unit; () for others.
     """
 
     dim: int
@@ -136,6 +140,7 @@ class InputRule(NamedTuple):
     size: str | int | None = None
     item: int | None = None
     parts: tuple[str, ...] = ()
+    items: tuple[int, ...] = ()
 
     def units(self) -> tuple[str, ...]:
         """The names of all units."""
@@ -158,6 +163,10 @@ class ModuleRule:
         slices: name of a parameter or buffer of its own that is replicated and holds something for each unit, to what
             of it is the rank's.
         output: what of its output the rank goes on with, where it gives something for each unit of all ranks.
+        unsharded: name of a method that mixes heads, and so computes over those of all ranks, to what of its output the
+            rank goes on with.
+        products: name of a parameter of its own that its code multiplies with to how that is sharded: ``colwise`` and
+            ``rowwise`` as of linear layers; ``rowwise_shared`` where the product goes on to shards.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none. ``rows`` are those of the module's own weight.
@@ -180,6 +189,8 @@ class ModuleRule:
     locals: Mapping[str, str | int] = field(default_factory=dict)
     slices: Mapping[str, InputRule] = field(default_factory=dict)
     output: InputRule | None = None
+    unsharded: Mapping[str, InputRule] = field(default_factory=dict)
+    products: Mapping[str, str] = field(default_factory=dict)
     norms: str = ""
     shared_output: str | int | None = None
     unfused: str = ""
@@ -198,7 +209,8 @@ class ModuleRule:
 
     def units(self) -> Iterator[str]:
         """The names of units that it has otherwise."""
-        for place in (*self.inputs.values(), *self.slices.values(), *filter(None, [self.output])):
+        places = (*self.inputs.values(), *self.slices.values(), *self.unsharded.values())
+        for place in (*places, *filter(None, [self.output])):
             yield from place.units()
         if self.norms:
             yield self.norms
@@ -224,6 +236,8 @@ class ModuleRule:
             values,
             slices,
             output,
+            {name: value for rule in rules for name, value in rule.unsharded.items()},
+            {name: value for rule in rules for name, value in rule.products.items()},
             norms,
             shared,
             unfused=next((rule.unfused for rule in reversed(rules) if rule.unfused), ""),

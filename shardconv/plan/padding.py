@@ -156,11 +156,14 @@ def _by_module(scope: "Scope") -> dict[str, _Together]:
             if rule.groups != 1:
                 together.groups.add(rule.groups)
                 together.of_group |= names
-            if rule.style == "by_rows":
+            if rule.style == "by_rows" and len(names) != 1:
                 together.refusal = f"{rule.pattern} computes along the dim that would be padded (style by_rows)"
     for module, names in _told(scope):
         if module in found:
             found[module].names |= {name for name in names if name in units}
+    gathering = (rule.pattern for _, rule in scope.modules() if rule.gathered_output)
+    for module in (one for pattern in gathering for one in expanded(pattern) if one in found):
+        found[module].refusal = f"the output of {module} is gathered with its padding"
     return found
 
 

@@ -8,7 +8,18 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import Block, Family, InputRule, ModuleRule, Mount, Part, Rule, UnitRule, check_units
+from shardconv.plan.family import (
+    PRODUCTS,
+    Block,
+    Family,
+    InputRule,
+    ModuleRule,
+    Mount,
+    Part,
+    Rule,
+    UnitRule,
+    check_units,
+)
 from shardconv.plan.fields import check_expression
 
 _FAMILY_KEYS = {
@@ -164,7 +175,7 @@ def parse_rule(pattern: str, data: Any, origin: str, *, by_user: bool = False) -
 
 _MODULE_KEYS = {
     "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict,
-    "slices": dict, "output": dict,
+    "slices": dict, "output": dict, "unsharded": dict, "products": dict,
     "norms": str, "shared_output": (str, int),
     "unfused": str, "copied_input": bool, "gathered_output": bool, "summed_output": bool, "gathers": list, "when": dict,
 }  # fmt: skip
@@ -178,17 +189,21 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
     """
     try:
         _check_keys(data, _MODULE_KEYS)
-        attributes, inputs, at_most = (data.get(key, {}) for key in ("attributes", "inputs", "at_most"))
+        attributes, at_most = data.get("attributes", {}), data.get("at_most", {})
         numbers = (data.get("shared_output", 0), data.get("full_width", 0))
         for expression in (*attributes.values(), *data.get("locals", {}).values(), *numbers):
             check_expression(expression)
         if not all(isinstance(two, list) and list(map(type, two)) == [str, str] for two in at_most.values()):
             raise ValueError("at_most has a layer and an attribute for each name")
+        if strange := set(data.get("products", {}).values()) - set(PRODUCTS):
+            raise ValueError(f"products are {', '.join(PRODUCTS)} (got {strange.pop()!r:.60})")
         gathers = tuple(data.get("gathers", ()))
         if not all(isinstance(name, str) for name in gathers):
             raise ValueError("gathers are names of parameters")
-        places: dict[str, Any] = {"inputs": {name: _parse_place(place) for name, place in inputs.items()}}
-        places |= {"slices": {name: _parse_place(place) for name, place in data.get("slices", {}).items()}}
+        places: dict[str, Any] = {
+            key: {name: _parse_place(place) for name, place in data.get(key, {}).items()}
+            for key in ("inputs", "slices", "unsharded")
+        }
         places |= {"output": _parse_place(data["output"])} if "output" in data else {}
         parsed = {**data, **places, "attributes": attributes, "gathers": gathers}
         when = tuple(data.get("when", {}).items())
@@ -198,11 +213,14 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
 
 
 def _parse_place(place: Any) -> InputRule:  # noqa: ANN401 - anything TOML holds
-    _check_keys(place, {"dim": int, "unit": str, "size": (str, int), "item": int, "parts": list})
+    _check_keys(place, {"dim": int, "unit": str, "size": (str, int), "item": int, "parts": list, "items": list})
     check_expression(place.get("size", 1))
     if ("unit" in place) == ("parts" in place) or not all(isinstance(part, str) for part in place.get("parts", ())):
         raise ValueError(f"{place!r:.60} has neither a unit nor parts, which are names of units, or both")
-    return InputRule(**{**place, "parts": tuple(place.get("parts", ()))})
+    items = tuple(place.get("items", ()))
+    if not all(type(item) is int and item >= 0 for item in items) or (items and "size" not in place):
+        raise ValueError(f"{place!r:.60}: items are places in a list, from 0, and need size")
+    return InputRule(**{**place, "parts": tuple(place.get("parts", ())), "items": items})
 
 
 def _parse_part(start: str, data: Any) -> Part:  # noqa: ANN401 - anything TOML holds

@@ -1,0 +1,25 @@
+"""Methods of a module's class, compiled anew from their source with a change."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+
+def recompiled(function: Callable[..., Any], transformer: ast.NodeTransformer) -> Callable[..., Any]:
+    """A method, compiled anew from its source as a transformer changes it; decorators are applied anew.
+
+    Raises:
+        ValueError: if it uses names of a function around it, or super() without arguments.
+    """
+    inner = inspect.unwrap(function)
+    if inner.__code__.co_freevars:
+        names = ", ".join(inner.__code__.co_freevars)
+        raise ValueError(f"{inner.__qualname__} uses {names} of the code around it, and cannot be compiled anew")
+    tree = transformer.visit(ast.parse(textwrap.dedent(inspect.getsource(inner))))
+    namespace: dict[str, Any] = {}
+    code = compile(ast.fix_missing_locations(tree), inspect.getfile(inner), "exec")
+    exec(code, inner.__globals__, namespace)  # noqa: S102 - the module's own source
+    changed: Callable[..., Any] = namespace[inner.__name__]
+    return changed
