@@ -10,7 +10,7 @@ from shardconv.plan.family_file import load_family
 from shardconv.plan.plan import Plan, TensorPlan
 
 #: Classes of modules that attend, but for parts of them, or that keep a state of fixed size instead.
-_ATTENTION = re.compile(r"\w*(Attention|Attn)\w*(?<!Residual)(?<!Norm)(?<!Output)(?<!ConvProjection)(?<!Projector)")
+_ATTENTION = re.compile(r"\w*(Attention|Attn)\w*(?<!Residual)(?<!Norm)(?<!Output)(?<!Projection)(?<!Projector)")
 _STATE = re.compile(
     r"\w*(Mixer|DeltaNet|DeltaAttention|\wLinearAttention|LightningAttention|RwkvSelfAttention|LSTMLayer|RecurrentBlock"
     r"|ShortConv|MambaLayer)"

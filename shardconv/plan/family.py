@@ -55,11 +55,20 @@ CHOICE = re.compile(r"\{[^{}]*\}")
 
 @dataclass(frozen=True, slots=True)
 class UnitRule:
-    """A unit in the words of the config; ``count`` is None where the tensor's own size tells it."""
+    """A unit in the words of the config.
+
+    Attributes:
+        count: how many there are; None where the tensor's own size tells it.
+        size: elements of each.
+        copies: fewer units than ranks are held by several ranks each.
+        whole: a number of units that does not divide by the ranks is not sharded: every rank computes with all of
+            them, and rules take their style ``otherwise``.
+    """
 
     count: str | int | None = None
     size: str | int = 1
     copies: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +91,7 @@ class Rule:
         dims: tensors with fewer dims than this stay whole, or with one element along the dim that would be cut: norms
             and the like, beside kernels whose names are not known.
         when: config fields that must have these values for the rule to count.
+        otherwise: the style where the units are not sharded, because they are ``whole`` and do not divide.
         optional: of a user's rule, that it may match nothing, as where names on disk and in memory differ.
         origin: where the rule comes from, for the report.
         by_user: whether a user wrote it; then it has to match a tensor, unless it is optional.
@@ -100,6 +110,7 @@ class Rule:
     size: str | int | None = None
     dims: int = 0
     when: tuple[tuple[str, Any], ...] = ()
+    otherwise: str = ""
     optional: bool = False
     origin: str = ""
     by_user: bool = False
@@ -111,6 +122,8 @@ class Rule:
             raise ValueError(f"style {self.style!r} is none of {', '.join(STYLES)}")
         if bool(self.parts) != STYLES[self.style].packed and self.style not in _MAY_HAVE_PARTS:
             raise ValueError(f"packed styles have parts, and only they and {' and '.join(_MAY_HAVE_PARTS)} may")
+        if self.otherwise and (self.otherwise not in STYLES or STYLES[self.otherwise].packed):
+            raise ValueError(f"otherwise = {self.otherwise!r} is not a style, or one that needs parts")
         if self.unit and self.parts:
             raise ValueError("a rule has unit or parts, not both")
         if self.part is not None and not 0 <= self.part < len(self.parts):
@@ -118,6 +131,11 @@ class Rule:
         check_expression(self.groups)
         check_expression(self.repeats)
         check_expression(1 if self.size is None else self.size)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of its units."""
+        return self.parts or ((self.unit,) if self.unit is not None else ())
 
 
 class InputRule(NamedTuple):
@@ -335,15 +353,19 @@ class Family:
 
 
 def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> None:
-    """Check that every unit that is named exists.
+    """Check that every unit that is named exists, and that rules say what is done where its number does not divide.
 
     Raises:
-        PlanError: if a rule or a module override names another.
+        PlanError: if a rule or a module override names another unit, or ``otherwise`` is missing or not needed.
     """
     for rule in rules:
-        for unit in (rule.unit, *rule.parts):
-            if unit is not None and unit not in units:
-                raise PlanError(f"{rule.origin}: rule {rule.pattern!r}: there is no unit {unit!r}")
+        where = f"{rule.origin}: rule {rule.pattern!r}"
+        for unit in rule.units:
+            if unit not in units:
+                raise PlanError(f"{where}: there is no unit {unit!r}")
+        kinds = {units[unit].whole for unit in rule.units} or {False}
+        if kinds != {bool(rule.otherwise)}:
+            raise PlanError(f"{where}: otherwise is for rules all of whose units have whole = true, and these need it")
     for module in modules:
         for unit in module.units():
             if unit not in units:

@@ -8,7 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ class _Question(NamedTuple):
     weight: TensorSpec | None
     expert: Expert | None = None
     rows: int | None = None
+    stage: int | None = None
 
 
 class PaddedRule(NamedTuple):
@@ -160,8 +162,8 @@ class Resolver:
         """
         question = self._questions[name]
         rule, scope, leaf, spec, *_ = question
-        if (dim := _dim(rule, leaf, spec, name)) is None:
-            return ShardedDim(None, None)
+        if (dim := _dim(rule, leaf, spec, name)) is None or rule.otherwise:
+            return ShardedDim(dim, None)
         fields = _fields(question, spec, name)
         names = rule.parts or (rule.unit,)
         units = [(scope.family.units or {})[unit] for unit in names if unit is not None]
@@ -254,7 +256,10 @@ class Resolver:
         name = self._first[question]
         if self.rules.uncertain and tp & (tp - 1):
             raise _BlockedError(name, f"{self.rules.uncertain} Until then only powers of two are supported")
-        rule, _, leaf, spec, weight, expert, _ = question
+        question = _question_at(question, tp)
+        rule, leaf, spec, weight, expert = (
+            question.rule, question.leaf, question.spec, question.weight, question.expert
+        )
         reference = weight if leaf == "weight_scale_inv" and weight else spec
         fields = _fields(question, reference, name)
         try:
@@ -273,8 +278,7 @@ class Resolver:
             if self.rules.family != NAMES_FAMILY:
                 raise
             raise PlanError(f"{error}. No family is known for this model: --family or --plan may settle it") from error
-        units = rule.parts or ((rule.unit,) if rule.unit else ())
-        return TensorPlan(placement, rule.style, units, Reason(rule.origin, rule.pattern, self._facts(fields)))
+        return TensorPlan(placement, rule.style, rule.units, Reason(rule.origin, rule.pattern, self._facts(fields)))
 
     def _facts(self, fields: Fields) -> tuple[str, ...]:
         """The config fields that were read, with a mark on those that were assumed."""
@@ -330,8 +334,9 @@ class Resolver:
         return names, units, len(units)
 
     def _padded_units(self, question: _Question, tp: int) -> Iterator[PaddedRule]:
-        rule, scope, leaf, spec, *_ = question
         name = self._first[question]
+        question = _question_at(question, tp)
+        rule, scope, leaf, spec, *_ = question
         dim = _dim(rule, leaf, spec, name)
         names, units, _ = self._units(question, spec.shape[dim or 0], _fields(question, spec, name), name)
         for unit_name, unit in zip(names, units, strict=True):
@@ -399,10 +404,23 @@ class _BlockedError(Exception):
 
 def _fields(question: _Question, spec: TensorSpec, name: str) -> Fields:
     """What the units of a rule read: the config, the size of the sharded dim, and the rows of a layer beside."""
-    rule, scope, leaf, *_, rows = question
-    dim = _dim(rule, leaf, spec, name)
-    sizes = {"features": None if dim is None else spec.shape[dim], "rows": rows}
-    return scope.fields(**{field: size for field, size in sizes.items() if size is not None})
+    dim = _dim(question.rule, question.leaf, spec, name)
+    sizes = {"features": None if dim is None else spec.shape[dim], "rows": question.rows}
+    return question.scope.fields(question.stage, **{field: size for field, size in sizes.items() if size is not None})
+
+
+def _question_at(question: _Question, tp: int) -> _Question:
+    """The question with the rule that counts at a tensor parallel size: another where its units are not sharded."""
+    rule, scope = question.rule, question.scope
+    if not rule.otherwise or all(replace(scope, stage=question.stage).is_sharded(unit, tp) for unit in rule.units):
+        return question
+    return question._replace(rule=_without_units(rule))
+
+
+@lru_cache(maxsize=1024)
+def _without_units(rule: Rule) -> Rule:
+    """The rule that counts where units are not sharded."""
+    return Rule(rule.pattern, rule.otherwise, pad=True, transposed=rule.transposed, origin=rule.origin)
 
 
 def _dim(rule: Rule, leaf: str, spec: TensorSpec, name: str) -> int | None:
@@ -482,6 +500,7 @@ def _matcher(rules: RuleSet) -> tuple[list[tuple[Rule, Scope]], Matcher]:
 def _ask(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str, _Question]:
     ruled, matcher = _matcher(rules)
     alone = (SCALAR, rules.scopes[0])
+    staged = {id(rule) for rule, scope in ruled if scope.reads_stage(rule)}
     questions: dict[str, _Question] = {}
     uncovered: list[str] = []
     for name, spec in tensors.items():
@@ -495,7 +514,8 @@ def _ask(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str, _Questi
         else:
             rule, scope = ruled[match.place]
             rows = _rows_beside(name, rule.beside, tensors) if rule.beside else None
-            questions[name] = _Question(rule, scope, match.leaf, spec, weight, rows=rows)
+            stage = scope.stage_of(name) if id(rule) in staged else None
+            questions[name] = _Question(rule, scope, match.leaf, spec, weight, rows=rows, stage=stage)
     if uncovered:
         raise PlanError(_uncovered(uncovered, tensors, rules.family))
     return questions

@@ -121,7 +121,7 @@ def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOM
         ValueError: if the table is not one.
     """
     try:
-        _check_keys(data, {"count": (str, int), "size": (str, int), "copies": bool})
+        _check_keys(data, {"count": (str, int), "size": (str, int), "copies": bool, "whole": bool})
         unit = UnitRule(**data)
         for expression in (1 if unit.count is None else unit.count, unit.size):
             check_expression(expression)
@@ -132,7 +132,8 @@ def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOM
 
 _RULE_KEYS = {
     "style": str, "unit": str, "parts": list, "part": int, "groups": (str, int), "repeats": (str, int), "pad": bool,
-    "transposed": bool, "beside": str, "size": (str, int), "dims": int, "when": dict, "optional": bool,
+    "transposed": bool, "beside": str, "size": (str, int), "dims": int, "when": dict, "otherwise": str,
+    "optional": bool,
 }  # fmt: skip
 
 
