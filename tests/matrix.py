@@ -77,7 +77,6 @@ REASONS = {model_type: reason for reason, types in _REASONS.items() for model_ty
 
 #: Types that are right, and of which less is cut than is to be, by the reason.
 _LESS_CUT = {
-    "its attention hands the weights of its projections to a function of torch's": ("wavlm",),
     "its buffers of whole numbers stay whole": ("ibert",),
     "adapters of its shared blocks stay whole": ("zamba2",),
     "the head that makes sound is not called, and stays whole": ("vibevoice",),

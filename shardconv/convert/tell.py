@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardconv.convert.heads import FullWidth, GatheredOutput, LocalNames, SlicedOutput, SlicedTensors
+from shardconv.convert.heads import (
+    FullWidth,
+    FunctionalAttention,
+    GatheredOutput,
+    LocalNames,
+    SlicedOutput,
+    SlicedTensors,
+)
 from shardconv.convert.modules import (
     CopiedInput,
     Gathering,
@@ -147,8 +154,11 @@ def _kinds_of_heads(
         )
     if rule.full_width is not None:
         yield FullWidth, {"full_width": scope.fields(**_outputs(module)).evaluate(rule.full_width)}
+    if rule.functional:
+        yield FunctionalAttention, {"heads": scope.units(rule.functional, axis.size)}
     if rule.output is not None and _is_sharded(rule.output, scope, axis):
-        units = scope.units(rule.output.unit, axis.size)
+        size = scope.fields().evaluate(1 if rule.output.size is None else rule.output.size)
+        units = scope.units(rule.output.unit, axis.size, size=size)
         yield SlicedOutput, {"item": rule.output.item, "output_dim": rule.output.dim, "output_units": units}
     slices = {
         name: _slice(one, scope, axis.size)

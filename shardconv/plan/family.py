@@ -176,6 +176,8 @@ class ModuleRule:
         slices: name of a parameter or buffer of its own that is replicated and holds something for each unit, to what
             of it is the rank's.
         output: what of its output the rank goes on with, where it gives something for each unit of all ranks.
+        functional: the unit of the heads where its code hands the weights of its layers to torch's function of
+            multi-head attention; "" if it does not.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none. ``rows`` are those of the module's own weight.
@@ -198,6 +200,7 @@ class ModuleRule:
     locals: Mapping[str, str | int] = field(default_factory=dict)
     slices: Mapping[str, InputRule] = field(default_factory=dict)
     output: InputRule | None = None
+    functional: str = ""
     norms: str = ""
     shared_output: str | int | None = None
     unfused: str = ""
@@ -218,8 +221,7 @@ class ModuleRule:
         """The names of units that it has otherwise."""
         for place in (*self.inputs.values(), *self.slices.values(), *filter(None, [self.output])):
             yield from place.units()
-        if self.norms:
-            yield self.norms
+        yield from filter(None, (self.norms, self.functional))
 
     @classmethod
     def joined(cls, rules: Sequence["ModuleRule"]) -> Self:
@@ -242,8 +244,9 @@ class ModuleRule:
             values,
             slices,
             output,
-            norms,
-            shared,
+            norms=norms,
+            shared_output=shared,
+            functional=next((rule.functional for rule in reversed(rules) if rule.functional), ""),
             unfused=next((rule.unfused for rule in reversed(rules) if rule.unfused), ""),
             copied_input=any(rule.copied_input for rule in rules),
             gathered_output=any(rule.gathered_output for rule in rules),

@@ -166,7 +166,7 @@ def parse_rule(pattern: str, data: Any, origin: str, *, by_user: bool = False) -
 _MODULE_KEYS = {
     "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict,
     "slices": dict, "output": dict,
-    "norms": str, "shared_output": (str, int),
+    "functional": str, "norms": str, "shared_output": (str, int),
     "unfused": str, "copied_input": bool, "gathered_output": bool, "summed_output": bool, "gathers": list, "when": dict,
 }  # fmt: skip
 
