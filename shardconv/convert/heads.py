@@ -1,7 +1,7 @@
 """Attention modules on a rank's heads, where attributes of the module are not enough to say how many it has.
 
-Owns what the module overrides ``full_width``, ``locals``, ``output`` and ``functional`` make of a module, and torch's own multi-head
-attention. Each computes what the module did, with its own code.
+Owns what the module overrides ``full_width``, ``locals``, ``output`` and ``functional`` make of a module, and torch's
+own multi-head attention. Each computes what the module did, with its own code.
 """
 
 import ast
@@ -248,12 +248,12 @@ class _HeadsOfRank(TorchFunctionMode):
         head_dim = call.embed_dim_to_check // call.num_heads
         biases = (None,) * 3 if call.in_proj_bias is None else call.in_proj_bias.chunk(3)
         weights = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
-        heads = [
+        queries, keys, values = (
             F.linear(copy_to_tp(one, group=self.axis), weight, bias).unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3)
             for one, weight, bias in zip((call.query, call.key, call.value), weights, biases, strict=True)
-        ]
+        )
         dropout = call.dropout_p if call.training else 0.0
-        found = F.scaled_dot_product_attention(*heads, self._mask(call), dropout)
+        found = F.scaled_dot_product_attention(queries, keys, values, self._mask(call), dropout)
         features = found.permute(2, 0, 1, 3).flatten(2)
         output = reduce_from_tp(F.linear(features, call.out_proj_weight), group=self.axis)
         return output if call.out_proj_bias is None else output + call.out_proj_bias

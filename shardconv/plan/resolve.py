@@ -257,9 +257,7 @@ class Resolver:
         if self.rules.uncertain and tp & (tp - 1):
             raise _BlockedError(name, f"{self.rules.uncertain} Until then only powers of two are supported")
         question = _question_at(question, tp)
-        rule, leaf, spec, weight, expert = (
-            question.rule, question.leaf, question.spec, question.weight, question.expert
-        )
+        rule, _, leaf, spec, weight, expert, *_ = question
         reference = weight if leaf == "weight_scale_inv" and weight else spec
         fields = _fields(question, reference, name)
         try:

@@ -123,6 +123,8 @@ def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOM
     try:
         _check_keys(data, {"count": (str, int), "size": (str, int), "copies": bool, "whole": bool})
         unit = UnitRule(**data)
+        if unit.whole and unit.count is None:
+            raise ValueError("whole = true is for units with a count")
         for expression in (1 if unit.count is None else unit.count, unit.size):
             check_expression(expression)
     except ValueError as error:

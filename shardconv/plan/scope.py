@@ -47,7 +47,8 @@ class Scope:
 
     def at_stage(self, name: str) -> "Scope":
         """The scope for one module, where units differ from stage to stage."""
-        return replace(self, stage=self.stage_of(name)) if any(map(self._reads_stage, self.family.units or {})) else self
+        has_stages = any(map(self._reads_stage, self.family.units or {}))
+        return replace(self, stage=self.stage_of(name)) if has_stages else self
 
     def reads_stage(self, rule: Rule) -> bool:
         """Whether the units of a rule differ from stage to stage."""

@@ -46,8 +46,8 @@ from shardconv.layers.sharding import take_shard
 from shardconv.layouts.layout import FileTensor
 from shardconv.plan.experts import own_experts
 from shardconv.plan.unused import known_unused
-from shardconv.runtime.rotary import heads_of_rank
 from shardconv.runtime.device import check_room, move, rank_device
+from shardconv.runtime.rotary import heads_of_rank
 from shardconv.runtime.versions import versions
 
 

@@ -44,5 +44,5 @@ def _rows(model: nn.Module, name: str) -> tuple[int, int]:
     module = model.get_submodule(owner)
     parameter: Tensor = module.get_parameter(own)
     placement = module.placements.get(own) if isinstance(module, ParallelModule) else None
-    is_sharded = placement is not None and placement.dim == 0
-    return parameter.shape[0], placement.size if is_sharded else parameter.shape[0]
+    full = parameter.shape[0] if placement is None or placement.dim != 0 else placement.size
+    return parameter.shape[0], full
