@@ -298,8 +298,8 @@ def table(found: list[Row]) -> str:
         "the type's default size. *Attention* is sharded by `heads`; by heads over a `latent` that every rank holds;",
         "in layers with a `state` of fixed size by its heads or channels; or it is `gathered`, for the reason in the",
         "note, which types have, too, that gather only at other tensor parallel sizes. *Cache* is what a forward pass",
-        "leaves in the cache on a rank at tp 2, of the bytes of the unsharded model's (KV heads, latents that every rank",
-        "holds, and states).",
+        "leaves in the cache on a rank at tp 2, of the bytes of the unsharded model's (KV heads, latents that every",
+        "rank holds, and states).",
         "",
         *summary(found),
     ]

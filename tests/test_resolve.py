@@ -312,7 +312,7 @@ def stages(heads, tp, *, config=None, plan=STAGES, pad=0):
 
 
 def test_a_stage_whose_heads_do_not_divide_is_not_sharded_by_heads():
-    """One head, then 2, then 8: on 4 ranks only the last is sharded by heads, and what is gathered is sharded evenly."""
+    """One head, 2, 8: on 4 ranks only the last are sharded by heads, and the others evenly."""
     found = stages([1, 2, 8], 4)
     assert [style for style, _ in found] == ["colwise_gather_output"] * 4 + ["colwise", "rowwise"]
     assert [placement.dim for _, placement in found] == [0, 0, 0, 0, 0, 1]
