@@ -10,7 +10,7 @@ from shardconv.plan.family_file import load_family
 from shardconv.plan.plan import Plan, TensorPlan
 
 #: Classes of modules that attend, but for parts of them, or that keep a state of fixed size instead.
-_ATTENTION = re.compile(r"\w*(Attention|Attn)\w*(?<!Residual)(?<!Norm)(?<!Output)(?<!ConvProjection)(?<!Projector)")
+_ATTENTION = re.compile(r"\w*(Attention|Attn)\w*(?<!Residual)(?<!Norm)(?<!Output)(?<!Projection)(?<!Projector)")
 _STATE = re.compile(
     r"\w*(Mixer|DeltaNet|DeltaAttention|\wLinearAttention|LightningAttention|RwkvSelfAttention|LSTMLayer|RecurrentBlock"
     r"|ShortConv|MambaLayer)"
@@ -29,14 +29,18 @@ def attention_kinds(model: nn.Module, plan: Plan) -> tuple[str, list[str]]:
     Returns:
         The kinds that it has of ``heads``, ``latent`` (heads over a latent that every rank holds), ``state`` (a state
         of fixed size, whose heads or channels are sharded) and ``gathered``, and the reasons of the families for the
-        last; "" for families that give none.
+        last, also where it depends on the number of ranks; "" for families that give none.
     """
     kinds, reasons = set(), set()
+    scopes = plan.rules.scopes if plan.rules else ()
+    whole = {name for scope in scopes for name, unit in (scope.family.units or {}).items() if unit.whole}
     for module, matrices in _modules(model, plan):
-        if all(matrix.style in _WHOLE for matrix in matrices):
-            kinds.add("gathered")
+        is_gathered = all(matrix.style in _WHOLE for matrix in matrices)
+        if is_gathered or any(whole.intersection(matrix.units) for matrix in matrices):
             families = {matrix.reason.origin.removeprefix("family ").partition(",")[0] for matrix in matrices}
             reasons |= {load_family(family).gathered for family in families}
+        if is_gathered:
+            kinds.add("gathered")
         elif _STATE.fullmatch(type(module).__name__):
             kinds.add("state")
         else:

@@ -77,7 +77,6 @@ REASONS = {model_type: reason for reason, types in _REASONS.items() for model_ty
 
 #: Types that are right, and of which less is cut than is to be, by the reason.
 _LESS_CUT = {
-    "its attention hands the weights of its projections to a function of torch's": ("wavlm",),
     "its buffers of whole numbers stay whole": ("ibert",),
     "adapters of its shared blocks stay whole": ("zamba2",),
     "the head that makes sound is not called, and stays whole": ("vibevoice",),
@@ -298,8 +297,9 @@ def table(found: list[Row]) -> str:
         "[padding](padding.md). *Cut* is the share of the bytes in matrices of which no rank holds all, in a model of",
         "the type's default size. *Attention* is sharded by `heads`; by heads over a `latent` that every rank holds;",
         "in layers with a `state` of fixed size by its heads or channels; or it is `gathered`, for the reason in the",
-        "note. *Cache* is what a forward pass leaves in the cache on a rank at tp 2, of the bytes of the unsharded",
-        "model's (KV heads, latents that every rank holds, and states).",
+        "note, which types have, too, that gather only at other tensor parallel sizes. *Cache* is what a forward pass",
+        "leaves in the cache on a rank at tp 2, of the bytes of the unsharded model's (KV heads, latents that every",
+        "rank holds, and states).",
         "",
         *summary(found),
     ]

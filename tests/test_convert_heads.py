@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardconv.convert.heads import FullWidth, LocalNames, ParallelMultiheadAttention, SlicedOutput, mixing_heads
+from shardconv.convert.heads import (
+    FullWidth,
+    FunctionalAttention,
+    LocalNames,
+    ParallelMultiheadAttention,
+    SlicedOutput,
+    mixing_heads,
+)
 from shardconv.convert.modules import Sharded
 from shardconv.convert.norms import GlobalLayerNorm
 from shardconv.convert.products import multiplying
@@ -37,6 +44,44 @@ class Joined(nn.Module):
     def forward(self, x, heads):
         batch, tokens, width = x.shape
         return torch.reshape(heads.transpose(1, 2), (batch, tokens, width)), x.view(-1, width)
+
+
+class Functional(nn.Module):
+    """Hands the weights of its layers to torch's function, with a mask of each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x, mask, **options):
+        biases = torch.cat([self.q.bias, self.k.bias, self.v.bias])
+        weights = {f"{name}_proj_weight": getattr(self, name).weight for name in "qkv"}
+        options = {"use_separate_proj_weight": True, **weights, **options}
+        fixed_options = (None, biases, options.pop("bias_k", None), None, False, 0.0, self.o.weight, self.o.bias)
+        attend = torch.nn.functional.multi_head_attention_forward
+        return attend(x, x, x, WIDTH, HEADS, *fixed_options, attn_mask=mask, **options)[0]
+
+
+def check_functional(axis):
+    plain, own = with_values(Functional()), with_values(Functional())
+    placements = {name: cut(0, [Unit(HEADS, SIZE)], axis.size) for name in "qkv"}
+    for name, placement in placements.items():
+        layer = getattr(own, name)
+        for leaf in ("weight", "bias"):
+            setattr(layer, leaf, nn.Parameter(take_shard(getattr(layer, leaf).data, placement, axis.rank)))
+    own.o.weight = nn.Parameter(take_shard(own.o.weight.data, cut(1, [Unit(HEADS, SIZE)], axis.size), axis.rank))
+    _become(own, FunctionalAttention, axis, heads=cut(0, [Unit(HEADS)], axis.size))
+    results = []
+    for module in (plain, own):
+        x, mask = fixed(5, 2, WIDTH).requires_grad_(), fixed(2 * HEADS, 5, 5, seed=2).requires_grad_()
+        output = module(x, mask, key_padding_mask=torch.arange(5).expand(2, 5) > 3)
+        output.sin().sum().backward()
+        results.append((output.detach(), x.grad, mask.grad, module.o.bias.grad))
+    for expected, found in zip(*results, strict=True):
+        near(found, expected)
+    near(own.q.weight.grad, take_shard(plain.q.weight.grad, placements["q"], axis.rank))
+    with pytest.raises(ValueError, match="only separate weights, and no further keys, are sharded"):
+        own(fixed(5, 2, WIDTH), None, bias_k=fixed(1, 1, WIDTH))
 
 
 class Split(nn.Module):
@@ -276,6 +321,7 @@ def check_copied_rows(axis):
     "check",
     [
         check_full_width,
+        check_functional,
         check_local_names,
         check_sliced_output,
         check_products,

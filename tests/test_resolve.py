@@ -291,3 +291,72 @@ def test_configs_as_hubs_have_them(model_type):
     specs = {name: TensorSpec("BF16", shape) for name, shape in shapes.items()}
     plan = resolve(specs, {"model_type": model_type, **config}, PlanRequest()).resolver.plan(2)
     assert [planned.placement.dim for planned in plan.tensors.values()] == [0, 1, 0, 1, None]
+
+
+STAGES = """
+[units]
+head = { count = "num_heads[stage]", size = "features // num_heads[stage]", whole = true }
+[rules]
+"encoder.stages.*.layers.*.q" = { style = "colwise", unit = "head", otherwise = "colwise_gather_output" }
+"encoder.stages.*.layers.*.o" = { style = "rowwise", unit = "head", otherwise = "colwise_gather_output" }
+"""
+
+
+def stages(heads, tp, *, config=None, plan=STAGES, pad=0):
+    """The style and placement of the layers of each stage."""
+    names = [f"encoder.stages.{stage}.layers.5.{layer}.weight" for stage in range(len(heads)) for layer in "qo"]
+    specs = {name: TensorSpec("F32", (16, 24)) for name in names}
+    request = PlanRequest(plan_file=("mine.toml", plan), pad=pad)
+    found = resolve(specs, config or {"model_type": "new", "num_heads": heads}, request).resolver.plan(tp)
+    return [(found.tensors[name].style, found.placement(name)) for name in names]
+
+
+def test_a_stage_whose_heads_do_not_divide_is_not_sharded_by_heads():
+    """One head, 2, 8: on 4 ranks only the last are sharded by heads, and the others evenly."""
+    found = stages([1, 2, 8], 4)
+    assert [style for style, _ in found] == ["colwise_gather_output"] * 4 + ["colwise", "rowwise"]
+    assert [placement.dim for _, placement in found] == [0, 0, 0, 0, 0, 1]
+    assert [style for style, _ in stages((1, 2, 8), 2)][2:] == ["colwise", "rowwise"] * 2
+
+
+def test_units_that_may_stay_whole_are_not_padded():
+    found = stages([2, 8], 3, config={"model_type": "new", "num_heads": [2, 8]})
+    assert [style for style, _ in found] == ["colwise_gather_output"] * 4
+    assert all(placement.is_padded for _, placement in found)  # 16 rows over 3 ranks
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "field num_heads is needed and the config has none"),
+        ({"num_heads": 4}, "num_heads is 4, where a list with a number at place 0 is needed"),
+        ({"num_heads": [4]}, "where a list with a number at place 1 is needed"),
+        ({"num_heads": ["4", 4]}, "where a list with a number at place 0 is needed"),
+    ],
+)
+def test_a_list_without_a_number_for_a_stage_is_refused(config, message):
+    with pytest.raises(PlanError, match=message):
+        stages([4, 4], 2, config={"model_type": "new", **config})
+
+
+def test_a_name_without_a_stage_is_refused():
+    plan = STAGES.replace('"encoder.stages.*.layers.*.q"', '"q"')
+    request = PlanRequest(plan_file=("mine.toml", plan.rpartition('"encoder')[0]))
+    specs = {"q.weight": TensorSpec("F32", (16, 24))}
+    with pytest.raises(PlanError, match="is read for a name without the number of a stage"):
+        resolve(specs, {"model_type": "new", "num_heads": [4]}, request).resolver.plan(2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (', otherwise = "colwise_gather_output"', "", "otherwise is for rules all of whose units have whole = true"),
+        (", whole = true", "", "otherwise is for rules all of whose units have whole = true"),
+        ('count = "num_heads[stage]", ', "", "whole = true is for units with a count"),
+        ('"colwise_gather_output"', '"packed_colwise"', "is not a style, or one that needs parts"),
+        ("num_heads[stage]", "num_heads[layer]", "only fields, whole numbers"),
+    ],
+)
+def test_units_that_may_stay_whole_need_another_style(old, new, message):
+    with pytest.raises(PlanError, match=message):
+        stages([4, 4], 2, plan=STAGES.replace(old, new))

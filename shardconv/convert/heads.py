@@ -1,14 +1,16 @@
 """Attention modules on a rank's heads, where attributes of the module are not enough to say how many it has.
 
-Owns what the module overrides ``full_width``, ``locals``, ``unsharded`` and ``output`` make of a module, and torch's
-own multi-head attention. Each computes what the module did, with its own code.
+Owns the classes behind the module overrides ``full_width``, ``locals``, ``unsharded``, ``output`` and ``functional``,
+and torch's own multi-head attention. Each computes what the unsharded module computes, with the module's own code.
 """
 
 import ast
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardconv.convert.modules import Sharded
 from shardconv.convert.recompile import recompiled
-from shardconv.distributed import copy_to_tp, gather_from_tp
+from shardconv.distributed import Axis, copy_to_tp, gather_from_tp, reduce_from_tp
 from shardconv.layers.linear import ParallelLinear
 from shardconv.layers.sharding import ParallelModule, take_shard
 from shardconv.plan.placement import Placement
@@ -252,6 +254,68 @@ class ParallelMultiheadAttention(Sharded):
         for input, weight, bias in zip(inputs, weights, biases, strict=True):
             made = F.linear(copy_to_tp(input, group=self.axis), weight, bias).unflatten(-1, (-1, self.head_dim))
             yield made.transpose(1, 2) if self.batch_first else made.permute(1, 2, 0, 3)
+
+
+class FunctionalAttention(ParallelModule):
+    """A module whose code calls torch's function of multi-head attention with the weights of its layers.
+
+    Attributes:
+        heads: the placement of the heads.
+    """
+
+    heads: Placement
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """As the module's own, without weights of attention."""
+        with _HeadsOfRank(self.heads, self.axis):
+            return super().forward(*inputs, **options)
+
+
+class _HeadsOfRank(TorchFunctionMode):
+    """Compute torch's multi-head attention over the heads of a rank, from weights that are the rank's.
+
+    Inputs and masks are those of all heads, and so is the output.
+    """
+
+    def __init__(self, heads: Placement, axis: Axis) -> None:
+        super().__init__()
+        self.heads, self.axis = heads, axis
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.multi_head_attention_forward:
+            return func(*args, **(kwargs or {}))
+        call = inspect.signature(func).bind(*args, **(kwargs or {}))
+        call.apply_defaults()
+        return self._attend(SimpleNamespace(**call.arguments)), None
+
+    def _attend(self, call: Any) -> Tensor:
+        """[tokens, batch, features] to the same."""
+        others = (call.bias_k, call.bias_v, call.static_k, call.static_v)
+        if not call.use_separate_proj_weight or call.add_zero_attn or any(one is not None for one in others):
+            raise ValueError("multi_head_attention_forward: only separate weights, and no further keys, are sharded")
+        head_dim = call.embed_dim_to_check // call.num_heads
+        biases = (None,) * 3 if call.in_proj_bias is None else call.in_proj_bias.chunk(3)
+        weights = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
+        queries, keys, values = (
+            F.linear(copy_to_tp(one, group=self.axis), weight, bias).unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3)
+            for one, weight, bias in zip((call.query, call.key, call.value), weights, biases, strict=True)
+        )
+        dropout = call.dropout_p if call.training else 0.0
+        found = F.scaled_dot_product_attention(queries, keys, values, self._mask(call), dropout)
+        features = found.permute(2, 0, 1, 3).flatten(2)
+        output = reduce_from_tp(F.linear(features, call.out_proj_weight), group=self.axis)
+        return output if call.out_proj_bias is None else output + call.out_proj_bias
+
+    def _mask(self, call: Any) -> Tensor | None:
+        """What is added to the scores of the heads of the rank."""
+        padding, mask = call.key_padding_mask, call.attn_mask
+        masks = [] if padding is None else [_added(padding, call.query)[:, None, None]]
+        if mask is not None and mask.dim() == 3:
+            whole = copy_to_tp(_added(mask, call.query), group=self.axis).unflatten(0, (-1, call.num_heads))
+            masks.append(take_shard(whole, replace(self.heads, dim=1), self.axis.rank))
+        elif mask is not None:
+            masks.append(_added(mask, call.query))
+        return sum(masks[1:], masks[0]) if masks else None
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:

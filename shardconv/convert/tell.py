@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardconv.convert.heads import FullWidth, GatheredOutput, LocalNames, SlicedOutput, SlicedTensors, mixing_heads
+from shardconv.convert.heads import (
+    FullWidth,
+    FunctionalAttention,
+    GatheredOutput,
+    LocalNames,
+    SlicedOutput,
+    SlicedTensors,
+    mixing_heads,
+)
 from shardconv.convert.modules import (
     CopiedInput,
     Gathering,
@@ -69,7 +77,7 @@ def told_of(model: nn.Module, scope: Scope, axis: Axis) -> Iterator[Told]:
             _check_gathers(rule, scope, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     for name, module in named:
         if found := [rule for regex, rule in rules if regex.fullmatch(name)]:
-            yield _told(module, ModuleRule.joined(found), scope, axis)
+            yield _told(module, ModuleRule.joined(found), scope.at_stage(name), axis)
 
 
 def _check_meets(rule: ModuleRule, modules: list[nn.Module]) -> None:
@@ -106,7 +114,7 @@ def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told
         {name: value for name, value in values.items() if not name.startswith("config.")},
         {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")},
         at_most,
-        {name: _input_cut(one, scope, axis) for name, one in rule.inputs.items()},
+        {name: _input_cut(one, scope, axis) for name, one in rule.inputs.items() if _is_sharded(one, scope, axis)},
         list(_kinds(module, rule, scope, axis)),
         [re.compile(scope.regex(pattern)) for pattern in rule.gathers],
     )
@@ -155,11 +163,24 @@ def _kinds_of_heads(
         yield multiplying(plain, tuple(rule.products.items())), {}
     if rule.full_width is not None:
         yield FullWidth, {"full_width": scope.fields(**_outputs(module)).evaluate(rule.full_width)}
-    if rule.output is not None:
-        units = scope.units(rule.output.unit, axis.size)
+    if rule.functional:
+        yield FunctionalAttention, {"heads": scope.units(rule.functional, axis.size)}
+    if rule.output is not None and _is_sharded(rule.output, scope, axis):
+        size = scope.fields().evaluate(1 if rule.output.size is None else rule.output.size)
+        units = scope.units(rule.output.unit, axis.size, size=size)
         yield SlicedOutput, {"item": rule.output.item, "output_dim": rule.output.dim, "output_units": units}
-    if slices := {name: _slice(one, scope, axis.size) for name, one in rule.slices.items() if hasattr(module, name)}:
+    slices = {
+        name: _slice(one, scope, axis.size)
+        for name, one in rule.slices.items()
+        if hasattr(module, name) and _is_sharded(one, scope, axis)
+    }
+    if slices:
         yield SlicedTensors, {"slices": slices}
+
+
+def _is_sharded(place: InputRule, scope: Scope, axis: Axis) -> bool:
+    """Whether a rank has a part of the units only."""
+    return all(scope.is_sharded(unit, axis.size) for unit in place.units())
 
 
 def _slice(place: InputRule, scope: Scope, tp: int) -> Placement:

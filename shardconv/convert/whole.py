@@ -23,7 +23,7 @@ class RankConfig:
         fields: what is the rank's own.
     """
 
-    def __init__(self, shared: Any, fields: dict[str, int]) -> None:
+    def __init__(self, shared: Any, fields: dict[str, Any]) -> None:
         self.__dict__.update(fields, _shared=shared)
 
     def __getattr__(self, name: str) -> Any:

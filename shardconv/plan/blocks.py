@@ -164,6 +164,7 @@ def _module(rule: ModuleRule, fields: Mapping[str, Expression], units: Mapping[s
         full_width=None if full is None else replaced(full, names),
         shared_output=None if shared is None else replaced(shared, fields),
         norms=units.get(rule.norms, ""),
+        functional=units.get(rule.functional, ""),
         when=_conditions(rule.when, fields),
     )
 

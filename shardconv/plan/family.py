@@ -58,11 +58,20 @@ CHOICE = re.compile(r"\{[^{}]*\}")
 
 @dataclass(frozen=True, slots=True)
 class UnitRule:
-    """A unit in the words of the config; ``count`` is None where the tensor's own size tells it."""
+    """A unit in the words of the config.
+
+    Attributes:
+        count: how many there are; None where the tensor's own size tells it.
+        size: elements of each.
+        copies: fewer units than ranks are held by several ranks each.
+        whole: a number of units that does not divide by the ranks is not sharded: every rank computes with all of
+            them, and rules take their style ``otherwise``.
+    """
 
     count: str | int | None = None
     size: str | int = 1
     copies: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +94,7 @@ class Rule:
         dims: tensors with fewer dims than this stay whole, or with one element along the dim that would be cut: norms
             and the like, beside kernels whose names are not known.
         when: config fields that must have these values for the rule to count.
+        otherwise: the style where the units are not sharded, because they are ``whole`` and do not divide.
         optional: of a user's rule, that it may match nothing, as where names on disk and in memory differ.
         origin: where the rule comes from, for the report.
         by_user: whether a user wrote it; then it has to match a tensor, unless it is optional.
@@ -103,6 +113,7 @@ class Rule:
     size: str | int | None = None
     dims: int = 0
     when: tuple[tuple[str, Any], ...] = ()
+    otherwise: str = ""
     optional: bool = False
     origin: str = ""
     by_user: bool = False
@@ -114,6 +125,8 @@ class Rule:
             raise ValueError(f"style {self.style!r} is none of {', '.join(STYLES)}")
         if bool(self.parts) != STYLES[self.style].packed and self.style not in _MAY_HAVE_PARTS:
             raise ValueError(f"packed styles have parts, and only they and {' and '.join(_MAY_HAVE_PARTS)} may")
+        if self.otherwise and (self.otherwise not in STYLES or STYLES[self.otherwise].packed):
+            raise ValueError(f"otherwise = {self.otherwise!r} is not a style, or one that needs parts")
         if self.unit and self.parts:
             raise ValueError("a rule has unit or parts, not both")
         if self.part is not None and not 0 <= self.part < len(self.parts):
@@ -121,6 +134,11 @@ class Rule:
         check_expression(self.groups)
         check_expression(self.repeats)
         check_expression(1 if self.size is None else self.size)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of its units."""
+        return self.parts or ((self.unit,) if self.unit is not None else ())
 
 
 class InputRule(NamedTuple):
@@ -167,6 +185,8 @@ class ModuleRule:
             rank goes on with.
         products: name of a parameter of its own that its code multiplies with to how that is sharded: ``colwise`` and
             ``rowwise`` as of linear layers; ``rowwise_shared`` where the product goes on to shards.
+        functional: the unit of the heads where its code hands the weights of its layers to torch's function of
+            multi-head attention; "" if it does not.
         norms: the unit of which its ``norms`` are a list, one for each; "" if it has none.
         shared_output: how many elements at the end of the output go to what is cut without a layer between, so that
             their gradient is to be summed; None for none. ``rows`` are those of the module's own weight.
@@ -191,6 +211,7 @@ class ModuleRule:
     output: InputRule | None = None
     unsharded: Mapping[str, InputRule] = field(default_factory=dict)
     products: Mapping[str, str] = field(default_factory=dict)
+    functional: str = ""
     norms: str = ""
     shared_output: str | int | None = None
     unfused: str = ""
@@ -212,8 +233,7 @@ class ModuleRule:
         places = (*self.inputs.values(), *self.slices.values(), *self.unsharded.values())
         for place in (*places, *filter(None, [self.output])):
             yield from place.units()
-        if self.norms:
-            yield self.norms
+        yield from filter(None, (self.norms, self.functional))
 
     @classmethod
     def joined(cls, rules: Sequence["ModuleRule"]) -> Self:
@@ -238,8 +258,9 @@ class ModuleRule:
             output,
             {name: value for rule in rules for name, value in rule.unsharded.items()},
             {name: value for rule in rules for name, value in rule.products.items()},
-            norms,
-            shared,
+            norms=norms,
+            shared_output=shared,
+            functional=next((rule.functional for rule in reversed(rules) if rule.functional), ""),
             unfused=next((rule.unfused for rule in reversed(rules) if rule.unfused), ""),
             copied_input=any(rule.copied_input for rule in rules),
             gathered_output=any(rule.gathered_output for rule in rules),
@@ -349,15 +370,19 @@ class Family:
 
 
 def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> None:
-    """Check that every unit that is named exists.
+    """Check that every unit that is named exists, and that rules say what is done where its number does not divide.
 
     Raises:
-        PlanError: if a rule or a module override names another.
+        PlanError: if a rule or a module override names another unit, or ``otherwise`` is missing or not needed.
     """
     for rule in rules:
-        for unit in (rule.unit, *rule.parts):
-            if unit is not None and unit not in units:
-                raise PlanError(f"{rule.origin}: rule {rule.pattern!r}: there is no unit {unit!r}")
+        where = f"{rule.origin}: rule {rule.pattern!r}"
+        for unit in rule.units:
+            if unit not in units:
+                raise PlanError(f"{where}: there is no unit {unit!r}")
+        kinds = {units[unit].whole for unit in rule.units} or {False}
+        if kinds != {bool(rule.otherwise)}:
+            raise PlanError(f"{where}: otherwise is for rules all of whose units have whole = true, and these need it")
     for module in modules:
         for unit in module.units():
             if unit not in units:

@@ -193,6 +193,8 @@ def expanded(pattern: str) -> Iterator[str]:
 def _paddings(together: _Together, scope: "Scope") -> dict[str, Padding]:
     """How units that meet in modules are padded."""
     heads, refusal = None, together.refusal
+    if any((scope.family.units or {})[name].whole for name in together.names):
+        refusal = refusal or "units that do not divide are not sharded"
     if not refusal:
         try:
             heads, refusal = _heads(together, scope)
@@ -205,7 +207,7 @@ def _paddings(together: _Together, scope: "Scope") -> dict[str, Padding]:
 def _is_width(names: set[str], scope: "Scope") -> bool:
     """Whether units are features, or pairs of gate and up of a feature, and not heads, nor one number for each head."""
     sizes = {name: _counted(name, scope) for name in scope.family.units or {}}
-    heads = {count for count, size in sizes.values() if size > _MAX_PAIR}
+    heads = {count for count, size in sizes.values() if count and size > _MAX_PAIR}
     return all(sizes[name][1] <= _MAX_PAIR and sizes[name][0] not in heads for name in names)
 
 

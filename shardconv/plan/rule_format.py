@@ -132,8 +132,10 @@ def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOM
         ValueError: if the table is not one.
     """
     try:
-        _check_keys(data, {"count": (str, int), "size": (str, int), "copies": bool})
+        _check_keys(data, {"count": (str, int), "size": (str, int), "copies": bool, "whole": bool})
         unit = UnitRule(**data)
+        if unit.whole and unit.count is None:
+            raise ValueError("whole = true is for units with a count")
         for expression in (1 if unit.count is None else unit.count, unit.size):
             check_expression(expression)
     except ValueError as error:
@@ -143,7 +145,8 @@ def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOM
 
 _RULE_KEYS = {
     "style": str, "unit": str, "parts": list, "part": int, "groups": (str, int), "repeats": (str, int), "pad": bool,
-    "transposed": bool, "beside": str, "size": (str, int), "dims": int, "when": dict, "optional": bool,
+    "transposed": bool, "beside": str, "size": (str, int), "dims": int, "when": dict, "otherwise": str,
+    "optional": bool,
 }  # fmt: skip
 
 
@@ -175,7 +178,7 @@ def parse_rule(pattern: str, data: Any, origin: str, *, by_user: bool = False) -
 
 _MODULE_KEYS = {
     "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict,
-    "slices": dict, "output": dict, "unsharded": dict, "products": dict,
+    "slices": dict, "output": dict, "unsharded": dict, "products": dict, "functional": str,
     "norms": str, "shared_output": (str, int),
     "unfused": str, "copied_input": bool, "gathered_output": bool, "summed_output": bool, "gathers": list, "when": dict,
 }  # fmt: skip

@@ -183,7 +183,7 @@ def _expressions_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> Ite
         yield from (rule.groups, rule.repeats, rule.size or 0)
     for module in modules:
         yield from module.expressions()
-        yield from (one.size or 0 for one in module.inputs.values())
+        yield from (one.size or 0 for one in (*module.inputs.values(), *filter(None, [module.output])))
 
 
 def _fields_read(expressions: Iterable[str | int], defaults: Mapping[str, str | int]) -> set[str]:

@@ -2,16 +2,16 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.plan.family import Family, ModuleRule, Rule
-from shardconv.plan.fields import Fields, fields_in
+from shardconv.plan.fields import Fields, fields_in, reads_stage
 from shardconv.plan.matcher import name_regex
 from shardconv.plan.padding import Padding, padding_of, unit_paddings
-from shardconv.plan.placement import Placement, Unit, cut
+from shardconv.plan.placement import Interval, Placement, Unit, cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +24,7 @@ class Scope:
         at: a pattern of what names begin with; "" for all names.
         pad: what does not divide is padded to a multiple of this and of the tensor parallel size; 0 for no padding.
         used: the rules that match a tensor, from which padding follows; None for all.
+        stage: the number of the stage that ``field[stage]`` reads; None where names tell.
     """
 
     family: Family
@@ -31,10 +32,31 @@ class Scope:
     at: str = ""
     pad: int = 0
     used: frozenset[Rule] | None = None
+    stage: int | None = None
 
-    def fields(self, **others: int) -> Fields:
+    def fields(self, stage: int | None = None, **others: int) -> Fields:
         """The config seen through the family, and other fields; each tells what was read through it."""
-        return Fields({**(self.config or {}), **others} if others else self.config, self.family.config or {})
+        config = {**(self.config or {}), **others} if others else self.config
+        return Fields(config, self.family.config or {}, self.stage if stage is None else stage)
+
+    def stage_of(self, name: str) -> int | None:
+        """The number of the stage that a tensor or module is in: the first in its name; None where there is none."""
+        inside = re.sub(f"^{name_regex(self.at)}", "", name) if self.at else name
+        found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", inside)
+        return int(found[1]) if found else None
+
+    def at_stage(self, name: str) -> "Scope":
+        """The scope for one module, where units differ from stage to stage."""
+        has_stages = any(map(self._reads_stage, self.family.units or {}))
+        return replace(self, stage=self.stage_of(name)) if has_stages else self
+
+    def reads_stage(self, rule: Rule) -> bool:
+        """Whether the units of a rule differ from stage to stage."""
+        return any(map(self._reads_stage, rule.units))
+
+    def _reads_stage(self, unit: str) -> bool:
+        found = (self.family.units or {})[unit]
+        return any(reads_stage(one or 0, self.family.config or {}) for one in (found.count, found.size))
 
     def rules(self) -> Iterator[Rule]:
         """The rules that count with this config."""
@@ -56,7 +78,7 @@ class Scope:
         """The value of an expression in which a unit stands for how many of it a rank has; and other fields."""
         units = self.family.units or {}
         counts = {name: self.units(name, tp).local_size(0) for name in fields_in(expression) if name in units}
-        return Fields({**(self.config or {}), **counts, **others}, self.family.config or {}).evaluate(expression)
+        return self.fields(**counts, **others).evaluate(expression)
 
     def units(self, name: str, tp: int, *, dim: int = 0, size: int = 1) -> Placement:
         """The placement of a dim that has ``size`` elements for each unit.
@@ -65,7 +87,15 @@ class Scope:
             PlanError: if how many units there are depends on a tensor.
             IndivisibleError: if they cannot be shared among ``tp`` ranks.
         """
-        return cut(dim, [self.unit(name, tp, size=size)], tp)
+        unit = self.unit(name, tp, size=size)
+        if self.is_sharded(name, tp):
+            return cut(dim, [unit], tp)
+        return Placement(dim, unit.width, ((Interval(0, unit.width),),) * tp)
+
+    def is_sharded(self, name: str, tp: int) -> bool:
+        """Whether a rank has a part of the units only; not where they are ``whole`` and do not divide."""
+        unit = (self.family.units or {})[name]
+        return not unit.whole or unit.count is None or self.fields().evaluate(unit.count) % tp == 0
 
     def unit(self, name: str, tp: int, *, size: int = 1) -> Unit:
         """A unit of ``size`` elements, with its padding for ``tp`` ranks.
@@ -86,7 +116,7 @@ class Scope:
 
     def used_units(self) -> set[str]:
         """The units that the rules name."""
-        return {name for rule in self.used_rules() for name in (rule.unit, *rule.parts) if name is not None}
+        return {name for rule in self.used_rules() for name in rule.units}
 
     def multiple(self, tp: int) -> int:
         """What is padded is padded to a multiple of this."""

@@ -38,6 +38,7 @@ class TensorGroup:
         spec: dtype and shape.
         weight: the weight that a block scale belongs to; None for other tensors.
         rows: rows of the weight of the layer that the rule names with ``beside``; None without one.
+        stage: the stage of the model, where the units of the rule differ by stage.
         expert: which expert's, where experts are distributed over ranks.
     """
 
@@ -48,6 +49,7 @@ class TensorGroup:
     spec: TensorSpec
     weight: TensorSpec | None = None
     rows: int | None = None
+    stage: int | None = None
     expert: Expert | None = None
 
     @property
@@ -64,7 +66,7 @@ class TensorGroup:
         """What the expressions of the rule read: the config, ``features`` (the sharded dim) and ``rows``."""
         dim = self.dim
         sizes = {"features": None if dim is None else self.sized.shape[dim], "rows": self.rows}
-        return self.scope.fields(**{field: size for field, size in sizes.items() if size is not None})
+        return self.scope.fields(self.stage, **{field: size for field, size in sizes.items() if size is not None})
 
 
 def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str, TensorGroup]:
@@ -75,6 +77,7 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
     """
     ruled, matcher = matcher_of(rules)
     no_match = (SCALAR, rules.scopes[0])
+    staged = {id(rule) for rule, scope in ruled if scope.reads_stage(rule)}
     experts = find_experts({name: spec.shape for name, spec in tensors.items()}) if rules.experts == "expert" else {}
     groups: dict[tuple[object, ...], TensorGroup] = {}
     group_of: dict[str, TensorGroup] = {}
@@ -90,11 +93,12 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
             continue
         rule, scope = no_match if match is None else ruled[match.place]
         rows = _rows_beside(name, rule.beside, tensors) if rule.beside else None
-        key = (match, spec, weight, rows, experts.get(name))
+        stage = scope.stage_of(name) if id(rule) in staged else None
+        key = (match, spec, weight, rows, stage, experts.get(name))
         group = groups.get(key)
         if group is None:
             leaf = "weight" if match is None else match.leaf
-            group = groups[key] = TensorGroup(name, rule, scope, leaf, spec, weight, rows, experts.get(name))
+            group = groups[key] = TensorGroup(name, rule, scope, leaf, *key[1:])
             _check_expert(group)
         group_of[name] = group
     if uncovered:

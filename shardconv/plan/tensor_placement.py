@@ -5,6 +5,7 @@ Owns which dim is sharded between which units, by rule, config and shape. Sizes 
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -92,6 +93,8 @@ class GroupPlanner:
             PlanError: if rule, config and shape do not fit together.
         """
         group, rule = self._group, self._group.rule
+        if not self._is_sharded(tp):
+            return self._unsharded.plan(tp)
         if self._rules.uncertain and tp & (tp - 1):
             raise BlockedError(group.name, f"{self._rules.uncertain} Until then only powers of two are supported")
         try:
@@ -108,8 +111,7 @@ class GroupPlanner:
             if self._rules.family != NAMES_FAMILY:
                 raise
             raise PlanError(f"{error}. No family is known for this model: pass --family or --plan") from error
-        units = rule.parts or ((rule.unit,) if rule.unit else ())
-        return TensorPlan(placement, rule.style, units, Reason(rule.origin, rule.pattern, self._fields_read()))
+        return TensorPlan(placement, rule.style, rule.units, Reason(rule.origin, rule.pattern, self._fields_read()))
 
     def padding(self, tp: int) -> tuple[int, int]:
         """Bits of padding, and of everything else, of one tensor of the group on all ranks together."""
@@ -123,6 +125,9 @@ class GroupPlanner:
     def padded_units(self, tp: int) -> Iterator[PaddedRule]:
         """The units that have padding at ``tp`` ranks."""
         group = self._group
+        if not self._is_sharded(tp):
+            yield from self._unsharded.padded_units(tp)
+            return
         if not self.plan(tp).placement.is_padded:
             return
         names, units, _ = self._units(group.spec.shape[group.dim or 0])
@@ -141,8 +146,8 @@ class GroupPlanner:
             PlanError: if the config lacks a field that gives the size.
         """
         rule = self._group.rule
-        if (dim := self._group.dim) is None:
-            return ShardedDim(None, None)
+        if (dim := self._group.dim) is None or rule.otherwise:
+            return ShardedDim(dim, None)
         fields = self._group.fields()
         names = rule.parts or (rule.unit,)
         units = [(self._group.scope.family.units or {})[unit] for unit in names if unit is not None]
@@ -152,6 +157,18 @@ class GroupPlanner:
         is_known = len(counted) == len(names)
         times = fields.evaluate(rule.groups) * fields.evaluate(rule.repeats)
         return ShardedDim(dim, times * sum(counted) if is_known else None)
+
+    def _is_sharded(self, tp: int) -> bool:
+        """Whether the units of the rule are sharded over ``tp`` ranks; with ``whole`` units, only if they divide."""
+        scope, rule = replace(self._group.scope, stage=self._group.stage), self._group.rule
+        return not rule.otherwise or all(scope.is_sharded(unit, tp) for unit in rule.units)
+
+    @cached_property
+    def _unsharded(self) -> "GroupPlanner":
+        """The planner with the style that applies where the units are not sharded."""
+        rule = self._group.rule
+        other = Rule(rule.pattern, rule.otherwise, pad=True, transposed=rule.transposed, origin=rule.origin)
+        return GroupPlanner(replace(self._group, rule=other), self._rules)
 
     def _blocked_reason(self, error: IndivisibleError) -> str:
         uncertain = self._rules.uncertain

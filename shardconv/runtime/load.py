@@ -47,6 +47,7 @@ from shardconv.layouts.layout import FileTensor
 from shardconv.plan.experts import own_experts
 from shardconv.plan.unused import known_unused
 from shardconv.runtime.device import check_room, move, rank_device
+from shardconv.runtime.rotary import heads_of_rank
 from shardconv.runtime.versions import versions
 
 
@@ -340,14 +341,15 @@ def _from_transformers(
 
     converted: Any = type(plain.__name__, (plain,), {"__module__": plain.__module__, "__init__": build})
     try:
-        model, report = converted.from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            dtype=dtype or "auto",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # which check_report refuses, by name
-        )
+        with heads_of_rank():
+            model, report = converted.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # which check_report refuses, by name
+            )
     except (AttributeError, KeyError, TypeError) as error:
         raise RunError(
             f"{folder}: a {plain.__name__} cannot be built from config.json: {type(error).__name__}: {error}"

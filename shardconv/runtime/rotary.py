@@ -1,0 +1,48 @@
+"""Rotary pairs of the heads of a rank: checkpoints that store them interleaved are reordered within each head.
+
+Owns what transformers' reordering has to know of a shard: how many heads it has, which it takes from the config.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor, nn
+
+from shardconv.convert.whole import RankConfig
+from shardconv.errors import RunError
+from shardconv.layers.sharding import ParallelModule
+
+
+@contextmanager
+def heads_of_rank() -> Iterator[None]:
+    """Within it, transformers reorders the rotary pairs of the heads that a rank has."""
+    from transformers.core_model_loading import PermuteForRope  # noqa: PLC0415 - an extra
+
+    permute = PermuteForRope.convert
+
+    def convert(self: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> dict[str, Any]:
+        shared, name = options["config"], options["full_layer_name"]
+        config = getattr(shared, self.subconfig_key, shared) if self.subconfig_key else shared
+        rows, full = _rows(options["model"], name)
+        heads = config.num_attention_heads
+        if full % heads or rows % (full // heads):
+            raise RunError(f"{name}: has {rows} of {full} rows, which are not whole ones of {heads} heads")
+        local = RankConfig(config, {"num_attention_heads": rows // (full // heads)})
+        options["config"] = RankConfig(shared, {self.subconfig_key: local}) if self.subconfig_key else local
+        converted: dict[str, Any] = permute(self, inputs, *arguments, **options)
+        return converted
+
+    with patch.object(PermuteForRope, "convert", convert):
+        yield
+
+
+def _rows(model: nn.Module, name: str) -> tuple[int, int]:
+    """The rows of a parameter that a rank has, and those of all ranks without padding."""
+    owner, _, own = name.rpartition(".")
+    module = model.get_submodule(owner)
+    parameter: Tensor = module.get_parameter(own)
+    placement = module.placements.get(own) if isinstance(module, ParallelModule) else None
+    full = parameter.shape[0] if placement is None or placement.dim != 0 else placement.size
+    return parameter.shape[0], full
