@@ -16,6 +16,7 @@ from shardconv.convert.modules import Sharded
 from shardconv.convert.norms import GlobalLayerNorm
 from shardconv.convert.products import multiplying
 from shardconv.convert.tell import _become
+from shardconv.errors import PlanError
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
 from shardconv.plan.placement import Interval, Placement, Unit, cut
@@ -233,10 +234,8 @@ def check_local_names(axis):
     _become(module, LocalNames, axis, local_values={"count": 2})
     assert torch.equal(module(torch.arange(8)), torch.tensor([6, 22]))
     assert torch.equal(Blocks()(torch.arange(8)), torch.tensor([1, 5, 9, 13]))
-    other = Counted()
-    _become(other, LocalNames, axis, local_values={"count": 2})
-    with pytest.raises(ValueError, match=r"Counted.forward assigns no count"):
-        other(torch.arange(8))
+    with pytest.raises(PlanError, match=r"Counted.forward assigns no count"):
+        _become(Counted(), LocalNames, axis, local_values={"count": 2})
 
 
 def check_sliced_output(axis):

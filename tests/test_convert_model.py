@@ -308,6 +308,8 @@ TOLD_WRONG = {
     "no unit": ('"**.mlp" = { norms = "heads" }', "there is no unit 'heads'"),
     "no unit of an input": ('"**.mlp" = { inputs = { x = { dim = 0, unit = "heads" } } }', "there is no unit 'heads'"),
     "no field": ('"**.mlp" = { attributes = { hidden_size = "no_such_field" } }', "no_such_field"),
+    "no tensor": ('"**.self_attn" = { slices = { head_dim = { dim = 0, unit = "query_head" } } }', "can be sliced"),
+    "no variable": ('"**.mlp" = { locals = { count = 2 } }', "LlamaMLP.forward assigns no count"),
     "a unit without a count": ('"**.self_attn" = { attributes = { head_dim = "single" } }', "has no count of its own"),
 }
 

@@ -20,7 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardconv.convert.modules import Sharded
 from shardconv.convert.recompile import recompiled
+from shardconv.convert.substitution import Substitutable, Substituted
 from shardconv.distributed import Axis, copy_to_tp, gather_from_tp, reduce_from_tp
+from shardconv.errors import PlanError
 from shardconv.layers.linear import ParallelLinear
 from shardconv.layers.sharding import ParallelModule, take_shard
 from shardconv.plan.placement import Placement
@@ -75,14 +77,15 @@ class LocalNames(ParallelModule):
 
     Attributes:
         local_values: name of each variable to its value on the rank.
+        local_forward: the module's own forward, which takes these values: see :func:`with_values`.
     """
 
     local_values: Mapping[str, int]
+    local_forward: Callable[..., Any]
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own, with these values."""
-        plain: Any = super().forward
-        return _with_values(plain.__func__, tuple(self.local_values))(self, *inputs, **options)
+        return self.local_forward(self, *inputs, **options)
 
 
 class _Values(ast.NodeTransformer):
@@ -100,16 +103,16 @@ class _Values(ast.NodeTransformer):
 
 
 @lru_cache
-def _with_values(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+def with_values(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
     """A module's forward, compiled anew from its source with other values in local variables.
 
     Raises:
-        ValueError: if it does not assign each of them.
+        PlanError: if it does not assign each of them.
     """
     values = _Values(names)
     changed = recompiled(forward, values)
     if missing := sorted(set(names) - values.found):
-        raise ValueError(f"{forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code")
+        raise PlanError(f"{forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code")
     return changed
 
 
@@ -182,25 +185,15 @@ def mixing_heads(names: tuple[str, ...]) -> type[MixedHeads]:
     return kind
 
 
-class SlicedTensors(ParallelModule):
-    """A module with tensors that hold something for each unit of all ranks, of which it computes with the rank's.
-
-    Attributes:
-        slices: name of each to what of it is the rank's.
-    """
-
-    slices: Mapping[str, Placement]
+class SlicedTensors(Substitutable, ParallelModule):
+    """A module with tensors that hold something for each unit of all ranks, of which it computes with the rank's."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""
-        whole = {name: copy_to_tp(getattr(self, name), group=self.axis) for name in self.slices}
-        sliced = {name: take_shard(value, self.slices[name], self.axis.rank) for name, value in whole.items()}
-        self.__dict__.update(sliced)  # found before parameters and buffers are
-        try:
+        whole = {name: copy_to_tp(self.own_tensor(name), group=self.axis) for name in self.slices}
+        rank = self.axis.rank
+        with Substituted({(self, name): take_shard(whole[name], self.slices[name], rank) for name in whole}):
             return super().forward(*inputs, **options)
-        finally:
-            for name in sliced:
-                del self.__dict__[name]
 
 
 class ParallelMultiheadAttention(Sharded):

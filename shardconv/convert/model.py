@@ -23,7 +23,7 @@ from shardconv.convert.modules import (
 )
 from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNorm
 from shardconv.convert.policy import Compiled, compile_policies, policies_in
-from shardconv.convert.tell import Told, tell, told_of
+from shardconv.convert.tell import Told, let_read, tell, told_of
 from shardconv.convert.whole import finish
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.errors import PlanError
@@ -80,6 +80,9 @@ def convert_model(
     The result computes what the model computed, forward, backward and in generation, each rank with its share of heads,
     hidden features, experts' features and words. Full logits come out on every rank. To train with dropout the ranks
     have to be seeded alike, which each pass checks; masks over attention repeat from rank to rank.
+
+    The result compiles with ``torch.compile(fullgraph=True)`` where ``model`` does. Threads can run it at once if they
+    call its collectives in the same order on all ranks, as one pass at a time does.
 
     Args:
         model: a model of transformers, with its values in memory, the same on every rank, or on the meta device; with
@@ -172,7 +175,9 @@ def convert_by(
         module.__dict__.update(shell.__dict__)
         shell.describe_parameters()
     for told in prepared.told:
-        tell(told, model, axis)
+        tell(told, axis)
+    for told in prepared.told:
+        let_read(told, model, axis)
     if prepared.policies is not None:
         prepared.policies.tell(model, axis)
     return model

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardconv.convert.substitution import Substitutable, Substituted, Substitution
 from shardconv.distributed import copy_to_tp, reduce_from_tp
 from shardconv.layers.linear import ParallelLinear, num_copies
 from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.placement import intervals
 
 
-class Sharded(ParallelModule):
+class Sharded(Substitutable, ParallelModule):
     """A module whose own parameters are shards, or are used on a rank's part, and that computes as it did with them.
 
     Attributes:
@@ -34,17 +35,14 @@ class Sharded(ParallelModule):
         if not torch.is_grad_enabled() and not self._always_used:
             return super().forward(*inputs, **options)
         read = [child for child in self.children() if isinstance(child, ParallelDepthwise)]  # maybe without a call
-        changed = []
-        try:
-            for module in (self, *read):
-                for name, parameter in module._parameters.items():  # noqa: SLF001 - of this kind, too
-                    if parameter is not None and name not in module.__dict__:
-                        module.__dict__[name] = module._used(name)  # noqa: SLF001 - found before the parameter is
-                        changed.append((module, name))
+        used: Substitution = {
+            (module, name): module._used(name)  # noqa: SLF001 - of this kind, too
+            for module in (self, *read)
+            for name, parameter in module._parameters.items()  # noqa: SLF001
+            if parameter is not None and name not in module.slices
+        }
+        with Substituted(used):
             return super().forward(*inputs, **options)
-        finally:
-            for module, name in changed:
-                del module.__dict__[name]
 
     def _used(self, name: str) -> Tensor:
         """What a parameter is computed with, so that its gradient is that of all ranks."""
@@ -52,7 +50,7 @@ class Sharded(ParallelModule):
             case "gathered":
                 return self.gather_parameter(name)
             case "replicated_with_grad_allreduce":
-                return copy_to_tp(getattr(self, name), group=self.axis)
+                return copy_to_tp(self.own_tensor(name), group=self.axis)
         return self.shard(name)
 
 
@@ -134,7 +132,7 @@ class SummedOutput(Sharded):
     def _used(self, name: str) -> Tensor:
         if name in self.placements:
             return super()._used(name)
-        whole = copy_to_tp(getattr(self, name), group=self.axis)
+        whole = copy_to_tp(self.own_tensor(name), group=self.axis)
         return whole if self.axis.rank == 0 else whole * 0
 
 
@@ -240,14 +238,9 @@ class Gathering(ParallelModule):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""
-        made = [(owner, name) for owner, name in self.read if name not in owner.__dict__]  # else one around this did
-        try:
-            for owner, name in made:
-                owner.__dict__[name] = owner.gather_parameter(name)  # found before the parameter is
+        gathered: Substitution = {(owner, name): owner.gather_parameter(name) for owner, name in self.read}
+        with Substituted(gathered):
             return super().forward(*inputs, **options)
-        finally:
-            for owner, name in made:
-                owner.__dict__.pop(name, None)
 
 
 class Multiplying(ParallelModule):
@@ -272,7 +265,7 @@ class ParallelConv1D(ParallelLinear):
     transposed = True
 
 
-def mixed(kind: type[ParallelModule], plain: type[nn.Module]) -> Any:
+def mixed(kind: type[nn.Module], plain: type[nn.Module]) -> Any:
     """The class of a converted module: ``kind``, going on in the module's own class.
 
     An embedding of a class of its own goes first instead, and finds ``kind`` in place of nn.Embedding; so does a module
@@ -288,7 +281,7 @@ def mixed(kind: type[ParallelModule], plain: type[nn.Module]) -> Any:
 _mixed: dict[tuple[type, type], type] = {}
 
 
-def _mix(kind: type[ParallelModule], plain: type[nn.Module]) -> type:
+def _mix(kind: type[nn.Module], plain: type[nn.Module]) -> type:
     if issubclass(kind, nn.Linear) or (issubclass(kind, nn.Embedding) and plain is nn.Embedding):
         return kind
     bases = (plain, kind) if issubclass(kind, nn.Embedding | Multiplying) else (kind, plain)

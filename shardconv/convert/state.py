@@ -27,11 +27,11 @@ def gather_state_dict(module: nn.Module) -> dict[str, Any]:
         >>> state = gather_state_dict(model)  # doctest: +SKIP
     """
     state: dict[str, Any] = module.state_dict()
-    gathered: dict[nn.Parameter, Tensor] = {}
+    gathered: dict[Tensor, Tensor] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, ParallelModule):
             for name, _ in child.own_shards():
-                parameter = child.get_parameter(name)
+                parameter = child.own_tensor(name)
                 if parameter not in gathered:
                     gathered[parameter] = child.gather_parameter(name).detach()
                 state[f"{prefix}.{name}" if prefix else name] = gathered[parameter]

@@ -20,6 +20,7 @@ from shardconv.convert.heads import (
     SlicedOutput,
     SlicedTensors,
     mixing_heads,
+    with_values,
 )
 from shardconv.convert.modules import (
     CopiedInput,
@@ -32,6 +33,7 @@ from shardconv.convert.modules import (
 )
 from shardconv.convert.norms import NormsOfHeads
 from shardconv.convert.products import multiplying
+from shardconv.convert.substitution import OwnForward
 from shardconv.convert.whole import RankConfig
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
@@ -150,6 +152,7 @@ def _kinds_of_heads(
 ) -> Iterator[tuple[type[ParallelModule], dict[str, Any]]]:
     """Those of modules whose code, tensors or output are of all heads."""
     if rule.locals:
+        with_values(type(module).forward, tuple(rule.locals))  # refuse before anything is changed
         yield (
             LocalNames,
             {"local_values": {name: scope.on_rank(value, axis.size) for name, value in rule.locals.items()}},
@@ -175,6 +178,8 @@ def _kinds_of_heads(
         if hasattr(module, name) and _is_sharded(one, scope, axis)
     }
     if slices:
+        if unknown := sorted(slices.keys() - module._parameters.keys() - module._buffers.keys()):  # noqa: SLF001
+            raise PlanError(f"slices {unknown} of a {type(module).__name__}: only parameters and buffers can be sliced")
         yield SlicedTensors, {"slices": slices}
 
 
@@ -189,7 +194,7 @@ def _slice(place: InputRule, scope: Scope, tp: int) -> Placement:
     return cut(place.dim, [scope.unit(name, tp, size=size) for name, size in sizes], tp)
 
 
-def tell(told: Told, model: nn.Module, axis: Axis) -> None:
+def tell(told: Told, axis: Axis) -> None:
     """Change a module of a model, whose layers are converted, so that it knows what it was told."""
     module = told.module
     if told.fields:
@@ -205,8 +210,18 @@ def tell(told: Told, model: nn.Module, axis: Axis) -> None:
         module.register_forward_pre_hook(partial(_cut_inputs, told.cuts, names), with_kwargs=True)
     for kind, attributes in told.kinds:
         _become(module, kind, axis, **attributes)
+
+
+def let_read(told: Told, model: nn.Module, axis: Axis) -> None:
+    """Let a module read full parameters of others, when all modules are what they become."""
     if told.gathers:
-        _become(module, Gathering, axis, read=_read(model, told))
+        _gather(told.module, _read(model, told), axis)
+
+
+def _gather(module: nn.Module, read: tuple[tuple[ParallelModule, str], ...], axis: Axis) -> None:
+    for owner, _ in read:
+        owner.__class__ = mixed(OwnForward, type(owner))
+    _become(module, Gathering, axis, read=read)
 
 
 def _read(model: nn.Module, told: Told) -> tuple[tuple[ParallelModule, str], ...]:
@@ -223,6 +238,8 @@ def _read(model: nn.Module, told: Told) -> tuple[tuple[ParallelModule, str], ...
 
 
 def _become(module: Any, kind: type[ParallelModule], axis: Axis, **attributes: Any) -> None:
+    if kind is LocalNames:
+        attributes["local_forward"] = with_values(type(module).forward, tuple(attributes["local_values"]))
     module.__class__ = mixed(kind, type(module))
     dim, placements = getattr(module, "dim", None), getattr(module, "placements", {})  # if it was one already
     module.__dict__.update(axis=axis, dim=dim, placements=placements, **attributes)

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardconv.convert.state import gather_state_dict
 from shardconv.distributed import Axis
-from shardconv.layers.dropout import check_seeds, share_seeds
+from shardconv.layers.dropout import SeedCheck, share_seeds
 
 
 class RankConfig:
@@ -42,9 +42,11 @@ class ConvertedModel(nn.Module):
 
     Attributes:
         axis: the ranks that hold the shards.
+        seed_check: compares the generators of the ranks.
     """
 
     axis: Axis
+    seed_check: SeedCheck
 
     @property
     def plain_class(self) -> Any:
@@ -81,7 +83,7 @@ def finish(model: Any, axis: Axis) -> Any:
     if plain not in _classes:
         _classes[plain] = type(plain.__name__, (ConvertedModel, plain), {"__module__": plain.__module__})
     model.__class__ = _classes[plain]
-    model.axis = axis
+    model.axis, model.seed_check = axis, SeedCheck(axis)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
     return model
 
@@ -96,7 +98,7 @@ def _check_call(model: Any, _: tuple[Any, ...], options: dict[str, Any]) -> None
         )
     if model.training and model.axis.size > 1 and (drawn := _drawn(model.config.to_dict())):
         has_others = any(_DRAWN_ELSEWHERE.search(name) for name in drawn)
-        check_seeds(model.axis, model.device, has_others=has_others)  # each time: some models seed themselves anew
+        model.seed_check(model.device, has_others=has_others)  # each time: some models seed themselves anew
 
 
 #: What fields of configs are called that say how much is drawn in training.

@@ -1,7 +1,9 @@
 """Dropout whose masks agree where ranks hold the same and differ where they hold different parts."""
 
 import hashlib
+import itertools
 import random
+from weakref import WeakValueDictionary
 
 import numpy
 import torch
@@ -84,6 +86,49 @@ def check_seeds(axis: Axis, device: torch.device, *, has_others: bool = False) -
             f"call torch.manual_seed with the same number on all of them"
             f"{', and random.seed and numpy.random.seed, too' * has_others}"
         )
+
+
+#: The axes of seed checks by number, which is how the operator of a compiled graph refers to them.
+_axes: WeakValueDictionary[int, Axis] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class SeedCheck:
+    """:func:`check_seeds` in every pass, also of a compiled graph.
+
+    Dynamo cannot trace the check, so a graph has it as one operator. That it changes a tensor keeps it in the graph.
+
+    Args:
+        axis: the ranks.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self._number, self._checked = axis, next(_numbers), torch.zeros(())
+        _axes[self._number] = axis
+
+    def __call__(self, device: torch.device, *, has_others: bool) -> None:
+        """Check the generators. All ranks have to call it.
+
+        Args:
+            device: see :func:`check_seeds`.
+            has_others: likewise.
+
+        Raises:
+            RuntimeError: if they differ.
+        """
+        if torch.compiler.is_compiling():
+            _check_seeds(self._checked, self._number, device, has_others)
+        else:
+            check_seeds(self.axis, device, has_others=has_others)
+
+
+@torch.library.custom_op("shardconv::check_seeds", mutates_args=("checked",))
+def _check_seeds(checked: Tensor, axis: int, device: torch.device, has_others: bool) -> None:
+    checked.fill_(1)
+    check_seeds(_axes[axis], device, has_others=has_others)
+
+
+_check_seeds.register_fake(lambda *_: None)
 
 
 def _others() -> Tensor:

@@ -238,23 +238,28 @@ class ParallelModule(nn.Module):
         """The layer in a message: its name, if it was converted, and its sizes."""
         return f"{self.name_in_model} ({self})" if self.name_in_model else str(self)
 
+    def own_tensor(self, name: str) -> Tensor:
+        """A parameter or buffer as the module holds it, also while its forward finds another tensor in its place."""
+        own: Tensor | None = self._parameters.get(name)
+        own = self._buffers.get(name) if own is None else own
+        found: Tensor = getattr(self, name) if own is None else own  # a plain attribute, as of torch's pruning
+        return found
+
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The shape of the full tensor of a parameter."""
-        shape, placement = list(getattr(self, name).shape), self.placements.get(name)
+        shape, placement = list(self.own_tensor(name).shape), self.placements.get(name)
         if placement is not None and placement.dim is not None:
             shape[placement.dim] = placement.size
         return tuple(shape)
 
     def gather_parameter(self, name: str) -> Tensor:
         """The full tensor of a parameter, in its original order; differentiable. All ranks have to call it."""
-        parameter: Tensor = getattr(self, name)
         placement = self.placements.get(name)
-        return parameter if placement is None else gather_shards(self.shard(name), placement, self.axis)
+        return self.own_tensor(name) if placement is None else gather_shards(self.shard(name), placement, self.axis)
 
     def shard(self, name: str) -> Tensor:
         """A parameter of the layer, to compute with: copies have one gradient, and padding has none."""
-        parameter: Tensor = getattr(self, name)
-        placement = self.placements.get(name)
+        parameter, placement = self.own_tensor(name), self.placements.get(name)
         if placement is None:
             return parameter
         if placement.is_padded:
@@ -274,7 +279,7 @@ class ParallelModule(nn.Module):
     def describe_parameters(self) -> None:
         """Say how each shard is cut, for those who meet the parameter without its module: see :func:`description`."""
         for name, placement in self.own_shards():
-            _described[getattr(self, name)] = placement, self.axis
+            _described[self.own_tensor(name)] = placement, self.axis
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has parameters of its own."""
@@ -302,7 +307,7 @@ class ParallelModule(nn.Module):
                         f"size mismatch for {key}: copying a param with shape {full.shape} from checkpoint, the shape "
                         f"in current model is {torch.Size(expected)}."
                     )
-                    state_dict[key] = getattr(self, name)  # said already
+                    state_dict[key] = self.own_tensor(name)  # said already
                 else:
                     shard = take_shard(full, placement, self.axis.rank)
                     is_kept = local_metadata.get("assign_to_params_buffers", False)
