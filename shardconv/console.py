@@ -1,13 +1,12 @@
-"""The only place that prints: results on stdout, all else on stderr.
+"""Output: results on stdout, everything else on stderr. No other module prints.
 
-Owns the human and the ``--json`` form of reports, the progress bar, and the table from exception to message and exit
-code. Style goes through rich, which is imported only where a terminal shows it. Knows reports as dataclasses only.
+Owns the human and the ``--json`` form of reports, and the progress bar. rich is imported only where a terminal shows
+its style. Knows reports as dataclasses only.
 """
 
 import dataclasses
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +15,8 @@ from typing import Any
 
 import click
 
-from shardconv.errors import ShardconvError
-from shardconv.signals import Terminated, message
+from shardconv.exits import describe
+from shardconv.formatting import size
 
 #: Seconds between two lines of progress where there is no terminal.
 _LINE_SECONDS = 10.0
@@ -149,29 +148,11 @@ def _lines(what: str, *, counts: bool) -> Iterator[Progress]:
     yield show
 
 
-def size(num_bytes: float) -> str:
-    """Bytes for people, in powers of ten."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers with runs of three and more as ``first-last``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return ", ".join(words)
-
-
 def show_error(error: BaseException, *, as_json: bool) -> int:
-    """Print one message for an exception, with ``as_json`` an object, too; gives the exit code that goes with it."""
+    """Print the message of an exception, with ``as_json`` also as an object; returns its exit code."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return error.exit_code
     message, code = describe(error)
     if as_json:
         with suppress(OSError):  # the error may be that stdout cannot be written; it is on stderr, too
@@ -179,27 +160,3 @@ def show_error(error: BaseException, *, as_json: bool) -> int:
     if message:
         click.echo(f"shardconv: {message}", err=True)
     return code
-
-
-def describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a table, in the order in which it is read
-    """The message for an exception, and the exit code that goes with it."""
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        error.show()
-        return "", error.exit_code
-    if isinstance(error, click.UsageError):
-        help_hint = f"\n{error.ctx.get_usage()}" if error.ctx else ""
-        return error.format_message() + help_hint, error.exit_code
-    if isinstance(error, click.ClickException):
-        return error.format_message(), error.exit_code
-    if isinstance(error, ShardconvError):
-        return str(error), error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return message(signal.SIGINT)
-    if isinstance(error, Terminated):
-        return message(signal.SIGTERM)
-    if isinstance(error, MemoryError):
-        return "there is not enough memory", 1
-    if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror or error}", 1
-    return f"internal error: {type(error).__name__}: {error} (--debug shows where; please report it)", 1

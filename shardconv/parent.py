@@ -1,16 +1,17 @@
-"""A rank ends when the process that started it does, however that ended. Imports nothing that takes time."""
+"""A rank exits when the process that started it does, for whatever reason. Imports nothing slow."""
 
 import os
 import threading
 import time
 
-#: The process that started a rank; the sign of being one that :func:`~shardconv.runtime.launch.launch` started.
+#: The environment variable with the id of the process that started this rank, set by
+#: :func:`~shardconv.runtime.launch.launch`.
 PARENT = "SHARDCONV_PARENT"
 _WATCH_SECONDS = 1.0
 
 
-def end_with_parent() -> None:
-    """Watch the process that started this one, if one did, from the first moment on: it may be gone already."""
+def exit_with_parent() -> None:
+    """Exit when the process that started this rank does, which may already be the case. Does nothing elsewhere."""
     if PARENT not in os.environ:
         return
     parent = int(os.environ.pop(PARENT))  # not for processes that this one starts

@@ -15,7 +15,7 @@ from build import contents, llama_config, write_checkpoint, write_weights
 from command import ENVIRONMENT, call, finish, run, start
 
 import shardconv
-from shardconv import console
+from shardconv import console, exits
 from shardconv.checkpoint.copy import CopyJob
 
 PACKAGE = Path(shardconv.__file__).parent
@@ -222,9 +222,9 @@ def raising(error: BaseException):
     ("error", "code", "message"),
     [
         (KeyboardInterrupt(), 130, "interrupted; nothing was left behind"),
-        (console.Terminated(), 143, "terminated; nothing was left behind"),
+        (exits.Terminated(), 143, "terminated; nothing was left behind"),
         (MemoryError(), 1, "there is not enough memory"),
-        (RuntimeError("boo"), 1, "internal error: RuntimeError: boo (--debug shows where; please report it)"),
+        (RuntimeError("boo"), 1, "internal error: RuntimeError: boo (--debug shows the traceback; please report it)"),
     ],
 )
 @each_writing_command
@@ -435,7 +435,8 @@ def test_public_names():
 LAYERS = [
     "errors",
     "parent",
-    "signals",
+    "exits",
+    "formatting",
     "plan",
     "layouts",
     "checkpoint",

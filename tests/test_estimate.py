@@ -14,9 +14,8 @@ from models import GQA, LAYERS, MLA, MODELS, MOE, VOCAB, Model, change_config, p
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import shardconv
-from shardconv.commands.words import duration
-from shardconv.console import size
 from shardconv.errors import PlanError, RunError, ShardconvError, SourceError
+from shardconv.formatting import duration, size
 from shardconv.plan.request import PlanRequest
 from shardconv.runtime.dry_run import MetaModel, Usage, dry_run
 from shardconv.runtime.estimate import Collective, CostReport, TpCost, Traffic, estimate_cost
@@ -325,7 +324,7 @@ def test_table(tiny):
     assert (result.code, result.err) == (0, "")
     assert "LlamaForCausalLM, family llama, 3 layers" in result.out
     assert "3 prompts of 5 tokens, and a step for the next token of each, in bfloat16" in result.out
-    assert "link: 10 µs a message, 1 GB/s" in result.out
+    assert "link: 10 µs per message, 1 GB/s" in result.out
     assert "the supported sizes up to 64" in result.out
     lines = result.out.rstrip().splitlines()
     assert [line.split()[0] for line in lines[-5:]] == ["tp", "1", "2", "4", "8"]
@@ -353,14 +352,14 @@ def test_json(tiny):
         (["--cost", "--batch", "0"], 2, "Invalid value for '--batch'"),
         (["--cost", "--seq", "many"], 2, "Invalid value for '--seq'"),
         (["--cost", "--alpha", "-1"], 2, "Invalid value for '--alpha'"),
-        (["--cost", "--alpha", "nan"], 2, "Invalid value for '--alpha': is no number"),
+        (["--cost", "--alpha", "nan"], 2, "Invalid value for '--alpha': is not a number"),
         (["--cost", "--beta", "-1"], 2, "Invalid value for '--beta'"),
-        (["--cost", "--beta", "nan"], 2, "Invalid value for '--beta': is no number"),
+        (["--cost", "--beta", "nan"], 2, "Invalid value for '--beta': is not a number"),
         (["--cost", "--tp", "3"], 1, "Use --tp"),
-        (["--seq", "5"], 2, "--seq is for --cost"),
-        (["--cost", "--prove"], 2, "--prove is not for --cost"),
-        (["--cost", "--measure-link", "--alpha", "3"], 2, "give one or the other"),
-        (["--measure-link"], 2, "--measure-link needs no SRC but for --cost"),
+        (["--seq", "5"], 2, "--seq applies to --cost only"),
+        (["--cost", "--prove"], 2, "--prove cannot be combined with --cost"),
+        (["--cost", "--measure-link", "--alpha", "3"], 2, "pass one or the other"),
+        (["--measure-link"], 2, "--measure-link takes SRC only together with --cost"),
         (["--cost", "--measure-link"], 2, "torchrun --nproc-per-node N -m shardconv plan --measure-link"),
     ],
 )
@@ -376,4 +375,4 @@ def test_a_source_is_needed_for_all_but_the_link():
         result = call("plan", *arguments)
         assert (result.code, "Missing argument 'SRC'" in result.err) == (2, True)
     assert "torchrun" in call("plan", "--measure-link").err
-    assert "--all is not for" in call("plan", "--measure-link", "--all").err
+    assert "--all cannot be combined with" in call("plan", "--measure-link", "--all").err

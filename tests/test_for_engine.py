@@ -109,7 +109,7 @@ def test_norms_over_heads(norms, tmp_path):
     options = ["--token-ids", "1 2 130", "--max-new-tokens", "3", "--device", "cpu", "--check", norms]
     result = run("run", tmp_path / "vllm", *options)
     assert result.code == 0, result.err
-    assert "equal to the unsplit model" in result.err
+    assert "equal to the unsharded model" in result.err
 
 
 def test_norms_of_a_submodel():

@@ -130,7 +130,7 @@ def test_text_is_the_unsplit_models(split):
         "peak memory",
         "first token after",
         "tokens/s",
-        "equal to the unsplit model for this, in float32: numbers to ",
+        "equal to the unsharded model for this, in float32: outputs to ",
         " of the largest, and greedy tokens",
     ):
         assert words in result.err
@@ -240,7 +240,7 @@ def test_masks_are_filled_in(tmp_path):
     result = run("run", tmp_path / "split", "--prompt", "an [MASK] is", "--device", "cpu", "--check", source)
     assert result.code == 0, result.err
     assert re.fullmatch(r"\S+ 0\.\d{3}, .*", result.out.strip())
-    assert "equal to the unsplit model for this, in float32: numbers to " in result.err
+    assert "equal to the unsharded model for this, in float32: outputs to " in result.err
     assert "greedy tokens" not in result.err
 
 
@@ -250,7 +250,7 @@ def test_embeddings(tmp_path):
     result = run("run", tmp_path / "split", "--prompt", "an exception", "--device", "cpu", "--check", source)
     assert result.code == 0, result.err
     assert len(json.loads(result.out)) == 32
-    assert "equal to the unsplit model for this, in float32: numbers to " in result.err
+    assert "equal to the unsharded model for this, in float32: outputs to " in result.err
 
 
 @pytest.mark.parametrize(("auto", "said"), [
@@ -639,7 +639,9 @@ def test_a_rank_is_killed(split, seconds, rank):
     assert time.monotonic() - began < 30
     assert result.code != 0
     check_gone(ranks.values())
-    assert lines_of(result.err)[-1:] == [f"shardconv: rank {rank} was ended by SIGKILL; the others were ended, too"]
+    assert lines_of(result.err)[-1:] == [
+        f"shardconv: rank {rank} was killed by SIGKILL; the other ranks were terminated"
+    ]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc which processes there are")

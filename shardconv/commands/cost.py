@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 
 from shardconv.commands.options import together
-from shardconv.commands.words import counted, duration
-from shardconv.console import Console, ranges, size
+from shardconv.console import Console
 from shardconv.errors import UsageError
-from shardconv.signals import ImportPhase
+from shardconv.exits import ImportPhase
+from shardconv.formatting import counted, duration, ranges, size
 
 if TYPE_CHECKING:
     from shardconv.runtime.estimate import CostReport, TpCost, Traffic
@@ -23,42 +23,42 @@ if TYPE_CHECKING:
 
 
 def _number(_: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """No range of click's leaves it out."""
+    """Refuse NaN, which a click range accepts."""
     if value is not None and math.isnan(value):
-        raise click.BadParameter("is no number", param=parameter)
+        raise click.BadParameter("is not a number", param=parameter)
     return value
 
 
 cost_options = together(
-    click.option("--cost", is_flag=True, help="Show what each rank would hold and send, for each number of ranks."),
-    click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Of --cost: prompts at once. [default: 1]"),
+    click.option("--cost", is_flag=True, help="Show memory per rank and communication cost, for each tp size."),
+    click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Prompts per batch of --cost. [default: 1]"),
     click.option(
         "--seq",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Of --cost: tokens of a prompt. [default: 2048, or the model's most]",
+        help="Tokens per prompt of --cost. [default: 2048, or the model's limit]",
     ),
     click.option(
         "--alpha",
         type=click.FloatRange(min=0, max=1e9),
         callback=_number,
         metavar="SECONDS",
-        help="Of --cost: what a message between ranks takes, however short. [default: 5e-6]",
+        help="Latency of a message between ranks, for --cost. [default: 5e-6]",
     ),
     click.option(
         "--beta",
         type=click.FloatRange(min=0, max=1e9),
         callback=_number,
         metavar="SECONDS",
-        help="Of --cost: what a byte takes, one by the bandwidth. [default: 2e-11, of 50 GB/s]",
+        help="Inverse bandwidth (seconds per byte), for --cost. [default: 2e-11, 50 GB/s]",
     ),
-    click.option("--measure-link", is_flag=True, help="Measure both, in processes that torchrun starts."),
+    click.option("--measure-link", is_flag=True, help="Measure alpha and beta, in processes that torchrun starts."),
 )
 
 
 @dataclass(frozen=True)
 class CostFlags:
-    """What was given of :data:`cost_options`, under the same names."""
+    """The values of :data:`cost_options`, under the same names."""
 
     cost: bool
     batch: int | None
@@ -69,36 +69,36 @@ class CostFlags:
 
     @classmethod
     def taken(cls, options: MutableMapping[str, Any]) -> Self:
-        """Those of all options, which are then without them."""
+        """Remove them from all options, and return them."""
         return cls(**{field.name: options.pop(field.name) for field in fields(cls)})
 
     def check(self, src: Path | None, **others: bool) -> None:
-        """Refuse what does not go together.
+        """Refuse options that contradict each other.
 
         Args:
             src: the source, if one was given.
-            others: further things to show, by their options, and whether they are asked for.
+            others: name of each other kind of output, and whether it was asked for.
 
         Raises:
-            UsageError: if it does not.
+            UsageError: if there are such options.
         """
         if src is None and (self.cost or not self.measure_link):
             raise click.MissingParameter(param_hint="'SRC'", param_type="argument")
         given = [name for name in ("batch", "seq", "alpha", "beta") if getattr(self, name) is not None]
         if given and not self.cost:
-            raise UsageError(f"--{given[0]} is for --cost")
+            raise UsageError(f"--{given[0]} applies to --cost only: add --cost")
         if self.measure_link and (self.alpha is not None or self.beta is not None):
-            raise UsageError("--measure-link measures what --alpha and --beta say: give one or the other")
+            raise UsageError("--measure-link measures --alpha and --beta: pass one or the other")
         if self.measure_link and src is not None and not self.cost:
-            raise UsageError("--measure-link needs no SRC but for --cost")
+            raise UsageError("--measure-link takes SRC only together with --cost")
         if more := next((name for name, is_asked in others.items() if is_asked and (self.cost or src is None)), None):
             raise UsageError(
-                f"--{more.replace('_', '-')} is not for --cost, nor for --measure-link: ask for one after the other"
+                f"--{more.replace('_', '-')} cannot be combined with --cost or --measure-link: run one after the other"
             )
 
     @property
     def link(self) -> "Link":
-        """What the options say of the link, by default what a link is by default."""
+        """The link of --alpha and --beta, with the defaults of Link for what is not given."""
         from shardconv.tensor.cost import Link
 
         given = {"alpha": self.alpha, "beta": self.beta}
@@ -106,16 +106,16 @@ class CostFlags:
 
 
 def measured_link(console: Console, *, is_reported: bool) -> "Link | None":
-    """Be a process of those that measure their link; the first one gets it, and says it.
+    """Measure the link between the processes that torchrun started; rank 0 reports it, and returns it.
 
     Args:
         console: of the command.
-        is_reported: whether it is the result; else it is said beside that.
+        is_reported: whether it is the result of the command, or only a note.
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
         raise UsageError(
-            "--measure-link times what passes between processes, two at least, which torchrun starts: torchrun "
-            "--nproc-per-node N -m shardconv plan --measure-link"
+            "--measure-link times messages between at least two processes: torchrun --nproc-per-node N -m shardconv "
+            "plan --measure-link"
         )
     gc.enable()
     from shardconv.distributed import init_parallel
@@ -133,7 +133,7 @@ def measured_link(console: Console, *, is_reported: bool) -> "Link | None":
     return report.link
 
 
-#: By how much a fit may be off before it is worth nothing.
+#: The largest relative error of a useful fit.
 _MISFIT = 0.5
 
 
@@ -153,8 +153,8 @@ def _link_lines(report: "LinkReport") -> list[str]:
 
 
 def _link(link: "Link") -> str:
-    bandwidth = f"{size(round(link.bandwidth, 1))}/s" if link.beta else "bytes without time"
-    return f"{duration(link.alpha)} a message, {bandwidth}"
+    bandwidth = f"{size(round(link.bandwidth, 1))}/s" if link.beta else "infinite bandwidth"
+    return f"{duration(link.alpha)} per message, {bandwidth}"
 
 
 def show_cost(
@@ -166,14 +166,14 @@ def show_cost(
     tp: int | None,
     **options: Any,  # noqa: ANN401
 ) -> None:
-    """Count, and print it.
+    """Print memory and communication cost.
 
     Args:
         src: the source.
         console: of the command.
-        flags: what is counted.
-        link: that was measured, or None for that of the flags.
-        tp: the only number of ranks, or None for all.
+        flags: the values of :data:`cost_options`.
+        link: the measured link; None for that of ``flags``.
+        tp: the tensor parallel size; None for all that are supported.
         options: of the plan.
     """
     gc.enable()
@@ -196,24 +196,24 @@ def show_cost(
 
 
 _COLUMNS = (
-    "tp", "weights", "cache", "activations", "in all", "step: sent", "of it a layer", "time", "prompts: sent", "time"
+    "tp", "weights", "cache", "activations", "total", "step: sent", "per layer", "time", "prompts: sent", "time"
 )  # fmt: skip
 
 
 def _head(report: "CostReport") -> list[str]:
-    """What was counted, so that it can be counted again."""
+    """The settings of the counted run."""
     layers = f", {counted(report.num_layers, 'layer')}" if report.num_layers else ""
     prompts, tokens = counted(report.batch, "prompt"), counted(report.seq, "token")
     return [
         f"{report.source}: {report.model or 'no model'}, family {report.family}{layers}",
-        f"a rank, with {prompts} of {tokens}, and a step for the next token of each, in {report.dtype}",
-        f"link: {_link(report.link)}; times are its alone, by rings, which is the most for short messages",
+        f"per rank, with {prompts} of {tokens}, and a step for the next token of each, in {report.dtype}",
+        f"link: {_link(report.link)}; times are of communication alone, by rings, which is an upper bound",
         *report.notes,
     ]
 
 
 def _gaps(report: "CostReport") -> list[str]:
-    """What was not counted, and why."""
+    """The sizes for which only weights were counted, by reason."""
     reasons: dict[str, list[int]] = {}
     for cost in report.costs:
         if cost.not_counted is not None:

@@ -1,7 +1,4 @@
-"""Options that several commands take.
-
-Owns their names, types and help. Knows nothing of what a command does with them.
-"""
+"""Options of several commands: names, types and help texts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +14,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one decorator, in their order."""
+    """Several options as one decorator, in the order of ``--help``."""
 
     def add(function: Command) -> Command:
         for option in reversed(options):
@@ -31,7 +28,7 @@ class _LocalPath(click.Path):
     """A path that is not a URL."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
-        """Check it as it was given: in a Path a URL has lost a slash."""
+        """Check the text before it becomes a Path, which would drop a slash of a URL."""
         return super().convert(local_path(value), param, ctx)
 
 
@@ -52,43 +49,51 @@ ignore_option = click.option(
 
 
 def engine_option(default: str) -> Callable[[Command], Command]:
-    """``--for``; ``default`` is named in its help."""
+    """``--for``; ``default`` is part of its help text."""
     text = f"Shard at the boundaries of this engine. [default: {default}]"
     return click.option("--for", "engine", type=click.Choice([*ENGINES, OWN.name]), help=text)
 
 
-pad_option = click.option("--pad", is_flag=True, help="Pad heads and widths that do not divide with zeros.")
+pad_option = click.option("--pad", is_flag=True, help="Pad heads and widths that tp does not divide with zeros.")
 plan_options = together(
-    click.option("--plan", type=PATH, help="TOML or JSON file with rules that come before the family's."),
-    click.option("--family", metavar="NAME", help="Use this family, whatever the config says."),
-    click.option("--replicate", metavar="NAME", multiple=True, help="Put this tensor whole on every rank. Repeatable."),
-    click.option("--head-dim", type=click.IntRange(min=1), metavar="N", help="Head size, if no config says it."),
+    click.option("--plan", type=PATH, help="TOML or JSON file with rules that are tried before the family's."),
+    click.option("--family", metavar="NAME", help="Use this family instead of that of the config's model_type."),
+    click.option("--replicate", metavar="NAME", multiple=True, help="Replicate this tensor. Repeatable."),
+    click.option(
+        "--head-dim",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Elements per attention head, if there is no config.",
+    ),
     click.option(
         "--experts",
         type=click.Choice(["tensor", "expert"]),
         default="tensor",
-        help="Cut each expert over all ranks, or deal experts out. [default: tensor]",
+        help="Shard each expert over all ranks, or distribute whole experts over ranks. [default: tensor]",
     ),
     engine_option("those of shardconv run"),
     pad_option,
-    click.option("--config", type=PATH, help="config.json to use instead of the one beside the weights."),
-    click.option("--follow-links", is_flag=True, help="Read files that are links out of their folder."),
+    click.option("--config", type=PATH, help="Use this config.json instead of that of SRC."),
+    click.option("--follow-links", is_flag=True, help="Follow links that lead out of their folder."),
     ignore_option,
 )
 write_options = together(
     click.option("--overwrite", is_flag=True, help="Replace what is at the destination."),
-    click.option("--dry-run", is_flag=True, help="Plan and check, write nothing."),
+    click.option("--dry-run", is_flag=True, help="Plan and check, but write nothing."),
     click.option(
-        "--threads", type=click.IntRange(min=1), metavar="N", help="Threads that copy. [default: processors, up to 8]"
+        "--threads",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Copying threads. [default: processors, up to 8]",
     ),
 )
 checksum_option = click.option(
-    "--checksums/--no-checksums", default=True, help="Take checksums while the data passes. [default: on]"
+    "--checksums/--no-checksums", default=True, help="Compute checksums while copying. [default: on]"
 )
 
 
 def layout_option(default: str) -> Callable[[Command], Command]:
-    """``--layout``; ``default`` ends its help."""
+    """``--layout``; ``default`` is the end of its help text."""
     text = (
         "Write the source's tensor names (native), also with offsets for torch.distributed.checkpoint (dcp), or the "
         f"files of vLLM's sharded_state (vllm). {default}"
@@ -96,6 +101,6 @@ def layout_option(default: str) -> Callable[[Command], Command]:
     return click.option("--layout", type=click.Choice(LAYOUTS), help=text)
 
 
-#: What the comparison of a checkpoint with its model does, for --help.
-CHECK_MODEL = "Compare names and shapes of tensors with those of the model class in transformers first."
-tp_option = click.option("--tp", type=click.IntRange(min=1), required=True, metavar="N", help="Number of ranks.")
+tp_option = click.option(
+    "--tp", type=click.IntRange(min=1), required=True, metavar="N", help="Tensor parallel size: number of ranks."
+)

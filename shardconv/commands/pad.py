@@ -1,4 +1,4 @@
-"""``shardconv pad`` and ``shardconv unpad``: a checkpoint whose heads and widths divide, and the one it was made of."""
+"""``shardconv pad`` and ``shardconv unpad``: pad heads and widths to a multiple of tp, and remove the padding."""
 
 import gc
 import re
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardconv.commands.notes import dry_run_notes, notes, padding_notes
 from shardconv.commands.options import PATH, ignore_option, output_options, write_options
-from shardconv.commands.words import dry_run_notes, notes, padding_notes, rate
-from shardconv.console import Console, size
-from shardconv.signals import ImportPhase
+from shardconv.console import Console
+from shardconv.exits import ImportPhase
+from shardconv.formatting import rate, size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.pad import Check
@@ -34,7 +35,7 @@ def _multiples(context: click.Context, parameter: click.Parameter, value: str) -
     callback=_multiples,
     required=True,
     metavar="tp=N[,vocab=M]",
-    help="Ranks to divide among; and what the vocabulary is to be a multiple of, whose padding has logits of zero.",
+    help="Pad heads and widths to a multiple of N and the vocabulary to a multiple of M (its padding has logits of 0).",
 )
 @click.option("-o", "--output", type=PATH, metavar="DIR", help="Folder to write. [default: NAME-padN here]")
 @click.option("--follow-links", is_flag=True, help="Read files that are links out of their folder.")
@@ -56,9 +57,9 @@ def pad(
     check_model: bool,
     **options: Any,  # noqa: ANN401
 ) -> None:
-    """Pad the Hugging Face checkpoint SRC with zeros and change its config, for engines that read that.
+    """Pad the Hugging Face checkpoint SRC with zeros and change its config, for engines that read such checkpoints.
 
-    Outputs stay equal. shardconv unpad gives SRC again, byte for byte.
+    Outputs stay equal. shardconv unpad restores SRC, byte for byte.
     """
     from shardconv.checkpoint.pad import pad as run
 
@@ -98,7 +99,7 @@ def _check() -> "Check":
 @write_options
 @output_options
 def unpad(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
-    """Write the checkpoint that shardconv pad made DIR of, byte for byte."""
+    """Restore the checkpoint that shardconv pad read to write DIR, byte for byte."""
     from shardconv.checkpoint.pad import unpad as run
 
     console = Console(as_json=as_json, quiet=quiet)

@@ -1,4 +1,4 @@
-"""``shardconv plan``: how a source would be cut, whether that is right, and what it would cost."""
+"""``shardconv plan``: how a source would be sharded, a proof of it, and its communication cost."""
 
 import gc
 import re
@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardconv.commands.check_source import CHECK_MODEL, check_source
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
-from shardconv.commands.options import CHECK_MODEL, PATH, output_options, plan_options
-from shardconv.commands.words import layout_note, model_notes, notes, padding_notes, sizes
-from shardconv.console import Console, ranges, size
-from shardconv.signals import ImportPhase
+from shardconv.commands.notes import layout_note, model_notes, notes, padding_notes
+from shardconv.commands.options import PATH, output_options, plan_options
+from shardconv.console import Console
+from shardconv.exits import ImportPhase
+from shardconv.formatting import ranges, size, sizes
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.planning import PlanReport, TensorReport
     from shardconv.plan.sizes import BlockedTp
-    from shardconv.proof.model_check import ModelCheck
     from shardconv.proof.prove import ProofReport
 
 
@@ -31,11 +32,16 @@ _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 @click.command()
 @click.argument("src", type=PATH, required=False)
-@click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Number of ranks. [default: supported sizes only]")
-@click.option("--all", "show_all", is_flag=True, help="A line for every tensor, not for every group alike.")
-@click.option("--prove", is_flag=True, help="Split a small model of this shape and compare it with the plain one.")
+@click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Tensor parallel size. [default: list them]")
+@click.option(
+    "--all",
+    "show_all",
+    is_flag=True,
+    help="Print a line per tensor, not one for all layers.",
+)
+@click.option("--prove", is_flag=True, help="Compare a small sharded model of this kind with the unsharded one.")
 @click.option("--check-model/--no-check-model", default=None, help=f"{CHECK_MODEL} [default: with --prove]")
-@click.option("--propose", is_flag=True, help="Print a plan file, proposed from the modules of a small model.")
+@click.option("--propose", is_flag=True, help="Print a plan file that is proposed from the modules of a small model.")
 @cost_options
 @plan_options
 @output_options
@@ -51,7 +57,7 @@ def plan(
     check_model: bool | None,
     **options: Any,  # noqa: ANN401
 ) -> None:
-    """Show how SRC would be cut, why, and for which numbers of ranks it can be. Reads headers and config only."""
+    """Show how SRC would be sharded, why, and for which tp sizes. Reads headers and config only."""
     from shardconv.checkpoint.planning import report_plan
 
     console = Console(as_json=as_json, quiet=quiet)
@@ -83,16 +89,8 @@ def plan(
         )
 
 
-def check_source(src: Path, options: dict[str, Any]) -> "ModelCheck":
-    """Compare a source with the model that its config names; ``options`` are the command's."""
-    gc.enable()
-    with ImportPhase():
-        from shardconv.proof.model_check import check_source as run
-    return run(src, config=options["config"], follow_links=options["follow_links"], ignore=options["ignore"])
-
-
 def _prove(src: Path, console: Console, *, tp: int | None, **options: Any) -> None:  # noqa: ANN401
-    """Exits 3 where the small model is not the plain one."""
+    """Prove the plan. Exits 3 where the sharded model differs from the unsharded one."""
     gc.enable()
     with ImportPhase():
         from shardconv.proof.prove import prove
@@ -108,19 +106,19 @@ def _prove(src: Path, console: Console, *, tp: int | None, **options: Any) -> No
 
 
 def _proof_lines(report: "ProofReport") -> list[str]:
-    numel = f"{report.num_parameters:,} random numbers"
+    numel = f"{report.num_parameters:,} randomly initialized parameters"
     lines = [f"{report.source}: family {report.family}, tried on a small {report.model} of {numel}"]
     for proof in report.proofs:
         tokens = {True: ", greedy tokens equal", False: ", greedy tokens DIFFERENT", None: ""}[proof.tokens]
         gradients = "" if proof.gradient is None else f", gradients to {proof.gradient:.0e}"
         found = "" if proof.output is None else f"outputs to {proof.output:.0e}{gradients} of the largest{tokens}; "
         verdict = "right" if proof.is_right else "DIFFERENT" if found else "DOES NOT RUN"
-        lines.append(f"tp {proof.tp}: {verdict}: {found}{proof.cut:.0%} of the bytes of matrices are cut")
+        lines.append(f"tp {proof.tp}: {verdict}: {found}{proof.cut:.0%} of the bytes of matrices are sharded")
     return lines
 
 
 def _gaps(report: "ProofReport") -> list[str]:
-    """What the proofs do not show."""
+    """What the proofs do not cover."""
     lines = list(dict.fromkeys(f"tp {proof.tp}: {proof.note}" for proof in report.proofs if proof.note))
     lines += [report.note] if report.note else []
     lines += [f"not tried: {text}" for text in report.skipped]
@@ -133,7 +131,7 @@ def _gaps(report: "ProofReport") -> list[str]:
 def _verdict(report: "ProofReport") -> str:
     tried = ", ".join(str(proof.tp) for proof in report.proofs)
     if report.is_proven:
-        return f"proven for tp {tried}{', but for what was not reached' if report.unreached else ''}"
+        return f"proven for tp {tried}{', except for the tensors that were not reached' if report.unreached else ''}"
     return "not proven: do not split by this plan" if tried else "neither proven nor refuted: nothing was tried"
 
 
@@ -156,7 +154,7 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
         lines.append(f"supported with --pad (additional memory): {', '.join(sizes_with)}{more}")
     lines += padding_notes(report.padding)
     if report.tp is not None:
-        lines += [f"tp {report.tp}: {sizes(report.rank_bytes)} a rank", ""]
+        lines += [f"tp {report.tp}: {sizes(report.rank_bytes)} per rank", ""]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""``shardconv run``: start the ranks, or be one of them, and print what the model gives."""
+"""``shardconv run``: start the ranks, or join them as one, and print what the model generates."""
 
 import gc
 import json
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardconv.commands.options import PATH, common_options
-from shardconv.commands.words import counted
-from shardconv.console import Console, size
+from shardconv.console import Console
 from shardconv.errors import UsageError
-from shardconv.signals import ImportPhase, default_signals
+from shardconv.exits import ImportPhase, default_signals
+from shardconv.formatting import counted, size
 
 if TYPE_CHECKING:
     from shardconv.runtime.run import RunOptions, RunReport
@@ -23,37 +23,45 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("src", type=PATH, metavar="DIR")
-@click.option(
-    "--prompt", multiple=True, metavar="TEXT", help="What to go on with. Repeatable. [default: lines of stdin]"
-)
+@click.option("--prompt", multiple=True, metavar="TEXT", help="Text to continue. Repeatable. [default: lines of stdin]")
 @click.option(
     "--token-ids", multiple=True, metavar="IDS", help='Token ids to continue instead of text: "1 2 3". Repeatable.'
 )
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
 @click.option(
-    "--temperature", type=click.FloatRange(min=0), default=0.0, help="0 takes the likeliest token. [default: 0]"
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="Tokens to generate per prompt.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the tokens that are drawn.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda where there is one]")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="0 is greedy decoding. [default: 0]",
+)
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of sampled tokens.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda where available]")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Of the values. [default: as they are stored]",
+    help="Data type of the model. [default: as stored]",
 )
-@click.option("--chat", is_flag=True, help="Put prompts into the model's chat template.")
-@click.option("--check", type=PATH, metavar="SRC", help="Compare with this unsplit checkpoint, in float32.")
+@click.option("--chat", is_flag=True, help="Apply the model's chat template to the prompts.")
+@click.option("--check", type=PATH, metavar="SRC", help="Compare with the unsharded model of this source, in float32.")
 @click.option(
     "--verify/--no-verify", default=True, show_default=True, help="Check each rank's file against its checksums first."
 )
 @click.option(
-    "--unused", multiple=True, metavar="PATTERN", help="Allow the model not to use these tensors. Repeatable."
+    "--unused", multiple=True, metavar="PATTERN", help="Allow tensors that the model does not use. Repeatable."
 )
-@click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings for its model.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code of the checkpoint.")
 @click.option(
     "-q",
     "--quiet",
     is_flag=True,
-    help="Print the text only: no figures and no progress. Of several prompts, a JSON string on a line each.",
+    help="Print only the generated text, without figures and progress; for several prompts a JSON string per line.",
 )
 @common_options
 def run(
@@ -65,7 +73,7 @@ def run(
     quiet: bool,
     **options: Any,  # noqa: ANN401
 ) -> None:
-    """Run the split checkpoint DIR, one process a rank: starts them, or joins them when torchrun did."""
+    """Run the split checkpoint DIR, one process per rank. Starts the processes, unless torchrun has."""
     gc.enable()
     if token_ids and (prompt or options["chat"]):
         raise UsageError(f"--token-ids replaces {'--prompt' if prompt else '--chat'}: give one of the two")
@@ -120,20 +128,20 @@ def _show(report: "RunReport", console: Console, *, is_text: bool, temperature: 
     if is_text and len(report.outputs) == 1 and report.first_token_seconds is not None:
         console.report(report, [])
     else:
-        console.report(report, _answers(report), quiet_lines=_quiet_answers(report, is_text=is_text))
+        console.report(report, _output_lines(report), quiet_lines=_quiet_lines(report, is_text=is_text))
     console.note(_figures(report))
     console.warn([*report.notes, *(f"DIFFERENT  {line}" for line in report.differences or ())])
     if report.differences == ():
         console.note([_equal(report, temperature)])
 
 
-def _answers(report: "RunReport") -> list[str]:
+def _output_lines(report: "RunReport") -> list[str]:
     if report.first_token_seconds is None or len(report.outputs) == 1:
         return list(report.outputs)
     return [f"> {prompt}\n{text}\n" for prompt, text in zip(report.prompts, report.outputs, strict=True)]
 
 
-def _quiet_answers(report: "RunReport", *, is_text: bool) -> list[str]:
+def _quiet_lines(report: "RunReport", *, is_text: bool) -> list[str]:
     """A line for each prompt; generated text, which may have several lines, as a JSON string."""
     is_generated = is_text and report.first_token_seconds is not None
     return [json.dumps(text, ensure_ascii=False) if is_generated else text for text in report.outputs]
@@ -141,14 +149,14 @@ def _quiet_answers(report: "RunReport", *, is_text: bool) -> list[str]:
 
 def _equal(report: "RunReport", temperature: float) -> str:
     tokens = "" if report.first_token_seconds is None or temperature else ", and greedy tokens"
-    return f"equal to the unsplit model for this, in float32: numbers to {report.error:.0e} of the largest{tokens}"
+    return f"equal to the unsharded model for this, in float32: outputs to {report.error:.0e} of the largest{tokens}"
 
 
 def _figures(report: "RunReport") -> list[str]:
     memory = ", ".join(map(size, report.memory_bytes))
     lines = [
-        f"{counted(report.tp, 'rank')} on {report.device}: {size(report.load_bytes)} a rank loaded in "
-        f"{report.load_seconds:.2f} s, {size(report.load_bytes / report.load_seconds)}/s; peak memory of each {memory}"
+        f"{counted(report.tp, 'rank')} on {report.device}: {size(report.load_bytes)} per rank loaded in "
+        f"{report.load_seconds:.2f} s, {size(report.load_bytes / report.load_seconds)}/s; peak memory per rank {memory}"
     ]
     if report.first_token_seconds is not None:
         speed = f", then {report.tokens_per_second:.1f} tokens/s" if report.tokens_per_second else ""

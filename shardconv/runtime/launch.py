@@ -1,7 +1,7 @@
 """Start the ranks of a run on this machine, or join those that torchrun started.
 
-Stands on torch's own launcher of processes. The ranks find each other by a file in a folder of their own and talk over
-the loopback interface, so nothing of a run can be reached from elsewhere.
+Uses torch's own process launcher. The rendezvous is a file in a temporary folder and connections use the loopback
+interface, so that no other machine can reach a run.
 """
 
 import gc
@@ -17,15 +17,15 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a world: it keeps for ever the one that there is when it is imported
+import torch.distributed.nn  # before init_process_group: it keeps the default group of its import
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, RunProcsResult, SignalException, start_processes
 
 from shardconv.errors import RunError
 from shardconv.parent import PARENT
 
-#: Where the ranks that :func:`launch` started meet; the sign of being one of them.
+#: The environment variable with the rendezvous of ranks that :func:`launch` started.
 RENDEZVOUS = "SHARDCONV_RENDEZVOUS"
-_END_SECONDS = 10
+_TERMINATE_SECONDS = 10
 #: The signals whose handlers torch replaces when it starts processes.
 _TORCH_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -33,7 +33,7 @@ _TORCH_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def launch(arguments: Sequence[str], ranks: int) -> int:
     """Run ``shardconv`` with these arguments in as many processes as there are ranks.
 
-    When one ends with an error, or this process is interrupted, the others are ended, too.
+    When one fails, or this process is interrupted, the others are terminated.
 
     Args:
         arguments: of the command line.
@@ -43,9 +43,9 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
         The exit code.
 
     Raises:
-        RunError: if a rank failed, with what it said; or was killed.
+        RunError: if a rank failed, with its message; or was killed.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # launch says what there is to say
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is replaced by one message
     with TemporaryDirectory(prefix="shardconv-") as folder:
         threads = os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // ranks, 1)))
         common = {
@@ -63,14 +63,14 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     if not failures:
         return 0
     first = min(failures.values(), key=lambda failure: failure.timestamp)
-    own, others = errors
-    if own:
-        raise RunError(own[0])
+    causes, consequences = errors
+    if causes:
+        raise RunError(causes[0])
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
-        raise RunError(f"rank {first.local_rank} was ended by {name}; the others were ended, too")
-    if others:
-        raise RunError(others[0])
+        raise RunError(f"rank {first.local_rank} was killed by {name}; the other ranks were terminated")
+    if consequences:
+        raise RunError(consequences[0])
     return int(first.exitcode)
 
 
@@ -96,42 +96,46 @@ def _run_processes(arguments: Sequence[str], envs: dict[int, dict[str, str]], lo
         sys.exit(128 + error.sigval)
     finally:
         if context is not None:
-            context.close(signal.SIGTERM, timeout=_END_SECONDS)
+            context.close(signal.SIGTERM, timeout=_TERMINATE_SECONDS)
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():  # start_processes replaces them
                 signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
-_OWN, _OTHERS = "own-error", "others-error"
+_CAUSE, _CONSEQUENCE = "cause", "consequence"
 
 
 def _errors(folder: Path) -> list[list[str]]:
-    """What the ranks said that failed, in the order of time: of their own, and what others brought about."""
-    found = [sorted(folder.glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime_ns) for kind in (_OWN, _OTHERS)]
-    return [[path.read_text() for path in paths] for paths in found]
+    """The messages of ranks that failed, oldest first: causes, and consequences of other ranks' failures."""
+
+    def messages(kind: str) -> list[str]:
+        paths = sorted(folder.glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime_ns)
+        return [path.read_text() for path in paths]
+
+    return [messages(_CAUSE), messages(_CONSEQUENCE)]
 
 
-def tell(message: str, *, is_others: bool) -> None:
-    """Leave what went wrong on this rank to :func:`launch`, so that it is said once.
+def write_failure(message: str, *, is_consequence: bool) -> None:
+    """Write the error of this rank where :func:`launch` reads it, which prints one message for all ranks.
 
     Args:
-        message: what it is.
-        is_others: whether another process brought it about, which may have more to say.
+        message: the error message.
+        is_consequence: whether the cause is in another process.
     """
     folder = Path(os.environ[RENDEZVOUS].removeprefix("file://")).parent
     written = folder / f"writing-{os.environ['RANK']}"
     written.write_text(message)
-    written.rename(folder / f"{_OTHERS if is_others else _OWN}-{os.environ['RANK']}")
+    written.rename(folder / f"{_CONSEQUENCE if is_consequence else _CAUSE}-{os.environ['RANK']}")
 
 
 def is_launched() -> bool:
-    """Whether :func:`launch` started this process; it says what is to be said of signals and lost connections."""
+    """Whether :func:`launch` started this process, and reports its errors and signals."""
     return RENDEZVOUS in os.environ
 
 
 def join() -> None:
-    """Be a rank: start ``torch.distributed`` as :func:`launch` means it; nothing to do where torchrun did the start."""
+    """Join the process group that :func:`launch` set up. Does nothing under torchrun."""
     rendezvous = os.environ.get(RENDEZVOUS)
     if rendezvous is None:
         return
@@ -141,7 +145,7 @@ def join() -> None:
 
 
 def leave() -> None:
-    """End ``torch.distributed`` when all ranks are done, with its threads, which must not outlive the interpreter."""
+    """Wait for all ranks, then destroy the process group and its threads, which must not outlive the interpreter."""
     if dist.is_initialized():
         dist.barrier()
         gc.collect()  # models, which hold groups, in cycles

@@ -1,13 +1,18 @@
-"""SIGINT and SIGTERM on the command line: one message and an exit code, at any moment of a process.
+"""Signals, exceptions and exit codes of the command line.
 
-Owns the handlers of each phase of a process. It is the first module that a command runs, so it imports nothing that
-takes time and knows no command.
+Owns the signal handlers of each phase of a process, and the message and exit code of each signal and exception. It is
+the first module that a command imports, so it imports nothing slow and knows no command.
 """
 
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing takes longer to import than the modules above
+    from typing import NoReturn
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 _MESSAGES = {
@@ -22,9 +27,44 @@ class Terminated(BaseException):
     """SIGTERM was received. As with KeyboardInterrupt, no ``except Exception`` stops it."""
 
 
-def message(number: int) -> tuple[str, int]:
-    """The message for a signal and the exit code that goes with it."""
+def describe_signal(number: int) -> tuple[str, int]:
+    """The message and the exit code of a signal."""
     return _MESSAGES[signal.Signals(number)], 128 + number
+
+
+def describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a table: the first match counts
+    """The message and the exit code of an exception."""
+    import click  # noqa: PLC0415 - slow to import, and this module is imported before signals have handlers
+
+    from shardconv.errors import ShardconvError  # noqa: PLC0415
+
+    if isinstance(error, click.Abort) and error.__cause__ is not None:
+        error = error.__cause__  # click raises Abort from KeyboardInterrupt and EOFError
+    if isinstance(error, click.UsageError):
+        usage = f"\n{error.ctx.get_usage()}" if error.ctx else ""
+        return error.format_message() + usage, error.exit_code
+    if isinstance(error, click.ClickException):
+        return error.format_message(), error.exit_code
+    if isinstance(error, ShardconvError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return describe_signal(signal.SIGINT)
+    if isinstance(error, Terminated):
+        return describe_signal(signal.SIGTERM)
+    if isinstance(error, MemoryError):
+        return "there is not enough memory", 1
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}", 1
+    return f"internal error: {type(error).__name__}: {error} (--debug shows the traceback; please report it)", 1
+
+
+def exit_at_once(code: int) -> "NoReturn":
+    """Exit without destructors, which abort for a connected process group whose threads are still running."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the reader may have closed the pipe
+            stream.flush()
+    os._exit(code)
 
 
 def exit_on_signals() -> None:
@@ -38,7 +78,7 @@ def raise_on_signals() -> None:
 
 
 def ignore_signals() -> None:
-    """Ignore both: the command is done or has failed, and what is left takes a moment."""
+    """Ignore both signals: the command has finished or failed, and the rest takes a moment."""
     if isinstance(signal.getsignal(signal.SIGALRM), _Again):
         signal.setitimer(signal.ITIMER_REAL, 0)
     for number in _NUMBERS:
@@ -46,7 +86,7 @@ def ignore_signals() -> None:
 
 
 def default_signals() -> None:
-    """End at once and without a message, as a rank does: the process that started it reports the signal."""
+    """Exit at once and without a message, in a rank: the process that started it reports the signal."""
     for number in _NUMBERS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NUMBERS)  # blocked while a rank is started
@@ -108,7 +148,7 @@ def _would_be_lost(frame: FrameType | None) -> bool:
 
 def _exit(number: int, _: FrameType | None) -> None:
     """Write the message without any library, as most of them may be half imported."""
-    text, code = message(number)
+    text, code = describe_signal(number)
     try:
         if "--json" in sys.argv:
             os.write(1, f'{{"error": "{text}", "exit_code": {code}}}\n'.encode())

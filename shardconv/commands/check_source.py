@@ -1,0 +1,21 @@
+"""The comparison of a source with its model class, for the commands that offer it."""
+
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardconv.exits import ImportPhase
+
+if TYPE_CHECKING:
+    from shardconv.proof.model_check import ModelCheck
+
+#: Help of the option.
+CHECK_MODEL = "Compare names and shapes of tensors with those of the model class in transformers first."
+
+
+def check_source(src: Path, options: dict[str, Any]) -> "ModelCheck":
+    """Compare a source with the model that its config names; ``options`` are the command's."""
+    gc.enable()
+    with ImportPhase():
+        from shardconv.proof.model_check import check_source as run
+    return run(src, config=options["config"], follow_links=options["follow_links"], ignore=options["ignore"])

@@ -1,0 +1,51 @@
+"""``shardconv reshard``: write a split checkpoint for another tp or layout."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardconv.commands.notes import dry_run_notes, engine_note, layout_note, padding_notes
+from shardconv.commands.options import (
+    PATH,
+    checksum_option,
+    engine_option,
+    layout_option,
+    output_options,
+    pad_option,
+    tp_option,
+    write_options,
+)
+from shardconv.console import Console
+from shardconv.formatting import counted, rate, sizes
+
+
+@click.command()
+@click.argument("src", type=PATH, metavar="DIR")
+@tp_option
+@click.option("-o", "--output", type=PATH, metavar="DIR2", help="Folder to write. [default: NAME-tpN here]")
+@engine_option("those of DIR, or of --layout")
+@pad_option
+@write_options
+@checksum_option
+@layout_option("[default: that of DIR]")
+@output_options
+def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
+    """Rewrite the split checkpoint DIR for another tensor parallel size or layout."""
+    from shardconv.checkpoint.reshard import reshard as run
+
+    console = Console(as_json=as_json, quiet=quiet)
+    with console.progress("reshard") as progress:
+        report = run(src, output, progress=progress, **options)
+    verb = "would be written" if report.dry_run else rate(sum(report.rank_bytes), report.seconds)
+    console.report(
+        report,
+        [
+            f"{report.path}: {report.num_tensors} tensors, from {counted(report.old_tp, 'rank')} to {report.tp}",
+            f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}{layout_note(report.layout)}; {verb}",
+            *padding_notes(report.padding),
+            *report.notes,
+            *dry_run_notes(report, overwrite=options["overwrite"]),
+            *engine_note(report.layout),
+        ],
+    )

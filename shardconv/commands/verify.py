@@ -1,0 +1,89 @@
+"""``shardconv verify``: compare a split checkpoint with its checksums, its source or an engine."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardconv.commands.notes import layout_note, notes
+from shardconv.commands.options import PATH, ignore_option, output_options
+from shardconv.console import Console
+from shardconv.formatting import counted, size
+from shardconv.plan.engines import ENGINES
+
+if TYPE_CHECKING:
+    from shardconv.checkpoint.verify import VerifyReport
+    from shardconv.engines.check import EngineReport
+
+#: The most differences that are printed.
+_MAX_LINES = 20
+
+
+@click.command()
+@click.argument("src", type=PATH, metavar="DIR")
+@click.option("--against", type=PATH, metavar="SRC", help="Also compare every byte with this source.")
+@click.option("--follow-links", is_flag=True, help="Follow links of SRC that lead out of their folder.")
+@ignore_option
+@click.option(
+    "--engine",
+    type=click.Choice(list(ENGINES)),
+    help="Also compare with the model that this engine, if it is installed, constructs on each rank.",
+)
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Number of reading threads.")
+@output_options
+def verify(src: Path, *, engine: str | None, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
+    """Verify the split checkpoint DIR against its checksums and its source. Exits 3 on a difference."""
+    from shardconv.checkpoint.verify import verify as run
+
+    console = Console(as_json=as_json, quiet=quiet)
+    checked = _check_engine(src) if engine is not None else None
+    with console.progress("verify") as progress:
+        report = run(src, progress=progress, **options)
+    remedy = "use the source" if report.saved_by else "split the source again or restore the modified files"
+    remedies = [remedy] if report.differences else []  # differences from an engine have remedies of their own
+    if checked is not None:
+        engines = (*report.checked, f"{checked.engine} {checked.version}")
+        report = replace(report, checked=engines, differences=(*report.differences, *checked.differences))
+    warnings = _warnings(report, remedies)
+    verdict = ["correct"] if _is_sure(report) and not report.differences else []
+    console.report(report, [*_head(report), *warnings, *verdict], quiet_warnings=warnings)
+    if report.differences:
+        sys.exit(3)
+
+
+def _check_engine(src: Path) -> "EngineReport":
+    from shardconv.engines.check import check_engine
+
+    return check_engine(src)
+
+
+def _is_sure(report: "VerifyReport") -> bool:
+    return report.has_checksums or report.is_compared
+
+
+def _head(report: "VerifyReport") -> list[str]:
+    held = f"{counted(report.tp, 'rank')}, {report.num_tensors} tensors, {size(report.num_bytes)}"
+    return [
+        f"{report.path}: {held}{layout_note(report.layout)}",
+        f"checked: {', '.join(report.checked)}",
+        *notes((), report.left_out),
+    ]
+
+
+def _warnings(report: "VerifyReport", remedies: list[str]) -> list[str]:
+    origin = f"saved by {report.saved_by}" if report.saved_by else "split with --no-checksums"
+    more = len(report.differences) - _MAX_LINES
+    warnings = [
+        *(f"{name}: is in the folder, but not part of this split checkpoint" for name in report.other_weights),
+        *([] if report.has_checksums else [f"there are no checksums: the checkpoint was {origin}"]),
+        *(f"DIFFERENT  {line}" for line in report.differences[:_MAX_LINES]),
+        *([f"... and {more} more (--json has all)"] if more > 0 else []),
+    ]
+    if remedies:
+        failed = counted(len(report.differences), "difference")
+        warnings.append(f"verification failed: {failed}: {remedies[0]}")
+    elif not report.differences and not _is_sure(report):
+        warnings.append("no difference found, but without checksums most would not show: --against SRC compares all")
+    return warnings

@@ -1,0 +1,48 @@
+"""Numbers as text for people: sizes, durations, ranges, counts."""
+
+from collections.abc import Sequence
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people, in powers of ten."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers with runs of three and more as ``first-last``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(words)
+
+
+def duration(seconds: float) -> str:
+    """Seconds, in the unit that fits."""
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def sizes(rank_bytes: tuple[int, ...]) -> str:
+    """Bytes per rank: one size, or the range from the smallest to the largest."""
+    low, high = size(min(rank_bytes)), size(max(rank_bytes))
+    return low if low == high else f"{low} to {high}"
+
+
+def counted(number: int, thing: str) -> str:
+    """A number and a noun, in the singular or plural."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def rate(num_bytes: int, seconds: float) -> str:
+    """Duration and throughput."""
+    return f"{seconds:.1f} s, {size(num_bytes / seconds)}/s"
