@@ -4,6 +4,7 @@ Owns which units are padded together and how far. Zeros add nothing to what a ro
 equal as long as query heads keep their KV heads. Where that does not follow from the rules, units are not padded.
 """
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardconv.errors import PlanError
 from shardconv.plan.family import CHOICE, STYLES, Rule
-from shardconv.plan.fields import fields_in
 from shardconv.plan.placement import Unit, round_up
 
 if TYPE_CHECKING:
@@ -90,6 +90,10 @@ class Padding:
         return Unit(unit.count, unit.size, unit.copies, groups=self.heads.kv_heads, padded=(padded.kv_heads, group))
 
 
+#: Of a unit that module overrides name, and no rule of a module that they match.
+UNKNOWN = Padding(refusal="no rule tells which units it is padded with")
+
+
 @dataclass(slots=True)
 class _Together:
     """Units that meet in modules, which are padded together.
@@ -158,20 +162,18 @@ def _by_module(scope: "Scope") -> dict[str, _Together]:
                 together.of_group |= names
             if rule.style == "by_rows":
                 together.refusal = f"{rule.pattern} computes along the dim that would be padded (style by_rows)"
-    for module, names in _told(scope):
-        if module in found:
-            found[module].names |= {name for name in names if name in units}
+    for regex, override in scope.modules():
+        if names := override.reads() & units.keys():
+            for module in found.keys() & {*expanded(override.pattern), *_matched(scope, regex)}:
+                found[module].names |= names
     return found
 
 
-def _told(scope: "Scope") -> Iterator[tuple[str, set[str]]]:
-    """The names that module overrides read, by the pattern of the module."""
-    for _, rule in scope.modules():
-        names = {rule.norms, *(one.unit for one in rule.inputs.values())}
-        for expression in rule.attributes.values():
-            names |= fields_in(expression)
-        for module in expanded(rule.pattern):
-            yield module, names
+def _matched(scope: "Scope", regex: re.Pattern[str]) -> Iterator[str]:
+    """The patterns of the modules of the rules whose tensors are in a module that an override matches, or are its."""
+    for rule, names in (scope.used or {}).items():
+        if any(map(regex.fullmatch, names)):
+            yield from _modules_of(rule.pattern)
 
 
 def _modules_of(pattern: str) -> list[str]:

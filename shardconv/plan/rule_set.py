@@ -47,8 +47,8 @@ class RuleSet:
         """What does not divide is padded to a multiple of this and of the tensor parallel size; 0 for no padding."""
         return self.scopes[0].pad
 
-    def with_padding(self, pad: int, used: frozenset[Rule] | None = None) -> Self:
-        """The same rules with ``pad``, which follows from the rules that are ``used``."""
+    def with_padding(self, pad: int, used: Mapping[Rule, frozenset[str]] | None = None) -> Self:
+        """The same rules with ``pad``, which follows from the rules that are ``used``: see :class:`Scope`."""
         return replace(self, scopes=tuple(replace(scope, pad=pad, used=used) for scope in self.scopes))
 
     @property
@@ -172,9 +172,7 @@ def _units_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> set[str]:
     """The names that may be those of units."""
     found = {unit for rule in rules for unit in (rule.unit, *rule.parts) if unit is not None}
     for module in modules:
-        found.update(module.units())
-        for expression in module.expressions():
-            found |= fields_in(expression)
+        found |= module.reads()
     return found
 
 
