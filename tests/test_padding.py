@@ -25,9 +25,11 @@ import shardconv
 from shardconv.errors import IntegrityError, PlanError
 from shardconv.plan.family import Family, InputRule, ModuleRule, Rule, UnitRule
 from shardconv.plan.padding import Heads, Padding, unit_paddings
+from shardconv.plan.padded_config import change_config
 from shardconv.plan.placement import Interval, Placement, Unit, cut
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.resolve import Resolver
 from shardconv.plan.scope import Scope
 from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT
@@ -174,10 +176,8 @@ def test_units_of_which_no_rule_tells_the_layout_are_not_padded():
     assert not scope.units("number", 3).is_padded
 
 
-@pytest.mark.parametrize(("heads", "tp"), [((6, 2), 4), ((64, 8), 24), ((64, 8), 6), ((12, 4), 8)])
-def test_slopes_of_minimax_are_laid_out_as_its_heads(heads, tp):
-    """Of each rank, by the rules of the family: the heads of its queries, and those of its slopes."""
-    query_heads, kv_heads = heads
+def minimax(query_heads: int, kv_heads: int, pad: int = 1) -> Resolver:
+    """The rules of the family over attention and linear attention of so many heads, with padding."""
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     rows = dict(zip(names, (query_heads, kv_heads, kv_heads, query_heads), strict=True))
     shapes = {name: (4 * count, 16) if name != "o_proj" else (16, 4 * count) for name, count in rows.items()}
@@ -185,13 +185,26 @@ def test_slopes_of_minimax_are_laid_out_as_its_heads(heads, tp):
     linear = {"qkv_proj": (12 * query_heads, 16), "out_proj": (16, 4 * query_heads)}
     specs |= {f"model.layers.0.self_attn.{name}.weight": TensorSpec("F32", shape) for name, shape in linear.items()}
     config = {"model_type": "minimax", "num_attention_heads": query_heads, "num_key_value_heads": kv_heads}
-    resolver = resolve(specs, {**config, "head_dim": 4, "hidden_size": 16}, PlanRequest(pad=1)).resolver
+    return resolve(specs, {**config, "head_dim": 4, "hidden_size": 16}, PlanRequest(pad=pad)).resolver
+
+
+@pytest.mark.parametrize(("heads", "tp"), [((6, 2), 4), ((64, 8), 24), ((64, 8), 6), ((12, 4), 8)])
+def test_slopes_of_minimax_are_laid_out_as_its_heads(heads, tp):
+    """Of each rank, by the rules of the family: the heads of its queries, and those of its slopes."""
+    resolver = minimax(*heads)
     placement = resolver.plan(tp).placement("model.layers.0.self_attn.out_proj.weight")
     assert placement.is_padded
     slopes = resolver.rules.scopes[0].units("head", tp)
     for rank in range(tp):
         heads_of = [None if column is None else column // 4 for column in held(placement, rank)[::4]]
         assert held(slopes, rank) == heads_of
+
+
+def test_configs_cannot_say_what_slopes_depend_on():
+    """As ALiBi: with more heads in the config, every head would get another slope."""
+    names = [f"model.layers.0.self_attn.{name}.weight" for name in ("qkv_proj", "out_proj")]
+    with pytest.raises(PlanError, match="self_attn: have something for each head that depends on how many there are"):
+        change_config(minimax(6, 2, pad=4), names, may_add=True)
 
 
 @pytest.mark.parametrize(
