@@ -24,8 +24,8 @@ from torch import nn
 import shardconv
 from shardconv.errors import IntegrityError, PlanError
 from shardconv.plan.family import Family, InputRule, ModuleRule, Rule, UnitRule
-from shardconv.plan.padding import Heads, Padding, unit_paddings
 from shardconv.plan.padded_config import change_config
+from shardconv.plan.padding import Heads, Padding, unit_paddings
 from shardconv.plan.placement import Interval, Placement, Unit, cut
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
@@ -293,7 +293,12 @@ def test_padding_that_is_not_zero_is_found(tmp_path):
 #: Query and KV heads of which 4 ranks pad each group: whole groups would take more memory.
 FEW = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
 #: Layers of linear attention, whose decay has other values for each head, and of attention by heads.
-MINIMAX = {"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8, "layer_types": ["linear_attention", "full_attention"]}
+MINIMAX = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "block_size": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 OTHERS = {
     "gpt_oss": Model("gpt_oss", {**GQA, **MOE, "sliding_window": 8}),
     "llama-6-2": Model("llama", FEW),

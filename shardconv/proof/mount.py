@@ -13,7 +13,6 @@ from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import PlanError
 from shardconv.plan.family import Family, ModuleRule
 from shardconv.plan.family_file import laid_over
-from shardconv.plan.fields import fields_in
 from shardconv.plan.matcher import Matcher
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.resolve import Resolver
