@@ -5,12 +5,10 @@ equal as long as query heads keep their KV heads. Where that does not follow fro
 """
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardconv.errors import PlanError
@@ -21,20 +19,11 @@ if TYPE_CHECKING:
     from shardconv.plan.scope import Scope
 
 
-@cache
-def type_refusal(model_type: str) -> str:
-    """Why nothing of a model type is padded; "" where something may be."""
-    refused: dict[str, list[str]] = tomllib.loads(_REFUSED.read_text("utf-8"))["refused"]
-    return next((reason for reason, types in refused.items() if model_type in types), "")
-
-
 #: Features: kernels of torch for grouped products need rows of a multiple of 16 bytes, and others are faster with them.
 _ALIGN = 8
 
 #: The largest unit of features: gate and up of one.
 _MAX_PAIR = 2
-
-_REFUSED = Path(__file__).parent / "padding.toml"
 
 
 class Heads(NamedTuple):

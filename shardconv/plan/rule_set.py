@@ -11,7 +11,6 @@ from shardconv.plan.engines import ENGINE, Engine
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import FOREIGN, NAMES_FAMILY, PLAN_FILE, Family, ModuleRule, Rule
 from shardconv.plan.fields import check_expression, fields_in, lookup
-from shardconv.plan.padding import type_refusal
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
 from shardconv.plan.scope import Scope
 
@@ -58,8 +57,7 @@ class RuleSet:
             return self.uncertain
         if self.family in (NAMES_FAMILY, FOREIGN):
             return "no family is known for this model, so that outputs with padding are not known to be equal"
-        types = [(scope.config or {}).get("model_type") for scope in self.scopes]
-        return next((refusal for kind in types if kind and (refusal := type_refusal(kind))), "")
+        return ""
 
     @property
     def has_plan_file(self) -> bool:
