@@ -541,6 +541,8 @@ def test_commands_say_what_padding_costs(tmp_path):
     assert f"Use --tp 1, 2, 4, 8. tp 3: supported with --pad, {costs[3]} more memory." in refused.err
     done = call("split", source, "--tp", 3, "--pad", "-o", tmp_path / "three")
     assert "query_head from 8 to 12, kv_head from 2 to 3" in done.out
+    assert "lm_head from 131 to 132" in done.out
+    assert "model.embed_tokens from 131 to 132" in done.out
     assert f"{costs[3]} more memory" in done.out
     found = json.loads(call("reshard", tmp_path / "three", "--tp", 6, "--pad", "-o", tmp_path / "six", "--json").out)
     assert ["query_head", 8, 12] in [list(unit.values()) for unit in found["padding"]["units"]]

@@ -9,6 +9,7 @@ from copy import copy
 from functools import cached_property
 
 from shardconv.errors import PlanError
+from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.sizes import (
@@ -140,7 +141,7 @@ class Resolver:
 
     def padding(self, tp: int) -> PaddingReport:
         """What the plan for ``tp`` ranks pads as asked."""
-        units = [PaddedUnit(one.unit or one.rule.pattern, one.size, one.padded) for one in self.padded_rules(tp)]
+        units = [PaddedUnit(one.unit or pattern_for(one.tensor), one.size, one.padded) for one in self.padded_rules(tp)]
         return PaddingReport(tuple(dict.fromkeys(units)), self.padding_share(tp)) if units else NO_PADDING
 
     def padded_rules(self, tp: int) -> Iterator[PaddedRule]:
