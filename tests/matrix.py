@@ -401,7 +401,7 @@ def unexplained(found: list[Row], *, is_all: bool) -> list[str]:
         f"{what}: {', '.join(sorted(which))}"
         for what, which in (
             ("not right, without a reason", wrong - set(REASONS)),
-            ("not right with padding: add them to shardconv/plan/padding.toml", padded),
+            ("not right with padding", padded),
             (f"less than {LEAST_CUT:.0%} cut, without a reason", less - set(LESS_CUT)),
             ("without gradients of training, and without a reason", untrained - set(NOT_TRAINED)),
             ("gathered, without a reason in the family file", unreasoned),

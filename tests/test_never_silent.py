@@ -287,6 +287,7 @@ BIAS = f"{LAYER}.self_attn.q_proj.bias"
 QKV = f"{LAYER}.self_attn.qkv_proj.weight (colwise instead of packed_colwise)"
 NO_RULE = "no rule of family llama covers it"
 
+GROUPS = "the shards of groups are compared with the heads of queries in test_padding"
 OTHER_NAMES = "the names and shapes of its files are compared in test_layouts and test_vllm_layout"
 
 CASES: Mapping[str, Case] = {
@@ -409,6 +410,9 @@ CASES: Mapping[str, Case] = {
         refused(error("is not a multiple of", "supported with --pad")), base="odd",
     ),
     "heads and widths that do not divide, padded": Case(moved(RIGHT), base="odd", options=("--pad",)),
+    "slopes for each head, padded in each group": Case(
+        moved(RIGHT, plan=na(GROUPS), split=na(GROUPS)), base="minimax", options=("--pad",),
+    ),
     "padding for vLLM, which reads its sizes from the config": Case(
         refused(error("--pad with the boundaries of vllm", "shardconv pad")), base="odd",
         options=("--pad", "--for", "vllm"),
@@ -475,7 +479,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; a new row changes them.
-COUNTS = {"right": 195, "error": 165, "warning": 8, "na": 192}
+COUNTS = {"right": 203, "error": 165, "warning": 8, "na": 194}
 
 
 def counts() -> Counter[str]:
@@ -519,12 +523,17 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 #: A model of which nothing divides, and what its dims are with padding.
 ODD = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 90}
 PADDED = {r"[qo]_proj": 128, r"[kv]_proj": 64, r"(gate|up|down)_proj": 96}
+#: Query and KV heads of which 4 ranks pad each group; and layers of linear attention, with slopes for each head.
+FEW = {
+    "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "block_size": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 
 
 def write_base(folder: Path, base: str) -> Path:
     """A model with the demo model's tokenizer."""
     torch.manual_seed(0)
-    model_type, odd = ("llama", ODD) if base == "odd" else (base, {})
+    model_type, odd = {"odd": ("llama", ODD), "minimax": (base, FEW)}.get(base, (base, {}))
     fields = {name: value for name, value in FIELDS.items() if model_type != "phi3" or name != "head_dim"} | odd
     made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **fields))
     for parameter in made.parameters():

@@ -23,17 +23,20 @@ from torch import nn
 
 import shardconv
 from shardconv.errors import IntegrityError, PlanError
-from shardconv.plan.family import Family, Rule, UnitRule
+from shardconv.plan.family import Family, InputRule, ModuleRule, Rule, UnitRule
+from shardconv.plan.padded_config import change_config
 from shardconv.plan.padding import Heads, Padding, unit_paddings
 from shardconv.plan.placement import Interval, Placement, Unit, cut
-from shardconv.plan.request import PlanRequest
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.resolve import Resolver
 from shardconv.plan.scope import Scope
 from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT
 from shardconv.tensor import as_dtensor
 
 SCALE = 0.3  # so that attention is neither even nor of one token
-LAYOUTS = {2: "first", 3: "three", 5: "five", 6: "six", 12: "twelve"}
+LAYOUTS = {2: "first", 3: "three", 4: "four", 5: "five", 6: "six", 12: "twelve"}
 
 heads = st.tuples(st.integers(1, 9), st.integers(1, 5))
 tps = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12])
@@ -123,17 +126,85 @@ UNITS_OF = {
 }
 
 
-def paddings(**rules: str) -> dict[str, Padding]:
-    """How units are padded by rules for these layers of one module, each with a unit."""
+def scope_of(*modules: ModuleRule, **rules: str) -> Scope:
+    """Rules for these layers of one module, each with a unit, and overrides of modules, with padding."""
     made = tuple(Rule(f"block.{layer}", "colwise", unit) for layer, unit in rules.items())
-    family = Family("made up", units=UNITS_OF, rules=made)
-    return dict(unit_paddings(Scope(family, {"q_heads": 8, "kv_heads": 2, "size": 4, "width": 10}, pad=1)))
+    family = Family("made up", units=UNITS_OF, rules=made, modules=modules)
+    used = {rule: frozenset({"block", rule.pattern}) for rule in made}
+    return Scope(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10}, pad=1, used=used)
+
+
+def paddings(**rules: str) -> dict[str, Padding]:
+    """How units are padded by such rules."""
+    return dict(unit_paddings(scope_of(**rules)))
 
 
 def test_units_that_meet_in_a_module_are_padded_together():
-    assert paddings(q="query", k="kv", bias="number") == dict.fromkeys(("query", "kv", "number"), Padding(Heads(2, 4)))
+    assert paddings(q="query", k="kv", bias="number") == dict.fromkeys(("query", "kv", "number"), Padding(Heads(2, 3)))
     assert paddings(q="query", bias="number") == dict.fromkeys(("query", "number"), Padding())
     assert paddings(up="width")["width"].align > 1
+
+
+#: Each way in which a module override depends on a unit.
+OVERRIDES = {
+    "attributes": {"attributes": {"num_heads": "2 * number"}},
+    "locals": {"locals": {"num_heads": "number"}},
+    "inputs": {"inputs": {"mask": InputRule(1, "number")}},
+    "slices": {"slices": {"slopes": InputRule(0, "number")}},
+    "slices of parts": {"slices": {"slopes": InputRule(0, parts=("number", "number"))}},
+    "output": {"output": InputRule(-1, "number")},
+    "norms": {"norms": "number"},
+    "shared output": {"shared_output": "number"},
+}
+
+
+@pytest.mark.parametrize("pattern", ["block", "**.block", "{other,block}", "bl*", "block.q"])
+@pytest.mark.parametrize("case", OVERRIDES)
+def test_units_of_overrides_are_padded_with_those_of_the_module(case, pattern):
+    """Values for each head are laid out as the heads are; the pattern need not be that of a rule."""
+    scope = scope_of(ModuleRule(pattern, **OVERRIDES[case]), q="query", k="kv")
+    assert unit_paddings(scope)["number"] == Padding(Heads(2, 3))
+    assert [held(scope.units("number", 4), rank) for rank in range(4)] == [[0, 1], [2, None], [3, 4], [5, None]]
+    assert scope.units("number", 4) == scope.units("query", 4)
+
+
+def test_units_of_which_no_rule_tells_the_layout_are_not_padded():
+    """With padding behind the last, the values of heads would be beside other heads."""
+    scope = scope_of(ModuleRule("elsewhere", slices={"slopes": InputRule(0, "number")}), q="query", k="kv")
+    with pytest.raises(PlanError, match=r"unit number: 6 is not a multiple of 4, and is not padded: no rule tells"):
+        scope.units("number", 4)
+    assert not scope.units("number", 3).is_padded
+
+
+def minimax(query_heads: int, kv_heads: int, pad: int = 1) -> Resolver:
+    """The rules of the family over attention and linear attention of so many heads, with padding."""
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    rows = dict(zip(names, (query_heads, kv_heads, kv_heads, query_heads), strict=True))
+    shapes = {name: (4 * count, 16) if name != "o_proj" else (16, 4 * count) for name, count in rows.items()}
+    specs = {f"model.layers.1.self_attn.{name}.weight": TensorSpec("F32", shape) for name, shape in shapes.items()}
+    linear = {"qkv_proj": (12 * query_heads, 16), "out_proj": (16, 4 * query_heads)}
+    specs |= {f"model.layers.0.self_attn.{name}.weight": TensorSpec("F32", shape) for name, shape in linear.items()}
+    config = {"model_type": "minimax", "num_attention_heads": query_heads, "num_key_value_heads": kv_heads}
+    return resolve(specs, {**config, "head_dim": 4, "hidden_size": 16}, PlanRequest(pad=pad)).resolver
+
+
+@pytest.mark.parametrize(("heads", "tp"), [((6, 2), 4), ((64, 8), 24), ((64, 8), 6), ((12, 4), 8)])
+def test_slopes_of_minimax_are_laid_out_as_its_heads(heads, tp):
+    """Of each rank, by the rules of the family: the heads of its queries, and those of its slopes."""
+    resolver = minimax(*heads)
+    placement = resolver.plan(tp).placement("model.layers.0.self_attn.out_proj.weight")
+    assert placement.is_padded
+    slopes = resolver.rules.scopes[0].units("head", tp)
+    for rank in range(tp):
+        heads_of = [None if column is None else column // 4 for column in held(placement, rank)[::4]]
+        assert held(slopes, rank) == heads_of
+
+
+def test_configs_cannot_say_what_slopes_depend_on():
+    """As ALiBi: with more heads in the config, every head would get another slope."""
+    names = [f"model.layers.0.self_attn.{name}.weight" for name in ("qkv_proj", "out_proj")]
+    with pytest.raises(PlanError, match="self_attn: have something for each head that depends on how many there are"):
+        change_config(minimax(6, 2, pad=4), names, may_add=True)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +290,21 @@ def test_padding_that_is_not_zero_is_found(tmp_path):
 
 # --- models ---------------------------------------------------------------------------------------------------------
 
-OTHERS = {"gpt_oss": Model("gpt_oss", {**GQA, **MOE, "sliding_window": 8})}
+#: Query and KV heads of which 4 ranks pad each group: whole groups would take more memory.
+FEW = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+#: Layers of linear attention, whose decay has other values for each head, and of attention by heads.
+MINIMAX = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "block_size": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+OTHERS = {
+    "gpt_oss": Model("gpt_oss", {**GQA, **MOE, "sliding_window": 8}),
+    "llama-6-2": Model("llama", FEW),
+    "minimax": Model("minimax", {**MINIMAX, **GQA}),
+    "minimax-6-2": Model("minimax", {**MINIMAX, **FEW}),
+}
 
 #: Model to the tensor parallel sizes at which it runs with padding.
 RUN = {
@@ -231,6 +316,8 @@ RUN = {
         (3,),
     ),
     **dict.fromkeys(("cohere", "olmo2", "phi3", "falcon-7b", "falcon-40b", "gpt_oss"), (3, 6)),
+    **dict.fromkeys(("llama-6-2", "minimax-6-2"), (4,)),
+    "minimax": (3, 6),
     "llama": (3, 5, 6, 12),
 }  # fmt: skip
 
@@ -454,6 +541,8 @@ def test_commands_say_what_padding_costs(tmp_path):
     assert f"Use --tp 1, 2, 4, 8. tp 3: supported with --pad, {costs[3]} more memory." in refused.err
     done = call("split", source, "--tp", 3, "--pad", "-o", tmp_path / "three")
     assert "query_head from 8 to 12, kv_head from 2 to 3" in done.out
+    assert "lm_head from 131 to 132" in done.out
+    assert "model.embed_tokens from 131 to 132" in done.out
     assert f"{costs[3]} more memory" in done.out
     found = json.loads(call("reshard", tmp_path / "three", "--tp", 6, "--pad", "-o", tmp_path / "six", "--json").out)
     assert ["query_head", 8, 12] in [list(unit.values()) for unit in found["padding"]["units"]]

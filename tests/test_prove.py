@@ -7,10 +7,12 @@ import shutil
 import tomllib
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from build import llama_config, write_checkpoint
 from command import call, run
 from matrix import check, model_class, small, worst
 from models import MODELS
@@ -22,8 +24,9 @@ from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family
 from shardconv.plan.family_file import laid_over, parse_plan_file
 from shardconv.plan.foreign import foreign_family
 from shardconv.plan.request import PlanRequest
+from shardconv.proof import prove as prove_module
 from shardconv.proof.compare import Reference, _difference, write_reference
-from shardconv.proof.prove import REFERENCE, _heads_for, _model_to_try, _skipped, small_model
+from shardconv.proof.prove import REFERENCE, SAME, _heads_for, _model_to_try, _skipped, small_model
 from shardconv.proof.small import default_config
 
 CAUSAL = "causal language models"
@@ -247,8 +250,50 @@ def test_what_is_barred_is_no_measure():
     assert _difference(torch.tensor([1.0, 2.0, 3.0]), expected) == float("inf")
 
 
+#: Model type, and fields of its config.
+COUNTS = {
+    "llama": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 3072, "head_dim": 512}),
+    "llama of many heads": ("llama", {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192}),
+    "no field for heads": ("gpt_neox", {"num_attention_heads": 12, "hidden_size": 768}),
+    "KV heads of latent attention": ("deepseek_v3", {"num_attention_heads": 128, "num_key_value_heads": 128}),
+    "minimax": ("minimax", {"num_attention_heads": 64, "num_key_value_heads": 8}),
+    "a nested config": ("gemma3", {"text_config": {"num_attention_heads": 16, "num_key_value_heads": 8}}),
+}
+
+
+@pytest.mark.parametrize("case", COUNTS)
+def test_with_padding_the_small_model_has_as_many_heads_as_the_source(case, tmp_path):
+    """Whole groups are padded, or each group: that depends on the counts, and so does what a proof shows."""
+    model_type, fields = COUNTS[case]
+    kind = model_class("images and text" if "text_config" in fields else CAUSAL, model_type)
+    config = {**kind.config_class(**fields).to_dict(), "architectures": [kind.__name__]}
+    small = _model_to_try(config, tmp_path, has_real_counts=True)[0].config.to_dict()
+    for path, value in fields.items():
+        for name, number in value.items() if isinstance(value, dict) else [(path, value)]:
+            if "heads" in name:
+                assert (small[path] if isinstance(value, dict) else small)[name] == number
+
+
+def test_other_numbers_of_heads_are_no_proof(tmp_path, monkeypatch):
+    """Where no small model with the source's heads can be built, padding of other heads proves nothing of it."""
+    source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1, hidden=96, heads=6, kv_heads=2))
+
+    def without_counts(config: dict[str, Any], *, heads: int | None = None, **options: Any) -> Any:
+        if heads == SAME:
+            raise RunError("it cannot be built")
+        return small_model(config, heads=heads, **options)
+
+    monkeypatch.setattr(prove_module, "small_model", without_counts)
+    report = shardconv.prove(source, tps=(4, 2), pad=True, check_model=False)
+    assert [proof.tp for proof in report.proofs] == [2]
+    assert report.skipped == (
+        "tp 4: not tried: which places have padding depends on the numbers of query and KV heads, which are 6/2 in the "
+        "source and none that are padded in the small model",
+    )
+
+
 def test_padding_is_proven(tmp_path):
-    """The small model has four heads and two KV heads, so that at tp 3 it is padded."""
+    """The small model has as many heads as the source, so that at tp 3 it is padded as the source is."""
     source = MODELS["llama"].write(tmp_path / "source")
     report = shardconv.prove(source, tps=(3,), pad=True)
     assert report.is_proven

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 from shardconv.errors import PlanError
-from shardconv.plan.fields import check_expression
+from shardconv.plan.fields import check_expression, fields_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +234,10 @@ class ModuleRule:
         for place in (*places, *filter(None, [self.output])):
             yield from place.units()
         yield from filter(None, (self.norms, self.functional))
+
+    def reads(self) -> set[str]:
+        """The names that it reads: of every unit that it depends on, and of config fields."""
+        return {*self.units()}.union(*map(fields_in, self.expressions()))
 
     @classmethod
     def joined(cls, rules: Sequence["ModuleRule"]) -> Self:

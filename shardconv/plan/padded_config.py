@@ -64,9 +64,8 @@ def change_config(resolver: Resolver, names: Collection[str], *, may_add: bool) 
             before = changes.setdefault((id(one.scope.config), field), change)
             if before.value != change.value:
                 raise PlanError(f"{field}: would be {before.value} and {change.value}: {_REMEDY}")
-    units = {(id(one.scope), one.unit) for one in padded}
     for scope in resolver.rules.scopes:
-        _check_modules(scope, {unit for found, unit in units if found == id(scope)}, names)
+        _check_modules(scope, names)
     kept = [change for scope in resolver.rules.scopes for change in _kept(scope, [*changes.values()])]
     added = [change.field for change in kept if lookup(change.scope.config or {}, change.field) is None]
     if added and not may_add:
@@ -113,14 +112,15 @@ def _check_count(padded: PaddedRule) -> None:
         )
 
 
-def _check_modules(scope: Scope, units: set[str | None], names: Collection[str]) -> None:
+def _check_modules(scope: Scope, names: Collection[str]) -> None:
+    units = scope.family.units or {}
     for regex, rule in scope.modules():
-        found = {one.unit for one in rule.inputs.values()} & units
-        if rule.norms in units and any(re.match(rf"{regex.pattern}\.norms\.", name) for name in names):
-            found = {rule.norms}
+        found = {name for name in rule.units() if units[name].count is not None and scope.units(name, 1).is_padded}
+        if rule.norms and not any(re.match(rf"{regex.pattern}\.norms\.", name) for name in names):
+            found.discard(rule.norms)
         if found:
             raise PlanError(
-                f"modules {rule.pattern}: have something for each {', '.join(sorted(map(str, found)))} that depends on "
+                f"modules {rule.pattern}: have something for each {', '.join(sorted(found))} that depends on "
                 f"how many there are: {_REMEDY}"
             )
 

@@ -4,28 +4,19 @@ Owns which units are padded together and how far. Zeros add nothing to what a ro
 equal as long as query heads keep their KV heads. Where that does not follow from the rules, units are not padded.
 """
 
-import tomllib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardconv.errors import PlanError
 from shardconv.plan.family import CHOICE, STYLES, Rule
-from shardconv.plan.fields import fields_in
 from shardconv.plan.placement import Unit, round_up
 
 if TYPE_CHECKING:
     from shardconv.plan.scope import Scope
-
-
-@cache
-def type_refusal(model_type: str) -> str:
-    """Why nothing of a model type is padded; "" where something may be."""
-    refused: dict[str, list[str]] = tomllib.loads(_REFUSED.read_text("utf-8"))["refused"]
-    return next((reason for reason, types in refused.items() if model_type in types), "")
 
 
 #: Features: kernels of torch for grouped products need rows of a multiple of 16 bytes, and others are faster with them.
@@ -33,8 +24,6 @@ _ALIGN = 8
 
 #: The largest unit of features: gate and up of one.
 _MAX_PAIR = 2
-
-_REFUSED = Path(__file__).parent / "padding.toml"
 
 
 class Heads(NamedTuple):
@@ -88,6 +77,10 @@ class Padding:
             return Unit(unit.count, unit.size, unit.copies, padded=(1, group))
         group = 1 if unit.copies else padded.group
         return Unit(unit.count, unit.size, unit.copies, groups=self.heads.kv_heads, padded=(padded.kv_heads, group))
+
+
+#: Of a unit that module overrides name, and no rule of a module that they match.
+UNKNOWN = Padding(refusal="no rule tells which units it is padded with")
 
 
 @dataclass(slots=True)
@@ -158,23 +151,21 @@ def _by_module(scope: "Scope") -> dict[str, _Together]:
                 together.of_group |= names
             if rule.style == "by_rows" and len(names) != 1:
                 together.refusal = f"{rule.pattern} computes along the dim that would be padded (style by_rows)"
-    for module, names in _told(scope):
-        if module in found:
-            found[module].names |= {name for name in names if name in units}
+    for regex, override in scope.modules():
+        if names := override.reads() & units.keys():
+            for module in found.keys() & {*expanded(override.pattern), *_matched(scope, regex)}:
+                found[module].names |= names
     gathering = (rule.pattern for _, rule in scope.modules() if rule.gathered_output)
     for module in (one for pattern in gathering for one in expanded(pattern) if one in found):
         found[module].refusal = f"the output of {module} is gathered with its padding"
     return found
 
 
-def _told(scope: "Scope") -> Iterator[tuple[str, set[str]]]:
-    """The names that module overrides read, by the pattern of the module."""
-    for _, rule in scope.modules():
-        names = {rule.norms, *(one.unit for one in rule.inputs.values())}
-        for expression in rule.attributes.values():
-            names |= fields_in(expression)
-        for module in expanded(rule.pattern):
-            yield module, names
+def _matched(scope: "Scope", regex: re.Pattern[str]) -> Iterator[str]:
+    """The patterns of the modules of the rules whose tensors are in a module that an override matches, or are its."""
+    for rule, names in (scope.used or {}).items():
+        if any(map(regex.fullmatch, names)):
+            yield from _modules_of(rule.pattern)
 
 
 def _modules_of(pattern: str) -> list[str]:

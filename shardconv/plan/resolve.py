@@ -9,6 +9,7 @@ from copy import copy
 from functools import cached_property
 
 from shardconv.errors import PlanError
+from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.sizes import (
@@ -21,7 +22,7 @@ from shardconv.plan.sizes import (
     PaddingReport,
     TpSizes,
 )
-from shardconv.plan.tensor_groups import TensorGroup, group_tensors, matcher_of, with_scopes
+from shardconv.plan.tensor_groups import TensorGroup, group_tensors, matcher_of, modules_by_rule, with_scopes
 from shardconv.plan.tensor_placement import BlockedError, GroupPlanner, PaddedRule, ShardedDim
 
 
@@ -76,7 +77,7 @@ class Resolver:
         return self._with_padding[pad]
 
     def _set_padding(self, pad: int) -> None:
-        rules = self.rules.with_padding(pad, frozenset(group.rule for group in self._sizes))
+        rules = self.rules.with_padding(pad, modules_by_rule(self._group_of))
         self._group_of = with_scopes(self._group_of, dict(zip(self.rules.scopes, rules.scopes, strict=True)))
         self.rules = rules
         for derived in ("_sizes", "_planners"):
@@ -140,7 +141,7 @@ class Resolver:
 
     def padding(self, tp: int) -> PaddingReport:
         """What the plan for ``tp`` ranks pads as asked."""
-        units = [PaddedUnit(one.unit or one.rule.pattern, one.size, one.padded) for one in self.padded_rules(tp)]
+        units = [PaddedUnit(one.unit or pattern_for(one.tensor), one.size, one.padded) for one in self.padded_rules(tp)]
         return PaddingReport(tuple(dict.fromkeys(units)), self.padding_share(tp)) if units else NO_PADDING
 
     def padded_rules(self, tp: int) -> Iterator[PaddedRule]:

@@ -11,7 +11,6 @@ from shardconv.plan.engines import ENGINE, Engine
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import FOREIGN, NAMES_FAMILY, PLAN_FILE, Family, ModuleRule, Rule
 from shardconv.plan.fields import check_expression, fields_in, lookup
-from shardconv.plan.padding import type_refusal
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
 from shardconv.plan.scope import Scope
 
@@ -47,8 +46,8 @@ class RuleSet:
         """What does not divide is padded to a multiple of this and of the tensor parallel size; 0 for no padding."""
         return self.scopes[0].pad
 
-    def with_padding(self, pad: int, used: frozenset[Rule] | None = None) -> Self:
-        """The same rules with ``pad``, which follows from the rules that are ``used``."""
+    def with_padding(self, pad: int, used: Mapping[Rule, frozenset[str]] | None = None) -> Self:
+        """The same rules with ``pad``, which follows from the rules that are ``used``: see :class:`Scope`."""
         return replace(self, scopes=tuple(replace(scope, pad=pad, used=used) for scope in self.scopes))
 
     @property
@@ -58,8 +57,7 @@ class RuleSet:
             return self.uncertain
         if self.family in (NAMES_FAMILY, FOREIGN):
             return "no family is known for this model, so that outputs with padding are not known to be equal"
-        types = [(scope.config or {}).get("model_type") for scope in self.scopes]
-        return next((refusal for kind in types if kind and (refusal := type_refusal(kind))), "")
+        return ""
 
     @property
     def has_plan_file(self) -> bool:
@@ -172,9 +170,7 @@ def _units_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> set[str]:
     """The names that may be those of units."""
     found = {unit for rule in rules for unit in (rule.unit, *rule.parts) if unit is not None}
     for module in modules:
-        found.update(module.units())
-        for expression in module.expressions():
-            found |= fields_in(expression)
+        found |= module.reads()
     return found
 
 

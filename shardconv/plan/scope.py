@@ -10,8 +10,8 @@ from shardconv.errors import PlanError
 from shardconv.plan.family import Family, ModuleRule, Rule
 from shardconv.plan.fields import Fields, fields_in, reads_stage
 from shardconv.plan.matcher import name_regex
-from shardconv.plan.padding import Padding, padding_of, unit_paddings
-from shardconv.plan.placement import Interval, Placement, Unit, cut
+from shardconv.plan.padding import UNKNOWN, Padding, padding_of, unit_paddings
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +23,8 @@ class Scope:
         config: what they read; None where there is none.
         at: a pattern of what names begin with; "" for all names.
         pad: what does not divide is padded to a multiple of this and of the tensor parallel size; 0 for no padding.
-        used: the rules that match a tensor, from which padding follows; None for all.
+        used: the rules that match a tensor, from which padding follows, to the names of the layers that they match and
+            of the modules around them; None for all rules.
         stage: the number of the stage that ``field[stage]`` reads; None where names tell.
     """
 
@@ -31,7 +32,7 @@ class Scope:
     config: Mapping[str, Any] | None
     at: str = ""
     pad: int = 0
-    used: frozenset[Rule] | None = None
+    used: Mapping[Rule, frozenset[str]] | None = None
     stage: int | None = None
 
     def fields(self, stage: int | None = None, **others: int) -> Fields:
@@ -101,14 +102,20 @@ class Scope:
         """A unit of ``size`` elements, with its padding for ``tp`` ranks.
 
         Raises:
-            PlanError: if how many units there are depends on a tensor.
+            PlanError: if how many units there are depends on a tensor, or they would be padded and it is not known how.
         """
         unit = (self.family.units or {})[name]
         if unit.count is None:
             raise PlanError(f"unit {name}: has no count of its own")
         whole = Unit(self.fields().evaluate(unit.count), size, unit.copies)
-        padding = unit_paddings(self).get(name, Padding()) if self.pad else None
-        return padding.apply(whole, self.multiple(tp)) if padding else whole
+        padding = unit_paddings(self).get(name, UNKNOWN) if self.pad and not unit.whole else None
+        if padding is None or not padding.refusal:
+            return whole if padding is None else padding.apply(whole, self.multiple(tp))
+        try:
+            cut(0, [whole], tp)
+        except IndivisibleError as error:
+            raise PlanError(f"unit {name}: {error}, and is not padded: {padding.refusal}") from error
+        return whole
 
     def padding(self, rule: Rule, unit: str | None) -> Padding | None:
         """How a unit of a rule is padded; None where nothing is."""

@@ -68,7 +68,7 @@ class PaddedUnit:
     """A unit of which there are more with padding.
 
     Attributes:
-        name: of the unit; where elements are padded, the rule's pattern.
+        name: of the unit; where elements are padded, the module of the tensor, in every layer.
         size: how many there are.
         padded_size: how many there are with padding.
     """

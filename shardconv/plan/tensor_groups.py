@@ -106,6 +106,15 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
     return group_of
 
 
+def modules_by_rule(group_of: Mapping[str, TensorGroup]) -> dict[Rule, frozenset[str]]:
+    """For each rule that matches a tensor the names of the layers that it matches, and of the modules around them."""
+    found: dict[Rule, set[str]] = {}
+    for name, group in group_of.items():
+        layer = name.removesuffix(f".{group.leaf}")
+        found.setdefault(group.rule, set()).update((layer, layer.rpartition(".")[0]))
+    return {rule: frozenset(names) for rule, names in found.items()}
+
+
 def with_scopes(group_of: Mapping[str, TensorGroup], scopes: Mapping[Scope, Scope]) -> dict[str, TensorGroup]:
     """The same groups with other scopes in place of theirs."""
     changed = {group: replace(group, scope=scopes[group.scope]) for group in dict.fromkeys(group_of.values())}

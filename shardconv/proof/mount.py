@@ -13,7 +13,6 @@ from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import PlanError
 from shardconv.plan.family import Family, ModuleRule
 from shardconv.plan.family_file import laid_over
-from shardconv.plan.fields import fields_in
 from shardconv.plan.matcher import Matcher
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.resolve import Resolver
@@ -135,6 +134,5 @@ def _used_units(proposal: Proposal) -> dict[str, RuleTable]:
     """The units that the rules and overrides that are left name."""
     named = {unit for rule in proposal.rules.values() for unit in (rule.get("unit"), *rule.get("parts", ()))}
     for pattern, told in proposal.told.items():
-        override = parse_module(pattern, told, "proposal")
-        named |= {name for expression in override.expressions() for name in fields_in(expression)} | {*override.units()}
+        named |= parse_module(pattern, told, "proposal").reads()
     return {name: unit for name, unit in proposal.units.items() if name in named}

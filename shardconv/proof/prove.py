@@ -19,6 +19,7 @@ from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.split import split_by
 from shardconv.errors import PlanError, RunError, ShardconvError, is_lost
 from shardconv.plan.matcher import Matcher, name_regex
+from shardconv.plan.padding import Heads
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
@@ -33,6 +34,9 @@ PROOF_TPS = (2, 4)
 _BEYOND = (8,)
 #: The most heads of a small model; a proof starts a process for each rank.
 MAX_HEADS = 64
+
+#: In place of a number of heads: as many as the source has.
+SAME = -1
 
 #: What is in the folder of a proof: what ranks find there, and what they leave.
 TASK, SMALL, SPLIT, REFERENCE, RESULT = "task.json", "small", "tp{tp}", "reference.pt", "result-{tp}-{rank}.json"
@@ -102,7 +106,8 @@ def prove(
 ) -> ProofReport:
     """Prove the plan of a source, on a small model and the CPU.
 
-    The small model has heads of the source's size, where such a model can be made.
+    The small model has heads of the source's size, and with ``pad`` as many, where such a model can be made. A tensor
+    parallel size at which it would be padded in other places than the source is not tried.
 
     Args:
         src: a ``.safetensors`` file, an index file, or a folder; with a config that names a class of transformers.
@@ -126,25 +131,30 @@ def prove(
         from shardconv.proof.model_check import require_model  # noqa: PLC0415 - imports torch
 
         require_model(config, source.specs, str(src))
-    possible, impossible = _plans(planned_source.resolution.resolver, tps)
+    own = planned_source.resolution.resolver
+    possible, impossible = _plans(own, tps)
     with TemporaryDirectory(prefix="shardconv-") as name:
         folder = Path(name)
-        heads = None if request.pad else _heads_for([*possible])  # with padding, those that do not divide are tried
-        model, note = _model_to_try(config, folder, heads=heads)
+        model, note = _model_to_try(config, folder, heads=_heads_for([*possible]), has_real_counts=bool(request.pad))
         small = open_source(folder / SMALL)
         resolver = resolve(small.specs, small.config, request).resolver
         plans, not_small = ({}, {}) if impossible and not possible else _tried(resolver, [*possible])
+        untried = {tp: reason for tp in plans if (reason := _other_heads(own, resolver, tp))}
+        plans = {tp: plan for tp, plan in plans.items() if tp not in untried}
         proofs = _proofs(folder, type(model), small, plans, request)
         numel = sum(parameter.numel() for parameter in model.parameters())
     return ProofReport(
         source=str(src),
-        family=planned_source.resolution.resolver.rules.family,
+        family=own.rules.family,
         model=type(model).__name__,
         num_parameters=numel,
         proofs=proofs,
-        skipped=tuple(_skipped(str(src), impossible, not_small, has_plan_file=request.plan_file is not None)),
+        skipped=(
+            *_skipped(str(src), impossible, not_small, has_plan_file=request.plan_file is not None),
+            *(f"tp {tp}: not tried: {reason}" for tp, reason in untried.items()),
+        ),
         note=note,
-        supported_tp=planned_source.resolution.resolver.tp_sizes().usable(pad=bool(request.pad)),
+        supported_tp=own.tp_sizes().usable(pad=bool(request.pad)),
         unreached=tuple(sorted(_kinds(source.specs) - _kinds(small.specs))),
         is_proven=bool(proofs) and all(proof.is_right for proof in proofs),
     )
@@ -170,13 +180,39 @@ def _heads_for(tps: Sequence[int]) -> int:
     return needed if needed % 2 == 0 else 2 * needed  # half as many KV heads
 
 
-def _model_to_try(config: Mapping[str, Any], folder: Path, *, heads: int | None = None) -> tuple[Any, str]:
+def _other_heads(source: Resolver, small: Resolver, tp: int) -> str:
+    """Why a small model does not prove how a source is padded: its padding is elsewhere. "" where it does."""
+    own, others = _padded_heads(source, tp), _padded_heads(small, tp)
+    if own <= others:
+        return ""
+    wanted, found = (
+        " and ".join(sorted(f"{one.query_heads}/{one.kv_heads}" for _, one in heads)) or "none that are padded"
+        for heads in (own - others, others)
+    )
+    return (
+        f"which places have padding depends on the numbers of query and KV heads, which are {wanted} in the source and "
+        f"{found} in the small model"
+    )
+
+
+def _padded_heads(resolver: Resolver, tp: int) -> set[tuple[str, Heads]]:
+    """The heads that a plan pads in groups, each with the submodel that has them."""
+    if not resolver.rules.pad or resolver.blocked(tp) is not None:
+        return set()
+    paddings = ((one.scope, one.scope.padding(one.rule, one.unit)) for one in resolver.padded_rules(tp))
+    return {(scope.at, padding.heads) for scope, padding in paddings if padding and padding.heads}
+
+
+def _model_to_try(
+    config: Mapping[str, Any], folder: Path, *, heads: int | None = None, has_real_counts: bool = False
+) -> tuple[Any, str]:
     """A small model, written and run, of heads of the real size where one can be made; and which are smaller.
 
     Args:
         config: of the source.
         folder: where it is written.
         heads: how many heads it has, where a model with so many can be made.
+        has_real_counts: whether it has as many heads as the source instead, where such a model can be made.
     """
     from shardconv.proof.model_check import import_transformers  # noqa: PLC0415 - imports torch
 
@@ -184,7 +220,8 @@ def _model_to_try(config: Mapping[str, Any], folder: Path, *, heads: int | None 
     from shardconv.proof.alone import alone  # noqa: PLC0415 - imports it
     from shardconv.proof.small import HEADS  # noqa: PLC0415
 
-    attempts = [(count, is_real) for count in dict.fromkeys((heads or HEADS, HEADS)) for is_real in (True, False)]
+    counts = dict.fromkeys([*([SAME] if has_real_counts else [heads or HEADS]), HEADS])
+    attempts = [(count, is_real) for count in counts for is_real in (True, False)]
     with alone():
         for count, has_real_heads in attempts[:-1]:
             try:
@@ -231,20 +268,30 @@ def small_model(config: Mapping[str, Any], *, has_real_heads: bool = False, head
     Args:
         config: what ``config.json`` holds.
         has_real_heads: whether its heads have as many features as they have by the config.
-        heads: how many heads it has, instead of four.
+        heads: how many heads it has, instead of four; :data:`SAME` for as many query and KV heads as by the config.
 
     Raises:
         RunError: if transformers has no such class, or it cannot be built small.
     """
     from shardconv.proof.model_check import model_class  # noqa: PLC0415 - imports torch
-    from shardconv.proof.small import build_small, real_heads, small_fields, with_heads  # noqa: PLC0415 - imports torch
+    from shardconv.proof.small import (  # noqa: PLC0415 - imports torch
+        build_small,
+        head_sizes,
+        joined,
+        real_counts,
+        real_heads,
+        small_fields,
+        with_heads,
+    )
 
     kind, full = model_class(config)
     try:
         fields = full.to_dict()
         own = real_heads(fields) if has_real_heads else {}
+        if heads == SAME:
+            own = joined(own, real_counts(fields, head_sizes(fields).get("", 0) if has_real_heads else 0))
         small = {**fields, **small_fields(fields, own)}
-        return build_small(kind, type(full).from_dict(with_heads(small, heads) if heads else small))
+        return build_small(kind, type(full).from_dict(with_heads(small, heads) if heads and heads != SAME else small))
     except Exception as error:
         raise RunError(f"a small {kind.__name__} cannot be built: {type(error).__name__}: {error}") from error
 

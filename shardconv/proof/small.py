@@ -86,6 +86,36 @@ def real_heads(config: Mapping[str, Any], *, is_whole: bool = True) -> dict[str,
     return own | {name: fields for name, fields in nested.items() if fields}
 
 
+def real_counts(config: Mapping[str, Any], head_size: int = 0, *, is_whole: bool = True) -> dict[str, Any]:
+    """The further fields of a small model that has as many query and KV heads as the real one.
+
+    Which places have padding depends on how many heads there are. The model gets wider where its width has to be a
+    multiple of the heads. A nested config keeps its width, as in :func:`real_heads`, and then its small counts, too.
+
+    Args:
+        config: of the real model.
+        head_size: how many features a head has where no field says it; by default that of small models.
+        is_whole: whether it is the config of the whole model.
+    """
+    numbers = {name: value for name, value in config.items() if type(value) is int}
+    own: dict[str, Any] = {name: numbers[name] for name in numbers if _is_like(name, *_HEADS)}
+    heads, width = numbers.get(_first(numbers, _COUNTS), 0), _small("hidden_size", 0)
+    has_head_size = any(name in numbers for name in _HEAD_FIELDS)
+    if not is_whole and heads and width % heads and not has_head_size:
+        own = {}
+    elif is_whole and heads and (not has_head_size or width % heads):
+        size = _small("head_dim", 0) if has_head_size or not head_size else head_size
+        own |= {name: size * heads for name in numbers if _is_like(name, "hidden_size")}
+    nested = {name: real_counts(value, is_whole=False) for name, value in config.items() if _is_config(name, value)}
+    return own | {name: fields for name, fields in nested.items() if fields}
+
+
+def joined(own: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Further fields of a small model, with more of them; those of nested configs are joined, too."""
+    nested = {name: joined(own[name], more[name]) for name in own.keys() & more.keys() if isinstance(more[name], dict)}
+    return {**own, **more, **nested}
+
+
 def with_heads(config: Mapping[str, Any], heads: int) -> dict[str, Any]:
     """The config of a small model with as many heads, all of the same size as before, nested configs included.
 
@@ -93,7 +123,7 @@ def with_heads(config: Mapping[str, Any], heads: int) -> dict[str, Any]:
         config: what ``PreTrainedConfig.to_dict`` gives, small: with :data:`HEADS` heads, or a multiple of it.
         heads: instead of :data:`HEADS`; whatever is counted like heads is multiplied accordingly.
     """
-    scaled = ["num_attention_heads", "num_key_value_heads"]
+    scaled = [*_HEADS]
     widths = [value for name, value in config.items() if type(value) is int and _is_like(name, "hidden_size")]
     has_head_size = any(type(config.get(name)) is int for name in _HEAD_FIELDS)
     if not has_head_size or any(width % heads for width in widths):  # a part of the width, or a divisor
@@ -106,6 +136,9 @@ def with_heads(config: Mapping[str, Any], heads: int) -> dict[str, Any]:
             fields[name] = max(1, value * heads // HEADS)
     return {**config, **fields}
 
+
+#: Fields on the lines of the table that say how many query heads and KV heads there are.
+_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 #: Fields that say how many features a head of attention has; how many heads there are; and how wide the model is.
 _HEAD_FIELDS = ("head_dim", "qk_head_dim", "v_head_dim", "d_kv", "d_head", "kv_channels", "attention_head_size")
