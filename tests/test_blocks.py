@@ -1,5 +1,6 @@
 """Blocks of modules, and families that mount them."""
 
+import json
 from collections import Counter
 
 import pytest
@@ -10,7 +11,9 @@ from shardconv.plan.family import Family
 from shardconv.plan.family_file import family_for, family_names, laid_over, load_block
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.resolve import Resolver
 from shardconv.plan.rule_format import parse_block, parse_family
+from shardconv.plan.rule_set import RuleSet
 
 LLAMA_LIKE = '[blocks]\n"model" = "decoder"\n"" = "heads"\n'
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 8, "intermediate_size": 12}
@@ -51,6 +54,29 @@ def test_what_no_block_covers_is_refused():
     specs = {"model.layers.0.self_attn.q_proj.weight": (8, 8), "model.layers.0.mixer.weight": (8, 8)}
     with pytest.raises(PlanError, match=r"model\.layers\.0\.mixer\.weight .*no family is known"):
         styles(specs, {**CONFIG, "model_type": "new"}, '[blocks]\n"model" = "decoder"\n')
+
+
+OTHER_LAYER = '[blocks]\n"model" = "decoder"\n"model.layer.*" = {}\n'
+
+
+def test_a_block_of_a_plan_file_covers_a_tensor():
+    """Unless its entry is optional; a block of a family need not."""
+    specs = {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()}
+    with pytest.raises(PlanError, match=r"^blocks 'model.layer.\*' = 'layer': covers no tensor of this checkpoint"):
+        styles(specs, CONFIG, OTHER_LAYER.format('"layer"'))
+    may_miss = OTHER_LAYER.format('{ block = "layer", optional = true }')
+    assert styles(specs, CONFIG, may_miss) == styles(specs, CONFIG, LLAMA_LIKE.replace('"" = "heads"', ""))
+
+
+def test_the_blocks_of_a_stored_plan_cover_a_tensor():
+    """So that a model in memory with other names is not sharded by other rules."""
+    specs = {f"model.layers.0.{name}": TensorSpec("F32", shape) for name, (shape, _) in LAYER.items()}
+    request = PlanRequest(plan_file=("mine.toml", '[blocks]\n"model" = "decoder"\n'))
+    rules = RuleSet.from_json(json.loads(json.dumps(resolve(specs, CONFIG, request).resolver.rules.to_json())))
+    assert Resolver(specs, rules).plan(2)
+    others = {name.removeprefix("model."): spec for name, spec in specs.items()}
+    with pytest.raises(PlanError, match="blocks 'model' = 'decoder': covers no tensor of the model"):
+        Resolver(others, rules, where="the model")
 
 
 def test_fields_are_replaced_where_a_block_is_mounted():

@@ -54,6 +54,7 @@ def mounted(
     """
     builder = _Builder(find, origin, units=dict(units))
     for mount in mounts:
+        builder.mount = "" if mount.optional else mount.describe()
         builder.add(mount, "", {}, ())
     # Of rules the first that matches counts, of module overrides the last.
     return Mounted(builder.config, builder.units, tuple(builder.rules), tuple(reversed(builder.modules)))
@@ -67,6 +68,7 @@ class _Builder:
     units: dict[str, UnitRule] = field(default_factory=dict)
     rules: list[Rule] = field(default_factory=list)
     modules: list[ModuleRule] = field(default_factory=list)
+    mount: str = ""
 
     def add(
         self, mount: Mount, at: str, outer: Mapping[str, Expression], inside: tuple[str, ...], label: str = ""
@@ -87,7 +89,8 @@ class _Builder:
         label = _label(mount.pattern) if mount.fields else label
         names = {name: self._unit(name, unit, fields, label) for name, unit in block.units.items()}
         for rule in block.rules:
-            self.rules.append(replace(_rule(rule, fields, names), pattern=_joined(path, rule.pattern), origin=origin))
+            pattern = _joined(path, rule.pattern)
+            self.rules.append(replace(_rule(rule, fields, names), pattern=pattern, origin=origin, mount=self.mount))
         for module in block.modules:
             override = _module(module, fields, names)
             self.modules.append(replace(override, pattern=_joined(path, module.pattern), origin=origin))

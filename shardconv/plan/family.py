@@ -85,6 +85,8 @@ class Rule:
         optional: of a user's rule, that it may match nothing, as where names on disk and in memory differ.
         origin: where the rule comes from, for the report.
         by_user: whether a user wrote it; then it has to match a tensor, unless it is optional.
+        mount: the entry of ``[blocks]`` in a user's plan file that it comes from, one rule of which has to match
+            a tensor; "" for none, and for optional entries.
     """
 
     pattern: str
@@ -103,6 +105,7 @@ class Rule:
     optional: bool = False
     origin: str = ""
     by_user: bool = False
+    mount: str = ""
 
     def __post_init__(self) -> None:
         if set("{}") & set(CHOICE.sub("", self.pattern)):
@@ -241,11 +244,18 @@ class Mount(NamedTuple):
         pattern: names of the module; "" for the model itself.
         block: the block's name.
         fields: a config field that the block reads, to the field or expression that stands for it here.
+        optional: of a user's plan file, that the block may cover no tensor.
     """
 
     pattern: str
     block: str
     fields: tuple[tuple[str, str | int], ...] = ()
+    optional: bool = False
+
+    def describe(self) -> str:
+        """The entry in the words of a plan file."""
+        fields = ", ".join(f"{name} = {value!r}" for name, value in self.fields)
+        return f"blocks {self.pattern!r} = {self.block!r}" + (f" with {fields}" if fields else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,9 @@ def laid_over(family: Family, base: Family) -> Family:
     units = {**(base.units or {}), **(family.units or {})}
     found = mounted(family.blocks, load_block, family.origin, units=units)
     by_user = family.origin.startswith(PLAN_FILE)
-    rules = tuple(replace(rule, by_user=by_user, optional=by_user) for rule in found.rules)
+    rules = tuple(
+        replace(rule, by_user=by_user, optional=by_user, mount=rule.mount if by_user else "") for rule in found.rules
+    )
     whole = replace(
         family,
         config={**found.config, **(base.config or {}), **(family.config or {})},

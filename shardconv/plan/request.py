@@ -144,7 +144,8 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
     before = family
     if user is not None:
         assumed.append(f"the rules of {user.name} come first; shardconv plan --prove tells whether they are right")
-        family = laid_over(replace(user, name=family.name, rules=_wanted(user.rules, request)), family)
+        family = laid_over(replace(user, name=family.name), family)
+        family = replace(family, rules=_wanted(family.rules, request))
     if request.replicate:
         assumed += [
             f"{name} is replicated as asked, and layers that depend on it may be sharded, which can change outputs: "
@@ -180,8 +181,9 @@ def _check_prefix(tensors: Mapping[str, TensorSpec], family: Family) -> None:
 
 
 def _wanted(rules: Iterable[Rule], request: PlanRequest) -> tuple[Rule, ...]:
-    """A user's rules, which have to match something unless the request allows them not to."""
-    return tuple(replace(rule, optional=True) if request.may_miss else rule for rule in rules)
+    """Rules of which a user's have to match something unless the request allows them not to."""
+    may_miss = request.may_miss
+    return tuple(replace(rule, optional=True, mount="") if may_miss and rule.by_user else rule for rule in rules)
 
 
 def _replicated(name: str) -> Rule:

@@ -96,15 +96,16 @@ def _parse_blocks(table: dict[str, Any]) -> tuple[Mount, ...]:
 def _parse_mount(pattern: str, data: Any) -> Mount:  # noqa: ANN401 - anything TOML holds
     """A mount: the name of a block, or a table with the name and the config fields that it reads otherwise."""
     table = data if isinstance(data, dict) else {"block": data}
-    name, fields = table.get("block"), {key: value for key, value in table.items() if key != "block"}
-    if not isinstance(name, str):
+    name, optional = table.get("block"), table.get("optional", False)
+    fields = {key: value for key, value in table.items() if key not in ("block", "optional")}
+    if not isinstance(name, str) or type(optional) is not bool:
         text = f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME"
-        raise ValueError(text)  # noqa: TRY004 - as in _check_keys
+        raise ValueError(text)
     for value in fields.values():
         if type(value) not in (str, int):
             raise ValueError(f"blocks {pattern!r}: {value!r:.60} is not a config field or an expression of them")
         check_expression(value)
-    return Mount(pattern, name, tuple(fields.items()))
+    return Mount(pattern, name, tuple(fields.items()), optional)
 
 
 def _parse_prefix(data: str | list[Any]) -> tuple[str, ...]:

@@ -164,8 +164,10 @@ def _scope_from_json(data: dict[str, Any], family: str) -> Scope:
 
 def _parsed(parse: Callable[..., Parsed], table: Mapping[str, Any]) -> Parsed:
     """A rule from its table, which has its pattern and its origin in it."""
-    rest = {key: value for key, value in table.items() if key not in ("pattern", "origin", "by_user")}
-    return parse(table["pattern"], rest, table.get("origin", ""), by_user=table.get("by_user") is True)
+    beside = ("pattern", "origin", "by_user", "mount")
+    rest = {key: value for key, value in table.items() if key not in beside}
+    rule = parse(table["pattern"], rest, table.get("origin", ""), by_user=table.get("by_user") is True)
+    return replace(rule, mount=str(table["mount"])) if "mount" in table else rule  # type: ignore[type-var]
 
 
 def _units_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> set[str]:
