@@ -94,6 +94,15 @@ def test_fields_are_replaced_where_a_block_is_mounted():
     assert encoder.attributes["num_heads"] == rules["encoder"].unit
 
 
+def test_fields_of_the_blocks_in_a_block_are_replaced():
+    """Also where only the default of a field of an inner block reads them."""
+    made = family({"blocks": {"x": {"block": "layer", "hidden_size": "d", "n_shared_experts": 3}}})
+    sizes = {unit.size for unit in made.units.values()}
+    counts = {unit.count for unit in made.units.values()}
+    assert "d // num_attention_heads" in sizes
+    assert "moe_intermediate_size * 3" in counts
+
+
 def test_own_rules_come_first_and_then_blocks_in_their_order():
     own = {"x.q_proj": {"style": "replicate"}}
     made = family({"rules": own, "blocks": {"x": "attention", "**": "mlp"}})
@@ -128,6 +137,14 @@ def test_units_of_what_is_inherited_stay():
         ({"x": 3}, "is not a block's name"),
         ({"x": {"block": "attention", "num_attention_heads": True}}, "is not a config field"),
         ({"x": {"block": "attention", "num_attention_heads": "a.b()"}}, "only fields"),
+        (
+            {"x": {"block": "mlp", "intermediate_sise": "moe_intermediate_size"}},
+            r"blocks 'x' = 'mlp' with intermediate_sise = 'moe_intermediate_size': block 'mlp' does not read "
+            r"'intermediate_sise' \(it reads intermediate_size\)",
+        ),
+        ({"x": {"block": "mlp", "intermediate": 3}}, r"does not read 'intermediate' \(it reads intermediate_size\)"),
+        ({"x": {"block": "norms", "hidden_size": "d"}}, r"does not read 'hidden_size' \(it reads no field\)"),
+        ({"x": {"block": "moe", "shared_intermediate_size": "d"}}, "does not read 'shared_intermediate_size'"),
     ],
 )
 def test_refused(blocks, message):

@@ -49,6 +49,9 @@ PLAN_FILE = "plan file"
 #: Styles of which a rule may have parts, and need not.
 _MAY_HAVE_PARTS = ("colwise_gather_output", "by_rows")
 
+#: Names in expressions that are not config fields: sizes of the tensor or of the layer beside it.
+SIZE_NAMES = frozenset({"rows", "features"})
+
 #: What stands in a pattern for one of several texts.
 CHOICE = re.compile(r"\{[^{}]*\}")
 
@@ -121,6 +124,12 @@ class Rule:
         check_expression(self.groups)
         check_expression(self.repeats)
         check_expression(1 if self.size is None else self.size)
+
+    def expressions(self) -> Iterator[str | int]:
+        """The expressions that it has beside its units."""
+        yield from (self.groups, self.repeats)
+        if self.size is not None:
+            yield self.size
 
 
 class InputRule(NamedTuple):
@@ -198,6 +207,10 @@ class ModuleRule:
         """The expressions in which a unit stands for how many of it a rank has."""
         yield from (*self.attributes.values(), *self.locals.values())
         yield from (one for one in (self.full_width, self.shared_output) if one is not None)
+
+    def sizes(self) -> Iterator[str | int]:
+        """The expressions of config fields alone."""
+        yield from (place.size for place in self.inputs.values() if place.size is not None)
 
     def units(self) -> Iterator[str]:
         """The names of units that it has otherwise."""

@@ -182,10 +182,9 @@ def _units_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> set[str]:
 
 def _expressions_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> Iterator[str | int]:
     for rule in rules:
-        yield from (rule.groups, rule.repeats, rule.size or 0)
+        yield from rule.expressions()
     for module in modules:
-        yield from module.expressions()
-        yield from (one.size or 0 for one in module.inputs.values())
+        yield from (*module.expressions(), *module.sizes())
 
 
 def _fields_read(expressions: Iterable[str | int], defaults: Mapping[str, str | int]) -> set[str]:
