@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardconv.convert.modules import Sharded
 from shardconv.distributed import copy_to_tp, gather_from_tp
+from shardconv.errors import PlanError
 from shardconv.layers.sharding import ParallelModule, take_shard
 from shardconv.plan.placement import Placement
 
@@ -72,7 +73,7 @@ class LocalNames(ParallelModule):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own, with these values."""
         plain: Any = super().forward
-        return _with_values(plain.__func__, tuple(self.local_values))(self, *inputs, **options)
+        return with_locals(plain.__func__, tuple(self.local_values))(self, *inputs, **options)
 
 
 class _Values(ast.NodeTransformer):
@@ -90,22 +91,37 @@ class _Values(ast.NodeTransformer):
 
 
 @lru_cache
-def _with_values(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+def with_locals(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
     """A module's forward, compiled anew from its source with other values in local variables.
 
     Raises:
-        ValueError: if it does not assign each of them.
+        PlanError: if it does not assign each of them.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     values = _Values(names)
     values.visit(tree)
     if missing := sorted(set(names) - values.found):
-        raise ValueError(f"{forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code")
+        raise PlanError(f"{forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code")
     namespace: dict[str, Any] = {}
     code = compile(ast.fix_missing_locations(tree), inspect.getfile(forward), "exec")
     exec(code, forward.__globals__, namespace)  # noqa: S102 - the module's own source
     changed: Callable[..., Any] = namespace[forward.__name__]
     return changed
+
+
+def part_of(value: Tensor, placement: Placement, rank: int, name: str) -> Tensor:
+    """A rank's shard of a tensor along a dim that may be counted from the end.
+
+    Raises:
+        PlanError: if the dim does not have the elements of the placement.
+    """
+    assert placement.dim is not None
+    if not -value.dim() <= placement.dim < value.dim() or value.shape[placement.dim] != placement.size:
+        raise PlanError(
+            f"{name} of shape {list(value.shape)} does not have {placement.size} elements along dim {placement.dim}: "
+            f"correct the dim or the unit of its module override"
+        )
+    return take_shard(value, replace(placement, dim=placement.dim % value.dim()), rank)
 
 
 class SlicedOutput(ParallelModule):
@@ -129,8 +145,8 @@ class SlicedOutput(ParallelModule):
         return (*outputs[: self.item], self._sliced(outputs[self.item]), *outputs[self.item + 1 :])
 
     def _sliced(self, value: Tensor) -> Tensor:
-        placement = replace(self.output_units, dim=self.output_dim % value.dim())
-        return take_shard(copy_to_tp(value, group=self.axis), placement, self.axis.rank)
+        placement = replace(self.output_units, dim=self.output_dim)
+        return part_of(copy_to_tp(value, group=self.axis), placement, self.axis.rank, "an output")
 
 
 class SlicedTensors(ParallelModule):
@@ -145,7 +161,7 @@ class SlicedTensors(ParallelModule):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""
         whole = {name: copy_to_tp(getattr(self, name), group=self.axis) for name in self.slices}
-        sliced = {name: take_shard(value, self.slices[name], self.axis.rank) for name, value in whole.items()}
+        sliced = {name: part_of(value, self.slices[name], self.axis.rank, name) for name, value in whole.items()}
         self.__dict__.update(sliced)  # found before parameters and buffers are
         try:
             return super().forward(*inputs, **options)

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardconv.convert.heads import FullWidth, GatheredOutput, LocalNames, SlicedOutput, SlicedTensors
+from shardconv.convert.heads import (
+    FullWidth,
+    GatheredOutput,
+    LocalNames,
+    SlicedOutput,
+    SlicedTensors,
+    part_of,
+    with_locals,
+)
 from shardconv.convert.modules import (
     CopiedInput,
     Gathering,
@@ -75,13 +83,19 @@ def _check_meets(rule: ModuleRule, modules: list[nn.Module]) -> None:
     where = f"{rule.origin}: modules {rule.pattern!r}"
     if not modules:
         raise PlanError(f"{where} match no module of the model: correct or remove it")
-    names = [name for name in rule.attributes if not name.startswith("config.")] + ["norms"] * bool(rule.norms)
+    names = [*rule.attributes, *rule.at_most, *rule.slices, *filter(None, [rule.norms and "norms", rule.unfused])]
     for name in names:
-        if not any(hasattr(module, name) for module in (*modules, ParallelExperts)):
+        if not any(_has(module, name) for module in (*modules, ParallelExperts)):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} has no {name!r}: correct or remove it")
     for name in rule.inputs:
         if not any(name in inspect.signature(module.forward).parameters for module in modules):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} takes no {name!r}: correct or remove it")
+
+
+def _has(module: nn.Module | type[nn.Module], name: str) -> bool:
+    """Whether a module has an attribute, or with ``config.`` before its name its config."""
+    *path, last = name.split(".", 1)
+    return hasattr(getattr(module, path[0], None), last) if path else hasattr(module, last)
 
 
 def _check_gathers(rule: ModuleRule, scope: Scope, names: list[str]) -> None:
@@ -141,10 +155,9 @@ def _kinds_of_heads(
 ) -> Iterator[tuple[type[ParallelModule], dict[str, Any]]]:
     """Those of modules whose code, tensors or output are of all heads."""
     if rule.locals:
-        yield (
-            LocalNames,
-            {"local_values": {name: scope.on_rank(value, axis.size) for name, value in rule.locals.items()}},
-        )
+        with_locals(type(module).forward, tuple(rule.locals))
+        values = {name: scope.on_rank(value, axis.size) for name, value in rule.locals.items()}
+        yield LocalNames, {"local_values": values}
     if rule.full_width is not None:
         yield FullWidth, {"full_width": scope.fields(**_outputs(module)).evaluate(rule.full_width)}
     if rule.output is not None:
@@ -232,4 +245,4 @@ def _cut_matrices(dim: int, units: Placement, rank: int, value: Any) -> Any:
 def _cut_features(dim: int, features: Placement, axis: Axis, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return take_shard(copy_to_tp(value, group=axis), replace(features, dim=dim % value.dim()), axis.rank)
+    return part_of(copy_to_tp(value, group=axis), replace(features, dim=dim), axis.rank, "an argument")

@@ -188,9 +188,10 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
         gathers = tuple(data.get("gathers", ()))
         if not all(isinstance(name, str) for name in gathers):
             raise ValueError("gathers are names of parameters")
-        places: dict[str, Any] = {"inputs": {name: _parse_place(place) for name, place in inputs.items()}}
-        places |= {"slices": {name: _parse_place(place) for name, place in data.get("slices", {}).items()}}
-        places |= {"output": _parse_place(data["output"])} if "output" in data else {}
+        slices = data.get("slices", {}).items()
+        places: dict[str, Any] = {"inputs": {name: _parse_place(place, _INPUT_KEYS) for name, place in inputs.items()}}
+        places |= {"slices": {name: _parse_place(place, _SLICE_KEYS) for name, place in slices}}
+        places |= {"output": _parse_place(data["output"], _OUTPUT_KEYS)} if "output" in data else {}
         parsed = {**data, **places, "attributes": attributes, "gathers": gathers}
         when = tuple(data.get("when", {}).items())
         return ModuleRule(pattern, origin=origin, by_user=by_user, **{**parsed, "when": when})
@@ -198,9 +199,18 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
         raise ValueError(f"modules {pattern!r}: {error}") from error
 
 
-def _parse_place(place: Any) -> InputRule:  # noqa: ANN401 - anything TOML holds
-    _check_keys(place, {"dim": int, "unit": str, "size": (str, int), "item": int, "parts": list})
+_INPUT_KEYS = {"dim": int, "unit": str, "size": (str, int)}
+_OUTPUT_KEYS = {"dim": int, "unit": str, "item": int}
+_SLICE_KEYS = {"dim": int, "unit": str, "parts": list}
+
+
+def _parse_place(place: Any, known: Mapping[str, Any]) -> InputRule:  # noqa: ANN401 - anything TOML holds
+    _check_keys(place, known)
     check_expression(place.get("size", 1))
+    if "dim" not in place:
+        raise ValueError(f"{place!r:.60}: dim is missing")
+    if known is _INPUT_KEYS and "size" not in place and place["dim"] < 0:
+        raise ValueError(f"{place!r:.60}: without size, dim is counted from 0, as matrices follow it")
     if ("unit" in place) == ("parts" in place) or not all(isinstance(part, str) for part in place.get("parts", ())):
         raise ValueError(f"{place!r:.60} has neither a unit nor parts, which are names of units, or both")
     return InputRule(**{**place, "parts": tuple(place.get("parts", ()))})
