@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 
@@ -181,3 +182,34 @@ def test_a_type_is_in_one_family():
     types = Counter(kind for name in family_names() for kind in family_file.load_family(name).model_types)
     assert [kind for kind, count in types.items() if count > 1] == []
     assert all(kind in family_for(kind).model_types for kind in types)
+
+
+@contextmanager
+def folder_of(folder, **texts):
+    """Other families than the installed ones: files by their names."""
+    for name, text in texts.items():
+        (folder / f"{name}.toml").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family_file, "_FOLDER", folder)
+        family_file.clear_cache()
+        yield
+    family_file.clear_cache()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("[one]\n", "[one]\n", "family one is defined twice, also in second.toml"),
+        ('[one]\nmodel_types = ["a", "b"]\n', '[two]\nmodel_types = ["b"]\n', "type 'b' is in families one and two"),
+        ('[one]\nmodel_types = ["a", "a"]\n', "", "type 'a' is in families one and one"),
+    ],
+)
+def test_families_that_contradict_each_other(tmp_path, first, second, message):
+    with folder_of(tmp_path, first=first, second=second), pytest.raises(PlanError, match=message):
+        family_for("c")
+
+
+def test_a_heading_of_a_family_may_have_a_comment(tmp_path):
+    with folder_of(tmp_path, first='[one] # a comment\nmodel_types = ["a"]\n[one.units] # another\nx = {}\n'):
+        assert family_names() == ["one"]
+        assert family_for("a").units.keys() == {"x"}

@@ -117,9 +117,7 @@ def check_parts_of_other_sizes(axis):
     for dim, units in ((0, 8), (1, 4), (2, 8)):
         other = Slopes()
         _become(other, SlicedTensors, axis, slices={"slopes": cut(dim, [Unit(units)], 2)})
-        with pytest.raises(
-            PlanError, match=rf"slopes of shape \[1, 8\] .* {units} elements along dim {dim}"
-        ):
+        with pytest.raises(PlanError, match=rf"slopes of shape \[1, 8\] .* {units} elements along dim {dim}"):
             other()
 
 
