@@ -9,7 +9,7 @@ import pytest
 from shardconv.errors import PlanError
 from shardconv.plan import family_file
 from shardconv.plan.family import Family
-from shardconv.plan.family_file import family_for, family_names, laid_over, load_block
+from shardconv.plan.family_file import family_for, family_names, laid_over, load_block, load_family
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import Resolver
@@ -104,6 +104,30 @@ def test_fields_of_the_blocks_in_a_block_are_replaced():
     assert "moe_intermediate_size * 3" in counts
 
 
+OTHER_HEADS = '[units]\nquery_head = { count = "num_attention_heads // 2", size = "head_dim * 2" }\n[rules]\n'
+
+
+def test_a_unit_of_a_plan_file_does_not_change_the_rules_of_the_family():
+    """Unless it says so; a unit of the same value may be written again."""
+    specs = {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()} | {"lm_head.weight": (8, 8)}
+    rule = '"lm_head" = { style = "colwise", unit = "query_head" }\n'
+    with pytest.raises(PlanError, match=r"plan file mine\.toml: unit 'query_head' is another one in family llama"):
+        styles(specs, CONFIG | {"model_type": "llama"}, OTHER_HEADS + rule)
+    same = OTHER_HEADS.replace(" // 2", "").replace(" * 2", "")
+    override = OTHER_HEADS.replace(" }", ", override = true }")
+    for text in (same, override):
+        assert styles(specs, CONFIG | {"model_type": "llama"}, text + rule)["lm_head.weight"] == "colwise"
+
+
+def test_units_of_families_that_override_others():
+    """Each says so, and does."""
+    tables = family_file._index().tables
+    found = {name: parse_family(name, table, name) for name, table in tables.items()}
+    bases = {name: load_family(own.inherits).units if own.inherits else {} for name, own in found.items()}
+    units = [(name, key, unit) for name, own in found.items() for key, unit in own.units.items()]
+    assert [one for one in units if one[2].override != (bases[one[0]].get(one[1], one[2]) != one[2])] == []
+
+
 def test_own_rules_come_first_and_then_blocks_in_their_order():
     own = {"x.q_proj": {"style": "replicate"}}
     made = family({"rules": own, "blocks": {"x": "attention", "**": "mlp"}})
@@ -163,6 +187,11 @@ def test_a_block_that_contains_itself_is_refused(monkeypatch):
 def test_a_block_has_the_units_that_its_rules_name():
     with pytest.raises(PlanError, match="there is no unit 'head'"):
         parse_block("wrong", {"rules": {"q_proj": {"style": "colwise", "unit": "head"}}})
+
+
+def test_a_unit_of_a_block_overrides_no_other():
+    with pytest.raises(PlanError, match="unit x: a block has no other unit to override"):
+        parse_block("wrong", {"units": {"x": {"override": True}}})
 
 
 def test_a_block_has_no_key_of_a_family():

@@ -58,11 +58,19 @@ CHOICE = re.compile(r"\{[^{}]*\}")
 
 @dataclass(frozen=True, slots=True)
 class UnitRule:
-    """A unit in the words of the config; ``count`` is None where the tensor's own size tells it."""
+    """A unit in the words of the config.
+
+    Attributes:
+        count: how many there are; None where the tensor's own size tells it.
+        size: elements of each.
+        copies: fewer units than ranks are held by several ranks each.
+        override: it takes the place of another unit of its name in the family below, also in the rules of that.
+    """
 
     count: str | int | None = None
     size: str | int = 1
     copies: bool = False
+    override: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

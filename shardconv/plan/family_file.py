@@ -46,8 +46,10 @@ def laid_over(family: Family, base: Family) -> Family:
     """A family with its blocks expanded, and what it does not have taken from another.
 
     Raises:
-        PlanError: if a block does not exist, or cannot be mounted as the family says.
+        PlanError: if a block does not exist, or cannot be mounted as the family says; or if a unit would silently
+            change the rules of the other family.
     """
+    _check_units(family, base)
     units = {**(base.units or {}), **(family.units or {})}
     found = mounted(family.blocks, load_block, family.origin, units=units)
     by_user = family.origin.startswith(PLAN_FILE)
@@ -63,6 +65,15 @@ def laid_over(family: Family, base: Family) -> Family:
         blocks=(),
     )
     return whole.over(base)
+
+
+def _check_units(family: Family, base: Family) -> None:
+    for name, unit in (family.units or {}).items():
+        if not unit.override and (base.units or {}).get(name, unit) != unit:
+            raise PlanError(
+                f"{family.origin}: unit {name!r} is another one in family {base.name}, whose rules name it, too: "
+                f"rename it, or let it take the place of that with override = true"
+            )
 
 
 def block_names() -> list[str]:

@@ -125,7 +125,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
     assumed: list[str] = []
     unsure = ""
     user = parse_plan_file(*request.plan_file) if request.plan_file else None
-    family = _family(config or {}, request.family or (user.inherits if user else ""))
+    family = family_of(config or {}, request.family or (user.inherits if user else ""))
     towers = _towers(tensors) if family.name == NAMES_FAMILY else []
     if config is None or request.head_dim is not None or len(towers) > 1:
         config, sentence, unsure = _with_heads(tensors, config, request.head_dim, towers)
@@ -193,7 +193,8 @@ def _replicated(name: str) -> Rule:
         raise PlanError(f"--replicate {name!r}: {error}") from error
 
 
-def _family(config: Mapping[str, Any], name: str) -> Family:
+def family_of(config: Mapping[str, Any], name: str = "") -> Family:
+    """The family of that name, or the one for the ``model_type`` of a config."""
     if name and name != FOREIGN:
         return load_family(name)
     model_type = config.get("model_type")

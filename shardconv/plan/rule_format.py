@@ -83,6 +83,8 @@ def parse_block(name: str, data: dict[str, Any]) -> Block:
         )
         for expression in block.config.values():
             check_expression(expression)
+        if overrides := [key for key, unit in block.units.items() if unit.override]:
+            raise ValueError(f"unit {overrides[0]}: a block has no other unit to override")
     except ValueError as error:
         raise PlanError(f"{origin}: {error}") from error
     check_units(block.units, block.rules, block.modules)
@@ -122,7 +124,7 @@ def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOM
         ValueError: if the table is not one.
     """
     try:
-        _check_keys(data, {"count": (str, int), "size": (str, int), "copies": bool})
+        _check_keys(data, {"count": (str, int), "size": (str, int), "copies": bool, "override": bool})
         unit = UnitRule(**data)
         for expression in (1 if unit.count is None else unit.count, unit.size):
             check_expression(expression)

@@ -142,7 +142,7 @@ def _scope_to_json(scope: Scope) -> dict[str, Any]:
         "prefix": list(family.prefix),
         "config": None if scope.config is None else _with_fields(scope.config, names),
         "defaults": {name: value for name, value in defaults.items() if name in names},
-        "units": {name: to_table(unit) for name, unit in units.items()},
+        "units": {name: to_table(unit, without=("override",)) for name, unit in units.items()},
         "rules": [to_table(rule, without=("when",)) for rule in rules],
         "modules": [to_table(rule, without=("when",)) for rule in modules],
     }
