@@ -104,6 +104,27 @@ def test_fields_of_the_blocks_in_a_block_are_replaced():
     assert "moe_intermediate_size * 3" in counts
 
 
+def overrides(specs, text, config=CONFIG):
+    """The attributes that are set on an attention module by a plan file over Llama."""
+    tensors = {name: TensorSpec("F32", shape) for name, shape in specs.items()}
+    request = PlanRequest(plan_file=("mine.toml", text))
+    (scope,) = resolve(tensors, config | {"model_type": "llama"}, request).resolver.rules.scopes
+    found = [rule for regex, rule in scope.modules() if regex.fullmatch("model.layers.0.self_attn")]
+    return {name for rule in found for name in rule.attributes}
+
+
+def test_overrides_go_with_the_rules_of_their_block():
+    """Those of a block that another replaces in a plan file are not set; where it covers some tensors, they are."""
+    specs = {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()}
+    gathered = '[blocks]\n"model.layers.*.self_attn" = "gathered_attention"\n'
+    assert "num_key_value_groups" in overrides(specs, "[rules]\n")
+    assert overrides(specs, gathered) == set()
+    rules = "".join(f'"**.{name}_proj" = {{ style = "colwise_gather_output" }}\n' for name in "qkvo")
+    assert "num_key_value_groups" in overrides(specs, f"[rules]\n{rules}")
+    some = '[rules]\n"model.layers.*.self_attn.q_proj" = { style = "colwise", unit = "query_head" }\n'
+    assert "num_key_value_groups" in overrides(specs, gathered + some)
+
+
 OTHER_HEADS = '[units]\nquery_head = { count = "num_attention_heads // 2", size = "head_dim * 2" }\n[rules]\n'
 
 

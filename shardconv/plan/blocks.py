@@ -80,6 +80,7 @@ class _Builder:
         self._check_fields(mount, block)
         fields = {**outer, **{name: replaced(value, outer) for name, value in mount.fields}}
         path, origin = _joined(at, mount.pattern), f"{self.origin}, block {block.name}"
+        place = f"{origin} at {path!r}, {len(self.rules)}"
         for name, default in block.config.items():
             if name in fields:
                 continue
@@ -90,11 +91,11 @@ class _Builder:
         label = _label(mount.pattern) if mount.fields else label
         names = {name: self._unit(name, unit, fields, label) for name, unit in block.units.items()}
         for rule in block.rules:
-            pattern = _joined(path, rule.pattern)
-            self.rules.append(replace(_rule(rule, fields, names), pattern=pattern, origin=origin, mount=self.mount))
+            own = {"pattern": _joined(path, rule.pattern), "origin": origin, "mount": self.mount, "block": place}
+            self.rules.append(replace(_rule(rule, fields, names), **own))
         for module in block.modules:
-            override = _module(module, fields, names)
-            self.modules.append(replace(override, pattern=_joined(path, module.pattern), origin=origin))
+            own = {"pattern": _joined(path, module.pattern), "origin": origin, "block": place}
+            self.modules.append(replace(_module(module, fields, names), **own))
         for inner in block.blocks:
             self.add(inner, path, fields, (*inside, mount.block), label)
 

@@ -98,6 +98,7 @@ class Rule:
         by_user: whether a user wrote it; then it has to match a tensor, unless it is optional.
         mount: the entry of ``[blocks]`` in a user's plan file that it comes from, one rule of which has to match
             a tensor; "" for none, and for optional entries.
+        block: the block, at its module, that it comes from; "" for none.
     """
 
     pattern: str
@@ -117,6 +118,7 @@ class Rule:
     origin: str = ""
     by_user: bool = False
     mount: str = ""
+    block: str = ""
 
     def __post_init__(self) -> None:
         if set("{}") & set(CHOICE.sub("", self.pattern)):
@@ -190,6 +192,7 @@ class ModuleRule:
         when: config fields that must have these values for it to count.
         origin: where the rule comes from.
         by_user: whether a user wrote it; then it has to match a module that has what it sets.
+        block: as of a :class:`Rule`.
     """
 
     pattern: str
@@ -210,6 +213,7 @@ class ModuleRule:
     when: tuple[tuple[str, Any], ...] = ()
     origin: str = ""
     by_user: bool = False
+    block: str = ""
 
     def expressions(self) -> Iterator[str | int]:
         """The expressions in which a unit stands for how many of it a rank has."""

@@ -156,9 +156,14 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         family = Family(family.name, rules=rules).over(family)
     rules_found = rules_for(family, config, experts=request.experts, uncertain=unsure)
     rules_found = rules_found.for_engine(engine_named(request.engine))
-    resolver = Resolver(tensors, rules_found).padded(request.pad)
-    if user is not None and (replaced := resolver.replaced(rules_for(before, config))):
-        assumed.append(_replacements(user.name, replaced))
+    resolver = Resolver(tensors, rules_found)
+    if user is not None:
+        others = rules_for(before, config)
+        if blocks := resolver.replaced_blocks(others):
+            resolver = Resolver(tensors, rules_found.without_overrides(blocks))
+        if replaced := resolver.replaced(others):
+            assumed.append(_replacements(user.name, replaced))
+    resolver = resolver.padded(request.pad)
     return Resolution(resolver, tuple(assumed))
 
 

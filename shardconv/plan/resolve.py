@@ -100,6 +100,18 @@ class Resolver:
                 found[name] = (style, group.rule.style)
         return found
 
+    def replaced_blocks(self, family: RuleSet) -> frozenset[str]:
+        """The blocks of the family of which a user's blocks cover every tensor that they would cover."""
+        ruled, matcher = matcher_of(family)
+        replaced, kept = set(), set()
+        for name, group in self._group_of.items():
+            match = matcher.match(name) if group.rule.by_user else None
+            if match is not None:
+                (replaced if group.rule.block else kept).add(ruled[match.place][0].block)
+            elif not group.rule.by_user:
+                kept.add(group.rule.block)
+        return frozenset(replaced - kept - {""})
+
     def sharded_dim(self, name: str) -> ShardedDim:
         """The dim that is sharded of a tensor, and its full size by rule and config.
 

@@ -3,7 +3,7 @@
 Owns its form in a manifest. What is read back plans as what was written, whatever families are installed by then.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
@@ -94,6 +94,15 @@ class RuleSet:
 
         return replace(self, scopes=tuple(map(own, self.scopes)))
 
+    def without_overrides(self, blocks: Container[str]) -> Self:
+        """The rules without the module overrides of some blocks."""
+
+        def less(scope: Scope) -> Scope:
+            modules = tuple(rule for rule in scope.family.modules if rule.block not in blocks)
+            return replace(scope, family=replace(scope.family, modules=modules))
+
+        return replace(self, scopes=tuple(map(less, self.scopes)))
+
     def to_json(self) -> dict[str, Any]:
         """Plain data: the rules whose conditions hold, and the config fields that they read."""
         return {
@@ -143,8 +152,8 @@ def _scope_to_json(scope: Scope) -> dict[str, Any]:
         "config": None if scope.config is None else _with_fields(scope.config, names),
         "defaults": {name: value for name, value in defaults.items() if name in names},
         "units": {name: to_table(unit, without=("override",)) for name, unit in units.items()},
-        "rules": [to_table(rule, without=("when",)) for rule in rules],
-        "modules": [to_table(rule, without=("when",)) for rule in modules],
+        "rules": [to_table(rule, without=("when", "block")) for rule in rules],
+        "modules": [to_table(rule, without=("when", "block")) for rule in modules],
     }
 
 
