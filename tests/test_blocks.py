@@ -1,16 +1,20 @@
 """Blocks of modules, and families that mount them."""
 
+import json
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 
 from shardconv.errors import PlanError
 from shardconv.plan import family_file
 from shardconv.plan.family import Family
-from shardconv.plan.family_file import family_for, family_names, laid_over, load_block
+from shardconv.plan.family_file import family_for, family_names, laid_over, load_block, load_family
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.resolve import Resolver
 from shardconv.plan.rule_format import parse_block, parse_family
+from shardconv.plan.rule_set import RuleSet
 
 LLAMA_LIKE = '[blocks]\n"model" = "decoder"\n"" = "heads"\n'
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 8, "intermediate_size": 12}
@@ -53,6 +57,29 @@ def test_what_no_block_covers_is_refused():
         styles(specs, {**CONFIG, "model_type": "new"}, '[blocks]\n"model" = "decoder"\n')
 
 
+OTHER_LAYER = '[blocks]\n"model" = "decoder"\n"model.layer.*" = {}\n'
+
+
+def test_a_block_of_a_plan_file_covers_a_tensor():
+    """Unless its entry is optional; a block of a family need not."""
+    specs = {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()}
+    with pytest.raises(PlanError, match=r"^blocks 'model.layer.\*' = 'layer': covers no tensor of this checkpoint"):
+        styles(specs, CONFIG, OTHER_LAYER.format('"layer"'))
+    may_miss = OTHER_LAYER.format('{ block = "layer", optional = true }')
+    assert styles(specs, CONFIG, may_miss) == styles(specs, CONFIG, LLAMA_LIKE.replace('"" = "heads"', ""))
+
+
+def test_the_blocks_of_a_stored_plan_cover_a_tensor():
+    """So that a model in memory with other names is not sharded by other rules."""
+    specs = {f"model.layers.0.{name}": TensorSpec("F32", shape) for name, (shape, _) in LAYER.items()}
+    request = PlanRequest(plan_file=("mine.toml", '[blocks]\n"model" = "decoder"\n'))
+    rules = RuleSet.from_json(json.loads(json.dumps(resolve(specs, CONFIG, request).resolver.rules.to_json())))
+    assert Resolver(specs, rules).plan(2)
+    others = {name.removeprefix("model."): spec for name, spec in specs.items()}
+    with pytest.raises(PlanError, match="blocks 'model' = 'decoder': covers no tensor of the model"):
+        Resolver(others, rules, where="the model")
+
+
 def test_fields_are_replaced_where_a_block_is_mounted():
     """Encoder and decoder with heads of their own; the defaults of the block follow."""
     mounts = {
@@ -66,6 +93,60 @@ def test_fields_are_replaced_where_a_block_is_mounted():
     assert (units["decoder"].count, units["decoder"].size) == ("n + 1", "hidden_size // (n + 1)")
     (encoder,) = [rule for rule in made.modules if rule.pattern == "encoder"]
     assert encoder.attributes["num_heads"] == rules["encoder"].unit
+
+
+def test_fields_of_the_blocks_in_a_block_are_replaced():
+    """Also where only the default of a field of an inner block reads them."""
+    made = family({"blocks": {"x": {"block": "layer", "hidden_size": "d", "n_shared_experts": 3}}})
+    sizes = {unit.size for unit in made.units.values()}
+    counts = {unit.count for unit in made.units.values()}
+    assert "d // num_attention_heads" in sizes
+    assert "moe_intermediate_size * 3" in counts
+
+
+def overrides(specs, text, config=CONFIG):
+    """The attributes that are set on an attention module by a plan file over Llama."""
+    tensors = {name: TensorSpec("F32", shape) for name, shape in specs.items()}
+    request = PlanRequest(plan_file=("mine.toml", text))
+    (scope,) = resolve(tensors, config | {"model_type": "llama"}, request).resolver.rules.scopes
+    found = [rule for regex, rule in scope.modules() if regex.fullmatch("model.layers.0.self_attn")]
+    return {name for rule in found for name in rule.attributes}
+
+
+def test_overrides_go_with_the_rules_of_their_block():
+    """Those of a block that another replaces in a plan file are not set; where it covers some tensors, they are."""
+    specs = {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()}
+    gathered = '[blocks]\n"model.layers.*.self_attn" = "gathered_attention"\n'
+    assert "num_key_value_groups" in overrides(specs, "[rules]\n")
+    assert overrides(specs, gathered) == set()
+    rules = "".join(f'"**.{name}_proj" = {{ style = "colwise_gather_output" }}\n' for name in "qkvo")
+    assert "num_key_value_groups" in overrides(specs, f"[rules]\n{rules}")
+    some = '[rules]\n"model.layers.*.self_attn.q_proj" = { style = "colwise", unit = "query_head" }\n'
+    assert "num_key_value_groups" in overrides(specs, gathered + some)
+
+
+OTHER_HEADS = '[units]\nquery_head = { count = "num_attention_heads // 2", size = "head_dim * 2" }\n[rules]\n'
+
+
+def test_a_unit_of_a_plan_file_does_not_change_the_rules_of_the_family():
+    """Unless it says so; a unit of the same value may be written again."""
+    specs = {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()} | {"lm_head.weight": (8, 8)}
+    rule = '"lm_head" = { style = "colwise", unit = "query_head" }\n'
+    with pytest.raises(PlanError, match=r"plan file mine\.toml: unit 'query_head' is another one in family llama"):
+        styles(specs, CONFIG | {"model_type": "llama"}, OTHER_HEADS + rule)
+    same = OTHER_HEADS.replace(" // 2", "").replace(" * 2", "")
+    override = OTHER_HEADS.replace(" }", ", override = true }")
+    for text in (same, override):
+        assert styles(specs, CONFIG | {"model_type": "llama"}, text + rule)["lm_head.weight"] == "colwise"
+
+
+def test_units_of_families_that_override_others():
+    """Each says so, and does."""
+    tables = family_file._index().tables
+    found = {name: parse_family(name, table, name) for name, table in tables.items()}
+    bases = {name: load_family(own.inherits).units if own.inherits else {} for name, own in found.items()}
+    units = [(name, key, unit) for name, own in found.items() for key, unit in own.units.items()]
+    assert [one for one in units if one[2].override != (bases[one[0]].get(one[1], one[2]) != one[2])] == []
 
 
 def test_own_rules_come_first_and_then_blocks_in_their_order():
@@ -102,6 +183,14 @@ def test_units_of_what_is_inherited_stay():
         ({"x": 3}, "is not a block's name"),
         ({"x": {"block": "attention", "num_attention_heads": True}}, "is not a config field"),
         ({"x": {"block": "attention", "num_attention_heads": "a.b()"}}, "only fields"),
+        (
+            {"x": {"block": "mlp", "intermediate_sise": "moe_intermediate_size"}},
+            r"blocks 'x' = 'mlp' with intermediate_sise = 'moe_intermediate_size': block 'mlp' does not read "
+            r"'intermediate_sise' \(it reads intermediate_size\)",
+        ),
+        ({"x": {"block": "mlp", "intermediate": 3}}, r"does not read 'intermediate' \(it reads intermediate_size\)"),
+        ({"x": {"block": "norms", "hidden_size": "d"}}, r"does not read 'hidden_size' \(it reads no field\)"),
+        ({"x": {"block": "moe", "shared_intermediate_size": "d"}}, "does not read 'shared_intermediate_size'"),
     ],
 )
 def test_refused(blocks, message):
@@ -121,6 +210,11 @@ def test_a_block_has_the_units_that_its_rules_name():
         parse_block("wrong", {"rules": {"q_proj": {"style": "colwise", "unit": "head"}}})
 
 
+def test_a_unit_of_a_block_overrides_no_other():
+    with pytest.raises(PlanError, match="unit x: a block has no other unit to override"):
+        parse_block("wrong", {"units": {"x": {"override": True}}})
+
+
 def test_a_block_has_no_key_of_a_family():
     with pytest.raises(PlanError, match="key 'model_types' is not known"):
         parse_block("wrong", {"model_types": ["x"]})
@@ -138,3 +232,34 @@ def test_a_type_is_in_one_family():
     types = Counter(kind for name in family_names() for kind in family_file.load_family(name).model_types)
     assert [kind for kind, count in types.items() if count > 1] == []
     assert all(kind in family_for(kind).model_types for kind in types)
+
+
+@contextmanager
+def folder_of(folder, **texts):
+    """Other families than the installed ones: files by their names."""
+    for name, text in texts.items():
+        (folder / f"{name}.toml").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family_file, "_FOLDER", folder)
+        family_file.clear_cache()
+        yield
+    family_file.clear_cache()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("[one]\n", "[one]\n", "family one is defined twice, also in second.toml"),
+        ('[one]\nmodel_types = ["a", "b"]\n', '[two]\nmodel_types = ["b"]\n', "type 'b' is in families one and two"),
+        ('[one]\nmodel_types = ["a", "a"]\n', "", "type 'a' is in families one and one"),
+    ],
+)
+def test_families_that_contradict_each_other(tmp_path, first, second, message):
+    with folder_of(tmp_path, first=first, second=second), pytest.raises(PlanError, match=message):
+        family_for("c")
+
+
+def test_a_heading_of_a_family_may_have_a_comment(tmp_path):
+    with folder_of(tmp_path, first='[one] # a comment\nmodel_types = ["a"]\n[one.units] # another\nx = {}\n'):
+        assert family_names() == ["one"]
+        assert family_for("a").units.keys() == {"x"}

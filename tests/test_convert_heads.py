@@ -10,6 +10,7 @@ from shardconv.convert.heads import (
     LocalNames,
     ParallelMultiheadAttention,
     SlicedOutput,
+    SlicedTensors,
     mixing_heads,
 )
 from shardconv.convert.modules import Sharded
@@ -249,6 +250,35 @@ def check_sliced_output(axis):
     near(found, expected(fixed(2, 3))[:, axis.rank * 2 :][:, :2])
     (found * fixed(2, 4)[:, axis.rank * 2 :][:, :2]).sum().backward()
     near(layer.weight.grad, expected.weight.grad)
+
+
+class Slopes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("slopes", torch.arange(8.0).view(1, 8))
+
+    def forward(self):
+        return self.slopes
+
+
+def check_parts_of_other_sizes(axis):
+    """Where there are not as many elements as units of all ranks, nothing is taken from the beginning."""
+    layer, halves = nn.Linear(3, 8).double(), cut(0, [Unit(4)], 2)
+    _become(layer, SlicedOutput, axis, item=None, output_dim=-1, output_units=halves)
+    with pytest.raises(PlanError, match=r"an output of shape \[2, 8\] does not have 4 elements along dim -1"):
+        layer(fixed(2, 3))
+    module = Slopes()
+    _become(module, SlicedTensors, axis, slices={"slopes": cut(-1, [Unit(8)], 2)})
+    assert module().shape == (1, 4)
+    for dim, units in ((0, 8), (1, 4), (2, 8)):
+        other = Slopes()
+        _become(other, SlicedTensors, axis, slices={"slopes": cut(dim, [Unit(units)], 2)})
+        with pytest.raises(PlanError, match=rf"slopes of shape \[1, 8\] .* {units} elements along dim {dim}"):
+            other()
+
+
+def test_parts_of_other_sizes(ranks):
+    ranks("pairs", check_parts_of_other_sizes)
 
 
 def check_attention(axis, batch_first, mask):

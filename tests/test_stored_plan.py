@@ -217,9 +217,9 @@ def test_every_rule_survives_its_table(name):
         assert parse_unit(own, json.loads(json.dumps(to_table(unit)))) == unit
     for rules, parse in ((family.rules, parse_rule), (family.modules, parse_module)):
         for rule in rules:
-            table = json.loads(json.dumps(to_table(rule, without=("pattern", "origin", "when"))))
+            table = json.loads(json.dumps(to_table(rule, without=("pattern", "origin", "when", "block"))))
             again = parse(rule.pattern, {**table, "when": dict(rule.when)}, rule.origin)
-            assert to_table(again) == to_table(rule)
+            assert to_table(again) == to_table(rule, without=("block",))
 
 
 def test_a_stored_rule_set_holds_only_the_fields_that_its_rules_read():

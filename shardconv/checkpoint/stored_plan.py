@@ -75,7 +75,7 @@ _OLD = "its manifest is of format 1 or 2, which does not store module overrides:
 
 
 def _for_memory(plan: Plan) -> Plan:
-    """The plan, in which a user's rule for tensors that are known to be unused need not match anything in memory.
+    """The plan, in which a user's rule or block for tensors that are known to be unused may match nothing in memory.
 
     Any other rule of the user's has to match: names in memory may differ, and another rule would take its place.
     """
@@ -84,8 +84,11 @@ def _for_memory(plan: Plan) -> Plan:
     needed = {planned.reason.rule for name, planned in plan.tensors.items() if name not in unused}
 
     def relaxed(scope: Scope) -> Scope:
+        mounts = {rule.mount for rule in scope.family.rules if rule.pattern in needed}
         rules = tuple(
-            replace(rule, optional=True) if rule.by_user and rule.pattern not in needed else rule
+            replace(rule, optional=True, mount=rule.mount if rule.mount in mounts else "")
+            if rule.by_user and rule.pattern not in needed
+            else rule
             for rule in scope.family.rules
         )
         return replace(scope, family=replace(scope.family, rules=rules))

@@ -116,6 +116,21 @@ def with_values(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable
     return changed
 
 
+def part_of(value: Tensor, placement: Placement, rank: int, name: str) -> Tensor:
+    """A rank's shard of a tensor along a dim that may be counted from the end.
+
+    Raises:
+        PlanError: if the dim does not have the elements of the placement.
+    """
+    assert placement.dim is not None
+    if not -value.dim() <= placement.dim < value.dim() or value.shape[placement.dim] != placement.size:
+        raise PlanError(
+            f"{name} of shape {list(value.shape)} does not have {placement.size} elements along dim {placement.dim}: "
+            f"correct the dim or the unit of its module override"
+        )
+    return take_shard(value, replace(placement, dim=placement.dim % value.dim()), rank)
+
+
 class SlicedOutput(ParallelModule):
     """A module that gives something for each unit of all ranks, of which a rank goes on with its own.
 
@@ -137,8 +152,8 @@ class SlicedOutput(ParallelModule):
         return (*outputs[: self.item], self._sliced(outputs[self.item]), *outputs[self.item + 1 :])
 
     def _sliced(self, value: Tensor) -> Tensor:
-        placement = replace(self.output_units, dim=self.output_dim % value.dim())
-        return take_shard(copy_to_tp(value, group=self.axis), placement, self.axis.rank)
+        placement = replace(self.output_units, dim=self.output_dim)
+        return part_of(copy_to_tp(value, group=self.axis), placement, self.axis.rank, "an output")
 
 
 class MixedHeads(ParallelModule):
@@ -192,7 +207,7 @@ class SlicedTensors(Substitutable, ParallelModule):
         """As the module's own."""
         whole = {name: copy_to_tp(self.own_tensor(name), group=self.axis) for name in self.slices}
         rank = self.axis.rank
-        with Substituted({(self, name): take_shard(whole[name], self.slices[name], rank) for name in whole}):
+        with Substituted({(self, name): part_of(whole[name], self.slices[name], rank, name) for name in whole}):
             return super().forward(*inputs, **options)
 
 

@@ -20,6 +20,7 @@ from shardconv.convert.heads import (
     SlicedOutput,
     SlicedTensors,
     mixing_heads,
+    part_of,
     with_values,
 )
 from shardconv.convert.modules import (
@@ -86,13 +87,21 @@ def _check_meets(rule: ModuleRule, modules: list[nn.Module]) -> None:
     where = f"{rule.origin}: modules {rule.pattern!r}"
     if not modules:
         raise PlanError(f"{where} match no module of the model: correct or remove it")
-    names = [name for name in rule.attributes if not name.startswith("config.")] + ["norms"] * bool(rule.norms)
+    names = [*rule.attributes, *rule.at_most, *rule.slices, *filter(None, [rule.norms and "norms", rule.unfused])]
+    names += [*rule.unsharded, *rule.products]
     for name in names:
-        if not any(hasattr(module, name) for module in (*modules, ParallelExperts)):
+        candidates: tuple[nn.Module | type[nn.Module], ...] = (*modules, ParallelExperts)
+        if not any(_has(module, name) for module in candidates):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} has no {name!r}: correct or remove it")
     for name in rule.inputs:
         if not any(name in inspect.signature(module.forward).parameters for module in modules):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} takes no {name!r}: correct or remove it")
+
+
+def _has(module: nn.Module | type[nn.Module], name: str) -> bool:
+    """Whether a module has an attribute, or with ``config.`` before its name its config."""
+    *path, last = name.split(".", 1)
+    return hasattr(getattr(module, path[0], None), last) if path else hasattr(module, last)
 
 
 def _check_gathers(rule: ModuleRule, scope: Scope, names: list[str]) -> None:
@@ -293,4 +302,4 @@ def _cut_items(items: tuple[int, ...], features: Placement, axis: Axis, value: A
 def _cut_features(dim: int, features: Placement, axis: Axis, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return take_shard(copy_to_tp(value, group=axis), replace(features, dim=dim % value.dim()), axis.rank)
+    return part_of(copy_to_tp(value, group=axis), replace(features, dim=dim), axis.rank, "an argument")

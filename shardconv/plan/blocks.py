@@ -11,7 +11,7 @@ from itertools import chain, count
 from typing import NamedTuple
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import Block, InputRule, ModuleRule, Mount, Rule, UnitRule
+from shardconv.plan.family import SIZE_NAMES, Block, InputRule, ModuleRule, Mount, Rule, UnitRule
 from shardconv.plan.fields import fields_in
 
 #: How deep blocks are nested.
@@ -50,10 +50,11 @@ def mounted(
         units: the family's own units, which keep their names.
 
     Raises:
-        PlanError: if blocks contain each other.
+        PlanError: if blocks contain each other, or an entry replaces a field that its block does not read.
     """
     builder = _Builder(find, origin, units=dict(units))
     for mount in mounts:
+        builder.mount = "" if mount.optional else mount.describe()
         builder.add(mount, "", {}, ())
     # Of rules the first that matches counts, of module overrides the last.
     return Mounted(builder.config, builder.units, tuple(builder.rules), tuple(reversed(builder.modules)))
@@ -67,6 +68,7 @@ class _Builder:
     units: dict[str, UnitRule] = field(default_factory=dict)
     rules: list[Rule] = field(default_factory=list)
     modules: list[ModuleRule] = field(default_factory=list)
+    mount: str = ""
 
     def add(
         self, mount: Mount, at: str, outer: Mapping[str, Expression], inside: tuple[str, ...], label: str = ""
@@ -75,8 +77,10 @@ class _Builder:
         if mount.block in inside or len(inside) >= _MAX_DEPTH:
             raise PlanError(f"{self.origin}: block {mount.block!r} contains itself, or blocks are nested too deep")
         block = self.find(mount.block)
+        self._check_fields(mount, block)
         fields = {**outer, **{name: replaced(value, outer) for name, value in mount.fields}}
         path, origin = _joined(at, mount.pattern), f"{self.origin}, block {block.name}"
+        place = f"{origin} at {path!r}, {len(self.rules)}"
         for name, default in block.config.items():
             if name in fields:
                 continue
@@ -87,12 +91,34 @@ class _Builder:
         label = _label(mount.pattern) if mount.fields else label
         names = {name: self._unit(name, unit, fields, label) for name, unit in block.units.items()}
         for rule in block.rules:
-            self.rules.append(replace(_rule(rule, fields, names), pattern=_joined(path, rule.pattern), origin=origin))
+            made = _rule(rule, fields, names)
+            pattern = _joined(path, rule.pattern)
+            self.rules.append(replace(made, pattern=pattern, origin=origin, mount=self.mount, block=place))
         for module in block.modules:
             override = _module(module, fields, names)
-            self.modules.append(replace(override, pattern=_joined(path, module.pattern), origin=origin))
+            pattern = _joined(path, module.pattern)
+            self.modules.append(replace(override, pattern=pattern, origin=origin, block=place))
         for inner in block.blocks:
             self.add(inner, path, fields, (*inside, mount.block), label)
+
+    def _check_fields(self, mount: Mount, block: Block) -> None:
+        """Check that a block reads every field that its entry replaces."""
+        names = [name for name, _ in mount.fields]
+        read = self._fields_read(block) if names else set()
+        if unread := [name for name in names if name not in read]:
+            raise PlanError(
+                f"{self.origin}: {mount.describe()}: block {block.name!r} does not read {unread[0]!r} "
+                f"(it reads {', '.join(sorted(read)) or 'no field'}): correct or remove it"
+            )
+
+    def _fields_read(self, block: Block, depth: int = 0) -> set[str]:
+        """The config fields that a block and the blocks in it read from around it."""
+        found = _own_fields(block)
+        for inner in block.blocks if depth < _MAX_DEPTH else ():
+            names = {name for name, _ in inner.fields}
+            found |= self._fields_read(self.find(inner.block), depth + 1) - names
+            found |= {name for _, value in inner.fields for name in fields_in(value)}
+        return found
 
     def _unit(self, name: str, unit: UnitRule, fields: Mapping[str, Expression], label: str) -> str:
         """The name of a unit of a block in the family: its own, or where fields are replaced with the module before."""
@@ -103,6 +129,18 @@ class _Builder:
             if self.units.setdefault(candidate, own) == own:
                 return candidate
         raise AssertionError("candidates do not end")
+
+
+def _own_fields(block: Block) -> set[str]:
+    """The config fields that a block reads, without those that are replaced nowhere: units, and sizes of tensors."""
+    found = set().union(*map(_reads, block.config.values()))
+    expressions = [one for unit in block.units.values() for one in (unit.count, unit.size)]
+    rules: tuple[Rule | ModuleRule, ...] = (*block.rules, *block.modules)
+    expressions += [one for rule in rules for one in rule.expressions()]
+    expressions += [one for rule in block.modules for one in rule.sizes()]
+    found = found.union(*(fields_in(one) for one in expressions if one is not None))
+    found |= {name for rule in rules for name, _ in rule.when}
+    return found - set(block.units) - SIZE_NAMES
 
 
 def _label(pattern: str) -> str:

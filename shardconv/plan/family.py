@@ -51,6 +51,8 @@ _MAY_HAVE_PARTS = ("colwise_gather_output", "by_rows")
 
 #: How a parameter is sharded that a module's own code multiplies with: see ``products`` of :class:`ModuleRule`.
 PRODUCTS = ("colwise", "rowwise", "rowwise_shared")
+#: Names in expressions that are not config fields: sizes of the tensor or of the layer beside it.
+SIZE_NAMES = frozenset({"rows", "features"})
 
 #: What stands in a pattern for one of several texts.
 CHOICE = re.compile(r"\{[^{}]*\}")
@@ -66,12 +68,14 @@ class UnitRule:
         copies: fewer units than ranks are held by several ranks each.
         whole: a number of units that does not divide by the ranks is not sharded: every rank computes with all of
             them, and rules take their style ``otherwise``.
+        override: it takes the place of another unit of its name in the family below, also in the rules of that.
     """
 
     count: str | int | None = None
     size: str | int = 1
     copies: bool = False
     whole: bool = False
+    override: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +102,9 @@ class Rule:
         optional: of a user's rule, that it may match nothing, as where names on disk and in memory differ.
         origin: where the rule comes from, for the report.
         by_user: whether a user wrote it; then it has to match a tensor, unless it is optional.
+        mount: the entry of ``[blocks]`` in a user's plan file that it comes from, one rule of which has to match
+            a tensor; "" for none, and for optional entries.
+        block: the block, at its module, that it comes from; "" for none.
     """
 
     pattern: str
@@ -117,6 +124,8 @@ class Rule:
     optional: bool = False
     origin: str = ""
     by_user: bool = False
+    mount: str = ""
+    block: str = ""
 
     def __post_init__(self) -> None:
         if set("{}") & set(CHOICE.sub("", self.pattern)):
@@ -139,6 +148,12 @@ class Rule:
     def units(self) -> tuple[str, ...]:
         """The names of its units."""
         return self.parts or ((self.unit,) if self.unit is not None else ())
+
+    def expressions(self) -> Iterator[str | int]:
+        """The expressions that it has beside its units."""
+        yield from (self.groups, self.repeats)
+        if self.size is not None:
+            yield self.size
 
 
 class InputRule(NamedTuple):
@@ -199,6 +214,7 @@ class ModuleRule:
         when: config fields that must have these values for it to count.
         origin: where the rule comes from.
         by_user: whether a user wrote it; then it has to match a module that has what it sets.
+        block: as of a :class:`Rule`.
     """
 
     pattern: str
@@ -222,11 +238,17 @@ class ModuleRule:
     when: tuple[tuple[str, Any], ...] = ()
     origin: str = ""
     by_user: bool = False
+    block: str = ""
 
     def expressions(self) -> Iterator[str | int]:
         """The expressions in which a unit stands for how many of it a rank has."""
         yield from (*self.attributes.values(), *self.locals.values())
         yield from (one for one in (self.full_width, self.shared_output) if one is not None)
+
+    def sizes(self) -> Iterator[str | int]:
+        """The expressions of config fields alone."""
+        places = (*self.inputs.values(), *filter(None, [self.output]))
+        yield from (place.size for place in places if place.size is not None)
 
     def units(self) -> Iterator[str]:
         """The names of units that it has otherwise."""
@@ -280,11 +302,18 @@ class Mount(NamedTuple):
         pattern: names of the module; "" for the model itself.
         block: the block's name.
         fields: a config field that the block reads, to the field or expression that stands for it here.
+        optional: of a user's plan file, that the block may cover no tensor.
     """
 
     pattern: str
     block: str
     fields: tuple[tuple[str, str | int], ...] = ()
+    optional: bool = False
+
+    def describe(self) -> str:
+        """The entry in the words of a plan file."""
+        fields = ", ".join(f"{name} = {value!r}" for name, value in self.fields)
+        return f"blocks {self.pattern!r} = {self.block!r}" + (f" with {fields}" if fields else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardconv.errors import PlanError
 from shardconv.plan.blocks import mounted
@@ -21,12 +21,10 @@ from shardconv.plan.rule_format import parse_block, parse_family
 _FOLDER = Path(__file__).parent / "families"
 _BLOCKS = Path(__file__).parent / "blocks"
 
-_HEADING = re.compile(r"^\[([A-Za-z0-9_-]+)\]$", re.MULTILINE)
-
 
 def family_names() -> list[str]:
     """The names of all families, sorted."""
-    return sorted(_files())
+    return sorted(_index().tables)
 
 
 @cache
@@ -36,10 +34,11 @@ def load_family(name: str) -> Family:
     Raises:
         PlanError: if there is no such family.
     """
-    if name not in _files():
+    table = _index().tables.get(name)
+    if table is None:
         near = ", ".join(get_close_matches(name, family_names(), cutoff=0.5)) or "none; docs/models.md has all"
         raise PlanError(f"there is no family {name!r}; near it is {near}")
-    family = parse_family(name, _tables(_files()[name])[name], f"family {name}")
+    family = parse_family(name, table, f"family {name}")
     return laid_over(family, load_family(family.inherits) if family.inherits else Family(name))
 
 
@@ -47,12 +46,16 @@ def laid_over(family: Family, base: Family) -> Family:
     """A family with its blocks expanded, and what it does not have taken from another.
 
     Raises:
-        PlanError: if a block does not exist, or cannot be mounted as the family says.
+        PlanError: if a block does not exist, or cannot be mounted as the family says; or if a unit would silently
+            change the rules of the other family.
     """
+    _check_units(family, base)
     units = {**(base.units or {}), **(family.units or {})}
     found = mounted(family.blocks, load_block, family.origin, units=units)
     by_user = family.origin.startswith(PLAN_FILE)
-    rules = tuple(replace(rule, by_user=by_user, optional=by_user) for rule in found.rules)
+    rules = tuple(
+        replace(rule, by_user=by_user, optional=by_user, mount=rule.mount if by_user else "") for rule in found.rules
+    )
     whole = replace(
         family,
         config={**found.config, **(base.config or {}), **(family.config or {})},
@@ -62,6 +65,15 @@ def laid_over(family: Family, base: Family) -> Family:
         blocks=(),
     )
     return whole.over(base)
+
+
+def _check_units(family: Family, base: Family) -> None:
+    for name, unit in (family.units or {}).items():
+        if not unit.override and (base.units or {}).get(name, unit) != unit:
+            raise PlanError(
+                f"{family.origin}: unit {name!r} is another one in family {base.name}, whose rules name it, too: "
+                f"rename it, or let it take the place of that with override = true"
+            )
 
 
 def block_names() -> list[str]:
@@ -85,35 +97,40 @@ def load_block(name: str) -> Block:
 @cache
 def family_for(model_type: str) -> Family | None:
     """The family that serves a ``model_type`` of config.json, or None."""
-    for path, text in _texts().items():
-        if f'"{model_type}"' not in text:
-            continue
-        for name, table in _tables(path).items():
-            if model_type in table.get("model_types", ()):
-                return load_family(name)
-    return None
+    name = _index().of_type.get(model_type)
+    return None if name is None else load_family(name)
+
+
+class _Index(NamedTuple):
+    """All families of all files: name to table, and model type to the name of its family."""
+
+    tables: dict[str, dict[str, Any]]
+    of_type: dict[str, str]
 
 
 @cache
-def _texts() -> dict[Path, str]:
-    return {path: path.read_text("utf-8") for path in sorted(_FOLDER.glob("*.toml"))}
+def _index() -> _Index:
+    """Read the families.
 
-
-@cache
-def _files() -> dict[str, Path]:
-    """The file of each family."""
-    return {name: path for path, text in _texts().items() for name in _HEADING.findall(text)}
-
-
-@cache
-def _tables(path: Path) -> dict[str, Any]:
-    """The families in a file, by name."""
-    return tomllib.loads(_texts()[path])
+    Raises:
+        PlanError: if two have one name, or serve one type.
+    """
+    found = _Index({}, {})
+    for path in sorted(_FOLDER.glob("*.toml")):
+        for name, table in tomllib.loads(path.read_text("utf-8")).items():
+            if name in found.tables:
+                raise PlanError(f"family {name} is defined twice, also in {path.name}: rename one of them")
+            found.tables[name] = table
+            for kind in table.get("model_types", ()):
+                if kind in found.of_type:
+                    raise PlanError(f"model type {kind!r} is in families {found.of_type[kind]} and {name}: remove one")
+                found.of_type[kind] = name
+    return found
 
 
 def clear_cache() -> None:
     """Read the files again when they are asked for."""
-    for cached in (load_family, load_block, family_for, _texts, _files, _tables):
+    for cached in (load_family, load_block, family_for, _index):
         cached.cache_clear()
 
 

@@ -125,7 +125,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
     assumed: list[str] = []
     unsure = ""
     user = parse_plan_file(*request.plan_file) if request.plan_file else None
-    family = _family(config or {}, request.family or (user.inherits if user else ""))
+    family = family_of(config or {}, request.family or (user.inherits if user else ""))
     towers = _towers(tensors) if family.name == NAMES_FAMILY else []
     if config is None or request.head_dim is not None or len(towers) > 1:
         config, sentence, unsure = _with_heads(tensors, config, request.head_dim, towers)
@@ -144,7 +144,8 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
     before = family
     if user is not None:
         assumed.append(f"the rules of {user.name} come first; shardconv plan --prove tells whether they are right")
-        family = laid_over(replace(user, name=family.name, rules=_wanted(user.rules, request)), family)
+        family = laid_over(replace(user, name=family.name), family)
+        family = replace(family, rules=_wanted(family.rules, request))
     if request.replicate:
         assumed += [
             f"{name} is replicated as asked, and layers that depend on it may be sharded, which can change outputs: "
@@ -155,9 +156,14 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         family = Family(family.name, rules=rules).over(family)
     rules_found = rules_for(family, config, experts=request.experts, uncertain=unsure)
     rules_found = rules_found.for_engine(engine_named(request.engine))
-    resolver = Resolver(tensors, rules_found).padded(request.pad)
-    if user is not None and (replaced := resolver.replaced(rules_for(before, config))):
-        assumed.append(_replacements(user.name, replaced))
+    resolver = Resolver(tensors, rules_found)
+    if user is not None:
+        others = rules_for(before, config)
+        if blocks := resolver.replaced_blocks(others):
+            resolver = Resolver(tensors, rules_found.without_overrides(blocks))
+        if replaced := resolver.replaced(others):
+            assumed.append(_replacements(user.name, replaced))
+    resolver = resolver.padded(request.pad)
     return Resolution(resolver, tuple(assumed))
 
 
@@ -180,8 +186,9 @@ def _check_prefix(tensors: Mapping[str, TensorSpec], family: Family) -> None:
 
 
 def _wanted(rules: Iterable[Rule], request: PlanRequest) -> tuple[Rule, ...]:
-    """A user's rules, which have to match something unless the request allows them not to."""
-    return tuple(replace(rule, optional=True) if request.may_miss else rule for rule in rules)
+    """Rules of which a user's have to match something unless the request allows them not to."""
+    may_miss = request.may_miss
+    return tuple(replace(rule, optional=True, mount="") if may_miss and rule.by_user else rule for rule in rules)
 
 
 def _replicated(name: str) -> Rule:
@@ -191,7 +198,8 @@ def _replicated(name: str) -> Rule:
         raise PlanError(f"--replicate {name!r}: {error}") from error
 
 
-def _family(config: Mapping[str, Any], name: str) -> Family:
+def family_of(config: Mapping[str, Any], name: str = "") -> Family:
+    """The family of that name, or the one for the ``model_type`` of a config."""
     if name and name != FOREIGN:
         return load_family(name)
     model_type = config.get("model_type")

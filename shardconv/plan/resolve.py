@@ -35,18 +35,26 @@ class Resolver:
         where: what has the tensors, for messages.
 
     Raises:
-        PlanError: if no rule matches a tensor, or a rule of the user's matches none.
+        PlanError: if no rule matches a tensor, or a rule or a block of the user's matches none.
     """
 
     def __init__(self, tensors: Mapping[str, TensorSpec], rules: RuleSet, *, where: str = "this checkpoint") -> None:
         self.rules = rules
         self._group_of = group_tensors(tensors, rules)
         self._with_padding: dict[int, Resolver] = {}
-        for rule in (rule for scope in rules.scopes for rule in scope.family.rules):
-            if rule.by_user and not rule.optional and rule not in self._used_rules:
-                raise PlanError(f"rule {rule.pattern!r} matches no tensor of {where}: correct or remove it")
+        self._check_used(where)
         if rules.pad:
             self._set_padding(rules.pad)
+
+    def _check_used(self, where: str) -> None:
+        """Check that all that a user wrote covers a tensor."""
+        users = [rule for scope in self.rules.scopes for rule in scope.family.rules if rule.by_user]
+        used = {rule.mount for rule in users if rule in self._used_rules}
+        for rule in users:
+            if not rule.optional and rule not in self._used_rules:
+                raise PlanError(f"rule {rule.pattern!r} matches no tensor of {where}: correct or remove it")
+            if rule.mount and rule.mount not in used:
+                raise PlanError(f"{rule.mount}: covers no tensor of {where}: correct or remove it")
 
     @cached_property
     def _sizes(self) -> Counter[TensorGroup]:
@@ -92,6 +100,19 @@ class Resolver:
             if match is not None and (style := ruled[match.place][0].style) != group.rule.style:
                 found[name] = (style, group.rule.style)
         return found
+
+    def replaced_blocks(self, family: RuleSet) -> frozenset[str]:
+        """The blocks of the family of which a user's blocks cover every tensor that they would cover."""
+        ruled, matcher = matcher_of(family)
+        replaced: set[str] = set()
+        kept: set[str] = set()
+        for name, group in self._group_of.items():
+            match = matcher.match(name) if group.rule.by_user else None
+            if match is not None:
+                (replaced if group.rule.block else kept).add(ruled[match.place][0].block)
+            elif not group.rule.by_user:
+                kept.add(group.rule.block)
+        return frozenset(replaced - kept - {""})
 
     def sharded_dim(self, name: str) -> ShardedDim:
         """The dim that is sharded of a tensor, and its full size by rule and config.

@@ -94,6 +94,8 @@ def parse_block(name: str, data: dict[str, Any]) -> Block:
         )
         for expression in block.config.values():
             check_expression(expression)
+        if overrides := [key for key, unit in block.units.items() if unit.override]:
+            raise ValueError(f"unit {overrides[0]}: a block has no other unit to override")
     except ValueError as error:
         raise PlanError(f"{origin}: {error}") from error
     check_units(block.units, block.rules, block.modules)
@@ -107,15 +109,16 @@ def _parse_blocks(table: dict[str, Any]) -> tuple[Mount, ...]:
 def _parse_mount(pattern: str, data: Any) -> Mount:  # noqa: ANN401 - anything TOML holds
     """A mount: the name of a block, or a table with the name and the config fields that it reads otherwise."""
     table = data if isinstance(data, dict) else {"block": data}
-    name, fields = table.get("block"), {key: value for key, value in table.items() if key != "block"}
-    if not isinstance(name, str):
+    name, optional = table.get("block"), table.get("optional", False)
+    fields = {key: value for key, value in table.items() if key not in ("block", "optional")}
+    if not isinstance(name, str) or type(optional) is not bool:
         text = f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME"
-        raise ValueError(text)  # noqa: TRY004 - as in _check_keys
+        raise ValueError(text)
     for value in fields.values():
         if type(value) not in (str, int):
             raise ValueError(f"blocks {pattern!r}: {value!r:.60} is not a config field or an expression of them")
         check_expression(value)
-    return Mount(pattern, name, tuple(fields.items()))
+    return Mount(pattern, name, tuple(fields.items()), optional)
 
 
 def _parse_prefix(data: str | list[Any]) -> tuple[str, ...]:
@@ -132,7 +135,8 @@ def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOM
         ValueError: if the table is not one.
     """
     try:
-        _check_keys(data, {"count": (str, int), "size": (str, int), "copies": bool, "whole": bool})
+        keys = {"count": (str, int), "size": (str, int), "copies": bool, "whole": bool, "override": bool}
+        _check_keys(data, keys)
         unit = UnitRule(**data)
         if unit.whole and unit.count is None:
             raise ValueError("whole = true is for units with a count")
@@ -204,10 +208,10 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
         if not all(isinstance(name, str) for name in gathers):
             raise ValueError("gathers are names of parameters")
         places: dict[str, Any] = {
-            key: {name: _parse_place(place) for name, place in data.get(key, {}).items()}
-            for key in ("inputs", "slices", "unsharded")
+            key: {name: _parse_place(place, known) for name, place in data.get(key, {}).items()}
+            for key, known in (("inputs", _INPUT_KEYS), ("slices", _SLICE_KEYS), ("unsharded", _UNSHARDED_KEYS))
         }
-        places |= {"output": _parse_place(data["output"])} if "output" in data else {}
+        places |= {"output": _parse_place(data["output"], _OUTPUT_KEYS)} if "output" in data else {}
         parsed = {**data, **places, "attributes": attributes, "gathers": gathers}
         when = tuple(data.get("when", {}).items())
         return ModuleRule(pattern, origin=origin, by_user=by_user, **{**parsed, "when": when})
@@ -215,9 +219,19 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
         raise ValueError(f"modules {pattern!r}: {error}") from error
 
 
-def _parse_place(place: Any) -> InputRule:  # noqa: ANN401 - anything TOML holds
-    _check_keys(place, {"dim": int, "unit": str, "size": (str, int), "item": int, "parts": list, "items": list})
+_INPUT_KEYS = {"dim": int, "unit": str, "size": (str, int), "items": list}
+_OUTPUT_KEYS = {"dim": int, "unit": str, "size": (str, int), "item": int}
+_SLICE_KEYS = {"dim": int, "unit": str, "parts": list}
+_UNSHARDED_KEYS = {"dim": int, "unit": str}
+
+
+def _parse_place(place: Any, known: Mapping[str, Any]) -> InputRule:  # noqa: ANN401 - anything TOML holds
+    _check_keys(place, known)
     check_expression(place.get("size", 1))
+    if "dim" not in place:
+        raise ValueError(f"{place!r:.60}: dim is missing")
+    if known is _INPUT_KEYS and "size" not in place and place["dim"] < 0:
+        raise ValueError(f"{place!r:.60}: without size, dim is counted from 0, as matrices follow it")
     if ("unit" in place) == ("parts" in place) or not all(isinstance(part, str) for part in place.get("parts", ())):
         raise ValueError(f"{place!r:.60} has neither a unit nor parts, which are names of units, or both")
     items = tuple(place.get("items", ()))

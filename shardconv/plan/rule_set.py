@@ -3,7 +3,7 @@
 Owns its form in a manifest. What is read back plans as what was written, whatever families are installed by then.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
@@ -92,6 +92,15 @@ class RuleSet:
 
         return replace(self, scopes=tuple(map(own, self.scopes)))
 
+    def without_overrides(self, blocks: Container[str]) -> Self:
+        """The rules without the module overrides of some blocks."""
+
+        def less(scope: Scope) -> Scope:
+            modules = tuple(rule for rule in scope.family.modules if rule.block not in blocks)
+            return replace(scope, family=replace(scope.family, modules=modules))
+
+        return replace(self, scopes=tuple(map(less, self.scopes)))
+
     def to_json(self) -> dict[str, Any]:
         """Plain data: the rules whose conditions hold, and the config fields that they read."""
         return {
@@ -140,9 +149,9 @@ def _scope_to_json(scope: Scope) -> dict[str, Any]:
         "prefix": list(family.prefix),
         "config": None if scope.config is None else _with_fields(scope.config, names),
         "defaults": {name: value for name, value in defaults.items() if name in names},
-        "units": {name: to_table(unit) for name, unit in units.items()},
-        "rules": [to_table(rule, without=("when",)) for rule in rules],
-        "modules": [to_table(rule, without=("when",)) for rule in modules],
+        "units": {name: to_table(unit, without=("override",)) for name, unit in units.items()},
+        "rules": [to_table(rule, without=("when", "block")) for rule in rules],
+        "modules": [to_table(rule, without=("when", "block")) for rule in modules],
     }
 
 
@@ -162,8 +171,10 @@ def _scope_from_json(data: dict[str, Any], family: str) -> Scope:
 
 def _parsed(parse: Callable[..., Parsed], table: Mapping[str, Any]) -> Parsed:
     """A rule from its table, which has its pattern and its origin in it."""
-    rest = {key: value for key, value in table.items() if key not in ("pattern", "origin", "by_user")}
-    return parse(table["pattern"], rest, table.get("origin", ""), by_user=table.get("by_user") is True)
+    beside = ("pattern", "origin", "by_user", "mount")
+    rest = {key: value for key, value in table.items() if key not in beside}
+    rule = parse(table["pattern"], rest, table.get("origin", ""), by_user=table.get("by_user") is True)
+    return replace(rule, mount=str(table["mount"])) if "mount" in table else rule  # type: ignore[type-var]
 
 
 def _units_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> set[str]:
@@ -176,10 +187,9 @@ def _units_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> set[str]:
 
 def _expressions_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> Iterator[str | int]:
     for rule in rules:
-        yield from (rule.groups, rule.repeats, rule.size or 0)
+        yield from rule.expressions()
     for module in modules:
-        yield from module.expressions()
-        yield from (one.size or 0 for one in (*module.inputs.values(), *filter(None, [module.output])))
+        yield from (*module.expressions(), *module.sizes())
 
 
 def _fields_read(expressions: Iterable[str | int], defaults: Mapping[str, str | int]) -> set[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import PlanError
-from shardconv.plan.family import Family, ModuleRule
+from shardconv.plan.family import PLAN_FILE, Family, ModuleRule
 from shardconv.plan.family_file import laid_over
 from shardconv.plan.matcher import Matcher
 from shardconv.plan.plan import TensorSpec
@@ -52,7 +52,7 @@ def with_blocks(proposal: Proposal, model: Any) -> Proposal:
 
 def expanded(proposal: Proposal) -> Family:
     """The rules of a proposal, with those of its blocks."""
-    return laid_over(parse_family("proposal", to_tables(proposal), "proposal"), Family("proposal"))
+    return laid_over(parse_family("proposal", to_tables(proposal), PLAN_FILE), Family("proposal"))
 
 
 def _paths(proposal: Proposal) -> list[str]:

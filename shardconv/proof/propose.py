@@ -32,13 +32,13 @@ class Proposal:
         units: what cuts fall between.
         rules: by pattern.
         told: the module overrides of attention, by pattern.
-        blocks: the names of blocks, by the module that they are mounted at.
+        blocks: the names of blocks, or tables with them, by the module that they are mounted at.
     """
 
     units: dict[str, RuleTable]
     rules: dict[str, RuleTable]
     told: dict[str, RuleTable]
-    blocks: dict[str, list[str]] = field(default_factory=dict)
+    blocks: dict[str, list[Any]] = field(default_factory=dict)
 
 
 def propose(model: Any, inputs: Mapping[str, Tensor], *, by_heads: bool = True) -> Proposal:

@@ -7,7 +7,7 @@ random numbers. What the proof does not reach, as tensors that the small model h
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,12 +18,14 @@ from shardconv.checkpoint.planning import PlanOptions, StrPath, as_names, plan_s
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.split import split_by
 from shardconv.errors import PlanError, RunError, ShardconvError, is_lost
+from shardconv.plan.family import Family, Mount
 from shardconv.plan.matcher import Matcher, name_regex
 from shardconv.plan.padding import Heads
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.request import PlanRequest, family_of, resolve
 from shardconv.plan.resolve import Resolver
+from shardconv.plan.rule_format import parse_unit
 
 #: The largest differences that are rounding: sums are taken rank by rank, in float32, in gradients more often.
 OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
@@ -335,12 +337,29 @@ def propose_plan(
     rules = {
         pattern: rule if pattern in own else {**rule, "optional": True} for pattern, rule in proposal.rules.items()
     }
-    patterns = [rule.pattern for rule in expanded(proposal).rules]
-    covered = Matcher([(pattern, name_regex(pattern)) for pattern in patterns])
+    found = expanded(proposal).rules
+    covered = Matcher([(rule.pattern, name_regex(rule.pattern)) for rule in found])
+    mounts = {found[match.place].mount for match in map(covered.match, source.specs) if match is not None}
+    units = _units(proposal.units, family_of(_checked_config(source)))
+    blocks = {path: [_mount(path, name, mounts) for name in names] for path, names in proposal.blocks.items()}
     missing = _kinds(name for name in source.specs if covered.match(name) is None)
     head = [f"# Proposed for {type(model).__name__}; shardconv plan SRC --plan THIS --prove tells whether it is right."]
     head += [f"# On disk, and not in memory, so that no rule is proposed: {name}" for name in sorted(missing)]
-    return "\n".join([*head, "", to_toml(replace(proposal, rules=rules))])
+    return "\n".join([*head, "", to_toml(replace(proposal, units=units, rules=rules, blocks=blocks))])
+
+
+def _units(units: Mapping[str, dict[str, Any]], family: Family) -> dict[str, dict[str, Any]]:
+    """Units that take the place of others of their names in the family that the plan file is laid over."""
+    known = family.units or {}
+    return {
+        name: {**unit, "override": True} if known.get(name, own := parse_unit(name, unit)) != own else unit
+        for name, unit in units.items()
+    }
+
+
+def _mount(path: str, block: str, used: Container[str]) -> str | dict[str, Any]:
+    """An entry of ``[blocks]``, optional where the block covers no tensor on disk."""
+    return block if Mount(path, block).describe() in used else {"block": block, "optional": True}
 
 
 def _matched(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
