@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from build import contents, llama_config, write_checkpoint
 from command import call
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from matrix import check, model_class, small, worst
 from models import GQA, MODELS, MOE, Model
@@ -168,6 +168,22 @@ def test_units_of_overrides_are_padded_with_those_of_the_module(case, pattern):
     assert scope.units("number", 4) == scope.units("query", 4)
 
 
+def beside_heads(unit: str, **config: int) -> Scope:
+    """Query and KV heads, and a unit in another module, with padding."""
+    rules = (Rule("block.q", "colwise", "query"), Rule("block.k", "colwise", "kv"), Rule("table.bias", "colwise", unit))
+    family = Family("made up", units=UNITS_OF, rules=rules)
+    return Scope(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10, **config}, pad=1)
+
+
+def test_numbers_of_heads_in_other_modules_are_padded_as_the_heads_are():
+    """As a table of biases with a column for each query head, where query heads have padding in each group."""
+    scope = beside_heads("number")
+    assert scope.units("number", 4) == scope.units("query", 4)
+    assert beside_heads("width").units("width", 4).local_size(0) == 8
+    with pytest.raises(PlanError, match="there are as many as heads of other modules, and it is not known of which"):
+        beside_heads("width", width=2, kv_heads=2).units("width", 4)
+
+
 def test_units_of_which_no_rule_tells_the_layout_are_not_padded():
     """With padding behind the last, the values of heads would be beside other heads."""
     scope = scope_of(ModuleRule("elsewhere", slices={"slopes": InputRule(0, "number")}), q="query", k="kv")
@@ -234,6 +250,7 @@ def test_merge_and_reshard_give_the_bytes_of_the_source(heads, intermediate, lay
         layers=layers, hidden=16, heads=kv_heads * group, kv_heads=kv_heads, intermediate=intermediate, vocab=7
     )
     config["head_dim"] = 4
+    assume(intermediate != kv_heads or group == 1)  # which might be one number for each KV head
     with TemporaryDirectory() as name:
         folder = Path(name)
         source = write_checkpoint(folder / "source", config=config, parts=parts)
@@ -303,6 +320,7 @@ OTHERS = {
     "gpt_oss": Model("gpt_oss", {**GQA, **MOE, "sliding_window": 8}),
     "llama-6-2": Model("llama", FEW),
     "minimax": Model("minimax", {**MINIMAX, **GQA}),
+    "mpnet-4": Model("mpnet", {"num_attention_heads": 4}, "AutoModelForMaskedLM"),
     "minimax-6-2": Model("minimax", {**MINIMAX, **FEW}),
 }
 
@@ -318,6 +336,7 @@ RUN = {
     **dict.fromkeys(("cohere", "olmo2", "phi3", "falcon-7b", "falcon-40b", "gpt_oss"), (3, 6)),
     **dict.fromkeys(("llama-6-2", "minimax-6-2"), (4,)),
     "minimax": (3, 6),
+    "mpnet-4": (12,),  # heads of a padding each, beside a table with a column for each
     "llama": (3, 5, 6, 12),
 }  # fmt: skip
 
