@@ -190,9 +190,7 @@ def model_class(config: Mapping[str, Any]) -> tuple[Any, Any]:
         try:
             return kind, config_class.from_pretrained(folder)
         except Exception as error:
-            problem = " ".join(
-                f"{type(error).__name__}: {error}".split()
-            )  # of several lines, with the name of the check
+            problem = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")  # which may be of several lines
             raise RunError(
                 f"{config_class.__name__} of transformers {transformers.__version__} refuses config.json: {problem}"
             ) from error
