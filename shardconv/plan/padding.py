@@ -182,10 +182,13 @@ def _by_module(scope: "Scope") -> dict[str, _Together]:
 
 
 def _matched(scope: "Scope", regex: re.Pattern[str]) -> Iterator[str]:
-    """The patterns of the modules of the rules whose tensors are in a module that an override matches, or are its."""
-    for rule, names in (scope.used or {}).items():
-        if any(map(regex.fullmatch, names)):
-            yield from _modules_of(rule.pattern)
+    """The patterns of the modules of rules with a tensor in a module that an override matches, or in a layer of it."""
+    for rule, layers in (scope.used or {}).items():
+        names = [name for name in layers if regex.fullmatch(name) or regex.fullmatch(name.rpartition(".")[0])]
+        for pattern in expanded(rule.pattern) if names else ():
+            own = re.compile(scope.regex(pattern.removesuffix(".weight").removesuffix(".bias")))
+            if any(map(own.fullmatch, names)):
+                yield pattern.rpartition(".")[0]
 
 
 def _modules_of(pattern: str) -> list[str]:
