@@ -23,8 +23,8 @@ class Scope:
         config: what they read; None where there is none.
         at: a pattern of what names begin with; "" for all names.
         pad: what does not divide is padded to a multiple of this and of the tensor parallel size; 0 for no padding.
-        used: the rules that match a tensor, from which padding follows, to the names of the layers that they match and
-            of the modules around them; None for all rules.
+        used: the rules that match a tensor, from which padding follows, to the names of the layers and parameters that
+            they match; None for all rules.
         stage: the number of the stage that ``field[stage]`` reads; None where names tell.
     """
 

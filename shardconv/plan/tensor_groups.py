@@ -106,12 +106,11 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
     return group_of
 
 
-def modules_by_rule(group_of: Mapping[str, TensorGroup]) -> dict[Rule, frozenset[str]]:
-    """For each rule that matches a tensor the names of the layers that it matches, and of the modules around them."""
+def layers_by_rule(group_of: Mapping[str, TensorGroup]) -> dict[Rule, frozenset[str]]:
+    """For each rule that matches a tensor the names of the layers that it matches, and of other parameters."""
     found: dict[Rule, set[str]] = {}
     for name, group in group_of.items():
-        layer = name.removesuffix(f".{group.leaf}")
-        found.setdefault(group.rule, set()).update((layer, layer.rpartition(".")[0]))
+        found.setdefault(group.rule, set()).add(name.removesuffix(f".{group.leaf}"))
     return {rule: frozenset(names) for rule, names in found.items()}
 
 
