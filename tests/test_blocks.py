@@ -8,12 +8,12 @@ import pytest
 
 from shardconv.errors import PlanError
 from shardconv.plan import family_file
-from shardconv.plan.family import Family
+from shardconv.plan.family import Family, ModuleRule
 from shardconv.plan.family_file import family_for, family_names, laid_over, load_block, load_family
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import Resolver
-from shardconv.plan.rule_format import parse_block, parse_family
+from shardconv.plan.rule_format import parse_block, parse_family, parse_module, to_table
 from shardconv.plan.rule_set import RuleSet
 
 LLAMA_LIKE = '[blocks]\n"model" = "decoder"\n"" = "heads"\n'
@@ -123,6 +123,24 @@ def test_overrides_go_with_the_rules_of_their_block():
     assert "num_key_value_groups" in overrides(specs, f"[rules]\n{rules}")
     some = '[rules]\n"model.layers.*.self_attn.q_proj" = { style = "colwise", unit = "query_head" }\n'
     assert "num_key_value_groups" in overrides(specs, gathered + some)
+
+
+def test_what_is_empty_is_not_inherited():
+    """And what is left out is."""
+    base = family({"prefix": "model.", "parts": {"vision": "vision_config"}, "gathered": "one head"})
+    names = ("prefix", "parts", "gathered")
+    left_out, empty = family({}, base), family({"prefix": [], "parts": {}, "gathered": ""}, base)
+    assert [getattr(left_out, name) for name in names] == [getattr(base, name) for name in names]
+    assert [getattr(empty, name) for name in names] == [(), {}, ""]
+
+
+def test_an_override_that_is_false_takes_back_one_that_is_true():
+    keys = ("copied_input", "gathered_output", "summed_output")
+    said = [parse_module("x", dict.fromkeys(keys, value), "") for value in (True, False)]
+    assert not any(getattr(ModuleRule.joined(said), key) for key in keys)
+    silent = parse_module("x", {"attributes": {"a": 1}}, "")
+    assert all(getattr(ModuleRule.joined([said[0], silent]), key) for key in keys)
+    assert all(to_table(parse_module("x", to_table(one, without=("pattern",)), "")) == to_table(one) for one in said)
 
 
 OTHER_HEADS = '[units]\nquery_head = { count = "num_attention_heads // 2", size = "head_dim * 2" }\n[rules]\n'

@@ -206,9 +206,9 @@ class ModuleRule:
     norms: str = ""
     shared_output: str | int | None = None
     unfused: str = ""
-    copied_input: bool = False
-    gathered_output: bool = False
-    summed_output: bool = False
+    copied_input: bool | None = None
+    gathered_output: bool | None = None
+    summed_output: bool | None = None
     gathers: tuple[str, ...] = ()
     when: tuple[tuple[str, Any], ...] = ()
     origin: str = ""
@@ -255,11 +255,14 @@ class ModuleRule:
             norms,
             shared,
             unfused=next((rule.unfused for rule in reversed(rules) if rule.unfused), ""),
-            copied_input=any(rule.copied_input for rule in rules),
-            gathered_output=any(rule.gathered_output for rule in rules),
-            summed_output=any(rule.summed_output for rule in rules),
+            **{name: _last(rules, name) for name in ("copied_input", "gathered_output", "summed_output")},
             gathers=tuple(dict.fromkeys(name for rule in rules for name in rule.gathers)),
         )
+
+
+def _last(rules: Sequence[ModuleRule], name: str) -> bool | None:
+    """What the last of the rules that have a key says; None if none has."""
+    return next((value for rule in reversed(rules) if (value := getattr(rule, name)) is not None), None)
 
 
 class Mount(NamedTuple):
@@ -334,6 +337,7 @@ class Family:
         blocks: the blocks that it mounts; their rules are tried after its own.
         origin: where it comes from, for the report.
         gathered: why attention is not sharded by heads where it is gathered; "" where none is.
+        empty: sections and keys that are empty in its file, and so are not taken from another family.
     """
 
     name: str
@@ -348,6 +352,7 @@ class Family:
     blocks: tuple[Mount, ...] = ()
     origin: str = ""
     gathered: str = ""
+    empty: frozenset[str] = frozenset()
 
     def over(self, base: "Family") -> "Family":
         """This family with what it does not say taken from ``base``; its own rules are tried first.
@@ -355,6 +360,7 @@ class Family:
         Raises:
             PlanError: if a rule names a unit that neither has.
         """
+        base = replace(base, **{name: getattr(Family(""), name) for name in self.empty})
         family = replace(
             self,
             prefix=self.prefix or base.prefix,

@@ -51,6 +51,7 @@ def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool 
             parts={start: _parse_part(start, part) for start, part in data.get("parts", {}).items()},
             blocks=_parse_blocks(data.get("blocks", {})),
             origin=origin,
+            empty=frozenset(key for key in ("prefix", "parts", "gathered") if key in data and not data[key]),
         )
         for expression in (family.config or {}).values():
             check_expression(expression)
