@@ -56,6 +56,16 @@ SIZE_NAMES = frozenset({"rows", "features"})
 CHOICE = re.compile(r"\{[^{}]*\}")
 
 
+def check_pattern(pattern: str) -> None:
+    """Check that braces in a pattern belong together.
+
+    Raises:
+        ValueError: if they do not.
+    """
+    if set("{}") & set(CHOICE.sub("", pattern)):
+        raise ValueError("a { has no }, or a } no {")
+
+
 @dataclass(frozen=True, slots=True)
 class UnitRule:
     """A unit in the words of the config.
@@ -121,8 +131,7 @@ class Rule:
     block: str = ""
 
     def __post_init__(self) -> None:
-        if set("{}") & set(CHOICE.sub("", self.pattern)):
-            raise ValueError("a { has no }, or a } no {")
+        check_pattern(self.pattern)
         if self.style not in STYLES:
             raise ValueError(f"style {self.style!r} is none of {', '.join(STYLES)}")
         if bool(self.parts) != STYLES[self.style].packed and self.style not in _MAY_HAVE_PARTS:

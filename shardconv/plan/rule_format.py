@@ -8,7 +8,18 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import Block, Family, InputRule, ModuleRule, Mount, Part, Rule, UnitRule, check_units
+from shardconv.plan.family import (
+    Block,
+    Family,
+    InputRule,
+    ModuleRule,
+    Mount,
+    Part,
+    Rule,
+    UnitRule,
+    check_pattern,
+    check_units,
+)
 from shardconv.plan.fields import check_expression
 
 _FAMILY_KEYS = {
@@ -104,6 +115,10 @@ def _parse_mount(pattern: str, data: Any) -> Mount:  # noqa: ANN401 - anything T
     if not isinstance(name, str) or type(optional) is not bool:
         text = f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME"
         raise ValueError(text)
+    try:
+        check_pattern(pattern)
+    except ValueError as error:
+        raise ValueError(f"blocks {pattern!r}: {error}") from error
     for value in fields.values():
         if type(value) not in (str, int):
             raise ValueError(f"blocks {pattern!r}: {value!r:.60} is not a config field or an expression of them")
@@ -182,6 +197,7 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
     """
     try:
         _check_keys(data, _MODULE_KEYS)
+        check_pattern(pattern)
         attributes, inputs, at_most = (data.get(key, {}) for key in ("attributes", "inputs", "at_most"))
         numbers = (data.get("shared_output", 0), data.get("full_width", 0))
         for expression in (*attributes.values(), *data.get("locals", {}).values(), *numbers):
@@ -191,6 +207,8 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
         gathers = tuple(data.get("gathers", ()))
         if not all(isinstance(name, str) for name in gathers):
             raise ValueError("gathers are names of parameters")
+        for name in gathers:
+            check_pattern(name)
         slices = data.get("slices", {}).items()
         places: dict[str, Any] = {"inputs": {name: _parse_place(place, _INPUT_KEYS) for name, place in inputs.items()}}
         places |= {"slices": {name: _parse_place(place, _SLICE_KEYS) for name, place in slices}}
@@ -220,6 +238,10 @@ def _parse_place(place: Any, known: Mapping[str, Any]) -> InputRule:  # noqa: AN
 
 
 def _parse_part(start: str, data: Any) -> Part:  # noqa: ANN401 - anything TOML holds
+    try:
+        check_pattern(start)
+    except ValueError as error:
+        raise ValueError(f"part {start!r}: {error}") from error
     if isinstance(data, str):
         return Part(data)
     try:
