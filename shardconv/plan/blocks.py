@@ -11,7 +11,7 @@ from itertools import chain, count
 from typing import NamedTuple
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import SIZE_NAMES, Block, InputRule, ModuleRule, Mount, Rule, UnitRule
+from shardconv.plan.family import SIZE_NAMES, Block, InputRule, ModuleRule, Mount, Rule, UnitRule, fields_read
 from shardconv.plan.fields import fields_in
 
 #: How deep blocks are nested.
@@ -111,7 +111,7 @@ class _Builder:
 
     def _fields_read(self, block: Block, depth: int = 0) -> set[str]:
         """The config fields that a block and the blocks in it read from around it."""
-        found = _own_fields(block)
+        found = fields_read(block) - set(block.units) - SIZE_NAMES
         for inner in block.blocks if depth < _MAX_DEPTH else ():
             names = {name for name, _ in inner.fields}
             found |= self._fields_read(self.find(inner.block), depth + 1) - names
@@ -127,17 +127,6 @@ class _Builder:
             if self.units.setdefault(candidate, own) == own:
                 return candidate
         raise AssertionError("candidates do not end")
-
-
-def _own_fields(block: Block) -> set[str]:
-    """The config fields that a block reads, without those that are replaced nowhere: units, and sizes of tensors."""
-    found = set().union(*map(_reads, block.config.values()))
-    expressions = [one for unit in block.units.values() for one in (unit.count, unit.size)]
-    expressions += [one for rule in (*block.rules, *block.modules) for one in rule.expressions()]
-    expressions += [one for rule in block.modules for one in rule.sizes()]
-    found = found.union(*(fields_in(one) for one in expressions if one is not None))
-    found |= {name for rule in (*block.rules, *block.modules) for name, _ in rule.when}
-    return found - set(block.units) - SIZE_NAMES
 
 
 def _label(pattern: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 from shardconv.errors import PlanError
-from shardconv.plan.fields import check_expression
+from shardconv.plan.fields import check_expression, fields_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +322,12 @@ class Part(NamedTuple):
     Attributes:
         field: the config field that holds its config.
         family: the family whose rules cut it; that of its config's ``model_type`` if "".
+        by_user: whether a user wrote it; then a config has to have the field.
     """
 
     field: str
     family: str = ""
+    by_user: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +384,17 @@ class Family:
         )
         check_units(family.units or {}, family.rules, family.modules)
         return family
+
+
+def fields_read(family: Family | Block) -> set[str]:
+    """The names in all expressions and conditions of a family or a block: config fields and units."""
+    rules = (*family.rules, *family.modules)
+    expressions = [one for unit in (family.units or {}).values() for one in (unit.count, unit.size)]
+    expressions += [one for rule in rules for one in rule.expressions()]
+    expressions += [one for rule in family.modules for one in rule.sizes()]
+    expressions += (family.config or {}).values()
+    found = set().union(*(fields_in(one) for one in expressions if one is not None and not isinstance(one, bool)))
+    return found | {name for rule in rules for name, _ in rule.when}
 
 
 def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> None:

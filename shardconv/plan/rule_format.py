@@ -26,6 +26,8 @@ _FAMILY_KEYS = {
     "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
     "modules": dict, "parts": dict, "blocks": dict, "gathered": str,
 }  # fmt: skip
+#: What a plan file does not have: it serves what it is passed for, and reasons are for docs/models.md.
+_NOT_BY_USER = ("model_types", "gathered")
 _BLOCK_KEYS = {"config": dict, "units": dict, "rules": dict, "modules": dict, "blocks": dict}
 
 
@@ -42,7 +44,7 @@ def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool 
         PlanError: if it holds anything that the format does not have.
     """
     try:
-        _check_keys(data, _FAMILY_KEYS)
+        _check_keys(data, {key: kind for key, kind in _FAMILY_KEYS.items() if not by_user or key not in _NOT_BY_USER})
         family = Family(
             name=name,
             model_types=tuple(data.get("model_types", ())),
@@ -59,7 +61,10 @@ def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool 
                 for pattern, rule in _alternatives(data.get("modules", {}))
             ),
             gathered=data.get("gathered", ""),
-            parts={start: _parse_part(start, part) for start, part in data.get("parts", {}).items()},
+            parts={
+                start: _parse_part(start, part)._replace(by_user=by_user)
+                for start, part in data.get("parts", {}).items()
+            },
             blocks=_parse_blocks(data.get("blocks", {})),
             origin=origin,
             empty=frozenset(key for key in ("prefix", "parts", "gathered") if key in data and not data[key]),
