@@ -143,6 +143,33 @@ def test_an_override_that_is_false_takes_back_one_that_is_true():
     assert all(to_table(parse_module("x", to_table(one, without=("pattern",)), "")) == to_table(one) for one in said)
 
 
+def test_a_condition_on_a_field_that_is_replaced_by_an_expression(monkeypatch):
+    """An expression is no field to compare; another field is."""
+    rule = {"style": "replicate", "when": {"kind": 3}}
+    block = parse_block("one", {"rules": {"x": rule}})
+    monkeypatch.setattr(family_file, "load_block", lambda _: block)
+    (found,) = family({"blocks": {"y": {"block": "one", "kind": "encoder.kind"}}}).rules
+    assert found.when == (("encoder.kind", 3),)
+    for value in ("kind + 1", 3):
+        with pytest.raises(PlanError, match="when compares a config field, and an entry .* replaces it by"):
+            family({"blocks": {"y": {"block": "one", "kind": value}}})
+
+
+def test_blocks_with_different_defaults_for_a_field(monkeypatch):
+    """Unless the family has a default of its own."""
+    blocks = {
+        name: parse_block(name, {"config": {"size": size}, "units": {"x": {"count": "size"}}})
+        for name, size in (("one", 1), ("two", 2))
+    }
+    monkeypatch.setattr(family_file, "load_block", blocks.get)
+    message = "block 'two' has the default 2 for config field size, which has the default 1 already"
+    with pytest.raises(PlanError, match=message):
+        family({"blocks": {"y": ["one", "two"]}})
+    with pytest.raises(PlanError, match=message):
+        family({"blocks": {"y": "two"}}, family({"blocks": {"y": "one"}}))
+    assert family({"blocks": {"y": ["one", "two"]}, "config": {"size": 3}}).config == {"size": 3}
+
+
 OTHER_HEADS = '[units]\nquery_head = { count = "num_attention_heads // 2", size = "head_dim * 2" }\n[rules]\n'
 
 

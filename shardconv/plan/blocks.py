@@ -5,7 +5,7 @@ mounted with different fields. What comes out is plain rules; nothing after this
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import NamedTuple
@@ -39,7 +39,13 @@ class Mounted(NamedTuple):
 
 
 def mounted(
-    mounts: Iterable[Mount], find: Callable[[str], Block], origin: str, *, units: Mapping[str, UnitRule]
+    mounts: Iterable[Mount],
+    find: Callable[[str], Block],
+    origin: str,
+    *,
+    units: Mapping[str, UnitRule],
+    config: Mapping[str, Expression] | None = None,
+    known: Container[str] = (),
 ) -> Mounted:
     """Expand blocks into the rules, units and module overrides of a model.
 
@@ -48,11 +54,14 @@ def mounted(
         find: gives a block by its name.
         origin: of the family, for the report.
         units: the family's own units, which keep their names.
+        config: defaults of config fields that the family inherits.
+        known: the config fields that have a default of the family's own.
 
     Raises:
-        PlanError: if blocks contain each other, or an entry replaces a field that its block does not read.
+        PlanError: if blocks contain each other or have different defaults for one field, or an entry replaces a field
+            that its block does not read.
     """
-    builder = _Builder(find, origin, units=dict(units))
+    builder = _Builder(find, origin, config=dict(config or {}), units=dict(units), known=known)
     for mount in mounts:
         builder.mount = "" if mount.optional else mount.describe()
         builder.add(mount, "", {}, ())
@@ -68,6 +77,7 @@ class _Builder:
     units: dict[str, UnitRule] = field(default_factory=dict)
     rules: list[Rule] = field(default_factory=list)
     modules: list[ModuleRule] = field(default_factory=list)
+    known: Container[str] = ()
     mount: str = ""
 
     def add(
@@ -85,19 +95,29 @@ class _Builder:
             if name in fields:
                 continue
             if _reads(default).isdisjoint(fields):
-                self.config.setdefault(name, default)
+                self._add_default(name, default, block)
             else:  # the config's own field is of the modules for which no field is replaced
                 fields[name] = replaced(default, fields)
         label = _label(mount.pattern) if mount.fields else label
         names = {name: self._unit(name, unit, fields, label) for name, unit in block.units.items()}
         for rule in block.rules:
-            own = {"pattern": _joined(path, rule.pattern), "origin": origin, "mount": self.mount, "block": place}
-            self.rules.append(replace(_rule(rule, fields, names), **own))
+            pattern = _joined(path, rule.pattern)
+            made = replace(_rule(rule, fields, names), pattern=pattern, origin=origin)
+            self.rules.append(replace(made, mount=self.mount, block=place))
         for module in block.modules:
-            own = {"pattern": _joined(path, module.pattern), "origin": origin, "block": place}
-            self.modules.append(replace(_module(module, fields, names), **own))
+            pattern = _joined(path, module.pattern)
+            self.modules.append(replace(_module(module, fields, names), pattern=pattern, origin=origin, block=place))
         for inner in block.blocks:
             self.add(inner, path, fields, (*inside, mount.block), label)
+
+    def _add_default(self, name: str, default: Expression, block: Block) -> None:
+        """Give a config field a default, which has to be the same in all blocks."""
+        known = self.config.setdefault(name, default)
+        if known != default and name not in self.known:
+            raise PlanError(
+                f"{self.origin}: block {block.name!r} has the default {default} for config field {name}, which has the "
+                f"default {known} already: add the right one to [config]"
+            )
 
     def _check_fields(self, mount: Mount, block: Block) -> None:
         """Check that a block reads every field that its entry replaces."""
@@ -199,4 +219,7 @@ def _place(place: InputRule, fields: Mapping[str, Expression], units: Mapping[st
 def _conditions(
     when: tuple[tuple[str, object], ...], fields: Mapping[str, Expression]
 ) -> tuple[tuple[str, object], ...]:
-    return tuple((str(fields.get(name, name)), value) for name, value in when)
+    found = tuple((str(fields.get(name, name)), value) for name, value in when)
+    if (wrong := next((name for name, _ in found if not _NAME.fullmatch(name)), None)) is not None:
+        raise PlanError(f"when compares a config field, and an entry of [blocks] replaces it by {wrong}: name a field")
+    return found

@@ -264,7 +264,9 @@ class ModuleRule:
             norms,
             shared,
             unfused=next((rule.unfused for rule in reversed(rules) if rule.unfused), ""),
-            **{name: _last(rules, name) for name in ("copied_input", "gathered_output", "summed_output")},
+            copied_input=_last(rules, "copied_input"),
+            gathered_output=_last(rules, "gathered_output"),
+            summed_output=_last(rules, "summed_output"),
             gathers=tuple(dict.fromkeys(name for rule in rules for name in rule.gathers)),
         )
 
@@ -388,7 +390,7 @@ class Family:
 
 def fields_read(family: Family | Block) -> set[str]:
     """The names in all expressions and conditions of a family or a block: config fields and units."""
-    rules = (*family.rules, *family.modules)
+    rules: tuple[Rule | ModuleRule, ...] = (*family.rules, *family.modules)
     expressions = [one for unit in (family.units or {}).values() for one in (unit.count, unit.size)]
     expressions += [one for rule in rules for one in rule.expressions()]
     expressions += [one for rule in family.modules for one in rule.sizes()]

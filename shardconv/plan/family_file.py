@@ -51,14 +51,15 @@ def laid_over(family: Family, base: Family) -> Family:
     """
     _check_units(family, base)
     units = {**(base.units or {}), **(family.units or {})}
-    found = mounted(family.blocks, load_block, family.origin, units=units)
+    known, own = base.config or {}, family.config or {}
+    found = mounted(family.blocks, load_block, family.origin, units=units, config=known, known=own)
     by_user = family.origin.startswith(PLAN_FILE)
     rules = tuple(
         replace(rule, by_user=by_user, optional=by_user, mount=rule.mount if by_user else "") for rule in found.rules
     )
     whole = replace(
         family,
-        config={**found.config, **(base.config or {}), **(family.config or {})},
+        config={**found.config, **own},
         units=found.units,
         rules=family.rules + rules,
         modules=found.modules + family.modules,
