@@ -151,7 +151,7 @@ def test_a_condition_on_a_field_that_is_replaced_by_an_expression(monkeypatch):
     (found,) = family({"blocks": {"y": {"block": "one", "kind": "encoder.kind"}}}).rules
     assert found.when == (("encoder.kind", 3),)
     for value in ("kind + 1", 3):
-        with pytest.raises(PlanError, match="when compares a config field, and an entry .* replaces it by"):
+        with pytest.raises(PlanError, match=r"when compares a config field, and an entry .* replaces it by"):
             family({"blocks": {"y": {"block": "one", "kind": value}}})
 
 
