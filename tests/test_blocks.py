@@ -170,6 +170,23 @@ def test_blocks_with_different_defaults_for_a_field(monkeypatch):
     assert family({"blocks": {"y": ["one", "two"]}, "config": {"size": 3}}).config == {"size": 3}
 
 
+def test_no_rule_names_a_unit_by_the_order_of_blocks():
+    """Nor one of an heir; a unit with a name of its own may have the same value."""
+    mounts = {f"{name}.attn": {"block": "attention", "num_attention_heads": f"{name}_heads"} for name in ("a", "b")}
+    made = family({"blocks": mounts})
+    assert {"attn_query_head", "attn_query_head_2"} <= made.units.keys()
+    rules = {"x": {"style": "colwise", "unit": "attn_query_head_2"}}
+    for data, base in (({"blocks": mounts, "rules": rules}, None), ({"rules": rules}, made)):
+        with pytest.raises(PlanError, match="'attn_query_head_2' has its number from the order of"):
+            family(data, base)
+    own = {"count": "b_heads", "size": "hidden_size // b_heads"}
+    other = {"x": {"style": "colwise", "unit": "of_b"}}
+    assert (
+        family({"blocks": mounts, "units": {"of_b": own}, "rules": other}).units["of_b"]
+        == made.units["attn_query_head_2"]
+    )
+
+
 OTHER_HEADS = '[units]\nquery_head = { count = "num_attention_heads // 2", size = "head_dim * 2" }\n[rules]\n'
 
 

@@ -30,12 +30,14 @@ class Mounted(NamedTuple):
         units: name to unit.
         rules: in the order in which they are tried.
         modules: module overrides.
+        numbered: the units whose names are numbered by the order of blocks.
     """
 
     config: dict[str, Expression]
     units: dict[str, UnitRule]
     rules: tuple[Rule, ...]
     modules: tuple[ModuleRule, ...]
+    numbered: frozenset[str]
 
 
 def mounted(
@@ -66,7 +68,8 @@ def mounted(
         builder.mount = "" if mount.optional else mount.describe()
         builder.add(mount, "", {}, ())
     # Of rules the first that matches counts, of module overrides the last.
-    return Mounted(builder.config, builder.units, tuple(builder.rules), tuple(reversed(builder.modules)))
+    rules, modules = tuple(builder.rules), tuple(reversed(builder.modules))
+    return Mounted(builder.config, builder.units, rules, modules, frozenset(builder.numbered))
 
 
 @dataclass(slots=True)
@@ -77,6 +80,7 @@ class _Builder:
     units: dict[str, UnitRule] = field(default_factory=dict)
     rules: list[Rule] = field(default_factory=list)
     modules: list[ModuleRule] = field(default_factory=list)
+    numbered: set[str] = field(default_factory=set)
     known: Container[str] = ()
     mount: str = ""
 
@@ -144,6 +148,8 @@ class _Builder:
         own = replace(unit, count=number, size=replaced(unit.size, fields))
         first = name if own == unit else f"{label}_{name}"
         for candidate in chain([first], (f"{first}_{number}" for number in count(2))):
+            if candidate != first and candidate not in self.units:
+                self.numbered.add(candidate)
             if self.units.setdefault(candidate, own) == own:
                 return candidate
         raise AssertionError("candidates do not end")

@@ -350,6 +350,7 @@ class Family:
         blocks: the blocks that it mounts; their rules are tried after its own.
         origin: where it comes from, for the report.
         gathered: why attention is not sharded by heads where it is gathered; "" where none is.
+        numbered: units of blocks with a number from the order of blocks, which only rules of blocks name.
         empty: sections and keys that are empty in its file, and so are not taken from another family.
     """
 
@@ -365,6 +366,7 @@ class Family:
     blocks: tuple[Mount, ...] = ()
     origin: str = ""
     gathered: str = ""
+    numbered: frozenset[str] = frozenset()
     empty: frozenset[str] = frozenset()
 
     def over(self, base: "Family") -> "Family":
@@ -383,6 +385,7 @@ class Family:
             modules=base.modules + self.modules,
             parts={**(base.parts or {}), **(self.parts or {})},
             gathered=self.gathered or base.gathered,
+            numbered=self.numbered | base.numbered,
         )
         check_units(family.units or {}, family.rules, family.modules)
         return family
@@ -397,6 +400,14 @@ def fields_read(family: Family | Block) -> set[str]:
     expressions += (family.config or {}).values()
     found = set().union(*(fields_in(one) for one in expressions if one is not None and not isinstance(one, bool)))
     return found | {name for rule in rules for name, _ in rule.when}
+
+
+def units_named(rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> set[str]:
+    """The names that may be those of units."""
+    found = {unit for rule in rules for unit in (rule.unit, *rule.parts) if unit is not None}
+    for module in modules:
+        found.update(module.units(), *map(fields_in, module.expressions()))
+    return found
 
 
 def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> None:
