@@ -58,6 +58,16 @@ SIZE_NAMES = frozenset({"rows", "features"})
 CHOICE = re.compile(r"\{[^{}]*\}")
 
 
+def check_pattern(pattern: str) -> None:
+    """Check that braces in a pattern belong together.
+
+    Raises:
+        ValueError: if they do not.
+    """
+    if set("{}") & set(CHOICE.sub("", pattern)):
+        raise ValueError("a { has no }, or a } no {")
+
+
 @dataclass(frozen=True, slots=True)
 class UnitRule:
     """A unit in the words of the config.
@@ -128,8 +138,7 @@ class Rule:
     block: str = ""
 
     def __post_init__(self) -> None:
-        if set("{}") & set(CHOICE.sub("", self.pattern)):
-            raise ValueError("a { has no }, or a } no {")
+        check_pattern(self.pattern)
         if self.style not in STYLES:
             raise ValueError(f"style {self.style!r} is none of {', '.join(STYLES)}")
         if bool(self.parts) != STYLES[self.style].packed and self.style not in _MAY_HAVE_PARTS:
@@ -231,9 +240,9 @@ class ModuleRule:
     norms: str = ""
     shared_output: str | int | None = None
     unfused: str = ""
-    copied_input: bool = False
-    gathered_output: bool = False
-    summed_output: bool = False
+    copied_input: bool | None = None
+    gathered_output: bool | None = None
+    summed_output: bool | None = None
     gathers: tuple[str, ...] = ()
     when: tuple[tuple[str, Any], ...] = ()
     origin: str = ""
@@ -288,11 +297,16 @@ class ModuleRule:
             shared_output=shared,
             functional=next((rule.functional for rule in reversed(rules) if rule.functional), ""),
             unfused=next((rule.unfused for rule in reversed(rules) if rule.unfused), ""),
-            copied_input=any(rule.copied_input for rule in rules),
-            gathered_output=any(rule.gathered_output for rule in rules),
-            summed_output=any(rule.summed_output for rule in rules),
+            copied_input=_last(rules, "copied_input"),
+            gathered_output=_last(rules, "gathered_output"),
+            summed_output=_last(rules, "summed_output"),
             gathers=tuple(dict.fromkeys(name for rule in rules for name in rule.gathers)),
         )
+
+
+def _last(rules: Sequence[ModuleRule], name: str) -> bool | None:
+    """What the last of the rules that have a key says; None if none has."""
+    return next((value for rule in reversed(rules) if (value := getattr(rule, name)) is not None), None)
 
 
 class Mount(NamedTuple):
@@ -343,10 +357,12 @@ class Part(NamedTuple):
     Attributes:
         field: the config field that holds its config.
         family: the family whose rules cut it; that of its config's ``model_type`` if "".
+        by_user: whether a user wrote it; then a config has to have the field.
     """
 
     field: str
     family: str = ""
+    by_user: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +383,8 @@ class Family:
         blocks: the blocks that it mounts; their rules are tried after its own.
         origin: where it comes from, for the report.
         gathered: why attention is not sharded by heads where it is gathered; "" where none is.
+        numbered: units of blocks with a number from the order of blocks, which only rules of blocks name.
+        empty: sections and keys that are empty in its file, and so are not taken from another family.
     """
 
     name: str
@@ -381,6 +399,8 @@ class Family:
     blocks: tuple[Mount, ...] = ()
     origin: str = ""
     gathered: str = ""
+    numbered: frozenset[str] = frozenset()
+    empty: frozenset[str] = frozenset()
 
     def over(self, base: "Family") -> "Family":
         """This family with what it does not say taken from ``base``; its own rules are tried first.
@@ -388,6 +408,7 @@ class Family:
         Raises:
             PlanError: if a rule names a unit that neither has.
         """
+        base = replace(base, **{name: getattr(Family(""), name) for name in self.empty})
         family = replace(
             self,
             prefix=self.prefix or base.prefix,
@@ -397,9 +418,27 @@ class Family:
             modules=base.modules + self.modules,
             parts={**(base.parts or {}), **(self.parts or {})},
             gathered=self.gathered or base.gathered,
+            numbered=self.numbered | base.numbered,
         )
         check_units(family.units or {}, family.rules, family.modules)
         return family
+
+
+def fields_read(family: Family | Block) -> set[str]:
+    """The names in all expressions and conditions of a family or a block: config fields and units."""
+    rules: tuple[Rule | ModuleRule, ...] = (*family.rules, *family.modules)
+    expressions = [one for unit in (family.units or {}).values() for one in (unit.count, unit.size)]
+    expressions += [one for rule in rules for one in rule.expressions()]
+    expressions += [one for rule in family.modules for one in rule.sizes()]
+    expressions += (family.config or {}).values()
+    found = set().union(*(fields_in(one) for one in expressions if one is not None and not isinstance(one, bool)))
+    return found | {name for rule in rules for name, _ in rule.when}
+
+
+def units_named(rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> set[str]:
+    """The names that may be those of units."""
+    found = {unit for rule in rules for unit in (rule.unit, *rule.parts) if unit is not None}
+    return found.union(*(module.reads() for module in modules))
 
 
 def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 from shardconv.errors import PlanError
 from shardconv.plan.engines import OWN, engine_named
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family, Rule
+from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family, Rule, fields_read
 from shardconv.plan.family_file import family_for, laid_over, load_family, parse_plan_file
 from shardconv.plan.foreign import foreign_family
 from shardconv.plan.matcher import pattern_for
@@ -146,6 +146,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         assumed.append(f"the rules of {user.name} come first; shardconv plan --prove tells whether they are right")
         family = laid_over(replace(user, name=family.name), family)
         family = replace(family, rules=_wanted(family.rules, request))
+        _check_read(user, family)
     if request.replicate:
         assumed += [
             f"{name} is replicated as asked, and layers that depend on it may be sharded, which can change outputs: "
@@ -165,6 +166,12 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
             assumed.append(_replacements(user.name, replaced))
     resolver = resolver.padded(request.pad)
     return Resolution(resolver, tuple(assumed))
+
+
+def _check_read(user: Family, family: Family) -> None:
+    """Check that a rule reads each config field to which a plan file gives a value."""
+    if unread := sorted(set(user.config or {}) - fields_read(family)):
+        raise PlanError(f"{user.origin}: [config] {unread[0]}: no rule reads this field: correct or remove it")
 
 
 def _replacements(plan_file: str, replaced: Mapping[str, tuple[str, str]]) -> str:

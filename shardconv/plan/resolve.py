@@ -104,8 +104,7 @@ class Resolver:
     def replaced_blocks(self, family: RuleSet) -> frozenset[str]:
         """The blocks of the family of which a user's blocks cover every tensor that they would cover."""
         ruled, matcher = matcher_of(family)
-        replaced: set[str] = set()
-        kept: set[str] = set()
+        replaced, kept = set[str](), set[str]()
         for name, group in self._group_of.items():
             match = matcher.match(name) if group.rule.by_user else None
             if match is not None:
