@@ -65,9 +65,9 @@ def test_a_wrong_plan_is_not(tmp_path):
 #: Plans that are right for small models as they usually are, by the number of ranks at which they are seen to be wrong.
 RIGHT_FOR_SMALL_ONES = {
     # half a head: right as long as ranks have two halves
-    8: 'query_head = { count = "num_attention_heads * 2", size = "head_dim // 2" }',
+    8: 'query_head = { count = "num_attention_heads * 2", size = "head_dim // 2", override = true }',
     # right for heads of 8 features
-    4: 'kv_head = { count = "num_key_value_heads * head_dim // 8", size = 8, copies = true }',
+    4: 'kv_head = { count = "num_key_value_heads * head_dim // 8", size = 8, copies = true, override = true }',
 }
 
 
