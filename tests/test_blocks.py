@@ -8,8 +8,9 @@ import pytest
 
 from shardconv.errors import PlanError
 from shardconv.plan import family_file
-from shardconv.plan.family import Family, ModuleRule
+from shardconv.plan.family import Family
 from shardconv.plan.family_file import family_for, family_names, laid_over, load_block, load_family
+from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import Resolver

@@ -24,13 +24,15 @@ from torch import nn
 
 import shardconv
 from shardconv.errors import IntegrityError, PlanError
-from shardconv.plan.family import Family, InputRule, ModuleRule, Rule, UnitRule
+from shardconv.plan.family import Family
+from shardconv.plan.module_override import InputRule, ModuleRule
 from shardconv.plan.padded_config import change_config
 from shardconv.plan.padding import Heads, Padding, _matched, unit_paddings
 from shardconv.plan.placement import Interval, Placement, Unit, cut
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import Resolver
+from shardconv.plan.rule import Rule, UnitRule
 from shardconv.plan.scope import Scope
 from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT

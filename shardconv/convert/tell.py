@@ -39,7 +39,7 @@ from shardconv.convert.whole import RankConfig
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
 from shardconv.layers.sharding import ParallelModule, take_shard
-from shardconv.plan.family import InputRule, ModuleRule
+from shardconv.plan.module_override import InputRule, ModuleRule
 from shardconv.plan.placement import Placement, cut
 from shardconv.plan.scope import Scope
 

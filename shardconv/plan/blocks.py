@@ -11,8 +11,10 @@ from itertools import chain, count
 from typing import NamedTuple
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import SIZE_NAMES, Block, InputRule, ModuleRule, Mount, Rule, UnitRule, fields_read
+from shardconv.plan.family import Block, Mount, fields_read
 from shardconv.plan.fields import fields_in
+from shardconv.plan.module_override import InputRule, ModuleRule
+from shardconv.plan.rule import SIZE_NAMES, Rule, UnitRule
 
 #: How deep blocks are nested.
 _MAX_DEPTH = 6

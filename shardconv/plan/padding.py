@@ -12,8 +12,8 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import CHOICE, STYLES, Rule
 from shardconv.plan.placement import Unit, round_up
+from shardconv.plan.rule import CHOICE, STYLES, Rule
 
 if TYPE_CHECKING:
     from shardconv.plan.scope import Scope

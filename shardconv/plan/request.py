@@ -13,13 +13,14 @@ from typing import Any, NamedTuple, Self
 from shardconv.errors import PlanError
 from shardconv.plan.engines import OWN, engine_named
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family, Rule, fields_read
+from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family, fields_read
 from shardconv.plan.family_file import family_for, laid_over, load_family, parse_plan_file
 from shardconv.plan.foreign import foreign_family
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import DEFAULT_BLOCK, SCALE, block_size, check_quantization
 from shardconv.plan.resolve import Resolver
+from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_placement import HEAD_FIELDS

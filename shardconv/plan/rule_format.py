@@ -8,20 +8,10 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import (
-    PRODUCTS,
-    Block,
-    Family,
-    InputRule,
-    ModuleRule,
-    Mount,
-    Part,
-    Rule,
-    UnitRule,
-    check_pattern,
-    check_units,
-)
+from shardconv.plan.family import Block, Family, Mount, Part, check_units
 from shardconv.plan.fields import check_expression
+from shardconv.plan.module_override import PRODUCTS, InputRule, ModuleRule
+from shardconv.plan.rule import Rule, UnitRule, check_pattern
 
 _FAMILY_KEYS = {
     "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,

@@ -9,8 +9,10 @@ from typing import Any, Self, TypeVar
 
 from shardconv.plan.engines import ENGINE, Engine
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import FOREIGN, NAMES_FAMILY, PLAN_FILE, Family, ModuleRule, Rule, units_named
+from shardconv.plan.family import FOREIGN, NAMES_FAMILY, PLAN_FILE, Family, units_named
 from shardconv.plan.fields import check_expression, fields_in, lookup
+from shardconv.plan.module_override import ModuleRule
+from shardconv.plan.rule import Rule
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
 from shardconv.plan.scope import Scope
 

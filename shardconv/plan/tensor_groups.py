@@ -11,11 +11,12 @@ from math import prod
 
 from shardconv.errors import PlanError
 from shardconv.plan.experts import Expert, find_experts
-from shardconv.plan.family import NAMES_FAMILY, STYLES, Rule
+from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.fields import Fields
 from shardconv.plan.matcher import Match, Matcher, pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SCALE
+from shardconv.plan.rule import STYLES, Rule
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.scope import Scope
 
