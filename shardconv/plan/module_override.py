@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Self
 
 from shardconv.plan.fields import fields_in
 
-#: How a parameter is sharded that the code of a module multiplies with: as the weight of a column parallel layer, of a row
-#: parallel one, or of a row parallel one whose output is used with shards.
+#: How a parameter is sharded that the code of a module multiplies with: as the weight of a column parallel layer, of a
+#: row parallel one, or of a row parallel one whose output is used with shards.
 PRODUCTS = ("colwise", "rowwise", "rowwise_shared")
 
 
