@@ -22,8 +22,8 @@ import shardconv
 from shardconv.errors import PlanError, RunError
 from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family
 from shardconv.plan.family_file import laid_over, parse_plan_file
-from shardconv.plan.foreign import foreign_family
 from shardconv.plan.request import PlanRequest
+from shardconv.plan.transformers_plan import foreign_family
 from shardconv.proof import prove as prove_module
 from shardconv.proof.compare import Reference, _difference, write_reference
 from shardconv.proof.prove import REFERENCE, SAME, _heads_for, _model_to_try, _skipped, small_model

@@ -11,8 +11,8 @@ from itertools import chain, count
 from typing import NamedTuple
 
 from shardconv.errors import PlanError
+from shardconv.plan.config_fields import fields_in
 from shardconv.plan.family import Block, Mount, fields_read
-from shardconv.plan.fields import fields_in
 from shardconv.plan.module_override import InputRule, ModuleRule
 from shardconv.plan.rule import SIZE_NAMES, Rule, UnitRule
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardconv.errors import PlanError
-from shardconv.plan.fields import fields_in
+from shardconv.plan.config_fields import fields_in
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.rule import Rule, UnitRule
 

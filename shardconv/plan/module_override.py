@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
-from shardconv.plan.fields import fields_in
+from shardconv.plan.config_fields import fields_in
 
 #: How a parameter is sharded that the code of a module multiplies with: as the weight of a column parallel layer, of a
 #: row parallel one, or of a row parallel one whose output is used with shards.

@@ -15,7 +15,6 @@ from shardconv.plan.engines import OWN, engine_named
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family, fields_read
 from shardconv.plan.family_file import family_for, laid_over, load_family, parse_plan_file
-from shardconv.plan.foreign import foreign_family
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import DEFAULT_BLOCK, SCALE, block_size, check_quantization
@@ -24,6 +23,7 @@ from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_placement import HEAD_FIELDS
+from shardconv.plan.transformers_plan import foreign_family
 
 #: The largest head size in common use. A cut between heads of this size, among a power of two of ranks, is also one
 #: between heads of 32, 64, 80, 96, 128, 192 or any other size that has no higher power of two in it. Where rows are no

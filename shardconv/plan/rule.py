@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardconv.plan.fields import check_expression
+from shardconv.plan.config_fields import check_expression
 
 
 @dataclass(frozen=True, slots=True)

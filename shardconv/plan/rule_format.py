@@ -8,8 +8,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from shardconv.errors import PlanError
+from shardconv.plan.config_fields import check_expression
 from shardconv.plan.family import Block, Family, Mount, Part, check_units
-from shardconv.plan.fields import check_expression
 from shardconv.plan.module_override import PRODUCTS, InputRule, ModuleRule
 from shardconv.plan.rule import Rule, UnitRule, check_pattern
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
+from shardconv.plan.config_fields import check_expression, fields_in, lookup
 from shardconv.plan.engines import ENGINE, Engine
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import FOREIGN, NAMES_FAMILY, PLAN_FILE, Family, units_named
-from shardconv.plan.fields import check_expression, fields_in, lookup
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.rule import Rule
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table

@@ -7,8 +7,8 @@ from math import lcm
 from typing import Any
 
 from shardconv.errors import PlanError
+from shardconv.plan.config_fields import Fields, fields_in, reads_stage
 from shardconv.plan.family import Family
-from shardconv.plan.fields import Fields, fields_in, reads_stage
 from shardconv.plan.matcher import name_regex
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.padding import UNKNOWN, Padding, padding_of, unit_paddings

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardconv.errors import PlanError
+from shardconv.plan.config_fields import lookup
 from shardconv.plan.family import Family, Part
 from shardconv.plan.family_file import family_for, load_family
-from shardconv.plan.fields import lookup
 from shardconv.plan.quantization import DEFAULT_BLOCK, block_size
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.scope import Scope

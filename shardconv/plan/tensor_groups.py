@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from shardconv.errors import PlanError
+from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import Expert, find_experts
 from shardconv.plan.family import NAMES_FAMILY
-from shardconv.plan.fields import Fields
 from shardconv.plan.matcher import Match, Matcher, pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SCALE

@@ -11,9 +11,9 @@ from math import prod
 from typing import NamedTuple
 
 from shardconv.errors import PlanError
+from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import place_expert
 from shardconv.plan.family import NAMES_FAMILY
-from shardconv.plan.fields import Fields
 from shardconv.plan.padding import Padding
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
 from shardconv.plan.plan import Reason, TensorPlan, TensorSpec
