@@ -363,8 +363,6 @@ def _shell(name: str, module: nn.Module, target: _Target, plan: Plan, axis: Axis
             shell.check_channels(name)
         if isinstance(shell, GroupedRMSNorm):
             shell.set_groups(name)
-        if isinstance(shell, GlobalLayerNorm):
-            shell.check_features(name)
         return shell
     if issubclass(target.kind, ParallelConv1D):
         shell.in_features, shell.out_features = shell.nx, shell.nf

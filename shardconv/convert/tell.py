@@ -118,7 +118,9 @@ def _told(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Told
     if missing := sorted(name for name in needed if not hasattr(module, name)):
         raise PlanError(f"a {type(module).__name__} is to be told something by {missing}, which it has not")
     outputs = _outputs(module)
-    values = {name: scope.on_rank(expression, axis.size, **outputs) for name, expression in rule.attributes.items()}
+    settable = {name for name in rule.attributes if _has(module, name) or hasattr(ParallelExperts, name)}
+    attributes = {name: value for name, value in rule.attributes.items() if name in settable}
+    values = {name: scope.on_rank(expression, axis.size, **outputs) for name, expression in attributes.items()}
     return Told(
         module,
         {name: value for name, value in values.items() if not name.startswith("config.")},
