@@ -221,7 +221,7 @@ def test_what_is_read_beside_text(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"architectures": ["NoSuchModel"]}, r"model_type 'llama' and architectures \['NoSuchModel'\]"),
+        ({"architectures": ["NoSuchModel"]}, "model_type 'llama' and architectures ['NoSuchModel']"),
         ({"hidden_act": "nonsense"}, "nonsense"),
     ],
 )

@@ -220,7 +220,7 @@ def test_models_that_transformers_does_not_have(llama):
 
 def test_not_for_costs(llama):
     result = call("plan", llama, "--cost", "--check-model")
-    assert (result.code, "--check-model is not for --cost" in result.err) == (2, True)
+    assert (result.code, "--check-model cannot be combined with --cost" in result.err) == (2, True)
 
 
 def test_names_that_are_known_to_be_unused():
