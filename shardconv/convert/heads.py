@@ -226,7 +226,7 @@ class ParallelMultiheadAttention(Sharded):
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
+        need_weights: bool | None = None,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
@@ -238,12 +238,19 @@ class ParallelMultiheadAttention(Sharded):
             key: what is compared with it.
             value: what is taken.
             key_padding_mask: [batch, key tokens]; what is True is left out, numbers are added.
-            need_weights: not read: there are none.
+            need_weights: may not be True; where it is left out, there are none all the same.
             attn_mask: [query tokens, key tokens], or these behind each example and head of the rank; as the other.
             average_attn_weights: not read.
-            is_causal: not read: says that ``attn_mask`` is causal.
+            is_causal: says that ``attn_mask`` is causal.
+
+        Raises:
+            ValueError: if weights are asked for, or a causal mask is to be made.
         """
-        del need_weights, average_attn_weights, is_causal
+        if need_weights:
+            raise ValueError("need_weights: each rank has the attention of its own heads only: pass need_weights=False")
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal without attn_mask: pass the causal mask, as torch's attention requires, too")
+        del average_attn_weights
         masks = [] if key_padding_mask is None else [_added(key_padding_mask, query)[:, None, None]]
         if attn_mask is not None:
             added = _added(attn_mask, query)

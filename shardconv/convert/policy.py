@@ -17,8 +17,9 @@ from shardconv.distributed import Axis
 from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from shardconv.layers.chain import watch_inputs
-from shardconv.plan.family import Family, Rule, UnitRule
+from shardconv.plan.family import Family
 from shardconv.plan.policy import WHOLE, Layer, Policy
+from shardconv.plan.rule import Rule, UnitRule
 
 
 class Compiled(NamedTuple):

@@ -106,9 +106,10 @@ def _read_config(config: Mapping[str, Any], folder: Path | None, *, is_trusted: 
         with _written(config, folder) as path:
             return transformers.AutoConfig.from_pretrained(path, trust_remote_code=is_trusted)
     except Exception as error:
+        model_type, known = config.get("model_type"), transformers.CONFIG_MAPPING
+        name = f"{known[model_type].__name__} of transformers" if model_type in known else "transformers"
         raise RunError(
-            f"{_prefix(folder)}transformers {transformers.__version__} cannot read config.json (model_type "
-            f"{config.get('model_type')!r}): {one_line(error)}"
+            f"{_prefix(folder)}{name} {transformers.__version__} refuses config.json: {one_line(error).rstrip('.')}"
         ) from error
 
 

@@ -115,7 +115,10 @@ def require_padded(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -
     Raises:
         PlanError: if not.
     """
-    remedy = "use shardconv split --pad, or --no-check-model for an engine that takes this config"
+    remedy = (
+        "use shardconv split --pad, whose rank files keep the true sizes, or --no-check-model for an engine that takes "
+        "this config"
+    )
     try:
         found = check_model(config, specs)
     except RunError as error:
