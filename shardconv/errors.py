@@ -74,3 +74,8 @@ def is_lost(error: BaseException) -> bool:
     """Whether an error is that of a connection between ranks, so that another rank says better what went wrong."""
     lost = re.compile("gloo|nccl|[Cc]onnection|TCPStore|FileStore")
     return isinstance(error, RuntimeError) and lost.search(str(error)) is not None
+
+
+def one_line(error: BaseException) -> str:
+    """An error of another library in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

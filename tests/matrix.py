@@ -30,12 +30,13 @@ from shardconv.checkpoint.source import open_source
 from shardconv.checkpoint.split import split
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import PlanError
+from shardconv.hf.build import build_small
+from shardconv.hf.small import default_config, small_fields
 from shardconv.plan.family_file import family_names, load_family
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import Comparison, compare, write_reference
 from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT, PROOF_TPS, REFERENCE, cut_share
-from shardconv.proof.small import build_small, default_config, small_fields
 
 vision.declare_operators()
 

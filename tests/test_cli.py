@@ -444,6 +444,7 @@ LAYERS = [
     "layers",
     "tensor",
     "convert",
+    "hf",
     "runtime",
     "engines",
     "proof",
@@ -479,6 +480,27 @@ def test_imports_go_one_way(layer):
     paths = sorted((PACKAGE / layer).rglob("*.py")) or [PACKAGE / f"{layer}.py"]
     wrong = {path.name: found - allowed for path in paths if (found := imports_of(path)) - allowed}
     assert wrong == {}
+
+
+def imports_transformers(path: Path) -> bool:
+    """Whether a module imports transformers, at its top, in a function, or by name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""] if not node.level else []
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+        else:
+            continue
+        if any(str(name).split(".")[0] == "transformers" for name in names):
+            return True
+    return False
+
+
+def test_only_hf_imports_transformers():
+    found = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if imports_transformers(path)}
+    assert found == {"hf"}
 
 
 def test_only_the_console_prints():

@@ -20,9 +20,9 @@ from shardconv.convert.substitution import OwnForward, Substitutable
 from shardconv.convert.tell import _become, _gather
 from shardconv.distributed import as_axis
 from shardconv.distributed.new_groups import new_members_group
+from shardconv.hf.inputs import example_inputs
 from shardconv.layers import ParallelEmbedding
 from shardconv.layers.sharding import even_placement, take_shard
-from shardconv.proof.inputs import example_inputs
 
 #: For each mechanism of a conversion a type that uses it.
 TYPES = {

@@ -22,10 +22,10 @@ from shardconv.convert.model import _in_order, convert_by
 from shardconv.convert.tell import _cut_features, _cut_items, _cut_matrices
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.errors import PlanError
+from shardconv.hf.inputs import example_inputs
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.placement import Unit, cut
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.inputs import example_inputs
 
 SCALE = 0.3  # so that attention is neither even nor of one token
 #: Those whose config and weights a model can be made of.

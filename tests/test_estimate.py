@@ -221,7 +221,7 @@ def test_what_is_read_beside_text(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"architectures": ["NoSuchModel"]}, "transformers has no 'NoSuchModel' of type 'llama'"),
+        ({"architectures": ["NoSuchModel"]}, "model_type 'llama' and architectures ['NoSuchModel']"),
         ({"hidden_act": "nonsense"}, "nonsense"),
     ],
 )
@@ -281,7 +281,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("config.json", "transformers has no"),
+        ("config.json", "does not name a model class of transformers"),
         ("tokenizer.json", "is not a .safetensors file"),
         ("pytorch_model.bin.index.json", "is not a .safetensors file"),
         ("model.safetensors.index.json", "has no weight_map"),

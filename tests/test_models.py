@@ -14,13 +14,14 @@ from ranks import ranks_in
 
 from shardconv.checkpoint.source import open_source
 from shardconv.checkpoint.split import split
+from shardconv.hf.build import build_small
+from shardconv.hf.small import default_config, small_fields
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.family_file import family_names, load_family
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import REFERENCE, cut_share
-from shardconv.proof.small import build_small, default_config, small_fields
 
 KIND_OF = {model_type: kind for kind, names in reversed(KINDS.items()) for model_type in names}
 

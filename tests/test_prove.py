@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.errors import PlanError, RunError
+from shardconv.hf.build import small_model
+from shardconv.hf.small import SAME, default_config
 from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family
 from shardconv.plan.family_file import laid_over, parse_plan_file
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.transformers_plan import foreign_family
-from shardconv.proof import prove as prove_module
 from shardconv.proof.compare import Reference, _difference, write_reference
-from shardconv.proof.prove import REFERENCE, SAME, _heads_for, _model_to_try, _skipped, small_model
-from shardconv.proof.small import default_config
+from shardconv.proof.prove import REFERENCE, _heads_for, _model_to_try, _skipped
 
 CAUSAL = "causal language models"
 DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
@@ -132,7 +132,7 @@ def test_what_cannot_be_proven(tmp_path):
     source = shutil.copytree(DEMO, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
-    with pytest.raises(RunError, match=r"does not have the model .*'llama' and architecture 'NoSuchModel'"):
+    with pytest.raises(RunError, match=r"does not name a model class .*'llama' and architectures \['NoSuchModel'\]"):
         shardconv.prove(source)
     report = shardconv.prove(DEMO, tps=(3,))
     assert (report.is_proven, report.proofs) == (False, ())
@@ -283,7 +283,7 @@ def test_other_numbers_of_heads_are_no_proof(tmp_path, monkeypatch):
             raise RunError("it cannot be built")
         return small_model(config, heads=heads, **options)
 
-    monkeypatch.setattr(prove_module, "small_model", without_counts)
+    monkeypatch.setattr("shardconv.hf.build.small_model", without_counts)
     report = shardconv.prove(source, tps=(4, 2), pad=True, check_model=False)
     assert [proof.tp for proof in report.proofs] == [2]
     assert report.skipped == (

@@ -22,6 +22,7 @@ from test_models import KIND_OF, TOLD_WRONG, WRONG
 
 import shardconv
 from shardconv.checkpoint.manifest import read_manifest
+from shardconv.hf.inputs import example_inputs
 from shardconv.plan import family_file
 from shardconv.plan.family_file import family_for, family_names, load_family
 from shardconv.plan.plan import TensorSpec
@@ -31,7 +32,6 @@ from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for
 from shardconv.proof.compare import numbers
-from shardconv.proof.inputs import example_inputs
 
 DATA = Path(__file__).parent / "data"
 

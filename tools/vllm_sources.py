@@ -14,7 +14,9 @@ import transformers
 from safetensors import safe_open
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from shardconv.proof.small import HEADS, build_small, default_config, real_heads, small_fields, with_heads
+from shardconv.hf.build import build_small
+from shardconv.hf.heads import real_heads, with_heads
+from shardconv.hf.small import HEADS, default_config, small_fields
 
 #: Float32 holds no more numbers than these.
 MAX_NUMEL = 2**24

@@ -93,7 +93,7 @@ def _run_options(
     src: Path, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: dict[str, Any]
 ) -> tuple[tuple[str, ...], "RunOptions"]:
     """The prompts, if any are given, and the options; a check without tokenizer and prompt takes token ids."""
-    from shardconv.runtime.prompts import has_tokenizer
+    from shardconv.hf.tokenizer import has_tokenizer
     from shardconv.runtime.run import RunOptions
 
     is_check = not prompt and options["check"] is not None and not options["chat"] and not has_tokenizer(src)

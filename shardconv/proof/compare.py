@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from shardconv.convert.model import convert_by
 from shardconv.convert.whole import DRAWN, finish
 from shardconv.distributed import Axis
+from shardconv.hf.inputs import can_generate_text, example_inputs
+from shardconv.hf.isolation import isolated
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.alone import alone
-from shardconv.proof.inputs import can_generate_text, example_inputs
 
 #: Tokens that are generated to compare them.
 NEW_TOKENS = 5
@@ -68,7 +68,7 @@ class Reference(NamedTuple):
     cache: int
 
 
-@alone()
+@isolated()
 def write_reference(kind: Any, source: Path, path: Path) -> None:
     """Run the plain model once, for all ranks and numbers of them.
 
@@ -107,7 +107,7 @@ def _gradients(
     return {name: parameter.grad for name, parameter in plain.named_parameters(remove_duplicate=False)}, ""
 
 
-@alone()
+@isolated()
 def compare(axis: Axis, kind: Any, source: Path, split: Path, request: PlanRequest, reference: Path) -> Comparison:
     """Compare on this rank; all ranks call it.
 

@@ -1,25 +1,18 @@
 """Compare the names and shapes of a checkpoint with those of the model that its config names.
 
-Owns the comparison. transformers itself maps names on disk to names in memory and ties weights, with tensors on the
-meta device: nothing is read but headers and config, and no memory is taken for values.
+Owns the comparison and its messages. Nothing is read but headers and config, and no memory is taken for values.
 """
 
-import copy
-import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
 from shardconv.checkpoint.source import open_source
 from shardconv.errors import PlanError, RunError, SourceError
+from shardconv.hf.classes import model_class
+from shardconv.hf.names import match_names
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SCALE
 from shardconv.plan.unused import known_unused
@@ -148,65 +141,23 @@ def check_model(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> M
         RunError: if transformers does not have the class, or cannot build the model.
     """
     kind, made = model_class(config)
-    from shardconv.proof.alone import alone  # noqa: PLC0415 - imports transformers
-
     names = _without_block_scales(config, specs)
-    with torch.device("meta"):
-        tensors = {name: torch.empty(specs[name].shape) for name in names}
-    loaded = _Loaded()
     try:
-        with alone():
-            _recording(kind, loaded).from_pretrained(
-                None, config=made, state_dict=tensors, dtype=torch.float32, ignore_mismatched_sizes=True
-            )
+        match = match_names(kind, made, {name: specs[name].shape for name in names})
     except Exception as error:
         raise RunError(
             f"transformers cannot build {kind.__name__} by this config, so its tensors cannot be compared with it: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return loaded.report(kind, names)
-
-
-def model_class(config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The class of transformers that a config names, and the config as transformers reads it, without quantization.
-
-    Raises:
-        RunError: if there is none, or transformers refuses the config.
-    """
-    transformers = import_transformers()
-    names = config.get("architectures")
-    name = str(names[0]) if isinstance(names, list) and names else None
-    kind = getattr(transformers, str(name), None)
-    model_type = config.get("model_type")
-    if not hasattr(kind, "config_class") or model_type not in transformers.CONFIG_MAPPING:
-        raise RunError(
-            f"transformers {transformers.__version__} does not have the model of config.json (got model_type "
-            f"{model_type!r} and architecture {name!r}): give a config that names one with --config FILE"
-        )
-    given = {key: value for key, value in config.items() if key != "quantization_config"}
-    with TemporaryDirectory(prefix="shardconv-") as folder:  # a file: infinite numbers are decoded only from files
-        Path(folder, CONFIG_NAME).write_text(json.dumps(given), "utf-8")
-        config_class = transformers.CONFIG_MAPPING[model_type]
-        try:
-            return kind, config_class.from_pretrained(folder)
-        except Exception as error:
-            problem = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")  # which may be of several lines
-            raise RunError(
-                f"{config_class.__name__} of transformers {transformers.__version__} refuses config.json: {problem}"
-            ) from error
-
-
-def import_transformers() -> Any:
-    """The package transformers, which is optional.
-
-    Raises:
-        RunError: if it is not installed.
-    """
-    try:
-        import transformers  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
-    return transformers
+    unused = match.unused - known_unused(names)
+    return ModelCheck(
+        model=kind.__name__,
+        unused=tuple(sorted(unused)),
+        missing=tuple(sorted(match.missing)),
+        mismatched=match.mismatched,
+        failed=tuple(sorted(match.failed.items())),
+        ignored=tuple(sorted((match.unused | match.ignored) - unused)),
+    )
 
 
 def _without_block_scales(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> list[str]:
@@ -216,74 +167,3 @@ def _without_block_scales(config: Mapping[str, Any], specs: Mapping[str, TensorS
         return list(specs)
     end = SCALE.removeprefix(".weight")
     return [name for name in specs if not (name.endswith(end) and name.removesuffix(end) in specs)]
-
-
-class _Loaded:
-    """The result of a load by transformers; filled by :func:`_recording`."""
-
-    info: Any = None  # transformers' LoadStateDictInfo
-    failed: Mapping[str, str] = {}
-    unexpected: frozenset[str] = frozenset()  # before the class's own exceptions are removed
-    rename: Callable[[str], tuple[str, str | None]]  # name on disk to name in memory, and the converter if there is one
-
-    def report(self, kind: Any, names: Collection[str]) -> ModelCheck:
-        """The comparison, with the names on disk where the model does not have a tensor."""
-        in_memory = {name: self.rename(name) for name in names}
-        sources: dict[str, list[str]] = {}
-        for name, (target, _) in in_memory.items():
-            sources.setdefault(target, []).append(name)
-        converted = {target for target, converter in in_memory.values() if converter is not None}
-        failed = {name: text.strip().splitlines()[-1] for name, text in self.failed.items()}
-        failed |= {
-            target: f"stored as {' and as '.join(sorted(found))}"
-            for target, found in sources.items()
-            if len(found) > 1 and target not in converted | self.unexpected
-        }
-        without = _on_disk(self.unexpected, sources)
-        unused = _on_disk(self.info.unexpected_keys, sources) - known_unused(names)
-        return ModelCheck(
-            model=kind.__name__,
-            unused=tuple(sorted(unused)),
-            missing=tuple(sorted(self.info.missing_keys - failed.keys())),
-            mismatched=tuple(
-                sorted((name, tuple(got), tuple(expected)) for name, got, expected in self.info.mismatched_keys)
-            ),
-            failed=tuple(sorted(failed.items())),
-            ignored=tuple(sorted(without - unused)),
-        )
-
-
-def _on_disk(names: Iterable[str], sources: Mapping[str, list[str]]) -> set[str]:
-    return {source for name in names for source in sources.get(name, [name])}
-
-
-def _recording(kind: Any, loaded: _Loaded) -> Any:
-    """A subclass of a model class that keeps all tensors on the meta device and records what was loaded."""
-    from transformers.core_model_loading import (  # noqa: PLC0415 - an extra
-        WeightConverter,
-        WeightRenaming,
-        rename_source_key,
-    )
-
-    def load(model: Any, state_dict: dict[str, Tensor], files: Any, settings: Any, *arguments: Any) -> Any:
-        mapping = copy.deepcopy(settings.weight_mapping or [])
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        for converter in converters:
-            if getattr(converter, "force_cpu", False):
-                converter.force_cpu = False  # for tensors too large for a device; these take no memory
-        settings = replace(settings, device_map={"": "meta"}, weight_mapping=mapping)
-        known = model.state_dict()
-        info, offloaded = kind._load_pretrained_model(model, state_dict, files, settings, *arguments)  # noqa: SLF001
-        loaded.info, loaded.unexpected = info, frozenset(info.unexpected_keys)
-        loaded.failed = dict(info.conversion_errors)
-        info.conversion_errors.clear()  # would be raised as one error without names
-        loaded.rename = lambda name: rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        return info, offloaded
-
-    def skip(*_: Any) -> None:
-        """Tensors on the meta device need no values."""
-
-    skipped = dict.fromkeys(("_move_missing_keys_from_meta_to_device", "_initialize_missing_keys"), skip)
-    own = {"__module__": kind.__module__, "_load_pretrained_model": staticmethod(load), **skipped}
-    return type(kind.__name__, (kind,), own)

@@ -13,11 +13,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
+from shardconv.checkpoint.formats import CONFIG_NAME
+from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, as_names, plan_source
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.split import split_by
 from shardconv.errors import PlanError, RunError, ShardconvError, is_lost
+from shardconv.hf.classes import model_class
+from shardconv.hf.heads import head_sizes
+from shardconv.hf.small import HEADS, SAME
 from shardconv.plan.family import Family, Mount
 from shardconv.plan.matcher import Matcher, name_regex
 from shardconv.plan.padding import Heads
@@ -36,9 +41,6 @@ PROOF_TPS = (2, 4)
 _BEYOND = (8,)
 #: The most heads of a small model; a proof starts a process for each rank.
 MAX_HEADS = 64
-
-#: In place of a number of heads: as many as the source has.
-SAME = -1
 
 #: What is in the folder of a proof: what ranks find there, and what they leave.
 TASK, SMALL, SPLIT, REFERENCE, RESULT = "task.json", "small", "tp{tp}", "reference.pt", "result-{tp}-{rank}.json"
@@ -143,7 +145,7 @@ def prove(
         plans, not_small = ({}, {}) if impossible and not possible else _tried(resolver, [*possible])
         untried = {tp: reason for tp in plans if (reason := _other_heads(own, resolver, tp))}
         plans = {tp: plan for tp, plan in plans.items() if tp not in untried}
-        proofs = _proofs(folder, type(model), small, plans, request)
+        proofs = _proofs(folder, small, plans, request)
         numel = sum(parameter.numel() for parameter in model.parameters())
     return ProofReport(
         source=str(src),
@@ -174,8 +176,6 @@ def _checked_config(source: Source) -> Mapping[str, Any]:
 
 def _heads_for(tps: Sequence[int]) -> int:
     """The number of heads with which a small model can be sharded for tp sizes: the usual one where that suffices."""
-    from shardconv.proof.small import HEADS  # noqa: PLC0415 - which needs torch
-
     needed = math.lcm(*tps) if tps else HEADS
     if HEADS % needed == 0 or needed > MAX_HEADS:
         return HEADS
@@ -216,15 +216,12 @@ def _model_to_try(
         heads: how many heads it has, where a model with so many can be made.
         has_real_counts: whether it has as many heads as the source instead, where such a model can be made.
     """
-    from shardconv.proof.model_check import import_transformers  # noqa: PLC0415 - imports torch
-
-    import_transformers()
-    from shardconv.proof.alone import alone  # noqa: PLC0415 - imports it
-    from shardconv.proof.small import HEADS  # noqa: PLC0415
+    from shardconv.hf.build import small_model  # noqa: PLC0415 - imports torch
+    from shardconv.hf.isolation import isolated  # noqa: PLC0415 - likewise
 
     counts = dict.fromkeys([*([SAME] if has_real_counts else [heads or HEADS]), HEADS])
     attempts = [(count, is_real) for count in counts for is_real in (True, False)]
-    with alone():
+    with isolated():
         for count, has_real_heads in attempts[:-1]:
             try:
                 model = _written(small_model(config, has_real_heads=has_real_heads, heads=count), folder)
@@ -237,9 +234,6 @@ def _model_to_try(
 
 
 def _smaller_heads(config: Mapping[str, Any], model: Any) -> str:
-    from shardconv.proof.model_check import model_class  # noqa: PLC0415 - imports torch
-    from shardconv.proof.small import head_sizes  # noqa: PLC0415 - which needs torch
-
     found = head_sizes(model.config.to_dict())
     real = head_sizes(model_class(config)[1].to_dict())
     smaller = [
@@ -262,40 +256,6 @@ def _written(model: Any, folder: Path) -> Any:
     except Exception as error:
         raise RunError(f"a small {type(model).__name__} cannot be run: {type(error).__name__}: {error}") from error
     return model
-
-
-def small_model(config: Mapping[str, Any], *, has_real_heads: bool = False, heads: int | None = None) -> Any:
-    """A small model of the class that a config names, with random numbers.
-
-    Args:
-        config: what ``config.json`` holds.
-        has_real_heads: whether its heads have as many features as they have by the config.
-        heads: how many heads it has, instead of four; :data:`SAME` for as many query and KV heads as by the config.
-
-    Raises:
-        RunError: if transformers has no such class, or it cannot be built small.
-    """
-    from shardconv.proof.model_check import model_class  # noqa: PLC0415 - imports torch
-    from shardconv.proof.small import (  # noqa: PLC0415 - imports torch
-        build_small,
-        head_sizes,
-        joined,
-        real_counts,
-        real_heads,
-        small_fields,
-        with_heads,
-    )
-
-    kind, full = model_class(config)
-    try:
-        fields = full.to_dict()
-        own = real_heads(fields) if has_real_heads else {}
-        if heads == SAME:
-            own = joined(own, real_counts(fields, head_sizes(fields).get("", 0) if has_real_heads else 0))
-        small = {**fields, **small_fields(fields, own)}
-        return build_small(kind, type(full).from_dict(with_heads(small, heads) if heads and heads != SAME else small))
-    except Exception as error:
-        raise RunError(f"a small {kind.__name__} cannot be built: {type(error).__name__}: {error}") from error
 
 
 def propose_plan(
@@ -325,7 +285,8 @@ def propose_plan(
     Example:
         >>> text = shardconv.propose_plan("llama")  # doctest: +SKIP
     """
-    from shardconv.proof.inputs import example_inputs  # noqa: PLC0415 - which needs torch
+    from shardconv.hf.build import small_model  # noqa: PLC0415 - imports torch
+    from shardconv.hf.inputs import example_inputs  # noqa: PLC0415 - likewise
     from shardconv.proof.mount import expanded, with_blocks  # noqa: PLC0415
     from shardconv.proof.propose import propose, to_toml  # noqa: PLC0415
 
@@ -414,9 +375,7 @@ def _skipped(
         yield f"tp {tp}: the small model cannot be sharded for it, though {source} may be: {reason}{numbers}"
 
 
-def _proofs(
-    folder: Path, kind: Any, small: Source, plans: Mapping[int, Plan], request: PlanRequest
-) -> tuple[Proof, ...]:
+def _proofs(folder: Path, small: Source, plans: Mapping[int, Plan], request: PlanRequest) -> tuple[Proof, ...]:
     """Compare for all numbers of ranks, one after the other, in processes that are started once."""
     from shardconv.runtime.launch import launch  # noqa: PLC0415 - which needs torch
 
@@ -424,7 +383,7 @@ def _proofs(
         return ()
     for tp, plan in plans.items():
         split_by(small, folder / SPLIT.format(tp=tp), plan, request)
-    (folder / TASK).write_text(json.dumps({"model": kind.__name__, "request": request.to_json(), "tps": [*plans]}))
+    (folder / TASK).write_text(json.dumps({"request": request.to_json(), "tps": [*plans]}))
     try:
         launch(["prove-rank", str(folder)], max(plans))
     except RunError:
@@ -457,13 +416,13 @@ def _proof(tp: int, found: list[dict[str, Any]], cut: float) -> Proof:
 def prove_rank(folder: Path) -> None:
     """Be a rank of a proof: compare, and leave the results in the folder."""
     import torch.distributed as dist  # noqa: PLC0415
-    import transformers  # noqa: PLC0415
 
     from shardconv.distributed import as_axis  # noqa: PLC0415
     from shardconv.proof.compare import compare  # noqa: PLC0415
 
     task = json.loads((folder / TASK).read_text())
-    kind, request = getattr(transformers, task["model"]), PlanRequest.from_json(task["request"])
+    kind = model_class(read_json(folder / SMALL / CONFIG_NAME)).kind
+    request = PlanRequest.from_json(task["request"])
     rank = dist.get_rank()
     for tp in task["tps"]:
         group = dist.new_group(list(range(tp)))

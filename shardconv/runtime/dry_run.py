@@ -1,6 +1,6 @@
 """A model without values, cut for ranks that are not there, reads a prompt and makes a token: what would that take?
 
-Owns how a model of transformers is built on the meta device and called there, as ``generate`` would call it. All of the
+Owns how a model is called on the meta device, as ``generate`` would call it. All of the
 conversion is the real one, so what it sends and holds is what a real run does.
 """
 
@@ -15,6 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardconv.convert.model import DTYPE_NAMES, convert_by
 from shardconv.errors import RunError
+from shardconv.hf.build import build_on_meta
+from shardconv.hf.classes import model_class
+from shardconv.hf.package import hide_warnings
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest
 from shardconv.runtime.meter import Call, CountedAxis, CountingGroup, LiveBytes, held_tensors
@@ -49,8 +52,8 @@ class MetaModel:
     """A model of transformers that can be built on the meta device.
 
     Args:
-        config: what ``config.json`` holds.
-        stored: the dtype of the values on disk, where the config does not say which they are to have.
+        config: the content of ``config.json``.
+        stored: the dtype of the values on disk, which is used if the config does not have a dtype.
 
     Attributes:
         name: of its class.
@@ -62,27 +65,14 @@ class MetaModel:
         senses: arguments that it takes beside text, as ``pixel_values``.
 
     Raises:
-        RunError: if transformers is not there, or has no such model.
+        RunError: if transformers is not installed or does not have the model.
     """
 
     def __init__(self, config: Mapping[str, Any], stored: torch.dtype) -> None:
-        try:
-            import transformers  # noqa: PLC0415 - an extra
-        except ImportError as error:
-            raise RunError(
-                "transformers is needed to build the model: pip install 'shardconv[transformers]'"
-            ) from error
-        transformers.logging.set_verbosity_error()  # which kernels are not installed, says whoever runs the model
+        hide_warnings()  # such as those of missing kernels, which do not matter without values
         self._given = {name: value for name, value in config.items() if name != "quantization_config"}
-        type_name, names = config.get("model_type"), config.get("architectures") or [None]
-        self.name = str(names[0])
-        if names[0] is None:
-            raise RunError('config.json has no architectures, which name the class: as in ["LlamaForCausalLM"]')
-        kind: Any = getattr(transformers, self.name, None)
-        if type_name not in transformers.CONFIG_MAPPING or not hasattr(kind, "config_class"):
-            raise RunError(f"transformers has no {self.name!r} of type {type_name!r}, which config.json asks for")
-        self._kind, self._config_class = kind, transformers.CONFIG_MAPPING[type_name]
-        made = self._config()
+        kind, made = model_class(config)
+        self._kind, self._config, self.name = kind, made, str(kind.__name__)
         text = made.get_text_config(decoder=True)
         named = next((one.dtype for one in (made, text) if getattr(one, "dtype", None) is not None), None)
         self.is_dtype_given = named is not None
@@ -92,14 +82,9 @@ class MetaModel:
         self.has_encoder = bool(made.is_encoder_decoder)
         self.senses = tuple(name for name in inspect.signature(kind.forward).parameters if name in _SENSES)
 
-    def _config(self) -> Any:
-        """A config of its own for each model: conversions set fields of it."""
-        return self._config_class.from_dict(self._given)
-
     def specs(self) -> dict[str, TensorSpec]:
         """Name to dtype and shape of each tensor that it has in memory; of those that are one, the first."""
-        with torch.device("meta"):
-            model = self._built()
+        model = build_on_meta(self._kind, self._config, dtype=self.dtype)
         first = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
         return {
             name: TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
@@ -107,13 +92,9 @@ class MetaModel:
             if first[id(tensor)] == name
         }
 
-    def _built(self) -> Any:
-        return self._kind._from_config(self._config(), dtype=self.dtype).eval()  # noqa: SLF001 - as from_config of auto classes does
-
     def converted(self, request: PlanRequest, group: CountingGroup) -> Any:
         """The model, cut for the ranks of a group, by the rules that a request asks for."""
-        with torch.device("meta"):
-            model = self._built()
+        model = build_on_meta(self._kind, self._config, dtype=self.dtype)
         convert_by(model, self._given, request, CountedAxis.of(group), has_values=False)
         group.calls.clear()  # those that compared the ranks
         return model

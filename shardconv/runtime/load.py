@@ -7,7 +7,6 @@ names in memory; only the conversion comes in between, when the model is built a
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -40,14 +39,14 @@ from shardconv.errors import (
     SplitCheckpointError,
     WorldSizeError,
 )
+from shardconv.hf.classes import ModelClass, model_class
+from shardconv.hf.weights import load_shards
 from shardconv.layers import ParallelModule
 from shardconv.layers.conversion import digest, is_alike
 from shardconv.layers.sharding import take_shard
 from shardconv.layouts.layout import FileTensor
 from shardconv.plan.experts import own_experts
-from shardconv.plan.unused import known_unused
 from shardconv.runtime.device import check_room, move, rank_device
-from shardconv.runtime.rotary import heads_of_rank
 from shardconv.runtime.versions import versions
 
 
@@ -116,9 +115,9 @@ def load(
     tensors = _agreed(axis, check_and_map)
     if model is None:
         kind = _agreed(axis, partial(_model_class, folder, manifest.config, is_trusted=trust_remote_code))
-        build = partial(_from_transformers, folder, kind, axis, unused)
+        build = partial(_build_by_config, folder, kind, axis, unused)
     else:
-        build = partial(_from_maker, model)
+        build = partial(_build_by_caller, model)
 
     def fill() -> nn.Module:
         built = build(convert=convert, tensors=tensors, dtype=dtype)
@@ -270,14 +269,14 @@ def _source_tensors(found: dict[str, Tensor], manifest: Manifest, rank: int) -> 
     return shards
 
 
-def _from_maker(
+def _build_by_caller(
     make: Callable[[], nn.Module],
     *,
     convert: Callable[[nn.Module], nn.Module],
     tensors: dict[str, Tensor],
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    """A module of the user's own."""
+    """Build, convert and fill the module that the caller makes."""
     with torch.device("meta"):
         model = convert(make())
     if dtype is not None:
@@ -319,9 +318,27 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _from_transformers(
+def _model_class(folder: Path, split: Mapping[str, Any] | None, *, is_trusted: bool) -> ModelClass:
+    """Look up the class of a split checkpoint.
+
+    Args:
+        folder: the split checkpoint.
+        split: the config in its manifest.
+        is_trusted: whether code in the folder may be run.
+
+    Raises:
+        RunError: as :func:`~shardconv.hf.classes.model_class`, or if the checkpoint is quantized.
+        SplitCheckpointError: if config.json differs from the config of the split.
+    """
+    check_config(folder, split)
+    if (split or {}).get("quantization_config"):
+        raise RunError(f"{folder}: is quantized, and cannot be run so far")
+    return model_class(split or {}, folder, is_trusted=is_trusted)
+
+
+def _build_by_config(
     folder: Path,
-    config_and_class: tuple[Any, Any],
+    found: ModelClass,
     axis: Axis,
     unused: Sequence[str],
     *,
@@ -329,116 +346,7 @@ def _from_transformers(
     tensors: dict[str, Tensor],
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    """The model of the class that the config names, filled by transformers itself."""
-    import transformers  # noqa: PLC0415 - an extra
-
-    config, plain = config_and_class
-
-    def build(self: Any, *arguments: Any, **options: Any) -> None:
-        plain.__init__(self, *arguments, **options)
-        self.__class__ = plain  # which the conversion may change
-        convert(self)
-
-    converted: Any = type(plain.__name__, (plain,), {"__module__": plain.__module__, "__init__": build})
-    try:
-        with heads_of_rank():
-            model, report = converted.from_pretrained(
-                None,
-                config=config,
-                state_dict=tensors,
-                dtype=dtype or "auto",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # which check_report refuses, by name
-            )
-    except (AttributeError, KeyError, TypeError) as error:
-        raise RunError(
-            f"{folder}: a {plain.__name__} cannot be built from config.json: {type(error).__name__}: {error}"
-        ) from error
-    check_report(report, plain.__name__, folder, unused)
+    """Build, convert and fill the model of the class that the config names."""
+    model = load_shards(found, tensors, convert, folder, dtype=dtype, unused=unused)
     finish(model, axis)
-    if (folder / "generation_config.json").is_file() and model.can_generate():
-        try:
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-        except Exception as error:
-            raise RunError(
-                f"{folder}: generation_config.json cannot be read ({type(error).__name__}: {error}): correct it, or "
-                f"remove it"
-            ) from error
     return model
-
-
-def check_report(report: Mapping[str, Any], kind: str, path: Path, unused: Sequence[str] = ()) -> None:
-    """Refuse a model that transformers did not fill with exactly the tensors of a checkpoint.
-
-    Args:
-        report: the loading info of ``from_pretrained``.
-        kind: the class of the model.
-        path: of the checkpoint, for the message.
-        unused: patterns of tensors that may be left over, besides those that are known to be.
-
-    Raises:
-        RunError: if a parameter has no tensor, or a tensor no parameter.
-    """
-    left = set(report["unexpected_keys"])
-    left -= known_unused(left) | {name for name in left if any(fnmatchcase(name, pattern) for pattern in unused)}
-    found = {
-        f"tensors that {kind} does not use": left,
-        f"parameters of {kind} without a tensor": report["missing_keys"],
-        f"tensors of another shape than in {kind}": {name for name, *_ in report["mismatched_keys"]},
-    }
-    for what, names in found.items():
-        if names:
-            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-            option = " If the model does not need them, pass --unused PATTERN (unused=)." if names is left else ""
-            raise RunError(
-                f"{path}: {what} ({len(names)}): {shown}. The outputs could be wrong: correct config.json or the "
-                f"tensors of the source, and split it again.{option}"
-            )
-
-
-def _model_class(folder: Path, split: Mapping[str, Any] | None, *, is_trusted: bool) -> tuple[Any, Any]:
-    """The config, and the class that it names: one of transformers, or one of the checkpoint's own if that is trusted.
-
-    Args:
-        folder: the split checkpoint.
-        split: the config in its manifest.
-        is_trusted: whether code of the checkpoint may be run.
-
-    Raises:
-        RunError: if there is no such class, or it would be code of the checkpoint's own.
-        SplitCheckpointError: if config.json is another than that of the split.
-    """
-    check_config(folder, split)
-    known = split or {}
-    try:
-        import transformers  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
-    if known.get("quantization_config"):
-        raise RunError(f"{folder}: is quantized, and cannot be run so far")
-    names = known.get("architectures") or []
-    own = [ref for ref in (known.get("auto_map") or {}).values() if str(ref).rpartition(".")[2] in names[:1]]
-    is_known = known.get("model_type") in transformers.CONFIG_MAPPING
-    if (own or known.get("auto_map")) and not is_known and not is_trusted:
-        raise RunError(
-            f"{folder}: its model is code of its own, {', '.join(map(str, known['auto_map'].values()))}: read it, and "
-            f"if you trust it, use --trust-remote-code (trust_remote_code=True)"
-        )
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=is_trusted)
-    except Exception as error:
-        raise RunError(
-            f"{folder}: transformers {transformers.__version__} cannot read config.json (model type "
-            f"{known.get('model_type')!r}): {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
-    if own and is_trusted:
-        from transformers.dynamic_module_utils import get_class_from_dynamic_module  # noqa: PLC0415 - an extra
-
-        return config, get_class_from_dynamic_module(own[0], folder)
-    plain = getattr(transformers, names[0], None) if isinstance(names, list) and names else None
-    if not hasattr(plain, "config_class"):
-        raise RunError(
-            f"{folder}: config.json names no model class of transformers {transformers.__version__} (got architectures "
-            f'{names or None!r}, expected one as in ["LlamaForCausalLM"]): correct it in the source, and split it again'
-        )
-    return config, plain

@@ -1,6 +1,6 @@
-"""Prompts of a run: text or token ids, as a model takes them, and its tokens, as they are reported.
+"""Encode prompts of a run, text or token ids, as inputs of a model, and decode its tokens.
 
-Owns the tokenizer and what replaces it where prompts are token ids. Knows no command and no rank.
+Knows neither commands nor ranks.
 """
 
 import re
@@ -11,32 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardconv.errors import RunError
+from shardconv.errors import RunError, one_line
+from shardconv.hf.tokenizer import load_tokenizer
 
-#: Files that a tokenizer is read from, of any kind.
-_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*.model", "*.tiktoken", "vocab*", "*vocab.*")
-_TOKENIZER_FILES = (*_VOCABULARY_FILES, "tokenizer_config.json")
 #: The number of token ids of a prompt that is made for a comparison.
 _NUM_IDS = 16
-_NEEDED = (
-    "copy the model's tokenizer files (tokenizer.json, tokenizer_config.json, ...) into the folder, or give token ids: "
-    '--token-ids "1 2 3". --check without a prompt needs no tokenizer.'
-)
-
-
-def has_tokenizer(path: Path) -> bool:
-    """Whether a folder has any file of a tokenizer."""
-    return any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES)
-
-
-def check_tokenizer(path: Path) -> None:
-    """Refuse text where a folder has no tokenizer.
-
-    Raises:
-        RunError: if it has none.
-    """
-    if not has_tokenizer(path):
-        raise RunError(f"{path}: does not have a tokenizer, which text needs: {_NEEDED}")
 
 
 class Codec(Protocol):
@@ -64,8 +43,7 @@ class TextCodec:
     """
 
     def __init__(self, path: Path, *, is_trusted: bool, is_chat: bool) -> None:
-        check_tokenizer(path)
-        self.tokenizer = _load_tokenizer(path, is_trusted=is_trusted)
+        self.tokenizer = load_tokenizer(path, is_trusted=is_trusted)
         self._is_chat = is_chat
         if is_chat and not self.tokenizer.chat_template:
             raise RunError(f"{path}: does not have a chat template: run it without --chat")
@@ -212,21 +190,3 @@ def _position_tables(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 def _pad(row: list[int], padding: list[int], *, is_left: bool) -> list[int]:
     return [*padding, *row] if is_left else [*row, *padding]
-
-
-def one_line(error: BaseException) -> str:
-    """An error of another library in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _load_tokenizer(path: Path, *, is_trusted: bool) -> Any:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - an extra
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=is_trusted)
-    except Exception as error:  # tokenizers raises Exception itself
-        raise RunError(f"{path}: the tokenizer cannot be loaded: {_NEEDED} Got {one_line(error)}") from error
-    names = [str(name) for name in getattr(tokenizer, "vocab_files_names", {}).values()]
-    if names and not any(any(path.glob(pattern)) for pattern in (*_VOCABULARY_FILES, *names)):
-        raise RunError(f"{path}: the tokenizer has no vocabulary (expected one of {', '.join(names)}): {_NEEDED}")
-    return tokenizer

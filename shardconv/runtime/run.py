@@ -24,18 +24,19 @@ from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.manifest import read_manifest
 from shardconv.checkpoint.paths import hub_hint
 from shardconv.checkpoint.verify import auxiliary_differences
-from shardconv.errors import PlanWarning, RunError, ShardconvError, SplitCheckpointError, is_lost
+from shardconv.errors import PlanWarning, RunError, ShardconvError, SplitCheckpointError, is_lost, one_line
+from shardconv.hf.package import hide_progress, hide_warnings
+from shardconv.hf.tokenizer import check_tokenizer, text_streamer
+from shardconv.hf.weights import load_unsharded
 from shardconv.runtime.device import rank_device
-from shardconv.runtime.load import check_config, check_report, load
+from shardconv.runtime.load import check_config, load
 from shardconv.runtime.prompts import (
     Codec,
     IdCodec,
     TextCodec,
     check_input,
     check_positions,
-    check_tokenizer,
     default_ids,
-    one_line,
     parse_ids,
 )
 
@@ -169,12 +170,10 @@ def run_rank(
         RunError: if the checkpoint does not have a tokenizer that text needs, or the model gives nothing for a prompt.
         ShardconvError: as :func:`~shardconv.load`.
     """
-    from transformers import logging  # noqa: PLC0415 - an extra
-
-    logging.disable_progress_bar()
+    hide_progress()
     is_first = _is_first()
     if not is_first:
-        logging.set_verbosity_error()  # the first rank prints transformers' warnings
+        hide_warnings()  # the first rank prints them
     manifest = read_manifest(path)
     trusted = options.trust_remote_code
     codec: Codec = IdCodec() if options.token_ids else TextCodec(path, is_trusted=trusted, is_chat=options.chat)
@@ -269,12 +268,7 @@ class _Clock:
     """A streamer of transformers that takes the time, and writes a single prompt's text as it comes."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None] | None) -> None:
-        from transformers import TextStreamer  # noqa: PLC0415 - an extra
-
-        is_text = tokenizer is not None and write is not None
-        self._texts = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_text else None
-        if self._texts is not None:
-            self._texts.on_finalized_text = lambda text, stream_end=False: write(text + "\n" * stream_end)  # type: ignore[misc]
+        self._texts = None if tokenizer is None or write is None else text_streamer(tokenizer, write)
         self._times: list[float] = []
 
     def put(self, value: Any) -> None:
@@ -366,23 +360,6 @@ def _fill(tokenizer: Any, inputs: Any, logits: Any) -> list[str]:
     return lines
 
 
-def _unsplit(kind: Any, options: RunOptions) -> Any:
-    """The unsplit model, loaded by transformers, with a tensor of the checkpoint for each parameter."""
-    assert options.check is not None
-    try:
-        model, report = kind.from_pretrained(
-            options.check,
-            dtype=torch.float32,
-            trust_remote_code=options.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # which check_report refuses, by name
-        )
-    except Exception as error:
-        raise RunError(f"--check {options.check}: cannot be loaded as a {kind.__name__}: {one_line(error)}") from error
-    check_report(report, kind.__name__, options.check, options.unused)
-    return model
-
-
 def _compare(
     model: Any, codec: Codec, inputs: Any, outputs: _Outputs, options: RunOptions, *, is_first: bool
 ) -> tuple[tuple[str, ...], float | None]:
@@ -412,7 +389,11 @@ def _differences(
     model: Any, codec: Codec, inputs: Any, given: Any, ours: Any, outputs: _Outputs, options: RunOptions
 ) -> list[Any]:
     """The largest error of the numbers, and in words how they and the greedy tokens differ."""
-    plain = _unsplit(model.plain_class, options).to(model.device).eval()
+    assert options.check is not None
+    plain = load_unsharded(
+        model.plain_class, options.check, unused=options.unused, is_trusted=options.trust_remote_code
+    )
+    plain = plain.to(model.device).eval()
     theirs = _numbers(plain(**given))
     if not model.config.is_encoder_decoder:
         ours, theirs = _of_tokens(ours, given), _of_tokens(theirs, given)

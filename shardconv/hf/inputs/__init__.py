@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardconv.proof.inputs.images import image_inputs
-from shardconv.proof.inputs.sound import sound_inputs
-from shardconv.proof.inputs.special import SPECIAL
-from shardconv.proof.inputs.text import text_inputs
+from shardconv.hf.inputs.audio import sound_inputs
+from shardconv.hf.inputs.images import image_inputs
+from shardconv.hf.inputs.special import SPECIAL
+from shardconv.hf.inputs.text import text_inputs
 
 #: Types that generate no text, whatever their class says.
 _NO_GENERATION = {

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardconv.proof.inputs.configs import BATCH, GRID, LENGTH, pair_of, part_of
-from shardconv.proof.inputs.images import image_inputs
-from shardconv.proof.inputs.sound import sound_features
-from shardconv.proof.inputs.text import random_tokens, text_inputs, vocabulary_size
+from shardconv.hf.inputs.audio import sound_features
+from shardconv.hf.inputs.configs import BATCH, GRID, LENGTH, pair_of, part_of
+from shardconv.hf.inputs.images import image_inputs
+from shardconv.hf.inputs.text import random_tokens, text_inputs, vocabulary_size
 
 
 def _codebooks(model: Any, generator: torch.Generator) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
-"""Rotary pairs of the heads of a rank: checkpoints that store them interleaved are reordered within each head.
+"""Reorder the rotary pairs of sharded heads, in checkpoints that store the pairs interleaved.
 
-Owns what transformers' reordering has to know of a shard: how many heads it has, which it takes from the config.
+transformers reorders them within each head while it loads. It takes the number of heads from the config, which is that
+of the full tensor; this module replaces it by the number of local heads.
 """
 
 from collections.abc import Iterator
@@ -16,8 +17,12 @@ from shardconv.layers.sharding import ParallelModule
 
 
 @contextmanager
-def heads_of_rank() -> Iterator[None]:
-    """Within it, transformers reorders the rotary pairs of the heads that a rank has."""
+def permute_local_heads() -> Iterator[None]:
+    """Within this block, transformers reorders the rotary pairs of the local heads of sharded tensors.
+
+    Raises:
+        RunError: while a model is loaded, if a shard does not consist of full heads.
+    """
     from transformers.core_model_loading import PermuteForRope  # noqa: PLC0415 - an extra
 
     permute = PermuteForRope.convert
@@ -28,7 +33,7 @@ def heads_of_rank() -> Iterator[None]:
         rows, full = _rows(options["model"], name)
         heads = config.num_attention_heads
         if full % heads or rows % (full // heads):
-            raise RunError(f"{name}: has {rows} of {full} rows, which are not whole ones of {heads} heads")
+            raise RunError(f"{name}: has {rows} of {full} rows, which are not full heads ({heads} heads)")
         local = RankConfig(config, {"num_attention_heads": rows // (full // heads)})
         options["config"] = RankConfig(shared, {self.subconfig_key: local}) if self.subconfig_key else local
         converted: dict[str, Any] = permute(self, inputs, *arguments, **options)
@@ -39,7 +44,7 @@ def heads_of_rank() -> Iterator[None]:
 
 
 def _rows(model: nn.Module, name: str) -> tuple[int, int]:
-    """The rows of a parameter that a rank has, and those of all ranks without padding."""
+    """The rows of a parameter's shard, and of its full tensor without padding."""
     owner, _, own = name.rpartition(".")
     module = model.get_submodule(owner)
     parameter: Tensor = module.get_parameter(own)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardconv.proof.inputs.configs import BATCH, LENGTH
-from shardconv.proof.inputs.images import IMAGE_INPUTS
-from shardconv.proof.inputs.sound import AUDIO_INPUTS
+from shardconv.hf.inputs.audio import AUDIO_INPUTS
+from shardconv.hf.inputs.configs import BATCH, LENGTH
+from shardconv.hf.inputs.images import IMAGE_INPUTS
 
 #: Types whose encoder reads text beside its main input.
 _BOTH = {"instructblip", "instructblipvideo", "blip-2"}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardconv.proof.inputs.configs import BATCH, deep_field, first_field, part_of
+from shardconv.hf.inputs.configs import BATCH, deep_field, first_field, part_of
 
 #: Types that take sound in channels.
 _CHANNELED = {"vibevoice", "vibevoice_asr"}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardconv.proof.inputs.configs import BATCH, GRID, first_field, pair_of, part_of
+from shardconv.hf.inputs.configs import BATCH, GRID, first_field, pair_of, part_of
 
 #: Types, of models or of their towers, that take the sizes of images which come whole.
 _SIZED = {"emu3", "mistral3", "lighton_ocr", "pixtral"}

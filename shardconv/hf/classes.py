@@ -1,0 +1,132 @@
+"""Look up the model class and the config of a checkpoint.
+
+Owns the one way from the content of ``config.json`` to a class. A class comes from transformers or, if the caller
+trusts it, from code in the checkpoint's folder.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from shardconv.checkpoint.formats import CONFIG_NAME
+from shardconv.errors import RunError, one_line
+from shardconv.hf.package import import_transformers
+
+
+class ModelClass(NamedTuple):
+    """A model class and the config to build it with.
+
+    Attributes:
+        kind: the class.
+        config: a ``PreTrainedConfig``, without the settings of quantization.
+    """
+
+    kind: Any
+    config: Any
+
+
+def model_class(config: Mapping[str, Any], folder: Path | None = None, *, is_trusted: bool = False) -> ModelClass:
+    """Look up the class that a config names, and read the config as transformers does.
+
+    Args:
+        config: the content of ``config.json``.
+        folder: a folder whose ``config.json`` has this content. Without it, code of the checkpoint is not found.
+        is_trusted: whether code in the folder may be run.
+
+    Raises:
+        RunError: if transformers is not installed, does not have the class or refuses the config, or if the class is
+            code in the folder and not trusted.
+    """
+    name, code = _architecture(config), _code(config)
+    if folder is None or not code:
+        return _class_of_transformers(config, folder)
+    if is_trusted:
+        made = _read_config(config, folder, is_trusted=True)
+        own = next((ref for ref in code if ref.rpartition(".")[2] == name), None)
+        return ModelClass(_named_class(config, folder) if own is None else _class_in_folder(own, folder), made)
+    if config.get("model_type") not in import_transformers().CONFIG_MAPPING:
+        raise RunError(
+            f"{folder}: its model is code in the checkpoint ({', '.join(code)}): read the code, and if you trust it, "
+            f"use --trust-remote-code (trust_remote_code=True)"
+        )
+    return _class_of_transformers(config, folder)
+
+
+def _class_of_transformers(config: Mapping[str, Any], folder: Path | None) -> ModelClass:
+    """A class and config class of transformers itself."""
+    kind = _named_class(config, folder)
+    if config.get("model_type") not in import_transformers().CONFIG_MAPPING:
+        raise _unknown(config, folder)
+    return ModelClass(kind, _read_config(config, folder, is_trusted=False))
+
+
+def _named_class(config: Mapping[str, Any], folder: Path | None) -> Any:
+    """The class of transformers with the name in ``architectures``."""
+    kind = getattr(import_transformers(), _architecture(config) or "", None)
+    if not hasattr(kind, "config_class"):
+        raise _unknown(config, folder)
+    return kind
+
+
+def _unknown(config: Mapping[str, Any], folder: Path | None) -> RunError:
+    """The error if transformers does not have the class or the model type."""
+    remedy = (
+        "pass one that does with --config FILE" if folder is None else "correct it in the source and split it again"
+    )
+    return RunError(
+        f"{_prefix(folder)}config.json does not name a model class of transformers {import_transformers().__version__} "
+        f"(got model_type {config.get('model_type')!r} and architectures {config.get('architectures')!r}, expected for "
+        f'example "llama" and ["LlamaForCausalLM"]): {remedy}'
+    )
+
+
+def _prefix(folder: Path | None) -> str:
+    return "" if folder is None else f"{folder}: "
+
+
+def _code(config: Mapping[str, Any]) -> list[str]:
+    """References to classes in code of the checkpoint."""
+    refs = config.get("auto_map")
+    return [str(ref) for ref in refs.values()] if isinstance(refs, Mapping) else []
+
+
+def _architecture(config: Mapping[str, Any]) -> str | None:
+    """The name of the class, which is the first of ``architectures``."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
+def _read_config(config: Mapping[str, Any], folder: Path | None, *, is_trusted: bool) -> Any:
+    """The config as an object of its class."""
+    transformers = import_transformers()
+    try:
+        with _written(config, folder) as path:
+            return transformers.AutoConfig.from_pretrained(path, trust_remote_code=is_trusted)
+    except Exception as error:
+        model_type, known = config.get("model_type"), transformers.CONFIG_MAPPING
+        name = f"{known[model_type].__name__} of transformers" if model_type in known else "transformers"
+        raise RunError(
+            f"{_prefix(folder)}{name} {transformers.__version__} refuses config.json: {one_line(error).rstrip('.')}"
+        ) from error
+
+
+@contextmanager
+def _written(config: Mapping[str, Any], folder: Path | None) -> Iterator[Path]:
+    """A folder with the config: transformers decodes infinite numbers only when it reads a file."""
+    given = {key: value for key, value in config.items() if key != "quantization_config"}
+    if folder is not None and given == config:
+        yield folder
+        return
+    with TemporaryDirectory(prefix="shardconv-") as name:
+        Path(name, CONFIG_NAME).write_text(json.dumps(given), "utf-8")
+        yield Path(name)
+
+
+def _class_in_folder(reference: str, folder: Path) -> Any:
+    """A class in code of a checkpoint, as ``auto_map`` refers to it."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module  # noqa: PLC0415 - an extra
+
+    return get_class_from_dynamic_module(reference, folder)

@@ -1,0 +1,45 @@
+"""Import transformers, which is optional, and control its log output."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shardconv.errors import RunError
+
+
+def import_transformers() -> Any:
+    """The package transformers.
+
+    Raises:
+        RunError: if it is not installed.
+    """
+    try:
+        import transformers  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
+    return transformers
+
+
+def hide_progress() -> None:
+    """Turn off the progress bars of transformers in this process."""
+    import_transformers().logging.disable_progress_bar()
+
+
+def hide_warnings() -> None:
+    """Turn off the warnings of transformers in this process."""
+    import_transformers().logging.set_verbosity_error()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Turn off the progress bars and warnings of transformers within a block."""
+    logging = import_transformers().utils.logging
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hide_warnings()
+    hide_progress()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()

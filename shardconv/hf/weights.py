@@ -1,0 +1,132 @@
+"""Load tensors into models by transformers, and refuse to leave a parameter without one.
+
+Owns the calls of ``from_pretrained`` and the reading of its report.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardconv.errors import RunError, one_line
+from shardconv.hf.classes import ModelClass
+from shardconv.hf.package import import_transformers
+from shardconv.hf.rotary import permute_local_heads
+from shardconv.plan.unused import known_unused
+
+
+def load_shards(
+    model_class: ModelClass,
+    tensors: dict[str, Tensor],
+    convert: Callable[[nn.Module], nn.Module],
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    unused: Sequence[str] = (),
+) -> Any:
+    """Build a model on the meta device, convert it, and load a rank's tensors into it.
+
+    Args:
+        model_class: the class and its config.
+        tensors: name on disk to shard.
+        convert: converts the model in place, before its tensors are loaded.
+        folder: the split checkpoint, for messages and ``generation_config.json``.
+        dtype: of the parameters; by default as they are stored.
+        unused: patterns of tensors that the model need not use.
+
+    Raises:
+        RunError: if the model cannot be built, a parameter has no tensor, or a tensor no parameter.
+    """
+    kind = model_class.kind
+
+    def build(self: Any, *arguments: Any, **options: Any) -> None:
+        kind.__init__(self, *arguments, **options)
+        self.__class__ = kind  # which the conversion may change
+        convert(self)
+
+    converted: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__init__": build})
+    try:
+        with permute_local_heads():
+            model, report = converted.from_pretrained(
+                None,
+                config=model_class.config,
+                state_dict=tensors,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # which check_report refuses, by name
+            )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise RunError(f"{folder}: a {kind.__name__} cannot be built from config.json: {one_line(error)}") from error
+    check_report(report, kind.__name__, folder, unused)
+    _read_generation_config(model, folder)
+    return model
+
+
+def _read_generation_config(model: Any, folder: Path) -> None:
+    if not ((folder / "generation_config.json").is_file() and model.can_generate()):
+        return
+    try:
+        model.generation_config = import_transformers().GenerationConfig.from_pretrained(folder)
+    except Exception as error:
+        raise RunError(
+            f"{folder}: generation_config.json cannot be read ({type(error).__name__}: {error}): correct it, or "
+            f"remove it"
+        ) from error
+
+
+def load_unsharded(kind: Any, folder: Path, *, unused: Sequence[str] = (), is_trusted: bool = False) -> Any:
+    """Load an unsharded model in float32.
+
+    Args:
+        kind: the model class.
+        folder: the checkpoint.
+        unused: patterns of tensors that the model need not use.
+        is_trusted: whether code in the folder may be run.
+
+    Raises:
+        RunError: if the model cannot be loaded, a parameter has no tensor, or a tensor no parameter.
+    """
+    try:
+        model, report = kind.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            trust_remote_code=is_trusted,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # which check_report refuses, by name
+        )
+    except Exception as error:
+        raise RunError(f"{folder}: cannot be loaded as a {kind.__name__}: {one_line(error)}") from error
+    check_report(report, kind.__name__, folder, unused)
+    return model
+
+
+def check_report(report: Mapping[str, Any], kind: str, path: Path, unused: Sequence[str] = ()) -> None:
+    """Refuse a model that transformers did not fill with exactly the tensors of a checkpoint.
+
+    Args:
+        report: the loading info of ``from_pretrained``.
+        kind: the class of the model.
+        path: of the checkpoint, for the message.
+        unused: patterns of tensors that may be left over, besides those of :func:`~shardconv.plan.unused.known_unused`.
+
+    Raises:
+        RunError: if a parameter has no tensor, or a tensor no parameter.
+    """
+    left = set(report["unexpected_keys"])
+    left -= known_unused(left) | {name for name in left if any(fnmatchcase(name, pattern) for pattern in unused)}
+    found = {
+        f"tensors that {kind} does not use": left,
+        f"parameters of {kind} without a tensor": report["missing_keys"],
+        f"tensors of another shape than in {kind}": {name for name, *_ in report["mismatched_keys"]},
+    }
+    for what, names in found.items():
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            option = " If the model does not need them, pass --unused PATTERN (unused=)." if names is left else ""
+            raise RunError(
+                f"{path}: {what} ({len(names)}): {shown}. The outputs could be wrong: correct config.json or the "
+                f"tensors of the source, and split it again.{option}"
+            )
