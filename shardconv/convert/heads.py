@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - as everywhere
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardconv.convert.classes import Recompiled, class_factory, new_class
 from shardconv.convert.modules import Sharded
 from shardconv.convert.recompile import recompiled
 from shardconv.convert.substitution import Substitutable, Substituted
@@ -72,24 +73,18 @@ class _LocalWidth(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class LocalNames(ParallelModule):
-    """A module whose code has a number in a local variable that is another one on a rank.
+class LocalNames(Recompiled, ParallelModule):
+    """A module whose code assigns numbers to local variables that differ on a rank: see :func:`with_local_values`.
 
     Attributes:
-        local_values: name of each variable to its value on the rank.
-        local_forward: the module's own forward, which takes these values: see :func:`with_values`.
+        local_values: the value of each variable on this rank.
     """
 
     local_values: Mapping[str, int]
-    local_forward: Callable[..., Any]
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own, with these values."""
-        return self.local_forward(self, *inputs, **options)
 
 
 class _Values(ast.NodeTransformer):
-    """Let assignments to names take what the module has for them."""
+    """Replace the values that are assigned to local variables by those of ``local_values``."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names, self.found = names, set[str]()
@@ -102,18 +97,23 @@ class _Values(ast.NodeTransformer):
         return node
 
 
-@lru_cache
-def with_values(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """A module's forward, compiled anew from its source with other values in local variables.
+@class_factory
+def with_local_values(plain: type[nn.Module], names: tuple[str, ...]) -> type[LocalNames]:
+    """A class derived from a module's, with its forward recompiled to read local variables from ``local_values``.
+
+    Args:
+        plain: the class of the module.
+        names: the variables.
 
     Raises:
-        PlanError: if it does not assign each of them.
+        PlanError: if its forward does not assign each of them.
     """
     values = _Values(names)
-    changed = recompiled(forward, values)
+    forward = recompiled(plain.forward, values)
     if missing := sorted(set(names) - values.found):
-        raise PlanError(f"{forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code")
-    return changed
+        raise PlanError(f"{plain.forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code")
+    made: type[LocalNames] = new_class(plain, (LocalNames, plain), {"forward": forward})
+    return made
 
 
 def part_of(value: Tensor, placement: Placement, rank: int, name: str) -> Tensor:
@@ -186,9 +186,9 @@ class MixedHeads(ParallelModule):
             layer.gather_output = gathers
 
 
-@lru_cache
+@class_factory
 def mixing_heads(names: tuple[str, ...]) -> type[MixedHeads]:
-    """The kind of module in which these methods compute over all heads."""
+    """The class of modules in which these methods compute over all heads."""
 
     def over_all(name: str) -> Callable[..., Tensor]:
         def method(self: MixedHeads, *inputs: Any, **options: Any) -> Tensor:
@@ -196,7 +196,7 @@ def mixing_heads(names: tuple[str, ...]) -> type[MixedHeads]:
 
         return method
 
-    kind = type("MixedHeads", (MixedHeads,), {name: over_all(name) for name in names})
+    kind: type[MixedHeads] = new_class(MixedHeads, (MixedHeads,), {name: over_all(name) for name in names})
     return kind
 
 

@@ -7,11 +7,11 @@ with the collectives of column and row parallel layers around these products.
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
+from shardconv.convert.classes import class_factory, new_class
 from shardconv.convert.modules import Multiplying
 from shardconv.convert.recompile import recompiled
 
@@ -23,7 +23,7 @@ _READABLE = ("dtype", "device")
 _OUTPUTS = {"rowwise": "product_output", "rowwise_shared": "shared_product"}
 
 
-@lru_cache
+@class_factory
 def multiplying(plain: type[nn.Module], products: tuple[tuple[str, str], ...]) -> type[Multiplying]:
     """A class derived from a module's, in which products with some of its parameters are those of all ranks.
 
@@ -44,7 +44,8 @@ def multiplying(plain: type[nn.Module], products: tuple[tuple[str, str], ...]) -
         found |= rewriter.found
     if missing := sorted({name for name, _ in products} - found):
         raise ValueError(f"{plain.__qualname__} has no product with {', '.join(missing)}: its rules are for other code")
-    return type(plain.__name__, (Multiplying, plain), {"__module__": plain.__module__, **changed})
+    made: type[Multiplying] = new_class(plain, (Multiplying, plain), changed)
+    return made
 
 
 def _methods(plain: type[nn.Module], texts: Sequence[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
