@@ -6,6 +6,7 @@ rounding). Every number of the models is random, norms and biases too, so each r
 """
 
 import copy
+import pickle
 from dataclasses import replace
 
 import numpy
@@ -18,8 +19,11 @@ from torch import nn
 
 import shardconv
 from shardconv.convert import gather_state_dict
+from shardconv.convert.heads import LocalNames, MixedHeads
 from shardconv.convert.model import _in_order, convert_by
+from shardconv.convert.modules import Multiplying, ParallelExperts
 from shardconv.convert.overrides import slice_features, slice_items, slice_matrices
+from shardconv.convert.substitution import OwnForward
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.errors import PlanError
 from shardconv.layers.sharding import take_shard
@@ -287,6 +291,45 @@ def check_saved(axis, folder):
 
 def test_saved(ranks, tmp_path):
     ranks("four", check_saved, tmp_path)
+
+
+#: For each way in which a class is made at run time, a type that has it.
+PICKLED = {
+    "mixtral": ("causal language models", ParallelExperts),
+    "codegen": ("causal language models", LocalNames),
+    "prophetnet": ("causal language models", MixedHeads),
+    "xlnet": ("causal language models", Multiplying),
+    "mobilebert": ("masked language models", OwnForward),
+}
+
+
+@pytest.mark.parametrize("model_type", PICKLED)
+def test_pickled(model_type):
+    """A converted model is pickled as its classes are made: the copy has the very same classes."""
+    task, kind = PICKLED[model_type]
+    model = small(model_class(task, model_type)).eval()
+    inputs = example_inputs(model)
+    model = shardconv.convert_model(model, group=Axis("tensor", 0, 1, (0,), None))
+    assert any(isinstance(module, kind) for module in model.modules())
+    loaded = pickle.loads(pickle.dumps(model))
+    assert [type(module) for module in loaded.modules()] == [type(module) for module in model.modules()]
+    expected, found = numbers(model(**inputs)), numbers(loaded(**inputs))
+    assert expected
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def check_stored(axis, folder):
+    """Each rank stores its part of a model, and reads it again."""
+    _, after = models_of(MODELS["llama"], axis)
+    torch.save(after, f"{folder}/{axis.rank}")
+    loaded = torch.load(f"{folder}/{axis.rank}", weights_only=False)
+    inputs = inputs_of(MODELS["llama"])
+    assert torch.equal(loaded(**inputs).logits, after(**inputs).logits)
+    assert gather_state_dict(loaded).keys() == gather_state_dict(after).keys()
+
+
+def test_stored(ranks, tmp_path):
+    ranks("four", check_stored, tmp_path)
 
 
 def test_arguments_for_each_head():

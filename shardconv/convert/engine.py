@@ -115,7 +115,7 @@ def convert(
     try:
         prepared = prepare()
         check_chains(module, prepared.replacements(), axis.size)
-    except Exception as error:  # noqa: BLE001 - the other ranks wait to be told, whatever it is
+    except Exception as error:  # noqa: BLE001 - all ranks have to raise, whatever it is
         problem = error
     compared = prepared.tensors() if tensors is None and problem is None else tensors or ()
     check_alike(compared, problem, axis, prepared.description)

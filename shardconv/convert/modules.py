@@ -149,8 +149,8 @@ class SummedOutput(Sharded):
     def _used(self, name: str) -> Tensor:
         if name in self.placements:
             return super()._used(name)
-        whole = copy_to_tp(self.own_tensor(name), group=self.axis)
-        return whole if self.axis.rank == 0 else whole * 0
+        full = copy_to_tp(self.own_tensor(name), group=self.axis)
+        return full if self.axis.rank == 0 else full * 0
 
 
 class ParallelExperts(SummedOutput):
@@ -225,8 +225,8 @@ class SharedOutput(ParallelModule):
         output: Tensor = super().forward(*inputs, **options)
         if not torch.is_grad_enabled():
             return output
-        whole, shared = output.split([output.shape[-1] - self.num_shared, self.num_shared], -1)
-        return torch.cat([whole, copy_to_tp(shared, group=self.axis)], -1)
+        rest, shared = output.split([output.shape[-1] - self.num_shared, self.num_shared], -1)
+        return torch.cat([rest, copy_to_tp(shared, group=self.axis)], -1)
 
 
 class CopiedInput(ParallelModule):
