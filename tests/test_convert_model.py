@@ -21,8 +21,8 @@ import shardconv
 from shardconv.convert import gather_state_dict
 from shardconv.convert.heads import LocalNames, MixedHeads
 from shardconv.convert.model import _in_order, convert_by
+from shardconv.convert.module_rules import slice_features, slice_items, slice_matrices
 from shardconv.convert.modules import Multiplying, ParallelExperts
-from shardconv.convert.overrides import slice_features, slice_items, slice_matrices
 from shardconv.convert.substitution import OwnForward
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.errors import PlanError
