@@ -45,6 +45,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	git ls-files | xargs $(BIN)/codespell
 
 bench: $(VENV)/.installed $(VLLM)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench

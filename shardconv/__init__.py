@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from shardconv.checkpoint.merge import MergeReport, merge
-    from shardconv.checkpoint.pad import PadReport, UnpadReport, pad, unpad
+    from shardconv.checkpoint.pad import PadReport, pad
     from shardconv.checkpoint.planning import PlanOptions, PlanReport, TensorReport, make_plan, report_plan
     from shardconv.checkpoint.reshard import ReshardReport, reshard
     from shardconv.checkpoint.split import SplitReport, split
@@ -71,7 +71,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "shardconv.checkpoint.merge": ("MergeReport", "merge"),
-    "shardconv.checkpoint.pad": ("PadReport", "UnpadReport", "pad", "unpad"),
+    "shardconv.checkpoint.pad": ("PadReport", "pad"),
+    "shardconv.checkpoint.unpad": ("UnpadReport", "unpad"),
     "shardconv.checkpoint.planning": ("PlanOptions", "PlanReport", "TensorReport", "make_plan", "report_plan"),
     "shardconv.checkpoint.reshard": ("ReshardReport", "reshard"),
     "shardconv.checkpoint.split": ("SplitReport", "split"),

@@ -30,6 +30,7 @@ from shardconv.checkpoint.source import open_source
 from shardconv.checkpoint.split import split
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import PlanError
+from shardconv.plan.family_file import family_names, load_family
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import Comparison, compare, write_reference
@@ -396,6 +397,9 @@ def unexplained(found: list[Row], *, is_all: bool) -> list[str]:
     padded = {row.model_type for row in found if row.padded in ("wrong", "fails")}
     untrained = {row.model_type for row in found if row.is_right and "gradients" in row.note}
     unreasoned = {row.model_type for row in found if row.is_gathered and not all(row.reasons or [""])}
+    families = {row.family for row in found if row.family} & set(family_names())
+    ungathered = {name for name in families if load_family(name).gathered}
+    ungathered -= {row.family for row in found if row.is_gathered}
     needless = (set(REASONS) - wrong) | (set(LESS_CUT) - less) | (set(NOT_TRAINED) - untrained)
     return [
         f"{what}: {', '.join(sorted(which))}"
@@ -406,6 +410,10 @@ def unexplained(found: list[Row], *, is_all: bool) -> list[str]:
             ("without gradients of training, and without a reason", untrained - set(NOT_TRAINED)),
             ("gathered, without a reason in the family file", unreasoned),
             ("with a reason that is not needed", needless if is_all else set()),
+            (
+                "families with a reason for gathered attention, in none of whose types it is",
+                ungathered if is_all else set(),
+            ),
         )
         if which
     ]

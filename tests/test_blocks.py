@@ -10,10 +10,11 @@ from shardconv.errors import PlanError
 from shardconv.plan import family_file
 from shardconv.plan.family import Family
 from shardconv.plan.family_file import family_for, family_names, laid_over, load_block, load_family
+from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import Resolver
-from shardconv.plan.rule_format import parse_block, parse_family
+from shardconv.plan.rule_format import parse_block, parse_family, parse_module, to_table
 from shardconv.plan.rule_set import RuleSet
 
 LLAMA_LIKE = '[blocks]\n"model" = "decoder"\n"" = "heads"\n'
@@ -123,6 +124,68 @@ def test_overrides_go_with_the_rules_of_their_block():
     assert "num_key_value_groups" in overrides(specs, f"[rules]\n{rules}")
     some = '[rules]\n"model.layers.*.self_attn.q_proj" = { style = "colwise", unit = "query_head" }\n'
     assert "num_key_value_groups" in overrides(specs, gathered + some)
+
+
+def test_what_is_empty_is_not_inherited():
+    """And what is left out is."""
+    base = family({"prefix": "model.", "parts": {"vision": "vision_config"}, "gathered": "one head"})
+    names = ("prefix", "parts", "gathered")
+    left_out, empty = family({}, base), family({"prefix": [], "parts": {}, "gathered": ""}, base)
+    assert [getattr(left_out, name) for name in names] == [getattr(base, name) for name in names]
+    assert [getattr(empty, name) for name in names] == [(), {}, ""]
+
+
+def test_an_override_that_is_false_takes_back_one_that_is_true():
+    keys = ("copied_input", "gathered_output", "summed_output")
+    said = [parse_module("x", dict.fromkeys(keys, value), "") for value in (True, False)]
+    assert not any(getattr(ModuleRule.joined(said), key) for key in keys)
+    silent = parse_module("x", {"attributes": {"a": 1}}, "")
+    assert all(getattr(ModuleRule.joined([said[0], silent]), key) for key in keys)
+    assert all(to_table(parse_module("x", to_table(one, without=("pattern",)), "")) == to_table(one) for one in said)
+
+
+def test_a_condition_on_a_field_that_is_replaced_by_an_expression(monkeypatch):
+    """An expression is no field to compare; another field is."""
+    rule = {"style": "replicate", "when": {"kind": 3}}
+    block = parse_block("one", {"rules": {"x": rule}})
+    monkeypatch.setattr(family_file, "load_block", lambda _: block)
+    (found,) = family({"blocks": {"y": {"block": "one", "kind": "encoder.kind"}}}).rules
+    assert found.when == (("encoder.kind", 3),)
+    for value in ("kind + 1", 3):
+        with pytest.raises(PlanError, match=r"when compares a config field, and an entry .* replaces it by"):
+            family({"blocks": {"y": {"block": "one", "kind": value}}})
+
+
+def test_blocks_with_different_defaults_for_a_field(monkeypatch):
+    """Unless the family has a default of its own."""
+    blocks = {
+        name: parse_block(name, {"config": {"size": size}, "units": {"x": {"count": "size"}}})
+        for name, size in (("one", 1), ("two", 2))
+    }
+    monkeypatch.setattr(family_file, "load_block", blocks.get)
+    message = "block 'two' has the default 2 for config field size, which has the default 1 already"
+    with pytest.raises(PlanError, match=message):
+        family({"blocks": {"y": ["one", "two"]}})
+    with pytest.raises(PlanError, match=message):
+        family({"blocks": {"y": "two"}}, family({"blocks": {"y": "one"}}))
+    assert family({"blocks": {"y": ["one", "two"]}, "config": {"size": 3}}).config == {"size": 3}
+
+
+def test_no_rule_names_a_unit_by_the_order_of_blocks():
+    """Nor one of an heir; a unit with a name of its own may have the same value."""
+    mounts = {f"{name}.attn": {"block": "attention", "num_attention_heads": f"{name}_heads"} for name in ("a", "b")}
+    made = family({"blocks": mounts})
+    assert {"attn_query_head", "attn_query_head_2"} <= made.units.keys()
+    rules = {"x": {"style": "colwise", "unit": "attn_query_head_2"}}
+    for data, base in (({"blocks": mounts, "rules": rules}, None), ({"rules": rules}, made)):
+        with pytest.raises(PlanError, match="'attn_query_head_2' has its number from the order of"):
+            family(data, base)
+    own = {"count": "b_heads", "size": "hidden_size // b_heads"}
+    other = {"x": {"style": "colwise", "unit": "of_b"}}
+    assert (
+        family({"blocks": mounts, "units": {"of_b": own}, "rules": other}).units["of_b"]
+        == made.units["attn_query_head_2"]
+    )
 
 
 OTHER_HEADS = '[units]\nquery_head = { count = "num_attention_heads // 2", size = "head_dim * 2" }\n[rules]\n'

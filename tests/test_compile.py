@@ -19,7 +19,7 @@ from shardconv.convert.modules import Gathering, ParallelDepthwise, ParallelExpe
 from shardconv.convert.overrides import extend_class, gather_on_use
 from shardconv.convert.substitution import OwnForward, Substitutable
 from shardconv.distributed import as_axis
-from shardconv.distributed.members import new_members_group
+from shardconv.distributed.new_groups import new_members_group
 from shardconv.layers import ParallelEmbedding
 from shardconv.layers.sharding import even_placement, take_shard
 from shardconv.proof.inputs import example_inputs

@@ -309,6 +309,10 @@ def check_attention(axis, batch_first, mask):
         near(getattr(module, name).grad, take_shard(grads[name], placement, axis.rank))
     padded = torch.tensor([[False] * 4 + [True]] * 2)
     near(module(*inputs, padded, attn_mask=own)[0], plain(*inputs, padded, attn_mask=masks[mask])[0])
+    with pytest.raises(ValueError, match="need_weights: each rank has the attention of its own heads only"):
+        module(*inputs, attn_mask=own, need_weights=True)
+    with pytest.raises(ValueError, match="is_causal without attn_mask"):
+        module(*inputs, is_causal=True)
 
 
 def check_layer_norm(axis):

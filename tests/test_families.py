@@ -641,6 +641,14 @@ def test_a_plan_file_may_name_the_family(checkpoint, tmp_path):
         ('[modules]\n"x" = { output = { dim = 0, parts = ["query_head"] } }', "key 'parts' is not known"),
         ('[modules]\n"x" = { slices = { y = { dim = 0, unit = "query_head", size = 2 } } }', "key 'size' is not known"),
         ('[modules]\n"x" = { slices = { y = { dim = 0, unit = "query_head", item = 4 } } }', "key 'item' is not known"),
+        ('[blocks]\n"model.layers.{*.mlp" = "mlp"', r"blocks 'model.layers.\{\*.mlp': a \{ has no \}"),
+        ('[modules]\n"{x" = { copied_input = true }', r"modules '\{x': a \{ has no \}"),
+        ('[modules]\n"x" = { gathers = ["y}"] }', r"modules 'x': a \{ has no \}, or a \} no \{"),
+        ('[parts]\n"x}" = "text_config"', r"part 'x\}': a \{ has no \}, or a \} no \{"),
+        ('model_types = ["llama"]', "key 'model_types' is not known"),
+        ('gathered = "a reason"', "key 'gathered' is not known"),
+        ("[config]\nhead_dims = 8", r"plan file mine\.toml: \[config\] head_dims: no rule reads this field"),
+        ('[parts]\n"model.vision" = "vision_config"', "part 'model.vision': the config has no config 'vision_config'"),
         ("[ruls]", "key 'ruls' is not known"),
         ('[units]\nhead = { count = "a ** b" }', "may stand there"),
         ('[config]\nhead_dim = "head_dim"\n[rules]\n', ""),
@@ -651,7 +659,7 @@ def test_a_plan_file_may_name_the_family(checkpoint, tmp_path):
 )
 def test_plan_files_that_are_refused(text, message, checkpoint, tmp_path):
     (tmp_path / "mine.toml").write_text(text)
-    source = altered(checkpoint("llama"), tmp_path, {"head_dim": None} if "[config]" in text else {})
+    source = altered(checkpoint("llama"), tmp_path, {"head_dim": None} if "head_dim =" in text else {})
     with pytest.raises(PlanError, match=message or "round in a circle"):
         shardconv.make_plan(source, tp=2, plan=tmp_path / "mine.toml")
 

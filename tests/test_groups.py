@@ -22,7 +22,7 @@ from shardconv.distributed import (
     reduce_from_tp,
     scatter_to_tp,
 )
-from shardconv.distributed.members import group_over, new_members_group
+from shardconv.distributed.new_groups import group_over, new_members_group
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import astuple
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,23 +14,25 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from build import contents, llama_config, write_checkpoint
 from command import call
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from matrix import check, model_class, small, worst
-from models import GQA, MODELS, MOE, Model
+from models import GQA, MODELS, MOE, T5, Model
 from ranks import ranks_in
 from safetensors import safe_open
 from torch import nn
 
 import shardconv
 from shardconv.errors import IntegrityError, PlanError
-from shardconv.plan.family import Family, InputRule, ModuleRule, Rule, UnitRule
+from shardconv.plan.family import Family
+from shardconv.plan.module_override import InputRule, ModuleRule
 from shardconv.plan.padded_config import change_config
-from shardconv.plan.padding import Heads, Padding, unit_paddings
+from shardconv.plan.padding import Heads, Padding, _matched, unit_paddings
 from shardconv.plan.placement import Interval, Placement, Unit, cut
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import Resolver
+from shardconv.plan.rule import Rule, UnitRule
 from shardconv.plan.scope import Scope
 from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT
@@ -130,7 +133,7 @@ def scope_of(*modules: ModuleRule, **rules: str) -> Scope:
     """Rules for these layers of one module, each with a unit, and overrides of modules, with padding."""
     made = tuple(Rule(f"block.{layer}", "colwise", unit) for layer, unit in rules.items())
     family = Family("made up", units=UNITS_OF, rules=made, modules=modules)
-    used = {rule: frozenset({"block", rule.pattern}) for rule in made}
+    used = {rule: frozenset({rule.pattern}) for rule in made}
     return Scope(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10}, pad=1, used=used)
 
 
@@ -166,6 +169,31 @@ def test_units_of_overrides_are_padded_with_those_of_the_module(case, pattern):
     assert unit_paddings(scope)["number"] == Padding(Heads(2, 3))
     assert [held(scope.units("number", 4), rank) for rank in range(4)] == [[0, 1], [2, None], [3, 4], [5, None]]
     assert scope.units("number", 4) == scope.units("query", 4)
+
+
+def beside_heads(unit: str, **config: int) -> Scope:
+    """Query and KV heads, and a unit in another module, with padding."""
+    rules = (Rule("block.q", "colwise", "query"), Rule("block.k", "colwise", "kv"), Rule("table.bias", "colwise", unit))
+    family = Family("made up", units=UNITS_OF, rules=rules)
+    return Scope(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10, **config}, pad=1)
+
+
+def test_numbers_of_heads_in_other_modules_are_padded_as_the_heads_are():
+    """As a table of biases with a column for each query head, where query heads have padding in each group."""
+    scope = beside_heads("number")
+    assert scope.units("number", 4) == scope.units("query", 4)
+    assert beside_heads("width").units("width", 4).local_size(0) == 8
+    with pytest.raises(PlanError, match="there are as many as heads of other modules, and it is not known of which"):
+        beside_heads("width", width=2, kv_heads=2).units("width", 4)
+
+
+def test_overrides_are_not_joined_with_other_modules_of_the_same_rule():
+    """A rule may list layers of several modules; the override is of one."""
+    rule, kv = Rule("{block.q,mlp.up}", "colwise", "number"), Rule("mlp.down", "rowwise", "width")
+    family = Family("made up", units=UNITS_OF, rules=(rule, kv), modules=(ModuleRule("**.block", norms="kv"),))
+    used = {rule: frozenset({"block.q"}), kv: frozenset({"mlp.down"})}
+    scope = Scope(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10}, pad=1, used=used)
+    assert "mlp" not in set(_matched(scope, re.compile(scope.regex("**.block"))))
 
 
 def test_units_of_which_no_rule_tells_the_layout_are_not_padded():
@@ -234,6 +262,7 @@ def test_merge_and_reshard_give_the_bytes_of_the_source(heads, intermediate, lay
         layers=layers, hidden=16, heads=kv_heads * group, kv_heads=kv_heads, intermediate=intermediate, vocab=7
     )
     config["head_dim"] = 4
+    assume(intermediate != kv_heads or group == 1)  # which might be one number for each KV head
     with TemporaryDirectory() as name:
         folder = Path(name)
         source = write_checkpoint(folder / "source", config=config, parts=parts)
@@ -303,6 +332,9 @@ OTHERS = {
     "gpt_oss": Model("gpt_oss", {**GQA, **MOE, "sliding_window": 8}),
     "llama-6-2": Model("llama", FEW),
     "minimax": Model("minimax", {**MINIMAX, **GQA}),
+    "deberta-4": Model("deberta", {"num_attention_heads": 4}, "AutoModelForMaskedLM"),
+    "mpnet-4": Model("mpnet", {"num_attention_heads": 4}, "AutoModelForMaskedLM"),
+    "t5-4": Model("t5", {**T5, "num_heads": 4}, "T5ForConditionalGeneration"),
     "minimax-6-2": Model("minimax", {**MINIMAX, **FEW}),
 }
 
@@ -318,6 +350,7 @@ RUN = {
     **dict.fromkeys(("cohere", "olmo2", "phi3", "falcon-7b", "falcon-40b", "gpt_oss"), (3, 6)),
     **dict.fromkeys(("llama-6-2", "minimax-6-2"), (4,)),
     "minimax": (3, 6),
+    **dict.fromkeys(("deberta-4", "mpnet-4", "t5-4"), (12,)),  # heads with padding behind each, beside numbers of heads
     "llama": (3, 5, 6, 12),
 }  # fmt: skip
 

@@ -22,8 +22,8 @@ import shardconv
 from shardconv.errors import PlanError, RunError
 from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family
 from shardconv.plan.family_file import laid_over, parse_plan_file
-from shardconv.plan.foreign import foreign_family
 from shardconv.plan.request import PlanRequest
+from shardconv.plan.transformers_plan import foreign_family
 from shardconv.proof import prove as prove_module
 from shardconv.proof.compare import Reference, _difference, write_reference
 from shardconv.proof.prove import REFERENCE, SAME, _heads_for, _model_to_try, _skipped, small_model
@@ -65,9 +65,9 @@ def test_a_wrong_plan_is_not(tmp_path):
 #: Plans that are right for small models as they usually are, by the number of ranks at which they are seen to be wrong.
 RIGHT_FOR_SMALL_ONES = {
     # half a head: right as long as ranks have two halves
-    8: 'query_head = { count = "num_attention_heads * 2", size = "head_dim // 2" }',
+    8: 'query_head = { count = "num_attention_heads * 2", size = "head_dim // 2", override = true }',
     # right for heads of 8 features
-    4: 'kv_head = { count = "num_key_value_heads * head_dim // 8", size = 8, copies = true }',
+    4: 'kv_head = { count = "num_key_value_heads * head_dim // 8", size = 8, copies = true, override = true }',
 }
 
 

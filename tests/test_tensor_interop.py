@@ -12,8 +12,8 @@ from shardconv import ColumnParallelLinear, ParallelEmbedding, convert_model, ga
 from shardconv.distributed import destroy_parallel, groups
 from shardconv.plan.placement import Interval, Placement, Unit, Zeros, cut
 from shardconv.tensor import as_dtensor
+from shardconv.tensor.chunked_shard import ChunkedShard
 from shardconv.tensor.interop import _num_chunks
-from shardconv.tensor.pieces import ChunkedShard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what the tests want
 

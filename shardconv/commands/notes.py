@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.merge import MergeReport
-    from shardconv.checkpoint.pad import PadReport, UnpadReport
+    from shardconv.checkpoint.pad import PadReport
     from shardconv.checkpoint.reshard import ReshardReport
     from shardconv.checkpoint.split import SplitReport
+    from shardconv.checkpoint.unpad import UnpadReport
     from shardconv.plan.sizes import PaddingReport
     from shardconv.proof.model_check import ModelCheck
 

@@ -100,7 +100,7 @@ def _check() -> "Check":
 @output_options
 def unpad(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
     """Restore the checkpoint that shardconv pad read to write DIR, byte for byte."""
-    from shardconv.checkpoint.pad import unpad as run
+    from shardconv.checkpoint.unpad import unpad as run
 
     console = Console(as_json=as_json, quiet=quiet)
     with console.progress("unpad") as progress:

@@ -227,7 +227,7 @@ class ParallelMultiheadAttention(Sharded):
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
+        need_weights: bool | None = None,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
@@ -239,12 +239,19 @@ class ParallelMultiheadAttention(Sharded):
             key: likewise.
             value: likewise.
             key_padding_mask: [batch, key tokens]; True excludes a token, numbers are added to the scores.
-            need_weights: ignored: there are none.
+            need_weights: may not be True; no weights are returned if it is omitted, either.
             attn_mask: [query tokens, key tokens] or [batch * local heads, query tokens, key tokens]; likewise.
             average_attn_weights: ignored.
-            is_causal: ignored: a hint that ``attn_mask`` is causal.
+            is_causal: a hint that ``attn_mask`` is causal.
+
+        Raises:
+            ValueError: if weights are requested, or ``is_causal`` comes without a mask.
         """
-        del need_weights, average_attn_weights, is_causal
+        if need_weights:
+            raise ValueError("need_weights: each rank has the attention of its own heads only: pass need_weights=False")
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal without attn_mask: pass the causal mask, as torch's attention requires, too")
+        del average_attn_weights
         masks = [] if key_padding_mask is None else [_added(key_padding_mask, query)[:, None, None]]
         if attn_mask is not None:
             added = _added(attn_mask, query)

@@ -35,7 +35,7 @@ from shardconv.convert.products import multiplying
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
 from shardconv.layers.sharding import ParallelModule, take_shard
-from shardconv.plan.family import InputRule, ModuleRule
+from shardconv.plan.module_override import InputRule, ModuleRule
 from shardconv.plan.placement import Placement, cut
 from shardconv.plan.scope import Scope
 
@@ -73,15 +73,14 @@ def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
     names = [*rule.attributes, *rule.at_most, *rule.slices, *filter(None, [rule.norms and "norms", rule.unfused])]
     names += [*rule.unsharded, *rule.products]
     for name in names:
-        candidates: tuple[nn.Module | type[nn.Module], ...] = (*modules, ParallelExperts)
-        if not any(_has(module, name) for module in candidates):
+        if not (hasattr(ParallelExperts, name) or any(_has(module, name) for module in modules)):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} has no {name!r}: correct or remove it")
     for name in rule.inputs:
         if not any(name in inspect.signature(module.forward).parameters for module in modules):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} takes no {name!r}: correct or remove it")
 
 
-def _has(module: nn.Module | type[nn.Module], name: str) -> bool:
+def _has(module: nn.Module, name: str) -> bool:
     """Whether a module has an attribute; after ``config.``, whether its config has."""
     *path, last = name.split(".", 1)
     return hasattr(getattr(module, path[0], None), last) if path else hasattr(module, last)

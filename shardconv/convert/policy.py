@@ -14,8 +14,9 @@ from shardconv.convert.overrides import Overrides
 from shardconv.convert.policy_paths import Block, Found
 from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from shardconv.plan.family import Family, Rule, UnitRule
+from shardconv.plan.family import Family
 from shardconv.plan.policy import WHOLE, Layer, Policy
+from shardconv.plan.rule import Rule, UnitRule
 
 
 class Compiled(NamedTuple):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardconv.distributed.exchange import Exchange
-from shardconv.distributed.members import (
+from shardconv.distributed.new_groups import (
     checked_ranks,
     fitted_sizes,
     mesh_over,

@@ -5,14 +5,16 @@ mounted with different fields. What comes out is plain rules; nothing after this
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import NamedTuple
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import SIZE_NAMES, Block, InputRule, ModuleRule, Mount, Rule, UnitRule
-from shardconv.plan.fields import fields_in
+from shardconv.plan.config_fields import fields_in
+from shardconv.plan.family import Block, Mount, fields_read
+from shardconv.plan.module_override import InputRule, ModuleRule
+from shardconv.plan.rule import SIZE_NAMES, Rule, UnitRule
 
 #: How deep blocks are nested.
 _MAX_DEPTH = 6
@@ -30,16 +32,24 @@ class Mounted(NamedTuple):
         units: name to unit.
         rules: in the order in which they are tried.
         modules: module overrides.
+        numbered: the units whose names are numbered by the order of blocks.
     """
 
     config: dict[str, Expression]
     units: dict[str, UnitRule]
     rules: tuple[Rule, ...]
     modules: tuple[ModuleRule, ...]
+    numbered: frozenset[str]
 
 
 def mounted(
-    mounts: Iterable[Mount], find: Callable[[str], Block], origin: str, *, units: Mapping[str, UnitRule]
+    mounts: Iterable[Mount],
+    find: Callable[[str], Block],
+    origin: str,
+    *,
+    units: Mapping[str, UnitRule],
+    config: Mapping[str, Expression] | None = None,
+    known: Container[str] = (),
 ) -> Mounted:
     """Expand blocks into the rules, units and module overrides of a model.
 
@@ -48,16 +58,20 @@ def mounted(
         find: gives a block by its name.
         origin: of the family, for the report.
         units: the family's own units, which keep their names.
+        config: defaults of config fields that the family inherits.
+        known: the config fields that have a default of the family's own.
 
     Raises:
-        PlanError: if blocks contain each other, or an entry replaces a field that its block does not read.
+        PlanError: if blocks contain each other or have different defaults for one field, or an entry replaces a field
+            that its block does not read.
     """
-    builder = _Builder(find, origin, units=dict(units))
+    builder = _Builder(find, origin, config=dict(config or {}), units=dict(units), known=known)
     for mount in mounts:
         builder.mount = "" if mount.optional else mount.describe()
         builder.add(mount, "", {}, ())
     # Of rules the first that matches counts, of module overrides the last.
-    return Mounted(builder.config, builder.units, tuple(builder.rules), tuple(reversed(builder.modules)))
+    rules, modules = tuple(builder.rules), tuple(reversed(builder.modules))
+    return Mounted(builder.config, builder.units, rules, modules, frozenset(builder.numbered))
 
 
 @dataclass(slots=True)
@@ -68,6 +82,8 @@ class _Builder:
     units: dict[str, UnitRule] = field(default_factory=dict)
     rules: list[Rule] = field(default_factory=list)
     modules: list[ModuleRule] = field(default_factory=list)
+    numbered: set[str] = field(default_factory=set)
+    known: Container[str] = ()
     mount: str = ""
 
     def add(
@@ -85,21 +101,29 @@ class _Builder:
             if name in fields:
                 continue
             if _reads(default).isdisjoint(fields):
-                self.config.setdefault(name, default)
+                self._add_default(name, default, block)
             else:  # the config's own field is of the modules for which no field is replaced
                 fields[name] = replaced(default, fields)
         label = _label(mount.pattern) if mount.fields else label
         names = {name: self._unit(name, unit, fields, label) for name, unit in block.units.items()}
         for rule in block.rules:
-            made = _rule(rule, fields, names)
             pattern = _joined(path, rule.pattern)
-            self.rules.append(replace(made, pattern=pattern, origin=origin, mount=self.mount, block=place))
+            made = replace(_rule(rule, fields, names), pattern=pattern, origin=origin)
+            self.rules.append(replace(made, mount=self.mount, block=place))
         for module in block.modules:
-            override = _module(module, fields, names)
             pattern = _joined(path, module.pattern)
-            self.modules.append(replace(override, pattern=pattern, origin=origin, block=place))
+            self.modules.append(replace(_module(module, fields, names), pattern=pattern, origin=origin, block=place))
         for inner in block.blocks:
             self.add(inner, path, fields, (*inside, mount.block), label)
+
+    def _add_default(self, name: str, default: Expression, block: Block) -> None:
+        """Give a config field a default, which has to be the same in all blocks."""
+        known = self.config.setdefault(name, default)
+        if known != default and name not in self.known:
+            raise PlanError(
+                f"{self.origin}: block {block.name!r} has the default {default} for config field {name}, which has the "
+                f"default {known} already: add the right one to [config]"
+            )
 
     def _check_fields(self, mount: Mount, block: Block) -> None:
         """Check that a block reads every field that its entry replaces."""
@@ -113,7 +137,7 @@ class _Builder:
 
     def _fields_read(self, block: Block, depth: int = 0) -> set[str]:
         """The config fields that a block and the blocks in it read from around it."""
-        found = _own_fields(block)
+        found = fields_read(block) - set(block.units) - SIZE_NAMES
         for inner in block.blocks if depth < _MAX_DEPTH else ():
             names = {name for name, _ in inner.fields}
             found |= self._fields_read(self.find(inner.block), depth + 1) - names
@@ -126,21 +150,11 @@ class _Builder:
         own = replace(unit, count=number, size=replaced(unit.size, fields))
         first = name if own == unit else f"{label}_{name}"
         for candidate in chain([first], (f"{first}_{number}" for number in count(2))):
+            if candidate != first and candidate not in self.units:
+                self.numbered.add(candidate)
             if self.units.setdefault(candidate, own) == own:
                 return candidate
         raise AssertionError("candidates do not end")
-
-
-def _own_fields(block: Block) -> set[str]:
-    """The config fields that a block reads, without those that are replaced nowhere: units, and sizes of tensors."""
-    found = set().union(*map(_reads, block.config.values()))
-    expressions = [one for unit in block.units.values() for one in (unit.count, unit.size)]
-    rules: tuple[Rule | ModuleRule, ...] = (*block.rules, *block.modules)
-    expressions += [one for rule in rules for one in rule.expressions()]
-    expressions += [one for rule in block.modules for one in rule.sizes()]
-    found = found.union(*(fields_in(one) for one in expressions if one is not None))
-    found |= {name for rule in rules for name, _ in rule.when}
-    return found - set(block.units) - SIZE_NAMES
 
 
 def _label(pattern: str) -> str:
@@ -215,4 +229,7 @@ def _place(place: InputRule, fields: Mapping[str, Expression], units: Mapping[st
 def _conditions(
     when: tuple[tuple[str, object], ...], fields: Mapping[str, Expression]
 ) -> tuple[tuple[str, object], ...]:
-    return tuple((str(fields.get(name, name)), value) for name, value in when)
+    found = tuple((str(fields.get(name, name)), value) for name, value in when)
+    if (wrong := next((name for name, _ in found if not _NAME.fullmatch(name)), None)) is not None:
+        raise PlanError(f"when compares a config field, and an entry of [blocks] replaces it by {wrong}: name a field")
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import Rule
+from shardconv.plan.rule import Rule
 
 #: How the origin of a rule of an engine begins.
 ENGINE = "engine"

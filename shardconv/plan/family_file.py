@@ -7,6 +7,7 @@ rule_format.py.
 import json
 import re
 import tomllib
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from shardconv.errors import PlanError
 from shardconv.plan.blocks import mounted
-from shardconv.plan.family import PLAN_FILE, Block, Family
+from shardconv.plan.family import PLAN_FILE, Block, Family, units_named
 from shardconv.plan.rule_format import parse_block, parse_family
 
 _FOLDER = Path(__file__).parent / "families"
@@ -51,18 +52,21 @@ def laid_over(family: Family, base: Family) -> Family:
     """
     _check_units(family, base)
     units = {**(base.units or {}), **(family.units or {})}
-    found = mounted(family.blocks, load_block, family.origin, units=units)
+    known, own = base.config or {}, family.config or {}
+    found = mounted(family.blocks, load_block, family.origin, units=units, config=known, known=own)
+    _check_numbered(family, found.numbered | base.numbered)
     by_user = family.origin.startswith(PLAN_FILE)
     rules = tuple(
         replace(rule, by_user=by_user, optional=by_user, mount=rule.mount if by_user else "") for rule in found.rules
     )
     whole = replace(
         family,
-        config={**found.config, **(base.config or {}), **(family.config or {})},
+        config={**found.config, **own},
         units=found.units,
         rules=family.rules + rules,
         modules=found.modules + family.modules,
         blocks=(),
+        numbered=found.numbered,
     )
     return whole.over(base)
 
@@ -74,6 +78,15 @@ def _check_units(family: Family, base: Family) -> None:
                 f"{family.origin}: unit {name!r} is another one in family {base.name}, whose rules name it, too: "
                 f"rename it, or let it take the place of that with override = true"
             )
+
+
+def _check_numbered(family: Family, numbered: AbstractSet[str]) -> None:
+    own = set(family.units or {})
+    if found := sorted((units_named(family.rules, family.modules) & numbered) - own):
+        raise PlanError(
+            f"{family.origin}: unit {found[0]!r} has its number from the order of [blocks], which may change: add a "
+            f"unit with a name of its own to [units]"
+        )
 
 
 def block_names() -> list[str]:

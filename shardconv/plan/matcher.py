@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardconv.plan.family import CHOICE
+from shardconv.plan.rule import CHOICE
 
 #: Tensors beside a weight that follow it, by the last part of their name.
 _LEAVES = ("weight", "bias", "weight_scale_inv")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.plan.fields import Fields, fields_in, lookup
+from shardconv.plan.config_fields import Fields, fields_in, lookup
 from shardconv.plan.resolve import Resolver
 from shardconv.plan.scope import Scope
 from shardconv.plan.tensor_placement import PaddedRule

@@ -12,8 +12,8 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import CHOICE, STYLES, Rule
 from shardconv.plan.placement import Unit, round_up
+from shardconv.plan.rule import CHOICE, STYLES, Rule
 
 if TYPE_CHECKING:
     from shardconv.plan.scope import Scope
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 #: Features: kernels of torch for grouped products need rows of a multiple of 16 bytes, and others are faster with them.
 _ALIGN = 8
 
-#: The largest unit of features: gate and up of one.
+#: The largest unit of a width: gate and up of one feature. A unit of at most this size is a width, or a number for each
+#: head of some module. Neither has to be told from the other: the order of the features of a width is free, so that a
+#: width of as many features as there are query heads may be padded as those are. What could be of two is refused.
 _MAX_PAIR = 2
 
 
@@ -83,6 +85,10 @@ class Padding:
 UNKNOWN = Padding(refusal="no rule tells which units it is padded with")
 
 
+#: Of a unit of which there are as many as KV heads of other modules, or as heads of several kinds.
+UNSURE = Padding(refusal="there are as many as heads of other modules, and it is not known of which")
+
+
 @dataclass(slots=True)
 class _Together:
     """Units that meet in modules, which are padded together.
@@ -116,7 +122,24 @@ def unit_paddings(scope: "Scope") -> Mapping[str, Padding]:
         for other in meeting:
             one.add(other)
         joined = [*(other for other in joined if other not in meeting), one]
-    return {name: padding for together in joined for name, padding in _paddings(together, scope).items()}
+    found = [_paddings(together, scope) for together in joined]
+    heads = {padding.heads for paddings in found for padding in paddings.values() if padding.heads is not None}
+    return {name: padding for paddings in found for name, padding in _with_heads(paddings, heads, scope)}
+
+
+def _with_heads(paddings: dict[str, Padding], heads: set[Heads], scope: "Scope") -> Iterator[tuple[str, Padding]]:
+    """The paddings of units that meet in modules; those of widths that may be numbers of query heads, as of those."""
+    counted = {name: _counted(name, scope) for name in paddings}
+    is_open = all(not padding.refusal and padding.heads is None for padding in paddings.values())
+    is_open = is_open and all(size <= _MAX_PAIR for _, size in counted.values())
+    for name, padding in paddings.items():
+        count = counted[name][0]
+        if not is_open or not (found := {each for each in heads if count in (each.query_heads, each.kv_heads)}):
+            yield name, padding
+        elif len(found) == 1 and count == (own := found.pop()).query_heads:
+            yield name, Padding(own)
+        else:
+            yield name, UNSURE
 
 
 @lru_cache(maxsize=1024)
@@ -162,10 +185,13 @@ def _by_module(scope: "Scope") -> dict[str, _Together]:
 
 
 def _matched(scope: "Scope", regex: re.Pattern[str]) -> Iterator[str]:
-    """The patterns of the modules of the rules whose tensors are in a module that an override matches, or are its."""
-    for rule, names in (scope.used or {}).items():
-        if any(map(regex.fullmatch, names)):
-            yield from _modules_of(rule.pattern)
+    """The patterns of the modules of rules with a tensor in a module that an override matches, or in a layer of it."""
+    for rule, layers in (scope.used or {}).items():
+        names = [name for name in layers if regex.fullmatch(name) or regex.fullmatch(name.rpartition(".")[0])]
+        for pattern in expanded(rule.pattern) if names else ():
+            own = re.compile(scope.regex(pattern.removesuffix(".weight").removesuffix(".bias")))
+            if any(map(own.fullmatch, names)):
+                yield pattern.rpartition(".")[0]
 
 
 def _modules_of(pattern: str) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import Rule
+from shardconv.plan.rule import Rule
 
 #: What each list of layers of a policy does to its weights.
 STYLE_OF = {

@@ -13,16 +13,17 @@ from typing import Any, NamedTuple, Self
 from shardconv.errors import PlanError
 from shardconv.plan.engines import OWN, engine_named
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family, Rule
+from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family, fields_read
 from shardconv.plan.family_file import family_for, laid_over, load_family, parse_plan_file
-from shardconv.plan.foreign import foreign_family
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import DEFAULT_BLOCK, SCALE, block_size, check_quantization
 from shardconv.plan.resolve import Resolver
+from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_placement import HEAD_FIELDS
+from shardconv.plan.transformers_plan import foreign_family
 
 #: The largest head size in common use. A cut between heads of this size, among a power of two of ranks, is also one
 #: between heads of 32, 64, 80, 96, 128, 192 or any other size that has no higher power of two in it. Where rows are no
@@ -146,6 +147,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         assumed.append(f"the rules of {user.name} come first; shardconv plan --prove tells whether they are right")
         family = laid_over(replace(user, name=family.name), family)
         family = replace(family, rules=_wanted(family.rules, request))
+        _check_read(user, family)
     if request.replicate:
         assumed += [
             f"{name} is replicated as asked, and layers that depend on it may be sharded, which can change outputs: "
@@ -165,6 +167,12 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
             assumed.append(_replacements(user.name, replaced))
     resolver = resolver.padded(request.pad)
     return Resolution(resolver, tuple(assumed))
+
+
+def _check_read(user: Family, family: Family) -> None:
+    """Check that a rule reads each config field to which a plan file gives a value."""
+    if unread := sorted(set(user.config or {}) - fields_read(family)):
+        raise PlanError(f"{user.origin}: [config] {unread[0]}: no rule reads this field: correct or remove it")
 
 
 def _replacements(plan_file: str, replaced: Mapping[str, tuple[str, str]]) -> str:

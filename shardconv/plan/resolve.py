@@ -22,7 +22,7 @@ from shardconv.plan.sizes import (
     PaddingReport,
     TpSizes,
 )
-from shardconv.plan.tensor_groups import TensorGroup, group_tensors, matcher_of, modules_by_rule, with_scopes
+from shardconv.plan.tensor_groups import TensorGroup, group_tensors, layers_by_rule, matcher_of, with_scopes
 from shardconv.plan.tensor_placement import BlockedError, GroupPlanner, PaddedRule, ShardedDim
 
 
@@ -85,7 +85,7 @@ class Resolver:
         return self._with_padding[pad]
 
     def _set_padding(self, pad: int) -> None:
-        rules = self.rules.with_padding(pad, modules_by_rule(self._group_of))
+        rules = self.rules.with_padding(pad, layers_by_rule(self._group_of))
         self._group_of = with_scopes(self._group_of, dict(zip(self.rules.scopes, rules.scopes, strict=True)))
         self.rules = rules
         for derived in ("_sizes", "_planners"):
@@ -104,8 +104,7 @@ class Resolver:
     def replaced_blocks(self, family: RuleSet) -> frozenset[str]:
         """The blocks of the family of which a user's blocks cover every tensor that they would cover."""
         ruled, matcher = matcher_of(family)
-        replaced: set[str] = set()
-        kept: set[str] = set()
+        replaced, kept = set[str](), set[str]()
         for name, group in self._group_of.items():
             match = matcher.match(name) if group.rule.by_user else None
             if match is not None:

@@ -8,24 +8,17 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import (
-    PRODUCTS,
-    Block,
-    Family,
-    InputRule,
-    ModuleRule,
-    Mount,
-    Part,
-    Rule,
-    UnitRule,
-    check_units,
-)
-from shardconv.plan.fields import check_expression
+from shardconv.plan.config_fields import check_expression
+from shardconv.plan.family import Block, Family, Mount, Part, check_units
+from shardconv.plan.module_override import PRODUCTS, InputRule, ModuleRule
+from shardconv.plan.rule import Rule, UnitRule, check_pattern
 
 _FAMILY_KEYS = {
     "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
     "modules": dict, "parts": dict, "blocks": dict, "gathered": str,
 }  # fmt: skip
+#: What a plan file does not have: it serves what it is passed for, and reasons are for docs/models.md.
+_NOT_BY_USER = ("model_types", "gathered")
 _BLOCK_KEYS = {"config": dict, "units": dict, "rules": dict, "modules": dict, "blocks": dict}
 
 
@@ -42,7 +35,7 @@ def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool 
         PlanError: if it holds anything that the format does not have.
     """
     try:
-        _check_keys(data, _FAMILY_KEYS)
+        _check_keys(data, {key: kind for key, kind in _FAMILY_KEYS.items() if not by_user or key not in _NOT_BY_USER})
         family = Family(
             name=name,
             model_types=tuple(data.get("model_types", ())),
@@ -59,9 +52,13 @@ def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool 
                 for pattern, rule in _alternatives(data.get("modules", {}))
             ),
             gathered=data.get("gathered", ""),
-            parts={start: _parse_part(start, part) for start, part in data.get("parts", {}).items()},
+            parts={
+                start: _parse_part(start, part)._replace(by_user=by_user)
+                for start, part in data.get("parts", {}).items()
+            },
             blocks=_parse_blocks(data.get("blocks", {})),
             origin=origin,
+            empty=frozenset(key for key in ("prefix", "parts", "gathered") if key in data and not data[key]),
         )
         for expression in (family.config or {}).values():
             check_expression(expression)
@@ -114,6 +111,10 @@ def _parse_mount(pattern: str, data: Any) -> Mount:  # noqa: ANN401 - anything T
     if not isinstance(name, str) or type(optional) is not bool:
         text = f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME"
         raise ValueError(text)
+    try:
+        check_pattern(pattern)
+    except ValueError as error:
+        raise ValueError(f"blocks {pattern!r}: {error}") from error
     for value in fields.values():
         if type(value) not in (str, int):
             raise ValueError(f"blocks {pattern!r}: {value!r:.60} is not a config field or an expression of them")
@@ -196,6 +197,7 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
     """
     try:
         _check_keys(data, _MODULE_KEYS)
+        check_pattern(pattern)
         attributes, at_most = data.get("attributes", {}), data.get("at_most", {})
         numbers = (data.get("shared_output", 0), data.get("full_width", 0))
         for expression in (*attributes.values(), *data.get("locals", {}).values(), *numbers):
@@ -207,6 +209,8 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
         gathers = tuple(data.get("gathers", ()))
         if not all(isinstance(name, str) for name in gathers):
             raise ValueError("gathers are names of parameters")
+        for name in gathers:
+            check_pattern(name)
         places: dict[str, Any] = {
             key: {name: _parse_place(place, known) for name, place in data.get(key, {}).items()}
             for key, known in (("inputs", _INPUT_KEYS), ("slices", _SLICE_KEYS), ("unsharded", _UNSHARDED_KEYS))
@@ -241,6 +245,10 @@ def _parse_place(place: Any, known: Mapping[str, Any]) -> InputRule:  # noqa: AN
 
 
 def _parse_part(start: str, data: Any) -> Part:  # noqa: ANN401 - anything TOML holds
+    try:
+        check_pattern(start)
+    except ValueError as error:
+        raise ValueError(f"part {start!r}: {error}") from error
     if isinstance(data, str):
         return Part(data)
     try:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
+from shardconv.plan.config_fields import check_expression, fields_in, lookup
 from shardconv.plan.engines import ENGINE, Engine
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import FOREIGN, NAMES_FAMILY, PLAN_FILE, Family, ModuleRule, Rule
-from shardconv.plan.fields import check_expression, fields_in, lookup
+from shardconv.plan.family import FOREIGN, NAMES_FAMILY, PLAN_FILE, Family, units_named
+from shardconv.plan.module_override import ModuleRule
+from shardconv.plan.rule import Rule
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
 from shardconv.plan.scope import Scope
 
@@ -139,7 +141,7 @@ class RuleSet:
 def _scope_to_json(scope: Scope) -> dict[str, Any]:
     family = scope.family
     rules, modules = list(scope.rules()), [rule for _, rule in scope.modules()]
-    units = {name: unit for name, unit in (family.units or {}).items() if name in _units_of(rules, modules)}
+    units = {name: unit for name, unit in (family.units or {}).items() if name in units_named(rules, modules)}
     expressions = [*_expressions_of(rules, modules)]
     expressions += [one for unit in units.values() for one in (unit.count, unit.size) if one is not None]
     defaults = family.config or {}
@@ -175,14 +177,6 @@ def _parsed(parse: Callable[..., Parsed], table: Mapping[str, Any]) -> Parsed:
     rest = {key: value for key, value in table.items() if key not in beside}
     rule = parse(table["pattern"], rest, table.get("origin", ""), by_user=table.get("by_user") is True)
     return replace(rule, mount=str(table["mount"])) if "mount" in table else rule  # type: ignore[type-var]
-
-
-def _units_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> set[str]:
-    """The names that may be those of units."""
-    found = {unit for rule in rules for unit in (rule.unit, *rule.parts) if unit is not None}
-    for module in modules:
-        found |= module.reads()
-    return found
 
 
 def _expressions_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> Iterator[str | int]:

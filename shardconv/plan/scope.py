@@ -7,11 +7,13 @@ from math import lcm
 from typing import Any
 
 from shardconv.errors import PlanError
-from shardconv.plan.family import Family, ModuleRule, Rule
-from shardconv.plan.fields import Fields, fields_in, reads_stage
+from shardconv.plan.config_fields import Fields, fields_in, reads_stage
+from shardconv.plan.family import Family
 from shardconv.plan.matcher import name_regex
+from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.padding import UNKNOWN, Padding, padding_of, unit_paddings
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
+from shardconv.plan.rule import Rule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,8 +25,8 @@ class Scope:
         config: what they read; None where there is none.
         at: a pattern of what names begin with; "" for all names.
         pad: what does not divide is padded to a multiple of this and of the tensor parallel size; 0 for no padding.
-        used: the rules that match a tensor, from which padding follows, to the names of the layers that they match and
-            of the modules around them; None for all rules.
+        used: the rules that match a tensor, from which padding follows, to the names of the layers and parameters that
+            they match; None for all rules.
         stage: the number of the stage that ``field[stage]`` reads; None where names tell.
     """
 

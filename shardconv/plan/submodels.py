@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardconv.errors import PlanError
+from shardconv.plan.config_fields import lookup
 from shardconv.plan.family import Family, Part
 from shardconv.plan.family_file import family_for, load_family
-from shardconv.plan.fields import lookup
 from shardconv.plan.quantization import DEFAULT_BLOCK, block_size
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.scope import Scope
@@ -40,12 +40,14 @@ def scopes_of(family: Family, config: Mapping[str, Any] | None, at: str = "", de
     """The scopes of a model: its own first, then those of the models in it.
 
     Raises:
-        PlanError: if configs lie in configs deeper than in any model.
+        PlanError: if configs lie in configs deeper than in any model, or a user names one that is not there.
     """
     if depth > _MAX_DEPTH:
         raise PlanError(f"the config has configs in it more than {_MAX_DEPTH} deep, as no model has")
     yield Scope(family, config, at)
     for start, part in (family.parts or {}).items():
+        if part.by_user and config is not None and not isinstance(lookup(config, part.field), Mapping):
+            raise PlanError(f"part {start!r}: the config has no config {part.field!r} in it: correct or remove it")
         inner, known = _part(part, config or {})
         if known is not None:
             yield from scopes_of(known, inner, f"{at}.{start}" if at else start, depth + 1)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from shardconv.errors import PlanError
+from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import Expert, find_experts
-from shardconv.plan.family import NAMES_FAMILY, STYLES, Rule
-from shardconv.plan.fields import Fields
+from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.matcher import Match, Matcher, pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SCALE
+from shardconv.plan.rule import STYLES, Rule
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.scope import Scope
 
@@ -106,12 +107,11 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
     return group_of
 
 
-def modules_by_rule(group_of: Mapping[str, TensorGroup]) -> dict[Rule, frozenset[str]]:
-    """For each rule that matches a tensor the names of the layers that it matches, and of the modules around them."""
+def layers_by_rule(group_of: Mapping[str, TensorGroup]) -> dict[Rule, frozenset[str]]:
+    """For each rule that matches a tensor the names of the layers that it matches, and of other parameters."""
     found: dict[Rule, set[str]] = {}
     for name, group in group_of.items():
-        layer = name.removesuffix(f".{group.leaf}")
-        found.setdefault(group.rule, set()).update((layer, layer.rpartition(".")[0]))
+        found.setdefault(group.rule, set()).add(name.removesuffix(f".{group.leaf}"))
     return {rule: frozenset(names) for rule, names in found.items()}
 
 

@@ -11,12 +11,13 @@ from math import prod
 from typing import NamedTuple
 
 from shardconv.errors import PlanError
+from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import place_expert
-from shardconv.plan.family import NAMES_FAMILY, Rule
-from shardconv.plan.fields import Fields
+from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.padding import Padding
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
 from shardconv.plan.plan import Reason, TensorPlan, TensorSpec
+from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.scope import Scope
 from shardconv.plan.tensor_groups import TensorGroup

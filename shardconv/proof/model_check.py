@@ -122,7 +122,10 @@ def require_padded(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -
     Raises:
         PlanError: if not.
     """
-    remedy = "use shardconv split --pad, or --no-check-model for an engine that takes this config"
+    remedy = (
+        "use shardconv split --pad, whose rank files keep the true sizes, or --no-check-model for an engine that takes "
+        "this config"
+    )
     try:
         found = check_model(config, specs)
     except RunError as error:
@@ -183,10 +186,14 @@ def model_class(config: Mapping[str, Any]) -> tuple[Any, Any]:
     given = {key: value for key, value in config.items() if key != "quantization_config"}
     with TemporaryDirectory(prefix="shardconv-") as folder:  # a file: infinite numbers are decoded only from files
         Path(folder, CONFIG_NAME).write_text(json.dumps(given), "utf-8")
+        config_class = transformers.CONFIG_MAPPING[model_type]
         try:
-            return kind, transformers.CONFIG_MAPPING[model_type].from_pretrained(folder)
+            return kind, config_class.from_pretrained(folder)
         except Exception as error:
-            raise RunError(f"transformers cannot read config.json: {type(error).__name__}: {error}") from error
+            problem = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")  # which may be of several lines
+            raise RunError(
+                f"{config_class.__name__} of transformers {transformers.__version__} refuses config.json: {problem}"
+            ) from error
 
 
 def import_transformers() -> Any:

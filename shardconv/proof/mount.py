@@ -11,9 +11,10 @@ from typing import Any
 
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import PlanError
-from shardconv.plan.family import PLAN_FILE, Family, ModuleRule
+from shardconv.plan.family import PLAN_FILE, Family
 from shardconv.plan.family_file import laid_over
 from shardconv.plan.matcher import Matcher
+from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.resolve import Resolver
 from shardconv.plan.rule_format import parse_family, parse_module

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardconv.proof.attention import find_attention
-from shardconv.proof.flow import Fed, Flow, trace
+from shardconv.proof.layer_graph import Fed, Flow, trace
 
 #: Whole stays a linear layer with fewer outputs than this, and what would be gathered if it has less than this share.
 _FEW_OUTPUTS, _SMALL = 16, 0.08

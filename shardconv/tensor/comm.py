@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardconv.distributed import Axis, as_axis, copy_to_tp, reduce_from_tp
-from shardconv.distributed.blocks import (
+from shardconv.distributed.block_collectives import (
     Grid,
     exchange_blocks,
     gather_blocks,
@@ -23,7 +23,7 @@ from shardconv.distributed.blocks import (
     reduce_scatter_blocks,
     take_block,
 )
-from shardconv.distributed.members import group_over
+from shardconv.distributed.new_groups import group_over
 from shardconv.tensor.cost import ROUNDS, Link, collective_time
 from shardconv.tensor.spec import MeshAxis, MeshLike, axis_number, describe_mesh, mesh_sizes
 

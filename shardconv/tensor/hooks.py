@@ -1,6 +1,6 @@
 """Hooks around every operation that touches sharded parameters, forward and backward.
 
-Owns which calls are such operations; :mod:`shardconv.tensor.phases` owns when their phases fire. Stands on
+Owns which calls are such operations; :mod:`shardconv.tensor.operation` owns when their phases fire. Stands on
 :class:`torch.overrides.TorchFunctionMode`, which sees every call of torch's functions and methods. Knows nothing of
 what hooks are for.
 
@@ -33,8 +33,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardconv.tensor.operation import ParamHook, Use, busy, is_busy, suspended, tensors_in, whole_of
 from shardconv.tensor.parameters import is_sharded
-from shardconv.tensor.phases import ParamHook, Use, busy, is_busy, suspended, tensors_in, whole_of
 
 #: Methods and functions that look at no values, or that set something beside them.
 _SILENT = frozenset({

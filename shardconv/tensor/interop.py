@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardconv.distributed.groups import Axis, as_axis, current_groups, has_groups
-from shardconv.distributed.members import new_members_group
+from shardconv.distributed.new_groups import new_members_group
 from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.placement import Interval, Piece, Placement, intervals
-from shardconv.tensor.pieces import Chunk, ChunkedShard
+from shardconv.tensor.chunked_shard import Chunk, ChunkedShard
 
 
 def as_dtensor(module: nn.Module) -> dict[str, DTensor]:

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from shardconv.plan.family import FOREIGN, NAMES_FAMILY, STYLES, Family, ModuleRule, Rule, UnitRule
+from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family
 from shardconv.plan.family_file import load_family
+from shardconv.plan.module_override import ModuleRule
+from shardconv.plan.rule import STYLES, Rule, UnitRule
 
 #: Their styles to ours, where the name is another; None for what is said of modules, and follows from their tensors.
 _STYLES = {

@@ -1,0 +1,137 @@
+"""Module overrides: what a module that computes with a rank's shard has otherwise than the unsharded one."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Self
+
+from shardconv.plan.config_fields import fields_in
+
+#: How a parameter is sharded that the code of a module multiplies with: as the weight of a column parallel layer, of a
+#: row parallel one, or of a row parallel one whose output is used with shards.
+PRODUCTS = ("colwise", "rowwise", "rowwise_shared")
+
+
+class InputRule(NamedTuple):
+    """How an argument, an output, a parameter or a buffer is sliced to the rank's units.
+
+    Attributes:
+        dim: the dim that has elements for each unit.
+        unit: the unit; "" if there are ``parts``.
+        size: elements per unit; None for an argument with one matrix per unit.
+        item: the output, if there are several, from 0; None for arguments and single outputs.
+        parts: the unit of each segment, if the dim consists of several.
+        items: the tensors of an argument that is a list of tensors, from 0; () if it is one tensor.
+    """
+
+    dim: int
+    unit: str = ""
+    size: str | int | None = None
+    item: int | None = None
+    parts: tuple[str, ...] = ()
+    items: tuple[int, ...] = ()
+
+    def units(self) -> tuple[str, ...]:
+        """The names of its units."""
+        return self.parts or (self.unit,)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRule:
+    """Per-rank module overrides of the modules that match a pattern.
+
+    In its expressions the name of a unit is its count per rank.
+
+    Attributes:
+        pattern: module names, as in a :class:`~shardconv.plan.rule.Rule`.
+        attributes: attribute, or ``config.`` and a field of the module's config, to its value per rank.
+        inputs: argument to how it is sliced.
+        at_most: attribute to a layer and another attribute; it is limited to the number of local rows of the layer,
+            divided by that attribute.
+        full_width: the features of all heads, where the code reshapes its output to the width of its input; None if
+            the code uses the sizes of its tensors.
+        locals: local variable of ``forward`` to its value per rank.
+        slices: replicated parameter or buffer of the module to how it is sliced while the module computes.
+        output: how its output is sliced, where it has elements for the units of all ranks.
+        unsharded: method that mixes heads, and computes over those of all ranks, to how its result is sliced.
+        products: parameter that the module's code multiplies with, to how it is sharded: one of :data:`PRODUCTS`.
+        functional: the unit of the heads, where the code passes the weights of its layers to torch's function of
+            multi-head attention; "" otherwise.
+        norms: the unit of which the list ``norms`` has one each; "" if there is no such list.
+        shared_output: elements at the end of the output whose gradient is all-reduced, as they are used with shards
+            without a layer in between; None for none. ``rows`` is the number of rows of the module's weight.
+        unfused: the layer whose weight a code path for training would read directly, which is disabled; "" for none.
+        copied_input: all-reduce the input gradient.
+        gathered_output: all-gather the output.
+        summed_output: all-reduce the output.
+        gathers: patterns of parameters of other modules that it reads, which are gathered while it computes.
+        when: config fields that must have these values for the overrides to apply.
+        origin: where they come from, for messages.
+        by_user: whether they are from a plan file; then they have to match a module that has what they name.
+        block: the block, at its module, that they are from; "" for none.
+    """
+
+    pattern: str
+    attributes: Mapping[str, str | int] = field(default_factory=dict)
+    inputs: Mapping[str, InputRule] = field(default_factory=dict)
+    at_most: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    full_width: str | int | None = None
+    locals: Mapping[str, str | int] = field(default_factory=dict)
+    slices: Mapping[str, InputRule] = field(default_factory=dict)
+    output: InputRule | None = None
+    unsharded: Mapping[str, InputRule] = field(default_factory=dict)
+    products: Mapping[str, str] = field(default_factory=dict)
+    functional: str = ""
+    norms: str = ""
+    shared_output: str | int | None = None
+    unfused: str = ""
+    copied_input: bool | None = None
+    gathered_output: bool | None = None
+    summed_output: bool | None = None
+    gathers: tuple[str, ...] = ()
+    when: tuple[tuple[str, Any], ...] = ()
+    origin: str = ""
+    by_user: bool = False
+    block: str = ""
+
+    def expressions(self) -> Iterator[str | int]:
+        """The expressions in which the name of a unit is its count per rank."""
+        yield from (*self.attributes.values(), *self.locals.values())
+        yield from (one for one in (self.full_width, self.shared_output) if one is not None)
+
+    def sizes(self) -> Iterator[str | int]:
+        """The expressions in which names are config fields."""
+        places = (*self.inputs.values(), *filter(None, [self.output]))
+        yield from (place.size for place in places if place.size is not None)
+
+    def units(self) -> Iterator[str]:
+        """The names of units outside of expressions."""
+        places = (*self.inputs.values(), *self.slices.values(), *self.unsharded.values())
+        for place in (*places, *filter(None, [self.output])):
+            yield from place.units()
+        yield from filter(None, (self.norms, self.functional))
+
+    def reads(self) -> set[str]:
+        """All names that the overrides depend on: units and config fields."""
+        return {*self.units()}.union(*map(fields_in, self.expressions()))
+
+    @classmethod
+    def joined(cls, rules: Sequence["ModuleRule"]) -> Self:
+        """The overrides of several rules together; of one that several have, the last."""
+        merged = {
+            one.name: _merged(one.default, [getattr(rule, one.name) for rule in rules])
+            for one in fields(cls)
+            if one.name not in _ABOUT_RULE
+        }
+        return cls("", **merged)
+
+
+#: Fields of a rule that are not overrides.
+_ABOUT_RULE = ("pattern", "when", "origin", "by_user", "block")
+
+
+def _merged(default: Any, values: Sequence[Any]) -> Any:  # noqa: ANN401 - of any field
+    if isinstance(values[0], Mapping):
+        return {name: value for one in values for name, value in one.items()}
+    if default == ():
+        return tuple(dict.fromkeys(name for one in values for name in one))
+    return next((one for one in reversed(values) if one not in (None, "")), default)

@@ -1,0 +1,150 @@
+"""A rule: how the tensors whose names match a pattern are sharded, between which units."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardconv.plan.config_fields import check_expression
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """Which dim of a weight and of its bias a style shards: negative dims count from the end, None is replicated."""
+
+    weight: int | None
+    bias: int | None
+    packed: bool = False
+
+
+#: The styles of a rule, under the names that transformers gives them where it has them.
+STYLES = {
+    "colwise": Style(weight=-2, bias=-1),
+    "rowwise": Style(weight=-1, bias=None),
+    "colwise_gather_output": Style(weight=-2, bias=-1),
+    "packed_colwise": Style(weight=-2, bias=-1, packed=True),
+    "packed_rowwise": Style(weight=-1, bias=None, packed=True),
+    "embedding_rowwise": Style(weight=-2, bias=-1),
+    "embedding_colwise": Style(weight=-1, bias=None),
+    "embedding_colwise_gather_output": Style(weight=-1, bias=None),
+    "gathered": Style(weight=0, bias=0),
+    "by_rows": Style(weight=0, bias=0),
+    "replicate": Style(weight=None, bias=None),
+    "replicated_with_grad_allreduce": Style(weight=None, bias=None),
+}
+
+#: Styles whose rules may have parts or a unit.
+_MAY_HAVE_PARTS = ("colwise_gather_output", "by_rows")
+
+#: Names in expressions that are not config fields: sizes of the tensor or of the layer beside it.
+SIZE_NAMES = frozenset({"rows", "features"})
+
+#: A choice between several texts in a pattern.
+CHOICE = re.compile(r"\{[^{}]*\}")
+
+
+def check_pattern(pattern: str) -> None:
+    """Check that braces in a pattern belong together.
+
+    Raises:
+        ValueError: if they do not.
+    """
+    if set("{}") & set(CHOICE.sub("", pattern)):
+        raise ValueError("a { has no }, or a } no {")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRule:
+    """A unit: elements that are never divided between ranks, such as a head. Sizes are expressions of config fields.
+
+    Attributes:
+        count: the number of units; None if it follows from the size of the tensor.
+        size: elements per unit.
+        copies: replicate units where there are fewer of them than ranks.
+        whole: do not shard units where tp does not divide their count: every rank computes with all of them, and rules
+            use their style ``otherwise``.
+        override: replace the unit of this name in the family that it is laid over, also for the rules of that.
+    """
+
+    count: str | int | None = None
+    size: str | int = 1
+    copies: bool = False
+    whole: bool = False
+    override: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rule:
+    """How tensors are sharded whose names match a pattern. Compared by identity, as it is a key of large dicts.
+
+    Attributes:
+        pattern: module or tensor names; ``*`` is any text without a dot, ``{a,b}`` is a or b, a leading ``**.`` is any
+            number of modules.
+        style: a key of :data:`STYLES`.
+        unit: the unit that boundaries respect; None for single elements.
+        parts: for packed styles, the unit of each segment.
+        part: the tensor holds only this segment, from 0; or an even share of all, if its size is another.
+        groups: number of groups of segments; with at least as many as ranks, each is on one rank.
+        repeats: number of repetitions of the segments, each of which is sharded.
+        pad: pad a size that does not divide with zeros.
+        transposed: the weight is stored (in, out), as Conv1D stores it.
+        beside: a layer of the same module whose number of ``rows`` the expressions of units may read.
+        size: the required size of the last dim, where only the size distinguishes tensors of the same name.
+        dims: replicate tensors with fewer dims than this, or with one element along the sharded dim: norms beside
+            kernels whose names are not known.
+        when: config fields that must have these values for the rule to apply.
+        otherwise: the style where the units are not sharded, because they are ``whole`` and do not divide.
+        optional: whether a user's rule may match nothing, as where names on disk and in memory differ.
+        origin: where the rule comes from, for the report.
+        by_user: whether it is from a plan file; then it has to match a tensor, unless it is optional.
+        mount: the entry of ``[blocks]`` of a plan file that it is from, of which one rule has to match a tensor; ""
+            for none, and for optional entries.
+        block: the block, at its module, that it is from; "" for none.
+    """
+
+    pattern: str
+    style: str
+    unit: str | None = None
+    parts: tuple[str, ...] = ()
+    part: int | None = None
+    groups: str | int = 1
+    repeats: str | int = 1
+    pad: bool = False
+    transposed: bool = False
+    beside: str = ""
+    size: str | int | None = None
+    dims: int = 0
+    when: tuple[tuple[str, Any], ...] = ()
+    otherwise: str = ""
+    optional: bool = False
+    origin: str = ""
+    by_user: bool = False
+    mount: str = ""
+    block: str = ""
+
+    def __post_init__(self) -> None:
+        check_pattern(self.pattern)
+        if self.style not in STYLES:
+            raise ValueError(f"style {self.style!r} is none of {', '.join(STYLES)}")
+        if bool(self.parts) != STYLES[self.style].packed and self.style not in _MAY_HAVE_PARTS:
+            raise ValueError(f"packed styles have parts, and only they and {' and '.join(_MAY_HAVE_PARTS)} may")
+        if self.otherwise and (self.otherwise not in STYLES or STYLES[self.otherwise].packed):
+            raise ValueError(f"otherwise = {self.otherwise!r} is not a style, or one that needs parts")
+        if self.unit and self.parts:
+            raise ValueError("a rule has unit or parts, not both")
+        if self.part is not None and not 0 <= self.part < len(self.parts):
+            raise ValueError(f"part = {self.part} is none of {len(self.parts)} parts")
+        check_expression(self.groups)
+        check_expression(self.repeats)
+        check_expression(1 if self.size is None else self.size)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of its units."""
+        return self.parts or ((self.unit,) if self.unit is not None else ())
+
+    def expressions(self) -> Iterator[str | int]:
+        """Its expressions, without those of its units."""
+        yield from (self.groups, self.repeats)
+        if self.size is not None:
+            yield self.size

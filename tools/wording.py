@@ -1,0 +1,47 @@
+"""Refuse words that the glossary replaces.
+
+    python -m tools.wording
+
+Checks the tracked Python, Markdown and TOML files, and fails with file, line and the word to use instead. Only words
+that have no other meaning in this project are in the table.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+#: Regular expression of a word to replacement.
+WORDS = {
+    r"\b(?:has|have|having|is|are|be) (?:to be )?told\b": "set, or: module overrides",
+    r"\bside[ _]files?\b": "auxiliary files",
+    r"(?:\b[kMGT]?B|\bbytes|\bfile|\bprocess) a rank\b": "per rank",
+    r"\bdeal(?:t|s|ing)? (?:\w+ ){0,3}out\b": "distribute over ranks",
+    r"\bbehind the last\b": "MTP layers",
+    r"\b(?:not )?legal (?:tp|sizes?)\b": "supported, unsupported",
+    r"\bplain (?:model|tensor)s?\b": "unsharded model, full tensor",
+    r"\bspeaks?\b": "generates text",
+    r"\bgo(?:es|ing)? on with\b": "continues",
+    r"\bmodels? in (?:a|the) models?\b": "submodel",
+    r"\bwords of the vocabulary\b": "vocabulary",
+}
+_SUFFIXES = {".py", ".md", ".toml"}
+
+
+def main() -> int:
+    """Print every finding; returns the exit code."""
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.split()
+    regex = re.compile("|".join(f"({word})" for word in WORDS), re.IGNORECASE)
+    replacements = list(WORDS.values())
+    found = 0
+    for path in (Path(name) for name in listed if Path(name).suffix in _SUFFIXES and name != "tools/wording.py"):
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            for match in regex.finditer(line):
+                found += 1
+                instead = replacements[(match.lastindex or 1) - 1]
+                sys.stdout.write(f"{path}:{number}: {match[0]!r}: use {instead}\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
