@@ -41,7 +41,7 @@ def near(found, expected):
 
 
 class Joined(nn.Module):
-    """Joins heads to the width of its input, and goes on with that width."""
+    """Joins heads to the width of its input, and reshapes the input to that width."""
 
     def forward(self, x, heads):
         batch, tokens, width = x.shape
@@ -240,7 +240,7 @@ def check_local_names(axis):
 
 
 def check_sliced_output(axis):
-    """What ranks go on with are different parts of what all have: the gradient is that of all parts."""
+    """Ranks use different slices of a replicated output: its gradient is the sum over the slices."""
     layer = with_values(nn.Linear(3, 4))
     expected = with_values(nn.Linear(3, 4))
     (expected(fixed(2, 3)) * fixed(2, 4)).sum().backward()

@@ -1,4 +1,4 @@
-"""Whole models, converted: every family computes what the plain model computes, at two and four ranks.
+"""Converted models: every family computes what the unsharded model computes, at two and four ranks.
 
 Near, not equal: sums over features are taken rank by rank. float32, to 1e-5 of the largest output and, for gradients,
 to 1e-4 of the larger of the tensor's own gradient and a thousandth of the largest one (a key's bias has none but
@@ -38,7 +38,7 @@ GENERATING = [name for name in NAMES if MODELS[name].auto in ("AutoModelForCausa
 
 
 def models_of(model, axis):
-    """The plain model, and the converted one."""
+    """The unsharded model, and the converted one."""
     made = model.build(SCALE).eval()
     return made, shardconv.convert_model(copy.deepcopy(made), group=axis)
 
@@ -221,7 +221,7 @@ def test_sampling(ranks):
 
 
 def check_training(axis):
-    """With dropout, ranks that are seeded differently are told; without it seeds do not matter."""
+    """With dropout, ranks that are seeded differently are refused; without it seeds do not matter."""
     inputs = inputs_of(MODELS["gpt2"])
     after = models_of(replace(MODELS["gpt2"], config={**MODELS["gpt2"].config, "resid_pdrop": 0.5}), axis)[1].train()
     torch.manual_seed(axis.rank)
@@ -275,7 +275,7 @@ def test_training(ranks):
 
 
 def check_saved(axis, folder):
-    """One rank's shards are never written as the model: the file is the plain model's."""
+    """One rank's shards are never written as the model: the file is the unsharded model's."""
     before, after = models_of(MODELS["mixtral"], axis)
     after.save_pretrained(folder)
     dist.barrier(axis.group)
