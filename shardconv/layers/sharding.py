@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut, intervals
 
-#: The placement and the ranks of each parameter that is a shard; kept apart, so that parameters are saved as torch.Tensor.
+#: The placement and the ranks of each parameter that is a shard; apart from it, so that it is saved as torch.Tensor.
 _described: Any = WeakTensorKeyDictionary()
 
 
