@@ -1,5 +1,7 @@
 """Attention modules and norms on a rank's heads, by themselves: on two ranks, against the same on all heads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from shardconv.convert.products import multiplying
 from shardconv.errors import PlanError
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
-from shardconv.plan.placement import Interval, Placement, Unit, cut
+from shardconv.plan.placement import Interval, Placement, Unit, Zeros, cut
 
 HEADS, SIZE = 4, 3
 WIDTH = HEADS * SIZE
@@ -316,22 +318,28 @@ def check_attention(axis, batch_first, mask):
 
 
 def check_layer_norm(axis):
-    """In float32, as norms are; features whose mean is far from 0."""
-    plain, module = (with_values(nn.LayerNorm(WIDTH)).float() for _ in range(2))
-    x = (fixed(2, 5, WIDTH) + 30).float().requires_grad_()
-    expected = plain(x)
-    (expected * fixed(2, 5, WIDTH)).sum().backward()
-    placement = even_placement(0, (WIDTH,), 2, what="norm")
-    extend_class(module, GlobalLayerNorm, axis)
-    module.placements, module.styles = {"weight": placement, "bias": placement}, {}
-    for name in module.placements:
-        setattr(module, name, nn.Parameter(take_shard(getattr(module, name).data, placement, axis.rank)))
-    own = x.detach().chunk(2, -1)[axis.rank].clone().requires_grad_()
-    found = module(own)
-    torch.testing.assert_close(found, expected.chunk(2, -1)[axis.rank], rtol=1e-5, atol=1e-5)
-    (found * fixed(2, 5, WIDTH).chunk(2, -1)[axis.rank]).sum().backward()
-    torch.testing.assert_close(own.grad, x.grad.chunk(2, -1)[axis.rank], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(module.weight.grad, plain.weight.grad.chunk(2)[axis.rank], rtol=1e-4, atol=1e-5)
+    """Features whose mean is far from 0, sharded evenly, with padding, and with one rank that has padding alone."""
+    ragged = cut(0, [Unit(3, 4, pad=True)], 2)
+    lopsided = Placement(0, WIDTH, ((Interval(0, WIDTH),), (Zeros(WIDTH),)))
+    for placement in (even_placement(0, (WIDTH,), 2, what="norm"), ragged, lopsided):
+        plain, module = (with_values(nn.LayerNorm(WIDTH)) for _ in range(2))
+        x, weights = (fixed(2, 5, WIDTH) + 30).requires_grad_(), fixed(2, 5, WIDTH, seed=3)
+        expected = plain(x)
+        (expected * weights).sum().backward()
+
+        def shard(full, dim, placement=placement):
+            return take_shard(full, replace(placement, dim=dim), axis.rank)
+
+        extend_class(module, GlobalLayerNorm, axis)
+        module.placements, module.styles = {"weight": placement, "bias": placement}, {}
+        for name in module.placements:
+            setattr(module, name, nn.Parameter(shard(getattr(module, name).data, 0)))
+        own = shard(x.detach(), 2).clone().requires_grad_()
+        found = module(own)
+        torch.testing.assert_close(found, shard(expected, 2), rtol=1e-9, atol=1e-9)
+        (found * shard(weights, 2)).sum().backward()
+        torch.testing.assert_close(own.grad, shard(x.grad, 2), rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(module.weight.grad, shard(plain.weight.grad, 0), rtol=1e-8, atol=1e-9)
 
 
 def check_copied_rows(axis):

@@ -96,15 +96,15 @@ def _check_gathers(rule: ModuleRule, scope: Scope, names: list[str]) -> None:
 def _overrides(module: nn.Module, becomes: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Overrides:
     limits = {name: (layer, size) for name, (layer, size) in rule.at_most.items() if hasattr(module, name)}
     outputs = _output_sizes(module)
-    values = {name: scope.on_rank(expression, axis.size, **outputs) for name, expression in rule.attributes.items()}
+    attributes = {name: expression for name, expression in rule.attributes.items() if _has(becomes, name)}
+    values = {name: scope.on_rank(expression, axis.size, **outputs) for name, expression in attributes.items()}
     fields = {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")}
-    needed = {name for pair in limits.values() for name in pair} | ({"config"} if fields else set())
-    if missing := sorted(name for name in needed if not hasattr(module, name)):
+    if missing := sorted({name for pair in limits.values() for name in pair if not hasattr(module, name)}):
         raise PlanError(f"module overrides need attributes that a {type(module).__name__} does not have: {missing}")
     return Overrides(
         module,
         config_fields=fields,
-        attributes={name: value for name, value in values.items() if hasattr(becomes, name)},
+        attributes={name: value for name, value in values.items() if not name.startswith("config.")},
         limits=limits,
         inputs={
             name: _input_slice(one, scope, axis) for name, one in rule.inputs.items() if _is_sharded(one, scope, axis)

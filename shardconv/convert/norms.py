@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shardconv.convert.modules import Sharded
 from shardconv.distributed import Axis, copy_to_tp, gather_from_tp, reduce_from_tp
 from shardconv.layers.sharding import ParallelModule, take_shard
-from shardconv.plan.placement import Placement, intervals
+from shardconv.plan.placement import Interval, Placement, intervals
 
 
 class GlobalRMSNorm(Sharded):
@@ -31,34 +31,40 @@ class GlobalRMSNorm(Sharded):
 
 
 class GlobalLayerNorm(Sharded):
-    """A layer norm over sharded features; two numbers per row are all-gathered."""
+    """A layer norm over sharded features. All-gathers two numbers per row; padding is not part of them.
 
-    def set_up(self, axis: Axis, **options: Any) -> None:
-        """See :class:`Sharded`.
-
-        Raises:
-            ValueError: if the features of a rank are padded: padding would count in means.
-        """
-        super().set_up(axis, **options)
-        if any(placement.is_padded for placement in self.placements.values()):
-            raise ValueError(
-                f"{self.name_in_model}: a layer norm over padded features: use a tp size that divides the heads"
-            )
+    Mean and variance of all features follow from those of each rank: see Chan, Golub and LeVeque, "Updating formulae
+    and a pairwise algorithm for computing sample variances" (1979).
+    """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., features / tp] to the same."""
+        """[..., local features] to the same."""
         eps: Any = self.eps
-        features = hidden_states.float()
-        own = torch.stack([features.mean(-1), features.var(-1, correction=0)], -1)
-        of_all = copy_to_tp(gather_from_tp(own.unsqueeze(-1), group=self.axis), group=self.axis)
-        means, variances = of_all.unbind(-2)
-        mean = means.mean(-1, keepdim=True)
-        variance = (variances + (means - mean) ** 2).mean(-1, keepdim=True)
+        placement = next(iter(self.placements.values()))
+        counts = [sum(piece.size for piece in intervals(pieces)) for pieces in placement.ranks]
+        features = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        held = _without_padding(features, placement, self.axis.rank)
+        mean = held.sum(-1, keepdim=True) / max(held.shape[-1], 1)
+        own = torch.stack([mean, (held - mean).pow(2).sum(-1, keepdim=True)], -2)
+        means, squares = copy_to_tp(gather_from_tp(own, group=self.axis), group=self.axis).unbind(-2)
+        weights = means.new_tensor(counts)
+        mean = (weights * means).sum(-1, keepdim=True) / sum(counts)
+        variance = (squares + weights * (means - mean) ** 2).sum(-1, keepdim=True) / sum(counts)
         normed = ((features - mean) * (variance + eps).rsqrt()).to(hidden_states.dtype)
         for name, combine in (("weight", torch.mul), ("bias", torch.add)):
             if self._parameters.get(name) is not None:
                 normed = combine(normed, self.shard(name))
         return normed
+
+
+def _without_padding(features: Tensor, placement: Placement, rank: int) -> Tensor:
+    """The features of a rank, [..., local features], without those that are padding."""
+    held, position = [], 0
+    for piece in placement.ranks[rank]:
+        if isinstance(piece, Interval):
+            held.append(features.narrow(-1, position, piece.size))
+        position += piece.size
+    return torch.cat(held, -1) if held else features[..., :0]
 
 
 class GroupedRMSNorm(Sharded):

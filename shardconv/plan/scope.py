@@ -71,10 +71,14 @@ class Scope:
         return (rule for rule in self.rules() if self.used is None or rule in self.used)
 
     def modules(self) -> Iterator[tuple[re.Pattern[str], ModuleRule]]:
-        """What modules have to be told, with what their names have to match."""
-        fields = self.fields()
+        """The module overrides that apply with this config, each with the regular expression of module names.
+
+        Where no rule matches a tensor, the modules are those of another scope, which has their units.
+        """
+        fields, units = self.fields(), (self.family.units or {}).keys()
+        is_used = self.used is None or any(True for _ in self.used_rules())
         for rule in self.family.modules:
-            if all(fields.has(*condition) for condition in rule.when):
+            if all(fields.has(*condition) for condition in rule.when) and (is_used or not rule.reads() & units):
                 yield re.compile(self.regex(rule.pattern)), rule
 
     def on_rank(self, expression: str | int, tp: int, **others: int) -> int:
