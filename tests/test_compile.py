@@ -16,8 +16,8 @@ import shardconv
 from shardconv.convert import gather_state_dict
 from shardconv.convert.heads import FullWidth, LocalNames, ParallelMultiheadAttention, SlicedTensors
 from shardconv.convert.modules import Gathering, ParallelDepthwise, ParallelExperts, Sharded
+from shardconv.convert.overrides import extend_class, gather_on_use
 from shardconv.convert.substitution import OwnForward, Substitutable
-from shardconv.convert.tell import _become, _gather
 from shardconv.distributed import as_axis
 from shardconv.distributed.new_groups import new_members_group
 from shardconv.hf.inputs import example_inputs
@@ -131,7 +131,7 @@ def gathered(module, axis):
     """The module with its matrix sharded, and gathered on use."""
     placement = even_placement(0, (4,), axis.size, what="rows")
     module.weight = nn.Parameter(take_shard(module.weight.detach(), placement, axis.rank))
-    _become(module, Sharded, axis, styles={"weight": "gathered"})
+    extend_class(module, Sharded, axis, styles={"weight": "gathered"})
     module.placements = {"weight": placement}
     return module
 
@@ -181,7 +181,7 @@ def head(axis):
     table = ParallelEmbedding(6, 4, dim=0, group=axis)
     table.weight.data = take_shard(plain.weight.detach(), table.placements["weight"], axis.rank)
     model = Head(table)
-    _gather(model, ((table, "weight"),), axis)
+    gather_on_use(model, ((table, "weight"),), axis)
     return Head(plain), model
 
 

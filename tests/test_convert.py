@@ -1,4 +1,4 @@
-"""Conversion of layers in place: all of them that is not the cut survives; and state dicts of the plain model."""
+"""Conversion of layers in place: all but the shards stays; and state dicts of the unsharded model."""
 
 import copy
 import itertools
@@ -202,7 +202,7 @@ def test_descriptions(ranks):
 
 
 def check_parameters_stored(axis, path):
-    """They are stored as plain tensors, which need no code to be loaded."""
+    """They are stored as torch.Tensor, which needs no code to be loaded."""
     layer = ParallelLinear(8, 16, dim=-1, group=axis)
     torch.save(dict(layer.named_parameters()), f"{path}/{axis.ranks}-{axis.rank}")
     loaded = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=True)

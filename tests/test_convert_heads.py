@@ -9,16 +9,16 @@ from torch import nn
 from shardconv.convert.heads import (
     FullWidth,
     FunctionalAttention,
-    LocalNames,
     ParallelMultiheadAttention,
     SlicedOutput,
     SlicedTensors,
     mixing_heads,
+    with_local_values,
 )
 from shardconv.convert.modules import Sharded
 from shardconv.convert.norms import GlobalLayerNorm
+from shardconv.convert.overrides import extend_class
 from shardconv.convert.products import multiplying
-from shardconv.convert.tell import _become
 from shardconv.errors import PlanError
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
@@ -43,7 +43,7 @@ def near(found, expected):
 
 
 class Joined(nn.Module):
-    """Joins heads to the width of its input, and goes on with that width."""
+    """Joins heads to the width of its input, and reshapes the input to that width."""
 
     def forward(self, x, heads):
         batch, tokens, width = x.shape
@@ -74,7 +74,7 @@ def check_functional(axis):
         for leaf in ("weight", "bias"):
             setattr(layer, leaf, nn.Parameter(take_shard(getattr(layer, leaf).data, placement, axis.rank)))
     own.o.weight = nn.Parameter(take_shard(own.o.weight.data, cut(1, [Unit(HEADS, SIZE)], axis.size), axis.rank))
-    _become(own, FunctionalAttention, axis, heads=cut(0, [Unit(HEADS)], axis.size))
+    extend_class(own, FunctionalAttention, axis, heads=cut(0, [Unit(HEADS)], axis.size))
     results = []
     for module in (plain, own):
         x, mask = fixed(5, 2, WIDTH).requires_grad_(), fixed(2 * HEADS, 5, 5, seed=2).requires_grad_()
@@ -99,7 +99,7 @@ def check_full_width(axis):
     x, heads = fixed(2, 5, WIDTH), fixed(2, HEADS, 5, SIZE)
     expected, kept = Joined()(x, heads)
     module = Joined()
-    _become(module, FullWidth, axis, full_width=WIDTH)
+    extend_class(module, FullWidth, axis, full_width=WIDTH)
     own = slice(axis.rank * 2, axis.rank * 2 + 2)
     found, whole = module(x, heads[:, own])
     assert torch.equal(found, expected.chunk(2, -1)[axis.rank])
@@ -107,7 +107,7 @@ def check_full_width(axis):
     with pytest.raises(RuntimeError, match="is invalid for input of size"):
         module(x, heads[:, :1])
     split = Split()
-    _become(split, FullWidth, axis, full_width=WIDTH)
+    extend_class(split, FullWidth, axis, full_width=WIDTH)
     assert torch.equal(split(x, 2, fixed(2, 5, 2 * SIZE)), fixed(2, 5, 2 * SIZE).view(2, 5, 2, SIZE))
 
 
@@ -143,7 +143,7 @@ def check_mixed_heads(axis):
     full = {"heads": HEADS}
     module.heads = HEADS // 2
     halves = cut(1, [Unit(HEADS)], 2)
-    _become(module, mixing_heads(("other",)), axis, unsharded={"other": halves}, full_attributes=full)
+    extend_class(module, mixing_heads(("other",)), axis, unsharded={"other": halves}, full_attributes=full)
     for _ in range(2):
         found = module(own)
         near(found, take_shard(expected, halves, axis.rank))
@@ -156,7 +156,7 @@ def check_full_width_with_padding(axis):
     """Three heads on two ranks: the second one has a head of zeros."""
     module = Joined()
     module.proj = ParallelLinear(WIDTH, 9, dim=-1, placement=cut(0, [Unit(3, SIZE, pad=True)], 2), group=axis)
-    _become(module, FullWidth, axis, full_width=9)
+    extend_class(module, FullWidth, axis, full_width=9)
     heads = fixed(2, 2, 5, SIZE)
     found, _ = module(fixed(2, 5, 9), heads)
     assert torch.equal(found, heads.transpose(1, 2).flatten(2))
@@ -201,8 +201,8 @@ def check_products(axis):
     expected = plain(x)
     (expected * fixed(2, WIDTH)).sum().backward()
     columns = cut(1, [Unit(HEADS)], 2)
-    _become(module, Sharded, axis, styles={})
-    _become(module, multiplying(Attending, PRODUCTS), axis)
+    extend_class(module, Sharded, axis, styles={})
+    extend_class(module, multiplying(Attending, PRODUCTS), axis)
     module.placements = dict.fromkeys(("q", "gate", "o"), columns)
     for name in module.placements:
         setattr(module, name, nn.Parameter(take_shard(getattr(module, name).data, columns, axis.rank)))
@@ -234,20 +234,20 @@ class Counted(nn.Module):
 
 def check_local_names(axis):
     module = Blocks()
-    _become(module, LocalNames, axis, local_values={"count": 2})
+    extend_class(module, with_local_values(Blocks, ("count",)), axis, local_values={"count": 2})
     assert torch.equal(module(torch.arange(8)), torch.tensor([6, 22]))
     assert torch.equal(Blocks()(torch.arange(8)), torch.tensor([1, 5, 9, 13]))
     with pytest.raises(PlanError, match=r"Counted.forward assigns no count"):
-        _become(Counted(), LocalNames, axis, local_values={"count": 2})
+        with_local_values(Counted, ("count",))
 
 
 def check_sliced_output(axis):
-    """What ranks go on with are different parts of what all have: the gradient is that of all parts."""
+    """Ranks use different slices of a replicated output: its gradient is the sum over the slices."""
     layer = with_values(nn.Linear(3, 4))
     expected = with_values(nn.Linear(3, 4))
     (expected(fixed(2, 3)) * fixed(2, 4)).sum().backward()
     halves = cut(0, [Unit(4)], 2)
-    _become(layer, SlicedOutput, axis, item=None, output_dim=-1, output_units=halves)
+    extend_class(layer, SlicedOutput, axis, item=None, output_dim=-1, output_units=halves)
     found = layer(fixed(2, 3))
     near(found, expected(fixed(2, 3))[:, axis.rank * 2 :][:, :2])
     (found * fixed(2, 4)[:, axis.rank * 2 :][:, :2]).sum().backward()
@@ -266,15 +266,15 @@ class Slopes(nn.Module):
 def check_parts_of_other_sizes(axis):
     """Where there are not as many elements as units of all ranks, nothing is taken from the beginning."""
     layer, halves = nn.Linear(3, 8).double(), cut(0, [Unit(4)], 2)
-    _become(layer, SlicedOutput, axis, item=None, output_dim=-1, output_units=halves)
+    extend_class(layer, SlicedOutput, axis, item=None, output_dim=-1, output_units=halves)
     with pytest.raises(PlanError, match=r"an output of shape \[2, 8\] does not have 4 elements along dim -1"):
         layer(fixed(2, 3))
     module = Slopes()
-    _become(module, SlicedTensors, axis, slices={"slopes": cut(-1, [Unit(8)], 2)})
+    extend_class(module, SlicedTensors, axis, slices={"slopes": cut(-1, [Unit(8)], 2)})
     assert module().shape == (1, 4)
     for dim, units in ((0, 8), (1, 4), (2, 8)):
         other = Slopes()
-        _become(other, SlicedTensors, axis, slices={"slopes": cut(dim, [Unit(units)], 2)})
+        extend_class(other, SlicedTensors, axis, slices={"slopes": cut(dim, [Unit(units)], 2)})
         with pytest.raises(PlanError, match=rf"slopes of shape \[1, 8\] .* {units} elements along dim {dim}"):
             other()
 
@@ -297,7 +297,7 @@ def check_attention(axis, batch_first, mask):
     out.load_state_dict(module.out_proj.state_dict())
     module.out_proj = ParallelLinear.convert_parallel_linear(out, 0, group=axis)
     placement = even_placement(0, (WIDTH,) * 3, 2, what="in_proj")
-    _become(module, ParallelMultiheadAttention, axis)
+    extend_class(module, ParallelMultiheadAttention, axis)
     module.placements, module.styles = {"in_proj_weight": placement, "in_proj_bias": placement}, {}
     for name in module.placements:
         setattr(module, name, nn.Parameter(take_shard(getattr(module, name).data, placement, axis.rank)))
@@ -330,7 +330,7 @@ def check_layer_norm(axis):
         def shard(full, dim, placement=placement):
             return take_shard(full, replace(placement, dim=dim), axis.rank)
 
-        _become(module, GlobalLayerNorm, axis)
+        extend_class(module, GlobalLayerNorm, axis)
         module.placements, module.styles = {"weight": placement, "bias": placement}, {}
         for name in module.placements:
             setattr(module, name, nn.Parameter(shard(getattr(module, name).data, 0)))

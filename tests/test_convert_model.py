@@ -1,4 +1,4 @@
-"""Whole models, converted: every family computes what the plain model computes, at two and four ranks.
+"""Converted models: every family computes what the unsharded model computes, at two and four ranks.
 
 Near, not equal: sums over features are taken rank by rank. float32, to 1e-5 of the largest output and, for gradients,
 to 1e-4 of the larger of the tensor's own gradient and a thousandth of the largest one (a key's bias has none but
@@ -6,6 +6,7 @@ rounding). Every number of the models is random, norms and biases too, so each r
 """
 
 import copy
+import pickle
 from dataclasses import replace
 
 import numpy
@@ -18,8 +19,11 @@ from torch import nn
 
 import shardconv
 from shardconv.convert import gather_state_dict
+from shardconv.convert.heads import LocalNames, MixedHeads
 from shardconv.convert.model import _in_order, convert_by
-from shardconv.convert.tell import _cut_features, _cut_items, _cut_matrices
+from shardconv.convert.module_rules import slice_features, slice_items, slice_matrices
+from shardconv.convert.modules import Multiplying, ParallelExperts
+from shardconv.convert.substitution import OwnForward
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.errors import PlanError
 from shardconv.hf.inputs import example_inputs
@@ -34,7 +38,7 @@ GENERATING = [name for name in NAMES if MODELS[name].auto in ("AutoModelForCausa
 
 
 def models_of(model, axis):
-    """The plain model, and the converted one."""
+    """The unsharded model, and the converted one."""
     made = model.build(SCALE).eval()
     return made, shardconv.convert_model(copy.deepcopy(made), group=axis)
 
@@ -159,10 +163,10 @@ def check_refused(axis):
     fails(alone, "a Doubled may compute" if axis.rank == 1 else "do not hold the same layers")
     scalar = MODELS["llama"].build()
     scalar.model.layers[0].mlp.register_parameter("scale", nn.Parameter(torch.ones(1)))
-    fails(scalar, "mlp.scale: is a trainable number by itself")
+    fails(scalar, "mlp.scale: is a trainable scalar that no rule")
     alone = MODELS["llama"].build()
     alone.lm_head.weight.data = alone.lm_head.weight.data.to(torch.complex128)
-    fails(alone, "values of torch.complex128 cannot be split")
+    fails(alone, "values of torch.complex128 cannot be sharded")
 
 
 class _Doubled:
@@ -186,7 +190,7 @@ def test_refused(ranks):
 
 
 def check_attention_switched(axis, name):
-    """What is set on the model later reaches modules that were told something."""
+    """What is set on the model later reaches modules that have overrides."""
     for first, second in (("eager", "sdpa"), ("sdpa", "eager")):
         model = replace(MODELS[name], config={**MODELS[name].config, "attn_implementation": first})
         before, after = models_of(model, axis)
@@ -217,7 +221,7 @@ def test_sampling(ranks):
 
 
 def check_training(axis):
-    """With dropout, ranks that are seeded differently are told; without it seeds do not matter."""
+    """With dropout, ranks that are seeded differently are refused; without it seeds do not matter."""
     inputs = inputs_of(MODELS["gpt2"])
     after = models_of(replace(MODELS["gpt2"], config={**MODELS["gpt2"].config, "resid_pdrop": 0.5}), axis)[1].train()
     torch.manual_seed(axis.rank)
@@ -271,7 +275,7 @@ def test_training(ranks):
 
 
 def check_saved(axis, folder):
-    """One rank's shards are never written as the model: the file is the plain model's."""
+    """One rank's shards are never written as the model: the file is the unsharded model's."""
     before, after = models_of(MODELS["mixtral"], axis)
     after.save_pretrained(folder)
     dist.barrier(axis.group)
@@ -289,19 +293,58 @@ def test_saved(ranks, tmp_path):
     ranks("four", check_saved, tmp_path)
 
 
+#: For each way in which a class is made at run time, a type that has it.
+PICKLED = {
+    "mixtral": ("causal language models", ParallelExperts),
+    "codegen": ("causal language models", LocalNames),
+    "prophetnet": ("causal language models", MixedHeads),
+    "xlnet": ("causal language models", Multiplying),
+    "mobilebert": ("masked language models", OwnForward),
+}
+
+
+@pytest.mark.parametrize("model_type", PICKLED)
+def test_pickled(model_type):
+    """A converted model is pickled as its classes are made: the copy has the very same classes."""
+    task, kind = PICKLED[model_type]
+    model = small(model_class(task, model_type)).eval()
+    inputs = example_inputs(model)
+    model = shardconv.convert_model(model, group=Axis("tensor", 0, 1, (0,), None))
+    assert any(isinstance(module, kind) for module in model.modules())
+    loaded = pickle.loads(pickle.dumps(model))
+    assert [type(module) for module in loaded.modules()] == [type(module) for module in model.modules()]
+    expected, found = numbers(model(**inputs)), numbers(loaded(**inputs))
+    assert expected
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def check_stored(axis, folder):
+    """Each rank stores its part of a model, and reads it again."""
+    _, after = models_of(MODELS["llama"], axis)
+    torch.save(after, f"{folder}/{axis.rank}")
+    loaded = torch.load(f"{folder}/{axis.rank}", weights_only=False)
+    inputs = inputs_of(MODELS["llama"])
+    assert torch.equal(loaded(**inputs).logits, after(**inputs).logits)
+    assert gather_state_dict(loaded).keys() == gather_state_dict(after).keys()
+
+
+def test_stored(ranks, tmp_path):
+    ranks("four", check_stored, tmp_path)
+
+
 def test_arguments_for_each_head():
     """What has no dim of heads is no argument for each head, whatever its sizes are."""
     rows, of_examples = (cut(dim, [Unit(8)], 2) for dim in (1, 2))
     mask = torch.ones(2, 16)
-    assert _cut_matrices(1, of_examples, 1, mask) is mask
+    assert slice_matrices(1, of_examples, 1, mask) is mask
     alibi = torch.arange(8.0).view(1, 8, 1, 1).expand(2, 8, 1, 3)
-    assert torch.equal(_cut_matrices(1, of_examples, 1, alibi), alibi[:, 4:])
-    assert torch.equal(_cut_matrices(0, rows, 1, alibi.reshape(16, 1, 3)), alibi[:, 4:].reshape(8, 1, 3))
-    assert _cut_matrices(1, of_examples, 1, None) is None
+    assert torch.equal(slice_matrices(1, of_examples, 1, alibi), alibi[:, 4:])
+    assert torch.equal(slice_matrices(0, rows, 1, alibi.reshape(16, 1, 3)), alibi[:, 4:].reshape(8, 1, 3))
+    assert slice_matrices(1, of_examples, 1, None) is None
 
 
-#: Plan files whose module rules do not fit LLaMA, and what is said of them.
-TOLD_WRONG = {
+#: Module overrides in plan files that do not fit LLaMA, with the error message of each.
+WRONG_OVERRIDES = {
     "no module": ('"model.layer.*.self_attn" = { attributes = { num_heads = 1 } }', "match no module of the model"),
     "no attribute": ('"**.mlp" = { attributes = { num_heads = 1 } }', "a LlamaMLP has no 'num_heads'"),
     "no norms": ('"**.mlp" = { norms = "query_head" }', "a LlamaMLP has no 'norms'"),
@@ -319,12 +362,12 @@ TOLD_WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", TOLD_WRONG)
-def test_what_modules_cannot_be_told(what):
-    """It is refused, and the model stays as it was."""
-    told, message = TOLD_WRONG[what]
+@pytest.mark.parametrize("what", WRONG_OVERRIDES)
+def test_wrong_overrides(what):
+    """They are refused, and the model is unchanged."""
+    override, message = WRONG_OVERRIDES[what]
     model = MODELS["llama"].build()
-    request = PlanRequest(plan_file=("plan.toml", f"[units]\nsingle = {{}}\n[modules]\n{told}\n"))
+    request = PlanRequest(plan_file=("plan.toml", f"[units]\nsingle = {{}}\n[modules]\n{override}\n"))
     before = {name: type(module) for name, module in model.named_modules()}
     with pytest.raises(PlanError, match=message):
         convert_by(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
@@ -335,7 +378,7 @@ def test_an_output_that_cannot_be_gathered():
     """A router with a weight of its own is no linear layer, though its weight is a matrix."""
     model = small(model_class("causal language models", "mixtral"))
     request = PlanRequest(plan_file=("plan.toml", '[rules]\n"**.gate" = { style = "colwise_gather_output" }\n'))
-    with pytest.raises(ValueError, match="is no linear layer"):
+    with pytest.raises(ValueError, match="is not a linear layer"):
         convert_by(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
 
 
@@ -367,19 +410,19 @@ def test_a_linear_layer_is_no_embedding():
     model = MODELS["llama"].build()
     style = '{ style = "embedding_colwise_gather_output" }'
     request = PlanRequest(plan_file=("plan.toml", f'[rules]\n"**.up_proj" = {style}\n'))
-    with pytest.raises(ValueError, match="is no embedding"):
+    with pytest.raises(ValueError, match="is not an embedding"):
         convert_by(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
 
 
 def check_features(axis):
     values = torch.arange(24.0).view(1, 2, 12).requires_grad_()
     three = cut(0, [Unit(3, 4, pad=True)], 2)
-    local = _cut_features(2, three, axis, values)
+    local = slice_features(2, three, axis, values)
     expected = (values[..., :8], torch.cat([values[..., 8:], torch.zeros(1, 2, 4)], -1))[axis.rank]
     assert torch.equal(local, expected)
     (local * (axis.rank + 1)).sum().backward()
     assert torch.equal(values.grad[0, 0], torch.tensor([1.0] * 8 + [2.0] * 4))
-    assert _cut_features(2, three, axis, None) is None
+    assert slice_features(2, three, axis, None) is None
 
 
 def test_arguments_with_features_of_each_head(ranks):
@@ -390,13 +433,13 @@ def check_items(axis):
     """Of three states, two hold features; they are sharded once, and do not keep the full ones alive."""
     states = [torch.arange(6.0).view(1, 6, 1) + 10 * place for place in range(3)]
     three = cut(1, [Unit(3, 2, pad=True)], 2)
-    found = _cut_items((1, 2), three, axis, states)
+    found = slice_items((1, 2), three, axis, states)
     assert found[0] is states[0]
     for place in (1, 2):
         assert torch.equal(found[place], take_shard(states[place], three, axis.rank))
         assert found[place].untyped_storage().nbytes() == found[place].nbytes
-    assert all(one is other for one, other in zip(_cut_items((1, 2), three, axis, found), found, strict=True))
-    assert _cut_items((1, 2), three, axis, None) is None
+    assert all(one is other for one, other in zip(slice_items((1, 2), three, axis, found), found, strict=True))
+    assert slice_items((1, 2), three, axis, None) is None
 
 
 def test_states_with_features(ranks):

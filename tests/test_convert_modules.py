@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from shardconv.convert.engine import Conversion, LayerSpec
 from shardconv.convert.modules import CopiedInput, ParallelDepthwise, Sharded, SummedOutput
 from shardconv.convert.norms import GroupedRMSNorm
+from shardconv.convert.overrides import Overrides, apply_overrides, extend_class, gather_on_use
 from shardconv.convert.substitution import _current
-from shardconv.convert.tell import Told, _become, _gather, tell
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement
@@ -44,7 +45,7 @@ def check_copied_input(axis):
     module = Product()
     with torch.no_grad():
         module.weight += axis.rank
-    _become(module, CopiedInput, axis)
+    extend_class(module, CopiedInput, axis)
     x = numbers(2, 4).requires_grad_()
     scale = numbers(2, 1).requires_grad_()
     (module(x, scale=scale) * (axis.rank + 1)).sum().backward()
@@ -61,7 +62,7 @@ def check_summed_output(axis):
     rows = slice(2 * axis.rank, 2 * axis.rank + 2)
     module.weight = nn.Parameter(module.weight.detach()[rows])
     placement = even_placement(0, (4,), axis.size, what="rows")
-    _become(module, SummedOutput, axis, styles={})
+    extend_class(module, SummedOutput, axis, styles={})
     module.placements = {"weight": placement}
     plain, x = Product(), numbers(3, 4)
     expected = plain(x)
@@ -88,7 +89,7 @@ class Fails(Product):
 def test_nothing_is_left_where_a_forward_fails():
     """The substitution of a parameter ends with the forward."""
     module = Fails()
-    _become(module, Sharded, single(), styles={"weight": "replicated_with_grad_allreduce"})
+    extend_class(module, Sharded, single(), styles={"weight": "replicated_with_grad_allreduce"})
     with pytest.raises(KeyError):
         module(numbers(2, 4))
     assert not _current.tensors
@@ -109,7 +110,7 @@ class Head(nn.Module):
 def test_a_table_that_is_read_is_whole_meanwhile():
     table = ParallelLinear(4, 6, dim=-1, group=single())
     head = Head(table)
-    _gather(head, ((table, "weight"),), single())
+    gather_on_use(head, ((table, "weight"),), single())
     x = numbers(2, 4)
     assert torch.equal(head(x), x @ table.weight.t())
     with pytest.raises(TypeError):
@@ -122,32 +123,32 @@ def test_no_more_than_there_are_rows_for():
     module = nn.Module()
     module.layer, module.wide, module.chosen, module.few = nn.Linear(2, 12), 4, 8, 2
     limits = {"chosen": ("layer", "wide"), "few": ("layer", "wide")}
-    tell(Told(module, {}, {}, limits, {}, [], []), single())
+    apply_overrides(module, [Overrides(module, limits=limits)], single())
     assert (module.chosen, module.few) == (3, 2)
 
 
-def shell(module, kind, dim, placements):
-    _become(module, kind, Axis("tensor", 0, 2, (0, 1), None), styles={})
-    module.placements = {name: even_placement(dim, (size,), 2, what=name) for name, size in placements.items()}
-    return module
+def converted(name, module, kind, dim, sizes):
+    """The first of two ranks' part of a module that is sharded evenly."""
+    placements = {own: even_placement(dim, (size,), 2, what=own) for own, size in sizes.items()}
+    spec = LayerSpec(kind, None, {"placements": placements})
+    return Conversion.prepare(name, module, spec, Axis("tensor", 0, 2, (0, 1), None)).replacement
 
 
-def test_convolutions_that_are_not_cut():
+def test_convolutions_that_are_not_sharded():
     conv = nn.Conv1d(8, 8, 3, groups=8)
-    for dim, placements in ((1, {"weight": 2, "bias": 8}), (0, {"weight": 8, "bias": 4})):
-        with pytest.raises(ValueError, match="conv: only the channels of a convolution can be cut"):
-            shell(conv, ParallelDepthwise, dim, placements).check_channels("conv")
+    for dim, sizes in ((1, {"weight": 2, "bias": 8}), (0, {"weight": 8, "bias": 4})):
+        with pytest.raises(ValueError, match="conv: only the channels of a convolution can be sharded"):
+            converted("conv", conv, ParallelDepthwise, dim, sizes)
     groups = nn.Conv1d(9, 6, 3, groups=3)
-    with pytest.raises(ValueError, match="conv: a convolution is cut between its groups of 2 channels"):
-        shell(groups, ParallelDepthwise, 0, {"weight": 6, "bias": 6}).check_channels("conv")
+    with pytest.raises(ValueError, match="conv: a convolution is split between its groups of 2 channels"):
+        converted("conv", groups, ParallelDepthwise, 0, {"weight": 6, "bias": 6})
     with pytest.raises(ValueError, match="weight and bias"):
-        shell(nn.Conv1d(8, 8, 3, groups=8), ParallelDepthwise, 0, {"weight": 8}).check_channels("conv")
-    right = shell(nn.Conv1d(8, 8, 3, groups=8), ParallelDepthwise, 0, {"weight": 8, "bias": 8})
-    right.check_channels("conv")
+        converted("conv", conv, ParallelDepthwise, 0, {"weight": 8})
+    right = converted("conv", conv, ParallelDepthwise, 0, {"weight": 8, "bias": 8})
     assert (right.groups, right.in_channels, right.out_channels) == (4, 4, 4)
-    more = shell(nn.Conv1d(12, 8, 3, groups=4), ParallelDepthwise, 0, {"weight": 8, "bias": 8})
-    more.check_channels("conv")
+    more = converted("conv", nn.Conv1d(12, 8, 3, groups=4), ParallelDepthwise, 0, {"weight": 8, "bias": 8})
     assert (more.groups, more.in_channels, more.out_channels) == (2, 6, 4)
+    assert (type(conv), conv.groups) == (nn.Conv1d, 8)  # unchanged
 
 
 class Norm(nn.Module):
@@ -156,13 +157,13 @@ class Norm(nn.Module):
         self.weight, self.group_size = nn.Parameter(torch.ones(features)), group_size
 
 
-@pytest.mark.parametrize(("group_size", "held", "whole"), [(4, 4, 4), (6, 6, 6), (12, 6, 12), (24, 6, 24), (2, 2, 2)])
+@pytest.mark.parametrize(("group_size", "held", "whole"), [(6, 6, 6), (12, 6, 12), (24, 6, 24), (2, 2, 2)])
 def test_groups_of_norms(group_size, held, whole):
-    """12 features, 6 a rank: whole groups, or an even part of one."""
-    norm = shell(Norm(12, group_size), GroupedRMSNorm, 0, {"weight": 12})
-    if group_size == 4:
-        with pytest.raises(ValueError, match="norm: 6 features a rank are neither groups of 4 nor part of one"):
-            norm.set_groups("norm")
-    else:
-        norm.set_groups("norm")
-        assert (norm.group_size, norm.whole_group) == (held, whole)
+    """12 features, 6 per rank: whole groups, or an even part of one."""
+    norm = converted("norm", Norm(12, group_size), GroupedRMSNorm, 0, {"weight": 12})
+    assert (norm.group_size, norm.whole_group) == (held, whole)
+
+
+def test_uneven_groups_of_norms():
+    with pytest.raises(ValueError, match="norm: 6 features per rank are neither groups of 4 nor an even part of one"):
+        converted("norm", Norm(12, 4), GroupedRMSNorm, 0, {"weight": 12})

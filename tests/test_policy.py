@@ -409,10 +409,10 @@ REFUSED = {
         "Changed, BertLayer .*layer.0: has no weight 'attention.self.quer.weight'",
     ),
     "index": (qkv(Layer("attention[0].weight")), r"has no weight 'attention\[0\].weight'"),
-    "no path": (qkv(Layer("attention..weight")), "'attention..weight' is no path"),
+    "no path": (qkv(Layer("attention..weight")), "'attention..weight' is not a path"),
     "no bias": (qkv(Layer("attention.self.query.weight", "attention.self.query.bia")), "has no bias"),
     "no parameter": (qkv(Layer("attention.self.query")), "is a Linear, not a parameter of a module"),
-    "no layer": (qkv("attention.self.query.weight"), "'attention.self.query.weight' is no shardconv.Layer"),
+    "no layer": (qkv("attention.self.query.weight"), "'attention.self.query.weight' is not a shardconv.Layer"),
     "bias not named": (qkv(Layer("attention.self.query.weight")), "query.bias is not named, and the outputs"),
     "twice": (qkv(both("attention.self.query"), both("attention.self.query")), "query.weight is named by two layers"),
     "twice, by two": ([BertPolicy, BertIntermediatePolicy], "intermediate.dense.weight is named by two layers"),
@@ -432,12 +432,12 @@ REFUSED = {
     "parts": (qkv(both("attention.self.query", n_fused=3)), "query.weight: 64 is not a multiple of n_fused = 3"),
     "part sizes": (qkv(both("attention.self.query", n_fused=32)), "2 is not a multiple of 4.*Use --tp 1, 2"),
     "reversed": (qkv(both("attention.self.query", reversed=True)), "a Linear stores it .out, in.: it cannot have"),
-    "row of a norm": (changed(BertPolicy, attn_out=[both("output.LayerNorm")]), "only a matrix has inputs to cut"),
+    "row of a norm": (changed(BertPolicy, attn_out=[both("output.LayerNorm")]), "only a matrix has input features"),
     "class": (changed(BertPolicy, original_layer_class=GPT2Block), "has no module of exactly the class GPT2Block"),
     "replace": (qkv(both("attention.self.query", replace=Halves)), "replace = Halves is not derived from"),
     "replace by a row": (qkv(both("attention.self.query", replace=RowParallelLinear)), "not derived from .*Column"),
     "modules": (changed(BertPolicy, replace_modules={"BertSelf": nn.Linear}), "has no module of the class 'BertSelf'"),
-    "modules by none": (changed(BertPolicy, replace_modules={"BertPooler": 3}), "3 is no class of modules"),
+    "modules by none": (changed(BertPolicy, replace_modules={"BertPooler": 3}), "3 is not a class of modules"),
     "modules that are cut": (changed(BertPolicy, replace_modules={nn.Linear: Halves}), "and a layer names it"),
     "fused, whole": (
         changed(BertPolicy, on_parts=[Layer("output.LayerNorm.weight", n_fused=2)]), "n_fused is for what is cut",
@@ -468,7 +468,7 @@ def check_refused_models(axis):
     model = Model("gpt2").build()
     with pytest.raises(PlanError, match=r"a Conv1D stores it .in, out.: it needs reversed=True"):
         shardconv.convert_model(model, changed(GPT2Policy, mlp_in=[both("mlp.c_fc")]), group=axis)
-    with pytest.raises(PlanError, match="is split already"):
+    with pytest.raises(PlanError, match="is already sharded"):
         shardconv.convert_model(shardconv.convert_model(model, GPT2Policy, group=axis), GPT2Policy, group=axis)
     tied = Model("bert").build()
     tied.bert.encoder.layer[1].intermediate.dense.weight = tied.bert.encoder.layer[0].intermediate.dense.weight
@@ -492,7 +492,7 @@ def test_refused_words():
     with pytest.raises(ValueError, match="n_fused = 0"):
         Layer("weight", n_fused=0)
     for policy in (BertLayer, BertPolicy(None), [BertPolicy, "auto"], [], None):
-        with pytest.raises(TypeError, match=r"is no class derived from shardconv.Policy"):
+        with pytest.raises(TypeError, match=r"is not a class derived from shardconv.Policy"):
             shardconv.convert_model(nn.Linear(2, 2), policy)
     with pytest.raises(TypeError, match="abstract"):
         type("Lacking", (Policy,), {})(None)

@@ -1,7 +1,8 @@
-"""Attention modules on a rank's heads, where attributes of the module are not enough to say how many it has.
+"""Attention modules over local heads, where it is not enough to set the number of heads of the module.
 
-Owns the classes behind the module overrides ``full_width``, ``locals``, ``unsharded``, ``output`` and ``functional``,
-and torch's own multi-head attention. Each computes what the unsharded module computes, with the module's own code.
+Owns the classes behind the module overrides ``full_width``, ``locals``, ``unsharded``, ``slices``, ``output``,
+``gathered_output`` and ``functional``, and torch's own multi-head attention. Each computes what the unsharded module
+computes, with the module's own code.
 """
 
 import ast
@@ -9,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - as everywhere
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardconv.convert.classes import Recompiled, class_factory, new_class
 from shardconv.convert.modules import Sharded
 from shardconv.convert.recompile import recompiled
 from shardconv.convert.substitution import Substitutable, Substituted
@@ -31,7 +33,7 @@ _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
 
 
 class FullWidth(ParallelModule):
-    """Attention whose code joins heads to the full width of its input, or divides that by the heads, of all ranks.
+    """Attention whose code reshapes local heads to the width of all heads, or divides that width by the local heads.
 
     Attributes:
         full_width: the features of all heads.
@@ -45,7 +47,7 @@ class FullWidth(ParallelModule):
             return super().forward(*inputs, **options)
 
     def _local_width(self) -> int:
-        """The features of the rank's heads, with padding, which is known of the projections."""
+        """The features of the local heads, with the padding of the projections."""
         layers = (one for one in self.children() if isinstance(one, ParallelLinear))
         found = (one.placements["weight"] for one in layers if "weight" in one.placements)
         widths = (one.local_size(self.axis.rank) for one in found if one.size == self.full_width and one.is_padded)
@@ -53,9 +55,9 @@ class FullWidth(ParallelModule):
 
 
 class _LocalWidth(TorchFunctionMode):
-    """Reshape to a rank's part of the last dim where all of it would have too many elements, and would fail.
+    """Reshape to the local last dim where a reshape to the full one would fail, as the tensor has too few elements.
 
-    Only for last dims that divide the full width: all heads, or one of all heads over those of the rank.
+    Only for last dims that divide the full width: all heads, or one of all heads over the local ones.
     """
 
     def __init__(self, full: int, local: int) -> None:
@@ -72,24 +74,18 @@ class _LocalWidth(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class LocalNames(ParallelModule):
-    """A module whose code has a number in a local variable that is another one on a rank.
+class LocalNames(Recompiled, ParallelModule):
+    """A module whose code assigns numbers to local variables that differ on a rank: see :func:`with_local_values`.
 
     Attributes:
-        local_values: name of each variable to its value on the rank.
-        local_forward: the module's own forward, which takes these values: see :func:`with_values`.
+        local_values: the value of each variable on this rank.
     """
 
     local_values: Mapping[str, int]
-    local_forward: Callable[..., Any]
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own, with these values."""
-        return self.local_forward(self, *inputs, **options)
 
 
 class _Values(ast.NodeTransformer):
-    """Let assignments to names take what the module has for them."""
+    """Replace the values that are assigned to local variables by those of ``local_values``."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names, self.found = names, set[str]()
@@ -102,18 +98,23 @@ class _Values(ast.NodeTransformer):
         return node
 
 
-@lru_cache
-def with_values(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """A module's forward, compiled anew from its source with other values in local variables.
+@class_factory
+def with_local_values(plain: type[nn.Module], names: tuple[str, ...]) -> type[LocalNames]:
+    """A class derived from a module's, with its forward recompiled to read local variables from ``local_values``.
+
+    Args:
+        plain: the class of the module.
+        names: the variables.
 
     Raises:
-        PlanError: if it does not assign each of them.
+        PlanError: if its forward does not assign each of them.
     """
     values = _Values(names)
-    changed = recompiled(forward, values)
+    forward = recompiled(plain.forward, values)
     if missing := sorted(set(names) - values.found):
-        raise PlanError(f"{forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code")
-    return changed
+        raise PlanError(f"{plain.forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code")
+    made: type[LocalNames] = new_class(plain, (LocalNames, plain), {"forward": forward})
+    return made
 
 
 def part_of(value: Tensor, placement: Placement, rank: int, name: str) -> Tensor:
@@ -132,10 +133,10 @@ def part_of(value: Tensor, placement: Placement, rank: int, name: str) -> Tensor
 
 
 class SlicedOutput(ParallelModule):
-    """A module that gives something for each unit of all ranks, of which a rank goes on with its own.
+    """A replicated module with an output for each unit, of which a rank uses those of its local units.
 
     Attributes:
-        item: which of several outputs that is; None where there is one.
+        item: the index of this output among several; None if there is one.
         output_dim: the dim that counts units.
         output_units: the placement of the units.
     """
@@ -157,18 +158,18 @@ class SlicedOutput(ParallelModule):
 
 
 class MixedHeads(ParallelModule):
-    """A module with methods that mix heads: they compute over all heads, and each rank goes on with its own.
+    """A module with methods that mix heads: they compute over all heads, and each rank uses the local ones.
 
     Attributes:
-        unsharded: name of each method to the placement of the heads in what it returns.
-        full_attributes: the attributes of the unsharded module that are others on a rank.
+        unsharded: the placement of the heads in the output of each of these methods.
+        full_attributes: the values of overridden attributes in the unsharded module.
     """
 
     unsharded: Mapping[str, Placement]
     full_attributes: Mapping[str, Any]
 
     def on_all_heads(self, name: str, method: Callable[[], Tensor]) -> Tensor:
-        """The rank's part of what a method returns over all heads; column parallel layers gather their output."""
+        """The local part of a method's output; while it runs, column parallel layers gather their output."""
         local = {attribute: getattr(self, attribute) for attribute in self.full_attributes}
         columns = [one for one in self.children() if isinstance(one, ParallelLinear) and one.dim == -1]
         columns = [one for one in columns if not one.gather_output]
@@ -186,9 +187,9 @@ class MixedHeads(ParallelModule):
             layer.gather_output = gathers
 
 
-@lru_cache
+@class_factory
 def mixing_heads(names: tuple[str, ...]) -> type[MixedHeads]:
-    """The kind of module in which these methods compute over all heads."""
+    """The class of modules in which these methods compute over all heads."""
 
     def over_all(name: str) -> Callable[..., Tensor]:
         def method(self: MixedHeads, *inputs: Any, **options: Any) -> Tensor:
@@ -196,23 +197,23 @@ def mixing_heads(names: tuple[str, ...]) -> type[MixedHeads]:
 
         return method
 
-    kind = type("MixedHeads", (MixedHeads,), {name: over_all(name) for name in names})
+    kind: type[MixedHeads] = new_class(MixedHeads, (MixedHeads,), {name: over_all(name) for name in names})
     return kind
 
 
 class SlicedTensors(Substitutable, ParallelModule):
-    """A module with tensors that hold something for each unit of all ranks, of which it computes with the rank's."""
+    """A module with replicated tensors that have elements for each unit, and that computes with the local ones."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""
-        whole = {name: copy_to_tp(self.own_tensor(name), group=self.axis) for name in self.slices}
+        full = {name: copy_to_tp(self.own_tensor(name), group=self.axis) for name in self.slices}
         rank = self.axis.rank
-        with Substituted({(self, name): part_of(whole[name], self.slices[name], rank, name) for name in whole}):
+        with Substituted({(self, name): part_of(full[name], self.slices[name], rank, name) for name in full}):
             return super().forward(*inputs, **options)
 
 
 class ParallelMultiheadAttention(Sharded):
-    """torch's multi-head attention, over the heads of a rank: q, k and v in one tensor, sharded by heads each."""
+    """torch's multi-head attention over local heads; q, k and v are segments of one tensor, each sharded by heads."""
 
     in_proj_bias: Tensor | None
     head_dim: int
@@ -231,20 +232,20 @@ class ParallelMultiheadAttention(Sharded):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """[batch, tokens, features], or tokens first if the module says so, to the same; without weights.
+        """Attend as nn.MultiheadAttention, without attention weights.
 
         Args:
-            query: what asks.
-            key: what is compared with it.
-            value: what is taken.
-            key_padding_mask: [batch, key tokens]; what is True is left out, numbers are added.
-            need_weights: may not be True; where it is left out, there are none all the same.
-            attn_mask: [query tokens, key tokens], or these behind each example and head of the rank; as the other.
-            average_attn_weights: not read.
-            is_causal: says that ``attn_mask`` is causal.
+            query: [batch, tokens, features]; [tokens, batch, features] if not ``batch_first``. So is the output.
+            key: likewise.
+            value: likewise.
+            key_padding_mask: [batch, key tokens]; True excludes a token, numbers are added to the scores.
+            need_weights: may not be True; no weights are returned if it is omitted, either.
+            attn_mask: [query tokens, key tokens] or [batch * local heads, query tokens, key tokens]; likewise.
+            average_attn_weights: ignored.
+            is_causal: a hint that ``attn_mask`` is causal.
 
         Raises:
-            ValueError: if weights are asked for, or a causal mask is to be made.
+            ValueError: if weights are requested, or ``is_causal`` comes without a mask.
         """
         if need_weights:
             raise ValueError("need_weights: each rank has the attention of its own heads only: pass need_weights=False")
@@ -263,7 +264,7 @@ class ParallelMultiheadAttention(Sharded):
         return self.out_proj(output if self.batch_first else output.transpose(0, 1)), None
 
     def _heads(self, *inputs: Tensor) -> Iterator[Tensor]:
-        """Query, key and value of each head, [batch, heads of the rank, tokens, head_dim]."""
+        """Query, key and value of each head, [batch, local heads, tokens, head_dim]."""
         weights = self.shard("in_proj_weight").chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.shard("in_proj_bias").chunk(3)
         for input, weight, bias in zip(inputs, weights, biases, strict=True):
@@ -272,7 +273,7 @@ class ParallelMultiheadAttention(Sharded):
 
 
 class FunctionalAttention(ParallelModule):
-    """A module whose code calls torch's function of multi-head attention with the weights of its layers.
+    """A module that calls torch.nn.functional.multi_head_attention_forward with the weights of its layers.
 
     Attributes:
         heads: the placement of the heads.
@@ -281,15 +282,15 @@ class FunctionalAttention(ParallelModule):
     heads: Placement
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own, without weights of attention."""
-        with _HeadsOfRank(self.heads, self.axis):
+        """As the module's own, without attention weights."""
+        with _LocalHeads(self.heads, self.axis):
             return super().forward(*inputs, **options)
 
 
-class _HeadsOfRank(TorchFunctionMode):
-    """Compute torch's multi-head attention over the heads of a rank, from weights that are the rank's.
+class _LocalHeads(TorchFunctionMode):
+    """Compute torch's multi-head attention over local heads, from sharded weights.
 
-    Inputs and masks are those of all heads, and so is the output.
+    Inputs, masks and output are replicated.
     """
 
     def __init__(self, heads: Placement, axis: Axis) -> None:
@@ -322,24 +323,24 @@ class _HeadsOfRank(TorchFunctionMode):
         return output if call.out_proj_bias is None else output + call.out_proj_bias
 
     def _mask(self, call: Any) -> Tensor | None:
-        """What is added to the scores of the heads of the rank."""
+        """The sum of all masks, to be added to the scores of the local heads."""
         padding, mask = call.key_padding_mask, call.attn_mask
         masks = [] if padding is None else [_added(padding, call.query)[:, None, None]]
         if mask is not None and mask.dim() == 3:
-            whole = copy_to_tp(_added(mask, call.query), group=self.axis).unflatten(0, (-1, call.num_heads))
-            masks.append(take_shard(whole, replace(self.heads, dim=1), self.axis.rank))
+            full = copy_to_tp(_added(mask, call.query), group=self.axis).unflatten(0, (-1, call.num_heads))
+            masks.append(take_shard(full, replace(self.heads, dim=1), self.axis.rank))
         elif mask is not None:
             masks.append(_added(mask, call.query))
         return sum(masks[1:], masks[0]) if masks else None
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask as numbers to add."""
+    """A mask as numbers to add to scores."""
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
 
 
 class GatheredOutput(ParallelModule):
-    """A module over a rank's features whose output goes to what needs those of all ranks."""
+    """A module over local features whose output is all-gathered."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""

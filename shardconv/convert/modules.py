@@ -1,33 +1,51 @@
-"""What modules of a model become that are no plain layers: each computes what it did, on a rank's part.
+"""Parallel classes for other modules than linear layers and embeddings: convolutions, experts, modules around them.
 
-They are mixed into the class of the module that they convert, so that its forward stays the model's own.
+Each extends the class of the module that is converted, so that the forward stays the model's own.
 """
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from shardconv.convert.classes import Recompiled
 from shardconv.convert.substitution import Substitutable, Substituted, Substitution
-from shardconv.distributed import copy_to_tp, reduce_from_tp
+from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
 from shardconv.layers.linear import ParallelLinear, num_copies
 from shardconv.layers.sharding import ParallelModule
-from shardconv.plan.placement import intervals
+from shardconv.plan.placement import Placement, intervals
 
 
 class Sharded(Substitutable, ParallelModule):
-    """A module whose own parameters are shards, or are used on a rank's part, and that computes as it did with them.
+    """A module that computes with shards of its own parameters, or uses replicated ones for its local heads alone.
 
     Attributes:
-        styles: of each of its parameters that a plan has, which say how it is used.
+        styles: the style in the plan of each of its parameters.
     """
 
-    styles: dict[str, str]
+    styles: Mapping[str, str]
+
+    def set_up(
+        self,
+        axis: Axis,
+        *,
+        placements: Mapping[str, Placement] | None = None,
+        styles: Mapping[str, str] | None = None,
+    ) -> None:
+        """See :meth:`ParallelModule.set_up`.
+
+        Args:
+            axis: the ranks.
+            placements: the placement of each parameter that is sharded.
+            styles: see the attribute.
+        """
+        self.axis, self.placements, self.styles = axis, dict(placements or {}), dict(styles or {})
 
     @property
     def _always_used(self) -> bool:
-        """Whether a parameter is used otherwise than it is, also where no gradient is taken."""
+        """Whether forward needs other tensors than the local ones even without gradients."""
         return "gathered" in self.styles.values()
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
@@ -45,7 +63,7 @@ class Sharded(Substitutable, ParallelModule):
             return super().forward(*inputs, **options)
 
     def _used(self, name: str) -> Tensor:
-        """What a parameter is computed with, so that its gradient is that of all ranks."""
+        """The tensor that forward uses for a parameter, with the gradient that all ranks together have."""
         match self.styles.get(name):
             case "gathered":
                 return self.gather_parameter(name)
@@ -55,41 +73,40 @@ class Sharded(Substitutable, ParallelModule):
 
 
 class ParallelDepthwise(Sharded):
-    """A convolution of each channel, or group of them, by itself, over those of a rank; the bias is cut alike."""
+    """A grouped convolution over the groups of a rank; the bias is sharded alike."""
 
     groups: int
     in_channels: int
     out_channels: int
 
-    def check_channels(self, name: str) -> None:
-        """Check that channels are what is cut, and take over how many the rank has.
-
-        Args:
-            name: of the module.
+    def set_up(self, axis: Axis, **options: Any) -> None:
+        """See :class:`Sharded`; sets the local numbers of groups and channels.
 
         Raises:
-            ValueError: if they are not, or the bias is not cut as they are.
+            ValueError: if not whole groups are sharded, or the bias is sharded otherwise.
         """
+        super().set_up(axis, **options)
+        name = self.name_in_model
         ranks = {placement.ranks for placement in self.placements.values()}
         bias = self._parameters["bias"]
         if {placement.dim for placement in self.placements.values()} != {0} or len(ranks) > 1:
-            raise ValueError(f"{name}: only the channels of a convolution can be cut, and its bias as they are")
+            raise ValueError(f"{name}: only the channels of a convolution can be sharded, and its bias as they are")
         pieces = ranks.pop()[self.axis.rank]
         rows, columns = self.out_channels // self.groups, self.in_channels // self.groups
         if any(edge % rows for piece in intervals(pieces) for edge in piece) or (
             bias is not None and "bias" not in self.placements
         ):
-            raise ValueError(f"{name}: a convolution is cut between its groups of {rows} channels, weight and bias")
+            raise ValueError(f"{name}: a convolution is split between its groups of {rows} channels, weight and bias")
         self.out_channels = self.placements["weight"].local_size(self.axis.rank)
         self.groups = self.out_channels // rows
         self.in_channels = self.groups * columns
 
 
 class ParallelExpertLinear(Sharded):
-    """A linear layer of each expert, its weights in one tensor [experts, out_features, in_features]."""
+    """A linear layer for each expert, with all weights in one tensor [experts, out_features, in_features]."""
 
     def forward(self, inputs: Tensor, *others: Any) -> Tensor:
-        """[tokens of all experts, in_features] to out_features: of columns those of the rank, of rows all."""
+        """[tokens of all experts, in_features] to the local (column parallel) or all (row parallel) out_features."""
         if self.placements["weight"].dim == 2:
             return reduce_from_tp(super().forward(inputs, *others), group=self.axis) / num_copies(
                 self.placements["weight"]
@@ -99,11 +116,11 @@ class ParallelExpertLinear(Sharded):
 
 
 class Unfused(ParallelModule):
-    """A module that computes in training as it does else: what it has for training reads weights of layers inside."""
+    """A module that computes in training as in eval mode: its fused path for training reads weights of its layers."""
 
     @property
     def training(self) -> bool:
-        """Never, for the module itself; those inside have their own."""
+        """False for the module itself; modules in it have modes of their own."""
         return False
 
     @training.setter
@@ -112,13 +129,13 @@ class Unfused(ParallelModule):
 
 
 class SummedOutput(Sharded):
-    """A module whose output is a rank's part of a sum over all ranks.
+    """A module whose output is all-reduced.
 
-    What the plan leaves whole of its own is added to every output, as a bias is: the first rank does it for all.
+    Its replicated parameters are added to the output, as a bias is: only the first rank adds them.
     """
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own; of several outputs, the numbers are summed."""
+        """As the module's own; of several outputs, floating-point tensors are all-reduced."""
         output = super().forward(*inputs, **options)
         return tuple(map(self._summed, output)) if isinstance(output, tuple) else self._summed(output)
 
@@ -132,44 +149,41 @@ class SummedOutput(Sharded):
     def _used(self, name: str) -> Tensor:
         if name in self.placements:
             return super()._used(name)
-        whole = copy_to_tp(self.own_tensor(name), group=self.axis)
-        return whole if self.axis.rank == 0 else whole * 0
+        full = copy_to_tp(self.own_tensor(name), group=self.axis)
+        return full if self.axis.rank == 0 else full * 0
 
 
 class ParallelExperts(SummedOutput):
-    """Packed experts, each of them cut over the ranks, or dealt out over them: replicated in, replicated out.
+    """Packed experts, each sharded over the ranks, or whole experts on each rank (expert parallel).
 
-    Where experts are dealt out, a rank's first expert stands in for those of other ranks, with weight 0: it saves
-    memory, not arithmetic.
+    Inputs and outputs are replicated. Expert parallel, a rank computes the tokens of other ranks' experts by its first
+    expert with weight 0: that saves memory, not arithmetic.
 
     Attributes:
-        num_cut_experts: experts from this number on hand on what they get; the first rank does it for all. None where
-            all are cut.
+        num_cut_experts: experts from this number on return their input, which only the first rank adds. None where all
+            experts have weights.
     """
 
     num_cut_experts: int | None = None
     num_experts: int
 
-    def check_experts(self, name: str, forward: Any) -> None:
-        """Check that experts which are dealt out can be: they are chosen by number, and all tensors have as many.
-
-        Args:
-            name: of the module.
-            forward: of its own class.
+    def set_up(self, axis: Axis, **options: Any) -> None:
+        """See :class:`Sharded`; expert parallel, sets the local number of experts.
 
         Raises:
-            ValueError: if not.
+            ValueError: if experts are not chosen by number, or not all tensors have as many experts.
         """
+        super().set_up(axis, **options)
         sizes = {placement.size for placement in self.placements.values() if placement.dim == 0}
         if not sizes:
             return
-        names = inspect.signature(forward).parameters
-        if len(sizes) > 1 or len(self.placements) != len(self._parameters) or len(names) < 4:  # with self
-            raise ValueError(f"{name}: its experts cannot be dealt out over ranks: leave experts as they are")
+        names = inspect.signature(super(ParallelModule, self).forward).parameters  # of the module's own class
+        if len(sizes) > 1 or len(self.placements) != len(self._parameters) or len(names) < 3:
+            raise ValueError(f'{self.name_in_model}: cannot keep whole experts on each rank: use experts="tensor"')
         self.num_experts = sizes.pop() // self.axis.size
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own: hidden states, and which experts with which weight."""
+        """As the module's own: hidden states, indices of experts and their weights."""
         indices = next((one for one in (*inputs, *options.values()) if _is_indices(one)), None)
         entered = [self._enter(value, indices) for value in inputs]
         return super().forward(*entered, **{name: self._enter(value, indices) for name, value in options.items()})
@@ -198,10 +212,10 @@ def _is_indices(value: Any) -> bool:
 
 
 class SharedOutput(ParallelModule):
-    """A replicated module the end of whose output goes to what is cut without a layer between.
+    """A replicated module, the end of whose output enters a computation over local heads: its gradient is all-reduced.
 
     Attributes:
-        num_shared: how many elements at the end that is.
+        num_shared: the number of these elements.
     """
 
     num_shared: int
@@ -211,12 +225,12 @@ class SharedOutput(ParallelModule):
         output: Tensor = super().forward(*inputs, **options)
         if not torch.is_grad_enabled():
             return output
-        whole, shared = output.split([output.shape[-1] - self.num_shared, self.num_shared], -1)
-        return torch.cat([whole, copy_to_tp(shared, group=self.axis)], -1)
+        rest, shared = output.split([output.shape[-1] - self.num_shared, self.num_shared], -1)
+        return torch.cat([rest, copy_to_tp(shared, group=self.axis)], -1)
 
 
 class CopiedInput(ParallelModule):
-    """A module whose input is whole on every rank and whose output is the rank's: the input's gradient is summed."""
+    """A module with a replicated input and a local output: all-reduces the gradient of the input."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the module's own."""
@@ -228,10 +242,10 @@ class CopiedInput(ParallelModule):
 
 
 class Gathering(ParallelModule):
-    """A module that reads parameters of others, as a head reads the table of words: they are whole while it does.
+    """A module that gathers parameters on use, as a head that reads the embedding table.
 
     Attributes:
-        read: each with the module that it is of.
+        read: each parameter, as the module that holds it and its name there.
     """
 
     read: tuple[tuple[ParallelModule, str], ...]
@@ -243,46 +257,29 @@ class Gathering(ParallelModule):
             return super().forward(*inputs, **options)
 
 
-class Multiplying(ParallelModule):
+class Multiplying(Recompiled, ParallelModule):
     """A module whose methods multiply with parameters that are shards."""
 
     def product_input(self, value: Any) -> Any:
-        """What is multiplied with columns; of an equation for einsum the text."""
+        """The other factor of a column parallel product; an equation for einsum is returned as it is."""
         return copy_to_tp(value, group=self.axis) if isinstance(value, Tensor) else value
 
     def product_output(self, name: str, value: Tensor) -> Tensor:
-        """The product with rows, of all ranks."""
+        """The row parallel product, all-reduced."""
         return reduce_from_tp(value, group=self.axis) / num_copies(self.placements[name])
 
     def shared_product(self, name: str, value: Tensor) -> Tensor:
-        """The product with rows, of all ranks, which goes on to shards."""
+        """The row parallel product, all-reduced, for a computation over local heads."""
         return copy_to_tp(self.product_output(name, value), group=self.axis)
 
 
 class ParallelConv1D(ParallelLinear):
-    """transformers' Conv1D, which is a linear layer whose weight is stored (in_features, out_features)."""
+    """The parallel layer of transformers' Conv1D: a linear layer whose weight is stored (in_features, out_features)."""
 
     transposed = True
 
-
-def mixed(kind: type[nn.Module], plain: type[nn.Module]) -> Any:
-    """The class of a converted module: ``kind``, going on in the module's own class.
-
-    An embedding of a class of its own goes first instead, and finds ``kind`` in place of nn.Embedding; so does a module
-    that was converted before its methods are compiled anew, and finds these in place of its own.
-    """
-    if issubclass(plain, kind):
-        return plain
-    if (kind, plain) not in _mixed:
-        _mixed[kind, plain] = _mix(kind, plain)
-    return _mixed[kind, plain]
-
-
-_mixed: dict[tuple[type, type], type] = {}
-
-
-def _mix(kind: type[nn.Module], plain: type[nn.Module]) -> type:
-    if issubclass(kind, nn.Linear) or (issubclass(kind, nn.Embedding) and plain is nn.Embedding):
-        return kind
-    bases = (plain, kind) if issubclass(kind, nn.Embedding | Multiplying) else (kind, plain)
-    return type(plain.__name__, bases, {"__module__": plain.__module__})
+    def set_up(self, axis: Axis, **options: Any) -> None:
+        """See :meth:`ParallelModule.set_up`."""
+        if "nf" in self.__dict__:  # converted from a Conv1D
+            self.in_features, self.out_features = self.__dict__["nx"], self.__dict__["nf"]
+        super().set_up(axis, **options)

@@ -1,4 +1,4 @@
-"""Norms over features, or over heads, of which a rank has a part: each computes what it did over all of them."""
+"""Norms over sharded features or heads: each computes what the unsharded norm computes over all of them."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.convert.modules import Sharded
-from shardconv.distributed import copy_to_tp, gather_from_tp, reduce_from_tp
+from shardconv.distributed import Axis, copy_to_tp, gather_from_tp, reduce_from_tp
 from shardconv.layers.sharding import ParallelModule, take_shard
 from shardconv.plan.placement import Interval, Placement, intervals
 
 
 class GlobalRMSNorm(Sharded):
-    """A root mean square norm over features of which a rank has a part; one number a row is summed over the ranks.
+    """A root mean square norm over sharded features; one number per row is all-reduced.
 
     With m the mean of squares over all features and l over the rank's, the module's own output is multiplied by
     sqrt((l + eps) / (m + eps)).
@@ -68,30 +68,31 @@ def _without_padding(features: Tensor, placement: Placement, rank: int) -> Tenso
 
 
 class GroupedRMSNorm(Sharded):
-    """A root mean square norm over groups of features, gated before; a rank has some groups, or a part of one.
+    """A gated root mean square norm over groups of features; a rank has whole groups, or an even part of one.
 
-    What parts of a group lack of it is put right as in :class:`GlobalRMSNorm`.
+    A norm over part of a group is corrected as in :class:`GlobalRMSNorm`.
 
     Attributes:
-        group_size: of the groups that the rank has, or of its part of one.
-        whole_group: how many features a group has.
+        group_size: local features of a group.
+        whole_group: features of a group.
     """
 
     group_size: int
     whole_group: int
 
-    def set_groups(self, name: str) -> None:
-        """Take over how much of a group the rank has.
-
-        Args:
-            name: of the module.
+    def set_up(self, axis: Axis, **options: Any) -> None:
+        """See :class:`Sharded`; sets the local group size.
 
         Raises:
-            ValueError: if that is neither whole groups nor an even part of one.
+            ValueError: if a rank has neither whole groups nor an even part of one.
         """
+        super().set_up(axis, **options)
         held = self.placements["weight"].local_size(self.axis.rank)
         if held % self.group_size and self.group_size % held:
-            raise ValueError(f"{name}: {held} features a rank are neither groups of {self.group_size} nor part of one")
+            raise ValueError(
+                f"{self.name_in_model}: {held} features per rank are neither groups of {self.group_size} nor an even "
+                f"part of one"
+            )
         self.whole_group, self.group_size = self.group_size, min(self.group_size, held)
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -113,11 +114,11 @@ class GroupedRMSNorm(Sharded):
 
 
 class NormsOfHeads(ParallelModule):
-    """Layer norms in a list, one for each head of all ranks, over the heads of this one.
+    """Layer norms in a list, one for each head; a rank computes those of its heads.
 
     Attributes:
         heads: the placement of the heads.
-        norms: of all heads.
+        norms: the norms of all heads.
     """
 
     heads: Placement

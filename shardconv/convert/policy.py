@@ -1,57 +1,40 @@
-"""Policies meet a model: their layers become the rules of a family, by the names that the model's tensors have.
+"""Policies on a model: their layers become rules for the model's tensors, all else becomes module overrides.
 
-Owns what a policy may ask of a model, and refuses all else. Nothing of the model is changed before it was converted.
+Owns the checks that policies fit the model. Does not change the model.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardconv.convert.blocks import Block, Found
+from shardconv.convert.classes import combined_class
 from shardconv.convert.modules import ParallelConv1D
-from shardconv.convert.watch import watch
-from shardconv.convert.whole import RankConfig
-from shardconv.distributed import Axis
+from shardconv.convert.overrides import Overrides
+from shardconv.convert.policy_paths import Block, Found
 from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from shardconv.layers.chain import watch_inputs
 from shardconv.plan.family import Family
 from shardconv.plan.policy import WHOLE, Layer, Policy
 from shardconv.plan.rule import Rule, UnitRule
 
 
 class Compiled(NamedTuple):
-    """What policies come to on one model.
+    """The rules and overrides of policies on one model.
 
     Attributes:
-        family: the rules, one for each tensor that a policy names, and one for all others.
-        kinds: layers to the class that each becomes, where a policy says it.
-        classes: other modules to the class that each gets.
-        attributes: module and name to the value that is set on a rank.
+        family: the rules: one for each tensor that a policy names, and one for all others.
+        kinds: the classes that linear layers become, where a policy names them.
+        overrides: the module overrides.
     """
 
     family: Family
     kinds: dict[nn.Module, type[ParallelLinear]]
-    classes: dict[nn.Module, type[nn.Module]]
-    attributes: dict[tuple[nn.Module, str], Any]
-
-    def tell(self, model: nn.Module, axis: Axis) -> None:
-        """Give modules of the converted model their classes and attributes, and watch what is whole."""
-        for module, kind in self.classes.items():
-            module.__class__ = kind
-        for (module, name), value in self.attributes.items():
-            if name.startswith("config."):
-                module.__dict__["config"] = RankConfig(module.config, {name.removeprefix("config."): value})
-            else:
-                setattr(module, name, value)
-        watch(model, axis)
-        watch_inputs(model, axis.size)
+    overrides: list[Overrides]
 
 
 def policies_in(policy: Any) -> tuple[type[Policy], ...]:
-    """The policies that a user gave: one class, or several in a list or tuple.
+    """The policies of an argument: one class, or several in a list or tuple.
 
     Raises:
         TypeError: if it is something else.
@@ -59,15 +42,17 @@ def policies_in(policy: Any) -> tuple[type[Policy], ...]:
     policies = tuple(policy) if isinstance(policy, (list, tuple)) else (policy,)
     for found in policies or (policy,):
         if not (isinstance(found, type) and issubclass(found, Policy)):
-            raise TypeError(f"policy {found!r:.80}: is no class derived from shardconv.Policy, and no family's name")
+            raise TypeError(
+                f"policy {found!r:.80}: is not a class derived from shardconv.Policy (expected one, or a family name)"
+            )
     return policies
 
 
 def compile_policies(model: nn.Module, policies: Sequence[type[Policy]], tp: int) -> Compiled:
-    """The rules, and all else, that policies come to on a model.
+    """The rules and overrides of policies on a model.
 
     Raises:
-        PlanError: if they name what the model lacks, contradict each other, or do not fit its layers.
+        PlanError: if the model does not have what they name, they contradict each other, or do not fit its layers.
     """
     compiler = _Compiler(model, tp)
     for policy in policies:
@@ -76,7 +61,7 @@ def compile_policies(model: nn.Module, policies: Sequence[type[Policy]], tp: int
 
 
 class _Compiler:
-    """Collects what policies say of a model."""
+    """Collects the rules and overrides of policies on one model."""
 
     def __init__(self, model: nn.Module, tp: int) -> None:
         self._model, self._tp = model, tp
@@ -87,7 +72,7 @@ class _Compiler:
         self._attributes: dict[tuple[nn.Module, str], Any] = {}
 
     def add(self, policy: type[Policy]) -> None:
-        """What one policy says of all its blocks."""
+        """Add the rules and overrides of one policy, for all modules of its class."""
         kind: Any = policy.original_layer_class()
         every = self._model.named_modules(remove_duplicate=False)
         blocks = [Block(policy, name, module) for name, module in every if type(module) is kind]
@@ -102,7 +87,7 @@ class _Compiler:
         self._add_classes(blocks[0])
 
     def result(self, name: str) -> Compiled:
-        """What all policies together come to."""
+        """The rules and overrides of all policies that were added."""
         _check_biases(self._owners, self._rules)
         _check_ties(self._model, self._rules)
         for module in self._classes:
@@ -113,7 +98,23 @@ class _Compiler:
                 )
         units = {part: UnitRule(int(part)) for rule in self._rules.values() for part in rule.parts}
         family = Family(name, units=units, rules=(*self._rules.values(), WHOLE))
-        return Compiled(family, self._kinds, self._classes, self._attributes)
+        return Compiled(family, self._kinds, self._overrides())
+
+    def _overrides(self) -> list[Overrides]:
+        values: dict[nn.Module, dict[str, Any]] = {module: {} for module in self._classes}
+        for (module, name), value in self._attributes.items():
+            values.setdefault(module, {})[name] = value
+        return [
+            Overrides(
+                module,
+                new_class=self._classes.get(module),
+                config_fields={
+                    name.removeprefix("config."): value for name, value in own.items() if name.startswith("config.")
+                },
+                attributes={name: value for name, value in own.items() if not name.startswith("config.")},
+            )
+            for module, own in values.items()
+        ]
 
     def _add_layers(self, block: Block) -> None:
         for style, layer in block.layers:
@@ -125,27 +126,27 @@ class _Compiler:
                     raise block.error(f"{found.name} is named by two layers")
                 _check_fits(block, layer, leaf, style, found)
                 self._rules[found.name] = layer.rule(
-                    found.name, found.thing.shape, style, f"policy {block.policy_name}", is_bias=leaf == "bias"
+                    found.name, found.value.shape, style, f"policy {block.policy_name}", is_bias=leaf == "bias"
                 )
                 self._owners[found.owner] = found.name
                 if layer.replace is not None:
                     self._kinds[found.owner] = _kind(block, layer.replace, style, found)
 
     def _add_attributes(self, block: Block) -> None:
-        asked = block.asked.replace_arguments(getattr(self._model, "config", None), self._tp)
-        for path, value in asked.items():
+        arguments = block.policy.replace_arguments(getattr(self._model, "config", None), self._tp)
+        for path, value in arguments.items():
             found = block.attribute(path)
             if found is None:
                 continue
-            _check_divides(block, path, found.thing, value, self._tp)
-            key = (found.owner, found.last)
+            _check_divides(block, path, found.value, value, self._tp)
+            key = (found.owner, found.key)
             if self._attributes.setdefault(key, value) != value:
                 raise block.error(f"attribute {path!r} is set twice, to {self._attributes[key]!r} and {value!r}")
 
     def _add_classes(self, block: Block) -> None:
-        for old, new in block.asked.replace_modules().items():
+        for old, new in block.policy.replace_modules().items():
             if not (isinstance(new, type) and issubclass(new, nn.Module)):
-                raise block.error(f"replace_modules: {new!r:.80} is no class of modules")
+                raise block.error(f"replace_modules: {new!r:.80} is not a class of modules")
             found = [module for module in self._model.modules() if old in (type(module), type(module).__qualname__)]
             if not found:
                 raise block.error(f"replace_modules: the model has no module of the class {old!r:.80}")
@@ -154,45 +155,47 @@ class _Compiler:
 
 
 def _check_fits(block: Block, layer: Layer, leaf: str, style: str, found: Found) -> None:
-    """Refuse what would be cut otherwise than the policy means it, or compute something else afterwards."""
-    kind, shape = type(found.owner).__name__, list(found.thing.shape)
+    """Refuse a layer that the style would shard otherwise than the policy means, or whose class is not supported."""
+    kind, shape = type(found.owner).__name__, list(found.value.shape)
     if leaf == "bias" or style not in ("colwise", "rowwise"):
         if leaf == "bias" and len(shape) != 1:
             raise block.error(f"bias {found.name} of shape {shape} has to have one dim")
         return
     is_linear = isinstance(found.owner, nn.Linear) or kind == "Conv1D"
-    if len(shape) > 1 and not (found.last == "weight" and (is_linear or isinstance(found.owner, nn.Embedding))):
+    if len(shape) > 1 and not (found.key == "weight" and (is_linear or isinstance(found.owner, nn.Embedding))):
         raise block.error(f"weight {found.name}: a {kind} is none of nn.Linear, Conv1D and nn.Embedding")
     if len(shape) == 1 and style == "rowwise":
-        raise block.error(f"weight {found.name} of shape {shape}: only a matrix has inputs to cut")
+        raise block.error(f"weight {found.name} of shape {shape}: only a matrix has input features to shard")
     if is_linear and bool(layer.reversed) is not (kind == "Conv1D"):
         stored = "(in, out): it needs" if kind == "Conv1D" else "(out, in): it cannot have"
         raise block.error(f"weight {found.name}: a {kind} stores it {stored} reversed=True")
 
 
 def _check_biases(owners: dict[nn.Module, str], rules: dict[str, Rule]) -> None:
-    """Refuse a bias that is whole beside a weight whose outputs are cut."""
+    """Refuse a replicated bias beside a weight whose output features are sharded."""
     for owner, name in owners.items():
         bias = f"{name.removesuffix('weight')}bias"
         is_column = name.endswith("weight") and rules[name].style in ("colwise", "packed_colwise")
         if is_column and bias not in rules and getattr(owner, "bias", None) is not None:
-            raise PlanError(f"{bias} is not named, and the outputs that it is added to are cut: name it beside {name}")
+            raise PlanError(
+                f"{bias} is not named, and the outputs that it is added to are sharded: name it with {name}"
+            )
 
 
 def _check_ties(model: nn.Module, rules: dict[str, Rule]) -> None:
-    """Refuse to cut a parameter for one of the modules that share it, and not, or otherwise, for another."""
+    """Refuse a tied parameter that the policies shard differently for the modules that share it."""
     seen: dict[nn.Parameter, tuple[str, Any]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         rule = rules.get(name, WHOLE)
         first, how = seen.setdefault(parameter, (name, (rule.style, rule.parts, rule.transposed)))
         if how != (rule.style, rule.parts, rule.transposed):
             raise PlanError(
-                f"{name} is tied to {first}, and the policy does not cut both alike: name both, or untie them"
+                f"{name} is tied to {first}, and the policy does not shard both alike: name both, or untie them"
             )
 
 
 def _check_divides(block: Block, path: str, old: Any, new: Any, tp: int) -> None:
-    """Refuse a count that ``//`` has rounded: heads that no rank would have."""
+    """Refuse a count that ``//`` has rounded down: some heads would be on no rank."""
     if type(old) is int and type(new) is int and old % tp and new == old // tp:
         supported = ", ".join(str(size) for size in range(1, min(old, 256) + 1) if old % size == 0)
         raise block.error(
@@ -201,7 +204,7 @@ def _check_divides(block: Block, path: str, old: Any, new: Any, tp: int) -> None
 
 
 def _kind(block: Block, kind: Any, style: str, found: Found) -> type[ParallelLinear]:
-    """The class that a layer becomes by the policy's word."""
+    """The class that a layer becomes by the policy's ``replace``."""
     if not isinstance(found.owner, nn.Linear) and type(found.owner).__name__ != "Conv1D":
         raise block.error(f"{found.name}: replace is for linear layers, not for a {type(found.owner).__name__}")
     other = ColumnParallelLinear if style == "rowwise" else RowParallelLinear
@@ -213,11 +216,5 @@ def _kind(block: Block, kind: Any, style: str, found: Found) -> type[ParallelLin
             f"ParallelLinear: without replace the layer becomes what fits"
         )
     is_kept = isinstance(found.owner, nn.Linear) or ParallelConv1D in bases
-    chosen: type[ParallelLinear] = kind if is_kept else _transposed(kind)
+    chosen: type[ParallelLinear] = kind if is_kept else combined_class(kind, ParallelConv1D, kind)
     return chosen
-
-
-@cache
-def _transposed(kind: Any) -> type[ParallelLinear]:
-    """The class for a weight that is stored (in_features, out_features)."""
-    return type(kind.__name__, (ParallelConv1D, kind), {"__module__": kind.__module__})

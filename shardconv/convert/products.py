@@ -1,17 +1,17 @@
-"""Parameters that a module's own code multiplies with, as a linear layer does with its weight.
+"""Matrix products of a module's own code with its parameters, as of a linear layer with its weight.
 
-Owns what the module override ``products`` makes of a module: the methods of its class, compiled anew from their source
-with the collectives of column and row parallel layers around these products.
+Owns the classes behind the module override ``products``: methods recompiled from source with the collectives of column
+and row parallel layers around these products.
 """
 
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
+from shardconv.convert.classes import class_factory, new_class
 from shardconv.convert.modules import Multiplying
 from shardconv.convert.recompile import recompiled
 
@@ -19,20 +19,20 @@ from shardconv.convert.recompile import recompiled
 _FUNCTIONS = ("einsum", "matmul", "bmm")
 #: Attributes of a parameter that may be read beside its products.
 _READABLE = ("dtype", "device")
-#: What a product becomes, by how its parameter is sharded.
+#: The method of :class:`Multiplying` that is applied to a product, by how its parameter is sharded.
 _OUTPUTS = {"rowwise": "product_output", "rowwise_shared": "shared_product"}
 
 
-@lru_cache
+@class_factory
 def multiplying(plain: type[nn.Module], products: tuple[tuple[str, str], ...]) -> type[Multiplying]:
-    """A class derived from a module's, in which products with some of its parameters are those of all ranks.
+    """A class derived from a module's, with column and row parallel products with some of its parameters.
 
     Args:
         plain: the class of the module.
-        products: name of each parameter to how it is sharded, one of :data:`~shardconv.plan.family.PRODUCTS`.
+        products: each parameter, and how it is sharded: one of :data:`~shardconv.plan.family.PRODUCTS`.
 
     Raises:
-        ValueError: if one is in no product, or is used otherwise.
+        ValueError: if a parameter is in no product, or is used otherwise.
     """
     changed: dict[str, Any] = {}
     found: set[str] = set()
@@ -44,11 +44,12 @@ def multiplying(plain: type[nn.Module], products: tuple[tuple[str, str], ...]) -
         found |= rewriter.found
     if missing := sorted({name for name, _ in products} - found):
         raise ValueError(f"{plain.__qualname__} has no product with {', '.join(missing)}: its rules are for other code")
-    return type(plain.__name__, (Multiplying, plain), {"__module__": plain.__module__, **changed})
+    made: type[Multiplying] = new_class(plain, (Multiplying, plain), changed)
+    return made
 
 
 def _methods(plain: type[nn.Module], texts: Sequence[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The methods of a class and of its bases that have one of these texts, but for the one that makes a module."""
+    """The methods of a class and of its bases whose source has one of these texts, but for ``__init__``."""
     bases = [base for base in plain.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
     for name in sorted({name for base in bases for name in vars(base)} - {"__init__"}):
         function = inspect.getattr_static(plain, name)
@@ -57,11 +58,11 @@ def _methods(plain: type[nn.Module], texts: Sequence[str]) -> Iterator[tuple[str
 
 
 class _Products(ast.NodeTransformer):
-    """Put the collectives around products.
+    """Insert the collectives around products.
 
     Attributes:
-        found: the parameters of which there are products.
-        problem: a use of one that is no product; "" for none.
+        found: the parameters with a product.
+        problem: a use of a parameter that is not a product; "" for none.
     """
 
     def __init__(self, products: Mapping[str, str]) -> None:
@@ -85,7 +86,7 @@ class _Products(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _name(self, node: ast.expr) -> str:
-        """The parameter that an operand is, or is a view of by an index; "" if it is none of these."""
+        """The parameter that an operand is, or is indexed from; "" if it is neither."""
         while isinstance(node, ast.Subscript):
             node = node.value
         match node:
@@ -111,5 +112,5 @@ class _Products(ast.NodeTransformer):
 
 
 def _call(method: str, *values: ast.expr) -> ast.Call:
-    """The call of a method of the module."""
+    """A call of a method of the module."""
     return ast.Call(ast.Attribute(ast.Name("self", ast.Load()), method, ast.Load()), list(values), [])

@@ -1,4 +1,4 @@
-"""Methods of a module's class, compiled anew from their source with a change."""
+"""Methods of a module's class, recompiled from their source with a change."""
 
 import ast
 import inspect
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def recompiled(function: Callable[..., Any], transformer: ast.NodeTransformer) -> Callable[..., Any]:
-    """A method, compiled anew from its source as a transformer changes it; decorators are applied anew.
+    """Recompile a method from its source, changed by a transformer of its syntax tree; decorators are applied again.
 
     Raises:
         ValueError: if it uses names of a function around it, or super() without arguments.
@@ -16,7 +16,7 @@ def recompiled(function: Callable[..., Any], transformer: ast.NodeTransformer) -
     inner = inspect.unwrap(function)
     if inner.__code__.co_freevars:
         names = ", ".join(inner.__code__.co_freevars)
-        raise ValueError(f"{inner.__qualname__} uses {names} of the code around it, and cannot be compiled anew")
+        raise ValueError(f"{inner.__qualname__} uses {names} of the code around it, and cannot be recompiled")
     tree = transformer.visit(ast.parse(textwrap.dedent(inspect.getsource(inner))))
     namespace: dict[str, Any] = {}
     code = compile(ast.fix_missing_locations(tree), inspect.getfile(inner), "exec")

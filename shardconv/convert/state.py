@@ -1,7 +1,7 @@
-"""To and from the state dict of the plain model.
+"""State dicts with full tensors, from and into modules whose parameters are sharded.
 
-A full state dict has the plain model's names and shapes, whatever the tp, so a checkpoint that was saved at one tp
-continues at another.
+A full state dict has the names and shapes of the unsharded model at any tensor parallel size, so that training can
+continue at another one.
 """
 
 from collections import OrderedDict, defaultdict
@@ -14,14 +14,14 @@ from shardconv.layers import ParallelModule
 
 
 def gather_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state dict that the plain model would have; all ranks have to call it, and all get it.
+    """The state dict of the unsharded model, on every rank. All ranks have to call it.
 
     Args:
         module: a module, some of whose parameters are shards.
 
     Returns:
         Name to full tensor, in its original order and without padding, detached, on the device of the shard. Tied names
-        have the same tensor. What is no shard is as ``module.state_dict()`` has it.
+        have the same tensor. Tensors that are not sharded are those of ``module.state_dict()``.
 
     Example:
         >>> state = gather_state_dict(model)  # doctest: +SKIP
@@ -41,19 +41,19 @@ def gather_state_dict(module: nn.Module) -> dict[str, Any]:
 def load_full_state_dict(
     module: nn.Module, state: Mapping[str, Any], *, strict: bool = True, assign: bool = False
 ) -> Any:
-    """Load the state dict of the plain model: each rank keeps its shards.
+    """Load the state dict of the unsharded model: each rank keeps its shards.
 
     Args:
         module: a module, some of whose parameters are shards.
         state: name to full tensor.
-        strict: as ``nn.Module.load_state_dict``'s.
+        strict: as in ``nn.Module.load_state_dict``.
         assign: likewise; tied parameters stay tied, unless ``state`` has different tensors for them.
 
     Returns:
-        What ``nn.Module.load_state_dict`` returns: missing and unexpected keys.
+        The missing and unexpected keys, as ``nn.Module.load_state_dict``.
 
     Raises:
-        RuntimeError: torch's own, for missing, unexpected and misshaped keys; shapes in it are those of full tensors.
+        RuntimeError: the error of ``nn.Module.load_state_dict``, with the shapes of full tensors.
     """
     full: OrderedDict[str, Tensor] = OrderedDict(state)
     metadata = dict(getattr(state, "_metadata", {}))
@@ -68,7 +68,7 @@ def load_full_state_dict(
 
 
 class _Owner(NamedTuple):
-    """A module that holds a parameter, and the parameter's names there and in the state dict."""
+    """A module that holds a parameter, with the names of the parameter there and in the state dict."""
 
     module: nn.Module
     name: str
@@ -76,7 +76,7 @@ class _Owner(NamedTuple):
 
 
 def _ties(module: nn.Module) -> list[list[_Owner]]:
-    """For each parameter that several modules share, its owners."""
+    """The owners of each parameter that several modules share."""
     owners: defaultdict[nn.Parameter, list[_Owner]] = defaultdict(list)
     for prefix, child in module.named_modules():
         for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
@@ -85,7 +85,7 @@ def _ties(module: nn.Module) -> list[list[_Owner]]:
 
 
 def _tie(owners: list[_Owner], state: Mapping[str, Any]) -> None:
-    """Tie parameters again that torch replaced one by one; those that ``state`` lacks follow the others."""
+    """Tie parameters again that torch replaced one by one, also those that are not in ``state``."""
     loaded = [owner for owner in owners if owner.key in state]
     if loaded and all(_is_same(state[loaded[0].key], state[owner.key]) for owner in loaded):
         parameter = loaded[0].module.get_parameter(loaded[0].name)

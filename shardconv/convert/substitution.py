@@ -1,4 +1,4 @@
-"""Tensors that a module's code finds in place of the module's own, such as the full tensor in place of a shard.
+"""Substitution of tensors while a module runs, such as of a full tensor for a shard.
 
 Owns how a forward that was written for full tensors reads a gathered parameter. ``nn.Module`` looks parameters and
 buffers up in ``__getattr__``, and so does :class:`Substitutable`, which first looks in the substitution of the calling
@@ -52,17 +52,17 @@ class Substitutable(nn.Module):
     slices: Mapping[str, Placement] = MappingProxyType({})
 
     def __getattr__(self, name: str) -> Any:
-        """What is substituted, else the module's own parameter, buffer or child."""
+        """The substituted tensor, else the module's own parameter, buffer or child."""
         found = _current.tensors.get((self, name))
         return super().__getattr__(name) if found is None else found
 
 
 class Substituted:
-    """A context in which code of this thread finds other tensors in modules, beside those that are substituted already.
+    """A context in which tensors are substituted for the code of this thread, in addition to earlier substitutions.
 
     Args:
         tensors: the tensors; their modules are :class:`Substitutable`.
-        without: a module for which nothing else is substituted.
+        without: a module whose earlier substitutions are suspended.
     """
 
     def __init__(self, tensors: Substitution, without: nn.Module | None = None) -> None:
@@ -75,12 +75,12 @@ class Substituted:
         _current.tensors = {**kept, **self._tensors}
 
     def __exit__(self, *_: object) -> None:
-        """Go back to what was substituted before."""
+        """Restore the earlier substitutions."""
         _current.tensors = self._before
 
 
 class OwnForward(Substitutable):
-    """A parallel layer that computes with its own shards, also while others find full tensors in it."""
+    """A parallel layer that computes with its shards also while other modules read its full tensors."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """As the layer's own."""

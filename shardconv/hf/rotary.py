@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from shardconv.convert.whole import RankConfig
+from shardconv.convert.converted_model import RankConfig
 from shardconv.errors import RunError
 from shardconv.layers.sharding import ParallelModule
 

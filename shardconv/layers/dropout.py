@@ -106,6 +106,10 @@ class SeedCheck:
         self.axis, self._number, self._checked = axis, next(_numbers), torch.zeros(())
         _axes[self._number] = axis
 
+    def __reduce__(self) -> tuple[type["SeedCheck"], tuple[Axis]]:
+        """A copy has a number of its own, which other processes would not know."""
+        return SeedCheck, (self.axis,)
+
     def __call__(self, device: torch.device, *, has_others: bool) -> None:
         """Check the generators. All ranks have to call it.
 

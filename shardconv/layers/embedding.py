@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis, reduce_from_tp
 from shardconv.layers.init import Initializer, fill_shard_, get_initializer
-from shardconv.layers.sharding import ParallelModule, even_placement, gather_shards, take_shard
+from shardconv.layers.sharding import ParallelModule, even_placement, gather_shards, public_function, take_shard
 from shardconv.plan.placement import Interval, Placement, intervals
 
 #: ``dim`` to the dim of the table that it cuts.
@@ -268,17 +268,15 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
 
     @classmethod
     def convert_parallel_embedding(cls, module: nn.Module, dim: int | None = None, **options: Any) -> Any:
-        """See :func:`shardconv.convert.convert_parallel_embedding`; on a class for one ``dim``, that is the default.
+        """Call :func:`shardconv.convert_parallel_embedding`; on a class for one ``dim``, that is the default.
 
         Raises:
             ValueError: also if ``dim`` is not that of the class.
         """
-        from shardconv.layers.conversion import convert_parallel_embedding  # noqa: PLC0415 - which imports this
-
         dim = cls._class_dim if dim is None else dim
         if cls._class_dim is not None and dim != cls._class_dim:
             raise ValueError(f"dim = {dim} (expected {cls._class_dim} for {cls.__name__})")
-        return convert_parallel_embedding(module, dim, **options)
+        return public_function("convert_parallel_embedding")(module, dim, **options)
 
     def extra_repr(self) -> str:
         """As nn.Embedding's, with dim and tp."""

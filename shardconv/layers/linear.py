@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardconv.distributed import Axis, GroupLike, as_axis, copy_to_tp, reduce_from_tp
 from shardconv.layers.features import check_features, mark_sharded_output
 from shardconv.layers.init import Initializer, fill_shard_, get_initializer, linear_bias_, linear_weight_
-from shardconv.layers.sharding import ParallelModule, even_placement, gather_shards, scatter_shards
+from shardconv.layers.sharding import ParallelModule, even_placement, gather_shards, public_function, scatter_shards
 from shardconv.plan.placement import Placement, intervals
 
 #: ``dim`` to the dim of torch's weight that it cuts.
@@ -342,18 +342,16 @@ class ParallelLinear(ParallelModule, nn.Linear):
 
     @classmethod
     def convert_parallel_linear(cls, module: nn.Module, dim: int | None = None, **options: Any) -> Any:
-        """See :func:`shardconv.convert.convert_parallel_linear`; on a class for one ``dim``, that is the default.
+        """Call :func:`shardconv.convert_parallel_linear`; on a class for one ``dim``, that is the default.
 
         Raises:
             ValueError: also if ``dim`` is not that of the class.
         """
-        from shardconv.layers.conversion import convert_linear  # noqa: PLC0415 - which imports this
-
         dim = cls._class_dim if dim is None else dim
         if cls._class_dim is not None and weight_dim(dim) != weight_dim(cls._class_dim):
             raise ValueError(f"dim = {dim} (expected {cls._class_dim} for {cls.__name__})")
-        kind = VocabParallelClassifier if issubclass(cls, VocabParallelClassifier) else ParallelLinear
-        return convert_linear(module, dim, kind, **options)
+        layer_class = VocabParallelClassifier if issubclass(cls, VocabParallelClassifier) else ParallelLinear
+        return public_function("convert_parallel_linear")(module, dim, layer_class=layer_class, **options)
 
     def extra_repr(self) -> str:
         """As nn.Linear's, with dim and tp."""

@@ -7,6 +7,7 @@ Owns what all parallel layers have in common: which of their parameters are cut 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,8 +18,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut, intervals
 
-#: Of parameters that are shards, the placement and the ranks. Beside them, so that they are stored as plain tensors.
+#: The placement and the ranks of each parameter that is a shard; apart from it, so that it is saved as torch.Tensor.
 _described: Any = WeakTensorKeyDictionary()
+
+
+def public_function(name: str) -> Any:
+    """A function that ``shardconv`` exports, for methods that call it; layers do not depend on its module."""
+    return getattr(import_module("shardconv"), name)
 
 
 def description(tensor: Tensor) -> tuple[Placement, Axis] | None:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardconv.convert.converted_model import DRAWN, finish
 from shardconv.convert.model import convert_by
-from shardconv.convert.whole import DRAWN, finish
 from shardconv.distributed import Axis
 from shardconv.hf.inputs import can_generate_text, example_inputs
 from shardconv.hf.isolation import isolated

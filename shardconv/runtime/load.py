@@ -25,9 +25,10 @@ from shardconv.checkpoint.paths import leads_out, local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.stored_plan import placements_in_memory, resolver_of, runnable_plan
 from shardconv.checkpoint.verify import verify_rank
+from shardconv.convert.converted_model import finish
 from shardconv.convert.model import convert_by
-from shardconv.convert.whole import finish
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel, reduce_from_tp
+from shardconv.distributed.agreement import digest, is_alike
 from shardconv.distributed.groups import has_groups, launched_size
 from shardconv.errors import (
     PeerError,
@@ -42,7 +43,6 @@ from shardconv.errors import (
 from shardconv.hf.classes import ModelClass, model_class
 from shardconv.hf.weights import load_shards
 from shardconv.layers import ParallelModule
-from shardconv.layers.conversion import digest, is_alike
 from shardconv.layers.sharding import take_shard
 from shardconv.layouts.layout import FileTensor
 from shardconv.plan.experts import own_experts

@@ -1,7 +1,7 @@
-"""Column parallel layers, and what reads their outputs: a rank has only its shard of the features.
+"""Checks that no layer that needs all features gets the local features of a column parallel layer.
 
-Owns the check of nn.Sequential before a conversion, where the order of the layers is known, and the check of inputs of
-layers that are not parallel, when they run.
+Owns the check of nn.Sequential before a conversion, where the order of the layers is known, and the check of the inputs
+of layers that are not parallel, when they run.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from shardconv.layers.features import check_features, is_shard_of
 from shardconv.layers.linear import ParallelLinear, weight_dim
 from shardconv.layers.sharding import ParallelModule
 
-#: Classes whose input has a given number of features, and where the number stands.
+#: Classes whose input has a fixed number of features, each with the function that reads the number.
 _FEATURES: dict[type[nn.Module], Callable[[Any], int]] = {
     nn.Linear: lambda layer: layer.in_features,
     nn.LayerNorm: lambda layer: layer.normalized_shape[-1],
@@ -35,9 +35,9 @@ def check_chains(module: nn.Module, becomes: Mapping[nn.Module, ParallelModule],
     A Sequential in which the sizes of neighbors do not fit is not called as a chain, and is not checked.
 
     Args:
-        module: that is converted.
-        becomes: layers to the parallel layers that they become.
-        tp: number of ranks.
+        module: the module that is converted.
+        becomes: the parallel layers that layers become.
+        tp: tensor parallel size.
 
     Raises:
         ValueError: with the names of both layers, if one does.
@@ -64,7 +64,7 @@ def _is_chain(module: nn.Module) -> bool:
 
 
 def _steps(name: str, chain: nn.Module, nested: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Name and layer in the order of calls; those of a Sequential in the Sequential are in their place."""
+    """Name and layer in the order of calls, with the layers of a nested Sequential in its place."""
     for own, layer in chain._modules.items():  # noqa: SLF001 - also layers that occur twice
         label = f"{name}.{own}" if name else own
         if layer is not None and _is_chain(layer):
@@ -95,7 +95,7 @@ def _break_in(layers: list[_Step]) -> tuple[_Step, _Step] | None:
 
 
 def _needed(layer: nn.Module, given: int) -> int | None:
-    """How many features a layer needs, if that is known; ``given`` where it needs all there are."""
+    """The number of features that a layer needs, None if unknown; ``given`` if it needs all features of its input."""
     if isinstance(layer, _ACROSS_FEATURES):
         return None if layer.dim == 0 else given  # 0 is the batch
     read = next((read for kind, read in _FEATURES.items() if isinstance(layer, kind)), None)
@@ -104,21 +104,21 @@ def _needed(layer: nn.Module, given: int) -> int | None:
 
 @dataclass(frozen=True)
 class _InputCheck:
-    """A forward pre-hook that names the layer whose input is a rank's shard instead of all features."""
+    """A forward pre-hook that raises if the input of a layer has only the local features."""
 
     label: str
     tp: int
 
     def __call__(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Check the first input; an input that is otherwise wrong is left to the layer."""
+        """Check the first input; other wrong inputs are left to the layer."""
         input = inputs[0] if inputs else None
         needed = _needed(layer, 0)
         if needed and isinstance(input, Tensor) and input.dim() and is_shard_of(input.shape[-1], needed, self.tp):
             check_features(input, needed, self.tp, f"{self.label} ({layer})".__str__)
 
 
-def watch_inputs(module: nn.Module, tp: int) -> None:
-    """Check the inputs of the layers of a converted module that are not parallel, whenever they run."""
+def check_inputs(module: nn.Module, tp: int) -> None:
+    """Register a check of their inputs with the layers of a converted module that are not parallel."""
     for name, child in module.named_modules():
         hooks = child._forward_pre_hooks.values()  # noqa: SLF001 - of an earlier conversion
         if tp > 1 and type(child) in _FEATURES and not any(isinstance(hook, _InputCheck) for hook in hooks):

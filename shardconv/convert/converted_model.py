@@ -1,7 +1,7 @@
-"""What a converted model of transformers does otherwise as a whole than the plain one.
+"""A converted model of transformers: generation, saving and checks that concern the model as a whole.
 
-Owns what would go wrong without a word: ranks that draw different tokens or masks, attention maps of a rank's heads
-only, and one rank's shards written as if they were the model.
+Owns the guards against silent errors: ranks that sample different tokens or dropout masks, attention maps of local
+heads only, and one rank's shards saved as if they were the model.
 """
 
 import re
@@ -10,39 +10,40 @@ from typing import Any
 
 from torch import nn
 
+from shardconv.convert.classes import converted_class
 from shardconv.convert.state import gather_state_dict
 from shardconv.distributed import Axis
 from shardconv.layers.dropout import SeedCheck, share_seeds
 
 
 class RankConfig:
-    """The config of a module that works on a rank's part: some fields are the rank's, all else is the model's config.
+    """The config of one module on one rank: local values of some fields, all others from the model's config.
 
     Args:
-        shared: the model's.
-        fields: what is the rank's own.
+        shared: the model's config.
+        fields: the local values.
     """
 
     def __init__(self, shared: Any, fields: dict[str, Any]) -> None:
         self.__dict__.update(fields, _shared=shared)
 
     def __getattr__(self, name: str) -> Any:
-        """What is not the rank's own."""
+        """A field of the model's config."""
         if name.startswith("__") or "_shared" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._shared, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Change the model's."""
+        """Change the model's config."""
         setattr(self._shared, name, value)
 
 
 class ConvertedModel(nn.Module):
-    """Mixed into the class of a model of transformers.
+    """The class that extends the class of a converted model of transformers.
 
     Attributes:
         axis: the ranks that hold the shards.
-        seed_check: compares the generators of the ranks.
+        seed_check: compares the random number generators of the ranks.
     """
 
     axis: Axis
@@ -50,69 +51,63 @@ class ConvertedModel(nn.Module):
 
     @property
     def plain_class(self) -> Any:
-        """The class of transformers."""
+        """The model's class in transformers."""
         return type(self).__bases__[1]
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
-        """As the model's own; all ranks draw what the first one draws."""
+        """As the model's own; all ranks sample the tokens of the first one."""
         if self.axis.size > 1:
             share_seeds(self.axis, self.device)  # type: ignore[arg-type] # as models of transformers have it
         return super().generate(*arguments, **options)  # type: ignore[misc] # likewise
 
     def save_pretrained(self, *arguments: Any, **options: Any) -> Any:
-        """As the model's own, of full tensors: all ranks call it, the first one of them writes."""
+        """As the model's own, with full tensors. All ranks call it, and the first one writes."""
         options.setdefault("is_main_process", self.axis.rank == 0)
         return super().save_pretrained(*arguments, **{"state_dict": gather_state_dict(self), **options})  # type: ignore[misc]
 
     def resize_token_embeddings(self, *arguments: Any, **options: Any) -> Any:
-        """Refused, unless it asks only for the embeddings.
+        """Return the input embeddings; resizing them is refused.
 
         Raises:
-            ValueError: if there is anything to resize.
+            ValueError: if any argument is given.
         """
         if arguments or options:
-            raise ValueError("the words are cut over the ranks: resize the embeddings before the model is converted")
+            raise ValueError("the vocabulary is sharded: resize the embeddings before the model is converted")
         return self.get_input_embeddings()  # type: ignore[operator]
 
 
 def finish(model: Any, axis: Axis) -> Any:
-    """Make a model of transformers whose layers are converted a converted model; others stay as they are."""
+    """Make a model of transformers, whose layers are converted, a :class:`ConvertedModel`; return others unchanged."""
     if not hasattr(model, "save_pretrained"):
         return model
-    plain = type(model)
-    if plain not in _classes:
-        _classes[plain] = type(plain.__name__, (ConvertedModel, plain), {"__module__": plain.__module__})
-    model.__class__ = _classes[plain]
+    model.__class__ = converted_class(ConvertedModel, type(model))
     model.axis, model.seed_check = axis, SeedCheck(axis)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
     return model
 
 
-_classes: dict[type, type] = {}
-
-
 def _check_call(model: Any, _: tuple[Any, ...], options: dict[str, Any]) -> None:
     if options.get("output_attentions", model.config.output_attentions):
         raise ValueError(
-            "output_attentions: each rank has the attention of its own heads only, and they are not gathered"
+            "output_attentions: each rank has the attention weights of its local heads only, and they are not gathered"
         )
-    if model.training and model.axis.size > 1 and (drawn := _drawn(model.config.to_dict())):
-        has_others = any(_DRAWN_ELSEWHERE.search(name) for name in drawn)
+    if model.training and model.axis.size > 1 and (fields := _random_fields(model.config.to_dict())):
+        has_others = any(_OTHER_GENERATORS.search(name) for name in fields)
         model.seed_check(model.device, has_others=has_others)  # each time: some models seed themselves anew
 
 
-#: What fields of configs are called that say how much is drawn in training.
+#: Names of config fields that make a forward pass in training random.
 DRAWN = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob|pos_embed_(shift|rescale)")
-#: Those of them by which generators are asked that are not torch's.
-_DRAWN_ELSEWHERE = re.compile(r"layer_?drop|mask_(time|feature)_prob")
+#: Those for which models use the generators of Python or numpy.
+_OTHER_GENERATORS = re.compile(r"layer_?drop|mask_(time|feature)_prob")
 
 
-def _drawn(config: Mapping[Any, Any]) -> list[str]:
-    """The fields of a config, and of those in it, by which something is drawn in training."""
+def _random_fields(config: Mapping[Any, Any]) -> list[str]:
+    """The fields that make training random, of a config and of the configs in it."""
     found = []
     for name, value in config.items():
         if isinstance(value, Mapping):
-            found += _drawn(value)
+            found += _random_fields(value)
         elif isinstance(value, float) and value and DRAWN.search(str(name)):
             found.append(str(name))
     return found

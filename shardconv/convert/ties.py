@@ -1,7 +1,4 @@
-"""Parameters that several modules share.
-
-Owns which modules share a parameter with which, inside of a module and outside of it.
-"""
+"""Tied parameters: which modules share a parameter, inside a module that is converted and outside of it."""
 
 import gc
 import sys
@@ -31,18 +28,19 @@ def tied_modules(module: nn.Module, layers: Iterable[nn.Module]) -> list[tuple[s
 
 
 def layer_label(module: nn.Module, name: str, layer: nn.Module) -> str:
-    """The name of a layer, and of those that it is tied to, for messages."""
+    """The name of a layer for messages, with the names of the layers that it is tied to."""
     label = name or "the layer"
     tied = [other or type(child).__name__ for other, child in tied_modules(module, [layer])]
     return f"{label} (tied to {', '.join(tied)})" if tied else label
 
 
 def owner_outside(module: nn.Module, parameters: Sequence[nn.Parameter]) -> nn.Module | None:
-    """A module outside of ``module`` that holds one of the parameters.
+    """A module outside of ``module`` that holds one of the parameters; None if there is none.
 
     Args:
         module: a module.
-        parameters: of modules in it, each once, in a list that alone holds them beside these modules.
+        parameters: parameters of modules in it, without duplicates. Nothing but this list and the modules may refer to
+            them.
     """
     inside = {id(child._parameters): child._parameters for child in module.modules()}  # noqa: SLF001 - who holds them
     owners = Counter(id(parameter) for held in inside.values() for parameter in held.values())
@@ -60,7 +58,7 @@ def _reference_counts(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 @cache
 def _references_without_owner() -> int:
-    """What :func:`_reference_counts` gives for a parameter in the list alone, in this version of Python."""
+    """The result of :func:`_reference_counts` for a parameter that only the list refers to, in this Python version."""
     return _reference_counts([nn.Parameter(torch.empty(0))])[0]
 
 

@@ -1,0 +1,191 @@
+"""The conversion engine: check a conversion on all ranks, then change the modules in place.
+
+Owns the order of every conversion. :mod:`~shardconv.convert.layers` prepares conversions from ``dim=``, and
+:mod:`~shardconv.convert.model` from the plan of a family, a plan file or policies; the engine knows none of these.
+
+Modules and parameters keep their identity: whatever refers to them still does, so shared modules stay shared and tied
+parameters stay tied. Nothing is changed before all ranks have passed all checks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardconv.convert.classes import converted_class
+from shardconv.convert.feature_checks import check_chains
+from shardconv.convert.overrides import Overrides, apply_overrides
+from shardconv.convert.ties import own_parameters
+from shardconv.distributed import Axis
+from shardconv.distributed.agreement import digest, is_alike
+from shardconv.layers.sharding import ParallelModule, take_shard
+
+
+class LayerSpec(NamedTuple):
+    """The parallel layer that a module becomes.
+
+    Attributes:
+        kind: the parallel class.
+        dim: the dim that is sharded, as the class counts; None where its parameters have placements of their own.
+        options: keyword arguments of its ``set_up``.
+    """
+
+    kind: type[ParallelModule]
+    dim: int | None
+    options: dict[str, Any]
+
+
+class Conversion(NamedTuple):
+    """A module and the parallel module that it becomes.
+
+    Attributes:
+        name: the module's name in the model.
+        module: the module, unchanged so far.
+        replacement: the parallel module. It has the module's attributes, and its parameters, which are still full.
+    """
+
+    name: str
+    module: nn.Module
+    replacement: ParallelModule
+
+    @classmethod
+    def prepare(cls, name: str, module: nn.Module, spec: LayerSpec, axis: Axis) -> "Conversion":
+        """Construct the parallel module; the module and its parameters are not changed.
+
+        Raises:
+            ValueError: if the module cannot be sharded like this.
+        """
+        replacement: Any = object.__new__(converted_class(spec.kind, type(module)))
+        replacement.__dict__.update(module.__dict__)
+        replacement.name_in_model, replacement.dim = name, spec.dim
+        replacement.set_up(axis, **spec.options)
+        return cls(name, module, replacement)
+
+    def apply(self) -> None:
+        """Turn the module into its replacement, in place."""
+        self.module.__class__ = type(self.replacement)
+        self.module.__dict__.update(self.replacement.__dict__)
+        self.replacement.describe_parameters()
+
+
+#: A tensor to compare over the ranks: the name of its module, its name there, and the tensor.
+NamedTensor = tuple[str, str, Tensor]
+
+
+class Preparation(NamedTuple):
+    """A conversion that is ready to be checked.
+
+    Attributes:
+        conversions: the modules that become parallel.
+        overrides: the per-rank attributes of modules.
+        description: text that has to be the same on all ranks, such as the rules.
+    """
+
+    conversions: Sequence[Conversion]
+    overrides: Sequence[Overrides] = ()
+    description: str = ""
+
+    def replacements(self) -> dict[nn.Module, ParallelModule]:
+        """Each module that becomes parallel, with its replacement."""
+        return {one.module: one.replacement for one in self.conversions}
+
+    def tensors(self) -> list[NamedTensor]:
+        """The parameters of the modules that become parallel."""
+        owned = ((one.name, own_parameters(one.module)) for one in self.conversions)
+        return [(label, name, parameter) for label, parameters in owned for name, parameter in parameters.items()]
+
+
+def convert(
+    module: nn.Module,
+    prepare: Callable[[], Preparation],
+    axis: Axis,
+    tensors: Sequence[NamedTensor] | None = None,
+) -> None:
+    """Convert modules in place. If a check fails on any rank, all ranks raise, and the modules are unchanged.
+
+    Args:
+        module: the module that contains them.
+        prepare: prepares the conversion, and raises if this rank cannot convert.
+        axis: the ranks.
+        tensors: the tensors whose values have to be the same on all ranks; by default the parameters of the modules
+            that become parallel.
+    """
+    prepared, problem = Preparation(()), None
+    try:
+        prepared = prepare()
+        check_chains(module, prepared.replacements(), axis.size)
+    except Exception as error:  # noqa: BLE001 - all ranks have to raise, whatever it is
+        problem = error
+    compared = prepared.tensors() if tensors is None and problem is None else tensors or ()
+    check_alike(compared, problem, axis, prepared.description)
+    shard_parameters([one.replacement for one in prepared.conversions], axis.rank)
+    for conversion in prepared.conversions:
+        conversion.apply()
+    apply_overrides(module, prepared.overrides, axis)
+
+
+def check_alike(named: Sequence[NamedTensor], problem: Exception | None, axis: Axis, description: str = "") -> None:
+    """Check that all ranks are about to convert the same layers with the same values. All ranks call it.
+
+    Args:
+        named: the tensors.
+        problem: the error for which this rank cannot convert; it is raised when all ranks know of it.
+        axis: the ranks.
+        description: text that has to be the same, too.
+
+    Raises:
+        ValueError: if ranks differ, or another rank has a problem.
+    """
+    if axis.size > 1:
+        shapes = [(label, name, value.shape, value.dtype, value.is_meta) for label, name, value in named]
+        described = digest(repr((shapes, description, str(problem))).encode())
+        if not is_alike([described], axis)[0] and problem is None:
+            raise ValueError(
+                f"the ranks {list(axis.ranks)} do not hold the same layers, of the same shapes and on the same kind of "
+                f"device, or one cannot convert them"
+            )
+    if problem is not None:
+        raise problem
+    named = [found for found in named if not found[-1].is_meta] if axis.size > 1 else []
+    if not named:
+        return
+    equal = is_alike([_digest_of(tensor) for *_, tensor in named], axis)
+    pairs = zip(named, equal, strict=True)
+    labels = list(dict.fromkeys(label or "the layer" for (label, *_), same in pairs if not same))
+    if labels:
+        raise ValueError(
+            f"the ranks {list(axis.ranks)} hold different values in {', '.join(labels[:3])}"
+            f"{' ...' if labels[3:] else ''}: seed all ranks alike, or load the same checkpoint on all, before "
+            f"converting"
+        )
+
+
+def _digest_of(tensor: Tensor) -> int:
+    return digest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+class _Shards(NamedTuple):
+    """A parameter, and this rank's shard of it and of its gradient."""
+
+    parameter: nn.Parameter
+    shard: Tensor
+    gradient: Tensor | None
+
+
+def shard_parameters(replacements: Sequence[ParallelModule], rank: int) -> None:
+    """Shard parameters in place, with their gradients; a parameter that several modules share is sharded once.
+
+    All shards are made before the first parameter is changed, so that running out of memory changes nothing.
+    """
+    made: dict[int, _Shards] = {}
+    for layer in replacements:
+        for name, placement in layer.own_shards():
+            parameter = getattr(layer, name)
+            if id(parameter) not in made:
+                gradient = None if parameter.grad is None else take_shard(parameter.grad, placement, rank).clone()
+                made[id(parameter)] = _Shards(parameter, take_shard(parameter.data, placement, rank).clone(), gradient)
+    for parameter, shard, gradient in made.values():
+        parameter.grad = None
+        parameter.data = shard
+        parameter.grad = gradient

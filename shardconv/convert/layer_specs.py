@@ -1,0 +1,165 @@
+"""The parallel class of each module of a model, by the plan of its parameters.
+
+Owns which classes of modules are supported, and refuses others.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardconv.convert.engine import Conversion, LayerSpec
+from shardconv.convert.heads import ParallelMultiheadAttention
+from shardconv.convert.modules import (
+    ParallelConv1D,
+    ParallelDepthwise,
+    ParallelExpertLinear,
+    ParallelExperts,
+    Sharded,
+)
+from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNorm
+from shardconv.distributed import Axis
+from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
+from shardconv.layers.sharding import ParallelModule
+from shardconv.plan.placement import Placement
+from shardconv.plan.plan import Plan, TensorPlan
+
+#: The style of an embedding that is embedding-dim-parallel with gathered output.
+_GATHERED_EMBEDDING = "embedding_colwise_gather_output"
+
+#: Classes of torch, and names of classes of transformers, that compute what nn.Linear computes.
+_TORCH_LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+_LINEARS = ("Conv1D", "FalconLinear")
+
+
+def conversions_of(
+    model: nn.Module, plan: Plan, kinds: Mapping[nn.Module, type[ParallelLinear]], axis: Axis
+) -> list[Conversion]:
+    """The modules that become parallel.
+
+    Args:
+        model: the model.
+        plan: its plan.
+        kinds: the classes that linear layers become instead of those that fit the plan.
+        axis: the ranks.
+    """
+    conversions = []
+    for name, module in model.named_modules():
+        plans = _own_plans(name, module, plan)
+        if (spec := _layer_spec(name, module, plans)) is not None:
+            spec = spec._replace(kind=kinds.get(module, spec.kind))
+            conversions.append(_conversion(name, module, spec, plans, axis))
+    return conversions + _readers(model, {one.module: one.replacement for one in conversions}, plan, axis)
+
+
+def _conversion(
+    name: str, module: nn.Module, spec: LayerSpec, plans: Mapping[str, TensorPlan], axis: Axis
+) -> Conversion:
+    conversion = Conversion.prepare(name, module, spec, axis)
+    placements = conversion.replacement.placements
+    if any(placements.get(own) != placement for own, placement in _placements(plans).items()):
+        raise ValueError(f"{name}: the plan does not shard it as a {spec.kind.__name__} is sharded")
+    return conversion
+
+
+def _readers(
+    model: nn.Module, replacements: Mapping[nn.Module, ParallelModule], plan: Plan, axis: Axis
+) -> list[Conversion]:
+    """Modules that may read the weight of a convolution in them without calling it, if ranks hold the same groups."""
+    found = []
+    for name, module in model.named_modules():
+        layers = [replacements.get(child) for child in module.children()]
+        is_read = any(
+            isinstance(layer, ParallelDepthwise) and layer.placements["weight"].has_copies for layer in layers
+        )
+        if is_read and module not in replacements:
+            plans = _own_plans(name, module, plan)
+            found.append(_conversion(name, module, _own_spec(Sharded, plans), plans, axis))
+    return found
+
+
+def _own_plans(name: str, module: nn.Module, plan: Plan) -> dict[str, TensorPlan]:
+    prefix = f"{name}." if name else ""
+    return {own: plan.tensors[prefix + own] for own in module._parameters if prefix + own in plan.tensors}  # noqa: SLF001
+
+
+def _placements(plans: Mapping[str, TensorPlan]) -> dict[str, Placement]:
+    """The placements of the parameters that are sharded."""
+    return {own: planned.placement for own, planned in plans.items() if planned.placement.dim is not None}
+
+
+def _layer_spec(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -> LayerSpec | None:
+    """The layer that a module becomes, by its class and the placements of its parameters; None if it stays as it is."""
+    sharded = {own: plans[own] for own in _placements(plans)}
+    styles = {planned.style for planned in (sharded or plans).values()}
+    if (sharded and "gathered" in styles) or (not sharded and "replicated_with_grad_allreduce" in styles):
+        return _own_spec(Sharded, plans)
+    if not sharded:
+        return None
+    weight = sharded.get("weight")
+    if weight is not None and isinstance(module, nn.Embedding):
+        options = {"gather_output": _GATHERED_EMBEDDING in styles, "placement": weight.placement}
+        return LayerSpec(ParallelEmbedding, -1 if weight.placement.dim else 0, options)
+    if _GATHERED_EMBEDDING in styles:
+        raise ValueError(f"{name}: a {type(module).__name__} is not an embedding, whose output can be gathered")
+    if weight is not None and _is_linear(module):
+        return _linear_spec(weight, is_transposed=type(module).__name__ == "Conv1D")
+    if "colwise_gather_output" in styles:
+        raise ValueError(
+            f"{name}: a {type(module).__name__} is not a linear layer, whose output can be gathered: use the style "
+            f"gathered"
+        )
+    return _own_spec(_own_kind(name, module, sharded), plans)
+
+
+def _own_spec(kind: type[Sharded], plans: Mapping[str, TensorPlan]) -> LayerSpec:
+    """A module that extends its own class, with the placements and styles of its parameters."""
+    styles = {own: planned.style for own, planned in plans.items()}
+    return LayerSpec(kind, None, {"placements": _placements(plans), "styles": styles})
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module computes what nn.Linear computes; other classes of the same name may not."""
+    kind = type(module)
+    return kind in _TORCH_LINEARS or (kind.__name__ in _LINEARS and kind.__module__.startswith("transformers."))
+
+
+def _num_dims(parameter: Tensor) -> int:
+    """The number of dims of a parameter; 1 if all dims but one have one element."""
+    return 1 if parameter.numel() == max(parameter.shape) else parameter.dim()
+
+
+def _own_kind(name: str, module: nn.Module, sharded: Mapping[str, TensorPlan]) -> type[Sharded]:
+    """The class that extends a module's own, by that and by the number of dims of its sharded parameters."""
+    kind = type(module).__name__
+    dims = {_num_dims(module.get_parameter(own)) for own in sharded}
+    if isinstance(module, nn.MultiheadAttention):
+        return ParallelMultiheadAttention
+    has_rows = {planned.style for planned in sharded.values()} == {"by_rows"}
+    if isinstance(module, nn.Linear) and not has_rows:
+        raise ValueError(f"{name}: a {kind} may compute something else than nn.Linear")
+    if isinstance(module, nn.Conv1d | nn.Conv2d) and module.groups > 1:
+        return ParallelDepthwise
+    if kind.endswith("RMSNormGated") and hasattr(module, "group_size"):
+        return GroupedRMSNorm
+    if 3 in dims and "Expert" in kind:
+        return ParallelExpertLinear if set(sharded) == {"weight"} else ParallelExperts
+    if "weight" in sharded and dims - {1, 2}:
+        raise ValueError(f"{name}: a {kind} with sharded parameters of {max(dims)} dims is not supported")
+    may_be_norm = "Norm" in kind and not any(module.children())
+    if dims != {1} or has_rows or ("weight" not in sharded and not may_be_norm):
+        return Sharded
+    is_layer_norm = isinstance(module, nn.LayerNorm)
+    if not is_layer_norm and (not kind.endswith("RMSNorm") or "weight" not in sharded):
+        raise ValueError(f"{name}: a {kind} over sharded features is not supported")
+    return GlobalLayerNorm if is_layer_norm else GlobalRMSNorm
+
+
+def _linear_spec(weight: TensorPlan, *, is_transposed: bool) -> LayerSpec:
+    is_column = (weight.placement.dim == 0) is not is_transposed
+    options: dict[str, Any] = {"placement": weight.placement}
+    is_classifier = weight.style == "embedding_rowwise"
+    if is_classifier or weight.style == "colwise_gather_output":
+        options["gather_output"] = True
+    kind = ParallelConv1D if is_transposed else ParallelLinear
+    return LayerSpec(VocabParallelClassifier if is_classifier else kind, -1 if is_column else 0, options)

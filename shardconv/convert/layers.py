@@ -1,0 +1,223 @@
+"""Conversion of all linear layers or all embeddings of a module along one ``dim``.
+
+Owns which layers that are, the layers that are converted with them because they are tied, and what is refused.
+"""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+
+from shardconv.convert.engine import Conversion, LayerSpec, Preparation, convert
+from shardconv.convert.feature_checks import check_inputs
+from shardconv.convert.ties import layer_label, own_parameters, owner_outside, tied_modules
+from shardconv.distributed import Axis, GroupLike, as_axis
+from shardconv.layers.embedding import ParallelEmbedding
+from shardconv.layers.linear import ParallelLinear, VocabParallelClassifier, weight_dim
+from shardconv.layers.sharding import ParallelModule
+from shardconv.plan.placement import IndivisibleError
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+#: The class of torch that each parallel class converts.
+_PLAIN: dict[type[ParallelModule], type[nn.Module]] = {
+    ParallelLinear: nn.Linear,
+    VocabParallelClassifier: nn.Linear,
+    ParallelEmbedding: nn.Embedding,
+}
+
+
+def convert_parallel_linear(
+    module: ModuleT,
+    dim: int | None = None,
+    *,
+    gather_output: bool = False,
+    layer_class: type[ParallelLinear] = ParallelLinear,
+    group: GroupLike = None,
+) -> ModuleT:
+    """Convert every nn.Linear in a module to a parallel layer.
+
+    All ranks have to hold the same values, which is checked. A second conversion with the same ``dim`` changes nothing.
+    An embedding whose weight is tied to that of a linear layer is converted with it, so that they stay tied.
+
+    Args:
+        module: a module, or a single nn.Linear.
+        dim: the dim of (in_features, out_features) that is sharded: -1 or 1 for column parallel, 0 for row parallel,
+            None for neither.
+        gather_output: with dim=-1, all-gather the outputs; then ``out_features`` need not divide, and layers with
+            padding become :class:`~shardconv.layers.VocabParallelClassifier`.
+        layer_class: the class of the converted layers: :class:`~shardconv.layers.ParallelLinear` or
+            :class:`~shardconv.layers.VocabParallelClassifier`.
+        group: see :func:`~shardconv.distributed.as_axis`.
+
+    Returns:
+        ``module``, converted in place; for a single nn.Linear a new layer, and the old one is unchanged.
+
+    Raises:
+        ValueError: if a size does not divide, a layer was converted otherwise, is of a class derived from nn.Linear, or
+            is tied to a layer that is not in ``module`` or cannot be sharded with it; if an nn.Sequential would pass a
+            shard to a layer that needs all features; or if the ranks hold different values. The model is then
+            unchanged.
+
+    Example:
+        >>> convert_parallel_linear(torch.nn.Linear(20, 30), dim=-1)
+        ParallelLinear(in_features=20, out_features=30, bias=True, dim=-1, tp=1)
+    """
+    if layer_class not in (ParallelLinear, VocabParallelClassifier):
+        raise ValueError(f"layer_class = {layer_class.__name__} (expected ParallelLinear or VocabParallelClassifier)")
+    return _convert_layers(module, LayerSpec(layer_class, dim, {"gather_output": gather_output}), as_axis(group))
+
+
+def convert_parallel_embedding(module: ModuleT, dim: int | None = None, *, group: GroupLike = None) -> ModuleT:
+    """Convert every nn.Embedding in a module to a parallel layer; otherwise as :func:`convert_parallel_linear`.
+
+    A linear layer whose weight is tied to that of an embedding is converted with it, and still gathers its output.
+
+    Args:
+        module: a module, or a single nn.Embedding.
+        dim: the dim of the embedding table that is sharded: 0 for vocabulary-parallel, 1 or -1 for
+            embedding-dim-parallel, None for neither.
+        group: see :func:`~shardconv.distributed.as_axis`.
+
+    Returns:
+        ``module``, converted in place; for a single nn.Embedding a new layer, and the old one is unchanged.
+
+    Raises:
+        ValueError: as :func:`convert_parallel_linear`.
+
+    Example:
+        >>> convert_parallel_embedding(torch.nn.Embedding(64, 8, padding_idx=1), dim=0)
+        ParallelEmbedding(64, 8, padding_idx=1, dim=0, tp=1)
+    """
+    return _convert_layers(module, LayerSpec(ParallelEmbedding, dim, {}), as_axis(group))
+
+
+def _convert_layers(module: ModuleT, spec: LayerSpec, axis: Axis) -> ModuleT:
+    converted = _copied(module) if type(module) is _PLAIN[spec.kind] else module
+    convert(converted, partial(_prepare, converted, spec, axis), axis)
+    if _is_column(spec) and not spec.options["gather_output"]:
+        check_inputs(converted, axis.size)
+    return converted
+
+
+def _copied(layer: Any) -> Any:
+    """A layer of the same class with parameters, buffers and hooks of its own, and without gradients."""
+    copied: Any = object.__new__(type(layer))
+    for name, value in layer.__dict__.items():
+        copied.__dict__[name] = copy.copy(value) if isinstance(value, dict | set) else value
+    for name, buffer in layer.named_buffers(recurse=False):
+        setattr(copied, name, buffer.clone())
+    for name, parameter in own_parameters(layer).items():
+        setattr(copied, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+    return copied
+
+
+def _prepare(module: nn.Module, spec: LayerSpec, axis: Axis) -> Preparation:
+    specs = _specs(module, spec, axis.size)
+    conversions = []
+    for name, (layer, own) in specs.items():
+        try:
+            if not _is_converted(name, layer, own, axis):
+                conversions.append(_conversion(name, layer, own, axis))
+        except ValueError as error:
+            raise ValueError(f"{layer_label(module, name, layer)}: {error}") from error
+    _check_owners(module, conversions)
+    return Preparation(conversions)
+
+
+def _specs(module: nn.Module, spec: LayerSpec, tp: int) -> dict[str, tuple[nn.Module, LayerSpec]]:
+    """Each layer that is converted, by name, and the layer that it becomes."""
+    classes = (spec.kind, _PLAIN[spec.kind])
+    found = {name: child for name, child in module.named_modules() if isinstance(child, classes)}
+    if not found:
+        raise ValueError(f"there is no {_PLAIN[spec.kind].__name__} in this {type(module).__name__}")
+    specs = {name: (child, _with_padding(spec, child, tp)) for name, child in found.items()}
+    tied = {name: (child, _tied_spec(spec, child, name)) for name, child in tied_modules(module, found.values())}
+    return specs | tied
+
+
+def _is_column(spec: LayerSpec) -> bool:
+    return issubclass(spec.kind, ParallelLinear) and weight_dim(spec.dim) == 0
+
+
+def _with_padding(spec: LayerSpec, layer: nn.Module, tp: int) -> LayerSpec:
+    """The layer with padding where gathered outputs allow it and its size needs it."""
+    is_gathered = _is_column(spec) and spec.options["gather_output"]
+    is_padded = is_gathered and isinstance(layer, nn.Linear) and layer.out_features % tp
+    return spec._replace(kind=VocabParallelClassifier) if is_padded else spec
+
+
+def _tied_spec(spec: LayerSpec, layer: nn.Module, name: str) -> LayerSpec:
+    """The layer that shards the same dim of a weight that is tied to one of ``spec``."""
+    if issubclass(spec.kind, ParallelLinear) and isinstance(layer, nn.Embedding):
+        return LayerSpec(ParallelEmbedding, {None: None, -1: 0, 1: 0, 0: 1}.get(spec.dim), {})
+    if spec.kind is ParallelEmbedding and isinstance(layer, nn.Linear):
+        dim = {None: None, 0: -1, 1: 0, -1: 0}.get(spec.dim)
+        return LayerSpec(VocabParallelClassifier, dim, {"gather_output": dim == -1})
+    raise ValueError(
+        f"{name}: a {type(layer).__name__} has a parameter in common with a layer that is to be sharded, and cannot be "
+        f"sharded with it"
+    )
+
+
+def _is_converted(name: str, layer: nn.Module, spec: LayerSpec, axis: Axis) -> bool:
+    """Whether a layer is parallel already.
+
+    Raises:
+        ValueError: if it is, but otherwise than asked for.
+    """
+    if not isinstance(layer, ParallelModule):
+        return False
+    wanted = Conversion.prepare(name, layer, spec._replace(kind=type(layer)), axis).replacement
+    differs = any(getattr(layer, option) != value for option, value in spec.options.items())
+    if differs or wanted.placements != layer.placements or layer.axis.ranks != axis.ranks:
+        expected = ", ".join(f"{option}={value}" for option, value in {"dim": spec.dim, **spec.options}.items())
+        raise ValueError(
+            f"is already parallel, as {layer} (expected {expected}): load the unsharded model to convert it otherwise, "
+            f"or convert the other layers in an nn.ModuleList without it"
+        )
+    return True
+
+
+def _conversion(name: str, layer: nn.Module, spec: LayerSpec, axis: Axis) -> Conversion:
+    """The conversion of an unsharded layer.
+
+    Raises:
+        ValueError: if it may compute something else than torch's class, or its size does not divide.
+    """
+    _check_plain(layer, _PLAIN[spec.kind])
+    try:
+        return Conversion.prepare(name, layer, spec, axis)
+    except ValueError as error:
+        can_pad = isinstance(error.__cause__, IndivisibleError) and _is_column(spec)
+        remedy = (
+            ". To pad it, pass gather_output=True; for logits that stay sharded, call "
+            "VocabParallelClassifier.convert_parallel_linear"
+        )
+        raise ValueError(f"{error}{remedy * can_pad}") from error
+
+
+def _check_plain(layer: nn.Module, plain: type[nn.Module]) -> None:
+    parameters = own_parameters(layer)
+    if type(layer) is not plain or "weight" not in parameters or parameters.keys() - {"weight", "bias"}:
+        raise ValueError(
+            f"is a {type(layer).__name__} with parameters {', '.join(parameters)}, not a plain {plain.__name__}, and "
+            f"may compute something else; convert the modules of the model that hold plain layers"
+        )
+    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    if "forward" in vars(layer) or any(gradient.is_sparse for gradient in gradients):
+        raise ValueError("has a forward of its own, or a sparse gradient: convert it before, or without it")
+
+
+def _check_owners(module: nn.Module, conversions: Sequence[Conversion]) -> None:
+    """Refuse to shard a parameter in place that a module outside uses as the full tensor."""
+    layers = [one.replacement for one in conversions]
+    shards = list(dict.fromkeys(getattr(layer, own) for layer in layers for own, _ in layer.own_shards()))
+    if shards and (owner := owner_outside(module, shards)) is not None:
+        names = ", ".join(name for name, _ in tied_modules(module, [owner]))
+        raise ValueError(
+            f"{names}: tied to {owner}, which is not in this {type(module).__name__} and would compute with a shard: "
+            f"convert both in one call, as in an nn.ModuleList, or the whole model"
+        )
