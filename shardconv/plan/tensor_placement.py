@@ -201,7 +201,7 @@ class GroupPlanner:
         groups = self._fields.evaluate(rule.groups)
         self._check_size(dim, groups * sum(unit.width for unit in units), sharers, names)
         if sharers > 1:
-            return cut(dim, units, tp, groups=groups).share(rule.part or 0, sharers)
+            return cut(dim, units, tp, groups=groups).chunk(rule.part or 0, sharers)
         paddings = [group.scope.padding(rule, unit) for unit in names]
         return _padded_placement(dim, units, tp, groups, paddings, group.scope.multiple(tp))
 
