@@ -650,7 +650,7 @@ def test_a_plan_file_may_name_the_family(checkpoint, tmp_path):
         ("[config]\nhead_dims = 8", r"plan file mine\.toml: \[config\] head_dims: no rule reads this field"),
         ('[parts]\n"model.vision" = "vision_config"', "part 'model.vision': the config has no config 'vision_config'"),
         ("[ruls]", "key 'ruls' is not known"),
-        ('[units]\nhead = { count = "a ** b" }', "may stand there"),
+        ('[units]\nhead = { count = "a ** b" }', "is not an expression"),
         ('[config]\nhead_dim = "head_dim"\n[rules]\n', ""),
         ('inherits = "nothing"', "no family 'nothing'"),
         ("rules = 1", "wrong type"),

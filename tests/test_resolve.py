@@ -129,7 +129,7 @@ def test_a_very_long_expression(checkpoint, tmp_path):
     plan = tmp_path / "plan.toml"
     count = "+".join("1" * 5000)
     plan.write_text(f'[units]\nu = {{ count = "{count}" }}')
-    with pytest.raises(shardconv.PlanError, match="is no expression, or too long a one"):
+    with pytest.raises(shardconv.PlanError, match="is not an expression, or too long"):
         shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
 
 
@@ -243,7 +243,7 @@ def test_fields_in_configs_have_defaults_and_conditions(tmp_path):
 def test_expressions_of_more_than_fields(checkpoint, tmp_path, expression):
     plan = tmp_path / "plan.toml"
     plan.write_text(f'[units]\nu = {{ count = "{expression}" }}')
-    with pytest.raises(shardconv.PlanError, match=r"only fields, whole numbers|is no expression"):
+    with pytest.raises(shardconv.PlanError, match="is not an expression"):
         shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
 
 
@@ -328,10 +328,10 @@ def test_units_that_may_stay_whole_are_not_padded():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "field num_heads is needed and the config has none"),
-        ({"num_heads": 4}, "num_heads is 4, where a list with a number at place 0 is needed"),
-        ({"num_heads": [4]}, "where a list with a number at place 1 is needed"),
-        ({"num_heads": ["4", 4]}, "where a list with a number at place 0 is needed"),
+        ({}, "config field num_heads is missing"),
+        ({"num_heads": 4}, r"num_heads is 4 \(expected a list with an integer at index 0\)"),
+        ({"num_heads": [4]}, "expected a list with an integer at index 1"),
+        ({"num_heads": ["4", 4]}, "expected a list with an integer at index 0"),
     ],
 )
 def test_a_list_without_a_number_for_a_stage_is_refused(config, message):
@@ -343,7 +343,7 @@ def test_a_name_without_a_stage_is_refused():
     plan = STAGES.replace('"encoder.stages.*.layers.*.q"', '"q"')
     request = PlanRequest(plan_file=("mine.toml", plan.rpartition('"encoder')[0]))
     specs = {"q.weight": TensorSpec("F32", (16, 24))}
-    with pytest.raises(PlanError, match="is read for a name without the number of a stage"):
+    with pytest.raises(PlanError, match="has no number of a stage"):
         resolve(specs, {"model_type": "new", "num_heads": [4]}, request).resolver.plan(2)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 from shardconv.errors import PlanError
 from shardconv.plan.engines import OWN, engine_named
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family, fields_read
+from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read
 from shardconv.plan.family_file import family_for, laid_over, load_family, parse_plan_file
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
@@ -23,7 +23,7 @@ from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_placement import HEAD_FIELDS
-from shardconv.plan.transformers_plan import foreign_family
+from shardconv.plan.transformers_plan import transformers_family
 
 #: The largest head size in common use. A cut between heads of this size, among a power of two of ranks, is also one
 #: between heads of 32, 64, 80, 96, 128, 192 or any other size that has no higher power of two in it. Where rows are no
@@ -137,7 +137,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
         _check_pairs(tensors)
         model = f"model type {config['model_type']!r}" if config.get("model_type") else "a checkpoint without a config"
         assumed.append(f"{model} has no family: planned by the names of its tensors")
-    if family.name == FOREIGN:
+    if family.name == TRANSFORMERS:
         assumed.append(
             "planned by transformers' own plan for the type; shardconv plan --prove tells whether it is right"
         )
@@ -208,13 +208,13 @@ def _replicated(name: str) -> Rule:
 
 def family_of(config: Mapping[str, Any], name: str = "") -> Family:
     """The family of that name, or the one for the ``model_type`` of a config."""
-    if name and name != FOREIGN:
+    if name and name != TRANSFORMERS:
         return load_family(name)
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         return load_family(name or NAMES_FAMILY)
     known = None if name else family_for(model_type)
-    return known or foreign_family(model_type) or load_family(name or NAMES_FAMILY)
+    return known or transformers_family(model_type) or load_family(name or NAMES_FAMILY)
 
 
 def _with_heads(

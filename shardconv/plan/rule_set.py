@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 from shardconv.plan.config_fields import check_expression, fields_in, lookup
 from shardconv.plan.engines import ENGINE, Engine
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import FOREIGN, NAMES_FAMILY, PLAN_FILE, Family, units_named
+from shardconv.plan.family import NAMES_FAMILY, PLAN_FILE, TRANSFORMERS, Family, units_named
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.rule import Rule
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
@@ -57,7 +57,7 @@ class RuleSet:
         """Why nothing of such a model is padded; "" where something may be."""
         if self.uncertain:
             return self.uncertain
-        if self.family in (NAMES_FAMILY, FOREIGN):
+        if self.family in (NAMES_FAMILY, TRANSFORMERS):
             return "no family is known for this model, so that outputs with padding are not known to be equal"
         return ""
 
