@@ -414,7 +414,7 @@ CASES: Mapping[str, Case] = {
         moved(RIGHT, plan=na(GROUPS), split=na(GROUPS)), base="minimax", options=("--pad",),
     ),
     "padding for vLLM, which reads its sizes from the config": Case(
-        refused(error("--pad with the boundaries of vllm", "shardconv pad")), base="odd",
+        refused(error("--pad is not supported with the boundaries of vllm", "shardconv pad")), base="odd",
         options=("--pad", "--for", "vllm"),
     ),
     "padding of a model of an unknown type": Case(

@@ -231,7 +231,7 @@ def test_slopes_of_minimax_are_laid_out_as_its_heads(heads, tp):
 def test_configs_cannot_say_what_slopes_depend_on():
     """As ALiBi: with more heads in the config, every head would get another slope."""
     names = [f"model.layers.0.self_attn.{name}.weight" for name in ("qkv_proj", "out_proj")]
-    with pytest.raises(PlanError, match="self_attn: have something for each head that depends on how many there are"):
+    with pytest.raises(PlanError, match="self_attn have a value for each head that depends on their number"):
         change_config(minimax(6, 2, pad=4), names, may_add=True)
 
 
@@ -500,7 +500,7 @@ def test_the_cost_is_that_of_the_files(tmp_path):
 
 
 REFUSED = {
-    "engine": ({"engine": "vllm"}, None, r"--pad with the boundaries of vllm: .* shardconv pad SRC"),
+    "engine": ({"engine": "vllm"}, None, r"--pad is not supported with the boundaries of vllm.* shardconv pad SRC"),
     "no family": ({}, {"model_type": "unheard_of", "head_dim": 16}, "no family is known for this model"),
 }
 

@@ -225,7 +225,7 @@ def test_parts_that_repeat_are_cut_each(tmp_path):
     with pytest.raises(shardconv.PlanError, match="8 is not a multiple of 3"):
         shardconv.make_plan(tmp_path, tp=3, plan=plan)
     plan.write_text(plan.read_text().replace("ffn.width", "ffn.height"))
-    with pytest.raises(shardconv.PlanError, match=r"field ffn\.height is needed"):
+    with pytest.raises(shardconv.PlanError, match=r"config field ffn\.height is missing"):
         shardconv.make_plan(tmp_path, tp=2, plan=plan)
 
 

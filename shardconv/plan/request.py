@@ -66,9 +66,8 @@ class PlanRequest:
             object.__setattr__(self, "engine", None)  # equal requests have one form
         if self.pad and self.engine:
             raise PlanError(
-                f"--pad with the boundaries of {self.engine} is not supported, as {self.engine} takes the sizes of "
-                f"shards from config.json, which --pad does not change: pad the checkpoint with shardconv pad SRC "
-                f"--multiple-of tp=N -o DIR"
+                f"--pad is not supported with the boundaries of {self.engine}, which reads sizes from config.json: "
+                f"pad the checkpoint, shardconv pad SRC --multiple-of tp=N -o DIR"
             )
 
     def to_json(self) -> dict[str, Any]:
