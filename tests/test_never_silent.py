@@ -418,7 +418,7 @@ CASES: Mapping[str, Case] = {
         options=("--pad", "--for", "vllm"),
     ),
     "padding of a model of an unknown type": Case(
-        refused(error("nothing of this model is padded", "no family is known")), config(model_type="unheard_of"),
+        refused(error("--pad is not supported for this model", "no family is known")), config(model_type="unheard_of"),
         base="odd", options=("--pad",),
     ),
     # plan files

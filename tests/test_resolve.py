@@ -119,9 +119,9 @@ def test_two_towers_of_which_the_config_describes_one(tmp_path, config):
 def test_patterns_with_a_brace_too_many(checkpoint, tmp_path, pattern):
     plan = tmp_path / "plan.toml"
     plan.write_text(f'[rules]\n"{pattern}" = {{ style = "replicate" }}')
-    with pytest.raises(shardconv.PlanError, match=r"has no }, or a } no {"):
+    with pytest.raises(shardconv.PlanError, match=r"braces are unbalanced"):
         shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
-    with pytest.raises(shardconv.PlanError, match=r"--replicate.*has no }, or a } no {"):
+    with pytest.raises(shardconv.PlanError, match=r"--replicate.*braces are unbalanced"):
         shardconv.make_plan(checkpoint("llama"), tp=2, replicate=[pattern])
 
 
@@ -353,7 +353,7 @@ def test_a_name_without_a_stage_is_refused():
         (', otherwise = "colwise_gather_output"', "", "otherwise is for rules all of whose units have whole = true"),
         (", whole = true", "", "otherwise is for rules all of whose units have whole = true"),
         ('count = "num_heads[stage]", ', "", "whole = true needs a count"),
-        ('"colwise_gather_output"', '"packed_colwise"', "is not a style, or one that needs parts"),
+        ('"colwise_gather_output"', '"packed_colwise"', "is not a style without parts"),
         ("num_heads[stage]", "num_heads[layer]", "only fields, whole numbers"),
     ],
 )
