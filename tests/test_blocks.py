@@ -245,7 +245,7 @@ def test_units_of_what_is_inherited_stay():
         ({"x": "../families/llama"}, "there is no block"),
         ({"x": 3}, "is not a block's name"),
         ({"x": {"block": "attention", "num_attention_heads": True}}, "is not an expression of config fields"),
-        ({"x": {"block": "attention", "num_attention_heads": "a.b()"}}, "only fields"),
+        ({"x": {"block": "attention", "num_attention_heads": "a.b()"}}, "is not an expression"),
         (
             {"x": {"block": "mlp", "intermediate_sise": "moe_intermediate_size"}},
             r"blocks 'x' = 'mlp' with intermediate_sise = 'moe_intermediate_size': block 'mlp' does not read "

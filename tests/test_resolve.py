@@ -354,7 +354,7 @@ def test_a_name_without_a_stage_is_refused():
         (", whole = true", "", "otherwise is for rules all of whose units have whole = true"),
         ('count = "num_heads[stage]", ', "", "whole = true needs a count"),
         ('"colwise_gather_output"', '"packed_colwise"', "is not a style without parts"),
-        ("num_heads[stage]", "num_heads[layer]", "only fields, whole numbers"),
+        ("num_heads[stage]", "num_heads[layer]", "is not an expression of config fields"),
     ],
 )
 def test_units_that_may_stay_whole_need_another_style(old, new, message):

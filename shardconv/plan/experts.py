@@ -98,4 +98,4 @@ def _renumbered(name: str, first: Mapping[str, int]) -> str:
     if match is None:
         return name
     number = int(match["number"]) - first[match["module"]]
-    return f"{match['place']}.{number}.{name[match.end() :]}"
+    return f"{match['module']}.{number}.{name[match.end() :]}"
