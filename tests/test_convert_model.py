@@ -358,7 +358,7 @@ WRONG_OVERRIDES = {
     "no field": ('"**.mlp" = { attributes = { hidden_size = "no_such_field" } }', "no_such_field"),
     "no parameter": ('"**.self_attn" = { slices = { head_dim = { dim = 0, unit = "query_head" } } }', "can be sliced"),
     "no variable": ('"**.mlp" = { locals = { count = 2 } }', "LlamaMLP.forward assigns no count"),
-    "a unit without a count": ('"**.self_attn" = { attributes = { head_dim = "single" } }', "has no count of its own"),
+    "a unit without a count": ('"**.self_attn" = { attributes = { head_dim = "single" } }', "follows from a tensor"),
 }
 
 

@@ -121,7 +121,7 @@ def test_what_is_written(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "config", "expected"),
     [
-        ("phi3", {}, "model.layers.0.mlp.gate_up_proj.weight: is sharded as dim 0, 2 pieces, and torch"),
+        ("phi3", {}, "model.layers.0.mlp.gate_up_proj.weight: is sharded as dim 0, 2 intervals, and torch"),
         ("llama", {"vocab_size": 131}, "lm_head.weight: is sharded as dim 0, padded from 131, and torch"),
     ],
 )
@@ -157,4 +157,4 @@ def test_command(tmp_path):
     assert_equal(load_full(tmp_path / "out", expected), expected)
     refused = call("split", write(tmp_path, "phi3"), "--tp", "4", "--layout", "dcp", "-o", tmp_path / "no")
     assert refused.code == 1
-    assert "gate_up_proj.weight: is sharded as dim 0, 2 pieces" in " ".join(refused.err.split())
+    assert "gate_up_proj.weight: is sharded as dim 0, 2 intervals" in " ".join(refused.err.split())

@@ -414,11 +414,11 @@ CASES: Mapping[str, Case] = {
         moved(RIGHT, plan=na(GROUPS), split=na(GROUPS)), base="minimax", options=("--pad",),
     ),
     "padding for vLLM, which reads its sizes from the config": Case(
-        refused(error("--pad with the boundaries of vllm", "shardconv pad")), base="odd",
+        refused(error("--pad is not supported with the boundaries of vllm", "shardconv pad")), base="odd",
         options=("--pad", "--for", "vllm"),
     ),
     "padding of a model of an unknown type": Case(
-        refused(error("nothing of this model is padded", "no family is known")), config(model_type="unheard_of"),
+        refused(error("--pad is not supported for this model", "no family is known")), config(model_type="unheard_of"),
         base="odd", options=("--pad",),
     ),
     # plan files
@@ -450,12 +450,12 @@ CASES: Mapping[str, Case] = {
         has_plan=True,
     ),
     "plan file with another unit of the name of one of the family": Case(
-        refused(error("unit 'query_head' is another one in family llama", "rename it")),
+        refused(error("unit 'query_head' differs from that of family llama", "rename it")),
         plan_file('[units]\nquery_head = { count = "num_attention_heads // 2", size = "head_dim * 2" }\n[rules]\n'
                   '"lm_head" = { style = "colwise", unit = "query_head" }\n'), has_plan=True,
     ),
     "plan file with a submodel whose config is not there": Case(
-        refused(error("part 'model.layers'", "no config 'text_config' in it")),
+        refused(error("part 'model.layers'", "no nested config 'text_config'")),
         plan_file('[parts]\n"model.layers" = { config = "text_config", family = "llama" }\n'), has_plan=True,
     ),
     "plan file with a config field that no rule reads": Case(

@@ -34,10 +34,10 @@ PADDED = (
 
 #: Models that are not padded, and why.
 REFUSED = {
-    "olmo2": "q_norm.weight: is a norm over all heads",
-    "stablelm": "q_layernorm: have something for each query_head that depends on how many there are",
-    "falcon-rw": "self_attention: have something for each query_head that depends on how many there are",
-    "gpt2": r"n_embd // n_head: would be 5 instead of 8",
+    "olmo2": "q_norm.weight is a norm over all heads",
+    "stablelm": "q_layernorm have a value for each query_head that depends on their number",
+    "falcon-rw": "self_attention have a value for each query_head that depends on their number",
+    "gpt2": r"n_embd // n_head would be 5 instead of 8",
     "bert": "transformers cannot build BertForPreTraining by this config",
     "phi": "PhiForCausalLM does not have the padded tensors",
     "llama": r"LlamaConfig of transformers [0-9.]+ refuses config.json: .*'validate_architecture': "

@@ -27,7 +27,7 @@ from shardconv.errors import IntegrityError, PlanError
 from shardconv.plan.family import Family
 from shardconv.plan.module_override import InputRule, ModuleRule
 from shardconv.plan.padded_config import change_config
-from shardconv.plan.padding import Heads, Padding, _matched, unit_paddings
+from shardconv.plan.padding import Heads, Padding, _matched_modules, unit_paddings
 from shardconv.plan.placement import Interval, Placement, Unit, cut
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
@@ -183,7 +183,7 @@ def test_numbers_of_heads_in_other_modules_are_padded_as_the_heads_are():
     scope = beside_heads("number")
     assert scope.units("number", 4) == scope.units("query", 4)
     assert beside_heads("width").units("width", 4).local_size(0) == 8
-    with pytest.raises(PlanError, match="there are as many as heads of other modules, and it is not known of which"):
+    with pytest.raises(PlanError, match="its count equals that of heads of other modules"):
         beside_heads("width", width=2, kv_heads=2).units("width", 4)
 
 
@@ -193,13 +193,13 @@ def test_overrides_are_not_joined_with_other_modules_of_the_same_rule():
     family = Family("made up", units=UNITS_OF, rules=(rule, kv), modules=(ModuleRule("**.block", norms="kv"),))
     used = {rule: frozenset({"block.q"}), kv: frozenset({"mlp.down"})}
     scope = Scope(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10}, pad=1, used=used)
-    assert "mlp" not in set(_matched(scope, re.compile(scope.regex("**.block"))))
+    assert "mlp" not in set(_matched_modules(scope, re.compile(scope.regex("**.block"))))
 
 
 def test_units_of_which_no_rule_tells_the_layout_are_not_padded():
     """With padding behind the last, the values of heads would be beside other heads."""
     scope = scope_of(ModuleRule("elsewhere", slices={"slopes": InputRule(0, "number")}), q="query", k="kv")
-    with pytest.raises(PlanError, match=r"unit number: 6 is not a multiple of 4, and is not padded: no rule tells"):
+    with pytest.raises(PlanError, match=r"unit number: 6 is not a multiple of 4, and is not padded: no rule"):
         scope.units("number", 4)
     assert not scope.units("number", 3).is_padded
 
@@ -231,17 +231,17 @@ def test_slopes_of_minimax_are_laid_out_as_its_heads(heads, tp):
 def test_configs_cannot_say_what_slopes_depend_on():
     """As ALiBi: with more heads in the config, every head would get another slope."""
     names = [f"model.layers.0.self_attn.{name}.weight" for name in ("qkv_proj", "out_proj")]
-    with pytest.raises(PlanError, match="self_attn: have something for each head that depends on how many there are"):
+    with pytest.raises(PlanError, match="self_attn have a value for each head that depends on their number"):
         change_config(minimax(6, 2, pad=4), names, may_add=True)
 
 
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"q": "query", "k": "few"}, "which of them belong together is not known"),
-        ({"q": "query", "k": "few", "v": "kv"}, "which query head has which KV head is not known"),
-        ({"q": "query", "k": "by_tensor"}, "differs from tensor to tensor"),
-        ({"q": "query", "k": "kv", "up": "width"}, "which query head has which KV head is not known"),
+        ({"q": "query", "k": "few"}, "which heads belong together is unknown"),
+        ({"q": "query", "k": "few", "v": "kv"}, "which query head has which KV head is unknown"),
+        ({"q": "query", "k": "by_tensor"}, "differs between tensors"),
+        ({"q": "query", "k": "kv", "up": "width"}, "which query head has which KV head is unknown"),
     ],
 )
 def test_units_of_which_it_is_not_known_are_not_padded(rules, message):
@@ -500,7 +500,7 @@ def test_the_cost_is_that_of_the_files(tmp_path):
 
 
 REFUSED = {
-    "engine": ({"engine": "vllm"}, None, r"--pad with the boundaries of vllm: .* shardconv pad SRC"),
+    "engine": ({"engine": "vllm"}, None, r"--pad is not supported with the boundaries of vllm.* shardconv pad SRC"),
     "no family": ({}, {"model_type": "unheard_of", "head_dim": 16}, "no family is known for this model"),
 }
 
@@ -517,8 +517,8 @@ def test_what_is_not_padded(case, tmp_path):
 #: A model type, and what is said at tp 3.
 UNITS = {
     "a convolution over the channels": ("mamba2", "computes along the dim that would be padded"),
-    "heads that differ from layer to layer": ("gemma4_text", "differs from tensor to tensor"),
-    "halves of heads": ("diffllama", "which query head has which KV head is not known"),
+    "heads that differ from layer to layer": ("gemma4_text", "differs between tensors"),
+    "halves of heads": ("diffllama", "which query head has which KV head is unknown"),
 }
 
 

@@ -34,13 +34,13 @@ def test_few_kv_heads_are_repeated_in_place(heads, size, tp):
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=3, max_size=3), tp=st.sampled_from([1, 2, 4]))
-def test_even_shares_of_a_fused_dim(sizes, tp):
-    """Tensors of even size, one behind the other: a rank's elements of all of them are those of the fused one."""
+def test_chunks_of_a_fused_dim(sizes, tp):
+    """A rank holds the same elements of the chunks of a fused tensor as of the fused tensor."""
     whole = cut(0, [Unit(12, size) for size in sizes], tp)
-    shares = [whole.share(number, 3) for number in range(3)]
-    assert {share.size for share in shares} == {4 * sum(sizes)}
+    chunks = [whole.chunk(index, 3) for index in range(3)]
+    assert {chunk.size for chunk in chunks} == {4 * sum(sizes)}
     for rank in range(tp):
-        found = [number * share.size + one for number, share in enumerate(shares) for one in held(share, rank)]
+        found = [index * chunk.size + one for index, chunk in enumerate(chunks) for one in held(chunk, rank)]
         assert found == held(whole, rank)
 
 

@@ -440,7 +440,7 @@ REFUSED = {
     "modules by none": (changed(BertPolicy, replace_modules={"BertPooler": 3}), "3 is not a class of modules"),
     "modules that are cut": (changed(BertPolicy, replace_modules={nn.Linear: Halves}), "and a layer names it"),
     "fused, whole": (
-        changed(BertPolicy, on_parts=[Layer("output.LayerNorm.weight", n_fused=2)]), "n_fused is for what is cut",
+        changed(BertPolicy, on_parts=[Layer("output.LayerNorm.weight", n_fused=2)]), "n_fused is for sharded layers",
     ),
 }  # fmt: skip
 
@@ -487,9 +487,9 @@ def test_refused_models(ranks):
 
 
 def test_refused_words():
-    with pytest.raises(ValueError, match="it has neither"):
+    with pytest.raises(ValueError, match="has neither a weight"):
         Layer(n_fused=3)
-    with pytest.raises(ValueError, match="n_fused = 0"):
+    with pytest.raises(ValueError, match="n_fused is 0"):
         Layer("weight", n_fused=0)
     for policy in (BertLayer, BertPolicy(None), [BertPolicy, "auto"], [], None):
         with pytest.raises(TypeError, match=r"is not a class derived from shardconv.Policy"):

@@ -22,10 +22,10 @@ import shardconv
 from shardconv.errors import PlanError, RunError
 from shardconv.hf.build import small_model
 from shardconv.hf.small import SAME, default_config
-from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family
+from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family
 from shardconv.plan.family_file import laid_over, parse_plan_file
 from shardconv.plan.request import PlanRequest
-from shardconv.plan.transformers_plan import foreign_family
+from shardconv.plan.transformers_plan import transformers_family
 from shardconv.proof.compare import Reference, _difference, write_reference
 from shardconv.proof.prove import REFERENCE, _heads_for, _model_to_try, _skipped
 
@@ -222,9 +222,9 @@ def test_a_proposal_as_json():
 def test_plans_of_transformers(ranks, tmp_path, model_type):
     model = small(model_class(CAUSAL, model_type))
     model.save_pretrained(tmp_path / "source")
-    report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=2, family=FOREIGN)
-    assert (report.family, "transformers' own plan" in report.assumed[0]) == (FOREIGN, True)
-    assert_equal(ranks, type(model), tmp_path, PlanRequest(FOREIGN))
+    report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=2, family=TRANSFORMERS)
+    assert (report.family, "transformers' own plan" in report.assumed[0]) == (TRANSFORMERS, True)
+    assert_equal(ranks, type(model), tmp_path, PlanRequest(TRANSFORMERS))
 
 
 def assert_equal(ranks, kind, folder, request, layout="pair"):
@@ -237,11 +237,11 @@ def assert_equal(ranks, kind, folder, request, layout="pair"):
 
 
 def test_no_plan_of_transformers(tmp_path):
-    assert foreign_family("gpt2") is None
-    assert foreign_family("no such type") is None
+    assert transformers_family("gpt2") is None
+    assert transformers_family("no such type") is None
     small(model_class(CAUSAL, "gpt2")).save_pretrained(tmp_path)
     with pytest.raises(PlanError, match="there is no family 'transformers'"):
-        shardconv.make_plan(tmp_path, tp=2, family=FOREIGN)
+        shardconv.make_plan(tmp_path, tp=2, family=TRANSFORMERS)
 
 
 def test_what_is_barred_is_no_measure():

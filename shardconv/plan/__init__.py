@@ -1,1 +1,1 @@
-"""Which tensor is cut how: pure data and pure functions."""
+"""Plans: which tensor of a checkpoint is sharded along which dim, as plain data and pure functions."""

@@ -1,7 +1,7 @@
-"""Blocks of modules mounted in a family: rules relative to a module become rules of the model.
+"""Expand the blocks of a family: rules relative to a module become rules of the model.
 
-Owns the arithmetic of mounting: paths are joined, config fields replaced, and units told apart where the same block is
-mounted with different fields. What comes out is plain rules; nothing after this knows blocks.
+Joins paths, replaces config fields, and renames units where a block is mounted several times with different fields. The
+result consists of rules, units and module overrides without blocks.
 """
 
 import re
@@ -16,7 +16,7 @@ from shardconv.plan.family import Block, Mount, fields_read
 from shardconv.plan.module_override import InputRule, ModuleRule
 from shardconv.plan.rule import SIZE_NAMES, Rule, UnitRule
 
-#: How deep blocks are nested.
+#: The deepest nesting of blocks.
 _MAX_DEPTH = 6
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9.]*")
@@ -25,14 +25,14 @@ Expression = str | int
 
 
 class Mounted(NamedTuple):
-    """What the blocks of a family come to.
+    """The expanded blocks of a family.
 
     Attributes:
         config: defaults of config fields.
         units: name to unit.
         rules: in the order in which they are tried.
         modules: module overrides.
-        numbered: the units whose names are numbered by the order of blocks.
+        numbered: the units whose names have a number from the order of blocks.
     """
 
     config: dict[str, Expression]
@@ -55,21 +55,21 @@ def mounted(
 
     Args:
         mounts: the blocks, in the order in which their rules are tried.
-        find: gives a block by its name.
-        origin: of the family, for the report.
-        units: the family's own units, which keep their names.
-        config: defaults of config fields that the family inherits.
-        known: the config fields that have a default of the family's own.
+        find: returns the block of a name.
+        origin: the source of the family, for reports.
+        units: the units of the family, which keep their names.
+        config: defaults of config fields that the family has or inherits.
+        known: the config fields for which the family itself has a default.
 
     Raises:
-        PlanError: if blocks contain each other or have different defaults for one field, or an entry replaces a field
+        PlanError: if blocks contain each other or have different defaults for a field, or an entry replaces a field
             that its block does not read.
     """
     builder = _Builder(find, origin, config=dict(config or {}), units=dict(units), known=known)
     for mount in mounts:
         builder.mount = "" if mount.optional else mount.describe()
         builder.add(mount, "", {}, ())
-    # Of rules the first that matches counts, of module overrides the last.
+    # The first rule that matches applies; of module overrides the last has precedence.
     rules, modules = tuple(builder.rules), tuple(reversed(builder.modules))
     return Mounted(builder.config, builder.units, rules, modules, frozenset(builder.numbered))
 
@@ -89,40 +89,47 @@ class _Builder:
     def add(
         self, mount: Mount, at: str, outer: Mapping[str, Expression], inside: tuple[str, ...], label: str = ""
     ) -> None:
-        """Mount a block at a path, with the fields that the blocks around it replace; ``label`` names where they do."""
+        """Mount a block at a path.
+
+        Args:
+            mount: the entry.
+            at: the path.
+            outer: the fields that enclosing blocks replace.
+            inside: the names of enclosing blocks.
+            label: the module at which fields were last replaced, for the names of units.
+        """
         if mount.block in inside or len(inside) >= _MAX_DEPTH:
             raise PlanError(f"{self.origin}: block {mount.block!r} contains itself, or blocks are nested too deep")
         block = self.find(mount.block)
         self._check_fields(mount, block)
         fields = {**outer, **{name: replaced(value, outer) for name, value in mount.fields}}
-        path, origin = _joined(at, mount.pattern), f"{self.origin}, block {block.name}"
-        place = f"{origin} at {path!r}, {len(self.rules)}"
+        path, origin = _join(at, mount.pattern), f"{self.origin}, block {block.name}"
+        block_id = f"{origin} at {path!r}, {len(self.rules)}"
         for name, default in block.config.items():
             if name in fields:
                 continue
             if _reads(default).isdisjoint(fields):
                 self._add_default(name, default, block)
-            else:  # the config's own field is of the modules for which no field is replaced
+            else:  # a field of that name in the config is for the modules whose fields are not replaced
                 fields[name] = replaced(default, fields)
         label = _label(mount.pattern) if mount.fields else label
         names = {name: self._unit(name, unit, fields, label) for name, unit in block.units.items()}
         for rule in block.rules:
-            pattern = _joined(path, rule.pattern)
-            made = replace(_rule(rule, fields, names), pattern=pattern, origin=origin)
-            self.rules.append(replace(made, mount=self.mount, block=place))
+            mounted_rule = replace(_rule(rule, fields, names), pattern=_join(path, rule.pattern), origin=origin)
+            self.rules.append(replace(mounted_rule, mount=self.mount, block=block_id))
         for module in block.modules:
-            pattern = _joined(path, module.pattern)
-            self.modules.append(replace(_module(module, fields, names), pattern=pattern, origin=origin, block=place))
+            override = replace(_module(module, fields, names), pattern=_join(path, module.pattern), origin=origin)
+            self.modules.append(replace(override, block=block_id))
         for inner in block.blocks:
             self.add(inner, path, fields, (*inside, mount.block), label)
 
     def _add_default(self, name: str, default: Expression, block: Block) -> None:
-        """Give a config field a default, which has to be the same in all blocks."""
-        known = self.config.setdefault(name, default)
-        if known != default and name not in self.known:
+        """Add the default of a config field, which has to be the same in all blocks."""
+        existing = self.config.setdefault(name, default)
+        if existing != default and name not in self.known:
             raise PlanError(
-                f"{self.origin}: block {block.name!r} has the default {default} for config field {name}, which has the "
-                f"default {known} already: add the right one to [config]"
+                f"{self.origin}: config field {name} has two defaults, {existing}, and {default} in block "
+                f"{block.name!r}: add the right one to [config]"
             )
 
     def _check_fields(self, mount: Mount, block: Block) -> None:
@@ -136,57 +143,57 @@ class _Builder:
             )
 
     def _fields_read(self, block: Block, depth: int = 0) -> set[str]:
-        """The config fields that a block and the blocks in it read from around it."""
-        found = fields_read(block) - set(block.units) - SIZE_NAMES
+        """The config fields that a block and the blocks in it read, without those that it replaces."""
+        read = fields_read(block) - set(block.units) - SIZE_NAMES
         for inner in block.blocks if depth < _MAX_DEPTH else ():
             names = {name for name, _ in inner.fields}
-            found |= self._fields_read(self.find(inner.block), depth + 1) - names
-            found |= {name for _, value in inner.fields for name in fields_in(value)}
-        return found
+            read |= self._fields_read(self.find(inner.block), depth + 1) - names
+            read |= {name for _, value in inner.fields for name in fields_in(value)}
+        return read
 
     def _unit(self, name: str, unit: UnitRule, fields: Mapping[str, Expression], label: str) -> str:
-        """The name of a unit of a block in the family: its own, or where fields are replaced with the module before."""
-        number = None if unit.count is None else replaced(unit.count, fields)
-        own = replace(unit, count=number, size=replaced(unit.size, fields))
-        first = name if own == unit else f"{label}_{name}"
+        """Add a unit of a block, and return its name in the family; with ``label`` as prefix if its fields change."""
+        unit_count = None if unit.count is None else replaced(unit.count, fields)
+        mounted_unit = replace(unit, count=unit_count, size=replaced(unit.size, fields))
+        first = name if mounted_unit == unit else f"{label}_{name}"
         for candidate in chain([first], (f"{first}_{number}" for number in count(2))):
             if candidate != first and candidate not in self.units:
                 self.numbered.add(candidate)
-            if self.units.setdefault(candidate, own) == own:
+            if self.units.setdefault(candidate, mounted_unit) == mounted_unit:
                 return candidate
-        raise AssertionError("candidates do not end")
+        raise AssertionError("there is always another candidate")
 
 
 def _label(pattern: str) -> str:
-    """The last module that a pattern names, of a choice the first, as part of a name."""
+    """The last module of a pattern as part of a name; of a choice, the first alternative."""
     modules = [module for module in re.split(r"\.(?![^{]*\})", pattern) if module.strip("*")]
     last = modules[-1].strip("{}").partition(",")[0] if modules else "model"
     return re.sub(r"\W+", "_", last).strip("_")
 
 
-def _joined(path: str, pattern: str) -> str:
-    """A relative pattern below a path; ``**`` is a path of any modules or none."""
+def _join(path: str, pattern: str) -> str:
+    """Join a path and a relative pattern; the path ``**`` is any number of modules."""
     if path == "**" and pattern.startswith("**."):
         return pattern
     return ".".join(filter(None, (path, pattern)))
 
 
 def _reads(default: Expression) -> set[str]:
-    """The fields that the default of a field reads."""
+    """The config fields that a default reads."""
     return set() if isinstance(default, bool) else fields_in(default)
 
 
 def replaced(expression: Expression, names: Mapping[str, Expression]) -> Expression:
-    """An expression with other names, or expressions, in place of some names."""
+    """Replace names in an expression by other names or expressions."""
     if isinstance(expression, int) or fields_in(expression).isdisjoint(names):
         return expression
 
-    def other(match: re.Match[str]) -> str:
-        found = names.get(match[0], match[0])
-        is_name = isinstance(found, int) or _NAME.fullmatch(found)
-        return str(found) if is_name or match[0] == expression else f"({found})"
+    def replacement(match: re.Match[str]) -> str:
+        value = names.get(match[0], match[0])
+        is_atom = isinstance(value, int) or _NAME.fullmatch(value)
+        return str(value) if is_atom or match[0] == expression else f"({value})"
 
-    text = _NAME.sub(other, expression)
+    text = _NAME.sub(replacement, expression)
     return int(text) if text.isdigit() else text
 
 
@@ -209,10 +216,10 @@ def _module(rule: ModuleRule, fields: Mapping[str, Expression], units: Mapping[s
         rule,
         attributes={name: replaced(value, names) for name, value in rule.attributes.items()},
         locals={name: replaced(value, names) for name, value in rule.locals.items()},
-        inputs={name: _place(place, fields, units) for name, place in rule.inputs.items()},
-        slices={name: _place(place, fields, units) for name, place in rule.slices.items()},
-        unsharded={name: _place(place, fields, units) for name, place in rule.unsharded.items()},
-        output=None if output is None else _place(output, fields, units),
+        inputs={name: _slice(input_rule, fields, units) for name, input_rule in rule.inputs.items()},
+        slices={name: _slice(input_rule, fields, units) for name, input_rule in rule.slices.items()},
+        unsharded={name: _slice(input_rule, fields, units) for name, input_rule in rule.unsharded.items()},
+        output=None if output is None else _slice(output, fields, units),
         full_width=None if full is None else replaced(full, names),
         shared_output=None if shared is None else replaced(shared, fields),
         norms=units.get(rule.norms, ""),
@@ -221,15 +228,17 @@ def _module(rule: ModuleRule, fields: Mapping[str, Expression], units: Mapping[s
     )
 
 
-def _place(place: InputRule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> InputRule:
-    size = None if place.size is None else replaced(place.size, fields)
-    return place._replace(unit=units.get(place.unit, ""), parts=tuple(units[one] for one in place.parts), size=size)
+def _slice(rule: InputRule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> InputRule:
+    size = None if rule.size is None else replaced(rule.size, fields)
+    return rule._replace(unit=units.get(rule.unit, ""), parts=tuple(units[part] for part in rule.parts), size=size)
 
 
 def _conditions(
     when: tuple[tuple[str, object], ...], fields: Mapping[str, Expression]
 ) -> tuple[tuple[str, object], ...]:
-    found = tuple((str(fields.get(name, name)), value) for name, value in when)
-    if (wrong := next((name for name, _ in found if not _NAME.fullmatch(name)), None)) is not None:
-        raise PlanError(f"when compares a config field, and an entry of [blocks] replaces it by {wrong}: name a field")
-    return found
+    conditions = tuple((str(fields.get(name, name)), value) for name, value in when)
+    if (expression := next((name for name, _ in conditions if not _NAME.fullmatch(name)), None)) is not None:
+        raise PlanError(
+            f"when compares a config field, and an entry of [blocks] replaces it by {expression}: replace it by a field"
+        )
+    return conditions

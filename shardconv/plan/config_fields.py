@@ -1,6 +1,6 @@
-"""Config fields, and the arithmetic on them that family files may write.
+"""Config fields, and expressions of config fields in families and plan files.
 
-Owns the lookup of a field (the config's own, else the family's default) and keeps track of what was read.
+A field that the config does not have is the family's default. The fields that are read are recorded.
 """
 
 import ast
@@ -18,49 +18,52 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 
-#: The place in a list that an expression reads for the stage that a tensor or module is in.
+#: In an expression, the index of the stage of a tensor or module: ``field[stage]``.
 STAGE = "stage"
 
 
 class Fields:
-    """The fields of one config, seen through one family.
+    """The fields of one config, with the defaults of a family.
 
     Args:
-        config: what config.json holds; None where there is none.
-        defaults: field name to expression, for fields that a config may leave out.
-        stage: the place of ``field[stage]`` in lists; None where there is none.
+        config: the contents of config.json; None without a config.
+        defaults: field name to the expression that is its default.
+        stage: the index that ``field[stage]`` reads; None without a stage.
+
+    Attributes:
+        read: the fields read so far, with their values.
     """
 
     def __init__(
         self, config: Mapping[str, Any] | None, defaults: Mapping[str, str | int], stage: int | None = None
     ) -> None:
         self._config = {} if config is None else config
-        self._source = "there is no config" if config is None else "the config has none"
+        self._missing = "is missing (no config.json)" if config is None else "is missing"
         self._defaults = defaults
         self._stage = stage
         self.read: dict[str, Any] = {}
 
     def has(self, name: str, value: Any) -> bool:  # noqa: ANN401 - anything JSON holds
-        """Whether a field has this value, in the config or, where that leaves it out, by the family's default."""
-        field = lookup(self._config, name)
-        if field is None:
-            field = self._defaults.get(name)
-        return type(field) is type(value) and bool(field == value)
+        """Whether a field of the config, or else its default, has this value."""
+        actual = lookup(self._config, name)
+        if actual is None:
+            actual = self._defaults.get(name)
+        return type(actual) is type(value) and bool(actual == value)
 
     def evaluate(self, expression: str | int) -> int:
-        """The value of an expression of fields, whole numbers, ``+ - * //`` and brackets.
+        """The value of an expression of fields, integers, ``+ - * //`` and parentheses.
 
         Raises:
-            PlanError: if a field is missing or is no whole number.
+            PlanError: if a field is missing or not an integer, or the value is negative.
         """
         try:
             value = self._value(ast.parse(str(expression), mode="eval").body)
         except ZeroDivisionError:
-            raise PlanError(f"{expression}: a config field that divides is 0") from None
+            raise PlanError(f"{expression}: division by a config field that is 0") from None
         except RecursionError:
-            raise PlanError(f"{expression}: the defaults of config fields go round in a circle") from None
+            raise PlanError(f"{expression}: the defaults of config fields refer to each other in a cycle") from None
         if value < 0:
-            raise PlanError(f"{expression} is {value} with this config, where a natural number is needed")
+            raise PlanError(f"{expression} is {value} with this config (expected a non-negative integer)")
         return value
 
     def _value(self, node: ast.expr) -> int:
@@ -69,27 +72,27 @@ class Fields:
                 return value
             case ast.Name() | ast.Attribute():
                 return self._field(ast.unparse(node))
-            case ast.Subscript(value=field, slice=place):
-                return self._item(ast.unparse(field), place)
+            case ast.Subscript(value=field, slice=index):
+                return self._item(ast.unparse(field), index)
             case ast.BinOp(left=left, op=op, right=right):
                 return _OPERATORS[type(op)](self._value(left), self._value(right))
         raise AssertionError(f"expression was not checked: {ast.dump(node)}")
 
-    def _item(self, name: str, place: ast.expr) -> int:
-        """The number at a place of a list; each stage of a model has its own."""
-        number = place.value if isinstance(place, ast.Constant) else self._stage
+    def _item(self, name: str, node: ast.expr) -> int:
+        """The item of a list at a constant index or at the index of the stage."""
+        index = node.value if isinstance(node, ast.Constant) else self._stage
         values = lookup(self._config, name)
         if values is None:
-            raise PlanError(f"field {name} is needed and {self._source}: pass --config FILE with it")
-        if type(number) is not int:
-            raise PlanError(f"{name}[{STAGE}]: is read for a name without the number of a stage")
-        if not isinstance(values, list | tuple) or number >= len(values) or type(values[number]) is not int:
+            raise PlanError(f"config field {name} {self._missing}: pass --config FILE with it")
+        if type(index) is not int:
+            raise PlanError(f"{name}[{STAGE}]: the name of the tensor or module has no number of a stage")
+        if not isinstance(values, list | tuple) or index >= len(values) or type(values[index]) is not int:
             raise PlanError(
-                f"config field {name} is {values!r:.60}, where a list with a number at place {number} is needed: pass "
+                f"config field {name} is {values!r:.60} (expected a list with an integer at index {index}): pass "
                 f"--config FILE with it"
             )
-        self.read[f"{name}[{number}]"] = values[number]
-        return int(values[number])
+        self.read[f"{name}[{index}]"] = values[index]
+        return int(values[index])
 
     def _field(self, name: str) -> int:
         if name in self.read:
@@ -98,61 +101,61 @@ class Fields:
         if value is None and name in self._defaults:
             value = self.evaluate(self._defaults[name])
         if value is None:
-            raise PlanError(f"field {name} is needed and {self._source}: pass --config FILE with it")
+            raise PlanError(f"config field {name} {self._missing}: pass --config FILE with it")
         if type(value) is not int or value < 0:
             raise PlanError(
-                f"config field {name} is {value!r:.60}, where a natural number is needed: pass --config FILE with it"
+                f"config field {name} is {value!r:.60} (expected a non-negative integer): pass --config FILE with it"
             )
         self.read[name] = value
         return value
 
 
 def lookup(config: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - anything JSON holds
-    """A field, or one of a config in the config, with dots between; None where there is none."""
-    found: Any = config
-    for part in name.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+    """The value of a field, or with dots of a field of a nested config; None if it is missing."""
+    value: Any = config
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def check_expression(expression: str | int) -> None:
-    """Check that an expression holds nothing but fields, whole numbers, ``+ - * //`` and brackets.
+    """Check that an expression consists of fields, integers, ``+ - * //`` and parentheses.
 
     Raises:
-        ValueError: if it holds anything else.
+        ValueError: if it does not.
     """
     try:
         _check_node(ast.parse(str(expression), mode="eval").body, expression)
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{expression!r:.60} is no expression, or too long a one") from error
+        raise ValueError(f"{expression!r:.60} is not an expression, or too long") from error
 
 
 def fields_in(expression: str | int) -> set[str]:
-    """The fields that a checked expression reads; one of a config in the config with its dots."""
+    """The fields that a checked expression reads; with dots for fields of nested configs."""
 
-    def found(node: ast.expr) -> set[str]:
+    def names(node: ast.expr) -> set[str]:
         match node:
             case ast.Subscript(value=value):
-                return found(value)
+                return names(value)
             case ast.BinOp(left=left, right=right):
-                return found(left) | found(right)
+                return names(left) | names(right)
             case ast.Name() | ast.Attribute():
                 return {ast.unparse(node)}
         return set()
 
-    return found(ast.parse(str(expression), mode="eval").body)
+    return names(ast.parse(str(expression), mode="eval").body)
 
 
 def reads_stage(expression: str | int, defaults: Mapping[str, str | int]) -> bool:
-    """Whether a checked expression reads ``field[stage]``, itself or by the defaults of config fields."""
-    waiting, seen = {expression}, set[str | int]()
-    while waiting:
-        one = waiting.pop()
-        seen.add(one)
-        tree = ast.walk(ast.parse(str(one), mode="eval"))
+    """Whether a checked expression reads ``field[stage]``, directly or through the defaults of config fields."""
+    pending, seen = {expression}, set[str | int]()
+    while pending:
+        current = pending.pop()
+        seen.add(current)
+        tree = ast.walk(ast.parse(str(current), mode="eval"))
         if any(isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) for node in tree):
             return True
-        waiting |= {defaults[name] for name in fields_in(one) if name in defaults} - seen
+        pending |= {defaults[name] for name in fields_in(current) if name in defaults} - seen
     return False
 
 
@@ -163,18 +166,18 @@ def _check_node(node: ast.expr, expression: str | int) -> None:
         case ast.Attribute(value=ast.Name() | ast.Attribute() as value):
             _check_node(value, expression)
             return
-        case ast.Subscript(value=ast.Name() | ast.Attribute() as value, slice=place) if _is_place(place):
+        case ast.Subscript(value=ast.Name() | ast.Attribute() as value, slice=index) if _is_index(index):
             _check_node(value, expression)
             return
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             _check_node(left, expression)
             _check_node(right, expression)
             return
-    raise ValueError(f"{expression!r:.60}: only fields, whole numbers, + - * // and brackets may stand there")
+    raise ValueError(f"{expression!r:.60} is not an expression of config fields, integers, + - * // and parentheses")
 
 
-def _is_place(node: ast.expr) -> bool:
-    """Whether this is a place in a list: a whole number, or that of the stage."""
+def _is_index(node: ast.expr) -> bool:
+    """Whether a node is an index of a list: an integer or ``stage``."""
     match node:
         case ast.Constant(value=value):
             return type(value) is int

@@ -1,6 +1,6 @@
-"""Serving engines whose boundaries a plan can follow, so that each rank's file has what the engine reads on that rank.
+"""Serving engines whose boundaries a plan can follow, so that each rank's file has the tensors that the engine reads.
 
-Owns what an engine does differently from shardconv's own runtime. Data; an engine is never imported here.
+Data on how the sharding of an engine differs from that of shardconv's own runtime. Engines are not imported.
 """
 
 from collections.abc import Mapping
@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from shardconv.errors import PlanError
 from shardconv.plan.rule import Rule
 
-#: How the origin of a rule of an engine begins.
+#: Prefix of the origin of an engine's rules.
 ENGINE = "engine"
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Where the boundaries of an engine are.
+    """The boundaries of an engine.
 
     Attributes:
-        name: as in ``--for``.
+        name: the engine's name in ``--for``.
         vocab_multiple: the vocabulary is padded to a multiple of this before it is sharded. vLLM:
             ``DEFAULT_VOCAB_PADDING_SIZE`` in ``vllm/model_executor/layers/vocab_parallel_embedding.py``.
-        replicated: model type to patterns of the tensors that each of its ranks reads in full, while shardconv's own
-            runtime shards them. In a rank file they are replicated, and its runtime takes the rank's shard of them.
+        replicated: model type to patterns of the tensors that the engine replicates and shardconv's own runtime shards.
+            Rank files have the full tensors, and shardconv's own runtime shards them when it loads.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Engine:
     replicated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def rules(self, model_type: object) -> tuple[Rule, ...]:
-        """The rules that come before those of the family of a model type, which may be anything that JSON holds."""
+        """The rules for a model type, tried before those of its family; ``model_type`` is any JSON value."""
         patterns = self.replicated.get(model_type, ()) if isinstance(model_type, str) else ()
         return tuple(Rule(pattern, "replicate", origin=f"{ENGINE} {self.name}") for pattern in patterns)
 
 
-#: Norms over all heads, of which vLLM has the full weight on each rank.
+#: Norms over all heads, whose weights vLLM replicates.
 _NORMS_OVER_HEADS = ("**.self_attn.{q_norm,k_norm}",)
 _PER_LAYER = "**.per_layer_projection"
 
@@ -45,7 +45,7 @@ _VLLM = Engine(
     replicated={
         **dict.fromkeys(("olmo2", "olmo3", "olmoe"), _NORMS_OVER_HEADS),
         "falcon_h1": ("**.mamba.{in_proj,out_proj}",),  # shardconv gathers their outputs
-        "gemma3n_text": (_PER_LAYER, "**.self_attn.{k_proj,v_proj,o_proj}", "**.mlp.down_proj"),  # likewise
+        "gemma3n_text": (_PER_LAYER, "**.self_attn.{k_proj,v_proj,o_proj}", "**.mlp.down_proj"),  # as above
         "gemma4_text": (_PER_LAYER,),
     },
 )
@@ -57,10 +57,10 @@ OWN = Engine("shardconv")
 
 
 def engine_named(name: str | None) -> Engine:
-    """The engine of a name; shardconv's own runtime for None.
+    """The engine of this name; shardconv's own runtime for None.
 
     Raises:
-        PlanError: if there is none of that name.
+        PlanError: if there is no such engine.
     """
     known = {**ENGINES, OWN.name: OWN}
     if name is not None and name not in known:

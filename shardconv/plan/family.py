@@ -16,7 +16,7 @@ from shardconv.plan.rule import Rule, UnitRule
 NAMES_FAMILY = "by_name"
 
 #: The name of a family that is read from transformers' own plan, used where no family serves the model type.
-FOREIGN = "transformers"
+TRANSFORMERS = "transformers"
 
 #: How the origin of a rule of a plan file begins.
 PLAN_FILE = "plan file"

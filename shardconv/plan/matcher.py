@@ -1,6 +1,6 @@
-"""Which rule covers a tensor's name: patterns of families and of users, as one regular expression.
+"""Match tensor names with the patterns of rules.
 
-In a pattern ``*`` is any run of characters but dots, ``{a,b}`` a choice, and ``**.`` any modules or none.
+In a pattern, ``*`` is any text without a dot, ``{a,b}`` is a or b, and ``**.`` is any number of modules.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shardconv.plan.rule import CHOICE
 
-#: Tensors beside a weight that follow it, by the last part of their name.
+#: Last component of the names of tensors that a rule for their module applies to.
 _LEAVES = ("weight", "bias", "weight_scale_inv")
 
 _NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -18,66 +18,74 @@ _NUMBER_IN_PATTERN = re.compile(r"(?:^|[.{,])[\d*]*\d[\d*]*(?:$|[.},])")
 
 
 class Match(NamedTuple):
-    """The place of the pattern that covers a tensor, and which tensor of the module it is."""
+    """The pattern that matches a tensor.
+
+    Attributes:
+        place: index of the pattern, from 0.
+        leaf: which tensor of the module it is: ``weight``, ``bias`` or ``weight_scale_inv``.
+    """
 
     place: int
     leaf: str
 
 
 class Matcher:
-    """Finds the first of several patterns that matches a tensor's name.
+    """Finds the first of several patterns that matches the name of a tensor.
+
+    All patterns are compiled to one regular expression.
 
     Args:
-        patterns: as text, for whether they have numbers, and as what names have to match.
+        patterns: each pattern and its regular expression from :func:`name_regex`.
     """
 
     def __init__(self, patterns: Sequence[tuple[str, str]]) -> None:
-        choice = "|".join(f"({regex})" for _, regex in patterns) or "(?!)"
-        self._regex = re.compile(f"(?:{choice})(?:\\.({'|'.join(_LEAVES)}))?")
+        alternatives = "|".join(f"({regex})" for _, regex in patterns) or "(?!)"
+        self._regex = re.compile(f"(?:{alternatives})(?:\\.({'|'.join(_LEAVES)}))?")
         self._has_numbers = any(_NUMBER_IN_PATTERN.search(pattern) for pattern, _ in patterns)
-        self._found = lru_cache(maxsize=None)(self._find)
+        self._cached_find = lru_cache(maxsize=None)(self._find)
 
     def match(self, name: str) -> Match | None:
-        """Which pattern covers a tensor, or None. Where no pattern has a number, all layers have the same answer."""
-        return self._found(name if self._has_numbers else _NUMBER.sub(".0", name))
+        """The first pattern that matches a tensor; None if there is none."""
+        # Without numbers in patterns all layers match alike, and one cached result serves them.
+        return self._cached_find(name if self._has_numbers else _NUMBER.sub(".0", name))
 
     def _find(self, name: str) -> Match | None:
-        found = self._regex.fullmatch(name)
-        if found is None:
+        match = self._regex.fullmatch(name)
+        if match is None:
             return None
-        *patterns, leaf = found.groups()
-        place = next(place for place, text in enumerate(patterns) if text is not None)
-        return Match(place, leaf or ("bias" if name.endswith("bias") else "weight"))
+        *patterns, leaf = match.groups()
+        index = next(index for index, text in enumerate(patterns) if text is not None)
+        return Match(index, leaf or ("bias" if name.endswith("bias") else "weight"))
 
 
 def pattern_for(name: str) -> str:
-    """A pattern for the module of a tensor in every layer."""
+    """The pattern that matches the module of a tensor in every layer."""
     module, _, leaf = name.rpartition(".")
     return _NUMBER.sub(".*", f"{module if leaf in _LEAVES else name}.")[:-1]
 
 
 def name_regex(pattern: str, prefixes: Sequence[str] = ()) -> str:
-    """What full names have to match for a pattern.
+    """The regular expression that full names match if a pattern matches them.
 
     Args:
-        pattern: see above.
-        prefixes: where it begins with the first of these, another of them may stand instead, or none.
+        pattern: the pattern.
+        prefixes: if the pattern begins with the first of these, names may begin with any of them or with none.
     """
     start = ""
     if prefixes and pattern.startswith(prefixes[0]):
         start, pattern = f"(?:{'|'.join(map(re.escape, prefixes))})?", pattern[len(prefixes[0]) :]
     tokens = re.split(rf"(\*\*\.|{CHOICE.pattern})", pattern)
-    return start + "".join(_token(token) for token in tokens)
+    return start + "".join(_token_regex(token) for token in tokens)
 
 
-def _token(token: str) -> str:
+def _token_regex(token: str) -> str:
     if token == "**.":  # noqa: S105 - a pattern's token
         return r"(?:.+\.)?"
     if token.startswith("{"):
-        return "(?:" + "|".join(_wild(choice) for choice in token[1:-1].split(",")) + ")"
-    return _wild(token)
+        return "(?:" + "|".join(_wildcard_regex(choice) for choice in token[1:-1].split(",")) + ")"
+    return _wildcard_regex(token)
 
 
-def _wild(text: str) -> str:
-    """The regex of a text in which ``*`` is any text without a dot."""
+def _wildcard_regex(text: str) -> str:
+    """The regular expression of a text in which ``*`` is any text without a dot."""
     return "[^.]*".join(map(re.escape, text.split("*")))

@@ -1,7 +1,7 @@
-"""The config of a padded checkpoint: with the numbers of heads and widths that the padded tensors have.
+"""Config of a padded checkpoint: head counts and widths of the padded tensors.
 
-Owns whether a config can say it. What a config cannot say, as the number of heads that a norm is over, is refused:
-other programs compute by the config alone.
+Padding that a config cannot express, such as that of a norm over all heads, is refused, as other programs know the
+config only.
 """
 
 import re
@@ -15,20 +15,20 @@ from shardconv.plan.resolve import Resolver
 from shardconv.plan.scope import Scope
 from shardconv.plan.tensor_placement import PaddedRule
 
-#: The field that has the size of the vocabulary.
+#: The config field of the vocabulary size.
 VOCABULARY = "vocab_size"
 
-#: What the user may do instead, where a config cannot say it.
+#: The remedy for padding that a config cannot express.
 _REMEDY = "use shardconv split --pad, whose rank files keep the true sizes"
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigChange:
-    """A field of a config that changes.
+    """A changed config field.
 
     Attributes:
-        field: with dots where it is of a config in the config.
-        before: its value; None where it is not there.
+        field: name of the field; with dots for fields of nested configs.
+        before: its value before; None if it was missing.
         after: its new value.
     """
 
@@ -45,50 +45,52 @@ class _Change:
 
 
 def change_config(resolver: Resolver, names: Collection[str], *, may_add: bool) -> tuple[ConfigChange, ...]:
-    """Change the configs of a resolver's scopes to those of the tensors that it pads on one rank.
+    """Set the fields of the configs of a resolver's scopes to the sizes of the tensors that it pads on one rank.
 
     Args:
-        resolver: with padding, and with configs that may be changed.
-        names: of all tensors.
-        may_add: whether fields may be added that the config does not have, as a model that is built by it is compared.
+        resolver: a resolver with padding, whose configs are changed in place.
+        names: names of all tensors.
+        may_add: whether missing fields may be added, because a model built with the config is compared.
+
+    Returns:
+        The changed fields.
 
     Raises:
-        PlanError: if a config cannot say what is padded.
+        PlanError: if a config cannot express the padding.
     """
-    padded = list(resolver.padded_rules(1))
+    padded_rules = list(resolver.padded_rules(1))
     changes: dict[tuple[int, str], _Change] = {}
-    for one in padded:
-        _check_tensor(one)
-        if (field := _field(one)) is not None:
-            change = _Change(one.scope, field, one.padded)
-            before = changes.setdefault((id(one.scope.config), field), change)
-            if before.value != change.value:
-                raise PlanError(f"{field}: would be {before.value} and {change.value}: {_REMEDY}")
+    for padded in padded_rules:
+        _check_tensor(padded)
+        if (field := _field(padded)) is not None:
+            change = _Change(padded.scope, field, padded.padded)
+            first = changes.setdefault((id(padded.scope.config), field), change)
+            if first.value != change.value:
+                raise PlanError(f"config field {field} would be both {first.value} and {change.value}: {_REMEDY}")
     for scope in resolver.rules.scopes:
         _check_modules(scope, names)
-    kept = [change for scope in resolver.rules.scopes for change in _kept(scope, [*changes.values()])]
-    added = [change.field for change in kept if lookup(change.scope.config or {}, change.field) is None]
+    explicit = [change for scope in resolver.rules.scopes for change in _explicit(scope, [*changes.values()])]
+    added = [change.field for change in explicit if lookup(change.scope.config or {}, change.field) is None]
     if added and not may_add:
         raise PlanError(
-            f"config.json: does not have {added[0]}, and it is not known whether engines read it: add it, or let the "
-            f"padded tensors be compared with transformers' model (without --no-check-model)"
+            f"config.json does not have {added[0]}, and engines may not read it: add it, or compare the padded tensors "
+            f"with transformers' model (remove --no-check-model)"
         )
-    done = tuple(_apply(change) for change in (*changes.values(), *kept))
-    for one in padded:
-        _check_count(one)
-    return done
+    applied = tuple(_apply(change) for change in (*changes.values(), *explicit))
+    for padded in padded_rules:
+        _check_count(padded)
+    return applied
 
 
 def _check_tensor(padded: PaddedRule) -> None:
     if padded.tensor.endswith(".weight") and len(padded.spec.shape) == 1:
         raise PlanError(
-            f"{padded.tensor}: is a norm over all heads, which would divide by the number of heads with padding: "
-            f"{_REMEDY}"
+            f"{padded.tensor} is a norm over all heads, which would divide by the padded number of heads: {_REMEDY}"
         )
 
 
 def _count(padded: PaddedRule) -> str | int | None:
-    """How many of a unit there are, as an expression; None where the tensor's own size tells it."""
+    """The number of units as an expression; None if it follows from the size of the tensor."""
     unit = (padded.scope.family.units or {}).get(padded.unit or "")
     if padded.unit is None and padded.rule.style == "embedding_rowwise":
         return VOCABULARY
@@ -96,43 +98,44 @@ def _count(padded: PaddedRule) -> str | int | None:
 
 
 def _field(padded: PaddedRule) -> str | None:
-    """The config field that has the number of a unit; None where an expression has it."""
+    """The config field with the number of units; None if it is an expression or follows from the tensor."""
     count = _count(padded)
     return count if isinstance(count, str) and fields_in(count) == {count} else None
 
 
 def _check_count(padded: PaddedRule) -> None:
-    """Check that the number of a unit follows from the changed config."""
+    """Check that the number of units follows from the changed config."""
     count = _count(padded)
     if count is None or padded.scope.fields().evaluate(count) != padded.padded:
-        said = "no known field" if count is None else f"{count}, which is not one field,"
+        source = "is in no known field" if count is None else f"follows from {count}, which is not one field,"
         raise PlanError(
-            f"{padded.tensor}: its {padded.size} {padded.unit or 'elements'} follow from {said} of config.json, which "
-            f"cannot say {padded.padded}: {_REMEDY}"
+            f"{padded.tensor}: the number of {padded.unit or 'elements'} {source} of config.json, so the config cannot "
+            f"express {padded.padded} instead of {padded.size}: {_REMEDY}"
         )
 
 
 def _check_modules(scope: Scope, names: Collection[str]) -> None:
+    """Refuse padded units for which modules have values that depend on the number of units, such as ALiBi slopes."""
     units = scope.family.units or {}
     for regex, rule in scope.modules():
-        found = {name for name in rule.units() if units[name].count is not None and scope.units(name, 1).is_padded}
+        padded = {name for name in rule.units() if units[name].count is not None and scope.units(name, 1).is_padded}
         if rule.norms and not any(re.match(rf"{regex.pattern}\.norms\.", name) for name in names):
-            found.discard(rule.norms)
-        if found:
+            padded.discard(rule.norms)
+        if padded:
             raise PlanError(
-                f"modules {rule.pattern}: have something for each {', '.join(sorted(found))} that depends on "
-                f"how many there are: {_REMEDY}"
+                f"modules {rule.pattern} have a value for each {', '.join(sorted(padded))} that depends on their "
+                f"number: {_REMEDY}"
             )
 
 
-def _kept(scope: Scope, changes: list[_Change]) -> Iterator[_Change]:
-    """The fields that become explicit, so that units have the size that they had, as heads of a given width."""
+def _explicit(scope: Scope, changes: list[_Change]) -> Iterator[_Change]:
+    """The fields that have to become explicit so that units keep their size, such as the head size."""
     new = {change.field: change.value for change in changes if change.scope.config is scope.config}
     if not new:
         return
     defaults = scope.family.config or {}
     sizes = {unit.size for name, unit in (scope.family.units or {}).items() if name in scope.used_units()}
-    sizes = {size for size in sizes if "rows" not in fields_in(size)}  # of a tensor, not of the config
+    sizes = {size for size in sizes if "rows" not in fields_in(size)}  # rows is a size of a tensor, not a config field
     fields = {name for size in sizes for name in fields_in(size)}
     config = scope.config or {}
     for name in sorted(fields):
@@ -140,15 +143,15 @@ def _kept(scope: Scope, changes: list[_Change]) -> Iterator[_Change]:
             yield _Change(scope, name, scope.fields().evaluate(name))
             new[name] = scope.fields().evaluate(name)
     for size in sizes:
-        before, after = scope.fields().evaluate(size), Fields(_with(config, new), defaults).evaluate(size)
+        before, after = scope.fields().evaluate(size), Fields(_with_values(config, new), defaults).evaluate(size)
         if before != after:
             raise PlanError(
-                f"{size}: would be {after} instead of {before} with the fields of the padded checkpoint "
-                f"({', '.join(f'{name}={value}' for name, value in new.items())}), and no field of its own: {_REMEDY}"
+                f"{size} would be {after} instead of {before} with the config of the padded checkpoint "
+                f"({', '.join(f'{name}={value}' for name, value in new.items())}), and has no field: {_REMEDY}"
             )
 
 
-def _with(config: Mapping[str, Any], fields: Mapping[str, int]) -> dict[str, Any]:
+def _with_values(config: Mapping[str, Any], fields: Mapping[str, int]) -> dict[str, Any]:
     changed = dict(config)
     for name, value in fields.items():
         changed = _set(changed, name.split("."), value)
@@ -156,7 +159,7 @@ def _with(config: Mapping[str, Any], fields: Mapping[str, int]) -> dict[str, Any
 
 
 def _set(config: Mapping[str, Any], path: list[str], value: int) -> dict[str, Any]:
-    """A copy of a config with another value of a field."""
+    """A copy of a config with a new value of a field, given by its path."""
     first, *rest = path
     return {**config, first: _set(config.get(first) or {}, rest, value) if rest else value}
 

@@ -1,7 +1,8 @@
-"""Padding: units that do not divide get units of zeros, so that every rank has as many.
+"""Padding: units of zeros that are added where tp does not divide the number of units.
 
-Owns which units are padded together and how far. Zeros add nothing to what a row parallel layer sums, so outputs are
-equal as long as query heads keep their KV heads. Where that does not follow from the rules, units are not padded.
+Determines which units are padded together and to which count. Zeros add nothing to the sums of row parallel layers, so
+outputs stay equal as long as query heads keep their KV heads. Units for which the rules do not ensure that are not
+padded.
 """
 
 import re
@@ -19,34 +20,36 @@ if TYPE_CHECKING:
     from shardconv.plan.scope import Scope
 
 
-#: Features: kernels of torch for grouped products need rows of a multiple of 16 bytes, and others are faster with them.
+#: Padded widths are multiples of this many features per rank: torch's grouped matmul kernels need rows of a multiple of
+#: 16 bytes, and other kernels are faster with them.
 _ALIGN = 8
 
-#: The largest unit of a width: gate and up of one feature. A unit of at most this size is a width, or a number for each
-#: head of some module. Neither has to be told from the other: the order of the features of a width is free, so that a
-#: width of as many features as there are query heads may be padded as those are. What could be of two is refused.
+#: The largest unit of a width: gate and up of one feature. Units up to this size are features of a width, or one value
+#: per head. They need not be distinguished: features may be in any order, so a width with as many features as there
+#: are query heads may be padded like the heads. A count that fits several kinds of heads is refused.
 _MAX_PAIR = 2
 
 
 class Heads(NamedTuple):
-    """KV heads, and how many query heads each has."""
+    """The number of KV heads, and the number of query heads per KV head."""
 
     kv_heads: int
     group: int
 
     def padded(self, multiple: int) -> "Heads":
-        """The heads with padding, for a ``multiple`` of ranks: those that take the least memory of all ranks.
+        """The heads with padding for ``multiple`` ranks that take the least memory on all ranks together.
 
-        Either whole groups are added, or query heads to each group, whose KV head then several ranks hold.
+        Either full groups are added, or query heads are added to each group, whose KV head is then replicated.
         """
-        whole = Heads(round_up(self.kv_heads, multiple), self.group)
-        shared = (kv for kv in range(self.kv_heads, multiple + 1) if multiple % kv == 0)
-        each = [Heads(kv, round_up(self.group, multiple // kv)) for kv in shared]
-        return min([whole, *each], key=lambda heads: (heads.query_heads + max(heads.kv_heads, multiple), heads))
+        full_groups = Heads(round_up(self.kv_heads, multiple), self.group)
+        divisors = (kv for kv in range(self.kv_heads, multiple + 1) if multiple % kv == 0)
+        larger_groups = [Heads(kv, round_up(self.group, multiple // kv)) for kv in divisors]
+        candidates = [full_groups, *larger_groups]
+        return min(candidates, key=lambda heads: (heads.query_heads + max(heads.kv_heads, multiple), heads))
 
     @property
     def query_heads(self) -> int:
-        """The query heads of all groups."""
+        """Number of query heads of all groups."""
         return self.kv_heads * self.group
 
 
@@ -55,10 +58,10 @@ class Padding:
     """How one unit is padded.
 
     Attributes:
-        heads: that it is one of; None for units that are padded by themselves.
-        align: a width is padded to a multiple of this on each rank, if it is padded at all.
-        of_group: whether the unit is counted in each group of query heads, as in a projection that is interleaved.
-        refusal: why it is not padded; "" where it is.
+        heads: the heads with which the unit is padded; None for units that are padded independently.
+        align: the padded count per rank is a multiple of this.
+        of_group: whether the count of the unit is per group of query heads, as in a projection interleaved per KV head.
+        refusal: why the unit is not padded; "" if it is.
     """
 
     heads: Heads | None = None
@@ -67,7 +70,7 @@ class Padding:
     refusal: str = ""
 
     def apply(self, unit: Unit, multiple: int) -> Unit:
-        """The unit, padded for a ``multiple`` of ranks."""
+        """The unit with padding for ``multiple`` ranks."""
         if self.refusal or unit.pad:
             return unit
         padded = None if self.heads is None else self.heads.padded(multiple)
@@ -81,23 +84,23 @@ class Padding:
         return Unit(unit.count, unit.size, unit.copies, groups=self.heads.kv_heads, padded=(padded.kv_heads, group))
 
 
-#: Of a unit that module overrides name, and no rule of a module that they match.
-UNKNOWN = Padding(refusal="no rule tells which units it is padded with")
+#: For a unit that a module override names, and no rule of a module that the override matches.
+UNKNOWN = Padding(refusal="no rule determines which units it is padded with")
 
 
-#: Of a unit of which there are as many as KV heads of other modules, or as heads of several kinds.
-UNSURE = Padding(refusal="there are as many as heads of other modules, and it is not known of which")
+#: For a unit whose count equals the number of KV heads of other modules, or that of heads of several kinds.
+AMBIGUOUS = Padding(refusal="its count equals that of heads of other modules, and which of them it is for is unknown")
 
 
 @dataclass(slots=True)
-class _Together:
-    """Units that meet in modules, which are padded together.
+class _LinkedUnits:
+    """Units of common modules, which are padded together.
 
     Attributes:
-        names: of the units.
-        groups: how often rules repeat their segments, once for each KV head.
-        of_group: the names of those that such rules count in each group.
-        refusal: why they are not padded; "" where they may be.
+        names: the units.
+        groups: the numbers of groups of the rules, one group per KV head.
+        of_group: the units that such rules count per group.
+        refusal: why the units are not padded; "" if they may be.
     """
 
     names: set[str] = field(default_factory=set)
@@ -105,8 +108,8 @@ class _Together:
     of_group: set[str] = field(default_factory=set)
     refusal: str = ""
 
-    def add(self, other: "_Together") -> None:
-        """Join what is of another module."""
+    def add(self, other: "_LinkedUnits") -> None:
+        """Add the units of another module."""
         self.names |= other.names
         self.groups |= other.groups
         self.of_group |= other.of_group
@@ -115,158 +118,160 @@ class _Together:
 
 @lru_cache(maxsize=64)
 def unit_paddings(scope: "Scope") -> Mapping[str, Padding]:
-    """How each unit of a scope that its rules name is padded."""
-    joined: list[_Together] = []
-    for one in _by_module(scope).values():
-        meeting = [other for other in joined if other.names & one.names]
-        for other in meeting:
-            one.add(other)
-        joined = [*(other for other in joined if other not in meeting), one]
-    found = [_paddings(together, scope) for together in joined]
-    heads = {padding.heads for paddings in found for padding in paddings.values() if padding.heads is not None}
-    return {name: padding for paddings in found for name, padding in _with_heads(paddings, heads, scope)}
+    """The padding of each unit that the rules of a scope name."""
+    components: list[_LinkedUnits] = []
+    for units in _units_by_module(scope).values():
+        linked = [other for other in components if other.names & units.names]
+        for other in linked:
+            units.add(other)
+        components = [*(other for other in components if other not in linked), units]
+    by_component = [_paddings(units, scope) for units in components]
+    heads = {padding.heads for paddings in by_component for padding in paddings.values() if padding.heads is not None}
+    return {name: padding for paddings in by_component for name, padding in _widths_as_heads(paddings, heads, scope)}
 
 
-def _with_heads(paddings: dict[str, Padding], heads: set[Heads], scope: "Scope") -> Iterator[tuple[str, Padding]]:
-    """The paddings of units that meet in modules; those of widths that may be numbers of query heads, as of those."""
-    counted = {name: _counted(name, scope) for name in paddings}
-    is_open = all(not padding.refusal and padding.heads is None for padding in paddings.values())
-    is_open = is_open and all(size <= _MAX_PAIR for _, size in counted.values())
+def _widths_as_heads(paddings: dict[str, Padding], heads: set[Heads], scope: "Scope") -> Iterator[tuple[str, Padding]]:
+    """The paddings of linked units; widths with as many features as there are query heads are padded like the heads."""
+    sizes = {name: _count_and_size(name, scope) for name in paddings}
+    are_widths = all(not padding.refusal and padding.heads is None for padding in paddings.values())
+    are_widths = are_widths and all(size <= _MAX_PAIR for _, size in sizes.values())
     for name, padding in paddings.items():
-        count = counted[name][0]
-        if not is_open or not (found := {each for each in heads if count in (each.query_heads, each.kv_heads)}):
+        count = sizes[name][0]
+        candidates = {each for each in heads if are_widths and count in (each.query_heads, each.kv_heads)}
+        if not candidates:
             yield name, padding
-        elif len(found) == 1 and count == (own := found.pop()).query_heads:
-            yield name, Padding(own)
+        elif len(candidates) == 1 and count == (only := candidates.pop()).query_heads:
+            yield name, Padding(only)
         else:
-            yield name, UNSURE
+            yield name, AMBIGUOUS
 
 
 @lru_cache(maxsize=1024)
 def padding_of(scope: "Scope", rule: Rule, unit: str | None) -> Padding:
-    """How a unit of a rule is padded; without units element by element, where no heads are in the rule's modules."""
+    """The padding of a unit of a rule; for None that of elements, which modules with heads do not allow."""
     if unit is not None:
         return unit_paddings(scope)[unit]
-    modules = _by_module(scope)
+    by_module = _units_by_module(scope)
     paddings = unit_paddings(scope)
     for module in _modules_of(rule.pattern):
-        together = modules[module]
-        if together.refusal:
-            return Padding(refusal=together.refusal)
-        if any(paddings[name].heads for name in together.names):
-            return Padding(refusal=f"{rule.pattern} is sharded by elements, beside heads of the same module")
+        units = by_module[module]
+        if units.refusal:
+            return Padding(refusal=units.refusal)
+        if any(paddings[name].heads for name in units.names):
+            return Padding(refusal=f"{rule.pattern} is sharded by elements in a module with heads")
     return Padding(align=_ALIGN)
 
 
-def _by_module(scope: "Scope") -> dict[str, _Together]:
-    """The units of each module, by its pattern."""
-    found: dict[str, _Together] = {}
+def _units_by_module(scope: "Scope") -> dict[str, _LinkedUnits]:
+    """The units of each module, by the pattern of the module."""
+    by_module: dict[str, _LinkedUnits] = {}
     units = scope.family.units or {}
     for rule in scope.used_rules():
         if STYLES[rule.style].weight is None:
             continue
         for module in _modules_of(rule.pattern):
-            together = found.setdefault(module, _Together())
+            linked = by_module.setdefault(module, _LinkedUnits())
             names = {name for name in (rule.unit, *rule.parts) if name is not None}
-            together.names |= names
+            linked.names |= names
             if rule.groups != 1:
-                together.groups.add(rule.groups)
-                together.of_group |= names
+                linked.groups.add(rule.groups)
+                linked.of_group |= names
             if rule.style == "by_rows" and len(names) != 1:
-                together.refusal = f"{rule.pattern} computes along the dim that would be padded (style by_rows)"
+                linked.refusal = f"{rule.pattern} computes along the dim that would be padded (style by_rows)"
     for regex, override in scope.modules():
         if names := override.reads() & units.keys():
-            for module in found.keys() & {*expanded(override.pattern), *_matched(scope, regex)}:
-                found[module].names |= names
+            for module in by_module.keys() & {*expand_choices(override.pattern), *_matched_modules(scope, regex)}:
+                by_module[module].names |= names
     gathering = (rule.pattern for _, rule in scope.modules() if rule.gathered_output)
-    for module in (one for pattern in gathering for one in expanded(pattern) if one in found):
-        found[module].refusal = f"the output of {module} is gathered with its padding"
-    return found
+    for module in (module for pattern in gathering for module in expand_choices(pattern) if module in by_module):
+        by_module[module].refusal = f"the output of {module} is gathered with its padding"
+    return by_module
 
 
-def _matched(scope: "Scope", regex: re.Pattern[str]) -> Iterator[str]:
-    """The patterns of the modules of rules with a tensor in a module that an override matches, or in a layer of it."""
+def _matched_modules(scope: "Scope", regex: re.Pattern[str]) -> Iterator[str]:
+    """The patterns of modules with a tensor in a module that an override matches, or in a layer of that module."""
     for rule, layers in (scope.used or {}).items():
         names = [name for name in layers if regex.fullmatch(name) or regex.fullmatch(name.rpartition(".")[0])]
-        for pattern in expanded(rule.pattern) if names else ():
-            own = re.compile(scope.regex(pattern.removesuffix(".weight").removesuffix(".bias")))
-            if any(map(own.fullmatch, names)):
+        for pattern in expand_choices(rule.pattern) if names else ():
+            layer_regex = re.compile(scope.regex(pattern.removesuffix(".weight").removesuffix(".bias")))
+            if any(map(layer_regex.fullmatch, names)):
                 yield pattern.rpartition(".")[0]
 
 
 def _modules_of(pattern: str) -> list[str]:
     """The patterns of the modules that have the layers or parameters of a pattern."""
-    return list(dict.fromkeys(one.rpartition(".")[0] for one in expanded(pattern)))
+    return list(dict.fromkeys(expanded.rpartition(".")[0] for expanded in expand_choices(pattern)))
 
 
-def expanded(pattern: str) -> Iterator[str]:
-    """The patterns without choices that a pattern with choices stands for."""
+def expand_choices(pattern: str) -> Iterator[str]:
+    """Expand ``{a,b}``: the patterns without choices that together match the same names."""
     texts = CHOICE.split(pattern)
-    choices = [found[1:-1].split(",") for found in CHOICE.findall(pattern)]
+    choices = [choice[1:-1].split(",") for choice in CHOICE.findall(pattern)]
     for chosen in product(*choices):
         yield "".join(text + choice for text, choice in zip(texts, (*chosen, ""), strict=True))
 
 
-def _paddings(together: _Together, scope: "Scope") -> dict[str, Padding]:
-    """How units that meet in modules are padded."""
-    heads, refusal = None, together.refusal
-    if any((scope.family.units or {})[name].whole for name in together.names):
+def _paddings(linked: _LinkedUnits, scope: "Scope") -> dict[str, Padding]:
+    """The paddings of linked units."""
+    heads, refusal = None, linked.refusal
+    if any((scope.family.units or {})[name].whole for name in linked.names):
         refusal = refusal or "units that do not divide are not sharded"
     if not refusal:
         try:
-            heads, refusal = _heads(together, scope)
-        except PlanError as error:  # of rules that match nothing, maybe: a field is missing
+            heads, refusal = _heads(linked, scope)
+        except PlanError as error:  # a missing field is no error if the rules that need it match no tensor
             refusal = str(error)
-    align = _ALIGN if heads is None and not refusal and _is_width(together.names, scope) else 1
-    return {name: Padding(heads, align, name in together.of_group, refusal) for name in together.names}
+    align = _ALIGN if heads is None and not refusal and _is_width(linked.names, scope) else 1
+    return {name: Padding(heads, align, name in linked.of_group, refusal) for name in linked.names}
 
 
 def _is_width(names: set[str], scope: "Scope") -> bool:
-    """Whether units are features, or pairs of gate and up of a feature, and not heads, nor one number for each head."""
-    sizes = {name: _counted(name, scope) for name in scope.family.units or {}}
+    """Whether units are features or pairs of gate and up, and neither heads nor one value per head."""
+    sizes = {name: _count_and_size(name, scope) for name in scope.family.units or {}}
     heads = {count for count, size in sizes.values() if count and size > _MAX_PAIR}
     return all(sizes[name][1] <= _MAX_PAIR and sizes[name][0] not in heads for name in names)
 
 
-def _counted(name: str, scope: "Scope") -> tuple[int, int]:
-    """How many of a unit there are, and its size; a size over that of a pair where that is not known."""
+def _count_and_size(name: str, scope: "Scope") -> tuple[int, int]:
+    """Count and size of a unit; count 0 if it is unknown, and a size larger than a pair if that is unknown."""
     unit = (scope.family.units or {})[name]
     try:
         count = 0 if unit.count is None else scope.fields().evaluate(unit.count)
         return count, scope.fields().evaluate(unit.size)
-    except PlanError:  # it differs from tensor to tensor, or nothing has such a unit
+    except PlanError:  # the size differs between tensors, or no tensor has the unit
         return 0, _MAX_PAIR + 1
 
 
-def _heads(together: _Together, scope: "Scope") -> tuple[Heads | None, str]:
-    """The heads among units that meet in modules, if there are KV heads; and why the units are not padded, if so."""
+def _heads(linked: _LinkedUnits, scope: "Scope") -> tuple[Heads | None, str]:
+    """The heads of linked units, None without KV heads; and the reason for which the units are not padded, or ""."""
     units = scope.family.units or {}
-    outer = together.names - together.of_group
-    has_kv = bool(together.groups) or any(units[name].copies for name in outer)
+    outer = linked.names - linked.of_group
+    has_kv = bool(linked.groups) or any(units[name].copies for name in outer)
     if not has_kv:
-        return None, _without_kv(together.names, scope)
+        return None, _refusal_without_kv(linked.names, scope)
     counts: dict[str, int] = {}
-    for name in sorted(together.names):
+    for name in sorted(linked.names):
         if (count := units[name].count) is None:
-            return None, f"how many {name} there are differs from tensor to tensor"
+            return None, f"the number of {name} units differs between tensors"
         counts[name] = scope.fields().evaluate(count)
     kv_heads = {counts[name] for name in outer if units[name].copies}
-    kv_heads |= {scope.fields().evaluate(groups) for groups in together.groups}
-    inner = {counts[name] for name in together.of_group if not units[name].copies}
+    kv_heads |= {scope.fields().evaluate(groups) for groups in linked.groups}
+    inner = {counts[name] for name in linked.of_group if not units[name].copies}
     queries = {counts[name] for name in outer if not units[name].copies}
     queries |= {next(iter(kv_heads)) * group for group in inner}
     if len(kv_heads) != 1 or len(queries) > 1 or min(kv_heads) < 1 or any(q % min(kv_heads) for q in queries):
-        return None, f"which query head has which KV head is not known ({_listed(counts)})"
+        return None, f"which query head has which KV head is unknown ({_format_counts(counts)})"
     return Heads(min(kv_heads), max(queries, default=min(kv_heads)) // min(kv_heads)), ""
 
 
-def _without_kv(names: set[str], scope: "Scope") -> str:
-    """Why units without KV heads are not padded: heads of which there are different numbers may belong together."""
-    counts = {name: found[0] for name in sorted(names) if (found := _counted(name, scope))[1] > _MAX_PAIR}
+def _refusal_without_kv(names: set[str], scope: "Scope") -> str:
+    """Why units without KV heads are not padded, or "": heads with different counts may belong together."""
+    sizes = {name: _count_and_size(name, scope) for name in sorted(names)}
+    counts = {name: count for name, (count, size) in sizes.items() if size > _MAX_PAIR}
     if unknown := [name for name in counts if (scope.family.units or {})[name].count is None]:
-        return f"how many {unknown[0]} there are differs from tensor to tensor"
-    return f"which of them belong together is not known ({_listed(counts)})" if len({*counts.values()}) > 1 else ""
+        return f"the number of {unknown[0]} units differs between tensors"
+    return f"which heads belong together is unknown ({_format_counts(counts)})" if len({*counts.values()}) > 1 else ""
 
 
-def _listed(counts: Mapping[str, int]) -> str:
+def _format_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name}: {count}" for name, count in counts.items())

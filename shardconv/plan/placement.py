@@ -1,7 +1,7 @@
 """Placement: which elements of a full tensor each rank holds.
 
-One idea carries the project: every rule for cutting a tensor is one dim and, for each rank, an ordered list of pieces
-of that dim. Pure integers; knows nothing of bytes, files, models or torch.
+Every sharding rule is a :class:`Placement`: one dim, and for each rank an ordered list of intervals of that dim, with
+padding between them. Pure integer arithmetic, independent of bytes, files, models and torch.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ class Interval(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements of the dim that the piece takes up in the shard."""
+        """Number of elements along the dim."""
         return self.stop - self.start
 
 
 class Zeros(NamedTuple):
-    """Padding: zeros that the full tensor does not have."""
+    """Padding: ``size`` zeros that the full tensor does not have."""
 
     size: int
 
@@ -32,20 +32,21 @@ Piece = Interval | Zeros
 
 
 class IndivisibleError(ValueError):
-    """The units of a dim cannot be shared among that many ranks."""
+    """The units of a dim cannot be divided over this number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The pieces of one tensor, rank by rank.
+    """How one dim of a tensor is divided over ranks.
 
-    A rank's shard is its pieces, concatenated along ``dim``. The intervals of a rank ascend and do not overlap; those
-    of all ranks together cover the dim. Ranks may hold the same elements: then they hold copies.
+    A rank's shard is the concatenation of its intervals and padding along ``dim``. The intervals of a rank are
+    ascending and do not overlap; those of all ranks together cover the dim. Intervals of different ranks may overlap:
+    these elements are replicated.
 
     Attributes:
-        dim: the dim that is cut, from 0; None where every rank holds the whole tensor.
-        size: the true size of that dim in the full tensor, without padding; 0 where ``dim`` is None.
-        ranks: for each rank its pieces; empty where ``dim`` is None.
+        dim: the sharded dim, from 0; None if the tensor is replicated.
+        size: the size of that dim in the full tensor, without padding; 0 if ``dim`` is None.
+        ranks: the intervals and padding of each rank; empty if ``dim`` is None.
     """
 
     dim: int | None
@@ -55,7 +56,7 @@ class Placement:
     def __post_init__(self) -> None:
         if self.dim is None:
             if self.size or any(self.ranks) or not self.ranks:
-                raise ValueError("a replicated placement has no pieces")
+                raise ValueError("a placement without a dim has a size or intervals, or does not have ranks")
             return
         for pieces in self.ranks:
             _check_ascending(pieces, self.size)
@@ -63,7 +64,7 @@ class Placement:
 
     @classmethod
     def replicated(cls, tp: int) -> Self:
-        """Every one of ``tp`` ranks holds the whole tensor."""
+        """The placement of a tensor that is replicated on ``tp`` ranks."""
         return cls(None, 0, ((),) * tp)
 
     @property
@@ -73,17 +74,17 @@ class Placement:
 
     @property
     def is_padded(self) -> bool:
-        """Whether some rank holds zeros that the full tensor does not have."""
+        """Whether the shard of some rank has padding."""
         return any(isinstance(piece, Zeros) for pieces in self.ranks for piece in pieces)
 
     @property
     def num_padding(self) -> int:
-        """Elements of padding along the dim, of all ranks together."""
+        """Elements of padding along the dim, summed over ranks."""
         return sum(piece.size for pieces in self.ranks for piece in pieces if isinstance(piece, Zeros))
 
     @property
     def has_copies(self) -> bool:
-        """Whether some rank holds elements that another holds, too, and the dim is cut."""
+        """Whether the dim is sharded and some of its elements are on several ranks."""
         return sum(piece.size for pieces in self.ranks for piece in intervals(pieces)) > self.size
 
     @property
@@ -92,18 +93,18 @@ class Placement:
         return len({self.local_size(rank) for rank in range(self.tp)}) == 1
 
     def local_size(self, rank: int) -> int:
-        """Elements of a rank's shard along ``dim``, padding included; 0 where ``dim`` is None."""
+        """Elements of a rank's shard along ``dim``, with padding; 0 if ``dim`` is None."""
         return sum(piece.size for piece in self.ranks[rank])
 
-    def share(self, number: int, shares: int) -> "Placement":
-        """The placement of one of several tensors that hold even shares of the dim, one behind the other.
+    def chunk(self, index: int, chunks: int) -> "Placement":
+        """The placement of one of the tensors into which the full tensor is divided evenly along ``dim``.
 
         Args:
-            number: of the tensor, from 0.
-            shares: how many tensors there are; the dim is a multiple of it, and without padding.
+            index: index of the tensor, from 0.
+            chunks: number of tensors; divides the size of the dim, which has no padding.
         """
-        size = self.size // shares
-        start, stop = number * size, (number + 1) * size
+        size = self.size // chunks
+        start, stop = index * size, (index + 1) * size
         ranks = (
             tuple(
                 Interval(max(piece.start, start) - start, min(piece.stop, stop) - start)
@@ -115,30 +116,30 @@ class Placement:
         return Placement(self.dim, size, tuple(ranks))
 
     def shard_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """The shape of a rank's shard of a tensor of this ``shape``."""
+        """The shape of a rank's shard of a tensor of shape ``shape``."""
         if self.dim is None:
             return tuple(shape)
         return (*shape[: self.dim], self.local_size(rank), *shape[self.dim + 1 :])
 
     def shard_numel(self, shape: Sequence[int], rank: int) -> int:
-        """Elements of a rank's shard of a tensor of this ``shape``."""
+        """Number of elements of a rank's shard of a tensor of shape ``shape``."""
         return prod(self.shard_shape(shape, rank))
 
     def describe(self) -> str:
-        """The placement in a few words, for people."""
+        """A short description for reports."""
         if self.dim is None:
             return "replicated"
-        words = [f"dim {self.dim}"]
+        properties = [f"dim {self.dim}"]
         if (count := max(len(intervals(pieces)) for pieces in self.ranks)) > 1:
-            words.append(f"{count} pieces")
+            properties.append(f"{count} intervals")
         if self.has_copies:
-            words.append("copies")
+            properties.append("partly replicated")
         if self.is_padded:
-            words.append(f"padded from {self.size}")
-        return ", ".join(words)
+            properties.append(f"padded from {self.size}")
+        return ", ".join(properties)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: an interval is ``[start, stop]``, a run of zeros its size."""
+        """Plain data: an interval is ``[start, stop]``, padding is its size."""
         ranks = [[p.size if isinstance(p, Zeros) else [p.start, p.stop] for p in pieces] for pieces in self.ranks]
         return {"dim": self.dim, "size": self.size, "ranks": ranks}
 
@@ -157,7 +158,7 @@ class Placement:
 
 
 def intervals(pieces: Sequence[Piece]) -> list[Interval]:
-    """The pieces that are elements of the full tensor."""
+    """The intervals among ``pieces``, without padding."""
     return [piece for piece in pieces if isinstance(piece, Interval)]
 
 
@@ -172,10 +173,10 @@ def _check_ascending(pieces: Sequence[Piece], size: int) -> None:
     end = 0
     for piece in pieces:
         if piece.size <= 0:
-            raise ValueError(f"{piece} is empty")
+            raise ValueError(f"{piece} is empty (expected at least one element)")
         if isinstance(piece, Interval):
             if not end <= piece.start or not piece.stop <= size:
-                raise ValueError(f"{piece} overlaps the piece before it or leaves the dim of {size}")
+                raise ValueError(f"{piece} overlaps the interval before it or exceeds the dim of size {size}")
             end = piece.stop
 
 
@@ -186,22 +187,22 @@ def _check_covered(ascending: Sequence[Interval], size: int) -> None:
             break
         end = max(end, piece.stop)
     if end < size:
-        raise ValueError(f"no rank holds element {end} of the dim of {size}")
+        raise ValueError(f"no rank holds element {end} of the dim of size {size}")
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What boundaries fall between: ``count`` things (heads, rows, blocks) of ``size`` elements each.
+    """A segment of a dim: ``count`` units (heads, rows, blocks) of ``size`` elements, none of which is split.
 
     Attributes:
-        count: how many there are, without padding.
-        size: elements of each.
-        copies: fewer units than ranks are held by several ranks each.
-        pad: a count that does not divide is padded with zeros.
-        multiple: the count is padded to a multiple of this in any case, and has to divide then.
-        groups: in how many equal groups they come, as query heads in one for each KV head.
-        padded: how many groups there are with padding, and how many units in each: padding follows the units of each
-            group, and the groups; None where ``pad`` and ``multiple`` decide.
+        count: number of units, without padding.
+        size: elements per unit.
+        copies: replicate units if there are fewer of them than ranks.
+        pad: pad a count that the number of ranks does not divide.
+        multiple: always pad the count to a multiple of this, which the number of ranks then has to divide.
+        groups: number of equal groups of units, such as one group of query heads per KV head.
+        padded: number of groups and number of units per group, both with padding, which follows the units of each
+            group, and the groups; None if ``pad`` and ``multiple`` determine the padding.
     """
 
     count: int
@@ -214,14 +215,14 @@ class Unit:
 
     @property
     def width(self) -> int:
-        """Elements of all units, without padding."""
+        """Number of elements of all units, without padding."""
         return self.count * self.size
 
-    def share(self, tp: int, rank: int) -> list[Piece]:
-        """The units of a rank, and the padding between and behind them; counted in units.
+    def local(self, tp: int, rank: int) -> list[Piece]:
+        """The intervals and padding of a rank, counted in units.
 
         Raises:
-            IndivisibleError: if the units cannot be shared among ``tp`` ranks.
+            IndivisibleError: if the units cannot be divided over ``tp`` ranks.
         """
         groups, group = self._padded(tp)
         total = groups * group
@@ -229,38 +230,38 @@ class Unit:
             first = rank // (tp // total)
             return self._range(first, first + 1, group)
         if total % tp:
-            of = f" ({self.count} padded to a multiple of {self.multiple})" if self.multiple > 1 else ""
-            either = f", nor is {tp} a multiple of {self.count}" if self.copies else ""
-            raise IndivisibleError(f"{total}{of} is not a multiple of {tp}{either}")
+            padding = f" ({self.count} padded to a multiple of {self.multiple})" if self.multiple > 1 else ""
+            replicas = f", nor is {tp} a multiple of {self.count}" if self.copies else ""
+            raise IndivisibleError(f"{total}{padding} is not a multiple of {tp}{replicas}")
         per_rank = total // tp
         return self._range(rank * per_rank, (rank + 1) * per_rank, group)
 
     def padded_count(self, tp: int) -> int:
-        """How many units there are with padding, for ``tp`` ranks."""
+        """Number of units with padding, for ``tp`` ranks."""
         groups, group = self._padded(tp)
         return groups * group
 
     def _padded(self, tp: int) -> tuple[int, int]:
-        """The number of groups and the units of each, with padding."""
+        """Number of groups and number of units per group, with padding."""
         if self.padded is not None:
             return self.padded
         count = round_up(self.count, self.multiple)
-        has_copies = self.copies and count and tp % count == 0
-        return 1, round_up(count, tp) if self.pad and self.multiple == 1 and not has_copies else count
+        is_replicated = self.copies and count and tp % count == 0
+        return 1, round_up(count, tp) if self.pad and self.multiple == 1 and not is_replicated else count
 
     def _range(self, first: int, last: int, group: int) -> list[Piece]:
-        """The places ``[first, last)`` of all, padding included, where each group takes up ``group`` places."""
-        groups, true = (self.groups, self.count // self.groups) if self.padded else (1, self.count)
+        """The padded units ``[first, last)``, where each group has ``group`` units with padding."""
+        groups, unpadded = (self.groups, self.count // self.groups) if self.padded else (1, self.count)
         pieces: list[Piece] = []
         while first < last:
-            number, low = divmod(first, group)
-            high = min(last - number * group, group)
-            held = number * true + min(low, true), number * true + min(high, true)
-            if number < groups:
-                pieces.append(Interval(*held))
-                first += held[1] - held[0]
-            pieces.append(Zeros(number * group + high - first))
-            first = number * group + high
+            index, low = divmod(first, group)
+            high = min(last - index * group, group)
+            interval = Interval(index * unpadded + min(low, unpadded), index * unpadded + min(high, unpadded))
+            if index < groups:
+                pieces.append(interval)
+                first += interval.size
+            pieces.append(Zeros(index * group + high - first))
+            first = index * group + high
         return pieces
 
 
@@ -269,61 +270,62 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def cut(dim: int, parts: Sequence[Unit], tp: int, *, groups: int = 1, padded_groups: int | None = None) -> Placement:
-    """Shard a dim that consists of ``groups`` times the same ``parts``, one behind the other.
+def cut(dim: int, segments: Sequence[Unit], tp: int, *, groups: int = 1, padded_groups: int | None = None) -> Placement:
+    """Shard a dim that consists of ``groups`` repetitions of the same ``segments``.
 
-    One group of one part is an ordinary column or row split; one group of three is a fused ``[q; k; v]``; as many
-    groups as KV heads is a projection that is interleaved per group. With at least as many groups as ranks, each rank
-    has whole groups; with fewer, the ranks that share a group shard each of its parts.
+    One group of one segment is an ordinary column or row split; one group of three is a fused ``[q; k; v]``; one group
+    per KV head is a projection that is interleaved per KV head. With at least as many groups as ranks, each rank has
+    full groups; with fewer, each segment of a group is sharded over the ranks of the group.
 
     Args:
-        dim: the dim.
-        parts: of each group.
+        dim: the dim, from 0.
+        segments: the units of each segment of a group.
         tp: number of ranks.
-        groups: how many groups there are.
-        padded_groups: how many there are with padding behind them, if there is some.
+        groups: number of groups.
+        padded_groups: number of groups with padding at the end of the dim; None if there is none.
 
     Raises:
-        IndivisibleError: if groups or units cannot be shared among ``tp`` ranks.
+        IndivisibleError: if groups or units cannot be divided over ``tp`` ranks.
     """
-    width, total = sum(part.width for part in parts), padded_groups or groups
-    has_whole = total % tp == 0 and all(part.multiple == 1 for part in parts)
-    if not has_whole and tp % total:
+    width, total = sum(units.width for units in segments), padded_groups or groups
+    has_full_groups = total % tp == 0 and all(units.multiple == 1 for units in segments)
+    if not has_full_groups and tp % total:
         raise IndivisibleError(f"{total} is not a multiple of {tp}, nor is {tp} a multiple of {total}")
-    per_rank, sharers = (total // tp, 1) if has_whole else (1, tp // total)
+    per_rank, group_ranks = (total // tp, 1) if has_full_groups else (1, tp // total)
     ranks = []
     for rank in range(tp):
         pieces: list[Piece] = []
-        for group in range(rank * per_rank // sharers, rank * per_rank // sharers + per_rank):
-            found = _pieces(parts, sharers, rank % sharers, group * width)
-            pieces += found if group < groups else [Zeros(sum(piece.size for piece in found))]
-        ranks.append(_joined(pieces))
+        for group in range(rank * per_rank // group_ranks, rank * per_rank // group_ranks + per_rank):
+            local = _group_pieces(segments, group_ranks, rank % group_ranks, group * width)
+            pieces += local if group < groups else [Zeros(sum(piece.size for piece in local))]
+        ranks.append(_merge_adjacent(pieces))
     return Placement(dim, groups * width, tuple(ranks))
 
 
-def _pieces(parts: Sequence[Unit], tp: int, rank: int, start: int) -> list[Piece]:
+def _group_pieces(segments: Sequence[Unit], tp: int, rank: int, start: int) -> list[Piece]:
+    """The intervals and padding of a rank of one group that starts at ``start``, counted in elements."""
     pieces: list[Piece] = []
-    for part in parts:
-        for piece in part.share(tp, rank):
+    for units in segments:
+        for piece in units.local(tp, rank):
             if isinstance(piece, Interval):
-                pieces.append(Interval(start + piece.start * part.size, start + piece.stop * part.size))
+                pieces.append(Interval(start + piece.start * units.size, start + piece.stop * units.size))
             else:
-                pieces.append(Zeros(piece.size * part.size))
-        start += part.width
+                pieces.append(Zeros(piece.size * units.size))
+        start += units.width
     return pieces
 
 
-def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """The same pieces without empty ones, and with neighbors of a kind made one."""
-    joined: list[Piece] = []
+def _merge_adjacent(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Remove empty intervals and padding, and merge adjacent ones."""
+    merged: list[Piece] = []
     for piece in pieces:
-        last = joined[-1] if joined else None
+        last = merged[-1] if merged else None
         if piece.size == 0:
             continue
         if isinstance(piece, Interval) and isinstance(last, Interval) and last.stop == piece.start:
-            joined[-1] = Interval(last.start, piece.stop)
+            merged[-1] = Interval(last.start, piece.stop)
         elif isinstance(piece, Zeros) and isinstance(last, Zeros):
-            joined[-1] = Zeros(last.size + piece.size)
+            merged[-1] = Zeros(last.size + piece.size)
         else:
-            joined.append(piece)
-    return tuple(joined)
+            merged.append(piece)
+    return tuple(merged)

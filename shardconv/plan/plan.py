@@ -1,6 +1,6 @@
-"""Plan: for one checkpoint at one tp, the placement, style and reason of every tensor, and the rules behind them.
+"""Plan: the placement, style and reason of every tensor of one checkpoint at one tp, with the rules it is made from.
 
-Inert data: printable, comparable by its JSON form, stored whole in the manifest. Knows nothing of how it is made.
+Plain data that is compared by its JSON form and stored in the manifest.
 """
 
 from collections.abc import Mapping
@@ -12,19 +12,19 @@ from shardconv.plan.rule_set import RuleSet
 
 
 class TensorSpec(NamedTuple):
-    """What a header says of a tensor: its dtype (as safetensors names it) and its shape."""
+    """The dtype of a tensor, as safetensors names it, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class Reason(NamedTuple):
-    """Why a tensor is placed as it is.
+    """The rule that determines the placement of a tensor.
 
     Attributes:
-        origin: where the rule comes from: ``family llama``, ``plan file x.toml``, ``--replicate``.
-        rule: the pattern that matched.
-        fields: the config fields that it read, as ``name=value``.
+        origin: the source of the rule: ``family llama``, ``plan file x.toml``, ``--replicate``.
+        rule: the pattern that matches the tensor.
+        fields: the config fields that the rule reads, as ``name=value``.
     """
 
     origin: str
@@ -38,8 +38,8 @@ class TensorPlan(NamedTuple):
     Attributes:
         placement: the intervals of each rank.
         style: the rule's style, or ``expert`` where experts are distributed over ranks.
-        units: the units that boundaries respect: one, or one for each segment; none for single elements.
-        reason: which rule it is and what it read.
+        units: the units that are not split: one, or one for each segment; empty if any element may be a boundary.
+        reason: the rule, and the config fields that it reads.
     """
 
     placement: Placement
@@ -63,8 +63,8 @@ class TensorPlan(NamedTuple):
     def from_json(cls, data: dict[str, Any]) -> Self:
         """The inverse of :meth:`to_json`."""
         reason = data["reason"]
-        because = Reason(reason["origin"], reason["rule"], tuple(reason["fields"]))
-        return cls(Placement.from_json(data["placement"]), data["style"], tuple(data["units"]), because)
+        parsed = Reason(reason["origin"], reason["rule"], tuple(reason["fields"]))
+        return cls(Placement.from_json(data["placement"]), data["style"], tuple(data["units"]), parsed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,11 @@ class Plan:
 
     Attributes:
         tp: tensor parallel size.
-        family: name of the family whose rules are used; None where none was.
+        family: name of the family whose rules are used; None without a family.
         tensors: tensor name to placement, style and reason.
-        rules: what the plan is made from, with the module overrides: the same rules give the plan for another tp, and
-            for the tensors of the model in memory. None in a manifest of format 1 or 2, which did not store them.
-        assumed: what was concluded or assumed rather than read, in sentences.
+        rules: the rules and module overrides, which also give the plan for another tp and for the tensors of the model
+            in memory. None for a manifest of format 1 or 2, which does not store them.
+        assumed: assumptions and conclusions that are not read from config or plan file, as sentences.
     """
 
     tp: int
@@ -91,22 +91,22 @@ class Plan:
         return self.tensors[name].placement
 
     def first_difference(self, other: "Plan") -> str | None:
-        """The first tensor that another plan places elsewhere or gives another style; None if there is none."""
+        """The name of the first tensor whose placement or style differs in another plan; None if all are equal."""
         for name, planned in self.tensors.items():
-            found = other.tensors.get(name)
-            if found is None or (found.placement, found.style) != (planned.placement, planned.style):
+            tensor_plan = other.tensors.get(name)
+            if tensor_plan is None or (tensor_plan.placement, tensor_plan.style) != (planned.placement, planned.style):
                 return name
         return next((name for name in other.tensors if name not in self.tensors), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; what many tensors share is written once."""
-        shared: dict[TensorPlan, int] = {}
-        tensors = {name: shared.setdefault(plan, len(shared)) for name, plan in self.tensors.items()}
+        """Plain data, in which equal plans of tensors are stored once."""
+        index_of: dict[TensorPlan, int] = {}
+        tensors = {name: index_of.setdefault(plan, len(index_of)) for name, plan in self.tensors.items()}
         return {
             "tp": self.tp,
             "family": self.family,
             "assumed": list(self.assumed),
-            "placements": [plan.to_json() for plan in shared],
+            "placements": [plan.to_json() for plan in index_of],
             "tensors": tensors,
             "rules": None if self.rules is None else self.rules.to_json(),
         }
@@ -120,12 +120,12 @@ class Plan:
             PlanError: if a rule names a unit that does not exist.
         """
         try:
-            shared = [TensorPlan.from_json(one) for one in data["placements"]]
-            tensors = {name: shared[index] for name, index in data["tensors"].items()}
+            distinct = [TensorPlan.from_json(item) for item in data["placements"]]
+            tensors = {name: distinct[index] for name, index in data["tensors"].items()}
             rules = None if data["rules"] is None else RuleSet.from_json(data["rules"])
             plan = cls(data["tp"], data["family"], tensors, rules, tuple(data["assumed"]))
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"not a plan: {error!r}") from error
-        if any(one.placement.tp != plan.tp for one in shared):
-            raise ValueError(f"not a plan for {plan.tp} ranks")
+        if other := {tensor_plan.placement.tp for tensor_plan in distinct} - {plan.tp}:
+            raise ValueError(f"placements are for {min(other)} ranks (expected {plan.tp})")
         return plan

@@ -1,7 +1,7 @@
-"""Policies: how the blocks of one class are cut, written as a Python class; and the rule that each layer comes to.
+"""Policies: Python classes that define how the modules of one class are sharded, with parallelformers' names.
 
-Owns the words of a policy, which are those of parallelformers, and what they mean for a tensor. Knows names and sizes;
-which modules of a model they meet is not known here.
+Converts the layers of a policy to rules for tensors. Independent of the modules of a model, which
+shardconv/convert/policy.py finds.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from typing import Any
 from shardconv.errors import PlanError
 from shardconv.plan.rule import Rule
 
-#: What each list of layers of a policy does to its weights.
+#: Method of a policy to the style of the layers that it returns.
 STYLE_OF = {
     "attn_qkv": "colwise",
     "attn_out": "rowwise",
@@ -21,25 +21,25 @@ STYLE_OF = {
     "on_parts": "replicated_with_grad_allreduce",
 }
 
-#: What no layer of a policy names is whole on every rank.
-WHOLE = Rule("**.*", "replicate", origin="what no policy names")
+#: The rule of tensors that no policy names.
+WHOLE = Rule("**.*", "replicate", origin="default for tensors without a policy")
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of a block, as a policy names it.
+    """One layer of a module, in a policy.
 
     Attributes:
-        weight: where the weight is, counted from the block: ``.`` goes to an attribute, ``[i]`` into a list, from its
-            end if negative, as in ``layer[-1].DenseReluDense.wo.weight``.
-        bias: likewise the bias.
-        n_fused: of how many equal parts, as q, k and v, the cut dim consists; each is cut over all ranks.
-        replace: the class that the layer becomes, derived from :class:`~shardconv.ParallelLinear`; by default that.
-        reversed: whether the weight is stored (in_features, out_features), as that of Conv1D is.
-        ignore_checker: whether blocks may lack it.
+        weight: path of the weight, relative to the module: ``.`` precedes an attribute, ``[i]`` indexes a list, from
+            its end if negative, as in ``layer[-1].DenseReluDense.wo.weight``.
+        bias: path of the bias.
+        n_fused: number of equal segments, such as q, k and v, of the sharded dim; each is sharded over all ranks.
+        replace: the class that replaces the layer's, derived from :class:`~shardconv.ParallelLinear`, the default.
+        reversed: whether the weight is stored (in_features, out_features), as in Conv1D.
+        ignore_checker: whether the layer is optional.
 
     Raises:
-        ValueError: if it has neither weight nor bias, or ``n_fused`` is no whole number from 1.
+        ValueError: if there is neither weight nor bias, or ``n_fused`` is not a positive integer.
 
     Example:
         >>> Layer(weight="attn.c_attn.weight", bias="attn.c_attn.bias", n_fused=3, reversed=True).n_fused
@@ -55,27 +55,27 @@ class Layer:
 
     def __post_init__(self) -> None:
         if not self.weight and not self.bias:
-            raise ValueError("a Layer needs a weight or a bias: it has neither")
+            raise ValueError("Layer has neither a weight nor a bias (expected at least one)")
         if self.n_fused is not None and (type(self.n_fused) is not int or self.n_fused < 1):
-            raise ValueError(f"n_fused = {self.n_fused!r}: it has to be a whole number from 1")
+            raise ValueError(f"n_fused is {self.n_fused!r} (expected a positive integer)")
 
     @property
     def paths(self) -> dict[str, str]:
-        """``weight`` and ``bias`` to their paths, those that it has."""
+        """The paths of the layer's tensors, by ``weight`` and ``bias``."""
         return {leaf: path for leaf, path in (("weight", self.weight), ("bias", self.bias)) if path}
 
     def rule(self, name: str, shape: Sequence[int], style: str, origin: str, *, is_bias: bool) -> Rule:
-        """The rule for one of its tensors.
+        """The rule for one tensor of the layer.
 
         Args:
-            name: of the tensor.
-            shape: of the full tensor.
-            style: of :data:`STYLE_OF`.
-            origin: whose rule it is.
-            is_bias: whether the tensor is its bias.
+            name: name of the tensor.
+            shape: shape of the full tensor.
+            style: one of the values of :data:`STYLE_OF`.
+            origin: the source of the rule, for reports.
+            is_bias: whether the tensor is the bias.
 
         Raises:
-            PlanError: if the cut dim does not consist of ``n_fused`` equal parts.
+            PlanError: if ``n_fused`` does not divide the size of the sharded dim, or the layer is replicated.
         """
         count = self.n_fused or 1
         if is_bias and style == "rowwise":
@@ -83,26 +83,26 @@ class Layer:
         if count == 1:
             return Rule(name, style, transposed=bool(self.reversed), origin=origin)
         if style not in ("colwise", "rowwise"):
-            raise PlanError(f"{origin}: {name}: n_fused is for what is cut, which this is not")
-        size = shape[self.cut_dim(style)] if len(shape) > 1 else shape[0]
+            raise PlanError(f"{origin}: {name}: n_fused is for sharded layers, and this one is replicated: remove it")
+        size = shape[self._sharded_dim(style)] if len(shape) > 1 else shape[0]
         if size % count:
             raise PlanError(f"{origin}: {name}: {size} is not a multiple of n_fused = {count}")
         parts = (str(size // count),) * count  # units are named by their size
         return Rule(name, f"packed_{style}", parts=parts, transposed=bool(self.reversed), origin=origin)
 
-    def cut_dim(self, style: str) -> int:
-        """The dim of its weight that a style cuts."""
+    def _sharded_dim(self, style: str) -> int:
+        """The dim of the weight that a style shards."""
         return 1 - int((style == "colwise") is not bool(self.reversed))
 
 
 class Policy(ABC):
-    """How the modules of exactly one class, the blocks of a model, are cut over the ranks.
+    """How the modules of exactly one class, such as the decoder layers of a model, are sharded over ranks.
 
-    Its words, and what they mean, are those of parallelformers: a policy that was written for it works after a change
-    of its imports. What a policy does not name is whole on every rank. :func:`~shardconv.convert_model` takes one.
+    The methods are those of parallelformers: its policies work after their imports are changed. Tensors that no policy
+    names are replicated. Pass policies to :func:`~shardconv.convert_model`.
 
     Args:
-        layer: the block that the policy is asked about.
+        layer: the module to which the policy applies.
 
     Example:
         >>> class MlpPolicy(Policy):
@@ -124,60 +124,60 @@ class Policy(ABC):
 
     @staticmethod
     def replace_arguments(config: Any, world_size: int) -> Mapping[str, Any]:  # noqa: ANN401, ARG004 - any model's
-        """What the modules of a block have to be told on a rank.
+        """Attributes of the module that have another value on each rank.
 
         Args:
-            config: the model's; None if it has none.
+            config: the model's config; None if it does not have one.
             world_size: number of ranks.
 
         Returns:
-            Path of an attribute, counted from the block, to its value on a rank, as ``{"attn.num_heads": 4}``. Where
-            layers with ``ignore_checker`` are absent, the attributes of their module may be, too.
+            Path of an attribute, relative to the module, to its value per rank, as ``{"attn.num_heads": 4}``. Where
+            layers with ``ignore_checker`` are missing, attributes of their modules may be missing, too.
         """
         return {}
 
     @staticmethod
     def replace_modules() -> Mapping[Any, Any]:
-        """Which modules of the model get another class, keeping all that they hold.
+        """Modules of the model whose class is replaced, keeping their attributes.
 
         Returns:
-            A class, or its name, to the class that the modules of exactly that class become. Modules of other models
-            stay as they are. What the layers of a policy name has ``replace`` for that.
+            A class, or its name, to the class that replaces it for modules of exactly that class. Only this model
+            changes. For the layers of a policy, use ``replace`` of :class:`Layer`.
         """
         return {}
 
     @staticmethod
     def attn_qkv() -> Sequence[Layer]:
-        """Projections whose outputs are cut: of a weight [out, in] dim 0, and the bias."""
+        """Column parallel projections: dim 0 of a weight [out, in] and the bias are sharded."""
         return []
 
     @staticmethod
     def attn_out() -> Sequence[Layer]:
-        """Projections whose inputs are cut: of a weight [out, in] dim 1; the bias is whole, and added once.
+        """Row parallel projections: dim 1 of a weight [out, in] is sharded; the bias is replicated, and added once.
 
-        Also tables of one number for each head, as relative position biases: of [positions, heads] dim 1.
+        Also tables with one value per head, such as relative position biases: dim 1 of [positions, heads] is sharded.
         """
         return []
 
     @staticmethod
     def mlp_in() -> Sequence[Layer]:
-        """Cut as :meth:`attn_qkv`."""
+        """Column parallel projections, as in :meth:`attn_qkv`."""
         return []
 
     @staticmethod
     def mlp_out() -> Sequence[Layer]:
-        """Cut as :meth:`attn_out`."""
+        """Row parallel projections, as in :meth:`attn_out`."""
         return []
 
     @staticmethod
     def on_parts() -> Sequence[Layer]:
-        """Layers that are whole on every rank, but used on its part, as a norm over each head: gradients are summed.
+        """Replicated layers that are applied to shards, such as a norm over each head: gradients are all-reduced.
 
-        parallelformers, which does not train, has no word for them.
+        parallelformers, which does not train, has no such method.
         """
         return []
 
     @staticmethod
     @abstractmethod
     def original_layer_class() -> type:
-        """The class of the blocks; the policy applies to modules of exactly that class."""
+        """The class of modules to which the policy applies; derived classes are not included."""

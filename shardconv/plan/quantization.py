@@ -1,7 +1,6 @@
-"""Quantization: which checkpoints are quantized, by their settings or by their tensors, and which are supported.
+"""Detect quantized checkpoints by their settings and tensors, and refuse unsupported quantization.
 
-Owns the refusal of what is not understood: a quantized layer that is taken for an unquantized one has the right shape
-and wrong values. Knows no more of files than the names of those that hold settings.
+A quantized layer that is treated as unquantized would have the right shape and wrong values.
 """
 
 import re
@@ -12,16 +11,16 @@ from typing import Any
 from shardconv.errors import PlanError
 from shardconv.plan.plan import TensorSpec
 
-#: Where settings of quantization are, apart from config.json: ModelOpt's, AutoGPTQ's and AutoAWQ's.
+#: Files with quantization settings besides config.json: those of ModelOpt, AutoGPTQ and AutoAWQ.
 SETTINGS_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
-#: The key in config.json that holds them.
+#: The key of quantization settings in config.json.
 SETTINGS_KEY = "quantization_config"
 
-#: How the name of a block scale ends, and the block where the config does not give it: DeepSeek-V3's.
+#: Suffix of the names of block scales, and the block size if the config has none: those of DeepSeek-V3.
 SCALE, DEFAULT_BLOCK = ".weight_scale_inv", (128, 128)
 
-#: The last part of the name of a tensor that only quantized layers have, by the format that it belongs to.
+#: Last components of the names of tensors that only quantized layers have, by quantization format.
 _COMPANIONS = {
     "GPTQ or AWQ": r"qweight|qzeros|g_idx",
     "compressed-tensors": r"weight_(packed|shape|zero_point|g_idx|global_scale)|input_(global_scale|zero_point)",
@@ -32,40 +31,41 @@ _COMPANIONS = {
 }
 _COMPANION = re.compile(rf"(?:^|.*\.)(?:{'|'.join(_COMPANIONS.values())})")
 
-#: Scales of a KV cache: one number each, in an attention module.
+#: Scales of a KV cache: tensors of one element in an attention module.
 _CACHE_SCALE = re.compile(r".*attn[^.]*\.(?:.*\.)?([kv]|kv_cache|[kv]_proj\.output)_scale")
 
-#: Dtypes that only quantized values have.
+#: Dtypes that only quantized tensors have.
 _DTYPES = re.compile(r"F8_.*|F4|F6_.*")
-#: Integers are indices and masks, except in the weight of a layer (``W_q`` in HQQ).
+#: Integer dtypes: indices and masks, except in the weight of a layer (``W_q`` in HQQ), which is then quantized.
 _INTEGERS = re.compile(r"[IU]\d+")
 
 
 def check_quantization(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> None:
-    """Refuse a quantization that is not supported, and quantized tensors that no settings describe.
+    """Refuse unsupported quantization, and quantized tensors that no settings describe.
 
     Args:
         tensors: name to dtype and shape.
-        config: what config.json holds, with the settings of another file if only that has them; or None.
+        config: the contents of config.json, with quantization settings of another file if config.json has none; None
+            without a config.
 
     Raises:
-        PlanError: if the checkpoint is quantized in a way that is not understood.
+        PlanError: if the quantization is not supported.
     """
     settings = (config or {}).get(SETTINGS_KEY)
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     if method not in (None, "fp8"):
         raise PlanError(
-            f"the checkpoint is quantized by {method!r:.60}, which is not supported (expected FP8 with block scales): "
-            f"split the unquantized checkpoint, or leave out a file with settings that do not apply (--ignore)"
+            f"quantization {method!r:.60} is not supported (expected FP8 with block scales): split the unquantized "
+            f"checkpoint, or ignore a file with settings that do not apply (--ignore FILE)"
         )
     for name, spec in tensors.items():
         is_described = name.endswith((SCALE, ".activation_scale")) or _DTYPES.fullmatch(spec.dtype)
         if is_quantized(name, spec) and not (method == "fp8" and is_described):
-            raise PlanError(_unexplained(name, spec, has_settings=method is not None))
+            raise PlanError(_refusal(name, spec, has_settings=method is not None))
 
 
 def is_quantized(name: str, spec: TensorSpec) -> bool:
-    """Whether only a quantized checkpoint has such a tensor, by its dtype or by its name."""
+    """Whether dtype or name of a tensor occur only in quantized checkpoints."""
     if _DTYPES.fullmatch(spec.dtype) or _COMPANION.fullmatch(name):
         return True
     if prod(spec.shape) == 1 and _CACHE_SCALE.fullmatch(name):
@@ -74,18 +74,19 @@ def is_quantized(name: str, spec: TensorSpec) -> bool:
     return is_matrix and _INTEGERS.fullmatch(spec.dtype) is not None
 
 
-def _unexplained(name: str, spec: TensorSpec, *, has_settings: bool) -> str:
-    kind = f"{name} ({spec.dtype} {list(spec.shape)})"
+def _refusal(name: str, spec: TensorSpec, *, has_settings: bool) -> str:
+    tensor = f"{name} ({spec.dtype} {list(spec.shape)})"
     if has_settings:
-        return f"{kind}: this tensor is not part of FP8 with block scales, which quantization_config describes"
+        return f"{tensor}: this tensor is not part of FP8 with block scales, which quantization_config describes"
     files = ", ".join(SETTINGS_FILES)
     return (
-        f"{kind}: only quantized checkpoints have such a tensor, and no quantization_config describes it (config.json, "
-        f"{files}): pass --config FILE with the quantization_config of this checkpoint, or split the unquantized one"
+        f"{tensor}: only quantized checkpoints have such a tensor, and no quantization_config describes it "
+        f"(config.json, {files}): pass --config FILE with the quantization_config of this checkpoint, or split the "
+        f"unquantized one"
     )
 
 
 def block_size(config: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - as the config has it
-    """The size of the blocks that have a scale each, as the config gives it; None where it does not."""
+    """Rows and columns of a block with one scale, as in the config; None if the config does not have them."""
     settings = (config or {}).get(SETTINGS_KEY)
     return settings.get("weight_block_size") if isinstance(settings, dict) else None

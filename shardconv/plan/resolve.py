@@ -1,7 +1,4 @@
-"""The plan of a checkpoint, from its tensors' names and shapes and a rule set.
-
-Knows nothing of files.
-"""
+"""The plan of a checkpoint, from the names and shapes of its tensors and a rule set."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -32,7 +29,7 @@ class Resolver:
     Args:
         tensors: name to dtype and shape, as the headers have them.
         rules: the rules.
-        where: what has the tensors, for messages.
+        where: the source of the tensors, for messages.
 
     Raises:
         PlanError: if no rule matches a tensor, or a rule or a block of the user's matches none.
@@ -47,7 +44,7 @@ class Resolver:
             self._set_padding(rules.pad)
 
     def _check_used(self, where: str) -> None:
-        """Check that all that a user wrote covers a tensor."""
+        """Check that every rule and block of the user matches a tensor."""
         users = [rule for scope in self.rules.scopes for rule in scope.family.rules if rule.by_user]
         used = {rule.mount for rule in users if rule in self._used_rules}
         for rule in users:
@@ -58,7 +55,7 @@ class Resolver:
 
     @cached_property
     def _sizes(self) -> Counter[TensorGroup]:
-        """For each group how many tensors are in it."""
+        """The number of tensors in each group."""
         return Counter(self._group_of.values())
 
     @cached_property
@@ -70,15 +67,15 @@ class Resolver:
         return frozenset(group.rule for group in self._sizes)
 
     def padded(self, pad: int = 1) -> "Resolver":
-        """The same with padding to a multiple of ``pad`` and of the tensor parallel size, or with 0 without.
+        """The resolver with padding to a multiple of ``pad`` and of tp; without padding for 0.
 
         Raises:
-            PlanError: if nothing of such a model is padded.
+            PlanError: if padding is not supported for the model.
         """
         if pad == self.rules.pad:
             return self
         if pad and (refusal := self.rules.padding_refusal):
-            raise PlanError(f"--pad: nothing of this model is padded: {refusal}")
+            raise PlanError(f"--pad is not supported for this model: {refusal}")
         if pad not in self._with_padding:
             self._with_padding[pad] = copy(self)
             self._with_padding[pad]._set_padding(pad)  # noqa: SLF001 - of the same class
@@ -92,7 +89,7 @@ class Resolver:
             self.__dict__.pop(derived, None)
 
     def replaced(self, family: RuleSet) -> dict[str, tuple[str, str]]:
-        """Tensors that a user's rule gives another style than the family: name to the family's style and the user's."""
+        """Tensors to which the user gives another style than the family: name to the family's and the user's style."""
         ruled, matcher = matcher_of(family)
         found = {}
         for name, group in self._group_of.items():
@@ -102,7 +99,7 @@ class Resolver:
         return found
 
     def replaced_blocks(self, family: RuleSet) -> frozenset[str]:
-        """The blocks of the family of which a user's blocks cover every tensor that they would cover."""
+        """The blocks of the family all of whose tensors are matched by blocks of the user."""
         ruled, matcher = matcher_of(family)
         replaced, kept = set[str](), set[str]()
         for name, group in self._group_of.items():
@@ -148,7 +145,7 @@ class Resolver:
         return TpSizes(tuple(tp for tp in CANDIDATE_TPS if tp not in others), tuple(blocked), tuple(padded))
 
     def padded_size(self, tp: int) -> PaddedTp | None:
-        """What a tensor parallel size costs with padding; None if it is not supported with padding either."""
+        """The cost of a tensor parallel size with padding; None if it is not supported with padding either."""
         if self.rules.padding_refusal or (padded := self.padded()).blocked(tp) is not None:
             return None
         return PaddedTp(tp, padded.padding_share(tp))
@@ -160,17 +157,17 @@ class Resolver:
         return padding / max(sum(count * others for count, _, others in counted), 1)
 
     def padding(self, tp: int) -> PaddingReport:
-        """What the plan for ``tp`` ranks pads as asked."""
+        """The report on requested padding in the plan for ``tp`` ranks."""
         units = [PaddedUnit(one.unit or pattern_for(one.tensor), one.size, one.padded) for one in self.padded_rules(tp)]
         return PaddingReport(tuple(dict.fromkeys(units)), self.padding_share(tp)) if units else NO_PADDING
 
     def padded_rules(self, tp: int) -> Iterator[PaddedRule]:
-        """The units that the plan for ``tp`` ranks pads as asked, by rule."""
+        """The units that the plan for ``tp`` ranks pads on request, by rule."""
         for planner in self._planners.values() if self.rules.pad else ():
             yield from planner.padded_units(tp)
 
     def blocked(self, tp: int) -> BlockedTp | None:
-        """What blocks a tensor parallel size; None where it is supported."""
+        """The reason why a tensor parallel size is not supported; None if it is."""
         try:
             for planner in self._planners.values():
                 planner.plan(tp)

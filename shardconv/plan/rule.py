@@ -44,13 +44,13 @@ CHOICE = re.compile(r"\{[^{}]*\}")
 
 
 def check_pattern(pattern: str) -> None:
-    """Check that braces in a pattern belong together.
+    """Check that braces in a pattern are balanced and not nested.
 
     Raises:
-        ValueError: if they do not.
+        ValueError: if they are not.
     """
     if set("{}") & set(CHOICE.sub("", pattern)):
-        raise ValueError("a { has no }, or a } no {")
+        raise ValueError("braces are unbalanced or nested")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +125,15 @@ class Rule:
     def __post_init__(self) -> None:
         check_pattern(self.pattern)
         if self.style not in STYLES:
-            raise ValueError(f"style {self.style!r} is none of {', '.join(STYLES)}")
+            raise ValueError(f"style {self.style!r} is unknown (expected {', '.join(STYLES)})")
         if bool(self.parts) != STYLES[self.style].packed and self.style not in _MAY_HAVE_PARTS:
-            raise ValueError(f"packed styles have parts, and only they and {' and '.join(_MAY_HAVE_PARTS)} may")
+            raise ValueError(f"parts are required for packed styles, and allowed for {' and '.join(_MAY_HAVE_PARTS)}")
         if self.otherwise and (self.otherwise not in STYLES or STYLES[self.otherwise].packed):
-            raise ValueError(f"otherwise = {self.otherwise!r} is not a style, or one that needs parts")
+            raise ValueError(f"otherwise = {self.otherwise!r} is not a style without parts")
         if self.unit and self.parts:
-            raise ValueError("a rule has unit or parts, not both")
+            raise ValueError("rule has both unit and parts: remove one of them")
         if self.part is not None and not 0 <= self.part < len(self.parts):
-            raise ValueError(f"part = {self.part} is none of {len(self.parts)} parts")
+            raise ValueError(f"part = {self.part} is out of range (got {len(self.parts)} parts)")
         check_expression(self.groups)
         check_expression(self.repeats)
         check_expression(1 if self.size is None else self.size)

@@ -1,6 +1,6 @@
-"""The format of rules: how family files, plan files and manifests write units, rules and module overrides.
+"""Parse and write units, rules and module overrides, as in family files, plan files and manifests.
 
-Owns strict parsing, and its inverse. docs/plan-files.md has the format. An unknown key is an error.
+docs/plan-files.md describes the format. Unknown keys are errors.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,22 +17,22 @@ _FAMILY_KEYS = {
     "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
     "modules": dict, "parts": dict, "blocks": dict, "gathered": str,
 }  # fmt: skip
-#: What a plan file does not have: it serves what it is passed for, and reasons are for docs/models.md.
+#: Keys that a plan file does not have: it applies to the checkpoint it is passed for, and is not in docs/models.md.
 _NOT_BY_USER = ("model_types", "gathered")
 _BLOCK_KEYS = {"config": dict, "units": dict, "rules": dict, "modules": dict, "blocks": dict}
 
 
 def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool = False) -> Family:
-    """The family that a table holds, as it stands: without what it inherits.
+    """Parse the table of a family, without expanding blocks and what it inherits.
 
     Args:
-        name: of the family.
+        name: name of the family.
         data: the table.
-        origin: of its rules, for the report.
-        by_user: whether a user wrote it.
+        origin: the source of its rules, for reports.
+        by_user: whether the table is a plan file.
 
     Raises:
-        PlanError: if it holds anything that the format does not have.
+        PlanError: if the table does not have the format.
     """
     try:
         _check_keys(data, {key: kind for key, kind in _FAMILY_KEYS.items() if not by_user or key not in _NOT_BY_USER})
@@ -68,14 +68,14 @@ def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool 
 
 
 def parse_block(name: str, data: dict[str, Any]) -> Block:
-    """The block that a table holds.
+    """Parse the table of a block.
 
     Args:
-        name: of the block.
+        name: name of the block.
         data: the table.
 
     Raises:
-        PlanError: if it holds anything that the format does not have, or a rule names a unit that it does not have.
+        PlanError: if the table does not have the format, or a rule names a unit that does not exist.
     """
     origin = f"block {name}"
     try:
@@ -92,7 +92,7 @@ def parse_block(name: str, data: dict[str, Any]) -> Block:
         for expression in block.config.values():
             check_expression(expression)
         if overrides := [key for key, unit in block.units.items() if unit.override]:
-            raise ValueError(f"unit {overrides[0]}: a block has no other unit to override")
+            raise ValueError(f"unit {overrides[0]}: override = true is not for blocks, as they inherit no units")
     except ValueError as error:
         raise PlanError(f"{origin}: {error}") from error
     check_units(block.units, block.rules, block.modules)
@@ -104,20 +104,19 @@ def _parse_blocks(table: dict[str, Any]) -> tuple[Mount, ...]:
 
 
 def _parse_mount(pattern: str, data: Any) -> Mount:  # noqa: ANN401 - anything TOML holds
-    """A mount: the name of a block, or a table with the name and the config fields that it reads otherwise."""
+    """Parse an entry of ``[blocks]``: a block's name, or a table with the name and replaced config fields."""
     table = data if isinstance(data, dict) else {"block": data}
     name, optional = table.get("block"), table.get("optional", False)
     fields = {key: value for key, value in table.items() if key not in ("block", "optional")}
     if not isinstance(name, str) or type(optional) is not bool:
-        text = f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME"
-        raise ValueError(text)
+        raise ValueError(f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME")
     try:
         check_pattern(pattern)
     except ValueError as error:
         raise ValueError(f"blocks {pattern!r}: {error}") from error
     for value in fields.values():
         if type(value) not in (str, int):
-            raise ValueError(f"blocks {pattern!r}: {value!r:.60} is not a config field or an expression of them")
+            raise ValueError(f"blocks {pattern!r}: {value!r:.60} is not an expression of config fields")
         check_expression(value)
     return Mount(pattern, name, tuple(fields.items()), optional)
 
@@ -125,22 +124,22 @@ def _parse_mount(pattern: str, data: Any) -> Mount:  # noqa: ANN401 - anything T
 def _parse_prefix(data: str | list[Any]) -> tuple[str, ...]:
     prefixes = tuple(data) if isinstance(data, list) else (data,) if data else ()
     if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
-        raise ValueError("prefix is what names begin with, or a list of that")
+        raise ValueError(f"prefix = {data!r:.60} is not a string, or a list of non-empty strings")
     return prefixes
 
 
 def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOML holds
-    """A unit.
+    """Parse the table of a unit.
 
     Raises:
-        ValueError: if the table is not one.
+        ValueError: if the table does not have the format.
     """
     try:
         keys = {"count": (str, int), "size": (str, int), "copies": bool, "whole": bool, "override": bool}
         _check_keys(data, keys)
         unit = UnitRule(**data)
         if unit.whole and unit.count is None:
-            raise ValueError("whole = true is for units with a count")
+            raise ValueError("whole = true needs a count")
         for expression in (1 if unit.count is None else unit.count, unit.size):
             check_expression(expression)
     except ValueError as error:
@@ -156,16 +155,16 @@ _RULE_KEYS = {
 
 
 def _alternatives(table: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Each pattern with each of its rules, in order: one pattern may have a list of them."""
-    for pattern, found in table.items():
-        yield from ((pattern, rule) for rule in (found if isinstance(found, list) else [found]))
+    """Each pattern with each of its rules, in order: a pattern has one rule or a list of them."""
+    for pattern, rules in table.items():
+        yield from ((pattern, rule) for rule in (rules if isinstance(rules, list) else [rules]))
 
 
 def parse_rule(pattern: str, data: Any, origin: str, *, by_user: bool = False) -> Rule:  # noqa: ANN401 - as above
-    """A rule.
+    """Parse the table of a rule.
 
     Raises:
-        ValueError: if the table is not one.
+        ValueError: if the table does not have the format.
     """
     try:
         _check_keys(data, _RULE_KEYS)
@@ -173,9 +172,9 @@ def parse_rule(pattern: str, data: Any, origin: str, *, by_user: bool = False) -
         if "style" not in data:
             raise ValueError("style is missing")
         if not all(isinstance(part, str) for part in parts):
-            raise ValueError("parts are names of units")
+            raise ValueError("parts is not a list of unit names")
         if any(isinstance(value, dict | list) for _, value in when):
-            raise ValueError("when compares fields with single values")
+            raise ValueError("when compares fields with numbers, strings, true or false (got a table or a list)")
         return Rule(pattern, origin=origin, by_user=by_user, **{**data, "parts": parts, "when": when})
     except ValueError as error:
         raise ValueError(f"rule {pattern!r}: {error}") from error
@@ -190,10 +189,10 @@ _MODULE_KEYS = {
 
 
 def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False) -> ModuleRule:  # noqa: ANN401 - as above
-    """A module override.
+    """Parse the table of a module override.
 
     Raises:
-        ValueError: if the table is not one.
+        ValueError: if the table does not have the format.
     """
     try:
         _check_keys(data, _MODULE_KEYS)
@@ -202,21 +201,21 @@ def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False)
         numbers = (data.get("shared_output", 0), data.get("full_width", 0))
         for expression in (*attributes.values(), *data.get("locals", {}).values(), *numbers):
             check_expression(expression)
-        if not all(isinstance(two, list) and list(map(type, two)) == [str, str] for two in at_most.values()):
-            raise ValueError("at_most has a layer and an attribute for each name")
-        if strange := set(data.get("products", {}).values()) - set(PRODUCTS):
-            raise ValueError(f"products are {', '.join(PRODUCTS)} (got {strange.pop()!r:.60})")
+        if not all(isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in at_most.values()):
+            raise ValueError("at_most needs [LAYER, ATTRIBUTE] for each name")
+        if unknown := set(data.get("products", {}).values()) - set(PRODUCTS):
+            raise ValueError(f"products has {unknown.pop()!r:.60} (expected {', '.join(PRODUCTS)})")
         gathers = tuple(data.get("gathers", ()))
         if not all(isinstance(name, str) for name in gathers):
-            raise ValueError("gathers are names of parameters")
+            raise ValueError("gathers is not a list of parameter names")
         for name in gathers:
             check_pattern(name)
-        places: dict[str, Any] = {
-            key: {name: _parse_place(place, known) for name, place in data.get(key, {}).items()}
+        slices: dict[str, Any] = {
+            key: {name: _parse_slice(table, known) for name, table in data.get(key, {}).items()}
             for key, known in (("inputs", _INPUT_KEYS), ("slices", _SLICE_KEYS), ("unsharded", _UNSHARDED_KEYS))
         }
-        places |= {"output": _parse_place(data["output"], _OUTPUT_KEYS)} if "output" in data else {}
-        parsed = {**data, **places, "attributes": attributes, "gathers": gathers}
+        slices |= {"output": _parse_slice(data["output"], _OUTPUT_KEYS)} if "output" in data else {}
+        parsed = {**data, **slices, "attributes": attributes, "gathers": gathers}
         when = tuple(data.get("when", {}).items())
         return ModuleRule(pattern, origin=origin, by_user=by_user, **{**parsed, "when": when})
     except (ValueError, KeyError) as error:
@@ -229,19 +228,21 @@ _SLICE_KEYS = {"dim": int, "unit": str, "parts": list}
 _UNSHARDED_KEYS = {"dim": int, "unit": str}
 
 
-def _parse_place(place: Any, known: Mapping[str, Any]) -> InputRule:  # noqa: ANN401 - anything TOML holds
-    _check_keys(place, known)
-    check_expression(place.get("size", 1))
-    if "dim" not in place:
-        raise ValueError(f"{place!r:.60}: dim is missing")
-    if known is _INPUT_KEYS and "size" not in place and place["dim"] < 0:
-        raise ValueError(f"{place!r:.60}: without size, dim is counted from 0, as matrices follow it")
-    if ("unit" in place) == ("parts" in place) or not all(isinstance(part, str) for part in place.get("parts", ())):
-        raise ValueError(f"{place!r:.60} has neither a unit nor parts, which are names of units, or both")
-    items = tuple(place.get("items", ()))
-    if not all(type(item) is int and item >= 0 for item in items) or (items and "size" not in place):
-        raise ValueError(f"{place!r:.60}: items are places in a list, from 0, and need size")
-    return InputRule(**{**place, "parts": tuple(place.get("parts", ())), "items": items})
+def _parse_slice(table: Any, known: Mapping[str, Any]) -> InputRule:  # noqa: ANN401 - anything TOML holds
+    """Parse how an argument, an output, a parameter or a buffer is sliced; ``known`` has the keys and their types."""
+    _check_keys(table, known)
+    check_expression(table.get("size", 1))
+    if "dim" not in table:
+        raise ValueError(f"{table!r:.60}: dim is missing")
+    if known is _INPUT_KEYS and "size" not in table and table["dim"] < 0:
+        raise ValueError(f"{table!r:.60}: dim is negative without size: count it from 0")
+    parts = tuple(table.get("parts", ()))
+    if ("unit" in table) == ("parts" in table) or not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"{table!r:.60} needs either a unit, or parts with the names of units")
+    items = tuple(table.get("items", ()))
+    if not all(type(item) is int and item >= 0 for item in items) or (items and "size" not in table):
+        raise ValueError(f"{table!r:.60}: items are indices of a list, from 0, and need size")
+    return InputRule(**{**table, "parts": parts, "items": items})
 
 
 def _parse_part(start: str, data: Any) -> Part:  # noqa: ANN401 - anything TOML holds
@@ -255,42 +256,47 @@ def _parse_part(start: str, data: Any) -> Part:  # noqa: ANN401 - anything TOML 
         _check_keys(data, {"config": str, "family": str})
         return Part(data["config"], data["family"])
     except (ValueError, KeyError) as error:
-        raise ValueError(f"part {start!r}: {error}: it is a config field, or has config and family") from error
+        raise ValueError(f"part {start!r}: {error}: expected a config field, or config and family") from error
 
 
 def _check_keys(data: Any, known: Mapping[str, Any]) -> None:  # noqa: ANN401 - anything TOML holds
     if not isinstance(data, dict):
-        raise ValueError(f"{data!r:.60} is no table")  # noqa: TRY004 - all of them become one PlanError
+        raise ValueError(f"{data!r:.60} is not a table")  # noqa: TRY004 - all of them become one PlanError
     for key, value in data.items():
         if key not in known:
-            raise ValueError(f"key {key!r} is not known; known are {', '.join(known)}")
-        kinds = known[key] if isinstance(known[key], tuple) else (known[key],)
-        if type(value) not in kinds:  # exactly: true is no number
-            raise ValueError(f"{key} = {value!r:.60} has the wrong type")
+            raise ValueError(f"key {key!r} is unknown (expected {', '.join(known)})")
+        types = known[key] if isinstance(known[key], tuple) else (known[key],)
+        if type(value) not in types:  # not isinstance: true would be an integer
+            raise ValueError(f"{key} = {value!r:.60} has the wrong type (expected {_type_names(types)})")
+
+
+def _type_names(types: Sequence[type]) -> str:
+    names = {str: "a string", int: "an integer", bool: "true or false", list: "a list", dict: "a table"}
+    return " or ".join(names[kind] for kind in types)
 
 
 def to_table(rule: UnitRule | Rule | ModuleRule, *, without: Sequence[str] = ()) -> dict[str, Any]:
-    """The table that a unit, a rule or a module override is parsed from: every field that is not as by default.
+    """The table from which a unit, a rule or a module override is parsed: all fields that differ from their default.
 
     Args:
-        rule: what to write.
-        without: fields that are written elsewhere, or not at all.
+        rule: the unit, rule or module override.
+        without: fields to leave out.
     """
     table = {}
-    for own in fields(rule):
-        value = getattr(rule, own.name)
-        default = own.default_factory() if own.default_factory is not MISSING else own.default
-        if own.name not in without and value != default:
-            table[own.name] = _plain(value)
+    for field in fields(rule):
+        value = getattr(rule, field.name)
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if field.name not in without and value != default:
+            table[field.name] = _to_plain(value)
     return table
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401 - a field of any rule
+def _to_plain(value: Any) -> Any:  # noqa: ANN401 - a field of any rule
     match value:
         case InputRule():
-            return {name: _plain(field) for name, field in value._asdict().items() if field not in (None, "", ())}
+            return {name: _to_plain(field) for name, field in value._asdict().items() if field not in (None, "", ())}
         case Mapping():
-            return {name: _plain(one) for name, one in value.items()}
+            return {name: _to_plain(item) for name, item in value.items()}
         case tuple() | list():
             return list(value)
     return value

@@ -1,6 +1,6 @@
-"""A rule set: every rule that applies to one model, with the config fields that the rules read, as data.
+"""Rule set: all rules of one model with the config fields that they read, and their JSON form in a manifest.
 
-Owns its form in a manifest. What is read back plans as what was written, whatever families are installed by then.
+A rule set from a manifest gives the same plans as when it was written, whichever families are installed.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 from shardconv.plan.config_fields import check_expression, fields_in, lookup
 from shardconv.plan.engines import ENGINE, Engine
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import FOREIGN, NAMES_FAMILY, PLAN_FILE, Family, units_named
+from shardconv.plan.family import NAMES_FAMILY, PLAN_FILE, TRANSFORMERS, Family, units_named
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.rule import Rule
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
@@ -18,21 +18,21 @@ from shardconv.plan.scope import Scope
 
 Parsed = TypeVar("Parsed")
 
-#: The largest number to a multiple of which a size is padded.
+#: The largest multiple to which a size is padded.
 MAX_MULTIPLE = 2**16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RuleSet:
-    """What a plan is made from, apart from tensor names and shapes and the tensor parallel size.
+    """The rules of a plan, which together with tensor names, tensor shapes and tp determine it.
 
     Attributes:
         family: name of the family whose rules are used.
         scopes: the rules of the model and of each submodel.
         experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
-        uncertain: why the head size is not certain, and what settles it; "" where it is. Then only boundaries are
-            allowed that are right for every smaller head size, too.
-        scale_block: rows and columns of a block with one scale, as the config has them.
+        uncertain: why the head size is assumed, and how to specify it; "" if it is known. If it is assumed, boundaries
+            have to be valid for smaller head sizes, too.
+        scale_block: rows and columns of a block with one scale, as in the config.
         vocab_multiple: the vocabulary is padded to a multiple of this before it is sharded.
     """
 
@@ -45,32 +45,32 @@ class RuleSet:
 
     @property
     def pad(self) -> int:
-        """What does not divide is padded to a multiple of this and of the tensor parallel size; 0 for no padding."""
+        """Counts that tp does not divide are padded to a multiple of this and of tp; 0 for no padding."""
         return self.scopes[0].pad
 
     def with_padding(self, pad: int, used: Mapping[Rule, frozenset[str]] | None = None) -> Self:
-        """The same rules with ``pad``, which follows from the rules that are ``used``: see :class:`Scope`."""
+        """The same rules with other values of ``pad`` and ``used``, for which see :class:`Scope`."""
         return replace(self, scopes=tuple(replace(scope, pad=pad, used=used) for scope in self.scopes))
 
     @property
     def padding_refusal(self) -> str:
-        """Why nothing of such a model is padded; "" where something may be."""
+        """Why nothing of such a model is padded; "" if padding is supported."""
         if self.uncertain:
             return self.uncertain
-        if self.family in (NAMES_FAMILY, FOREIGN):
-            return "no family is known for this model, so that outputs with padding are not known to be equal"
+        if self.family in (NAMES_FAMILY, TRANSFORMERS):
+            return "no family is known for this model, so outputs with padding may differ"
         return ""
 
     @property
     def has_plan_file(self) -> bool:
-        """Whether rules of a user's plan file are among them."""
+        """Whether some of the rules are from a plan file."""
         families = [scope.family for scope in self.scopes]
         origins = {rule.origin for family in families for rule in family.rules}
         origins |= {rule.origin for family in families for rule in family.modules}
         return any(origin.startswith(PLAN_FILE) for origin in origins)
 
     def for_engine(self, engine: Engine) -> Self:
-        """The rules with the boundaries of an engine, in place of those of another; a user's own come first.
+        """The rules with those of an engine in place of those of another engine, tried after the user's rules.
 
         Args:
             engine: the engine, or :data:`~shardconv.plan.engines.OWN`.
@@ -79,32 +79,32 @@ class RuleSet:
         def with_engine(scope: Scope) -> Scope:
             rules = scope.family.rules
             users, others = (tuple(rule for rule in rules if rule.by_user is by_user) for by_user in (True, False))
-            own = engine.rules((scope.config or {}).get("model_type"))
-            return replace(scope, family=replace(scope.family, rules=(*users, *own, *others)))
+            engine_rules = engine.rules((scope.config or {}).get("model_type"))
+            return replace(scope, family=replace(scope.family, rules=(*users, *engine_rules, *others)))
 
         scopes = tuple(map(with_engine, self.without_engine().scopes))
         return replace(self, scopes=scopes, vocab_multiple=engine.vocab_multiple)
 
     def without_engine(self) -> Self:
-        """The rules without those of an engine: how shardconv's own runtime shards what is in its rank files."""
+        """The rules without those of an engine, as shardconv's own runtime uses them."""
 
-        def own(scope: Scope) -> Scope:
+        def without_rules(scope: Scope) -> Scope:
             rules = tuple(rule for rule in scope.family.rules if not rule.origin.startswith(ENGINE))
             return replace(scope, family=replace(scope.family, rules=rules))
 
-        return replace(self, scopes=tuple(map(own, self.scopes)))
+        return replace(self, scopes=tuple(map(without_rules, self.scopes)))
 
     def without_overrides(self, blocks: Container[str]) -> Self:
-        """The rules without the module overrides of some blocks."""
+        """The rules without the module overrides of ``blocks``."""
 
-        def less(scope: Scope) -> Scope:
+        def without_modules(scope: Scope) -> Scope:
             modules = tuple(rule for rule in scope.family.modules if rule.block not in blocks)
             return replace(scope, family=replace(scope.family, modules=modules))
 
-        return replace(self, scopes=tuple(map(less, self.scopes)))
+        return replace(self, scopes=tuple(map(without_modules, self.scopes)))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: the rules whose conditions hold, and the config fields that they read."""
+        """Plain data: the rules whose ``when`` holds, and the config fields that they read."""
         return {
             "family": self.family,
             "experts": self.experts,
@@ -127,7 +127,7 @@ class RuleSet:
             raise ValueError(f"experts is {data['experts']!r:.60}, expected one of {', '.join(EXPERT_MODES)}")
         scopes = tuple(_scope_from_json(scope, data["family"]) for scope in data["scopes"])
         if not scopes:
-            raise ValueError("a rule set without scopes")
+            raise ValueError("rule set has no scopes (expected at least one)")
         multiple = data.get("vocab_multiple", 1)
         if type(multiple) is not int or not 1 <= multiple <= MAX_MULTIPLE:
             raise ValueError(f"vocab_multiple is {multiple!r:.60} (expected an integer from 1 to {MAX_MULTIPLE})")
@@ -143,13 +143,13 @@ def _scope_to_json(scope: Scope) -> dict[str, Any]:
     rules, modules = list(scope.rules()), [rule for _, rule in scope.modules()]
     units = {name: unit for name, unit in (family.units or {}).items() if name in units_named(rules, modules)}
     expressions = [*_expressions_of(rules, modules)]
-    expressions += [one for unit in units.values() for one in (unit.count, unit.size) if one is not None]
+    expressions += [size for unit in units.values() for size in (unit.count, unit.size) if size is not None]
     defaults = family.config or {}
     names = _fields_read(expressions, defaults) | {"model_type"}
     return {
         "at": scope.at,
         "prefix": list(family.prefix),
-        "config": None if scope.config is None else _with_fields(scope.config, names),
+        "config": None if scope.config is None else _select_fields(scope.config, names),
         "defaults": {name: value for name, value in defaults.items() if name in names},
         "units": {name: to_table(unit, without=("override",)) for name, unit in units.items()},
         "rules": [to_table(rule, without=("when", "block")) for rule in rules],
@@ -165,17 +165,17 @@ def _scope_from_json(data: dict[str, Any], family: str) -> Scope:
         prefix=tuple(data["prefix"]),
         config=data["defaults"],
         units={name: parse_unit(name, unit) for name, unit in data["units"].items()},
-        rules=tuple(_parsed(parse_rule, table) for table in data["rules"]),
-        modules=tuple(_parsed(parse_module, table) for table in data["modules"]),
+        rules=tuple(_parse_table(parse_rule, table) for table in data["rules"]),
+        modules=tuple(_parse_table(parse_module, table) for table in data["modules"]),
     )
     return Scope(rules.over(Family(family)), data["config"], data["at"])
 
 
-def _parsed(parse: Callable[..., Parsed], table: Mapping[str, Any]) -> Parsed:
-    """A rule from its table, which has its pattern and its origin in it."""
-    beside = ("pattern", "origin", "by_user", "mount")
-    rest = {key: value for key, value in table.items() if key not in beside}
-    rule = parse(table["pattern"], rest, table.get("origin", ""), by_user=table.get("by_user") is True)
+def _parse_table(parse: Callable[..., Parsed], table: Mapping[str, Any]) -> Parsed:
+    """Parse a rule from a table that also has its pattern, origin, ``by_user`` and ``mount``."""
+    separate = ("pattern", "origin", "by_user", "mount")
+    keys = {key: value for key, value in table.items() if key not in separate}
+    rule = parse(table["pattern"], keys, table.get("origin", ""), by_user=table.get("by_user") is True)
     return replace(rule, mount=str(table["mount"])) if "mount" in table else rule  # type: ignore[type-var]
 
 
@@ -187,25 +187,25 @@ def _expressions_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> Ite
 
 
 def _fields_read(expressions: Iterable[str | int], defaults: Mapping[str, str | int]) -> set[str]:
-    """The config fields that expressions read, also through the defaults of others."""
-    found: set[str] = set()
-    waiting = list(expressions)
-    while waiting:
-        new = fields_in(waiting.pop()) - found
-        found |= new
-        waiting += [defaults[name] for name in new if name in defaults]
-    return found
+    """The config fields that expressions read, directly or through the defaults of other fields."""
+    read: set[str] = set()
+    pending = list(expressions)
+    while pending:
+        new = fields_in(pending.pop()) - read
+        read |= new
+        pending += [defaults[name] for name in new if name in defaults]
+    return read
 
 
-def _with_fields(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """A config with these fields only; ``a.b`` is the field b of the config in a."""
-    kept: dict[str, Any] = {}
+def _select_fields(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The config with these fields only; ``a.b`` is field b of the nested config a."""
+    selected: dict[str, Any] = {}
     for name in sorted(names):
         if (value := lookup(config, name)) is None:
             continue
         *path, last = name.split(".")
-        inner = kept
-        for step in path:
-            inner = inner.setdefault(step, {})
-        inner[last] = value
-    return kept
+        nested = selected
+        for key in path:
+            nested = nested.setdefault(key, {})
+        nested[last] = value
+    return selected

@@ -1,4 +1,4 @@
-"""A scope: the rules of one family, and the config that they read, over a whole model or over one of its submodels."""
+"""Scope: the rules of one family and the config that they read, for a model or one of its submodels."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,16 +18,16 @@ from shardconv.plan.rule import Rule
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scope:
-    """Where a family's rules count.
+    """The rules of one family and the config that they read, for a model or one of its submodels.
 
     Attributes:
         family: the rules.
-        config: what they read; None where there is none.
-        at: a pattern of what names begin with; "" for all names.
-        pad: what does not divide is padded to a multiple of this and of the tensor parallel size; 0 for no padding.
-        used: the rules that match a tensor, from which padding follows, to the names of the layers and parameters that
-            they match; None for all rules.
-        stage: the number of the stage that ``field[stage]`` reads; None where names tell.
+        config: the config that the rules read; None without a config.
+        at: the pattern of the module at which the submodel is; "" for the model itself.
+        pad: counts that tp does not divide are padded to a multiple of this and of tp; 0 for no padding.
+        used: each rule that matches a tensor to the names of the layers and parameters that it matches, which determine
+            the padding; None for all rules.
+        stage: index of the stage that ``field[stage]`` reads; None if it follows from names.
     """
 
     family: Family
@@ -38,40 +38,40 @@ class Scope:
     stage: int | None = None
 
     def fields(self, stage: int | None = None, **others: int) -> Fields:
-        """The config seen through the family, and other fields; each tells what was read through it."""
+        """The config fields with the defaults of the family and with other fields; records which fields are read."""
         config = {**(self.config or {}), **others} if others else self.config
         return Fields(config, self.family.config or {}, self.stage if stage is None else stage)
 
     def stage_of(self, name: str) -> int | None:
-        """The number of the stage that a tensor or module is in: the first in its name; None where there is none."""
-        inside = re.sub(f"^{name_regex(self.at)}", "", name) if self.at else name
-        found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", inside)
-        return int(found[1]) if found else None
+        """The stage of a tensor or module: the first number in its name; None without a number."""
+        relative = re.sub(f"^{name_regex(self.at)}", "", name) if self.at else name
+        match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", relative)
+        return int(match[1]) if match else None
 
     def at_stage(self, name: str) -> "Scope":
-        """The scope for one module, where units differ from stage to stage."""
+        """The scope for one module if units differ by stage; otherwise this scope."""
         has_stages = any(map(self._reads_stage, self.family.units or {}))
         return replace(self, stage=self.stage_of(name)) if has_stages else self
 
     def reads_stage(self, rule: Rule) -> bool:
-        """Whether the units of a rule differ from stage to stage."""
+        """Whether the units of a rule differ by stage."""
         return any(map(self._reads_stage, rule.units))
 
     def _reads_stage(self, unit: str) -> bool:
-        found = (self.family.units or {})[unit]
-        return any(reads_stage(one or 0, self.family.config or {}) for one in (found.count, found.size))
+        rule = (self.family.units or {})[unit]
+        return any(reads_stage(expression or 0, self.family.config or {}) for expression in (rule.count, rule.size))
 
     def rules(self) -> Iterator[Rule]:
-        """The rules that count with this config."""
+        """The rules whose ``when`` holds for the config."""
         fields = self.fields()
         return (rule for rule in self.family.rules if all(fields.has(*condition) for condition in rule.when))
 
     def used_rules(self) -> Iterator[Rule]:
-        """The rules that count with this config and match a tensor."""
+        """The rules whose ``when`` holds for the config and that match a tensor."""
         return (rule for rule in self.rules() if self.used is None or rule in self.used)
 
     def modules(self) -> Iterator[tuple[re.Pattern[str], ModuleRule]]:
-        """The module overrides that apply with this config, each with the regular expression of module names.
+        """The module overrides whose ``when`` holds, each with the regular expression of module names.
 
         Where no rule matches a tensor, the modules are those of another scope, which has their units.
         """
@@ -82,17 +82,17 @@ class Scope:
                 yield re.compile(self.regex(rule.pattern)), rule
 
     def on_rank(self, expression: str | int, tp: int, **others: int) -> int:
-        """The value of an expression in which a unit stands for how many of it a rank has; and other fields."""
+        """The value of an expression in which the name of a unit is its count per rank, with other fields."""
         units = self.family.units or {}
         counts = {name: self.units(name, tp).local_size(0) for name in fields_in(expression) if name in units}
         return self.fields(**counts, **others).evaluate(expression)
 
     def units(self, name: str, tp: int, *, dim: int = 0, size: int = 1) -> Placement:
-        """The placement of a dim that has ``size`` elements for each unit.
+        """The placement of a dim that has ``size`` elements per unit.
 
         Raises:
-            PlanError: if how many units there are depends on a tensor.
-            IndivisibleError: if they cannot be shared among ``tp`` ranks.
+            PlanError: if the number of units follows from a tensor.
+            IndivisibleError: if the units cannot be divided over ``tp`` ranks.
         """
         unit = self.unit(name, tp, size=size)
         if self.is_sharded(name, tp):
@@ -100,42 +100,42 @@ class Scope:
         return Placement(dim, unit.width, ((Interval(0, unit.width),),) * tp)
 
     def is_sharded(self, name: str, tp: int) -> bool:
-        """Whether a rank has a part of the units only; not where they are ``whole`` and do not divide."""
+        """Whether units are sharded over ``tp`` ranks; ``whole`` units are only if ``tp`` divides their count."""
         unit = (self.family.units or {})[name]
         return not unit.whole or unit.count is None or self.fields().evaluate(unit.count) % tp == 0
 
     def unit(self, name: str, tp: int, *, size: int = 1) -> Unit:
-        """A unit of ``size`` elements, with its padding for ``tp`` ranks.
+        """Units of ``size`` elements, with their padding for ``tp`` ranks.
 
         Raises:
-            PlanError: if how many units there are depends on a tensor, or they would be padded and it is not known how.
+            PlanError: if the number of units follows from a tensor, or units that need padding cannot be padded.
         """
-        unit = (self.family.units or {})[name]
-        if unit.count is None:
-            raise PlanError(f"unit {name}: has no count of its own")
-        whole = Unit(self.fields().evaluate(unit.count), size, unit.copies)
-        padding = unit_paddings(self).get(name, UNKNOWN) if self.pad and not unit.whole else None
+        rule = (self.family.units or {})[name]
+        if rule.count is None:
+            raise PlanError(f"unit {name}: its count follows from a tensor: add a count to [units]")
+        unpadded = Unit(self.fields().evaluate(rule.count), size, rule.copies)
+        padding = unit_paddings(self).get(name, UNKNOWN) if self.pad and not rule.whole else None
         if padding is None or not padding.refusal:
-            return whole if padding is None else padding.apply(whole, self.multiple(tp))
+            return unpadded if padding is None else padding.apply(unpadded, self.multiple(tp))
         try:
-            cut(0, [whole], tp)
+            cut(0, [unpadded], tp)
         except IndivisibleError as error:
             raise PlanError(f"unit {name}: {error}, and is not padded: {padding.refusal}") from error
-        return whole
+        return unpadded
 
     def padding(self, rule: Rule, unit: str | None) -> Padding | None:
-        """How a unit of a rule is padded; None where nothing is."""
+        """The padding of a unit of a rule; None without padding."""
         return padding_of(self, rule, unit) if self.pad else None
 
     def used_units(self) -> set[str]:
-        """The units that the rules name."""
+        """The names of the units of :meth:`used_rules`."""
         return {name for rule in self.used_rules() for name in rule.units}
 
     def multiple(self, tp: int) -> int:
-        """What is padded is padded to a multiple of this."""
+        """The multiple to which counts are padded for ``tp`` ranks."""
         return lcm(self.pad, tp)
 
     def regex(self, pattern: str) -> str:
-        """What the full names have to match for a pattern of the family's."""
+        """The regular expression of full names for a pattern of the family."""
         start = name_regex(self.at) + r"\." if self.at else ""
         return start + name_regex(pattern, self.family.prefix)

@@ -1,11 +1,8 @@
-"""Tensor parallel sizes: which are supported, which with padding only and at what cost, and what blocks the others.
-
-Plain data, for reports.
-"""
+"""Reports about tensor parallel sizes: supported sizes, sizes that need padding and its cost, and unsupported ones."""
 
 from dataclasses import dataclass
 
-#: The tensor parallel sizes that a report looks at.
+#: The tensor parallel sizes that reports cover.
 CANDIDATE_TPS = (*range(1, 65), 72, 80, 96, 128, 256)
 
 #: The largest tensor parallel size of a plan.
@@ -17,9 +14,9 @@ class BlockedTp:
     """A tensor parallel size that is not supported without padding.
 
     Attributes:
-        tp: the size.
-        tensor: the first tensor that blocks it.
-        reason: why it does.
+        tp: the tensor parallel size.
+        tensor: the first tensor that cannot be sharded for it.
+        reason: why the tensor cannot be sharded.
     """
 
     tp: int
@@ -29,29 +26,29 @@ class BlockedTp:
 
 @dataclass(frozen=True, slots=True)
 class PaddedTp:
-    """A tp size that is supported with padding only.
+    """A tensor parallel size that is supported with padding only.
 
     Attributes:
-        tp: the size.
-        memory: the bytes of padding on all ranks, as a share of all other bytes.
+        tp: the tensor parallel size.
+        memory: bytes of padding on all ranks, divided by all other bytes.
     """
 
     tp: int
     memory: float
 
     def describe(self) -> str:
-        """The cost."""
-        return more_memory(self.memory)
+        """The cost of the padding in memory."""
+        return _more_memory(self.memory)
 
 
 @dataclass(frozen=True, slots=True)
 class TpSizes:
-    """The tp sizes that a checkpoint can be split for.
+    """The tensor parallel sizes that a checkpoint can be split for.
 
     Attributes:
-        supported: the sizes, ascending.
-        blocked: the other candidates, each with what blocks it.
-        padded: those of them that are supported with padding.
+        supported: sizes that are supported without padding, ascending.
+        blocked: the other sizes of :data:`CANDIDATE_TPS`, with the reason.
+        padded: those of ``blocked`` that are supported with padding.
     """
 
     supported: tuple[int, ...]
@@ -59,18 +56,18 @@ class TpSizes:
     padded: tuple[PaddedTp, ...] = ()
 
     def usable(self, *, pad: bool) -> tuple[int, ...]:
-        """The sizes, ascending, with those that need padding or without."""
-        return tuple(sorted({*self.supported, *(one.tp for one in self.padded if pad)}))
+        """The supported sizes, ascending; with ``pad``, including those that need padding."""
+        return tuple(sorted({*self.supported, *(size.tp for size in self.padded if pad)}))
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedUnit:
-    """A unit of which there are more with padding.
+    """A unit that is padded.
 
     Attributes:
-        name: of the unit; where elements are padded, the module of the tensor, in every layer.
-        size: how many there are.
-        padded_size: how many there are with padding.
+        name: the unit; if elements are padded, the pattern of the module of the tensor in every layer.
+        size: number of units without padding.
+        padded_size: number of units with padding.
     """
 
     name: str
@@ -80,26 +77,25 @@ class PaddedUnit:
 
 @dataclass(frozen=True, slots=True)
 class PaddingReport:
-    """What a plan pads as asked.
+    """The padding that a plan adds on request.
 
     Attributes:
-        units: what has padding, from which count to which.
-        memory: the bytes of padding on all ranks, as a share of all other bytes.
+        units: the padded units, with their counts.
+        memory: bytes of padding on all ranks, divided by all other bytes.
     """
 
     units: tuple[PaddedUnit, ...] = ()
     memory: float = 0.0
 
     def describe(self) -> str:
-        """All of it in one line; "" where nothing is padded."""
+        """The padded units and the cost in one line; "" without padding."""
         units = ", ".join(f"{unit.name} from {unit.size} to {unit.padded_size}" for unit in self.units)
-        return f"padded with zeros: {units}; {more_memory(self.memory)}" if units else ""
+        return f"padded with zeros: {units}; {_more_memory(self.memory)}" if units else ""
 
 
-#: Where nothing is padded as asked.
+#: The report of a plan without requested padding.
 NO_PADDING = PaddingReport()
 
 
-def more_memory(share: float) -> str:
-    """What padding costs."""
-    return f"{share:.1%} more memory"
+def _more_memory(fraction: float) -> str:
+    return f"{fraction:.1%} more memory"

@@ -1,6 +1,6 @@
-"""The rules that a config asks for: those of its family, and of a family for each submodel of a composite model.
+"""Rule set of a model: the rules of its family, and for a composite model those of the family of each submodel.
 
-Owns which config and which family serve a submodel: its tensors share a prefix, and its config is inside the model's.
+The tensors of a submodel have a common prefix, and its config is nested in that of the model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,57 +14,58 @@ from shardconv.plan.quantization import DEFAULT_BLOCK, block_size
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.scope import Scope
 
-#: How deep submodels are nested.
+#: The deepest nesting of submodels.
 _MAX_DEPTH = 4
 
 
 def rules_for(
     family: Family, config: Mapping[str, Any] | None, *, experts: str = "tensor", uncertain: str = ""
 ) -> RuleSet:
-    """The rules of a family, and of the families of its submodels, with a config.
+    """The rule set of a family and of the families of its submodels, for a config.
 
     Args:
-        family: the rules; the user's own are laid over it already.
-        config: what config.json holds; None if there is none.
+        family: the family, over which the user's rules are already laid.
+        config: the contents of config.json; None without a config.
         experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
         uncertain: see :class:`~shardconv.plan.rule_set.RuleSet`.
 
     Raises:
-        PlanError: if the config has submodels nested deeper than any model.
+        PlanError: if submodels are nested too deep, or one that a plan file names has no config.
     """
     block = block_size(config) or list(DEFAULT_BLOCK)
     return RuleSet(family.name, tuple(scopes_of(family, config)), experts, uncertain, block)
 
 
 def scopes_of(family: Family, config: Mapping[str, Any] | None, at: str = "", depth: int = 0) -> Iterator[Scope]:
-    """The scopes of a model: its own first, then those of the models in it.
+    """The scope of a model, followed by those of its submodels.
 
     Raises:
-        PlanError: if configs lie in configs deeper than in any model, or a user names one that is not there.
+        PlanError: if submodels are nested too deep, or one that a plan file names has no config.
     """
     if depth > _MAX_DEPTH:
-        raise PlanError(f"the config has configs in it more than {_MAX_DEPTH} deep, as no model has")
+        raise PlanError(f"submodels are nested too deep (expected at most {_MAX_DEPTH} nested configs)")
     yield Scope(family, config, at)
     for start, part in (family.parts or {}).items():
         if part.by_user and config is not None and not isinstance(lookup(config, part.field), Mapping):
-            raise PlanError(f"part {start!r}: the config has no config {part.field!r} in it: correct or remove it")
-        inner, known = _part(part, config or {})
-        if known is not None:
-            yield from scopes_of(known, inner, f"{at}.{start}" if at else start, depth + 1)
+            raise PlanError(f"part {start!r}: the config has no nested config {part.field!r}: correct or remove it")
+        submodel_config, submodel_family = _submodel(part, config or {})
+        if submodel_family is not None:
+            yield from scopes_of(submodel_family, submodel_config, f"{at}.{start}" if at else start, depth + 1)
 
 
-def _part(part: Part, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family | None]:
-    """The config and the family of a model in a model.
+def _submodel(part: Part, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family | None]:
+    """The config and the family of a submodel.
 
-    In configs as hubs have them fields of the text may stand in the model's own, and a config in it may have the
-    model's type, or none: its family is then that of the type and of what the field says it is.
+    Configs on the Hub may have the fields of the text model at the top level, and a nested config may have the model's
+    ``model_type``, or none. The submodel's type is then the model's with the name of the field appended, such as
+    ``qwen2_vl_text`` for ``text_config``.
     """
-    found = lookup(config, part.field)
-    inner = found if isinstance(found, Mapping) else config
+    nested = lookup(config, part.field)
+    submodel_config = nested if isinstance(nested, Mapping) else config
     if part.family:
-        return inner, load_family(part.family)
-    own = config.get("model_type")
-    kind = inner.get("model_type") or own
-    if kind == own:
-        kind = f"{own}_{part.field.rpartition('.')[2].removesuffix('_config')}"
-    return inner, family_for(kind) if isinstance(kind, str) else None
+        return submodel_config, load_family(part.family)
+    model_type = config.get("model_type")
+    submodel_type = submodel_config.get("model_type") or model_type
+    if submodel_type == model_type:
+        submodel_type = f"{model_type}_{part.field.rpartition('.')[2].removesuffix('_config')}"
+    return submodel_config, family_for(submodel_type) if isinstance(submodel_type, str) else None

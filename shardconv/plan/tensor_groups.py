@@ -1,7 +1,6 @@
-"""Which rule applies to which tensor.
+"""Match tensors with rules, and group the tensors whose placements are equal.
 
-Owns the groups of tensors that share a rule, a shape and whatever else a placement depends on. A tensor that no rule
-matches is refused with the remedy; nothing is guessed. Knows nothing of placements or files.
+Tensors of a group have the same rule, shape and other inputs of a placement. A tensor that no rule matches is an error.
 """
 
 import re
@@ -29,7 +28,7 @@ SCALAR = Rule("(one element or none)", "replicate", origin="any model")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorGroup:
-    """Tensors with the same placement, because all that it depends on is equal. Compared by identity.
+    """Tensors with equal inputs of the placement, and therefore with equal placements. Compared by identity.
 
     Attributes:
         name: the first of the tensors, for messages.
@@ -55,7 +54,7 @@ class TensorGroup:
 
     @property
     def sized(self) -> TensorSpec:
-        """The tensor whose sizes the rule is about: the weight, for a block scale."""
+        """The tensor whose sizes the rule reads: for a block scale, its weight."""
         return self.weight if self.leaf == "weight_scale_inv" and self.weight else self.spec
 
     @property
@@ -122,7 +121,7 @@ def with_scopes(group_of: Mapping[str, TensorGroup], scopes: Mapping[Scope, Scop
 
 
 def matcher_of(rules: RuleSet) -> tuple[list[tuple[Rule, Scope]], Matcher]:
-    """The rules that apply, each with its scope, and the matcher that gives a tensor's place among them."""
+    """The rules that apply, each with its scope, and the matcher that returns a tensor's index among them."""
     ruled = [(rule, scope) for scope in rules.scopes for rule in scope.rules()]
     patterns = [(f"{scope.at}.{rule.pattern}", scope.regex(rule.pattern)) for rule, scope in ruled]
     return ruled, Matcher(patterns)
@@ -158,7 +157,7 @@ def _check_expert(group: TensorGroup) -> None:
 
 
 def _rows_beside(name: str, layer: str, tensors: Mapping[str, TensorSpec]) -> int:
-    """Rows of the weight of another layer in the module that a tensor's layer is in."""
+    """Rows of the weight of another layer in the module of a tensor's layer."""
     module = name.rpartition(".")[0].rpartition(".")[0]
     weight = tensors.get(f"{module}.{layer}.weight")
     if weight is None or len(weight.shape) < 2:
@@ -181,24 +180,24 @@ def _scale_match(
     if own is not None and match is not None and own.place != match.place:
         rule, weights_rule = (ruled[one.place][0].pattern for one in (own, match))
         raise PlanError(
-            f"{name}: rule {rule!r} is not that of its weight, {weights_rule!r}, and a scale is sharded as its weight "
-            f"is: name their module, {weight_name.removesuffix('.weight')!r}"
+            f"{name}: rule {rule!r} matches this scale, but {weights_rule!r} its weight, and both have to be sharded "
+            f"alike: write a rule for their module, {weight_name.removesuffix('.weight')!r}"
         )
     return (None if match is None else Match(match.place, "weight_scale_inv")), tensors[weight_name]
 
 
 def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: str) -> str:
-    """The refusal of tensors that no rule matches, by the name of a fused one if there is one."""
+    """The error for tensors that no rule matches, which names the first fused tensor if there is one."""
     name = next(filter(FUSED.search, names), names[0])
     spec = tensors[name]
     fused = ""
     if FUSED.search(name):
-        fused = "; by its name it holds several projections in one, and their order in it is not known"
+        fused = "; by its name it is a fused tensor, and the order of its segments is unknown"
     others = f" (nor {len(names) - 1} more)" if len(names) > 1 else ""
     no_rule = f"no rule of family {family} covers it"
     if family == NAMES_FAMILY:
         no_rule = "no family is known for this model, and its name alone does not determine how to shard it"
     return (
-        f"{name} ({spec.dtype} {list(spec.shape)}): {no_rule}{others}{fused}. A guess could be silent garbage: pass "
+        f"{name} ({spec.dtype} {list(spec.shape)}): {no_rule}{others}{fused}: pass "
         f"--family NAME, or --plan FILE with a rule for it, or --replicate {pattern_for(name)!r} to replicate it"
     )

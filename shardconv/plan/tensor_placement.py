@@ -1,6 +1,6 @@
-"""The placement of one group of tensors at one tp.
+"""The placement of one group of tensors at one tp, by its rule, config and shape.
 
-Owns which dim is sharded between which units, by rule, config and shape. Sizes that do not fit each other are an error.
+Sizes of rule, config and shape that do not agree are an error.
 """
 
 import re
@@ -183,7 +183,7 @@ class GroupPlanner:
         return tuple(f"{key}={value}{' assumed' * (key in assumed)}" for key, value in self._fields.read.items())
 
     def _place(self, tp: int) -> Placement:
-        """The placement of the tensor whose sizes the rule is about."""
+        """The placement of :attr:`TensorGroup.sized`."""
         group, rule, spec = self._group, self._group.rule, self._group.sized
         if rule.size is not None and spec.shape[-1:] != (expected := self._fields.evaluate(rule.size),):
             raise PlanError(
@@ -197,30 +197,32 @@ class GroupPlanner:
                 f"{group.name} of shape {list(spec.shape)}: its name does not determine which dim to shard: pass "
                 f"--family, or --plan FILE with a rule for it"
             )
-        names, units, sharers = self._units(spec.shape[dim])
+        names, units, chunks = self._units(spec.shape[dim])
         groups = self._fields.evaluate(rule.groups)
-        self._check_size(dim, groups * sum(unit.width for unit in units), sharers, names)
-        if sharers > 1:
-            return cut(dim, units, tp, groups=groups).share(rule.part or 0, sharers)
+        self._check_size(dim, groups * sum(unit.width for unit in units), chunks, names)
+        if chunks > 1:
+            return cut(dim, units, tp, groups=groups).chunk(rule.part or 0, chunks)
         paddings = [group.scope.padding(rule, unit) for unit in names]
         return _padded_placement(dim, units, tp, groups, paddings, group.scope.multiple(tp))
 
-    def _check_size(self, dim: int, expected: int, sharers: int, names: Sequence[str | None]) -> None:
+    def _check_size(self, dim: int, expected: int, chunks: int, names: Sequence[str | None]) -> None:
         group, size = self._group, self._group.sized.shape[dim]
-        if expected == size * sharers:
+        if expected == size * chunks:
             return
         read = ", ".join(f"{key}={value}" for key, value in self._fields.read.items())
         units = " and ".join(dict.fromkeys(map(str, names)))
         raise PlanError(
             f"{group.name}: dim {dim} has {size} elements; rule {group.rule.pattern!r} of {group.rule.origin}, with "
-            f"units {units}, and the config ({read}) expect {expected // sharers}: the config is not this "
+            f"units {units}, and the config ({read}) expect {expected // chunks}: the config is not this "
             f"checkpoint's, or the family, or a plan file, does not fit it; pass --config, --family or another --plan"
         )
 
     def _units(self, size: int) -> tuple[tuple[str | None, ...], list[Unit], int]:
-        """The units of a dim of ``size`` elements, or of each of the groups in it, with their names.
+        """The units of a dim of ``size`` elements, or of each of its groups.
 
-        And how many tensors share the dim: 1, or as many as segments where each tensor holds an even share of all.
+        Returns:
+            The names of the units; the units; and the number of tensors into which the dim is divided evenly: 1, or the
+            number of segments if each tensor holds an even part of all of them.
         """
         rule = self._group.rule
         names = (rule.parts or (rule.unit,)) * self._fields.evaluate(rule.repeats)

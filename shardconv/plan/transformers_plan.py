@@ -1,7 +1,7 @@
-"""transformers' own tensor-parallel plan of a model type, read as data where no family file serves the type.
+"""Rules from transformers' tensor-parallel plan of a model type, for types that no family serves.
 
-Owns the way from the source text of a config class to rules. Nothing of transformers is imported or run: the plan is a
-literal in the text. What it does not name is whole on every rank, as transformers has it.
+The plan (``base_model_tp_plan``) is a literal in the source of a config class: transformers is not imported. Tensors
+that the plan does not name are replicated, as in transformers.
 """
 
 import ast
@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from shardconv.plan.family import FOREIGN, NAMES_FAMILY, Family
+from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family
 from shardconv.plan.family_file import load_family
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.rule import STYLES, Rule, UnitRule
 
-#: Their styles to ours, where the name is another; None for what is said of modules, and follows from their tensors.
+_ORIGIN = f"family {TRANSFORMERS}"
+
+#: Styles of transformers whose names differ in a rule; None for styles of modules, which follow from their tensors.
 _STYLES = {
     "rowwise_split_input": "rowwise",
     "colwise_rep": "colwise_gather_output",
@@ -27,8 +29,8 @@ _STYLES = {
     "all_reduce": None,
 }
 
-#: The unit of what is cut by heads, by the last part of its name.
-_UNITS = {
+#: Units of layers that are sharded by heads, by the last component of their name.
+_HEAD_UNITS = {
     "q_proj": "query_head",
     "k_proj": "kv_head",
     "v_proj": "kv_head",
@@ -36,7 +38,8 @@ _UNITS = {
     "out_proj": "query_head",
 }
 
-_TOLD = {
+#: Module overrides of attention modules that are sharded by heads.
+_HEAD_ATTRIBUTES = {
     "num_heads": "query_head",
     "num_attention_heads": "query_head",
     "num_key_value_heads": "kv_head",
@@ -45,47 +48,47 @@ _TOLD = {
 
 
 @cache
-def foreign_family(model_type: str) -> Family | None:
-    """A family made of the plan that the installed transformers has for a type; None where it has none."""
-    plan = next((found for text in _config_texts(model_type) if (found := _plan_in(text, model_type))), None)
+def transformers_family(model_type: str) -> Family | None:
+    """The family from the plan of the installed transformers for a model type; None if there is no plan."""
+    plan = next((plan for text in _config_texts(model_type) if (plan := _plan_in(text, model_type))), None)
     styles = {} if plan is None else {name: _STYLES.get(style, style) for name, style in plan.items()}
     if plan is None or any(style is not None and style not in STYLES for style in styles.values()):
         return None
     names = load_family(NAMES_FAMILY)
-    own = [_rule(name, style) for name, style in styles.items() if style is not None]
-    words = Rule("**.{embed_tokens,lm_head}", "embedding_rowwise", pad=True, origin=f"family {FOREIGN}")
-    rest = Rule("**.*", "replicate", origin=f"family {FOREIGN}, which does not name it")
-    if any(name.endswith(".experts.gate_up_proj") for name in plan):  # which lie on disk one by one
-        own += [_rule("experts.*.{gate_proj,up_proj,w1,w3}", "colwise"), _rule("experts.*.{down_proj,w2}", "rowwise")]
+    rules = [_rule(name, style) for name, style in styles.items() if style is not None]
+    if any(name.endswith(".experts.gate_up_proj") for name in plan):  # checkpoints store a tensor per expert
+        rules += [_rule("experts.*.{gate_proj,up_proj,w1,w3}", "colwise"), _rule("experts.*.{down_proj,w2}", "rowwise")]
+    rules.append(Rule("**.{embed_tokens,lm_head}", "embedding_rowwise", pad=True, origin=_ORIGIN))
+    rules.append(Rule("**.*", "replicate", origin=f"{_ORIGIN}, which does not name it"))
     latent = [f"**.{name}" for name, style in plan.items() if style == "mla_kv_a_proj"]
-    told = [ModuleRule(name, {}, {}, shared_output="qk_rope_head_dim") for name in latent]
+    overrides = [ModuleRule(name, {}, {}, shared_output="qk_rope_head_dim") for name in latent]
     if any(name.endswith(".q_proj") and style == "colwise" for name, style in plan.items()):
-        told.append(ModuleRule("**.self_attn", _TOLD, {}))
+        overrides.append(ModuleRule("**.self_attn", _HEAD_ATTRIBUTES, {}))
     units = {**(names.units or {}), "part": UnitRule()}
-    return Family(FOREIGN, config=names.config, units=units, rules=(*own, words, rest), modules=tuple(told))
+    return Family(TRANSFORMERS, config=names.config, units=units, rules=tuple(rules), modules=tuple(overrides))
 
 
 def _rule(name: str, style: str) -> Rule:
     last = name.rpartition(".")[2]
-    unit = _UNITS.get(last) if "attn" in name or "attention" in name else None
+    unit = _HEAD_UNITS.get(last) if "attn" in name or "attention" in name else None
     parts = ("part", "part") if STYLES[style].packed else ()
     size = "head_dim" if style == "replicated_with_grad_allreduce" else None
     pad = style == "embedding_rowwise"
-    origin = f"family {FOREIGN}"
-    return Rule(f"**.{name}", style, unit=None if parts else unit, parts=parts, pad=pad, size=size, origin=origin)
+    return Rule(f"**.{name}", style, unit=None if parts else unit, parts=parts, pad=pad, size=size, origin=_ORIGIN)
 
 
 def _config_texts(model_type: str) -> Iterator[str]:
-    """The source of each file that defines configs of this type."""
-    found = importlib.util.find_spec("transformers")  # finds it; imports nothing
-    for place in (found.submodule_search_locations or []) if found else []:
-        for path in sorted(Path(place, "models").glob("*/configuration_*.py")):
+    """The sources of the files that mention the model type, among those of transformers' configs."""
+    spec = importlib.util.find_spec("transformers")  # does not import it
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder, "models").glob("*/configuration_*.py")):
             text = path.read_text("utf-8")
             if f'"{model_type}"' in text:
                 yield text
 
 
 def _plan_in(text: str, model_type: str) -> dict[str, str] | None:
+    """The plan of the config class of a model type in a source text; None if there is none."""
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef):
             fields = dict(_literals(node))
@@ -95,7 +98,7 @@ def _plan_in(text: str, model_type: str) -> dict[str, str] | None:
 
 
 def _literals(node: ast.ClassDef) -> Iterator[tuple[str, object]]:
-    """What a class assigns to its names, as far as it is literal."""
+    """The names to which a class assigns literals, with the values."""
     for statement in node.body:
         match statement:
             case (

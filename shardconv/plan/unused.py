@@ -1,7 +1,7 @@
-"""Names of tensors that checkpoints hold and models of transformers do not use.
+"""Tensors of checkpoints that the models of transformers do not use, by name.
 
-Owns which those are: MTP layers (multi-token prediction), which serving engines use, constants that old versions of
-transformers stored, and heads of pretraining that a model for another task does not have. Pure: names in, names out.
+These are MTP layers (multi-token prediction), which serving engines use; constants that old versions of transformers
+stored; and pretraining heads that a model for another task does not have.
 """
 
 import re
@@ -13,18 +13,18 @@ _MTP_MODULE = re.compile(r"(^|\.)mtp(_[a-z_]+)?\.")
 _MTP_PROJECTION = ".eh_proj.weight"
 #: Attention masks and rotary frequencies.
 _CONSTANT = re.compile(r"(\.masked_bias|rotary(_emb)?\.inv_freq)$")
-#: Poolers of encoders, and heads for the order of sentences: BERT's, ALBERT's.
+#: Poolers of encoders, and the sentence order heads of BERT and ALBERT.
 _PRETRAINING = re.compile(r"(^|\.)(pooler|cls\.seq_relationship|sop_classifier)\.")
 
 
 def known_unused(names: Collection[str]) -> frozenset[str]:
-    """The names of MTP layers, of constants that old checkpoints store, and of heads of pretraining.
+    """The names of tensors that a model may leave unused: MTP layers, constants and pretraining heads.
 
     Args:
         names: the names of all tensors of a checkpoint.
 
     Returns:
-        Those that a model may leave unused. A model that has MTP layers uses them.
+        The names of such tensors. A model that has MTP layers uses theirs.
     """
     layers = tuple(name.removesuffix(_MTP_PROJECTION) + "." for name in names if name.endswith(_MTP_PROJECTION))
     return frozenset(

@@ -45,7 +45,7 @@ from shardconv.hf.weights import load_shards
 from shardconv.layers import ParallelModule
 from shardconv.layers.sharding import take_shard
 from shardconv.layouts.layout import FileTensor
-from shardconv.plan.experts import own_experts
+from shardconv.plan.experts import local_experts
 from shardconv.runtime.device import check_room, move, rank_device
 from shardconv.runtime.versions import versions
 
@@ -110,7 +110,7 @@ def load(
         for name, placement in placements_in_memory(manifest, plan).items():
             tensors[name] = take_shard(tensors[name], placement, axis.rank)
         placements = {name: planned.placement for name, planned in plan.tensors.items()}
-        return own_experts(tensors, placements, axis.rank)
+        return local_experts(tensors, placements, axis.rank)
 
     tensors = _agreed(axis, check_and_map)
     if model is None:
