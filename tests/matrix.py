@@ -81,7 +81,6 @@ REASONS = {model_type: reason for reason, types in _REASONS.items() for model_ty
 _LESS_CUT = {
     "its buffers of whole numbers stay whole": ("ibert",),
     "adapters of its shared blocks stay whole": ("zamba2",),
-    "the head that makes sound is not called, and stays whole": ("vibevoice",),
     "kernels of its tower and tables of queries stay whole": ("deepseek_ocr2",),
     "a table of positions, which is most of the small model, stays whole": ("hunyuan_vl",),
 }  # fmt: skip
@@ -399,7 +398,8 @@ def unexplained(found: list[Row], *, is_all: bool) -> list[str]:
     untrained = {row.model_type for row in found if row.is_right and "gradients" in row.note}
     unreasoned = {row.model_type for row in found if row.is_gathered and not all(row.reasons or [""])}
     families = {row.family for row in found if row.family} & set(family_names())
-    ungathered = {name for name in families if load_family(name).gathered}
+    reasons = {name: load_family(name).gathered for name in families}
+    ungathered = {name for name, reason in reasons.items() if reason and not reason.startswith("only ")}
     ungathered -= {row.family for row in found if row.is_gathered}
     needless = (set(REASONS) - wrong) | (set(LESS_CUT) - less) | (set(NOT_TRAINED) - untrained)
     return [
