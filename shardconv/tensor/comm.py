@@ -19,7 +19,7 @@ from shardconv.distributed.block_collectives import (
     exchange_blocks,
     gather_blocks,
     place_block,
-    place_whole,
+    place_full,
     reduce_scatter_blocks,
     take_block,
 )
@@ -49,7 +49,7 @@ _KINDS = {
     "all_to_all": _Kind(exchange_blocks, "all_to_all", (_GATHER, _SHARD)),
     "chunk": _Kind(lambda x, axis, _, gets: take_block(x, axis, gets), "all_gather", (_SHARD,)),
     "copy": _Kind(lambda x, axis, *_: copy_to_tp(x, group=axis), "all_reduce"),
-    "to_partial": _Kind(lambda x, axis, *_: place_whole(x, axis), "identity"),
+    "to_partial": _Kind(lambda x, axis, *_: place_full(x, axis), "identity"),
     "shard_to_partial": _Kind(lambda x, axis, had, _: place_block(x, axis, had), "chunk", (_GATHER,)),
 }
 
@@ -152,7 +152,7 @@ class CommSpec:
             whole[dim] *= size
         whole = whole if shape is None else list(shape)
         had = Grid(tuple(whole), sizes if gathered else (), gathered)
-        if (expected := had.shape_of(axis.rank)) != tuple(local.shape):
+        if (expected := had.block_shape(axis.rank)) != tuple(local.shape):
             raise ValueError(
                 f"{self.collective} over {describe_mesh(mesh)}: rank {axis.rank} has shape {list(local.shape)}, and "
                 f"its block of {whole} is {list(expected)}"
