@@ -1,7 +1,7 @@
 """One collective over mesh axes: :class:`CommSpec` runs it on local tensors and estimates its cost.
 
-Uses the collectives of :mod:`shardconv.distributed` and the formulas of :mod:`shardconv.tensor.cost`. Works on plain
-local tensors, not on DTensors.
+Uses the collectives of :mod:`shardconv.distributed` and the formulas of :mod:`shardconv.tensor.cost`. Local tensors are
+``torch.Tensor``, not DTensor.
 """
 
 import math
