@@ -73,9 +73,9 @@ def check_part_of_the_world(_):
     """Three processes out of four; the fourth is told, and not waited for."""
     rank = dist.get_rank()
     if rank == 2:
-        with pytest.raises(ValueError, match=r"this process is rank 2 of the world, which is not in ranks = \[0, 1, 3"):
+        with pytest.raises(ValueError, match=r"global rank 2 of this process is not in ranks=\[0, 1, 3"):
             init_parallel(tensor=3, ranks=[0, 1, 3])
-        with pytest.raises(RuntimeError, match="there are no groups yet"):
+        with pytest.raises(RuntimeError, match="parallel groups are not initialized"):
             shardconv.current_groups()
     else:
         with parallel(tensor=3, ranks=[0, 1, 3]) as groups:
@@ -103,17 +103,17 @@ def check_different_pasts(_):
 def check_refusals(_):
     rank = dist.get_rank()
     for ranks, message in (
-        ([rank, rank], "one of them is there twice"),
-        ([rank, 4], r"give at least one, out of 0 to 3"),
-        ([-1, rank], r"give at least one, out of 0 to 3"),
-        ([], r"give at least one, out of 0 to 3"),
+        ([rank, rank], "contains a duplicate"),
+        ([rank, 4], r"pass at least one rank, each from 0 to 3"),
+        ([-1, rank], r"pass at least one rank, each from 0 to 3"),
+        ([], r"pass at least one rank, each from 0 to 3"),
     ):
         with pytest.raises(ValueError, match=message):
             init_parallel(tensor=len(ranks), ranks=ranks)
-    with pytest.raises(ValueError, match=rf"data 1 \* pipeline 1 = 2 processes, and ranks = \[{rank}\] are 1"):
+    with pytest.raises(ValueError, match=rf"pipeline 1 = 2 does not match .* in ranks=\[{rank}\] \(expected 1\)"):
         init_parallel(tensor=2, ranks=[rank])
     for sizes in ({"tensor": 3, "data": -1}, {"tensor": -1, "data": -1}, {"tensor": -2}, {"tensor": 0, "data": -1}):
-        with pytest.raises(ValueError, match=r"and the world has 4: they have to be equal; one of the sizes can be -1"):
+        with pytest.raises(ValueError, match=r"of the world \(expected 4\): change the sizes, or set one"):
             init_parallel(**sizes)
 
 
@@ -133,7 +133,7 @@ def check_cpu_groups(axis):
     assert both.cpu_group is both.group
     device_only = as_axis(new_members_group(axis.ranks, "cuda:gloo"))
     assert not device_only.has_cpu_group
-    with pytest.raises(RuntimeError, match=r"has no group for CPU tensors: have all its ranks call with_cpu_group\(\)"):
+    with pytest.raises(RuntimeError, match=r"not have a group for CPU tensors: call with_cpu_group\(\)"):
         _ = device_only.cpu_group
     found = device_only.with_cpu_group()
     assert found.has_cpu_group
@@ -173,7 +173,7 @@ def test_one_process_alone():
         assert groups.tensor.has_cpu_group
         assert groups.tensor.cpu_group is None
         assert groups.tensor.with_cpu_group() is groups.tensor
-        with pytest.raises(ValueError, match="out of 0 to 0"):
+        with pytest.raises(ValueError, match="each from 0 to 0"):
             init_parallel(ranks=[1])
     finally:
         destroy_parallel()

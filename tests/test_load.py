@@ -124,9 +124,9 @@ def check_collectives(axis, split, layers, expected):
         return call
 
     model = shardconv.load(split, device="cpu", group=axis)
-    give = type(model.get_input_embeddings().axis.exchange).give
+    channel = type(model.get_input_embeddings().axis.channel)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardconv.distributed.exchange.Exchange.give", counted(give, "shared", 1))
+        patch.setattr(channel, "all_gather", counted(channel.all_gather, "shared", 1))
         for kind, source in (("all_reduce", 0), ("all_gather_single", 1)):
             patch.setattr(dist, kind, counted(getattr(dist, kind), kind, source))
         times = []

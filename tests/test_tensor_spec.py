@@ -29,14 +29,14 @@ def test_legal_layouts():
 @pytest.mark.parametrize(
     ("shape", "placements", "message"),
     [
-        ((8, 6), [S0], "1 placements for 2 axes; give one for each"),
+        ((8, 6), [S0], "1 placements for 2 axes: pass one per axis"),
         ((8, 6), [S0, R, R], "3 placements for 2 axes"),
         ((8, 6), [Shard(2), R], "dim 2 in S(2), shape [8, 6] over mesh (0: 2, 1: 2) is out of range for 2 dims"),
         ((8, 6), [Shard(-3), R], "dim -3 in S(-3)"),
         ((), [S0, R], "out of range for 0 dims"),
-        ((5, 6), [S0, R], "dim 0 of size 5 does not divide by 2; pad it, or pass uneven=True"),
-        ((8, 6), [S1, S1], "dim 1 of size 6 does not divide by 4"),
-        ((8, 6), [Partial("max"), R], "only sums can be partial, not max"),
+        ((5, 6), [S0, R], "dim 0 of size 5 is not divisible by 2: pad it, or pass uneven=True"),
+        ((8, 6), [S1, S1], "dim 1 of size 6 is not divisible by 4"),
+        ((8, 6), [Partial("max"), R], "Partial has reduce_op 'max', expected 'sum'"),
     ],
 )
 def test_illegal_layouts(shape, placements, message):
@@ -51,7 +51,7 @@ def test_illegal_layouts(shape, placements, message):
 def test_strided_shards_are_refused():
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415 - users get them from torch
 
-    with pytest.raises(ValueError, match=r"shape \[8\] over mesh \(0: 2\): .* is none of Replicate, Shard and Partial"):
+    with pytest.raises(ValueError, match=r"shape \[8\] over mesh \(0: 2\): .* is not Replicate, Shard or Partial"):
         check_placements((8,), (2,), [_StridedShard(0, split_factor=2)])
 
 
@@ -68,12 +68,15 @@ def test_placements_of_dims():
     ("dims", "message"),
     [
         ({2: [0]}, "dim 2 in {2: [0]} is out of range for 2 dims"),
-        ({0: [2]}, "axis 2 is not one of mesh (0: 2, 1: 2)"),
-        ({0: ["tensor"]}, "axis 'tensor' is not one of mesh (0: 2, 1: 2)"),
+        ({0: [2]}, "axis 2 is not an axis of mesh (0: 2, 1: 2)"),
+        ({0: ["tensor"]}, "axis 'tensor' is not an axis of mesh (0: 2, 1: 2)"),
         ({0: [0], 1: [0]}, "axis 0 of mesh (0: 2, 1: 2) is used twice in {0: [0], 1: [0]}"),
         ({0: [1, 1]}, "axis 1 of mesh (0: 2, 1: 2) is used twice"),
         ({0: [1, -1]}, "axis 1 of mesh (0: 2, 1: 2) is used twice"),
-        ({0: [1, 0]}, "dim 0 over axes [1, 0]: torch cuts a dim by the axes of mesh (0: 2, 1: 2) in their order"),
+        (
+            {0: [1, 0]},
+            "dim 0 has axes [1, 0] in another order than mesh (0: 2, 1: 2): torch shards a dim in mesh order",
+        ),
     ],
 )
 def test_illegal_dims(dims, message):
@@ -86,7 +89,7 @@ def test_dims_of_placements():
     assert dims_of([S1, R, S1]) == {1: [0, 2]}
     for layout in ((R, R), (S0, S0), (S1, S0), (R, S1)):
         assert placements_of(dims_of(layout), 2, (2, 2)) == layout
-    with pytest.raises(ValueError, match="is neither Shard nor Replicate; redistribute first"):
+    with pytest.raises(ValueError, match="is neither Shard nor Replicate: redistribute the tensor first"):
         dims_of([S0, P])
 
 
@@ -96,7 +99,7 @@ def test_normalize_dims():
     found = normalize_dims(2, given)
     assert list(found.items()) == [(1, [0]), (0, [1])]
     assert list(given.items()) == [(-1, [0]), (0, [1])]
-    with pytest.raises(ValueError, match=r"dim 1 of 2 is there twice in \{1: \[0\], -1: \[1\]\}; merge_dims"):
+    with pytest.raises(ValueError, match=r"dim 1 occurs twice in \{1: \[0\], -1: \[1\]\}: merge the entries"):
         normalize_dims(2, {1: [0], -1: [1]})
     for dim in (2, -3):
         with pytest.raises(ValueError, match=f"dim {dim} .* is out of range for 2 dims"):
@@ -121,7 +124,7 @@ def check_names(axis):
     assert placements_of({0: ["data"], -1: ["tensor"]}, 2, mesh) == (S0, S1)
     assert placements_of({1: ["data", "tensor"]}, 2, mesh) == (S1, S1)
     assert placements_of({1: "tensor", -1: "data"} | {1: "data", -1: "tensor"}, 2, mesh) == (S1, S1)
-    with pytest.raises(ValueError, match=r"axis 'pipeline' is not one of mesh \(data: 2, tensor: 2\)"):
+    with pytest.raises(ValueError, match=r"axis 'pipeline' is not an axis of mesh \(data: 2, tensor: 2\)"):
         placements_of({0: "pipeline"}, 2, mesh)
     with pytest.raises(ValueError, match=r"shape \[8, 5\] over mesh \(data: 2, tensor: 2\): dim 1 of size 5"):
         check_placements((8, 5), mesh, [R, S1])

@@ -1,4 +1,4 @@
-"""Process groups over torch's DeviceMesh, and what passes between them, with gradients."""
+"""Process groups on top of torch's DeviceMesh, and differentiable operations between their ranks."""
 
 from shardconv.distributed.groups import (
     Axis,

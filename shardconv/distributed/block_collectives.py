@@ -1,16 +1,16 @@
-"""Operations between ranks that hold blocks of a tensor, cut along any dims to any sizes, each with its gradient.
+"""Differentiable collectives over blocks of a tensor, sharded along any dims in uneven sizes.
 
 | operation | forward | backward |
 |---|---|---|
-| gather_blocks | all blocks | the rank's own block |
-| take_block | the rank's own block | all blocks |
-| exchange_blocks | of all ranks' blocks, the parts of the block that the rank is to have | the reverse |
-| reduce_scatter_blocks | the rank's own block of the sum over the ranks | all blocks |
-| place_block | the rank's block among zeros: the ranks' sum is the tensor | the rank's own block |
-| place_whole | the tensor on the first rank, zeros on the others: likewise | as it is |
+| gather_blocks | all-gather the blocks | take the local block |
+| take_block | take the local block | all-gather the blocks |
+| exchange_blocks | all-to-all from blocks of one grid to blocks of another | the reverse |
+| reduce_scatter_blocks | local block of the sum over ranks | all-gather the blocks |
+| place_block | local block in a tensor of zeros; the sum over ranks is the full tensor | take the local block |
+| place_full | full tensor on rank 0, zeros on the others; the sum over ranks is the full tensor | identity |
 
-The contract is that of :mod:`shardconv.distributed.operations`: with what every rank has, every rank computes the same.
-No operation changes its argument; all results are contiguous and no views. Knows nothing of placements and meshes.
+The requirement of :mod:`shardconv.distributed.operations` applies: every rank computes the same values from a gathered
+tensor. No operation modifies its input; all results are contiguous, and not views.
 """
 
 import math
@@ -28,12 +28,12 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Grid:
-    """How the ranks of a group share a tensor: as :func:`torch.chunk` lays out, for each axis in its turn.
+    """Division of a tensor into one block per rank: each axis in turn splits its dim like :func:`torch.chunk`.
 
     Attributes:
-        shape: of the whole tensor.
-        sizes: of the axes over which the ranks of the group are counted, the last one fastest.
-        dims: for each axis the dim of the tensor that it cuts; the same dim again cuts what is left of it.
+        shape: shape of the full tensor.
+        sizes: sizes of the mesh axes; ranks are numbered with the last axis fastest.
+        dims: tensor dim that each axis splits. Axes with the same dim split each other's chunks.
     """
 
     shape: tuple[int, ...]
@@ -41,105 +41,107 @@ class Grid:
     dims: tuple[int, ...]
 
     def box(self, rank: int) -> Box:
-        """Where a rank's block lies in the tensor; that of rank 0 is the largest."""
+        """Slices of a rank's block in the full tensor. No block is larger than that of rank 0."""
         bounds = [(0, size) for size in self.shape]
-        left = math.prod(self.sizes)
+        stride = math.prod(self.sizes)
         for dim, size in zip(self.dims, self.sizes, strict=True):
-            left //= size
+            stride //= size
             start, stop = bounds[dim]
             step = -((start - stop) // size)
-            first = min(start + rank // left % size * step, stop)
+            first = min(start + rank // stride % size * step, stop)
             bounds[dim] = first, min(first + step, stop)
-        return tuple(slice(*each) for each in bounds)
+        return tuple(slice(*bound) for bound in bounds)
 
-    def shape_of(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's block."""
+    def block_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of a rank's block."""
         return _shape(self.box(rank))
 
 
 def gather_blocks(block: Tensor, axis: Axis, grid: Grid) -> Tensor:
-    """The tensor of shape ``grid.shape``, on every rank, from each rank's block of it."""
+    """All-gather the blocks of all ranks into the full tensor of shape ``grid.shape``."""
     return _Gather.apply(block, axis, grid)
 
 
-def take_block(whole: Tensor, axis: Axis, grid: Grid) -> Tensor:
-    """The rank's block of a tensor that every rank has."""
-    return _Take.apply(whole, axis, grid)
+def take_block(full: Tensor, axis: Axis, grid: Grid) -> Tensor:
+    """Return the local block of a replicated tensor."""
+    return _Take.apply(full, axis, grid)
 
 
-def exchange_blocks(block: Tensor, axis: Axis, before: Grid, after: Grid) -> Tensor:
-    """The rank's block by ``after``, from each rank's block by ``before``; both are of the same tensor."""
-    return _Exchange.apply(block, axis, before, after)
+def exchange_blocks(block: Tensor, axis: Axis, source: Grid, target: Grid) -> Tensor:
+    """Return the local block of ``target`` from the blocks of ``source``; both grids divide the same tensor."""
+    return _Exchange.apply(block, axis, source, target)
 
 
-def reduce_scatter_blocks(part: Tensor, axis: Axis, grid: Grid) -> Tensor:
-    """The rank's block of the sum of what the ranks have."""
-    return _ReduceScatter.apply(part, axis, grid)
+def reduce_scatter_blocks(summand: Tensor, axis: Axis, grid: Grid) -> Tensor:
+    """Return the local block of the sum over ranks."""
+    return _ReduceScatter.apply(summand, axis, grid)
 
 
 def place_block(block: Tensor, axis: Axis, grid: Grid) -> Tensor:
-    """The rank's block in a tensor of zeros of shape ``grid.shape``."""
+    """Return a tensor of shape ``grid.shape`` that is zero outside the local block."""
     return _Place.apply(block, axis, grid)
 
 
-def place_whole(whole: Tensor, axis: Axis) -> Tensor:
-    """The tensor on the first rank, zeros on the others."""
-    return _PlaceWhole.apply(whole, axis)
+def place_full(full: Tensor, axis: Axis) -> Tensor:
+    """Return the tensor on rank 0, and zeros on the other ranks."""
+    return _PlaceFull.apply(full, axis)
 
 
 def _shape(box: Box) -> tuple[int, ...]:
-    return tuple(each.stop - each.start for each in box)
+    return tuple(bound.stop - bound.start for bound in box)
 
 
-def _inside(box: Box, outer: Box) -> Box:
-    """A box as it lies in an outer one."""
+def _relative(box: Box, outer: Box) -> Box:
+    """A box relative to the start of an outer box."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
 
 
-def _common(first: Box, second: Box) -> Box:
-    """What two boxes have in common; empty within the first where that is nothing."""
+def _intersection(first: Box, second: Box) -> Box:
+    """Intersection of two boxes; an empty box inside the first if they are disjoint."""
     starts = [min(max(a.start, b.start), a.stop) for a, b in zip(first, second, strict=True)]
     stops = [max(min(a.stop, b.stop), start) for a, b, start in zip(first, second, starts, strict=True)]
     return tuple(slice(*bounds) for bounds in zip(starts, stops, strict=True))
 
 
-def _padded(block: Tensor, room: int) -> Tensor:
-    """A block's elements behind each other, and zeros up to what the largest has: collectives need equal lengths."""
+def _flat_padded(block: Tensor, length: int) -> Tensor:
+    """Flatten a block and pad it with zeros to ``length``: these collectives need equal lengths on all ranks."""
     flat = block.reshape(-1)
-    return flat if len(flat) == room else torch.cat([flat, flat.new_zeros(room - len(flat))])
+    return flat if len(flat) == length else torch.cat([flat, flat.new_zeros(length - len(flat))])
 
 
-def _gathered(block: Tensor, axis: Axis, grid: Grid) -> Tensor:
+def _gather(block: Tensor, axis: Axis, grid: Grid) -> Tensor:
     boxes = [grid.box(rank) for rank in range(axis.size)]
-    room = math.prod(grid.shape_of(0))
-    chunks = block.new_empty(axis.size * room)
-    dist.all_gather_single(chunks, _padded(block, room), group=axis.group)
-    whole = block.new_empty(grid.shape)
-    for box, chunk in zip(boxes, chunks.view(axis.size, room), strict=True):
+    length = math.prod(grid.block_shape(0))
+    chunks = block.new_empty(axis.size * length)
+    dist.all_gather_single(chunks, _flat_padded(block, length), group=axis.group)
+    full = block.new_empty(grid.shape)
+    for box, chunk in zip(boxes, chunks.view(axis.size, length), strict=True):
         shape = _shape(box)
-        whole[box] = chunk[: math.prod(shape)].view(shape)
-    return whole
+        full[box] = chunk[: math.prod(shape)].view(shape)
+    return full
 
 
-def _reduce_scattered(part: Tensor, axis: Axis, grid: Grid) -> Tensor:
+def _reduce_scatter(summand: Tensor, axis: Axis, grid: Grid) -> Tensor:
     boxes = [grid.box(rank) for rank in range(axis.size)]
-    room, own = math.prod(grid.shape_of(0)), grid.shape_of(axis.rank)
-    total = part.new_empty(room)
-    dist.reduce_scatter_single(total, torch.cat([_padded(part[box], room) for box in boxes]), group=axis.group)
-    return total[: math.prod(own)].view(own).clone()
+    length, shape = math.prod(grid.block_shape(0)), grid.block_shape(axis.rank)
+    total = summand.new_empty(length)
+    dist.reduce_scatter_single(
+        total, torch.cat([_flat_padded(summand[box], length) for box in boxes]), group=axis.group
+    )
+    return total[: math.prod(shape)].view(shape).clone()
 
 
-def _exchanged(block: Tensor, axis: Axis, before: Grid, after: Grid) -> Tensor:
+def _exchange(block: Tensor, axis: Axis, source: Grid, target: Grid) -> Tensor:
     ranks = range(axis.size)
-    had, gets = before.box(axis.rank), after.box(axis.rank)
-    sent = [block[_inside(_common(had, after.box(rank)), had)].reshape(-1) for rank in ranks]
-    boxes = [_common(gets, before.box(rank)) for rank in ranks]
+    source_box, target_box = source.box(axis.rank), target.box(axis.rank)
+    sent = [block[_relative(_intersection(source_box, target.box(rank)), source_box)].reshape(-1) for rank in ranks]
+    boxes = [_intersection(target_box, source.box(rank)) for rank in ranks]
     lengths = [math.prod(_shape(box)) for box in boxes]
     received = block.new_empty(sum(lengths))
-    dist.all_to_all_single(received, torch.cat(sent), lengths, [len(each) for each in sent], group=axis.group)
-    output = block.new_empty(_shape(gets))
+    dist.all_to_all_single(received, torch.cat(sent), lengths, [len(chunk) for chunk in sent], group=axis.group)
+    output = block.new_empty(_shape(target_box))
     for box, chunk in zip(boxes, received.split(lengths), strict=True):
-        output[_inside(box, gets)] = chunk.view(_shape(box))
+        output[_relative(box, target_box)] = chunk.view(_shape(box))
     return output
 
 
@@ -147,7 +149,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, block: Tensor, axis: Axis, grid: Grid) -> Tensor:
         ctx.axis, ctx.grid = axis, grid
-        return _gathered(block, axis, grid)
+        return _gather(block, axis, grid)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -156,9 +158,9 @@ class _Gather(torch.autograd.Function):
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, axis: Axis, grid: Grid) -> Tensor:
+    def forward(ctx: Any, full: Tensor, axis: Axis, grid: Grid) -> Tensor:
         ctx.axis, ctx.grid = axis, grid
-        return whole[grid.box(axis.rank)].clone(memory_format=torch.contiguous_format)
+        return full[grid.box(axis.rank)].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -167,20 +169,20 @@ class _Take(torch.autograd.Function):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, block: Tensor, axis: Axis, before: Grid, after: Grid) -> Tensor:
-        ctx.axis, ctx.before, ctx.after = axis, before, after
-        return _exchanged(block, axis, before, after)
+    def forward(ctx: Any, block: Tensor, axis: Axis, source: Grid, target: Grid) -> Tensor:
+        ctx.axis, ctx.source, ctx.target = axis, source, target
+        return _exchange(block, axis, source, target)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchange.apply(grad, ctx.axis, ctx.after, ctx.before), None, None, None
+        return _Exchange.apply(grad, ctx.axis, ctx.target, ctx.source), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, axis: Axis, grid: Grid) -> Tensor:
+    def forward(ctx: Any, summand: Tensor, axis: Axis, grid: Grid) -> Tensor:
         ctx.axis, ctx.grid = axis, grid
-        return _reduce_scattered(part, axis, grid)
+        return _reduce_scatter(summand, axis, grid)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -191,19 +193,19 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, block: Tensor, axis: Axis, grid: Grid) -> Tensor:
         ctx.axis, ctx.grid = axis, grid
-        whole = block.new_zeros(grid.shape)
-        whole[grid.box(axis.rank)] = block
-        return whole
+        full = block.new_zeros(grid.shape)
+        full[grid.box(axis.rank)] = block
+        return full
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _Take.apply(grad, ctx.axis, ctx.grid), None, None
 
 
-class _PlaceWhole(torch.autograd.Function):
+class _PlaceFull(torch.autograd.Function):
     @staticmethod
-    def forward(_: Any, whole: Tensor, axis: Axis) -> Tensor:
-        return whole.clone(memory_format=torch.contiguous_format) if axis.rank == 0 else torch.zeros_like(whole)
+    def forward(_: Any, full: Tensor, axis: Axis) -> Tensor:
+        return full.clone(memory_format=torch.contiguous_format) if axis.rank == 0 else torch.zeros_like(full)
 
     @staticmethod
     def backward(_: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -1,7 +1,6 @@
-"""Process groups by axis: which processes hold the shards of one tensor, and which hold replicas.
+"""Process groups per parallel axis: tensor, data and pipeline.
 
-Owns the one piece of global state, the current groups, and how a ``group=`` argument is read. Stands on torch's
-DeviceMesh; knows nothing of layers or placements.
+Holds the only global state, the current groups, and resolves ``group=`` arguments. Built on torch's DeviceMesh.
 """
 
 import os
@@ -13,31 +12,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardconv.distributed.exchange import Exchange
 from shardconv.distributed.new_groups import (
-    checked_ranks,
-    fitted_sizes,
+    check_ranks,
     mesh_over,
     message_device,
     new_members_group,
-    serves_cpu,
+    resolve_sizes,
+    supports_cpu,
 )
+from shardconv.distributed.shared_memory import SharedMemoryChannel
 
 _NAMES = ("pipeline", "data", "tensor")
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One axis of the processes, as this process sees it.
+    """The process group along one parallel axis, seen from this process.
 
     Attributes:
-        name: ``tensor``, ``data``, ``pipeline``, or what a mesh calls it.
-        rank: of this process in the group, from 0.
-        size: number of processes in the group.
-        ranks: their ranks in the world.
-        group: torch's process group; None where it would be of this process alone and none was made.
-        exchange: for small messages on a CPU, memory that the ranks share; None for torch's group alone.
-        beside: a group that serves CPU tensors, where ``group`` does not and :meth:`with_cpu_group` made one.
+        name: ``tensor``, ``data``, ``pipeline``, or the dim name of a mesh.
+        rank: rank of this process in the group.
+        size: number of ranks in the group.
+        ranks: global ranks of the group, in its order.
+        group: torch's process group; None for a single process without one.
+        channel: shared-memory channel for small CPU tensors; None to use ``group`` only.
+        extra_cpu_group: group for CPU tensors created by :meth:`with_cpu_group`; None if there is none.
     """
 
     name: str
@@ -45,72 +44,74 @@ class Axis:
     size: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
-    exchange: Exchange | None = None
-    beside: dist.ProcessGroup | None = None
+    channel: SharedMemoryChannel | None = None
+    extra_cpu_group: dist.ProcessGroup | None = None
 
     @property
     def has_cpu_group(self) -> bool:
-        """Whether CPU tensors can go over the axis; over one process they always can."""
-        return self.size == 1 or self.beside is not None or (self.group is not None and serves_cpu(self.group))
+        """Whether collectives of CPU tensors are possible; always true for a single rank."""
+        if self.size == 1 or self.extra_cpu_group is not None:
+            return True
+        return self.group is not None and supports_cpu(self.group)
 
     @property
     def cpu_group(self) -> dist.ProcessGroup | None:
-        """Torch's group over which CPU tensors go: ``group`` itself where its backend is "gloo" or has a "cpu:" part.
+        """Torch's group for CPU tensors: ``group`` itself if its backend is "gloo" or contains "cpu:".
 
         Raises:
             RuntimeError: if there is none.
         """
         if not self.has_cpu_group:
             raise RuntimeError(
-                f"{self} has no group for CPU tensors: have all its ranks call with_cpu_group(), or start "
+                f"{self} does not have a group for CPU tensors: call with_cpu_group() on all its ranks, or initialize "
                 f'torch.distributed with backend="cpu:gloo,cuda:nccl"'
             )
-        return self.beside or self.group
+        return self.extra_cpu_group or self.group
 
     def with_cpu_group(self) -> Self:
-        """This axis, with a group for CPU tensors; all its ranks call it. Itself, where it has one."""
-        return self if self.has_cpu_group else replace(self, beside=new_members_group(self.ranks, "gloo"))
+        """Return this axis with a group for CPU tensors; itself if it has one. All its ranks call it."""
+        return self if self.has_cpu_group else replace(self, extra_cpu_group=new_members_group(self.ranks, "gloo"))
 
-    def with_exchange(self) -> Self:
-        """This axis, with memory that the ranks share where they are on one machine; all ranks call it.
+    def with_shared_memory(self) -> Self:
+        """Return this axis with a shared-memory channel, if its ranks are on one machine. All its ranks call it.
 
-        What goes through it is no collective of torch's, and a count of those does not see it.
+        Messages on the channel are not collectives of torch, so counters of those do not see them.
         """
-        return replace(self, exchange=None if self.size == 1 else Exchange.open(self.size, self.rank, self.group))
+        channel = None if self.size == 1 else SharedMemoryChannel.open(self.size, self.rank, self.group)
+        return replace(self, channel=channel)
 
     @property
     def message_device(self) -> torch.device:
-        """Where the tensors of a collective have to be that are on no device by themselves."""
+        """Device for tensors that exist only to be sent, such as flags and counts."""
         return message_device(self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: a copy of a layer belongs to the same processes."""
+        """Return this axis: a copy of a layer uses the same processes."""
         return self
 
     def __reduce__(self) -> Any:
-        """A group cannot be stored: where the axis is read, one of the same processes has to be there."""
-        return _stored_axis, (self.name, self.rank, self.ranks)
+        """Pickle without the process group; unpickling looks up an existing axis of the same ranks."""
+        return _restore_axis, (self.name, self.rank, self.ranks)
 
     def __repr__(self) -> str:
-        """Without the group, whose address says nothing."""
+        """Omit the process group, whose repr is a memory address."""
         return f"Axis({self.name}, rank {self.rank} of {self.size}, ranks {list(self.ranks)})"
 
 
-#: What every ``group=`` takes: a process group, a one-dimensional mesh, an axis, or None for the current tensor axis.
+#: Type of ``group=`` arguments: process group, one-dimensional mesh, axis, or None for the current tensor axis.
 GroupLike = dist.ProcessGroup | DeviceMesh | Axis | None
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelGroups:
-    """The axes of the current processes.
+    """The three parallel axes of this process.
 
     Attributes:
-        tensor: the processes that hold the shards of the same tensors; they stand side by side in ``ranks``.
-        data: the processes that hold the same shards and see other data.
-        pipeline: the processes that hold other layers.
-        mesh: torch's mesh over all of them, of shape (pipeline, data, tensor); None for a single process without
-            ``torch.distributed``.
-        ranks: of all of them, in the world, in the order of the mesh.
+        tensor: ranks that hold the shards of the same tensors; adjacent in ``ranks``.
+        data: ranks that hold the same shards and process different data.
+        pipeline: ranks that hold different layers.
+        mesh: torch's mesh of shape (pipeline, data, tensor); None for a single process without ``torch.distributed``.
+        ranks: global ranks of all processes, in the order of the mesh.
     """
 
     tensor: Axis
@@ -121,12 +122,12 @@ class ParallelGroups:
 
     @property
     def rank(self) -> int:
-        """This process's position in ``ranks``."""
+        """Position of this process in ``ranks``."""
         return 0 if self.mesh is None else self.ranks.index(dist.get_rank())
 
     @property
     def size(self) -> int:
-        """Number of processes of all axes together."""
+        """Number of processes in the mesh."""
         return len(self.ranks)
 
 
@@ -141,56 +142,56 @@ def init_parallel(
     device_type: str | None = None,
     ranks: Sequence[int] | None = None,
 ) -> ParallelGroups:
-    """Make the groups, and make them current.
+    """Create the parallel groups and make them current.
 
-    ``torch.distributed`` is started if it is not, from the environment that torchrun sets; that takes all processes.
-    Stands on :func:`torch.distributed.device_mesh.init_device_mesh`, and on :meth:`DeviceMesh.from_group` for given
-    ranks; the mesh has the shape (pipeline, data, tensor).
+    Initializes ``torch.distributed`` from the environment that torchrun sets, unless it is initialized already; all
+    processes have to take part in that. Uses :func:`torch.distributed.device_mesh.init_device_mesh`, or
+    :meth:`DeviceMesh.from_group` if ``ranks`` is passed. The mesh has the shape (pipeline, data, tensor).
 
     Args:
-        tensor: processes that share the tensors of a layer. One of the three sizes may be -1: what the others leave.
-        data: processes that hold the same.
-        pipeline: processes that follow each other.
-        device_type: ``cpu`` or ``cuda``; by default cuda where there is one.
-        ranks: of the processes in the world, in their order in the mesh; by default all. These call the function, and
-            no others; processes in none of them can make groups of their own at the same time.
+        tensor: tensor parallel size. One of the three sizes can be -1; it is then computed from the other two.
+        data: data parallel size.
+        pipeline: pipeline parallel size.
+        device_type: ``cpu`` or ``cuda``; by default ``cuda`` if available.
+        ranks: global ranks in the order of the mesh; by default all. Only these ranks call this function. The others
+            can create other groups at the same time.
 
     Raises:
-        ValueError: if the sizes do not multiply to the number of processes, if ``ranks`` has one twice, one that is
-            not in the world, or not this process's.
+        ValueError: if the product of the sizes is not the number of processes, or ``ranks`` contains a duplicate or a
+            rank outside the world, or does not contain the rank of this process.
 
     Example:
         >>> groups = init_parallel(tensor=1, data=-1)
         >>> groups.tensor.size, groups.size, current_groups() is groups
         (1, 1, True)
     """
-    global _current  # noqa: PLW0603 - the one piece of global state
+    global _current  # noqa: PLW0603 - the only global state
     world = dist.get_world_size() if dist.is_initialized() else launched_size()
-    chosen = tuple(range(world)) if ranks is None else checked_ranks(ranks, world)
-    whole = f"the world has {world}" if ranks is None else f"ranks = {list(ranks)} are {len(chosen)}"
-    by_name = fitted_sizes({"tensor": tensor, "data": data, "pipeline": pipeline}, len(chosen), whole)
+    members = tuple(range(world)) if ranks is None else check_ranks(ranks, world)
+    source = "of the world" if ranks is None else f"in ranks={list(ranks)}"
+    by_name = resolve_sizes({"tensor": tensor, "data": data, "pipeline": pipeline}, len(members), source)
     sizes = tuple(by_name[name] for name in _NAMES)
     if world == 1 and not dist.is_initialized():
-        alone = {name: Axis(name, 0, 1, (0,), None) for name in _NAMES}
-        _current = ParallelGroups(**alone, mesh=None, ranks=chosen)
+        axes = {name: Axis(name, 0, 1, (0,), None) for name in _NAMES}
+        _current = ParallelGroups(**axes, mesh=None, ranks=members)
         return _current
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if ranks is None:
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_NAMES)
     else:
-        mesh = mesh_over(chosen, sizes, _NAMES, device_type)
-    _current = ParallelGroups(**{name: _of_mesh(mesh[name]) for name in _NAMES}, mesh=mesh, ranks=chosen)
+        mesh = mesh_over(members, sizes, _NAMES, device_type)
+    _current = ParallelGroups(**{name: _mesh_axis(mesh[name]) for name in _NAMES}, mesh=mesh, ranks=members)
     return _current
 
 
 def current_groups() -> ParallelGroups:
-    """The groups that :func:`init_parallel` made last.
+    """Return the groups that the last call of :func:`init_parallel` created.
 
     Raises:
-        RuntimeError: if it was not called.
+        RuntimeError: if :func:`init_parallel` was not called.
     """
     if _current is None:
-        raise RuntimeError("there are no groups yet: call shardconv.init_parallel(tensor=...) first")
+        raise RuntimeError("parallel groups are not initialized: call shardconv.init_parallel(tensor=...) first")
     return _current
 
 
@@ -200,24 +201,24 @@ def has_groups() -> bool:
 
 
 def destroy_parallel() -> None:
-    """Forget the current groups, and end ``torch.distributed`` if it runs."""
-    global _current  # noqa: PLW0603 - the one piece of global state
+    """Clear the current groups, and destroy the process groups of ``torch.distributed`` if it is initialized."""
+    global _current  # noqa: PLW0603 - the only global state
     _current = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def as_axis(group: GroupLike = None) -> Axis:
-    """What a ``group=`` argument means.
+    """Resolve a ``group=`` argument to an axis.
 
     Args:
-        group: a process group, a one-dimensional mesh, or an axis. None for the current tensor axis; before
-            :func:`init_parallel`, for all processes, as in torch.
+        group: process group, one-dimensional mesh, or axis. None means the current tensor axis or, before
+            :func:`init_parallel`, all processes, as in torch.
 
     Raises:
-        ValueError: if this process is not in the group, or a mesh has several dimensions.
-        RuntimeError: if ``group`` is None, a launcher such as torchrun started several processes, and neither
-            ``torch.distributed`` nor :func:`init_parallel` connected them.
+        ValueError: if this process is not in the group, or the mesh does not have exactly one dimension.
+        RuntimeError: if ``group`` is None, a launcher such as torchrun started several processes, and
+            ``torch.distributed`` is not initialized.
     """
     if isinstance(group, Axis):
         return group
@@ -225,50 +226,51 @@ def as_axis(group: GroupLike = None) -> Axis:
         if _current is not None:
             return _current.tensor
         if not dist.is_initialized():
-            return _single_process()
+            return _single_axis()
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh):
-        return _of_mesh(group)
-    return _of_group("tensor", group)
+        return _mesh_axis(group)
+    return _group_axis("tensor", group)
 
 
 def launched_size() -> int:
-    """Number of processes that a launcher such as torchrun started; 1 without one."""
+    """Number of processes that a launcher such as torchrun started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def _single_process() -> Axis:
+def _single_axis() -> Axis:
     if (size := launched_size()) > 1:
         raise RuntimeError(
-            f"WORLD_SIZE is {size} but there are no process groups, so the tensor parallel size is unknown: call "
-            f"shardconv.init_parallel(tensor=N) first, or pass group= (without tensor parallelism, "
+            f"WORLD_SIZE is {size} but no process group is initialized, so the tensor parallel size is unknown: call "
+            f"shardconv.init_parallel(tensor=N) first, or pass group= (without tensor parallelism, call "
             f"init_parallel(data=-1); for a single process, unset WORLD_SIZE)"
         )
     return Axis("tensor", 0, 1, (0,), None)
 
 
-def _stored_axis(name: str, rank: int, ranks: tuple[int, ...]) -> Axis:
+def _restore_axis(name: str, rank: int, ranks: tuple[int, ...]) -> Axis:
     if len(ranks) == 1:
         return Axis(name, 0, 1, ranks, None)
-    known = [as_axis()] if _current is None else [_current.tensor, _current.data, _current.pipeline]
-    for axis in known:
+    axes = [as_axis()] if _current is None else [_current.tensor, _current.data, _current.pipeline]
+    for axis in axes:
         if (axis.rank, axis.ranks) == (rank, ranks):
             return axis
     raise RuntimeError(
-        f"this was saved by rank {rank} of the processes {list(ranks)}, and has to be loaded by it: call "
-        f"shardconv.init_parallel first, as there; for another number of processes store gather_state_dict(module)"
+        f"the {name} axis was pickled as rank {rank} of ranks {list(ranks)}, and this process has no such axis: call "
+        f"shardconv.init_parallel as in the process that saved it; to load on other ranks, save "
+        f"gather_state_dict(module)"
     )
 
 
-def _of_mesh(mesh: DeviceMesh) -> Axis:
+def _mesh_axis(mesh: DeviceMesh) -> Axis:
     if mesh.ndim != 1:
-        raise ValueError(f"a mesh of {mesh.ndim} dimensions is no group: take one of them, as in mesh['tensor']")
+        raise ValueError(f"mesh has {mesh.ndim} dimensions, expected 1: select one, as in mesh['tensor']")
     name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "tensor"
-    return _of_group(name, mesh.get_group())
+    return _group_axis(name, mesh.get_group())
 
 
-def _of_group(name: str, group: Any) -> Axis:
+def _group_axis(name: str, group: Any) -> Axis:
     rank = dist.get_rank(group)
     if rank < 0:
-        raise ValueError(f"this process, rank {dist.get_rank()} of the world, is not in the group")
+        raise ValueError(f"global rank {dist.get_rank()} is not in the group: call this only on ranks of the group")
     return Axis(name, rank, dist.get_world_size(group), tuple(dist.get_process_group_ranks(group)), group)

@@ -1,19 +1,19 @@
-"""The four operations between a tensor axis and the rest of a model, each with its gradient.
+"""Differentiable operations between the tensor-parallel region of a model and the rest of it.
 
 | operation | forward | backward |
 |---|---|---|
-| copy | as it is | sum over the ranks |
-| reduce | sum over the ranks | as it is |
-| scatter | the rank's own chunk | all chunks |
-| gather | all chunks | the rank's own chunk |
+| copy | identity | all-reduce (sum) |
+| reduce | all-reduce (sum) | identity |
+| scatter | local chunk | all-gather |
+| gather | all-gather | local chunk |
 
-Copy and reduce are each other's gradient, and so are scatter and gather; so gradients have gradients.
+The backward of each operation is another one of them, so gradients of any order work.
 
-They rest on one contract: behind a ``reduce`` or a ``gather`` every rank computes the same, up to the same loss. Ranks
-that compute different losses from a gathered tensor would need a reduce-scatter backward instead.
+Requirement: after a ``reduce`` or a ``gather``, every rank computes the same values and the same loss. If ranks
+computed different losses from a gathered tensor, the backward of gather would have to be a reduce-scatter.
 
-No operation changes its argument. All of them can be traced by ``torch.compile``. On an axis of one process they are
-the identity.
+No operation modifies its input. All of them can be traced by ``torch.compile``, and are the identity on an axis of one
+rank.
 """
 
 from functools import partial
@@ -26,8 +26,8 @@ from torch import Tensor
 from shardconv.distributed.groups import Axis, GroupLike, as_axis
 
 _SUM = dist.ReduceOp.SUM
-#: Reductions of what all ranks have, over dim 0.
-_OF_ALL = {
+#: Local reductions over dim 0 of the gathered tensors, for the shared-memory channel.
+_LOCAL_REDUCTIONS = {
     _SUM: partial(torch.sum, dim=0),
     dist.ReduceOp.MAX: partial(torch.amax, dim=0),
     dist.ReduceOp.MIN: partial(torch.amin, dim=0),
@@ -35,7 +35,9 @@ _OF_ALL = {
 
 
 def copy_to_tp(input: Tensor, *, group: GroupLike = None) -> Tensor:
-    """Hand a replicated tensor to layers that are split: the gradients that come back are summed.
+    """Return the input unchanged; all-reduce the input gradient.
+
+    Use it on a replicated tensor that feeds sharded layers.
 
     Args:
         input: [*], the same on every rank.
@@ -54,11 +56,11 @@ def reduce_from_tp(
     op: Any = _SUM,
     group: GroupLike = None,
 ) -> Tensor:
-    """Sum what the ranks have.
+    """All-reduce a tensor.
 
     Args:
-        input: [*], a different part of the sum on every rank.
-        op: another reduction, as ``torch.distributed.ReduceOp.MAX``; it has no gradient.
+        input: [*], one summand per rank.
+        op: reduction, such as ``torch.distributed.ReduceOp.MAX``. Only the sum has a gradient.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
@@ -72,31 +74,34 @@ def reduce_from_tp(
 
 
 def scatter_to_tp(input: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor:
-    """Keep the rank's own chunk of a replicated tensor.
+    """Return the local chunk of a replicated tensor.
 
     Args:
         input: [..., n, ...], the same on every rank.
-        dim: where ``n`` stands.
+        dim: dim of size ``n``.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
         [..., n / tp, ...], contiguous.
 
     Raises:
-        ValueError: if ``n`` is no multiple of tp.
+        ValueError: if ``n`` is not a multiple of tp.
     """
     axis = as_axis(group)
     if input.shape[dim] % axis.size:
-        raise ValueError(f"dim {dim} of shape {list(input.shape)} is not a multiple of the {axis.size} ranks")
+        raise ValueError(
+            f"cannot scatter shape {list(input.shape)}: size {input.shape[dim]} of dim {dim} is not a multiple of "
+            f"{axis.size} ranks"
+        )
     return input if axis.size == 1 else _Scatter.apply(input, axis, dim)
 
 
 def gather_from_tp(input: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor:
-    """Put the chunks of all ranks behind each other.
+    """All-gather the chunks of all ranks and concatenate them.
 
     Args:
         input: [..., n, ...], of the same shape on every rank.
-        dim: where ``n`` stands.
+        dim: dim of size ``n``.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
@@ -106,16 +111,16 @@ def gather_from_tp(input: Tensor, dim: int = -1, *, group: GroupLike = None) -> 
     return input if axis.size == 1 else _Gather.apply(input, axis, dim)
 
 
-def _given(input: Tensor, axis: Axis, purpose: str) -> Tensor | None:
-    """What all ranks have, [tp, *], through memory that they share; None where it has to go through their group."""
-    if axis.exchange is None or torch.compiler.is_compiling() or not axis.exchange.fits(input):
+def _gather_in_memory(input: Tensor, axis: Axis, purpose: str) -> Tensor | None:
+    """All-gather over the shared-memory channel: [tp, *], or None if the process group has to be used."""
+    if axis.channel is None or torch.compiler.is_compiling() or not axis.channel.fits(input):
         return None
-    return axis.exchange.give(input, purpose)
+    return axis.channel.all_gather(input, purpose)
 
 
 def _all_reduce(input: Tensor, axis: Axis, op: Any = _SUM) -> Tensor:
-    if op in _OF_ALL and (given := _given(input, axis, str(op))) is not None:
-        return _OF_ALL[op](given).to(input.dtype)
+    if op in _LOCAL_REDUCTIONS and (gathered := _gather_in_memory(input, axis, str(op))) is not None:
+        return _LOCAL_REDUCTIONS[op](gathered).to(input.dtype)
     output = input.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(output, op=op, group=axis.group)
     return output
@@ -128,8 +133,8 @@ def _chunk(input: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def _all_gather(input: Tensor, axis: Axis, dim: int) -> Tensor:
     dim %= input.dim()
-    if (given := _given(input, axis, "gather")) is not None:
-        return torch.cat(given.unbind(), dim)
+    if (gathered := _gather_in_memory(input, axis, "gather")) is not None:
+        return torch.cat(gathered.unbind(), dim)
     chunks = input.new_empty(axis.size * input.numel())
     dist.all_gather_single(chunks, input.contiguous().view(-1), group=axis.group)
     return chunks.view(axis.size, *input.shape).movedim(0, dim).flatten(dim, dim + 1).contiguous()
@@ -155,7 +160,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if not ctx.is_sum:
-            raise RuntimeError("only the sum over ranks has a gradient; detach the input of another reduction")
+            raise RuntimeError("only the sum over ranks has a gradient: detach the input of other reductions")
         return _Copy.apply(grad, ctx.axis), None, None
 
 

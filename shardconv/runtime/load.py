@@ -162,7 +162,7 @@ def _meet(folder: Path, device: Any, group: GroupLike) -> tuple[Manifest, torch.
     _agreed(axis, partial(_raise, problem))
     own = {f"versions of {package}": version for package, version in versions().items()}
     _check_facts(folder, axis, {"checkpoints": manifest.to_json(""), "kinds of devices": device_type, **own})
-    return manifest, device, axis.with_exchange() if device_type == "cpu" else axis
+    return manifest, device, axis.with_shared_memory() if device_type == "cpu" else axis
 
 
 def _check_facts(folder: Path, axis: Axis, facts: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Sharded tensors over torch's DTensor: specs, redistribution, hooks, and what communication costs."""
+"""Sharded tensors on top of torch's DTensor: layouts, redistribution, hooks and communication cost."""
 
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 

@@ -1,11 +1,8 @@
-"""The local tensor of a DTensor that is several chunks of the full one, not one.
+"""Local tensor of a DTensor that consists of several chunks of the full tensor.
 
-Owns what ``torch.distributed.checkpoint`` asks of such a tensor: which chunks there are, and the memory of each. Knows
-nothing of layers and placements.
-
-It stands where torch has ``torch.distributed.tensor._shards_wrapper.LocalShardsWrapper``, which has the same three
-methods, but takes only tensors of one and two dims, wants a chunk on every rank, and lets ``full_tensor`` put chunks
-together in the wrong order. This one computes nothing at all: an operation on it is refused.
+Implements the interface that ``torch.distributed.checkpoint`` uses to save and load the chunks. It replaces torch's
+``torch.distributed.tensor._shards_wrapper.LocalShardsWrapper``, which supports only one and two dims, requires a chunk
+on every rank, and lets ``full_tensor`` concatenate chunks in the wrong order. This class refuses to compute.
 """
 
 from collections.abc import Iterable
@@ -18,11 +15,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class Chunk(NamedTuple):
-    """A box out of a full tensor.
+    """A rectangular chunk of a full tensor.
 
     Attributes:
-        offsets: where it begins in the full tensor, one number a dim.
-        values: its elements: a view of the memory in which they are.
+        offsets: start of the chunk in the full tensor, per dim.
+        values: elements of the chunk; a view of the shard.
     """
 
     offsets: tuple[int, ...]
@@ -30,28 +27,28 @@ class Chunk(NamedTuple):
 
     @property
     def metadata(self) -> ChunkStorageMetadata:
-        """The box, as a checkpoint names it."""
+        """Offsets and sizes in the format of torch's distributed checkpoints."""
         return ChunkStorageMetadata(torch.Size(self.offsets), self.values.shape)
 
     def new_empty(self, device: Any) -> Self:
-        """The same box in new memory."""
+        """Return the same chunk with uninitialized memory."""
         return self._replace(values=torch.empty_like(self.values, device=device))
 
 
 class ChunkedShard(Tensor):
-    """A rank's shard of a tensor, as chunks of the full tensor; the local tensor of a DTensor.
+    """Shard of a tensor as a list of chunks of the full tensor, for use as the local tensor of a DTensor.
 
     Args:
-        shard: [*], of the shape, dtype and device of the shard.
-        chunks: those of the rank; there may be none.
-        device: of the chunks, if it is not the shard's.
+        shard: [*], tensor with the shape, dtype and device of the shard.
+        chunks: chunks of this rank; may be empty.
+        device: device of the chunks, if it differs from that of ``shard``.
     """
 
     chunks: tuple[Chunk, ...]
 
     def __new__(cls, shard: Tensor, chunks: Iterable[Chunk], device: Any = None) -> Self:
-        """See the class."""
-        # torch has no public way to make a tensor without memory of its own
+        """Create a shard; see the class for the arguments."""
+        # torch has no public function to create a tensor without storage
         self: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=device or shard.device
         )
@@ -62,33 +59,33 @@ class ChunkedShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override] # a class method, as torch documents it
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Only what gives it another name, and the memory into which torch copies it for an asynchronous save.
+        """Support aliasing, and allocation for asynchronous saves.
 
         Raises:
             NotImplementedError: for any other operation.
         """
-        if func in _RENAMING:
+        if func in _ALIASING:
             return cls(args[0], args[0].chunks)
         if func is torch.ops.aten.new_empty.default:
             device = kwargs.get("device")
             return cls(args[0], (chunk.new_empty(device) for chunk in args[0].chunks), device)
         raise NotImplementedError(
-            f"{func}: this rank holds several chunks of the full tensor, or zeros beside them, which no placement of "
-            f"DTensor says: such a DTensor can be saved and loaded by torch.distributed.checkpoint only. To compute "
-            f"with full tensors use shardconv.gather_state_dict(module)"
+            f"{func} is not supported: this rank holds several chunks of the full tensor, or padding, which DTensor "
+            f"placements cannot describe. Use this DTensor with torch.distributed.checkpoint only; for full tensors "
+            f"call shardconv.gather_state_dict(module)"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ChunkedShard({[(chunk.offsets, tuple(chunk.values.shape)) for chunk in self.chunks]})"
 
-    # --- what torch.distributed.checkpoint asks ---
+    # --- interface of torch.distributed.checkpoint ---
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """What is to be written: each chunk.
+        """Return one write item per chunk.
 
         Args:
-            fqn: the name of the tensor.
-            object: the DTensor around this.
+            fqn: name of the tensor.
+            object: DTensor that contains this shard.
         """
         return [
             WriteItem(
@@ -102,19 +99,19 @@ class ChunkedShard(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What is to be read: the place of each chunk."""
+        """Return the offsets and sizes of the chunks to read."""
         return [chunk.metadata for chunk in self.chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The memory of a chunk, to write from or to read into.
+        """Return the memory of a chunk, to save from or load into.
 
         Raises:
-            ValueError: if the rank has no such chunk.
+            ValueError: if this rank does not have the chunk.
         """
         for chunk in self.chunks:
             if torch.Size(chunk.offsets) == index.offset:
                 return chunk.values
-        raise ValueError(f"{index.fqn}: this rank has no chunk at {index.offset}, only {self!r}")
+        raise ValueError(f"{index.fqn}: this rank does not have a chunk at offset {index.offset} (got {self!r})")
 
 
-_RENAMING = {torch.ops.aten.view.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+_ALIASING = {torch.ops.aten.view.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}

@@ -1,7 +1,7 @@
-"""One communication between the ranks of a mesh axis: run it on a rank's tensor, or say what it costs.
+"""One collective over mesh axes: :class:`CommSpec` runs it on local tensors and estimates its cost.
 
-Owns :class:`CommSpec`. Stands on torch's groups and collectives by :mod:`shardconv.distributed`, and on the formulas of
-:mod:`shardconv.tensor.cost`; knows nothing of which communication is needed, nor of DTensor.
+Uses the collectives of :mod:`shardconv.distributed` and the formulas of :mod:`shardconv.tensor.cost`. Local tensors are
+``torch.Tensor``, not DTensor.
 """
 
 import math
@@ -19,7 +19,7 @@ from shardconv.distributed.block_collectives import (
     exchange_blocks,
     gather_blocks,
     place_block,
-    place_whole,
+    place_full,
     reduce_scatter_blocks,
     take_block,
 )
@@ -27,40 +27,40 @@ from shardconv.distributed.new_groups import group_over
 from shardconv.tensor.cost import ROUNDS, Link, collective_time
 from shardconv.tensor.spec import MeshAxis, MeshLike, axis_number, describe_mesh, mesh_sizes
 
-#: What connects the ranks: the same on all axes, or for each axis by its name or number; None for ``Link()``.
+#: One link for all axes, or a link per axis by name or number; None for ``Link()``.
 Links = Link | Mapping[MeshAxis, Link] | Mapping[int, Link] | Mapping[str, Link] | None
 
 _Run = Callable[[Tensor, Axis, Grid, Grid], Tensor]
 
 
 class _Kind(NamedTuple):
-    """A collective: what runs, what its gradient runs, and which dims it has to be told."""
+    """Implementation of a collective, the collective of its backward, and its required dims arguments."""
 
     run: _Run
     backward: str
-    needs: tuple[str, ...] = ()
+    dims_arguments: tuple[str, ...] = ()
 
 
 _GATHER, _SHARD = "gather_dims", "shard_dims"
 _KINDS = {
-    "all_gather": _Kind(lambda x, axis, had, _: gather_blocks(x, axis, had), "chunk", (_GATHER,)),
+    "all_gather": _Kind(lambda x, axis, source, _: gather_blocks(x, axis, source), "chunk", (_GATHER,)),
     "all_reduce": _Kind(lambda x, axis, *_: reduce_from_tp(x, group=axis), "identity"),
-    "reduce_scatter": _Kind(lambda x, axis, _, gets: reduce_scatter_blocks(x, axis, gets), "all_gather", (_SHARD,)),
+    "reduce_scatter": _Kind(lambda x, axis, _, target: reduce_scatter_blocks(x, axis, target), "all_gather", (_SHARD,)),
     "all_to_all": _Kind(exchange_blocks, "all_to_all", (_GATHER, _SHARD)),
-    "chunk": _Kind(lambda x, axis, _, gets: take_block(x, axis, gets), "all_gather", (_SHARD,)),
+    "chunk": _Kind(lambda x, axis, _, target: take_block(x, axis, target), "all_gather", (_SHARD,)),
     "copy": _Kind(lambda x, axis, *_: copy_to_tp(x, group=axis), "all_reduce"),
-    "to_partial": _Kind(lambda x, axis, *_: place_whole(x, axis), "identity"),
-    "shard_to_partial": _Kind(lambda x, axis, had, _: place_block(x, axis, had), "chunk", (_GATHER,)),
+    "to_partial": _Kind(lambda x, axis, *_: place_full(x, axis), "identity"),
+    "shard_to_partial": _Kind(lambda x, axis, source, _: place_block(x, axis, source), "chunk", (_GATHER,)),
 }
 
 
 class Cost(NamedTuple):
-    """Seconds.
+    """Communication cost in seconds.
 
     Attributes:
-        forward: of what runs forward.
-        backward: of what its gradient runs.
-        total: both.
+        forward: seconds in the forward pass.
+        backward: seconds in the backward pass.
+        total: sum of both.
     """
 
     forward: float
@@ -70,32 +70,32 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, init=False)
 class CommSpec:
-    """One communication over one mesh axis, or over several at once: these are then flattened, the first outermost.
+    """A collective over one mesh axis, or over several axes flattened into one with the first outermost.
 
-    | collective | a rank has | and gets | gradient | colossalai |
+    | collective | input | output | backward | colossalai |
     |---|---|---|---|---|
-    | all_gather | its block | the whole | its block | GATHER_FWD_SPLIT_BWD; over several axes MIXGATHER_FWD_SPLIT_BWD |
-    | chunk | the whole | its block | all_gather | SPLIT_FWD_GATHER_BWD |
-    | all_to_all | its block by ``gather_dims`` | its block by ``shard_dims`` | the reverse | ALL2ALL_FWD_ALL2ALL_BWD |
-    | all_reduce | a summand | the sum | as it is | ALLREDUCE_FWD_IDENTITY_BWD |
-    | copy | the whole | the whole | all_reduce | IDENTITY_FWD_ALLREDUCE_BWD |
-    | reduce_scatter | a summand | its block of the sum | all_gather | |
-    | to_partial | the whole | a summand of it: the whole on the first rank, zeros else | as it is | |
-    | shard_to_partial | its block | a summand of the whole: its block among zeros | its block | |
+    | all_gather | block | full tensor | chunk | GATHER_FWD_SPLIT_BWD; several axes MIXGATHER_FWD_SPLIT_BWD |
+    | chunk | full tensor | block | all_gather | SPLIT_FWD_GATHER_BWD |
+    | all_to_all | block by ``gather_dims`` | block by ``shard_dims`` | all_to_all | ALL2ALL_FWD_ALL2ALL_BWD |
+    | all_reduce | summand | sum | identity | ALLREDUCE_FWD_IDENTITY_BWD |
+    | copy | full tensor | full tensor | all_reduce | IDENTITY_FWD_ALLREDUCE_BWD |
+    | reduce_scatter | summand | block of the sum | all_gather | |
+    | to_partial | full tensor | summand: full tensor on rank 0, zeros on the others | identity | |
+    | shard_to_partial | block | summand: block in a tensor of zeros | chunk | |
 
-    Blocks are those of :func:`torch.chunk`, cut for one axis after the other. Behind an all_gather and an all_reduce
-    all ranks have to compute the same, up to the same loss.
+    Blocks are those of :func:`torch.chunk`, applied for one axis after the other. After an all_gather or all_reduce,
+    all ranks have to compute the same values and the same loss.
 
     Attributes:
-        collective: one of the table.
+        collective: name from the table.
         axes: mesh axes, by name or number.
-        gather_dims: for each axis the dim of the tensor that becomes whole.
-        shard_dims: for each axis the dim that is cut.
-        num_bytes: of the largest tensor that a rank has before or after; only costs need it.
+        gather_dims: tensor dim that each axis gathers.
+        shard_dims: tensor dim that each axis shards.
+        num_bytes: bytes of the larger of a rank's input and output; used by :meth:`cost` only.
 
     Raises:
-        ValueError: if the collective is none of these, an axis is there twice, or there are more or fewer dims than
-            axes where the collective needs them, or any where it does not.
+        ValueError: if the collective is unknown, an axis occurs twice, or the number of dims is not the number of axes
+            (0 for dims that the collective does not use).
 
     Example:
         >>> CommSpec("all_gather", 0, gather_dims=1, num_bytes=8_000_000_000).cost((4,), Link(alpha=0.0, beta=1e-9))
@@ -129,52 +129,53 @@ class CommSpec:
         self._check()
 
     def apply(self, local: Tensor, mesh: DeviceMesh, *, shape: Sequence[int] | None = None) -> Tensor:
-        """Run it; all ranks of the axes call it.
+        """Run the collective. All ranks of the axes call it.
 
         Args:
-            local: what this rank has, a plain tensor.
+            local: local tensor of this rank.
             mesh: torch's mesh, with the axes.
-            shape: of the tensor that the ranks of the axes share, where blocks differ in size; by default all have
-                blocks of the size of ``local``.
+            shape: shape of the tensor that the ranks of the axes share, if their blocks differ in size; by default all
+                blocks have the shape of ``local``.
 
         Returns:
-            What the rank gets, a plain tensor: a new one, except over a single rank.
+            The output of this rank; a new tensor, except over a single rank.
 
         Raises:
-            ValueError: if a dim or an axis is not there, ``local`` is not this rank's block of ``shape``, or this
-                process is not in the mesh.
+            ValueError: if a dim or axis does not exist, ``local`` does not have the shape of this rank's block, or
+                this process is not in the mesh.
         """
         axis = axis_over(mesh, self.axes)
         sizes = tuple(mesh.size(axis_number(mesh, name)) for name in self.axes)
-        gathered, cut = self._dims_in(local, self.gather_dims), self._dims_in(local, self.shard_dims)
-        whole = list(local.shape)
-        for dim, size in zip(gathered, sizes if gathered else (), strict=True):
-            whole[dim] *= size
-        whole = whole if shape is None else list(shape)
-        had = Grid(tuple(whole), sizes if gathered else (), gathered)
-        if (expected := had.shape_of(axis.rank)) != tuple(local.shape):
+        gather_dims, shard_dims = self._dims_in(local, self.gather_dims), self._dims_in(local, self.shard_dims)
+        full = list(local.shape)
+        for dim, size in zip(gather_dims, sizes if gather_dims else (), strict=True):
+            full[dim] *= size
+        full = full if shape is None else list(shape)
+        source = Grid(tuple(full), sizes if gather_dims else (), gather_dims)
+        if (expected := source.block_shape(axis.rank)) != tuple(local.shape):
             raise ValueError(
-                f"{self.collective} over {describe_mesh(mesh)}: rank {axis.rank} has shape {list(local.shape)}, and "
-                f"its block of {whole} is {list(expected)}"
+                f"{self.collective} over {describe_mesh(mesh)}: local tensor of rank {axis.rank} has shape "
+                f"{list(local.shape)}, expected {list(expected)} of {full}"
             )
         if axis.size == 1:
             return local
-        return _KINDS[self.collective].run(local, axis, had, Grid(tuple(whole), sizes if cut else (), cut))
+        target = Grid(tuple(full), sizes if shard_dims else (), shard_dims)
+        return _KINDS[self.collective].run(local, axis, source, target)
 
     def cost(self, mesh: MeshLike, links: Links = None, *, forward_only: bool = False) -> Cost:
-        """Seconds that it takes by the alpha-beta model; what needs no message takes none.
+        """Estimate the communication cost by the alpha-beta model; 0 if no message is sent.
 
         Args:
             mesh: torch's mesh, or its sizes.
-            links: what connects the ranks. Several axes at once are as slow as the slowest of them.
-            forward_only: whether there is no gradient to come.
+            links: link between the ranks. A collective over several axes uses the slowest of their links.
+            forward_only: omit the backward pass.
 
         Raises:
-            ValueError: if an axis is not in the mesh, or has no link.
+            ValueError: if an axis is not in the mesh, or does not have a link.
         """
         numbers = [axis_number(mesh, axis) for axis in self.axes]
         ranks = math.prod(mesh_sizes(mesh)[number] for number in numbers)
-        link = _flattened(mesh, numbers, links)
+        link = _flattened_link(mesh, numbers, links)
         names = self.collective, "none" if forward_only else _KINDS[self.collective].backward
         forward, backward = (
             collective_time(name, self.num_bytes, ranks, link) if name in ROUNDS else 0.0 for name in names
@@ -182,21 +183,23 @@ class CommSpec:
         return Cost(forward, backward, forward + backward)
 
     def communicates(self, mesh: MeshLike) -> tuple[bool, bool]:
-        """Whether messages are sent: forward, and backward."""
-        is_alone = all(mesh_sizes(mesh)[axis_number(mesh, axis)] == 1 for axis in self.axes)
+        """Whether messages are sent in the forward pass, and in the backward pass."""
+        is_single_rank = all(mesh_sizes(mesh)[axis_number(mesh, axis)] == 1 for axis in self.axes)
         names = self.collective, _KINDS[self.collective].backward
-        return names[0] in ROUNDS and not is_alone, names[1] in ROUNDS and not is_alone
+        return names[0] in ROUNDS and not is_single_rank, names[1] in ROUNDS and not is_single_rank
 
     def _check(self) -> None:
         if self.collective not in _KINDS:
-            raise ValueError(f"collective {self.collective!r} is none of {', '.join(_KINDS)}")
+            raise ValueError(f"collective {self.collective!r} is unknown: use one of {', '.join(_KINDS)}")
         if not self.axes or len(set(self.axes)) < len(self.axes):
-            raise ValueError(f"{self.collective} over axes {list(self.axes)}: give at least one, and none twice")
+            raise ValueError(
+                f"{self.collective} over axes {list(self.axes)} is invalid: pass at least one axis, each once"
+            )
         for name, dims in ((_GATHER, self.gather_dims), (_SHARD, self.shard_dims)):
-            expected = len(self.axes) if name in _KINDS[self.collective].needs else 0
+            expected = len(self.axes) if name in _KINDS[self.collective].dims_arguments else 0
             if len(dims) != expected:
                 raise ValueError(
-                    f"{self.collective} over axes {list(self.axes)} takes {expected} {name}, not {list(dims)}"
+                    f"{self.collective} over axes {list(self.axes)}: {name} is {list(dims)}, expected {expected} dims"
                 )
 
     def _dims_in(self, local: Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -207,24 +210,26 @@ class CommSpec:
 
 
 def axis_over(mesh: DeviceMesh, axes: Sequence[MeshAxis]) -> Axis:
-    """This process's ranks along mesh axes, the first axis outermost; all of these call it.
+    """Flatten mesh axes, the first outermost, into one axis of this process. All ranks of the result call it.
 
-    Torch's own group where it has the ranks in this order, else one that is made once.
+    Uses torch's group if it has the ranks in this order, else a new cached one.
 
     Args:
         mesh: torch's mesh.
-        axes: by name or number.
+        axes: axes by name or number.
 
     Raises:
-        ValueError: if an axis is not there, or this process is not in the mesh.
+        ValueError: if an axis does not exist, or this process is not in the mesh.
     """
-    numbers, place = [axis_number(mesh, axis) for axis in axes], mesh.get_coordinate()
-    if place is None:
-        raise ValueError(f"this process, rank {dist.get_rank()} of the world, is not in {describe_mesh(mesh)}")
+    numbers, coordinate = [axis_number(mesh, axis) for axis in axes], mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(
+            f"global rank {dist.get_rank()} is not in {describe_mesh(mesh)}: call this only on ranks of the mesh"
+        )
     order = [*numbers, *(number for number in range(mesh.ndim) if number not in numbers)]
     ranks_at = mesh.mesh.permute(order)
     for number in reversed(order[len(numbers) :]):
-        ranks_at = ranks_at[..., place[number]]
+        ranks_at = ranks_at[..., coordinate[number]]
     ranks = ranks_at.flatten().tolist()
     if len(numbers) == 1 and dist.get_process_group_ranks(mesh.get_group(numbers[0])) == ranks:
         return as_axis(mesh.get_group(numbers[0]))
@@ -232,22 +237,23 @@ def axis_over(mesh: DeviceMesh, axes: Sequence[MeshAxis]) -> Axis:
 
 
 def links_by_axis(mesh: MeshLike, links: Links) -> dict[int, Link]:
-    """For each axis that is known its link, by its number.
+    """Axis number to link, for each axis that has one.
 
     Raises:
-        ValueError: if a link is for an axis that the mesh does not have, or is none.
+        ValueError: if an axis is not in the mesh, or a value is not a :class:`~shardconv.tensor.cost.Link`.
     """
     for link in links.values() if isinstance(links, Mapping) else (links,):
         if not isinstance(link, Link | None):
-            raise ValueError(f"{type(link).__name__} is no Link; of what measure_link gives, take .link")  # noqa: TRY004 - as all else of links
+            kind = type(link).__name__
+            raise ValueError(f"links: got {kind}, expected Link: use .link of a LinkReport")  # noqa: TRY004 - as below
     if isinstance(links, Mapping):
         return {axis_number(mesh, axis): link for axis, link in links.items()}
     return dict.fromkeys(range(len(mesh_sizes(mesh))), links or Link())
 
 
-def _flattened(mesh: MeshLike, numbers: Sequence[int], links: Links) -> Link:
+def _flattened_link(mesh: MeshLike, numbers: Sequence[int], links: Links) -> Link:
     by_axis = links_by_axis(mesh, links)
     if missing := [number for number in numbers if number not in by_axis]:
-        raise ValueError(f"there is no link for axis {missing[0]} of {describe_mesh(mesh)}")
-    found = [by_axis[number] for number in numbers]
-    return Link(max(link.alpha for link in found), max(link.beta for link in found))
+        raise ValueError(f"axis {missing[0]} of {describe_mesh(mesh)} does not have a link: add it to links")
+    selected = [by_axis[number] for number in numbers]
+    return Link(max(link.alpha for link in selected), max(link.beta for link in selected))

@@ -1,13 +1,11 @@
-"""A converted model's state dict as DTensors, for all of torch that takes those: its distributed checkpoints above all.
+"""State dict of a converted model as DTensors, for torch's distributed checkpoints and other DTensor code.
 
-Owns which placements of a plan are placements of DTensor. Knows nothing of models and files.
-
-| a rank holds | DTensor on |
+| local tensor of a rank | mesh and placements of the DTensor |
 |---|---|
-| the whole tensor | the ranks: ``Replicate()`` |
-| one interval, as ``torch.chunk`` cuts; zeros behind it are left out | the ranks: ``Shard(dim)`` |
-| the same with copies, as of fewer kv heads than ranks | (chunks, copies): ``Shard(dim), Replicate()`` |
-| any other pieces, as of a fused [q; k; v] | the ranks: ``Shard(dim)`` of a :class:`~.pieces.ChunkedShard` |
+| replicated | ranks: ``Replicate()`` |
+| one interval, as of ``torch.chunk``; padding is left out | ranks: ``Shard(dim)`` |
+| the same with replicas, such as fewer KV heads than ranks | (chunks, replicas): ``Shard(dim), Replicate()`` |
+| other intervals, such as a fused [q; k; v] | ranks: ``Shard(dim)`` of a :class:`~.chunked_shard.ChunkedShard` |
 """
 
 from collections.abc import Iterator
@@ -29,37 +27,37 @@ from shardconv.tensor.chunked_shard import Chunk, ChunkedShard
 
 
 def as_dtensor(module: nn.Module) -> dict[str, DTensor]:
-    """The state dict of a converted model under the plain model's names and shapes, as DTensors.
+    """Return the state dict of a converted model as DTensors with the names and shapes of the unsharded model.
 
-    They share memory with the module's own parameters, so what is loaded into them is loaded into the module, and they
-    go to and from :mod:`torch.distributed.checkpoint` at any tp, and by torch alone into the plain model. Padding is in
-    none of them; it stays as it is, zeros in a converted model. All ranks have to call it.
+    The DTensors share memory with the parameters of the module, so loading into them loads into the module. They can be
+    saved and loaded with :mod:`torch.distributed.checkpoint` at any tp, and loaded into the unsharded model by torch
+    alone. They exclude padding, which stays zero in a converted model. All ranks have to call this function.
 
     Args:
-        module: a module, some of whose parameters are shards, as :func:`shardconv.convert_model` and
-            :func:`shardconv.load` give it.
+        module: module with sharded parameters, as returned by :func:`shardconv.convert_model` and
+            :func:`shardconv.load`.
 
     Returns:
-        Name to :class:`torch.distributed.tensor.DTensor` of the full shape, on the mesh of the ranks that hold the
-        shards; the table of this module's docstring says with which placements. What is a DTensor already stays as
-        it is. Fused tensors can be saved and loaded, but refuse to compute: ``full_tensor()`` of one raises.
+        Name to :class:`torch.distributed.tensor.DTensor` of the full shape, with the mesh and placements in the table
+        of this module's docstring. Existing DTensors are returned unchanged. Fused tensors can be saved and loaded, but
+        not used for computation: ``full_tensor()`` raises an error.
 
     Raises:
-        ValueError: if there is no process group, a tensor has no memory, or something in the state dict is no tensor.
+        ValueError: if there is no process group, a tensor is on the meta device, or an entry is not a tensor.
 
     Example:
         >>> import torch.distributed.checkpoint as dcp
         >>> dcp.save({"model": as_dtensor(model)}, checkpoint_id="step-1000")  # doctest: +SKIP
         >>> dcp.load({"model": as_dtensor(model)}, checkpoint_id="step-1000")  # doctest: +SKIP
     """
-    cut = {key: (placement, axis) for key, placement, axis in _shards(module)}
-    whole_axis = next((axis for _, axis in cut.values()), None) or as_axis()
-    whole = (Placement.replicated(whole_axis.size), whole_axis)
-    return {key: _dtensor(key, value, *cut.get(key, whole)) for key, value in module.state_dict().items()}
+    shards = {key: (placement, axis) for key, placement, axis in _shards(module)}
+    axis = next((axis for _, axis in shards.values()), None) or as_axis()
+    replicated = (Placement.replicated(axis.size), axis)
+    return {key: _dtensor(key, value, *shards.get(key, replicated)) for key, value in module.state_dict().items()}
 
 
 def _shards(module: nn.Module) -> Iterator[tuple[str, Placement, Axis]]:
-    """Name in the state dict, placement and ranks of each shard."""
+    """Yield the state dict key, placement and axis of each shard."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, ParallelModule):
             for name, placement in child.own_shards():
@@ -71,20 +69,20 @@ def _dtensor(name: str, value: Any, placement: Placement, axis: Axis) -> DTensor
         return value
     if not isinstance(value, Tensor):
         kind = type(value).__name__
-        raise ValueError(f"{name}: is a {kind}, and no tensor: store it beside the DTensors")  # noqa: TRY004 - as below
+        raise ValueError(f"{name} is a {kind}, expected a tensor: save it separately")  # noqa: TRY004 - as below
     if value.is_meta:
-        raise ValueError(f"{name}: has no memory: convert a model that has its values, or use shardconv.load")
+        raise ValueError(f"{name} is on the meta device: convert a model with loaded weights, or use shardconv.load")
     if axis.group is None:
         raise ValueError(
-            "a DTensor needs a process group, of one process, too: call torch.distributed.init_process_group first; or "
-            "take module.state_dict(), which is not cut"
+            f"{name}: a DTensor requires a process group, even for one process: call "
+            f"torch.distributed.init_process_group first, or use module.state_dict(), which is not sharded"
         )
     num_chunks = _num_chunks(placement)
     dim, rank = placement.dim, axis.rank
-    if (of_mesh := _mesh(axis, value).device_type) != value.device.type:
+    if (device_type := _mesh(axis, value).device_type) != value.device.type:
         raise ValueError(
-            f"{name}: is on {value.device}, and the mesh of its ranks on {of_mesh}, where a DTensor would be a copy: "
-            f"move the model there, or call shardconv.init_parallel(device_type={value.device.type!r})"
+            f"{name} is on {value.device}, but the mesh of its ranks is on {device_type}, so a DTensor would be a "
+            f"copy: move the model there, or call shardconv.init_parallel(device_type={value.device.type!r})"
         )
     if dim is None or num_chunks == 1:
         return DTensor.from_local(value, _mesh(axis, value), [Replicate()], run_check=False)
@@ -92,33 +90,33 @@ def _dtensor(name: str, value: Any, placement: Placement, axis: Axis) -> DTensor
     make = partial(DTensor.from_local, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
     if num_chunks is None:
         return make(ChunkedShard(value, _chunks(value, placement, rank)), _mesh(axis, value), [Shard(dim)])
-    held, position = next(_held(placement.ranks[rank]), (Interval(0, 0), 0))
-    local = value.narrow(dim, position, held.size)
+    interval, position = next(_local_intervals(placement.ranks[rank]), (Interval(0, 0), 0))
+    local = value.narrow(dim, position, interval.size)
     if num_chunks == axis.size:
         return make(local, _mesh(axis, value), [Shard(dim)])
-    return make(local, _mesh_of_copies(axis, value, num_chunks), [Shard(dim), Replicate()])
+    return make(local, _replica_mesh(axis, value, num_chunks), [Shard(dim), Replicate()])
 
 
 def _num_chunks(placement: Placement) -> int | None:
-    """How many chunks of the dim there are, if they are those of ``torch.chunk``; else None.
+    """Number of chunks of the dim if they are those of ``torch.chunk``, else None.
 
-    With copies, each is on as many ranks, next to each other.
+    Replicas of a chunk have to be on adjacent ranks, the same number for each chunk.
     """
     tp, size = placement.tp, placement.size
     if placement.dim is None or tp == 1:
         return 1
-    held = [intervals(pieces) for pieces in placement.ranks]
-    for num_chunks in {tp, tp // held.count(held[0])}:
+    by_rank = [intervals(pieces) for pieces in placement.ranks]
+    for num_chunks in {tp, tp // by_rank.count(by_rank[0])}:
         width = -(-size // num_chunks)
         starts = [rank * num_chunks // tp * width for rank in range(tp)]
         chunks = [[Interval(start, min(start + width, size))] if start < size else [] for start in starts]
-        if tp % num_chunks == 0 and chunks == held:
+        if tp % num_chunks == 0 and chunks == by_rank:
             return num_chunks
     return None
 
 
-def _held(pieces: tuple[Piece, ...]) -> Iterator[tuple[Interval, int]]:
-    """Each interval of a rank, and where it begins in the rank's shard."""
+def _local_intervals(pieces: tuple[Piece, ...]) -> Iterator[tuple[Interval, int]]:
+    """Yield each interval of a rank, and its start in the local shard."""
     position = 0
     for piece in pieces:
         if isinstance(piece, Interval):
@@ -127,21 +125,21 @@ def _held(pieces: tuple[Piece, ...]) -> Iterator[tuple[Interval, int]]:
 
 
 def _chunks(shard: Tensor, placement: Placement, rank: int) -> Iterator[Chunk]:
-    """The chunks of a rank, cut wherever any rank's interval begins or ends: so two ranks' are equal or apart."""
+    """Yield the chunks of a rank, split at the boundaries of all ranks: any two chunks are equal or disjoint."""
     dim = placement.dim
     assert dim is not None
-    edges = sorted({edge for pieces in placement.ranks for piece in intervals(pieces) for edge in piece})
-    for held, position in _held(placement.ranks[rank]):
-        inside = [edge for edge in edges if held.start <= edge <= held.stop]
+    boundaries = sorted({bound for pieces in placement.ranks for interval in intervals(pieces) for bound in interval})
+    for interval, position in _local_intervals(placement.ranks[rank]):
+        inside = [bound for bound in boundaries if interval.start <= bound <= interval.stop]
         for start, stop in pairwise(inside):
-            offsets = tuple(start if own == dim else 0 for own in range(shard.ndim))
-            yield Chunk(offsets, shard.narrow(dim, position + start - held.start, stop - start))
+            offsets = tuple(start if other == dim else 0 for other in range(shard.ndim))
+            yield Chunk(offsets, shard.narrow(dim, position + start - interval.start, stop - start))
 
 
 def _mesh(axis: Axis, tensor: Tensor) -> DeviceMesh:
-    """The ranks as a mesh: that of :func:`shardconv.init_parallel` where they are its tensor axis.
+    """Mesh of the ranks: the tensor dim of :func:`shardconv.init_parallel`'s mesh if it matches, else a new mesh.
 
-    On a mesh of another kind of device the tensor would be a copy.
+    A mesh of another device type does not match: the DTensor would be a copy.
     """
     groups = current_groups() if has_groups() else None
     if groups is not None and groups.mesh is not None and groups.tensor.group is axis.group:
@@ -152,19 +150,19 @@ def _mesh(axis: Axis, tensor: Tensor) -> DeviceMesh:
     return DeviceMesh.from_group(axis.group, tensor.device.type, mesh_dim_names=(axis.name,))
 
 
-#: Of each group its meshes of copies, by how many chunks they have and the kind of device: each costs two groups.
-_meshes: WeakKeyDictionary[Any, dict[tuple[int, str], DeviceMesh]] = WeakKeyDictionary()
+#: Process group to its (chunks, replicas) meshes by number of chunks and device type. Each mesh creates two groups.
+_replica_meshes: WeakKeyDictionary[Any, dict[tuple[int, str], DeviceMesh]] = WeakKeyDictionary()
 
 
-def _mesh_of_copies(axis: Axis, tensor: Tensor, num_chunks: int) -> DeviceMesh:
-    """The ranks as a mesh (chunks, copies)."""
-    known, key = _meshes.setdefault(axis.group, {}), (num_chunks, tensor.device.type)
-    if key not in known:
+def _replica_mesh(axis: Axis, tensor: Tensor, num_chunks: int) -> DeviceMesh:
+    """Mesh (chunks, replicas) of the ranks."""
+    meshes, key = _replica_meshes.setdefault(axis.group, {}), (num_chunks, tensor.device.type)
+    if key not in meshes:
         rows = torch.tensor(axis.ranks).view(num_chunks, -1)
         row, column = divmod(axis.rank, rows.shape[1])
         members = (rows[:, column].tolist(), rows[row].tolist())
-        # among those who are in them only: other ranks of the world may have no such tensor
+        # only members take part: other ranks of the world may not have this tensor
         groups = [new_members_group(ranks) for ranks in members]
-        names = (f"{axis.name}_chunks", f"{axis.name}_copies")
-        known[key] = DeviceMesh.from_group(groups, tensor.device.type, rows, mesh_dim_names=names)
-    return known[key]
+        names = (f"{axis.name}_chunks", f"{axis.name}_replicas")
+        meshes[key] = DeviceMesh.from_group(groups, tensor.device.type, rows, mesh_dim_names=names)
+    return meshes[key]

@@ -1,6 +1,6 @@
-"""Measure what connects the ranks of an axis: how long a message takes, and a byte.
+"""Measure link latency (alpha) and inverse bandwidth (beta) between the ranks of an axis.
 
-Owns the timing of all-reduces and the fit of a :class:`~shardconv.tensor.cost.Link` to it. The fit is pure arithmetic.
+Times all-reduces of several sizes and fits a :class:`~shardconv.tensor.cost.Link` to them.
 """
 
 import time
@@ -14,20 +14,20 @@ import torch.distributed as dist
 from shardconv.distributed import Axis, GroupLike, as_axis, reduce_from_tp
 from shardconv.tensor.cost import ROUNDS, Link, collective_time
 
-#: Sizes that are timed, in bytes, and the seconds after which no larger one is.
+#: Tensor sizes to time, in bytes. After a size that takes longer than ``_MAX_SECONDS``, larger ones are skipped.
 SIZES = (*(8**power for power in range(1, 9)), 64 << 20)
-_LONGEST = 0.5
-_WARM_UPS, _TIMES = 3, 15
+_MAX_SECONDS = 0.5
+_WARM_UP_RUNS, _TIMED_RUNS = 3, 15
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One size of all-reduce.
+    """Timing of all-reduces of one size.
 
     Attributes:
-        num_bytes: of the tensor.
-        seconds: that it took, in the middle of several; on the rank where it took longest.
-        fitted_seconds: that it takes by the link.
+        num_bytes: bytes of the tensor.
+        seconds: median of several runs, on the slowest rank.
+        fitted_seconds: seconds predicted by the fitted link.
     """
 
     num_bytes: int
@@ -36,20 +36,20 @@ class Timing:
 
     @property
     def error(self) -> float:
-        """How far the fit is off, by the time that was measured."""
+        """Relative error of the fit."""
         return abs(self.fitted_seconds / self.seconds - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """What ``shardconv plan --measure-link`` says.
+    """Result of :func:`measure_link`; ``shardconv plan --measure-link`` prints it.
 
     Attributes:
-        num_ranks: processes that took part.
-        backend: of torch.distributed.
-        device: of the tensors, ``cpu`` or ``cuda``.
-        link: that fits the timings best.
-        timings: one for each size.
+        num_ranks: number of ranks.
+        backend: backend of torch.distributed.
+        device: device type of the tensors, ``cpu`` or ``cuda``.
+        link: link that fits the timings best.
+        timings: one timing per size.
     """
 
     num_ranks: int
@@ -60,30 +60,30 @@ class LinkReport:
 
 
 def measure_link(group: GroupLike = None, *, sizes: Sequence[int] = SIZES) -> LinkReport:
-    """Time all-reduces of several sizes, and fit a link to them; all ranks call it, and get the same.
+    """Time all-reduces of several sizes and fit a link to them.
 
-    Stands on :func:`torch.distributed.all_reduce`, of tensors on the rank's GPU where there is one and the group has a
-    backend for it, else on the CPU.
+    All ranks call it and get the same result. Uses :func:`torch.distributed.all_reduce` on the GPU of the rank if there
+    is one and the group has a backend for it, else on the CPU.
 
     Args:
         group: see :func:`~shardconv.distributed.as_axis`.
-        sizes: bytes of the tensors, ascending and multiples of 4; those after the first that takes half a second are
-            left out.
+        sizes: bytes of the tensors, ascending multiples of 4. Sizes after the first that takes half a second are
+            skipped.
 
     Raises:
-        ValueError: if there is one rank only, which is connected to none, or there are fewer than two sizes.
+        ValueError: if there are fewer than two ranks or two sizes.
     """
     axis = as_axis(group)
     if axis.size < 2 or len(sizes) < 2:
-        raise ValueError(f"{axis.size} ranks and {len(sizes)} sizes: a link takes two ranks, and a fit two sizes")
-    backends = dict(part.split(":") for part in dist.get_backend_config(axis.group).split(","))
+        raise ValueError(f"got {axis.size} ranks and {len(sizes)} sizes, expected at least 2 of each to fit a link")
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(axis.group).split(","))
     device = torch.device("cpu")
     if torch.cuda.is_available() and "cuda" in backends:
         device = torch.device("cuda", torch.cuda.current_device())
     measured: dict[int, float] = {}
     for size in sizes:
-        measured[size] = _seconds(torch.zeros(size // 4, device=device), axis)
-        if measured[size] > _LONGEST and len(measured) > 1:
+        measured[size] = _median_seconds(torch.zeros(size // 4, device=device), axis)
+        if measured[size] > _MAX_SECONDS and len(measured) > 1:
             break
     link = fit_link(measured.items(), axis.size)
     return LinkReport(
@@ -92,41 +92,42 @@ def measure_link(group: GroupLike = None, *, sizes: Sequence[int] = SIZES) -> Li
         device.type,
         link,
         tuple(
-            Timing(size, one, collective_time("all_reduce", size, axis.size, link)) for size, one in measured.items()
+            Timing(size, seconds, collective_time("all_reduce", size, axis.size, link))
+            for size, seconds in measured.items()
         ),
     )
 
 
-def _seconds(tensor: torch.Tensor, axis: Axis) -> float:
-    """The median time of an all-reduce, the same on all ranks: the largest of theirs."""
-    first = min(_time(tensor, axis) for _ in range(_WARM_UPS))
-    count = _TIMES if _largest(first, tensor.device, axis) * _TIMES < _LONGEST else _WARM_UPS
-    return _largest(median(_time(tensor, axis) for _ in range(count)), tensor.device, axis)
+def _median_seconds(tensor: torch.Tensor, axis: Axis) -> float:
+    """Median seconds of an all-reduce on the slowest rank; the same result on all ranks."""
+    fastest = min(_timed_all_reduce(tensor, axis) for _ in range(_WARM_UP_RUNS))
+    count = _TIMED_RUNS if _max_over_ranks(fastest, tensor.device, axis) * _TIMED_RUNS < _MAX_SECONDS else _WARM_UP_RUNS
+    return _max_over_ranks(median(_timed_all_reduce(tensor, axis) for _ in range(count)), tensor.device, axis)
 
 
-def _time(tensor: torch.Tensor, axis: Axis) -> float:
-    """One all-reduce, begun by all ranks at once."""
+def _timed_all_reduce(tensor: torch.Tensor, axis: Axis) -> float:
+    """Seconds of one all-reduce that starts on all ranks at once."""
     dist.barrier(axis.group)
-    began = time.perf_counter()
+    start = time.perf_counter()
     dist.all_reduce(tensor, group=axis.group)
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def _largest(seconds: float, device: torch.device, axis: Axis) -> float:
-    most = torch.tensor(seconds, dtype=torch.float64, device=device)
-    return float(reduce_from_tp(most, op=dist.ReduceOp.MAX, group=axis))
+def _max_over_ranks(seconds: float, device: torch.device, axis: Axis) -> float:
+    local = torch.tensor(seconds, dtype=torch.float64, device=device)
+    return float(reduce_from_tp(local, op=dist.ReduceOp.MAX, group=axis))
 
 
 def fit_link(measured: Iterable[tuple[int, float]], num_ranks: int) -> Link:
-    """The link whose times of all-reduces are nearest to those measured, by the sum of squares of relative errors.
+    """Fit a link to all-reduce timings by least squares of the relative errors, with alpha and beta >= 0.
 
-    Relative, as else the largest tensors alone would count, which say nothing of alpha. Neither number gets below 0.
+    Absolute errors would be dominated by the largest tensors, whose timings do not depend on alpha.
 
     Args:
-        measured: bytes of a tensor, and seconds that it took; at least two.
-        num_ranks: ranks that took part, at least 2.
+        measured: pairs of tensor bytes and measured seconds; at least two.
+        num_ranks: number of ranks, at least 2.
 
     Example:
         >>> link = Link(alpha=1e-5, beta=1e-9)

@@ -1,8 +1,7 @@
-"""One operation on sharded parameters, with what hooks are to be called around it, forward and backward.
+"""Runs one operation on sharded parameters and calls the hooks around its forward and backward.
 
-Owns when each phase of an operation fires. An identity node of autograd stands in front of the operation's inputs; its
-backward runs when all of the operation's own backward is done, which no hook on a node or on a tensor tells. Knows
-nothing of which calls are operations.
+An identity autograd node is inserted before the inputs of the operation. Its backward runs after the whole backward of
+the operation; hooks on torch's nodes or tensors do not signal that point.
 """
 
 import threading
@@ -17,57 +16,58 @@ from torch import Tensor, nn
 
 
 class ParamHook(ABC):
-    """What is called around operations, with their sharded parameters in the order of the arguments, each as often.
+    """Callbacks around operations that use sharded parameters.
 
-    See :mod:`shardconv.tensor.hooks` for when. Each phase runs the hooks in the order in which they were given.
+    Each receives the sharded parameters of the operation in argument order, with repetitions. Each phase calls the
+    hooks in the order in which they were passed. :mod:`shardconv.tensor.hooks` defines when the phases run.
     """
 
     @abstractmethod
     def pre_forward(self, params: list[nn.Parameter]) -> None:
-        """Before an operation."""
+        """Called before an operation."""
 
     @abstractmethod
     def post_forward(self, params: list[nn.Parameter]) -> None:
-        """After it, also when it raised."""
+        """Called after the operation, also if it raised."""
 
     @abstractmethod
     def pre_backward(self, params: list[nn.Parameter]) -> None:
-        """Before the operation's backward."""
+        """Called before the backward of the operation."""
 
     @abstractmethod
     def post_backward(self, params: list[nn.Parameter]) -> None:
-        """After it, when the gradients of all its inputs are there."""
+        """Called after the backward of the operation, when the gradients of all its inputs are computed."""
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.is_busy = False
-        self.begun: WeakSet[Use] = WeakSet()  # whose backward has begun and not ended
+        self.are_hooks_enabled = True
+        self.in_backward: WeakSet[Use] = WeakSet()  # operations whose backward has started and not finished
 
 
 _thread = _Thread()
 
 
-def is_busy() -> bool:
-    """Whether this thread is inside an operation that has its hooks already, or in a hook: nothing fires then."""
-    return _thread.is_busy
+def hooks_enabled() -> bool:
+    """Whether operations call hooks in this thread; false inside an operation that calls hooks, and inside hooks."""
+    return _thread.are_hooks_enabled
 
 
 @contextmanager
-def busy() -> Iterator[None]:
-    """Let nothing fire in this thread."""
-    before, _thread.is_busy = _thread.is_busy, True
+def hooks_disabled() -> Iterator[None]:
+    """Disable hooks in this thread."""
+    before, _thread.are_hooks_enabled = _thread.are_hooks_enabled, False
     try:
         yield
     finally:
-        _thread.is_busy = before
+        _thread.are_hooks_enabled = before
 
 
 @contextmanager
-def suspended() -> Iterator[None]:
-    """End the backward phases of operations for as long as something else runs forward in their midst."""
-    now = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for the pass that runs
-    uses = [use for use in _thread.begun if use.is_in(now)]
+def interrupted_backward() -> Iterator[None]:
+    """Call post_backward of operations whose backward is in progress, and pre_backward again on exit."""
+    task = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public id of the current backward pass
+    uses = [use for use in _thread.in_backward if use.is_in(task)]
     for use in uses:
         use.call("post_backward")
     try:
@@ -81,81 +81,81 @@ class Use:
     """One operation on sharded parameters.
 
     Args:
-        hooks: what is called.
-        params: with what.
+        hooks: hooks to call.
+        params: sharded parameters of the operation, passed to the hooks.
     """
 
     def __init__(self, hooks: tuple[ParamHook, ...], params: list[nn.Parameter]) -> None:
         self.hooks, self.params = hooks, params
-        self._pass: int | None = None
+        self._graph_task: int | None = None
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The operation's own result, after its forward phases and with its backward phases to come."""
-        begun = []
+        """Run the operation with its forward phases, and register its backward phases. Return its result."""
+        called = []
         try:
             for hook in self.hooks:
                 hook.pre_forward(list(self.params))
-                begun.append(hook)
+                called.append(hook)
             if not torch.is_grad_enabled():
                 return func(*args, **kwargs)
             return (self._run_in_place if _is_in_place(func, args, kwargs) else self._run)(func, args, kwargs)
         finally:
-            with ExitStack() as posts:  # each is called, also when one before it raises
-                for hook in reversed(begun):
-                    posts.callback(hook.post_forward, list(self.params))
+            with ExitStack() as stack:  # calls all hooks, also if one raises
+                for hook in reversed(called):
+                    stack.callback(hook.post_forward, list(self.params))
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The operation behind the identity node."""
+        """Run the operation on the outputs of the identity node."""
         inputs = [value for value in tensors_in((args, kwargs)) if value.requires_grad]
         if not inputs:
             return func(*args, **kwargs)
         entered = _Enter.apply(self, *inputs)
-        args, kwargs = _replaced((args, kwargs), {id(own): new for own, new in zip(inputs, entered, strict=True)})
+        args, kwargs = _replaced((args, kwargs), {id(old): new for old, new in zip(inputs, entered, strict=True)})
         output = func(*args, **kwargs)
-        # some operations give an input itself: then it has to be that, and there is no backward
-        output = _replaced(output, {id(new): own for own, new in zip(inputs, entered, strict=True)})
-        given = {id(own) for own in inputs}
-        for node in {value.grad_fn for value in tensors_in(output) if id(value) not in given} - {None}:
-            node.register_prehook(self.begin)  # type: ignore[union-attr] # None is taken out above
+        # some operations return an input: return the original tensor then, which has no backward here
+        output = _replaced(output, {id(new): old for old, new in zip(inputs, entered, strict=True)})
+        input_ids = {id(value) for value in inputs}
+        for node in {value.grad_fn for value in tensors_in(output) if id(value) not in input_ids} - {None}:
+            node.register_prehook(self.begin)  # type: ignore[union-attr] # None is removed above
         return output
 
     def _run_in_place(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """An operation that changes one of its inputs, which has to be itself, and has a single new node then."""
-        wholes = [whole_of(value) for value in tensors_in((args, kwargs))]
-        before = {whole.grad_fn for whole in wholes}
+        """Run an in-place operation on the original inputs; it creates a single new autograd node."""
+        bases = [base_of(value) for value in tensors_in((args, kwargs))]
+        before = {base.grad_fn for base in bases}
         output = func(*args, **kwargs)
-        for node in {whole.grad_fn for whole in wholes} - before - {None}:
-            node.register_prehook(self.begin)  # type: ignore[union-attr] # None is taken out above
-            node.register_hook(self.end)  # type: ignore[union-attr] # likewise
+        for node in {base.grad_fn for base in bases} - before - {None}:
+            node.register_prehook(self.begin)  # type: ignore[union-attr] # None is removed above
+            node.register_hook(self.end)  # type: ignore[union-attr] # None is removed above
         return output
 
     def begin(self, *_: Any) -> None:
-        """The operation's backward begins, or another part of it does."""
-        # torch has no public name for the pass that runs
-        if self._pass != (now := torch._C._current_graph_task_id()):  # noqa: SLF001
-            self._pass = now
+        """Call pre_backward at the first node of the operation that runs in a backward pass."""
+        # torch has no public id of the current backward pass
+        if self._graph_task != (task := torch._C._current_graph_task_id()):  # noqa: SLF001
+            self._graph_task = task
             self.call("pre_backward")
-            _thread.begun.add(self)
+            _thread.in_backward.add(self)
 
     def end(self, *_: Any) -> None:
-        """The operation's backward is done."""
-        self.begin()  # second derivatives come to the inputs by other ways than the outputs
-        _thread.begun.discard(self)
+        """Call post_backward after the last node of the operation."""
+        self.begin()  # second derivatives reach the inputs without passing the outputs
+        _thread.in_backward.discard(self)
         self.call("post_backward")
 
     def is_in(self, graph_task: int) -> bool:
-        """Whether it is in this backward pass, by torch's number of it."""
-        return self._pass == graph_task
+        """Whether the last backward of this operation belongs to a backward pass, by torch's graph task id."""
+        return self._graph_task == graph_task
 
     def call(self, phase: str) -> None:
-        """Call a phase of all hooks."""
-        with busy():
+        """Call one phase of all hooks."""
+        with hooks_disabled():
             for hook in self.hooks:
                 getattr(hook, phase)(list(self.params))
 
 
 class _Enter(torch.autograd.Function):
-    """The inputs of an operation, as they are."""
+    """Identity on the inputs of an operation; its backward ends the backward of the operation."""
 
     @staticmethod
     def forward(ctx: Any, use: Use, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -171,20 +171,20 @@ class _Enter(torch.autograd.Function):
 
 def _is_in_place(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
-    if name in ("embedding", "embedding_bag"):  # which change the rows that they read
+    if name in ("embedding", "embedding_bag"):  # with max_norm, they modify the rows that they read
         return kwargs.get("max_norm") is not None or (name == "embedding" and len(args) > 3 and args[3] is not None)
-    is_named_so = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    return is_named_so or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
+    is_in_place_name = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return is_in_place_name or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
 
-def whole_of(tensor: Tensor) -> Tensor:
-    """What a tensor is a view of, or itself."""
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that a tensor is a view of, or the tensor itself."""
     base = tensor._base  # noqa: SLF001 - torch has no public name for it
     return tensor if base is None else base
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts, in order."""
+    """Yield the tensors in nested lists, tuples and dicts, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -192,15 +192,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _replaced(value: Any, others: dict[int, Tensor]) -> Any:
-    """The same nesting with other tensors in the place of some, by their ids."""
+def _replaced(value: Any, by_id: dict[int, Tensor]) -> Any:
+    """Replace tensors in nested lists, tuples and dicts, by id."""
     if isinstance(value, Tensor):
-        return others.get(id(value), value)
+        return by_id.get(id(value), value)
     if isinstance(value, dict):
-        return {key: _replaced(item, others) for key, item in value.items()}
+        return {key: _replaced(item, by_id) for key, item in value.items()}
     if not isinstance(value, (list, tuple)):
         return value
-    items = [_replaced(item, others) for item in value]
-    if all(new is own for new, own in zip(items, value, strict=True)):
-        return value  # also what cannot be made of a list, as torch.Size
+    items = [_replaced(item, by_id) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value  # also types that cannot be created from a list of tensors, such as torch.Size
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

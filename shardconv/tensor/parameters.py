@@ -1,7 +1,4 @@
-"""Parameters that lie over a mesh: put into a module, and found in one.
-
-Stands on ``nn.Parameter`` of torch's DTensor, and on what :mod:`shardconv.layers` says of the shards of its own layers.
-"""
+"""Shard a parameter of a module as a DTensor, and list the sharded parameters of a module."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,34 +12,36 @@ from shardconv.tensor.sharded import from_global
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Put an ``nn.Parameter`` of a DTensor in the place of a parameter.
+    """Replace a parameter by an ``nn.Parameter`` that is a DTensor.
 
-    It replaces the parameter wherever ``module`` and its submodules hold it, so that what is tied stays tied. The new
-    one has no gradient yet; an optimizer has to be made after it.
+    Replaces it wherever ``module`` and its submodules hold it, so tied parameters stay tied. The new parameter has no
+    gradient; create the optimizer afterwards.
 
     Args:
-        module: a module, or the root of several.
-        name: of the parameter, as ``module.named_parameters`` has it: ``weight``, or ``mlp.up.weight``. Every rank has
-            the same values.
+        module: module that contains the parameter, at any depth.
+        name: name of the parameter as in ``module.named_parameters``, such as ``mlp.up.weight``. Its values are the
+            same on every rank.
         mesh: torch's mesh.
-        placements: torch's, one for each axis. Sizes need not divide.
+        placements: torch's placements, one per mesh axis. Sizes need not be divisible.
 
     Returns:
         The new parameter.
 
     Raises:
-        ValueError: if there is no such parameter, it is sharded already, or it cannot lie so.
+        ValueError: if the parameter does not exist or is sharded already, or the placements are invalid for it.
     """
     old = dict(module.named_parameters(remove_duplicate=False)).get(name)
     if old is None:
-        raise ValueError(f"{type(module).__name__} has no parameter {name!r}")
+        raise ValueError(
+            f"{type(module).__name__} does not have a parameter {name!r}: pass a name of named_parameters()"
+        )
     if isinstance(old, DTensor) or description(old) is not None:
-        raise ValueError(f"{name} is sharded already: redistribute it, or shard that of the plain layer")
+        raise ValueError(f"{name} is sharded already: redistribute it, or shard the parameter of the unsharded module")
     new = nn.Parameter(from_global(old.detach(), mesh, placements), requires_grad=old.requires_grad)
     for child in module.modules():
-        for own, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
+        for local_name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter is old:
-                setattr(child, own, new)
+                setattr(child, local_name, new)
     return new
 
 
@@ -51,27 +50,27 @@ def named_sharded_parameters(
     prefix: str = "",
     recurse: bool = True,
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """As ``module.named_parameters``, those that are sharded: each once, under the first of its names.
+    """Yield the sharded parameters of ``module.named_parameters``, each once, under its first name.
 
-    These are parameters of DTensor that are not ``Replicate`` on every axis, and the shards of shardconv's own layers.
+    Sharded parameters are DTensors that are not ``Replicate`` on every axis, and the shards of shardconv's layers.
 
     Args:
-        module: the module.
-        prefix: of all names.
-        recurse: whether to look into submodules.
+        module: module to search.
+        prefix: prefix of all names.
+        recurse: include the parameters of submodules.
     """
     seen: set[int] = set()
-    for place, child in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+    for path, child in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
         shards = dict(child.own_shards()) if isinstance(child, ParallelModule) else {}
         for name, parameter in child.named_parameters(recurse=False):
             if id(parameter) not in seen and (name in shards or is_sharded(parameter)):
                 seen.add(id(parameter))
-                yield f"{place}.{name}" if place else name, parameter
+                yield f"{path}.{name}" if path else name, parameter
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a DTensor that is not whole everywhere, or a shard of a layer of shardconv's."""
+    """Whether a parameter is a DTensor that is not fully replicated, or a shard of a shardconv layer."""
     if isinstance(parameter, DTensor):
         return any(not isinstance(placement, Replicate) for placement in parameter.placements)
-    described = description(parameter)
-    return described is not None and described[0].dim is not None
+    shard = description(parameter)
+    return shard is not None and shard[0].dim is not None

@@ -1,10 +1,10 @@
-"""From one layout of a tensor to another: which communications, in which order, take the least time.
+"""Plan a redistribution: the sequence of collectives between two layouts that takes the least time.
 
-Owns the search. A layout is torch's placements, one for each axis of the mesh. Torch's own planner is private, does not
-price an all-to-all, and is not asked. Nothing here communicates, and no ranks are needed.
+A layout is torch's placements, one per mesh axis. Torch's own planner is private and has no cost for an all-to-all, so
+it is not used. Planning does not communicate and needs no process groups.
 
-A communication changes the placements of one axis, or those of several at once. A dim that several axes shard is cut by
-the first of them first, so only the last of them can be taken away, or put there, by itself.
+A collective changes the placements of one axis, or of several axes at once. If several axes shard the same dim, the
+first axis splits it first, so only the last of them can be added or removed by itself.
 """
 
 import heapq
@@ -21,19 +21,19 @@ from shardconv.tensor.comm import CommSpec, Cost, Links, links_by_axis
 from shardconv.tensor.cost import Link
 from shardconv.tensor.spec import MeshLike, Placements, check_placements, local_shape, mesh_sizes
 
-#: What a collective takes before its first message, in seconds: a call into torch, a kernel's launch. The alpha-beta
-#: model counts messages only, and would rather send many small ones in two collectives than a few more in one.
+#: Fixed overhead of a collective in seconds: the call into torch and the kernel launch. Without it, the alpha-beta
+#: model prefers two collectives to one that sends slightly more messages.
 START_SECONDS = 25e-6
 
-#: Placement to what makes of it a replicated one, a shard, and a partial sum.
-_ENDS: dict[type[Placement], tuple[str | None, str, str | None]] = {
+#: Placement type to the collectives that turn it into Replicate, Shard and Partial.
+_COLLECTIVES: dict[type[Placement], tuple[str | None, str, str | None]] = {
     Partial: ("all_reduce", "reduce_scatter", None),
     Shard: ("all_gather", "all_to_all", "shard_to_partial"),
     Replicate: (None, "chunk", "to_partial"),
 }
 
-#: What sends, or gives away, as many blocks as there are ranks, each with the room of the largest.
-_OF_BLOCKS = ("all_gather", "reduce_scatter", "chunk")
+#: Collectives whose larger side is one block per rank, each padded to the largest.
+_PADDED = ("all_gather", "reduce_scatter", "chunk")
 
 
 def plan_redistribution(
@@ -44,30 +44,30 @@ def plan_redistribution(
     target: Sequence[Placement],
     links: Links = None,
 ) -> tuple[CommSpec, ...]:
-    """The communications that take a tensor from one layout to another in the least time.
+    """Return the collectives that redistribute a tensor in the least time.
 
-    The time is that of the alpha-beta model, forward, and :data:`START_SECONDS` for each collective; of equal ones the
-    plan with the fewest steps is taken. Found by Dijkstra's algorithm over all layouts of the tensor.
+    Minimizes the forward time of the alpha-beta model plus :data:`START_SECONDS` per collective, then the number of
+    collectives, with Dijkstra's algorithm over all layouts of the tensor.
 
     Args:
-        shape: of the whole tensor. Sizes need not divide.
-        dtype: torch's, or bytes of an element.
+        shape: shape of the full tensor. Sizes need not be divisible.
+        dtype: torch's dtype, or bytes per element.
         mesh: torch's mesh, or its sizes.
-        source: placements that there are.
-        target: placements that there are to be.
-        links: what connects the ranks: a link, or one for each axis.
+        source: current placements.
+        target: placements after redistribution.
+        links: link between the ranks, or one link per axis.
 
     Returns:
-        Communications, their axes by number, in the order in which they run; none where nothing is to be done.
+        Collectives in execution order, with axes as numbers; empty if the layouts are equal.
 
     Raises:
-        ValueError: if a tensor of the shape cannot lie so, or an axis has no link.
+        ValueError: if the placements are invalid for the shape, or an axis does not have a link.
 
     Example:
         >>> [step.collective for step in plan_redistribution((8, 8), 4, (2, 2), [Shard(0), Shard(1)], [Shard(0)] * 2)]
         ['all_to_all']
     """
-    return _planned(_problem(shape, dtype, mesh, source, target, links))
+    return _plan(_problem(shape, dtype, mesh, source, target, links))
 
 
 def redistribution_cost(
@@ -78,29 +78,30 @@ def redistribution_cost(
     target: Sequence[Placement],
     links: Links = None,
 ) -> Cost:
-    """Seconds that :func:`plan_redistribution`'s plan takes, and that of its gradient; the arguments are the same.
+    """Return the cost of the plans for a tensor and its gradient; arguments as in :func:`plan_redistribution`.
 
-    The sum of what :meth:`CommSpec.cost` says of its communications: :data:`START_SECONDS` only decides between plans.
+    The sum of :meth:`CommSpec.cost` over the collectives. :data:`START_SECONDS` only affects the choice of a plan.
 
     Example:
         >>> redistribution_cost((8, 8), 4, (2,), [Replicate()], [Shard(0)]).forward
         0.0
     """
-    ways = ((source, target), (of_gradient(target), of_gradient(source)))
-    problems = [_problem(shape, dtype, mesh, before, after, links) for before, after in ways]
+    directions = ((source, target), (gradient_placements(target), gradient_placements(source)))
+    problems = [_problem(shape, dtype, mesh, before, after, links) for before, after in directions]
     forward, backward = (
-        math.fsum(step.cost(one.sizes, dict(one.links)).forward for step in _planned(one)) for one in problems
+        math.fsum(step.cost(problem.sizes, dict(problem.links)).forward for step in _plan(problem))
+        for problem in problems
     )
     return Cost(forward, backward, forward + backward)
 
 
-def of_gradient(placements: Sequence[Placement]) -> Placements:
-    """How the gradient of a tensor lies: as the tensor does, and of partial sums whole on every rank."""
+def gradient_placements(placements: Sequence[Placement]) -> Placements:
+    """Return the placements of the gradient: those of the tensor, with ``Partial`` replaced by ``Replicate``."""
     return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
 
 
 def layout_after(layout: Sequence[Placement], step: CommSpec) -> Placements:
-    """The placements after a communication, whose axes are numbers."""
+    """Return the placements after a collective whose axes are numbers."""
     return _layout_after(layout, step.collective, [int(axis) for axis in step.axes], step.shard_dims)
 
 
@@ -114,12 +115,12 @@ class _Problem:
     links: tuple[tuple[int, Link], ...]
 
     @property
-    def has_sums(self) -> bool:
-        """Whether partial sums are of use: only where there are some, so that no others are added up on the way."""
+    def allows_partial(self) -> bool:
+        """Whether intermediate layouts may be partial: only if the source or target is, so no extra sums are made."""
         return any(isinstance(placement, Partial) for placement in (*self.source, *self.target))
 
-    def elements(self, layout: Placements) -> int:
-        """What the rank that has most has."""
+    def max_elements(self, layout: Placements) -> int:
+        """Number of elements of the largest local tensor."""
         return math.prod(local_shape(self.shape, self.sizes, layout, [0] * len(self.sizes)))
 
 
@@ -144,11 +145,11 @@ def _problem(
 
 
 @lru_cache(maxsize=4096)
-def _planned(problem: _Problem) -> tuple[CommSpec, ...]:
-    order = count()  # layouts have none
+def _plan(problem: _Problem) -> tuple[CommSpec, ...]:
+    order = count()  # breaks ties: layouts are not comparable
     heap: list[tuple[float, int, int, Placements, tuple[CommSpec, ...]]] = [(0.0, 0, next(order), problem.source, ())]
     done: set[Placements] = set()
-    while True:  # every layout can be reached
+    while True:  # every layout is reachable
         seconds, _, _, layout, steps = heapq.heappop(heap)
         if layout == problem.target:
             return steps
@@ -163,57 +164,57 @@ def _planned(problem: _Problem) -> tuple[CommSpec, ...]:
 
 def _cost(step: CommSpec, problem: _Problem) -> Cost:
     cost = step.cost(problem.sizes, dict(problem.links))
-    starts = [START_SECONDS if is_sent else 0.0 for is_sent in step.communicates(problem.sizes)]
+    starts = [START_SECONDS if sends else 0.0 for sends in step.communicates(problem.sizes)]
     return Cost(cost.forward + starts[0], cost.backward + starts[1], cost.total + sum(starts))
 
 
 def _steps(layout: Placements, problem: _Problem) -> Iterator[tuple[CommSpec, Placements]]:
-    """Each communication that leads from a layout to another one, and that."""
+    """Collectives applicable to a layout, with the resulting layouts."""
     numbers = range(len(layout))
     for axes in (subset for size in range(1, len(layout) + 1) for subset in combinations(numbers, size)):
         if len({type(layout[axis]) for axis in axes}) > 1 or not _are_innermost(axes, layout):
             continue
-        had = _dims(layout, axes)
-        for collective, shard_dims in _ways(layout, axes, problem):
+        gather_dims = _dims(layout, axes)
+        for collective, shard_dims in _collectives(layout, axes, problem):
             after = _layout_after(layout, collective, axes, shard_dims)
             if after != layout and _are_innermost(axes, after):
                 num_bytes = _num_bytes(collective, axes, layout, after, problem)
-                step = CommSpec(collective, axes, gather_dims=had, shard_dims=shard_dims, num_bytes=num_bytes)
+                step = CommSpec(collective, axes, gather_dims=gather_dims, shard_dims=shard_dims, num_bytes=num_bytes)
                 yield step, after
 
 
-def _ways(layout: Placements, axes: tuple[int, ...], problem: _Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Collectives over axes of one kind of placement, with the dims that they cut.
+def _collectives(layout: Placements, axes: tuple[int, ...], problem: _Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Collectives over axes of one placement type, with the dims that they shard.
 
-    What is free goes one axis at a time. Three axes and more at once come to cut only what they are to cut in the end:
-    all that they could, nobody waits for.
+    Collectives without messages run on one axis at a time. Collectives over three or more axes only shard the dims of
+    the target: trying all combinations would make planning slow.
     """
-    whole, cut, partial = _ENDS[type(layout[axes[0]])]
-    is_one = len(axes) == 1
-    cuts: Iterable[tuple[int, ...]] = product(range(len(problem.shape)), repeat=len(axes))
+    to_replicate, to_shard, to_partial = _COLLECTIVES[type(layout[axes[0]])]
+    is_single = len(axes) == 1
+    choices: Iterable[tuple[int, ...]] = product(range(len(problem.shape)), repeat=len(axes))
     if len(axes) > 2:
-        wanted = _dims(problem.target, axes)
-        cuts = [wanted] if len(wanted) == len(axes) else []
-    if whole:
-        yield whole, ()
-    if is_one or cut != "chunk":
-        yield from ((cut, dims) for dims in cuts)
-    if is_one and partial and problem.has_sums:
-        yield partial, ()
+        target_dims = _dims(problem.target, axes)
+        choices = [target_dims] if len(target_dims) == len(axes) else []
+    if to_replicate:
+        yield to_replicate, ()
+    if is_single or to_shard != "chunk":
+        yield from ((to_shard, dims) for dims in choices)
+    if is_single and to_partial and problem.allows_partial:
+        yield to_partial, ()
 
 
 def _layout_after(
     layout: Sequence[Placement], collective: str, axes: Sequence[int], shard_dims: Sequence[int]
 ) -> Placements:
-    found = list(layout)
-    end = Partial() if collective in ("to_partial", "shard_to_partial") else Replicate()
+    placements = list(layout)
+    unsharded = Partial() if collective in ("to_partial", "shard_to_partial") else Replicate()
     for position, axis in enumerate(axes):
-        found[axis] = Shard(shard_dims[position]) if shard_dims else end
-    return tuple(found)
+        placements[axis] = Shard(shard_dims[position]) if shard_dims else unsharded
+    return tuple(placements)
 
 
 def _are_innermost(axes: tuple[int, ...], layout: Placements) -> bool:
-    """Whether no other axis cuts what these have cut."""
+    """Whether no later axis shards the same dim as one of these axes."""
     return not any(
         isinstance(layout[axis], Shard) and layout[other] == layout[axis]
         for axis in axes
@@ -223,14 +224,14 @@ def _are_innermost(axes: tuple[int, ...], layout: Placements) -> bool:
 
 
 def _num_bytes(collective: str, axes: tuple[int, ...], before: Placements, after: Placements, problem: _Problem) -> int:
-    """Of the largest tensor that a rank has before or after; with the room that blocks of unequal sizes take."""
-    sizes = problem.elements(before), problem.elements(after)
-    if collective not in _OF_BLOCKS:
+    """Bytes of the larger of a rank's input and output, including the padding of uneven blocks."""
+    sizes = problem.max_elements(before), problem.max_elements(after)
+    if collective not in _PADDED:
         return max(sizes) * problem.itemsize
     return min(sizes) * math.prod(problem.sizes[axis] for axis in axes) * problem.itemsize
 
 
 def _dims(layout: Placements, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The dims that axes cut; none where they cut none."""
+    """Dims that the axes shard; empty if they do not shard any."""
     placements = (layout[axis] for axis in axes)
     return tuple(placement.dim for placement in placements if isinstance(placement, Shard))

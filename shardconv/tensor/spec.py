@@ -1,8 +1,7 @@
-"""How a tensor lies over a mesh: torch's placements, checked, and written as dim -> mesh axes.
+"""Layouts of sharded tensors: torch's placements, checked, and converted to and from dim -> mesh axes.
 
-Owns the rules of a layout. The placements are torch's ``Replicate``, ``Shard`` and ``Partial``, one for each axis of a
-torch DeviceMesh; a dim that several axes shard is cut by the first axis first, each time as :func:`torch.chunk` cuts.
-Knows nothing of data: nothing here communicates.
+A layout is one ``Replicate``, ``Shard`` or ``Partial`` for each axis of a torch DeviceMesh. If several axes shard the
+same dim, the first axis splits it first, and each split is that of :func:`torch.chunk`. Nothing here communicates.
 """
 
 import math
@@ -13,34 +12,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 Placements = tuple[Placement, ...]
-#: An axis of a mesh, by its number or its name.
+#: Number or name of a mesh axis.
 MeshAxis = int | str
-#: A mesh, or where no ranks are needed the sizes of its axes.
+#: A mesh, or the sizes of its axes where no process groups are needed.
 MeshLike = DeviceMesh | Sequence[int]
 _Value = TypeVar("_Value")
 
 
 def mesh_sizes(mesh: MeshLike) -> tuple[int, ...]:
-    """The sizes of a mesh's axes."""
+    """Sizes of the axes of a mesh."""
     return tuple(mesh.shape) if isinstance(mesh, DeviceMesh) else tuple(mesh)
 
 
 def describe_mesh(mesh: MeshLike) -> str:
-    """A mesh in a message: its axes with their sizes."""
+    """Format a mesh for an error message, such as ``mesh (data: 2, tensor: 4)``."""
     sizes = mesh_sizes(mesh)
     names = _names(mesh) or tuple(str(number) for number in range(len(sizes)))
     return "mesh (" + ", ".join(f"{name}: {size}" for name, size in zip(names, sizes, strict=True)) + ")"
 
 
 def axis_number(mesh: MeshLike, axis: MeshAxis) -> int:
-    """The number of a mesh axis.
+    """Return the number of a mesh axis.
 
     Args:
         mesh: torch's mesh, or its sizes.
-        axis: the name of one of its axes, or its number, from the end if negative.
+        axis: name of an axis, or its number; negative numbers count from the end.
 
     Raises:
-        ValueError: if the mesh has no such axis.
+        ValueError: if the mesh does not have the axis.
     """
     ndim = len(mesh_sizes(mesh))
     if isinstance(axis, str):
@@ -48,49 +47,50 @@ def axis_number(mesh: MeshLike, axis: MeshAxis) -> int:
             return names.index(axis)
     elif -ndim <= axis < ndim:
         return axis % ndim
-    raise ValueError(f"axis {axis!r} is not one of {describe_mesh(mesh)}")
+    raise ValueError(f"axis {axis!r} is not an axis of {describe_mesh(mesh)}")
 
 
 def check_placements(
     shape: Sequence[int], mesh: MeshLike, placements: Sequence[Placement], *, uneven: bool = False
 ) -> Placements:
-    """The placements, if a tensor can lie so; negative dims are counted from the start.
+    """Check placements, and return them with nonnegative dims.
 
     Args:
-        shape: of the whole tensor.
+        shape: shape of the full tensor.
         mesh: torch's mesh, or its sizes.
-        placements: torch's, one for each axis of the mesh.
-        uneven: whether sizes may be that do not divide; ranks then hold what :func:`torch.chunk` gives them.
+        placements: torch's placements, one per mesh axis.
+        uneven: allow sizes that are not divisible; shards then have the sizes of :func:`torch.chunk`.
 
     Raises:
-        ValueError: if there are too few or too many, one is of another kind, a dim is out of range or does not divide,
-            or a partial is none of sums. The message names the shape and the mesh.
+        ValueError: if the number of placements is wrong, a placement has an unsupported type, a dim is out of range or
+            not divisible, or a ``Partial`` is not a sum. The message contains the shape and the mesh.
     """
     where, sizes = f"shape {list(shape)} over {describe_mesh(mesh)}", mesh_sizes(mesh)
     if len(placements) != len(sizes):
-        raise ValueError(f"{where}: {len(placements)} placements for {len(sizes)} axes; give one for each")
+        raise ValueError(f"{where}: got {len(placements)} placements for {len(sizes)} axes: pass one per axis")
     checked = tuple(_checked(placement, len(shape), where) for placement in placements)
     for dim, axes in {} if uneven else _shards(checked).items():
-        parts = math.prod(sizes[axis] for axis in axes)
-        if shape[dim] % parts:
+        num_shards = math.prod(sizes[axis] for axis in axes)
+        if shape[dim] % num_shards:
             raise ValueError(
-                f"{where}: dim {dim} of size {shape[dim]} does not divide by {parts}; pad it, or pass uneven=True for "
-                f"the sizes of torch.chunk"
+                f"{where}: dim {dim} of size {shape[dim]} is not divisible by {num_shards}: pad it, or pass "
+                f"uneven=True for shards as of torch.chunk"
             )
     return checked
 
 
 def placements_of(dims: Mapping[int, MeshAxis | Sequence[MeshAxis]], ndim: int, mesh: MeshLike) -> Placements:
-    """Placements from a dict of dim to the mesh axes that shard it, as colossalai's ``dim_partition_dict``.
+    """Convert a dict of dim to mesh axes, such as colossalai's ``dim_partition_dict``, to placements.
 
     Args:
-        dims: dim, negative from the end, to axes by name or number; one axis may stand without a list.
-        ndim: number of the tensor's dims.
-        mesh: torch's mesh, or its sizes. An axis that is not in ``dims`` replicates.
+        dims: dim to the axes that shard it, by name or number; a single axis needs no list. Negative dims count from
+            the end.
+        ndim: number of dims of the tensor.
+        mesh: torch's mesh, or its sizes. Axes that are not in ``dims`` replicate.
 
     Raises:
-        ValueError: if a dim or an axis is not there, an axis is used twice, or a dim's axes are not in the order of the
-            mesh.
+        ValueError: if a dim or axis does not exist, an axis is used twice, or the axes of a dim are not in the order
+            of the mesh.
 
     Example:
         >>> placements_of({0: "data", -1: ["tensor"]}, 2, mesh)  # doctest: +SKIP
@@ -102,21 +102,23 @@ def placements_of(dims: Mapping[int, MeshAxis | Sequence[MeshAxis]], ndim: int, 
         numbers = [axis_number(mesh, axis) for axis in axes]
         if numbers != sorted(numbers):
             raise ValueError(
-                f"dim {dim} over axes {axes}: torch cuts a dim by the axes of {describe_mesh(mesh)} in their order; "
-                f"write them so, or make a mesh of another order"
+                f"dim {dim} has axes {axes} in another order than {describe_mesh(mesh)}: torch shards a dim in mesh "
+                f"order, so reorder the axes or use a mesh with another order"
             )
         for number in numbers:
             if placements[number] != Replicate():
-                raise ValueError(f"axis {number} of {describe_mesh(mesh)} is used twice in {dict(dims)}")
+                raise ValueError(
+                    f"axis {number} of {describe_mesh(mesh)} is used twice in {dict(dims)}: use each axis once"
+                )
             placements[number] = Shard(dim)
     return tuple(placements)
 
 
 def dims_of(placements: Sequence[Placement]) -> dict[int, list[int]]:
-    """The inverse of :func:`placements_of`: dim to the numbers of the axes that shard it.
+    """Convert placements to a dict of dim to mesh axis numbers; the inverse of :func:`placements_of`.
 
     Raises:
-        ValueError: of a placement that is neither ``Shard`` nor ``Replicate``: a dict of dims cannot say it.
+        ValueError: if a placement is neither ``Shard`` nor ``Replicate``; the dict cannot represent it.
 
     Example:
         >>> dims_of([Shard(1), Replicate(), Shard(1)])
@@ -124,41 +126,45 @@ def dims_of(placements: Sequence[Placement]) -> dict[int, list[int]]:
     """
     for placement in placements:
         if type(placement) not in (Replicate, Shard):
-            raise ValueError(f"{placement} in {list(placements)} is neither Shard nor Replicate; redistribute first")
+            raise ValueError(
+                f"{placement} in {list(placements)} is neither Shard nor Replicate: redistribute the tensor first"
+            )
     return _shards(placements)
 
 
 def normalize_dims(ndim: int, dims: Mapping[int, _Value]) -> dict[int, _Value]:
-    """The dict with dims counted from the start, in its order; a new one. Colossalai's ``convert_dim_partition_dict``.
+    """Return a copy of a dict with nonnegative dims as keys, in the same order.
+
+    Colossalai's ``convert_dim_partition_dict``.
 
     Args:
-        ndim: number of the tensor's dims.
-        dims: dim, negative from the end, to anything.
+        ndim: number of dims of the tensor.
+        dims: dim to any value. Negative dims count from the end.
 
     Raises:
-        ValueError: if a dim is out of range, or there twice.
+        ValueError: if a dim is out of range or occurs twice.
 
     Example:
         >>> normalize_dims(2, {-1: [0], 0: [1]})
         {1: [0], 0: [1]}
     """
-    found: dict[int, _Value] = {}
+    normalized: dict[int, _Value] = {}
     for dim, value in dims.items():
         number = _dim_number(dim, ndim, f"in {dict(dims)}")
-        if number in found:
-            raise ValueError(f"dim {number} of {ndim} is there twice in {dict(dims)}; merge_dims puts such together")
-        found[number] = value
-    return found
+        if number in normalized:
+            raise ValueError(f"dim {number} occurs twice in {dict(dims)}: merge the entries with merge_dims")
+        normalized[number] = value
+    return normalized
 
 
 def merge_dims(ndim: int, dims: Mapping[int, Sequence[_Value]]) -> dict[int, list[_Value]]:
-    """The dict with dims counted from the start, and what stands under the same dim put together in its order.
+    """Return a copy of a dict with nonnegative dims as keys, concatenating the lists of equal dims.
 
-    Colossalai's ``merge_same_dim_mesh_list``; dict and lists are new.
+    Colossalai's ``merge_same_dim_mesh_list``.
 
     Args:
-        ndim: number of the tensor's dims.
-        dims: dim, negative from the end, to a list.
+        ndim: number of dims of the tensor.
+        dims: dim to a list, which is copied. Negative dims count from the end.
 
     Raises:
         ValueError: if a dim is out of range.
@@ -167,29 +173,29 @@ def merge_dims(ndim: int, dims: Mapping[int, Sequence[_Value]]) -> dict[int, lis
         >>> merge_dims(2, {1: [0], -1: [1]})
         {1: [0, 1]}
     """
-    found: dict[int, list[_Value]] = {}
+    merged: dict[int, list[_Value]] = {}
     for dim, values in dims.items():
-        found.setdefault(_dim_number(dim, ndim, f"in {dict(dims)}"), []).extend(values)
-    return found
+        merged.setdefault(_dim_number(dim, ndim, f"in {dict(dims)}"), []).extend(values)
+    return merged
 
 
 def local_shape(
-    shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement], place: Sequence[int]
+    shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """The shape of what a rank holds.
+    """Return the shape of a rank's local tensor.
 
     Args:
-        shape: of the whole tensor.
-        sizes: of the mesh.
-        placements: one for each axis; only ``Shard`` counts.
-        place: of the rank in the mesh. No rank has more along any dim than the first.
+        shape: shape of the full tensor.
+        sizes: shape of the mesh.
+        placements: one per mesh axis; only ``Shard`` changes the shape.
+        coordinate: coordinate of the rank in the mesh. Coordinate 0 has the largest shard along every axis.
     """
     local = list(shape)
-    for placement, size, index in zip(placements, sizes, place, strict=True):
+    for placement, size, index in zip(placements, sizes, coordinate, strict=True):
         if isinstance(placement, Shard):
-            whole = local[placement.dim]
-            step = -(-whole // size)
-            local[placement.dim] = min(step, max(whole - index * step, 0))
+            full = local[placement.dim]
+            step = -(-full // size)
+            local[placement.dim] = min(step, max(full - index * step, 0))
     return tuple(local)
 
 
@@ -203,9 +209,11 @@ def _checked(placement: Placement, ndim: int, where: str) -> Placement:
     if type(placement) is Shard:
         return Shard(_dim_number(placement.dim, ndim, f"in {placement}, {where}"))
     if type(placement) is not Partial:
-        raise ValueError(f"{where}: {placement} is none of Replicate, Shard and Partial; redistribute with torch first")
+        raise ValueError(f"{where}: {placement} is not Replicate, Shard or Partial: redistribute with torch first")
     if placement.reduce_op != "sum":
-        raise ValueError(f"{where}: only sums can be partial, not {placement.reduce_op}; reduce it with torch first")
+        raise ValueError(
+            f"{where}: Partial has reduce_op {placement.reduce_op!r}, expected 'sum': reduce it with torch first"
+        )
     return placement
 
 
@@ -216,8 +224,8 @@ def _dim_number(dim: int, ndim: int, where: str) -> int:
 
 
 def _shards(placements: Sequence[Placement]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    axes: dict[int, list[int]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            found.setdefault(placement.dim, []).append(axis)
-    return found
+            axes.setdefault(placement.dim, []).append(axis)
+    return axes
