@@ -64,7 +64,7 @@ OTHER_LAYER = '[blocks]\n"model" = "decoder"\n"model.layer.*" = {}\n'
 def test_a_block_of_a_plan_file_covers_a_tensor():
     """Unless its entry is optional; a block of a family need not."""
     specs = {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()}
-    with pytest.raises(PlanError, match=r"^blocks 'model.layer.\*' = 'layer': covers no tensor of this checkpoint"):
+    with pytest.raises(PlanError, match=r"blocks 'model.layer.\*' = 'layer': none of its rules applies"):
         styles(specs, CONFIG, OTHER_LAYER.format('"layer"'))
     may_miss = OTHER_LAYER.format('{ block = "layer", optional = true }')
     assert styles(specs, CONFIG, may_miss) == styles(specs, CONFIG, LLAMA_LIKE.replace('"" = "heads"', ""))
@@ -77,7 +77,7 @@ def test_the_blocks_of_a_stored_plan_cover_a_tensor():
     rules = RuleSet.from_json(json.loads(json.dumps(resolve(specs, CONFIG, request).resolver.rules.to_json())))
     assert Resolver(specs, rules).plan(2)
     others = {name.removeprefix("model."): spec for name, spec in specs.items()}
-    with pytest.raises(PlanError, match="blocks 'model' = 'decoder': covers no tensor of the model"):
+    with pytest.raises(PlanError, match="blocks 'model' = 'decoder': none of its rules applies"):
         Resolver(others, rules, where="the model")
 
 
@@ -195,7 +195,7 @@ def test_a_unit_of_a_plan_file_does_not_change_the_rules_of_the_family():
     """Unless it says so; a unit of the same value may be written again."""
     specs = {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()} | {"lm_head.weight": (8, 8)}
     rule = '"lm_head" = { style = "colwise", unit = "query_head" }\n'
-    with pytest.raises(PlanError, match=r"plan file mine\.toml: unit 'query_head' differs from that of family llama"):
+    with pytest.raises(PlanError, match=r"plan file mine\.toml: unit 'query_head' is .*, but .* in family llama"):
         styles(specs, CONFIG | {"model_type": "llama"}, OTHER_HEADS + rule)
     same = OTHER_HEADS.replace(" // 2", "").replace(" * 2", "")
     override = OTHER_HEADS.replace(" }", ", override = true }")

@@ -437,11 +437,11 @@ CASES: Mapping[str, Case] = {
         plan_file('[rules]\n"**.qkv_proj" = { style = "colwise" }\n'), base="phi3", has_plan=True,
     ),
     "plan file with a block at no module": Case(
-        refused(error("blocks 'model.layer.*.self_attn' = 'gathered_attention'", "covers no tensor")),
+        refused(error("blocks 'model.layer.*.self_attn' = 'gathered_attention'", "none of its rules applies")),
         plan_file('[blocks]\n"model.layer.*.self_attn" = "gathered_attention"\n'), has_plan=True,
     ),
     "plan file with a block behind another that covers all of its tensors": Case(
-        refused(error("blocks 'model.layers.*.self_attn' = 'attention'", "covers no tensor")),
+        refused(error("blocks 'model.layers.*.self_attn' = 'attention'", "none of its rules applies")),
         plan_file('[blocks]\n"model.layers.*.self_attn" = ["gathered_attention", "attention"]\n'), has_plan=True,
     ),
     "plan file with a misspelled field of a block": Case(
@@ -450,7 +450,7 @@ CASES: Mapping[str, Case] = {
         has_plan=True,
     ),
     "plan file with another unit of the name of one of the family": Case(
-        refused(error("unit 'query_head' differs from that of family llama", "rename it")),
+        refused(error("unit 'query_head' is ", "rename it")),
         plan_file('[units]\nquery_head = { count = "num_attention_heads // 2", size = "head_dim * 2" }\n[rules]\n'
                   '"lm_head" = { style = "colwise", unit = "query_head" }\n'), has_plan=True,
     ),
@@ -824,13 +824,14 @@ FOREIGN = re.compile(r"Traceback|internal error|(?m:^(rank \d+: )?\w*(Error|Exce
 def _proofs_on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
     """Proofs run on processes that are there already: to start some takes seconds."""
 
-    def proofs(folder: Path, kind: Any, source: Any, plans: Mapping[int, Any], request: Any) -> tuple[prove.Proof, ...]:
+    def proofs(folder: Path, source: Any, plans: Mapping[int, Any], request: Any) -> tuple[prove.Proof, ...]:
         made = []
+        kind = source.config["architectures"][0]
         for tp, plan in plans.items():
             place = folder / prove.SPLIT.format(tp=tp)
             split_by(source, place, plan, request)
             reference = folder / prove.REFERENCE
-            found = worst(ranks(LAYOUTS[tp], check, kind.__name__, folder / prove.SMALL, place, request, reference))
+            found = worst(ranks(LAYOUTS[tp], check, kind, folder / prove.SMALL, place, request, reference))
             output, tokens, gradient, note, _ = (None, None, None, found, None) if isinstance(found, str) else found
             made.append(prove.Proof(tp, output, tokens, gradient, prove.cut_share(source.specs, plan), note))
         return tuple(made)

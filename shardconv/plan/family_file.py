@@ -76,10 +76,11 @@ def laid_over(family: Family, base: Family) -> Family:
 
 def _check_units(family: Family, base: Family) -> None:
     for name, unit in (family.units or {}).items():
-        if not unit.override and (base.units or {}).get(name, unit) != unit:
+        other = (base.units or {}).get(name, unit)
+        if not unit.override and other != unit:
             raise PlanError(
-                f"{family.origin}: unit {name!r} differs from that of family {base.name}, whose rules also use it: "
-                f"rename it, or replace the unit of the family with override = true"
+                f"{family.origin}: unit {name!r} is {unit.describe()}, but {other.describe()} in family {base.name}, "
+                f"whose rules also use it: correct or rename it, or replace the unit of the family with override = true"
             )
 
 

@@ -51,7 +51,10 @@ class Resolver:
             if not rule.optional and rule not in self._used_rules:
                 raise PlanError(f"rule {rule.pattern!r} matches no tensor of {where}: correct or remove it")
             if rule.mount and rule.mount not in used:
-                raise PlanError(f"{rule.mount}: covers no tensor of {where}: correct or remove it")
+                raise PlanError(
+                    f"{rule.origin.partition(',')[0]}: {rule.mount}: none of its rules applies to a tensor of {where}, "
+                    f"because no name matches or earlier rules match first: correct or remove it"
+                )
 
     @cached_property
     def _sizes(self) -> Counter[TensorGroup]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shardconv.plan.config_fields import check_expression
@@ -71,6 +71,12 @@ class UnitRule:
     copies: bool = False
     whole: bool = False
     override: bool = field(default=False, compare=False)
+
+    def describe(self) -> str:
+        """The unit as a plan file has it."""
+        shown = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        kept = {name: value for name, value in shown.items() if value not in (None, False)}
+        return f"{{ {', '.join(f'{name} = {value!r}' for name, value in kept.items())} }}".replace("True", "true")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

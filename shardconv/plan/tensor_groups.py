@@ -102,7 +102,9 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
             _check_expert(group)
         group_of[name] = group
     if uncovered:
-        raise PlanError(_uncovered(uncovered, tensors, rules.family))
+        used = {group.rule for group in groups.values()}
+        unused = [rule for rule, _ in ruled if rule.by_user and not rule.optional and rule not in used]
+        raise PlanError(_uncovered(uncovered, tensors, rules.family, unused))
     return group_of
 
 
@@ -186,18 +188,28 @@ def _scale_match(
     return (None if match is None else Match(match.place, "weight_scale_inv")), tensors[weight_name]
 
 
-def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: str) -> str:
-    """The error for tensors that no rule matches, which names the first fused tensor if there is one."""
+def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: str, unused: Sequence[Rule]) -> str:
+    """The error for tensors that no rule matches, which names the first fused tensor if there is one.
+
+    Args:
+        names: the tensors.
+        tensors: dtype and shape of each.
+        family: the family whose rules were tried.
+        unused: rules of a plan file that match no tensor, one of which may have been meant for them.
+    """
     name = next(filter(FUSED.search, names), names[0])
     spec = tensors[name]
     fused = ""
     if FUSED.search(name):
         fused = "; by its name it is a fused tensor, and the order of its segments is unknown"
-    others = f" (nor {len(names) - 1} more)" if len(names) > 1 else ""
+    others = f" ({len(names) - 1} more like it)" if len(names) > 1 else ""
     no_rule = f"no rule of family {family} covers it"
     if family == NAMES_FAMILY:
         no_rule = "no family is known for this model, and its name alone does not determine how to shard it"
+    problem = f"{name} ({spec.dtype} {list(spec.shape)}): {no_rule}{others}{fused}"
+    if unused:
+        return f"{problem}; rule {unused[0].pattern!r} of {unused[0].origin} matches no tensor: correct its pattern"
     return (
-        f"{name} ({spec.dtype} {list(spec.shape)}): {no_rule}{others}{fused}: pass "
-        f"--family NAME, or --plan FILE with a rule for it, or --replicate {pattern_for(name)!r} to replicate it"
+        f"{problem}: pass --family NAME, or --plan FILE with a rule for it, or --replicate {pattern_for(name)!r} to "
+        f"replicate it"
     )

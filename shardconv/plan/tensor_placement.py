@@ -109,7 +109,7 @@ class GroupPlanner:
         except IndivisibleError as error:
             raise BlockedError(group.name, self._blocked_reason(error)) from error
         except PlanError as error:
-            if self._rules.family != NAMES_FAMILY:
+            if self._rules.family != NAMES_FAMILY or self._rules.has_plan_file:
                 raise
             raise PlanError(f"{error}. No family is known for this model: pass --family or --plan") from error
         return TensorPlan(placement, rule.style, rule.units, Reason(rule.origin, rule.pattern, self._fields_read()))
