@@ -75,7 +75,7 @@ def test_settings_beside_the_config(tmp_path, file):
     (tmp_path / "config.json").write_text(json.dumps(llama_config(layers=1)))
     settings, method = SETTINGS[file]
     (tmp_path / file).write_text(json.dumps(settings))
-    with pytest.raises(PlanError, match=rf"quantized by '{method}.*{file}"):
+    with pytest.raises(PlanError, match=rf"quantization '{method}.*{file}"):
         shardconv.split(tmp_path, tmp_path / "out", tp=2)
     assert not (tmp_path / "out").exists()
 

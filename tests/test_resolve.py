@@ -51,7 +51,7 @@ def test_a_scale_is_cut_as_its_weight_is(pattern, tmp_path):
 def test_a_scale_and_its_weight_have_one_rule(name, tmp_path):
     source = tmp_path / "m.safetensors"
     options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
-    with pytest.raises(shardconv.PlanError, match="a scale is sharded as its weight is: name their module, 'down'"):
+    with pytest.raises(shardconv.PlanError, match="write a rule for their module, 'down'"):
         shardconv.make_plan(source, tp=2, replicate=(name,), **options)
     plan = shardconv.make_plan(source, tp=2, replicate="d*n", family="llama", config=options["config"])
     assert plan.placement("down.weight").dim is None
@@ -350,8 +350,12 @@ def test_a_name_without_a_stage_is_refused():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (', otherwise = "colwise_gather_output"', "", "otherwise is for rules all of whose units have whole = true"),
-        (", whole = true", "", "otherwise is for rules all of whose units have whole = true"),
+        (
+            ', otherwise = "colwise_gather_output"',
+            "",
+            "set otherwise for the rule and whole = true for all of its units",
+        ),
+        (", whole = true", "", "set otherwise for the rule and whole = true for all of its units"),
         ('count = "num_heads[stage]", ', "", "whole = true needs a count"),
         ('"colwise_gather_output"', '"packed_colwise"', "is not a style without parts"),
         ("num_heads[stage]", "num_heads[layer]", "is not an expression of config fields"),

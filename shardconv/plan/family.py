@@ -167,7 +167,7 @@ def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: S
                 raise PlanError(f"{where}: there is no unit {unit!r}")
         kinds = {units[unit].whole for unit in rule.units} or {False}
         if kinds != {bool(rule.otherwise)}:
-            raise PlanError(f"{where}: otherwise is for rules all of whose units have whole = true, and these need it")
+            raise PlanError(f"{where}: set otherwise for the rule and whole = true for all of its units, or neither")
     for module in modules:
         for unit in module.units():
             if unit not in units:

@@ -169,7 +169,7 @@ def _rows_beside(name: str, layer: str, tensors: Mapping[str, TensorSpec]) -> in
 
 def _scale_match(
     name: str,
-    own: Match | None,
+    scale_match: Match | None,
     matcher: Matcher,
     tensors: Mapping[str, TensorSpec],
     ruled: Sequence[tuple[Rule, Scope]],
@@ -179,8 +179,8 @@ def _scale_match(
     if weight_name not in tensors:
         raise PlanError(f"{name}: there is no weight beside this scale")
     match = matcher.match(weight_name)
-    if own is not None and match is not None and own.place != match.place:
-        rule, weights_rule = (ruled[one.place][0].pattern for one in (own, match))
+    if scale_match is not None and match is not None and scale_match.place != match.place:
+        rule, weights_rule = (ruled[each.place][0].pattern for each in (scale_match, match))
         raise PlanError(
             f"{name}: rule {rule!r} matches this scale, but {weights_rule!r} its weight, and both have to be sharded "
             f"alike: write a rule for their module, {weight_name.removesuffix('.weight')!r}"

@@ -25,7 +25,7 @@ from shardconv.plan.tensor_groups import TensorGroup
 #: Config fields about attention heads, which are assumed where there is no config.
 HEAD_FIELDS = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim"})
 
-#: Elements that fill whole bytes together, for dtypes with elements smaller than a byte.
+#: Number of elements that fill an integer number of bytes, for dtypes with elements smaller than a byte.
 _ELEMENTS_PER_GROUP = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
 
 #: The number of bits in the name of a dtype; BOOL has none, and is a byte.
@@ -38,9 +38,9 @@ class PaddedRule(NamedTuple):
     Attributes:
         scope: of the rule.
         rule: the rule.
-        unit: the unit; None where elements are padded.
-        size: how many there are.
-        padded: how many there are with padding.
+        unit: the unit; None if elements are padded.
+        size: number of units without padding.
+        padded: number of units with padding.
         tensor: the first tensor that the rule pads.
         spec: of the tensor.
     """
