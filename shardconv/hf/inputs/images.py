@@ -1,4 +1,4 @@
-"""Images, whole or in patches, as the signature of a model and its config ask for them."""
+"""Random images, as pixels or patches, by the signature of ``forward`` and the config."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,17 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardconv.hf.inputs.configs import BATCH, GRID, first_field, pair_of, part_of
+from shardconv.hf.inputs.configs import BATCH, GRID, first_field, is_type, pair_of, part_of, type_number
 
-#: Types, of models or of their towers, that take the sizes of images which come whole.
-_SIZED = {"emu3", "mistral3", "lighton_ocr", "pixtral"}
-#: Types whose patches are small images.
-_UNFOLDED = {"paddleocr_vl", "kimi_k25"}
-#: Parts that an image comes in, between the batch and the channels.
-_PARTS: dict[str, tuple[int, ...]] = {
-    "idefics2": (1,), "idefics3": (2,), "smolvlm": (2,), "llava_next": (5,), "llava_next_video": (5,),
-    "llava_onevision": (5,), "granite4_vision": (5,), "modernvbert": (1,), "ultravbert": (1,), "perception_lm": (1,),
-}  # fmt: skip
+#: Inputs of ``forward`` that belong to images.
 IMAGE_INPUTS = {
     "pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "pixel_values_local",
     "num_local_patches", "high_res_pixel_values", "image_position_ids", "target_sizes", "image_merge_sizes",
@@ -25,7 +17,7 @@ IMAGE_INPUTS = {
 
 
 def image_inputs(model: Any, names: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-    """One image an example: whole, in parts, or as patches, whichever the model takes."""
+    """One image per sequence: as pixels, in crops, or as patches; none for models that take none."""
     if "pixel_values" not in names:
         return {}
     if getattr(model.config, "vision_config", model) is None:
@@ -42,14 +34,14 @@ def image_inputs(model: Any, names: Mapping[str, Any], generator: torch.Generato
         return _patches(model.config, vision, generator) | merged
     kind = str(model.config.model_type)
     size = pair_of(first_field(vision, ("image_size", "img_size", "input_size"), 32))
-    parts = _PARTS.get(kind, ())
-    images = torch.rand(BATCH, *parts, _channels(vision), *size, generator=generator) * 2 - 1
+    crops = (count,) if (count := type_number("image_crops", kind, 0)) else ()
+    images = torch.rand(BATCH, *crops, _channels(vision), *size, generator=generator) * 2 - 1
     given = {"pixel_values": images}
     if "high_res_pixel_values" in names:
         high = pair_of(model.config.high_res_vision_config.image_size)
         given["high_res_pixel_values"] = torch.rand(BATCH, _channels(vision), *high, generator=generator) * 2 - 1
-    if "image_sizes" in names and (parts or {kind, getattr(vision, "model_type", "")} & _SIZED):
-        given["image_sizes"] = torch.tensor([[side * (2 if parts else 1) for side in size]] * BATCH)
+    if "image_sizes" in names and (crops or is_type("image_sizes", kind, getattr(vision, "model_type", ""))):
+        given["image_sizes"] = torch.tensor([[side * (2 if crops else 1) for side in size]] * BATCH)
     return given
 
 
@@ -57,7 +49,7 @@ def _patches(config: Any, vision: Any, generator: torch.Generator) -> dict[str, 
     side = pair_of(first_field(vision, ("patch_size",), 4))[0]
     times = first_field(vision, ("temporal_patch_size", "patch_temporal"), 1)
     shape: tuple[int, ...] = (_channels(vision) * times * side * side,)
-    if config.model_type in _UNFOLDED:
+    if is_type("image_patches", config.model_type):
         shape = (_channels(vision), side, side)
     patches = torch.rand(BATCH * GRID * GRID, *shape, generator=generator) * 2 - 1
     return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, GRID, GRID]] * BATCH)}

@@ -1,4 +1,4 @@
-"""Inputs of single types, which neither their signature nor their config tells."""
+"""Inputs of single model types, which neither the signature of ``forward`` nor the config determines."""
 
 import inspect
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardconv.hf.inputs.audio import sound_features
+from shardconv.hf.inputs.audio import audio_features
 from shardconv.hf.inputs.configs import BATCH, GRID, LENGTH, pair_of, part_of
 from shardconv.hf.inputs.images import image_inputs
 from shardconv.hf.inputs.text import random_tokens, text_inputs, vocabulary_size
@@ -331,7 +331,7 @@ def _blip_2_retrieval(model: Any, generator: torch.Generator) -> dict[str, Tenso
 def _seen_and_heard(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     """An image and a sound an example."""
     names, audio = inspect.signature(model.forward).parameters, model.config.audio_config
-    sound = sound_features(model.config, audio, generator)
+    sound = audio_features(model.config, audio, generator)
     mask = torch.ones(BATCH, sound.shape[2], dtype=torch.int64)
     return {**image_inputs(model, names, generator), "input_features": sound, "feature_attention_mask": mask}
 

@@ -1,4 +1,4 @@
-"""Tokens of text, with places for what else a model is given."""
+"""Random tokens of text, with placeholder tokens for images and audio."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -8,22 +8,19 @@ import torch
 from torch import Tensor
 
 from shardconv.hf.inputs.audio import AUDIO_INPUTS
-from shardconv.hf.inputs.configs import BATCH, LENGTH
+from shardconv.hf.inputs.configs import BATCH, LENGTH, is_type
 from shardconv.hf.inputs.images import IMAGE_INPUTS
-
-#: Types whose encoder reads text beside its main input.
-_BOTH = {"instructblip", "instructblipvideo", "blip-2"}
 
 
 def text_inputs(
     model: Any, names: Iterable[str], given: Mapping[str, Tensor], generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """The tokens, with places for what else is given."""
+    """Random tokens for the encoder, the decoder or both, with placeholder tokens for the other inputs."""
     names, config = set(names), model.config
     both = bool(getattr(config, "is_encoder_decoder", False)) and "decoder_input_ids" in names
     if "input_ids" not in names:
         return {"decoder_input_ids": random_tokens(model, (BATCH, LENGTH), generator)} if both else {}
-    if both and given and model.main_input_name != "input_ids" and config.model_type not in _BOTH:
+    if both and given and model.main_input_name != "input_ids" and not is_type("encoder_text", config.model_type):
         return {"decoder_input_ids": random_tokens(model, (BATCH, LENGTH), generator)}
     ids = random_tokens(model, (BATCH, LENGTH), generator)
     kinds = torch.zeros_like(ids)
@@ -41,7 +38,7 @@ def text_inputs(
 
 
 def random_tokens(model: Any, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Random tokens of text: none that stands for something else."""
+    """Random tokens of text, special tokens excluded."""
     vocabulary = min(99, vocabulary_size(model))
     special = set(_special(model.config.to_dict()))
     usual = torch.tensor([token for token in range(min(3, vocabulary - 1), vocabulary) if token not in special])
@@ -49,7 +46,7 @@ def random_tokens(model: Any, shape: tuple[int, ...], generator: torch.Generator
 
 
 def vocabulary_size(model: Any) -> int:
-    """How many tokens of text there are."""
+    """The size of the text vocabulary."""
     config = model.config
     for one in (getattr(config, "decoder", None), config.get_text_config(), config):
         if isinstance(size := getattr(one, "vocab_size", None), int):
@@ -66,7 +63,7 @@ def _special(config: Mapping[str, Any]) -> Iterable[int]:
 
 
 def _places(model: Any, given: Mapping[str, Tensor]) -> Iterable[tuple[str, int]]:
-    """What the text has places for, with the token that holds them."""
+    """The kinds of inputs that have placeholder tokens in the text, each with its token."""
     for what, inputs in (("image", IMAGE_INPUTS), ("audio", AUDIO_INPUTS)):
         if given.keys() & inputs:
             for name in (f"{what}_token_id", f"{what}_token_index", f"{what}_token"):
@@ -77,7 +74,7 @@ def _places(model: Any, given: Mapping[str, Tensor]) -> Iterable[tuple[str, int]
 
 @torch.no_grad()
 def _count(model: Any, what: str, given: Mapping[str, Tensor]) -> int:
-    """How many places one of the images or sounds takes: as many as the model makes features of it."""
+    """The number of placeholder tokens of an image or recording: that of the features that the model computes."""
     features = _method(model, f"get_{what}_features")
     if features is None:
         return 0
