@@ -45,7 +45,7 @@ def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     write_checkpoint(folder / "source", parts=2, config=llama_config(layers=1))
     (folder / "source" / "extra").mkdir()
-    (folder / "source" / "extra" / "notes.txt").write_text("a side file in a folder")
+    (folder / "source" / "extra" / "notes.txt").write_text("an auxiliary file in a folder")
     split(folder / "source", folder / "split", tp=4)
     return folder
 

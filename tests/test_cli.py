@@ -148,7 +148,7 @@ def test_dry_run_where_the_destination_exists(commands, tmp_path, command, overw
 def test_a_run_says_that_it_replaced_what_was_there(commands, command):
     assert call(*commands[command]).code == 0
     refused = call(*commands[command])
-    assert (refused.code, "exists; choose another name" in refused.err) == (1, True)
+    assert (refused.code, "exists: choose another path" in refused.err) == (1, True)
     assert json.loads(call(*commands[command], "--overwrite", "--json").out)["destination_exists"] is True
 
 
@@ -197,11 +197,11 @@ def test_default_name_from_inside_the_folder(made, tmp_path, monkeypatch):
         (["split", "x", "--tp", "two"], 2, "Invalid value for '--tp'"),
         (["split", "x", "--tp", "2", "--treads", "1"], 2, "No such option"),
         (["verify", "x", "y"], 2, "unexpected extra argument"),
-        (["split", "x", "--tp", "2"], 1, "x: there is no such file or folder"),
-        (["plan", "x"], 1, "x: there is no such file or folder"),
-        (["merge", "x"], 1, "x: there is no such folder"),
-        (["reshard", "x", "--tp", "2"], 1, "x: there is no such folder"),
-        (["verify", "x"], 1, "x: there is no such folder"),
+        (["split", "x", "--tp", "2"], 1, "x: does not exist"),
+        (["plan", "x"], 1, "x: does not exist"),
+        (["merge", "x"], 1, "x: does not exist"),
+        (["reshard", "x", "--tp", "2"], 1, "x: does not exist"),
+        (["verify", "x"], 1, "x: does not exist"),
     ],
 )
 def test_errors_go_to_stderr(commands, arguments, code, message):
@@ -229,7 +229,7 @@ def raising(error: BaseException):
 )
 @each_writing_command
 def test_exit_codes(commands, tmp_path, monkeypatch, command, error, code, message):
-    monkeypatch.setattr(CopyJob, "pass_stripe", raising(error))
+    monkeypatch.setattr(CopyJob, "copy_stripe", raising(error))
     result = call(*commands[command])
     assert (result.code, result.out) == (code, "")
     assert result.err.strip() == f"shardconv: {message}"

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardconv.checkpoint import copy as engine
-from shardconv.checkpoint.copy import CopyJob, Shards, cut_stripes
+from shardconv.checkpoint.copy import CopyJob, Shards, split_into_stripes
 from shardconv.checkpoint.fileio import InputFiles, OutputFiles
-from shardconv.checkpoint.geometry import geometry, whole
+from shardconv.checkpoint.geometry import geometry, unsharded
 from shardconv.checkpoint.shards import Comparer, ShardReader, ShardWriter
 from shardconv.errors import IntegrityError
 from shardconv.plan.placement import Interval, Placement, Unit, Zeros, cut
@@ -98,7 +98,7 @@ def write(folder: Path, prefix: str, files: list[bytes]) -> list[Path]:
 def run(folder, old, old_files, new, new_sizes, *, stripe_bytes, checksums=None, threads=2):
     """Pass everything from one side to another; gives the new files and their checksums."""
     sizes = [shards.geometry.num_bytes for shards in old]
-    stripes = cut_stripes(sizes, stripe_bytes)
+    stripes = split_into_stripes(sizes, stripe_bytes)
     inputs = InputFiles(write(folder, "old", old_files), [b""] * len(old_files), [len(file) for file in old_files])
     paths = [folder / f"new{number}" for number in range(len(new_sizes))]
     for path in paths:
@@ -124,7 +124,7 @@ def test_any_placement_to_any_other_and_back(tmp_path, monkeypatch, case, stripe
     ]
     old, old_files = side(arrays, [old for _, _, old, _ in case])
     new, new_files = side(arrays, [new for _, _, _, new in case])
-    source = [Shards(whole(array.nbytes), (0,), (0,)) for array in arrays]
+    source = [Shards(unsharded(array.nbytes), (0,), (0,)) for array in arrays]
     starts = np.cumsum([0, *(array.nbytes for array in arrays)])
     source = [shards._replace(offsets=(int(start),)) for shards, start in zip(source, starts, strict=False)]
     source_file = b"".join(array.tobytes() for array in arrays)
@@ -144,7 +144,7 @@ def test_any_placement_to_any_other_and_back(tmp_path, monkeypatch, case, stripe
 def one_tensor(placement: Placement, shape: tuple[int, ...]):
     array = np.arange(1, math.prod(shape) + 1, dtype=np.uint8).reshape(shape)
     shards, files = side([array], [placement])
-    source = [Shards(whole(array.nbytes), (0,), (0,))]
+    source = [Shards(unsharded(array.nbytes), (0,), (0,))]
     return array, shards, files, source
 
 
@@ -166,7 +166,7 @@ def test_partly_shared_pieces_are_compared(tmp_path):
     merged, _ = run(tmp_path, shards, files, source, [array.nbytes], stripe_bytes=100)
     assert merged == [array.tobytes()]
     files[1] = b"\xff" + files[1][1:]
-    with pytest.raises(IntegrityError, match="old1: its copy of t0"):
+    with pytest.raises(IntegrityError, match="old1: t0 differs from the shard of a lower rank"):
         run(tmp_path, shards, files, source, [array.nbytes], stripe_bytes=100)
 
 
@@ -194,13 +194,13 @@ def test_comparer_names_tensor_and_byte(tmp_path):
     with ours, theirs:
         reader = ShardReader(shards, ours, labels=["a", "b"], names=["t0"])
         comparer = Comparer(ShardReader(source, theirs, labels=["c"], names=["t0"]), ["t0"])
-        CopyJob(cut_stripes([12]), reader, [comparer], found.append).run()
-    assert [str(error) for error in found] == ["t0: byte 7 of the tensor is not the source's"]
+        CopyJob(split_into_stripes([12]), reader, [comparer], found.append).run()
+    assert [str(error) for error in found] == ["t0: byte 7 of the tensor differs from the source"]
 
 
 @given(sizes=st.lists(st.integers(0, 100), max_size=12), stripe_bytes=st.integers(1, 50))
 def test_stripes_cover_every_byte_once_and_in_order(sizes, stripe_bytes):
-    stripes = cut_stripes(sizes, stripe_bytes)
+    stripes = split_into_stripes(sizes, stripe_bytes)
     covered = [(span.tensor, byte) for stripe in stripes for span in stripe for byte in range(span.start, span.stop)]
     assert covered == [(tensor, byte) for tensor, size in enumerate(sizes) for byte in range(size)]
     assert all(sum(span.stop - span.start for span in stripe) <= stripe_bytes for stripe in stripes)

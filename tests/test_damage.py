@@ -160,7 +160,7 @@ def test_one_bit_of_the_padding(either, at):
 def test_one_bit_of_a_header(either, rank, position):
     path = either / RANK_FILES[rank]
     flip(path, position % read_header(path).data_offset)
-    check_refused(either, f"{path}: its header is not the one that was expected")
+    check_refused(either, f"{path}: its header is not the expected one")
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -189,7 +189,7 @@ def test_against_the_source_names_tensor_and_byte(made, tmp_path):
     result = call("verify", folder, "--against", made / "source")
     shard_bytes = len(place(path, name))
     assert result.code == 3
-    assert f"{name}: byte {shard_bytes + 3} of the tensor is not the source's" in result.out
+    assert f"{name}: byte {shard_bytes + 3} of the tensor differs from the source" in result.out
 
 
 @pytest.mark.parametrize(("source", "code"), [("source", 0), ("other-source", 3)])
@@ -219,7 +219,7 @@ def test_against_a_source_of_another_shape(made, tmp_path, specs, said):
 @pytest.mark.parametrize("name", RANK_FILES)
 def test_rank_file_missing(either, name):
     (either / name).unlink()
-    check_refused(either, f"{name}: is missing; all {TP} rank files are needed")
+    check_refused(either, f"{name}: is missing (expected all {TP} rank files)")
 
 
 @pytest.mark.parametrize("name", RANK_FILES)
@@ -227,12 +227,12 @@ def test_rank_file_missing(either, name):
 def test_rank_file_of_another_size(either, name, change):
     path = either / name
     os.truncate(path, path.stat().st_size + change)
-    check_refused(either, f"{path}: has ")
+    check_refused(either, f"{path}: was modified or truncated (got ")
 
 
 def test_rank_file_empty(either):
     os.truncate(either / RANK_FILES[1], 0)
-    check_refused(either, f"{RANK_FILES[1]}: has 0 bytes")
+    check_refused(either, f"{RANK_FILES[1]}: was modified or truncated (got 0 bytes")
 
 
 @pytest.mark.timeout(20)
@@ -248,14 +248,14 @@ def test_two_rank_files_exchanged(folder, ranks):
     one.rename(folder / "x")
     two.rename(one)
     (folder / "x").rename(two)
-    check_refused(folder, f"{one.name}: ", f"these are the bytes of {two.name}")
+    check_refused(folder, f"{one.name}: ", f"got the bytes of {two.name}")
 
 
 @pytest.mark.parametrize("name", RANK_FILES)
 def test_rank_file_of_another_run(folder, made, name):
     """The same shapes, other data: the identity in its header is another."""
     shutil.copyfile(made / "other" / name, folder / name)
-    check_refused(folder, f"{name}: ", "it changed, or is of another checkpoint")
+    check_refused(folder, f"{name}: ", "it was modified or is of another checkpoint")
 
 
 def test_a_rank_file_with_a_copied_identity(folder, made):
@@ -273,11 +273,11 @@ def test_rank_file_of_another_run_without_checksums(made, tmp_path):
     write_checkpoint(tmp_path / "source", parts=2, config=llama_config(layers=1), seed=10)
     split(tmp_path / "source", tmp_path / "other", tp=TP, checksums=False)
     shutil.copyfile(tmp_path / "other" / RANK_FILES[2], folder / RANK_FILES[2])
-    check_refused(folder, f"{RANK_FILES[2]}: its copy of ")
+    check_refused(folder, f"{RANK_FILES[2]}: ", " differs from the shard of a lower rank")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_side_file_changed(either, name):
+def test_auxiliary_file_changed(either, name):
     before = (either / name).read_text()
     (either / name).write_text(before + " ")
     check_refused(either, f"{name}: differs from its checksum")
@@ -288,7 +288,7 @@ def test_side_file_changed(either, name):
 @pytest.mark.parametrize(
     ("to", "said"), [(None, "is missing"), ("config.json", "differs"), ("../secret", "a link out")]
 )
-def test_side_file_gone(either, to, said):
+def test_auxiliary_file_gone(either, to, said):
     (either.parent / "secret").write_text("secret")
     path = either / "tokenizer.json"
     path.unlink()
@@ -297,14 +297,14 @@ def test_side_file_gone(either, to, said):
     check_refused(either, "tokenizer.json: ", said)
 
 
-def test_side_file_in_a_folder_that_is_a_link(made, tmp_path):
+def test_auxiliary_file_in_a_folder_that_is_a_link(made, tmp_path):
     source = shutil.copytree(made / "source", tmp_path / "source")
     (source / "sub").mkdir()
     (source / "sub" / "notes.txt").write_text("notes")
     split(source, tmp_path / "split", tp=2)
     (tmp_path / "split" / "sub").rename(tmp_path / "outside")
     (tmp_path / "split" / "sub").symlink_to(tmp_path / "outside")
-    check_refused(tmp_path / "split", "sub/notes.txt: is missing, no regular file, or a link out of its folder")
+    check_refused(tmp_path / "split", "sub/notes.txt: is missing, not a regular file, or a link out of its folder")
 
 
 def test_rank_file_that_is_a_link_out_of_the_folder(folder):
@@ -372,7 +372,7 @@ def test_manifest_is_a_pipe(folder):
 
 def test_newer_manifest(folder):
     change_manifest(folder, lambda data: data.update(format_version=99), sign=False)
-    check_refused(folder, "format version is 99", "update shardconv", verified=False)
+    check_refused(folder, "format version is too new (got 99", "update shardconv", verified=False)
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ EVIL_NAMES = [
 
 
 @pytest.mark.parametrize("name", EVIL_NAMES, ids=repr)
-@pytest.mark.parametrize("where", ["part", "index", "side file"])
+@pytest.mark.parametrize("where", ["part", "index", "auxiliary file"])
 def test_names_that_lead_out_of_the_folder(folder, where, name):
     def change(data: dict[str, Any]) -> None:
         if where == "part":
@@ -417,9 +417,9 @@ def test_names_that_lead_out_of_the_folder(folder, where, name):
 
 
 @pytest.mark.parametrize("name", ["shardconv.json", RANK_FILES[0], "model-00001-of-00002.safetensors"])
-def test_side_files_that_would_overwrite_others(folder, name):
+def test_auxiliary_files_that_would_overwrite_others(folder, name):
     change_manifest(folder, lambda data: data["auxiliary_files"].update({name: "0" * 32}))
-    check_refused(folder, "two of its files have one name", verified=False)
+    check_refused(folder, "two of its files have the same name", verified=False)
 
 
 def fields(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -41,14 +41,14 @@ pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")
 @pytest.mark.parametrize(
     ("put", "options", "message"),
     [
-        (put_file, [], "is a file, and a folder is to be written"),
-        (put_file, ["--overwrite"], "is a file, and a folder is to be written"),
-        (put_notes, [], "exists; choose another name with -o, or --overwrite"),
-        (put_notes, ["--overwrite"], "holds no checkpoint, so it is not overwritten"),
-        (put_checkpoint, [], "exists; choose another name with -o, or --overwrite"),
-        (put_link, [], "is a link, and a folder is to be written"),
-        (put_link, ["--overwrite"], "is a link, and a folder is to be written"),
-        (put_dangling_link, [], "is a link, and a folder is to be written"),
+        (put_file, [], "exists (got a file, expected a folder)"),
+        (put_file, ["--overwrite"], "exists (got a file, expected a folder)"),
+        (put_notes, [], "exists: choose another path with -o, or pass --overwrite"),
+        (put_notes, ["--overwrite"], "does not hold a checkpoint, so it is not overwritten"),
+        (put_checkpoint, [], "exists: choose another path with -o, or pass --overwrite"),
+        (put_link, [], "exists (got a link, expected a folder)"),
+        (put_link, ["--overwrite"], "exists (got a link, expected a folder)"),
+        (put_dangling_link, [], "exists (got a link, expected a folder)"),
     ],
 )
 def test_destination_that_is_kept(job, target, put, options, message):
@@ -63,10 +63,10 @@ def test_destination_that_is_kept(job, target, put, options, message):
 @pytest.mark.parametrize(
     ("put", "message"),
     [
-        (put_file, "is a file, and a folder is to be written"),
-        (put_notes, "holds no checkpoint, so it is not overwritten"),
-        (put_link, "is a link, and a folder is to be written"),
-        (put_dangling_link, "is a link, and a folder is to be written"),
+        (put_file, "exists (got a file, expected a folder)"),
+        (put_notes, "does not hold a checkpoint, so it is not overwritten"),
+        (put_link, "exists (got a link, expected a folder)"),
+        (put_dangling_link, "exists (got a link, expected a folder)"),
     ],
 )
 @pytest.mark.parametrize("options", [[], ["--overwrite"]], ids=["", "overwrite"])
@@ -134,7 +134,7 @@ def test_overwrite_keeps_a_folder_with_what_is_no_part_of_a_checkpoint(job, targ
     else:
         path.write_text("mine")
     before = contents(target)
-    message = f"{target}: holds {name}, which is no part of a checkpoint; remove it yourself if that is meant"
+    message = f"{target}: holds {name}, which is not part of a checkpoint: remove it, or choose another path with -o"
     for options in (["--dry-run"], []):
         result = job.call(target, "--overwrite", *options)
         assert result.code == 1
@@ -147,7 +147,7 @@ def test_overwrite_keeps_a_folder_with_what_is_no_part_of_a_checkpoint(job, targ
 
 
 def test_overwrite_a_split_checkpoint(job, made, target):
-    """Its own side files may go, whatever they are called; what came to it later may not."""
+    """Its own auxiliary files may go, whatever they are called; what came to it later may not."""
     source = shutil.copytree(made / "source", target.parent.parent / "other")
     (source / "special.txt").write_text("x")
     split(source, target, tp=2)
@@ -230,7 +230,7 @@ def test_destination_that_appears_meanwhile_is_kept(job, target, monkeypatch, pu
     when_all_is_written(monkeypatch, lambda: put(target))
     result = job.call(target)
     assert result.code == 1
-    assert f"{target}: appeared meanwhile and is kept; choose another name with -o" in result.err
+    assert f"{target}: was created by another process: choose another path with -o" in result.err
     assert beside(target) == [target.name]
     assert contents(target.parent) == contents(same.parent)
     assert target.is_symlink() == same.is_symlink()
@@ -264,7 +264,7 @@ def test_overwrite_loses_nothing_when_another_takes_the_place(job, target, monke
 
     monkeypatch.setattr(Path, "rename", rename_then_put)
     kept = target.parent / ".result.partial" / "replaced"
-    for message in (f"what was there before is kept as {kept}", "holds no checkpoint"):
+    for message in (f"the previous checkpoint is kept as {kept}", "does not hold a checkpoint"):
         assert message in job.call(target, "--overwrite").err
         assert contents(target) == {"notes.txt": b"mine"}
         assert contents(kept) == old
@@ -273,8 +273,8 @@ def test_overwrite_loses_nothing_when_another_takes_the_place(job, target, monke
 @pytest.mark.parametrize(
     ("put", "message"),
     [
-        (put_notes, "holds what is not of shardconv; rename it first"),
-        (put_checkpoint, "holds what is not of shardconv; rename it first"),
+        (put_notes, "holds files that shardconv did not write: rename it"),
+        (put_checkpoint, "holds files that shardconv did not write: rename it"),
         (put_file, "Not a directory"),
     ],
 )
@@ -303,7 +303,7 @@ def test_destination_in_the_source(job, tmp_path, name, options):
     before = contents(tmp_path)
     result = job.on(source).call(source / name.format(name=source.name), *options)
     assert result.code == 1
-    assert any(words in result.err for words in ("lies in the source", "is what is read", "exists"))
+    assert any(words in result.err for words in ("is in the source", "is the source:", "exists"))
     assert contents(tmp_path) == before
 
 
@@ -314,7 +314,7 @@ def test_destination_that_holds_the_source(job, target):
     before = contents(target.parent)
     result = job.on(source).call(target, "--overwrite")
     assert result.code == 1
-    assert "which is read; choose another place" in result.err
+    assert "choose another path" in result.err
     assert contents(target.parent) == before
 
 
@@ -327,7 +327,7 @@ def test_destination_that_holds_what_the_source_links_to(made, target):
     before = contents(target.parent)
     result = call("split", source, "--tp", "2", "-o", target, "--follow-links", "--overwrite")
     assert result.code == 1
-    assert "which is read; choose another place" in result.err
+    assert "choose another path" in result.err
     assert contents(target.parent) == before
 
 
@@ -345,14 +345,14 @@ def test_overwrite_spares_the_plan_file_that_is_read(made, target):
 
 def test_second_run_while_the_first_writes(job, target, monkeypatch):
     is_writing, may_go_on = threading.Event(), threading.Event()
-    pass_stripe = CopyJob.pass_stripe
+    copy_stripe = CopyJob.copy_stripe
 
     def wait_then_pass(*arguments: Any) -> None:
         is_writing.set()
         assert may_go_on.wait(60)
-        pass_stripe(*arguments)
+        copy_stripe(*arguments)
 
-    monkeypatch.setattr(CopyJob, "pass_stripe", wait_then_pass)
+    monkeypatch.setattr(CopyJob, "copy_stripe", wait_then_pass)
     first = threading.Thread(target=job.function, args=(job.source, target))
     first.start()
     assert is_writing.wait(60)
@@ -431,7 +431,7 @@ def test_the_folder_that_is_worked_in_is_replaced(job, target, monkeypatch):
 
     monkeypatch.setattr(CopyJob, "run", replace_then_copy)
     result = job.call(target)
-    assert (result.code, "was removed while it was written to" in result.err) == (1, True)
+    assert (result.code, "was removed while it was in use" in result.err) == (1, True)
     assert not target.exists()
 
 
@@ -453,7 +453,7 @@ class TestMergeIntoOneFile:
         put_file(file)
         result = call("merge", made / "split", "-o", file)
         assert (result.code, file.read_text()) == (1, "mine")
-        assert "exists; choose another name" in result.err
+        assert "exists: choose another path" in result.err
 
     @pytest.mark.parametrize("put", [put_file, put_link, put_dangling_link, Path.mkdir])
     def test_file_link_or_empty_folder_is_replaced(self, made, file, put):
@@ -470,7 +470,7 @@ class TestMergeIntoOneFile:
             monkeypatch.setattr(os, "link", refuse_links)
         when_all_is_written(monkeypatch, lambda: put(file))
         result = call("merge", made / "split", "-o", file)
-        assert f"{file}: appeared meanwhile and is kept" in result.err
+        assert f"{file}: was created by another process" in result.err
         assert beside(file) == [file.name]
         assert not file.is_file() or file.read_text() == "mine"
 
@@ -485,5 +485,5 @@ class TestMergeIntoOneFile:
     def test_folder_is_kept(self, made, file):
         put_checkpoint(file)
         result = call("merge", made / "split", "-o", file, "--overwrite")
-        assert "is a folder, and a file is to be written" in result.err
+        assert "exists (got a folder, expected a file)" in result.err
         assert sorted(contents(file)) == ["model.safetensors", "tokenizer.json"]

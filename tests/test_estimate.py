@@ -284,7 +284,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ("config.json", "does not name a model class of transformers"),
         ("tokenizer.json", "is not a .safetensors file"),
         ("pytorch_model.bin.index.json", "is not a .safetensors file"),
-        ("model.safetensors.index.json", "has no weight_map"),
+        ("model.safetensors.index.json", "does not have a weight_map"),
     ],
 )
 def test_no_config_alone(tmp_path, name, message):

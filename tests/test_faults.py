@@ -149,7 +149,7 @@ def mount(tmp_path) -> Iterator[Callable[[int], Path]]:
 
 def test_no_room_and_known_before(job, mount):
     target = mount(40_000)
-    check_failed(job.call(target), target, "bytes are needed and")
+    check_failed(job.call(target), target, "the disk has too little free space")
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9, 0.999])
@@ -157,7 +157,7 @@ def test_disk_full_and_not_known_before(job, mount, monkeypatch, share):
     """Others write to the disk, too: the room can go while the copy runs."""
     target = mount(int(sum(map(len, job.expected.values())) * share))
     monkeypatch.setattr(staging, "_check_room", lambda *_: None)
-    check_failed(job.call(target), target, "the disk is full; nothing was left behind")
+    check_failed(job.call(target), target, "the disk is full: free some space (no files were left behind)")
 
 
 def test_files_of_that_size_are_not_allowed(job, target):
@@ -180,7 +180,7 @@ def test_read_error(job, target, monkeypatch, after):
     check_failed(job.call(target), target, "cannot be read: Input/output error")
 
 
-def test_side_file_that_cannot_be_copied(job, target, monkeypatch):
+def test_auxiliary_file_that_cannot_be_copied(job, target, monkeypatch):
     monkeypatch.setattr(write, "create", failing(write.create, 1))
     check_failed(job.call(target), target, "Input/output error")
 
@@ -189,7 +189,7 @@ def test_a_bug_is_one_line_too(job, target, monkeypatch):
     def raise_it(*_: Any) -> None:
         raise RuntimeError("boo")
 
-    monkeypatch.setattr(CopyJob, "pass_stripe", raise_it)
+    monkeypatch.setattr(CopyJob, "copy_stripe", raise_it)
     check_failed(job.call(target), target, "internal error: RuntimeError: boo")
 
 
@@ -211,18 +211,18 @@ def modify(path: Path) -> None:
         file.write(b"\0")
 
 
-@pytest.mark.parametrize(("change", "message"), [(shrink, "shrank"), (grow, "changed"), (modify, "changed")])
+@pytest.mark.parametrize(("change", "message"), [(shrink, "was truncated"), (grow, "changed"), (modify, "changed")])
 def test_source_that_changes(job, tmp_path, target, monkeypatch, change, message):
     source = shutil.copytree(job.source, tmp_path / "copy")
     path = min(source.glob("*.safetensors"))
     os.utime(path, (1, 1))  # so that the change shows, however coarse the clock
-    pass_stripe = CopyJob.pass_stripe
+    copy_stripe = CopyJob.copy_stripe
 
     def change_then_pass(*arguments: Any) -> None:
         change(path)
-        pass_stripe(*arguments)
+        copy_stripe(*arguments)
 
-    monkeypatch.setattr(CopyJob, "pass_stripe", change_then_pass)
+    monkeypatch.setattr(CopyJob, "copy_stripe", change_then_pass)
     result = job.on(source).call(target)
     assert result.code == 1
     assert f"{path}: {message} while it was read" in result.err or "differ from their checksum" in result.err
@@ -232,14 +232,14 @@ def test_source_that_changes(job, tmp_path, target, monkeypatch, change, message
 def test_part_that_goes_between_the_plan_and_the_copy(made, tmp_path, target, monkeypatch):
     source = shutil.copytree(made / "source", tmp_path / "copy")
     path = source / part_names(2)[1]
-    monkeypatch.setattr("shardconv.checkpoint.split.check_apart", lambda *_: path.unlink())
+    monkeypatch.setattr("shardconv.checkpoint.split.check_disjoint", lambda *_: path.unlink())
     check_failed(call("split", source, "--tp", "2", "-o", target), target, f"{path}: cannot be opened")
 
 
 def test_config_that_changes_between_the_plan_and_the_copy(made, tmp_path, target, monkeypatch):
     source = shutil.copytree(made / "source", tmp_path / "copy")
     path = source / "config.json"
-    monkeypatch.setattr("shardconv.checkpoint.split.check_apart", lambda *_: path.write_text("{}"))
+    monkeypatch.setattr("shardconv.checkpoint.split.check_disjoint", lambda *_: path.write_text("{}"))
     check_failed(call("split", source, "--tp", "2", "-o", target), target, f"{path}: changed after the plan was made")
 
 

@@ -115,7 +115,7 @@ def test_what_the_reference_writes_is_read(file, tensors, metadata):
     header = read_header(file)
     assert {name: (info.dtype, info.shape) for name, info in header.tensors.items()} == tensors
     assert header.metadata == metadata
-    assert header.head == file.read_bytes()[: header.data_offset]
+    assert header.prefix == file.read_bytes()[: header.data_offset]
     assert header.file_bytes == file.stat().st_size
 
 
@@ -143,7 +143,7 @@ def test_every_dtype_of_the_reference_is_known(file):
 def test_what_is_built_is_read_by_the_reference(file, tensors, metadata):
     whole = {name: (dtype, (*shape, 4)) for name, (dtype, shape) in tensors.items()}  # whole bytes of any dtype
     header = build_header(((name, dtype, shape) for name, (dtype, shape) in whole.items()), metadata)
-    put(file, header.head + bytes(header.data_bytes))
+    put(file, header.prefix + bytes(header.data_bytes))
     assert header.data_offset % 8 == 0
     assert reference(file) == whole
     assert read_header(file) == header

@@ -27,6 +27,6 @@ def test_ranks_whose_shards_have_different_shapes():
     entries = [json.loads(header.raw) for header in layout.headers]
     assert [entry["a"]["shape"] for entry in entries] == [[1, 2], [3, 2], [1, 2]]
     assert [entry["b"]["data_offsets"] for entry in entries] == [[8, 11], [24, 27], [8, 11]]
-    assert [size - len(head) for size, head in zip(layout.file_bytes, layout.heads, strict=True)] == [11, 27, 11]
-    starts = [offset - len(head) for offset, head in zip(layout.shards[1].offsets, layout.heads, strict=True)]
+    assert [size - len(head) for size, head in zip(layout.file_bytes, layout.prefixes, strict=True)] == [11, 27, 11]
+    starts = [offset - len(head) for offset, head in zip(layout.shards[1].offsets, layout.prefixes, strict=True)]
     assert starts == [8, 24, 8]

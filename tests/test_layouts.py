@@ -358,7 +358,7 @@ def test_a_folder_that_vllm_saved(source_of, tmp_path, name, command):
     (folder / "model.safetensors").rename(folder / name)
     result = call(command, folder, "--tp", 2, *(["-o", tmp_path / "out"] if command == "split" else []))
     assert (result.code, (tmp_path / "out").exists()) == (1, False)
-    assert f"holds {name}, a file of one rank in the format sharded_state of vLLM" in " ".join(result.err.split())
+    assert f"holds {name}, a rank file in vLLM's format sharded_state" in " ".join(result.err.split())
     assert f"merge it first (shardconv merge {folder})" in " ".join(result.err.split())
 
 

@@ -184,7 +184,7 @@ def test_rank_file_missing(ranks, damaged):
 def test_rank_file_truncated(ranks, damaged):
     path = damaged / NATIVE.rank_file(0, 2)
     path.write_bytes(path.read_bytes()[:-100])
-    ranks("pairs", check_fails, damaged, ["changed or is truncated", "rank 0: .*changed or is truncated"])
+    ranks("pairs", check_fails, damaged, ["was modified or truncated", "rank 0: .*was modified or truncated"])
 
 
 def test_rank_file_of_another_split(ranks, home, damaged):
@@ -269,7 +269,7 @@ def test_contents_are_checked_unless_verify_is_false(ranks, damaged):
 def check_seen_by_one(axis, split, other):
     """Ranks that see something else, each by itself, are told like all others."""
     mine = split if axis.rank == 0 else other
-    messages = ["rank 1: .*there is no such folder", "there is no such folder"]
+    messages = ["rank 1: .*does not exist", "does not exist"]
     check_fails(axis, mine if axis.rank == 0 else other.parent / "nothing", messages)
     check_fails(axis, mine, ["the ranks see different checkpoints"])
 

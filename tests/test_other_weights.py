@@ -54,7 +54,7 @@ def refusal(path: Path, **options) -> str:
 
 def ignore_options(message: str) -> list[str]:
     """The patterns of the options in a message, as a shell gives them to the command."""
-    words = shlex.split(message[message.index("--ignore") :].partition(", or name")[0].partition(" to split")[0])
+    words = shlex.split(message[message.index("--ignore") :].partition(", or pass")[0].partition(" to split")[0])
     assert words[::2] == ["--ignore"] * (len(words) // 2)
     return words[1::2]
 
@@ -81,10 +81,10 @@ def test_weights_of_which_nothing_is_known(folder, name):
     own = INDEX if (folder / INDEX).exists() else "model.safetensors"
     message = refusal(folder)
     assert f"model: holds weights that are not in {own}: {name}" in message
-    assert message.endswith(f", or name {folder / own} instead of the folder")
+    assert message.endswith(f", or pass {folder / own} instead of the folder")
     source = open_source(folder, ignore=tuple(ignore_options(message)))
     assert list(source.left_out) == [name]
-    assert name not in source.side_files
+    assert name not in source.auxiliary_files
     assert dict(source.specs) == SPECS
 
 
@@ -100,7 +100,7 @@ def test_many_weights(folder):
     assert patterns == ["*.gguf", "c.h5", "original/*.pth"]
     source = open_source(folder, ignore=tuple(patterns))
     assert sorted(source.left_out) == sorted(names)
-    assert "original/params.json" in source.side_files
+    assert "original/params.json" in source.auxiliary_files
 
 
 def test_options_in_a_message_never_name_files_of_the_checkpoint(folder):
@@ -114,7 +114,7 @@ def test_naming_the_index_leaves_out_other_checkpoints(tmp_path):
     for name in ("model.gguf", "consolidated.safetensors", "original/x.pth"):
         put(folder, name)
     source = open_source(folder / INDEX)
-    reason = "not in the index that was named"
+    reason = "not in the given index"
     assert source.left_out == dict.fromkeys(["consolidated.safetensors", "model.gguf", "original/x.pth"], reason)
 
 
@@ -174,8 +174,8 @@ def test_index_over_files_of_other_tensors(folder, names):
     put(folder, "pytorch_model-00001-of-00001.bin")
     write_index(folder, dict.fromkeys(names, "pytorch_model-00001-of-00001.bin"), BIN_INDEX)
     message = refusal(folder)
-    assert "pytorch_model-00001-of-00001.bin (not a file that torch.save writes today)" in message
-    assert f"{BIN_INDEX} (lists other tensors than the checkpoint has)" in message
+    assert "pytorch_model-00001-of-00001.bin (not in the zip format of torch.save)" in message
+    assert f"{BIN_INDEX} (lists tensors that the checkpoint does not have)" in message
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 1}', '{"weight_map": {"x": 1}}', "{}"])
@@ -230,7 +230,7 @@ def test_files_of_other_tensors(single):
     for why in (
         "extra.bin (has extra, which the checkpoint does not have)",
         "part.bin (has tied, which the checkpoint does not have)",
-        f"shape.bin (has {EMBEDDING} of shape [132, 64], the checkpoint [131, 64])",
+        f"shape.bin (has {EMBEDDING} of shape [132, 64], expected [131, 64] as in the checkpoint)",
         "nested.pt (torch cannot list it (AttributeError))",
         "list.pth (torch cannot list it (AttributeError))",
     ):
@@ -241,7 +241,7 @@ def test_files_of_other_tensors(single):
 
 def test_file_of_the_old_format(single):
     torch.save(tensors(), single / "old.bin", _use_new_zipfile_serialization=False)
-    assert "old.bin (not a file that torch.save writes today)" in refusal(single)
+    assert "old.bin (not in the zip format of torch.save)" in refusal(single)
 
 
 def test_nothing_in_a_pickle_is_executed(single, tmp_path):
@@ -253,7 +253,7 @@ def test_nothing_in_a_pickle_is_executed(single, tmp_path):
     put(single, "plain.pt", pickle.dumps(Bomb()))
     message = refusal(single)
     assert "pytorch_model.bin (torch cannot list it (UnpicklingError))" in message
-    assert "plain.pt (not a file that torch.save writes today)" in message
+    assert "plain.pt (not in the zip format of torch.save)" in message
     assert not (tmp_path / "executed").exists()
 
 
@@ -295,7 +295,7 @@ def code_of(message: str) -> list[str]:
 def test_adapter_beside_a_base_model(folder, tmp_path):
     put_adapter(folder)
     message = refusal(folder)
-    assert "holds a PEFT adapter (adapter_config.json, adapter_model.safetensors) beside the base model" in message
+    assert "holds a PEFT adapter (adapter_config.json, adapter_model.safetensors) next to the base model" in message
     assert code_of(message) == [
         "from peft import AutoPeftModelForCausalLM",
         f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained('model-merged')",
@@ -303,13 +303,13 @@ def test_adapter_beside_a_base_model(folder, tmp_path):
     patterns = ignore_options(message)
     source = open_source(folder, ignore=tuple(patterns))
     assert sorted(source.left_out) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert sorted(source.side_files) == ["config.json", "tokenizer.json"]
+    assert sorted(source.auxiliary_files) == ["config.json", "tokenizer.json"]
 
 
 def test_adapter_that_is_named_by_its_config_alone(single):
     """transformers looks for the config."""
     (single / "adapter_config.json").write_text("{}")
-    assert "holds a PEFT adapter (adapter_config.json) beside the base model" in refusal(single)
+    assert "holds a PEFT adapter (adapter_config.json) next to the base model" in refusal(single)
 
 
 def test_adapter_beside_an_index_that_is_named(tmp_path):
@@ -335,7 +335,7 @@ def test_lone_adapter(tmp_path, config, kind):
     put(folder, "optimizer.pt")
     (folder / "adapter_config.json").write_text(config)
     message = refusal(folder)
-    assert "beside the base model" not in message
+    assert "next to the base model" not in message
     assert "--ignore" not in message
     assert code_of(message)[0] == f"from peft import {kind}"
     assert code_of(refusal(folder / "adapter_model.safetensors"))[0] == f"from peft import {kind}"
@@ -391,7 +391,7 @@ def test_ignore_leaves_out_weights_and_auxiliary_files_alike(folder):
     put(folder, "onnx/model.onnx")
     put(folder, "onnx/notes.txt")
     source = open_source(folder, ignore=("onnx", "tokenizer.json"))
-    assert sorted(source.side_files) == ["config.json"]
+    assert sorted(source.auxiliary_files) == ["config.json"]
     assert source.left_out == {
         "onnx/model.onnx": "ignored by 'onnx'",
         "onnx/notes.txt": "ignored by 'onnx'",
@@ -413,7 +413,7 @@ def test_what_is_ignored_is_not_opened(single):
 
 @pytest.mark.parametrize("pattern", ["*.gguf", "model/*", "", "../*", "tokenizer"])
 def test_pattern_that_matches_nothing(folder, pattern):
-    with pytest.raises(UsageError, match=r"matches no file in .*; patterns are relative to that folder"):
+    with pytest.raises(UsageError, match=r"matches no file in .*: pass a pattern relative to that folder"):
         open_source(folder, ignore=(pattern,))
 
 
@@ -428,7 +428,7 @@ def test_pattern_that_matches_a_file_of_the_checkpoint(tmp_path):
 
 
 def test_ignore_is_for_folders(single):
-    with pytest.raises(UsageError, match=r"--ignore 'x': is for folders, and .* is a file"):
+    with pytest.raises(UsageError, match=r"--ignore 'x': only applies to folders"):
         open_source(single / "model.safetensors", ignore=("x",))
 
 
@@ -502,7 +502,7 @@ def test_verify_against_a_file_after_a_split_that_ignored_something(single, tmp_
 
 def test_verify_takes_patterns_only_for_a_source(single, tmp_path):
     shardconv.split(single, tmp_path / "out", tp=2)
-    with pytest.raises(UsageError, match="--ignore is for --against"):
+    with pytest.raises(UsageError, match="--ignore requires --against"):
         shardconv.verify(tmp_path / "out", ignore=("x",))
 
 

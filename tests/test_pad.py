@@ -120,7 +120,7 @@ def test_the_padded_checkpoint_is_a_source(source, tmp_path):
     shardconv.split(tmp_path / "padded", tmp_path / "split", tp=3)
     shardconv.merge(tmp_path / "split", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(tmp_path / "padded")
-    with pytest.raises(UsageError, match=r"is padded already .*shardconv unpad"):
+    with pytest.raises(UsageError, match=r"is already padded .*shardconv unpad"):
         shardconv.pad(tmp_path / "padded", tmp_path / "twice", tp=5)
 
 

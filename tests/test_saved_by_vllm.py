@@ -129,7 +129,7 @@ def test_another_dtype_is_noted(sources, tmp_path):
     assert result.code == 0
     assert "from rank files that vllm saved" in said
     assert "the source's bytes" not in said
-    assert "tensors have dtype BF16, and config.json has float32" in said
+    assert "tensors are BF16, but config.json has float32" in said
     assert "model.safetensors.index.json is left out" in said
     found = load_file(tmp_path / "merged" / "model.safetensors")
     assert found.keys() == full.keys()
@@ -152,7 +152,7 @@ def test_verify_against_the_source(sources, tmp_path):
     folder = save(sources["llama"], tmp_path / "saved", 4)
     report = shardconv.verify(folder, against=sources["llama"])
     assert (report.differences, report.is_compared, report.has_checksums) == ((), True, False)
-    assert "side files" not in report.checked
+    assert "auxiliary files" not in report.checked
     change(folder, 1, f"{LAYER}.self_attn.qkv_proj.weight", lambda tensor: tensor.index_fill(0, torch.tensor([0]), 0.0))
     (difference,) = shardconv.verify(folder, against=sources["llama"]).differences
     assert difference.startswith(f"{LAYER}.self_attn.q_proj.weight: byte ")
@@ -253,7 +253,7 @@ REFUSED = {
     "a part between others": ("llama", without("model-rank-1-part-1.*"), "model-rank-1-part-1.safetensors: is missing"),
     "the last part of a rank": (
         "llama", lambda folder: max(folder.glob("model-rank-1-*")).unlink(),
-        r"rank 1 has nothing as .* \(expected F32 .* as rank 0 has\)",
+        r"rank 1 has nothing as .* \(expected F32 .* as on rank 0\)",
     ),
     "no config": ("llama", without("config.json"), "holds no config.json"),
     "a type without rules": ("llama", fields(model_type="bloom"), "does not support model type 'bloom'"),
@@ -296,7 +296,7 @@ REFUSED = {
         "llama", fields(tie_word_embeddings=True), "model.embed_tokens.weight: is in 2 tensors of a rank",
     ),
     "other weights": (
-        "llama", lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"), "weights beside the rank files",
+        "llama", lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"), "weights next to the rank files",
     ),
     "pipeline parallelism": (
         "llama", lambda folder: (folder / "model-rank-0-part-0.safetensors").rename(
@@ -304,16 +304,16 @@ REFUSED = {
         ), "pipeline parallelism is not supported",
     ),
     "a scale that is not 1": (
-        "llama", on_rank(2, f"{LAYER}.self_attn.attn._k_scale", lambda scale: scale * 2), "_k_scale is not 1",
+        "llama", on_rank(2, f"{LAYER}.self_attn.attn._k_scale", lambda scale: scale * 2), "_k_scale has other values",
     ),
     "KV heads that differ": (
         "llama", on_rank(1, f"{LAYER}.self_attn.qkv_proj.weight", lambda tensor: tensor.index_add(
             0, torch.tensor([len(tensor) - 1]), torch.ones(1, tensor.shape[1])
-        )), r"model-rank-1-part-\d.safetensors: its copy of .*v_proj.weight differs",
+        )), r"model-rank-1-part-\d.safetensors: .*v_proj.weight differs from the shard",
     ),
     "norms that differ": (
         "llama", on_rank(3, "model.norm.weight", lambda tensor: tensor + 1),
-        r"model-rank-3-part-\d.safetensors: its copy of model.norm.weight differs",
+        r"model-rank-3-part-\d.safetensors: model.norm.weight differs from the shard",
     ),
     "padding that is not zero": (
         "llama", on_rank(3, "lm_head.weight", lambda tensor: tensor.index_fill(0, torch.tensor([255]), 1.0)),

@@ -56,34 +56,34 @@ def test_file(tmp_path):
     source = open_source(path)
     assert source.specs == specs
     assert source.metadata == {"format": "pt", "x": "y"}
-    assert (source.is_folder, source.config, source.index, source.side_files) == (False, None, None, {})
+    assert (source.is_folder, source.config, source.index, source.auxiliary_files) == (False, None, None, {})
 
 
 def test_file_takes_the_config_beside_it_and_nothing_else(single):
     source = open_source(single / "model.safetensors")
     assert source.config == llama_config()
-    assert list(source.side_files) == ["config.json"]
+    assert list(source.auxiliary_files) == ["config.json"]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "diffusion_pytorch_model.safetensors"])
 def test_folder_with_one_file(single, name):
     (single / "model.safetensors").rename(single / name)
     source = open_source(single)
-    assert [part.name for part in source.parts] == [name]
-    assert sorted(source.side_files) == ["config.json", "tokenizer.json"]
+    assert [part.name for part in source.files] == [name]
+    assert sorted(source.auxiliary_files) == ["config.json", "tokenizer.json"]
     assert source.is_folder
     assert source.config == llama_config()
 
 
 def test_folder_with_parts(folder):
     source = open_source(folder)
-    assert [part.name for part in source.parts] == PARTS
+    assert [part.name for part in source.files] == PARTS
     assert list(source.specs) == list(weight_map(folder))
     assert source.specs == llama_specs(llama_config())
     assert source.index == (INDEX, (folder / INDEX).read_text())
-    assert sorted(source.side_files) == ["config.json", "tokenizer.json"]
+    assert sorted(source.auxiliary_files) == ["config.json", "tokenizer.json"]
     assert source.left_out == {}
-    assert source.num_bytes == sum(part.header.data_bytes for part in source.parts)
+    assert source.num_bytes == sum(part.header.data_bytes for part in source.files)
 
 
 def test_index_named(folder):
@@ -93,7 +93,7 @@ def test_index_named(folder):
 
 def test_index_named_from_inside_the_folder(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    assert [part.name for part in open_source(Path(INDEX)).parts] == PARTS
+    assert [part.name for part in open_source(Path(INDEX)).files] == PARTS
 
 
 def test_a_link_to_the_folder(folder, tmp_path):
@@ -106,12 +106,12 @@ def test_config_given(single, tmp_path):
     other = write_config(tmp_path, {"model_type": "other"})
     source = open_source(single, config=other)
     assert source.config == {"model_type": "other"}
-    assert source.side_files["config.json"] == other
+    assert source.auxiliary_files["config.json"] == other
 
 
 def test_metadata_of_parts_that_differ(folder):
     """The first part counts; what only later ones have is kept."""
-    specs = open_source(folder).parts
+    specs = open_source(folder).files
     for number, part in enumerate(specs[:2]):
         tensors = {name: (info.dtype, info.shape) for name, info in part.header.tensors.items()}
         write_weights(part.path, tensors, metadata={"both": str(number), f"only{number}": "x"})
@@ -127,14 +127,14 @@ def test_tensors_come_as_their_data_lies(tmp_path):
     assert list(open_source(path).specs) == ["a", "b"]
 
 
-def test_side_files_of_sub_folders_but_not_hidden_ones(single):
+def test_auxiliary_files_of_sub_folders_but_not_hidden_ones(single):
     for name in ("runs/a/log.txt", "1_Pooling/config.json", ".cache/secret.txt", "runs/.git/config", ".gitattributes"):
         path = single / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
     source = open_source(single)
     expected = [".gitattributes", "1_Pooling/config.json", "config.json", "runs/a/log.txt", "tokenizer.json"]
-    assert sorted(source.side_files) == expected
+    assert sorted(source.auxiliary_files) == expected
     assert source.left_out == {".cache/": "hidden folder", "runs/.git/": "hidden folder"}
     assert source.config == llama_config()
 
@@ -173,8 +173,8 @@ def snapshot(folder, tmp_path) -> Path:
 
 
 def without_place(source: Source) -> tuple:
-    parts = tuple((part.name, part.header) for part in source.parts)
-    return parts, source.index, source.config, sorted(source.side_files), source.left_out
+    parts = tuple((part.name, part.header) for part in source.files)
+    return parts, source.index, source.config, sorted(source.auxiliary_files), source.left_out
 
 
 @pytest.mark.parametrize("named", ["", INDEX])
@@ -208,7 +208,7 @@ def test_link_out_of_the_folder(folder, tmp_path, name):
     outside = tmp_path / "outside"
     (folder / name).rename(outside)
     (folder / name).symlink_to(outside)
-    refuses(folder, f"{name}: is a link out of its folder; pass --follow-links")
+    refuses(folder, f"{name}: is a link out of its folder: pass --follow-links")
     source = open_source(folder, follow_links=True)
     assert source.specs == llama_specs(llama_config())
     assert source.config == llama_config()
@@ -235,7 +235,7 @@ def test_config_beside_a_file_is_a_link_to_nowhere(single):
 def test_link_within_the_folder(folder):
     (folder / "tokenizer.json").rename(folder / "real.json")
     (folder / "tokenizer.json").symlink_to("real.json")
-    assert sorted(open_source(folder).side_files) == ["config.json", "real.json", "tokenizer.json"]
+    assert sorted(open_source(folder).auxiliary_files) == ["config.json", "real.json", "tokenizer.json"]
 
 
 def test_link_by_way_of_a_sibling_with_the_same_beginning(folder, tmp_path):
@@ -288,7 +288,7 @@ def test_index_that_names_no_file_of_its_folder(folder, name):
     """Even where such a file exists, and is a valid one."""
     write_weights(folder.parent / "evil.safetensors", {"x": ("U8", (1,))})
     write_index(folder, {**weight_map(folder), "x": name})
-    refuses(folder, "'x' is mapped to .* which is no part of this folder")
+    refuses(folder, "'x' has an invalid file name .* in the same folder")
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_index_that_names_no_file_of_its_folder(folder, name):
 )
 def test_index_that_is_none(folder, text):
     (folder / INDEX).write_text(text)
-    refuses(folder, f"{INDEX}: (is not JSON|is no JSON object|has no weight_map)")
+    refuses(folder, f"{INDEX}: (is not JSON|is not a JSON object|does not have a weight_map)")
 
 
 def test_index_that_is_not_utf8(folder):
@@ -319,12 +319,12 @@ def test_index_that_is_not_utf8(folder):
 
 def test_tensor_of_the_index_in_no_part(folder):
     write_index(folder, {**weight_map(folder), "ghost": PARTS[0]})
-    refuses(folder, f"{INDEX}: tensor ghost should be in {PARTS[0]}, and it is in no file .*download both again")
+    refuses(folder, f"{INDEX}: tensor ghost is in no file of the index .expected {PARTS[0]}.: .*download both again")
 
 
 def test_tensor_of_the_index_in_another_part(folder):
     write_index(folder, {**weight_map(folder), FIRST_TENSOR: PARTS[1]})
-    refuses(folder, f"{FIRST_TENSOR} should be in {PARTS[1]}, and it is in {PARTS[0]}: .*download both again")
+    refuses(folder, f"{FIRST_TENSOR} is in {PARTS[0]} \\(expected {PARTS[1]}\\): .*download both again")
 
 
 def test_tensor_of_a_part_not_in_the_index(folder):
@@ -342,7 +342,7 @@ def test_index_over_one_file_that_lists_a_subset_of_its_tensors(single):
     """The file has all of them, so its name is a way out."""
     names = dict.fromkeys(list(open_source(single).specs)[1:], "model.safetensors")
     write_index(single, names)
-    refuses(single, f"{FIRST_TENSOR} of model.safetensors is not in the index: .* or name .*/model.safetensors instead")
+    refuses(single, f"{FIRST_TENSOR} of model.safetensors is not in the index: .* or pass .*/model.safetensors instead")
     assert open_source(single / "model.safetensors").specs == llama_specs(llama_config())
 
 
@@ -361,7 +361,7 @@ def test_index_over_one_file_of_its_own_name(single):
 @pytest.mark.parametrize("part", PARTS)
 def test_part_missing(folder, part):
     (folder / part).unlink()
-    refuses(folder, f"{part} is missing, and {INDEX} lists it: download the folder again")
+    refuses(folder, f"{part} is missing, but {INDEX} lists it: download the folder again")
 
 
 @pytest.mark.parametrize("kept", [0, 5, 300, -1])
@@ -369,13 +369,13 @@ def test_part_truncated(folder, kept):
     """To nothing, inside the header's length, inside the header, by one byte."""
     path = folder / PARTS[1]
     os.truncate(path, kept % path.stat().st_size)
-    refuses(folder, f"{PARTS[1]}: (truncated|no safetensors file)")
+    refuses(folder, f"{PARTS[1]}: (is truncated|is not a safetensors file)")
 
 
 def test_part_too_long(folder):
     with (folder / PARTS[1]).open("ab") as file:
         file.write(b"x")
-    refuses(folder, f"{PARTS[1]}: longer than its header says")
+    refuses(folder, f"{PARTS[1]}: is longer than its header allows")
 
 
 def test_part_is_a_folder(folder):
@@ -396,36 +396,36 @@ def test_stale_part(folder):
     stale = part_names(4)[3]
     shutil.copyfile(folder / PARTS[0], folder / stale)
     refuses(
-        folder, f"holds weights that are not in {INDEX}: {stale}. .* pass --ignore {stale}, or name .*{INDEX} instead"
+        folder, f"holds weights that are not in {INDEX}: {stale}. .* pass --ignore {stale}, or pass .*{INDEX} instead"
     )
-    assert open_source(folder / INDEX).left_out == {stale: "not in the index that was named"}
+    assert open_source(folder / INDEX).left_out == {stale: "not in the given index"}
     assert open_source(folder, ignore=(stale,)).left_out == {stale: f"ignored by '{stale}'"}
 
 
 def test_parts_without_an_index(folder):
     (folder / INDEX).unlink()
-    refuses(folder, "holds files of a checkpoint .* and no index over them .*: download the folder again")
+    refuses(folder, "holds files of a checkpoint .* without their index .*: download the folder again")
 
 
 def test_one_part_without_an_index(folder):
     """It is not taken for a whole checkpoint."""
     for name in (INDEX, *PARTS[1:]):
         (folder / name).unlink()
-    refuses(folder, "holds files of a checkpoint .* and no index")
+    refuses(folder, "holds files of a checkpoint .* without their index")
 
 
 def test_files_of_a_checkpoint_without_an_index_beside_a_single_file(folder):
     """The single file may be all of it, or an old one."""
     (folder / INDEX).unlink()
     write_weights(folder / "model.safetensors", {"x": ("U8", (2,))})
-    refuses(folder, r"not in model.safetensors: .*pass .*, or name .*/model.safetensors instead of the folder")
+    refuses(folder, r"not in model.safetensors: .*pass .*, or pass .*/model.safetensors instead of the folder")
     assert open_source(folder, ignore=("model-*",)).specs == {"x": ("U8", (2,))}
 
 
 def test_index_beside_a_single_file_of_another_name(folder):
     write_weights(folder / "consolidated.safetensors", {"x": ("U8", (2,))})
     refuses(
-        folder, f"not in {INDEX}: consolidated.safetensors. .*--ignore consolidated.safetensors, or name .*{INDEX} "
+        folder, f"not in {INDEX}: consolidated.safetensors. .*--ignore consolidated.safetensors, or pass .*{INDEX} "
     )
     assert open_source(folder / INDEX).specs == llama_specs(llama_config())
     assert open_source(folder / "consolidated.safetensors").specs == {"x": ("U8", (2,))}
@@ -436,7 +436,7 @@ def test_two_indexes(folder):
     names = part_names(1, "model.fp16")
     write_weights(folder / names[0], {"x": ("F16", (2,))})
     write_index(folder, {"x": names[0]}, other)
-    refuses(folder, "has several indexes .*: name the one you mean")
+    refuses(folder, "has several indexes .*: pass one")
     assert list(open_source(folder / INDEX).left_out) == sorted([names[0], other])
     assert open_source(folder, ignore=("*fp16*",)).specs == llama_specs(llama_config())
     assert open_source(folder / other).specs == {"x": ("F16", (2,))}
@@ -445,7 +445,7 @@ def test_two_indexes(folder):
 def test_index_and_single_file(folder):
     specs = {"x": ("U8", (2,))}
     write_weights(folder / "model.safetensors", specs)
-    refuses(folder, f"has both model.safetensors and {INDEX}: name the one you mean")
+    refuses(folder, f"has both model.safetensors and {INDEX}: pass one of them")
     assert open_source(folder / "model.safetensors").specs == specs
     assert list(open_source(folder / INDEX).left_out) == ["model.safetensors"]
     assert open_source(folder, ignore=("model.safetensors",)).specs == llama_specs(llama_config())
@@ -454,17 +454,17 @@ def test_index_and_single_file(folder):
 def test_several_single_files(single):
     (single / "model.safetensors").rename(single / "one.safetensors")
     shutil.copyfile(single / "one.safetensors", single / "two.safetensors")
-    refuses(single, r"holds several checkpoints \(one.safetensors, two.safetensors\): name the file you mean")
+    refuses(single, r"holds several checkpoints \(one.safetensors, two.safetensors\): pass one of the files")
 
 
-# --- side files -----------------------------------------------------------------------------------------------------
+# --- auxiliary files ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "null", "\ufeff{}", "[" * 100_000], ids=lambda t: repr(t)[:20])
 @pytest.mark.parametrize("named", ["", "model.safetensors"])
 def test_config_that_is_no_object(single, text, named):
     (single / "config.json").write_text(text)
-    refuses(single / named, r"config.json: (is not JSON|is no JSON object)")
+    refuses(single / named, r"config.json: (is not JSON|is not a JSON object)")
 
 
 def test_config_given_that_is_not_there(single, tmp_path):
@@ -489,7 +489,7 @@ def test_config_given_is_a_pipe(single, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a:b.txt", "a\\b.txt", "a\nb.txt", "sub\\x/b.txt", os.fsdecode(b"\xff.txt")])
-def test_side_file_with_a_name_that_could_not_be_read_back(single, name):
+def test_auxiliary_file_with_a_name_that_could_not_be_read_back(single, name):
     """The manifest's reader would refuse it: better now than at the merge."""
     path = single / name
     path.parent.mkdir(exist_ok=True)
@@ -501,17 +501,17 @@ def test_side_file_with_a_name_that_could_not_be_read_back(single, name):
 
 
 def test_nothing_there(tmp_path):
-    refuses(tmp_path / "nowhere", "there is no such file or folder")
+    refuses(tmp_path / "nowhere", "does not exist")
 
 
 def test_empty_folder(tmp_path):
-    refuses(tmp_path, "holds no .safetensors file, nor weights in another format that is known")
+    refuses(tmp_path, "holds no .safetensors file and no weights in another known format")
 
 
 def test_folder_whose_folders_hold_the_checkpoints(tmp_path):
     write_checkpoint(tmp_path / "unet")
     write_checkpoint(tmp_path / "text_encoder")
-    refuses(tmp_path, r"folders in it do \(text_encoder, unet\): name one of them")
+    refuses(tmp_path, r"its subfolders do \(text_encoder, unet\): pass one of them")
 
 
 def test_a_split_checkpoint(single):
@@ -521,11 +521,11 @@ def test_a_split_checkpoint(single):
 
 def test_a_part_is_not_the_whole(tmp_path):
     folder = write_checkpoint(tmp_path / "model", parts=3)
-    refuses(folder / part_names(3)[0], "is one part of 3: name their folder")
+    refuses(folder / part_names(3)[0], "is one of 3 files of a checkpoint: pass their folder")
     single = (folder / part_names(3)[0]).rename(tmp_path / part_names(1)[0])
-    assert len(open_source(single).parts) == 1
+    assert len(open_source(single).files) == 1
 
 
 def test_a_model_in_a_cache_is_not_its_snapshot(tmp_path):
     (tmp_path / "models--a--b" / "snapshots" / ("0" * 40)).mkdir(parents=True)
-    refuses(tmp_path / "models--a--b", "name a folder in its snapshots/")
+    refuses(tmp_path / "models--a--b", "pass a folder in its snapshots/")

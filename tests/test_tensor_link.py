@@ -107,5 +107,5 @@ def test_by_torchrun_with_a_source_that_is_not_there():
     """The process that prints fails, and so do all."""
     result = torchrun("nowhere", "--cost")
     assert result.returncode != 0
-    assert result.stderr.count("shardconv: nowhere: there is no such file or folder") == 1
+    assert result.stderr.count("shardconv: nowhere: does not exist") == 1
     assert result.stdout == ""

@@ -1,1 +1,1 @@
-"""Bytes on disk."""
+"""Checkpoints on disk: read, split, merge, reshard, pad and verify them."""

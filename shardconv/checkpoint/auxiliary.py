@@ -1,7 +1,7 @@
-"""The files of a source's folder: which are auxiliary files, which are left out and why, and which are refused.
+"""Classification of the files in a source's folder: auxiliary files, files that are left out, and refused files.
 
-Weights are left out only if they are known not to belong to the model: the user named them or another checkpoint of the
-folder, they resume a training, or they are proven to be duplicates. All others are an error, never only a note.
+Weights are left out only if the model is known not to need them: the user excluded them, they are trainer state, or
+they are proven to be duplicates. All other weights are an error.
 """
 
 import os
@@ -15,7 +15,7 @@ from shardconv.checkpoint.ignore import ignored, options_for
 from shardconv.checkpoint.paths import leads_out
 from shardconv.errors import SourceError
 
-#: The most files that a message names.
+#: Maximum number of files in a message.
 _MAX_NAMES = 5
 
 
@@ -23,8 +23,8 @@ class FolderFiles(NamedTuple):
     """The files of a folder.
 
     Attributes:
-        kept: name, with / between folders, to path.
-        left_out: name, of hidden folders with a / behind, to why it is left out.
+        kept: name relative to the folder, with / as separator, to path.
+        left_out: name to reason; names of hidden folders end with /.
     """
 
     kept: dict[str, Path]
@@ -36,8 +36,8 @@ def list_files(folder: Path, ignore: Collection[str] = (), optional: Collection[
 
     Args:
         folder: the folder.
-        ignore: patterns of files that are left out; each has to match one.
-        optional: patterns that need not.
+        ignore: patterns of files to leave out; each must match a file.
+        optional: further patterns, which may match nothing.
 
     Raises:
         SourceError: if the folder cannot be read.
@@ -54,7 +54,7 @@ def list_files(folder: Path, ignore: Collection[str] = (), optional: Collection[
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Every file under a folder; for a hidden folder or a link to one itself, and nothing that is in it."""
+    """Every file under a folder; hidden folders and links to folders are yielded, but not entered."""
 
     def refuse(error: OSError) -> NoReturn:
         raise SourceError(f"{error.filename}: cannot be read: {error.strerror}") from error
@@ -67,78 +67,82 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def refuse_adapter(folder: Path, names: Collection[str]) -> None:
-    """Refuse an adapter, which transformers would apply to the model beside it.
+    """Refuse an adapter, which transformers would apply to the model next to it.
+
+    Args:
+        folder: the folder.
+        names: names of the files directly in the folder.
 
     Raises:
-        SourceError: if one is among the files that lie right in the folder.
+        SourceError: if there are files of an adapter.
     """
-    found = [name for name in ADAPTER_FILES if name in names]
-    if not found:
+    adapter = [name for name in ADAPTER_FILES if name in names]
+    if not adapter:
         return
-    has_base = any(is_weights(name) and name not in found and not is_trainer_state(name) for name in names)
-    without = f"Pass {options_for(found, set(names) - {*found})} to split the base model without it. " * has_base
+    has_base = any(is_weights(name) and name not in adapter and not is_trainer_state(name) for name in names)
+    without = f"Pass {options_for(adapter, set(names) - {*adapter})} to split the base model without it. " * has_base
     raise SourceError(
-        f"{folder}: holds a PEFT adapter ({', '.join(found)}){' beside the base model' * has_base}, and adapters "
+        f"{folder}: holds a PEFT adapter ({', '.join(adapter)}){' next to the base model' * has_base}, and adapters "
         f"cannot be split. {without}{merge_adapter(folder)}"
     )
 
 
-def take_auxiliary(folder: Path, files: FolderFiles, own: Collection[str], *, follow_links: bool) -> dict[str, Path]:
-    """The auxiliary files: all that are kept and hold no weights.
+def find_auxiliary(
+    folder: Path, files: FolderFiles, checkpoint: Collection[str], *, follow_links: bool
+) -> dict[str, Path]:
+    """The auxiliary files: all kept files that hold no weights and are not in ``checkpoint``.
 
     Raises:
         SourceError: if one is not a regular file, or a link out of the folder.
     """
-    auxiliary = {name: path for name, path in files.kept.items() if name not in own and not is_weights(name)}
+    auxiliary = {name: path for name, path in files.kept.items() if name not in checkpoint and not is_weights(name)}
     for path in auxiliary.values():
         check_link(path, folder, follow_links=follow_links)
         if not path.is_file():
-            raise SourceError(
-                f"{path}: is not a regular file (a pipe, a link to a folder or to nowhere): remove it first"
-            )
+            raise SourceError(f"{path}: is not a regular file (a pipe, or a broken or folder link): remove it")
     return auxiliary
 
 
 def leave_out_weights(
     folder: Path,
     files: FolderFiles,
-    own: Collection[str],
+    checkpoint: Collection[str],
     shapes: Mapping[str, tuple[int, ...]] | None,
     *,
     follow_links: bool,
 ) -> dict[str, str]:
-    """The files with weights that are not part of the checkpoint, each with why it is left out.
+    """Name to reason of the weight files that are not part of the checkpoint and that the model does not need.
 
     Args:
         folder: the folder.
         files: its files.
-        own: the names of the checkpoint's files, its index last if it has one.
-        shapes: of the checkpoint's tensors; None if the user named its index, and so no other checkpoint.
+        checkpoint: names of the checkpoint's files; the index is last.
+        shapes: of the checkpoint's tensors; None if the user passed its index, which excludes other weights.
         follow_links: whether files may be links out of the folder.
 
     Raises:
-        SourceError: if nothing is known of one.
+        SourceError: if the model may need one.
     """
-    others = {name: path for name, path in files.kept.items() if is_weights(name) and name not in own}
+    others = {name: path for name, path in files.kept.items() if is_weights(name) and name not in checkpoint}
     if shapes is None:
-        return dict.fromkeys(others, "not in the index that was named")
+        return dict.fromkeys(others, "not in the given index")
     reasons = {name: "trainer state" for name in others if is_trainer_state(name)}
     rest = {name: path for name, path in others.items() if name not in reasons}
     links = set() if follow_links else {name for name, path in rest.items() if leads_out(path, folder)}
     regular = {name: path for name, path in rest.items() if path.is_file() and name not in links}
     unknown = dict.fromkeys(rest.keys() - regular.keys(), "") | unproven(regular, shapes)
     if unknown:
-        _refuse(folder, {name: unknown[name] for name in rest if name in unknown}, files, [*own][-1])
+        _refuse(folder, {name: unknown[name] for name in rest if name in unknown}, files, [*checkpoint][-1])
     return reasons | dict.fromkeys(rest, "duplicate of the checkpoint in another format")
 
 
-def _refuse(folder: Path, unknown: Mapping[str, str], files: FolderFiles, own: str) -> NoReturn:
-    named = [f"{name} ({why})" if why else name for name, why in unknown.items()]
-    more = f" and {len(named) - _MAX_NAMES} more" if len(named) > _MAX_NAMES else ""
+def _refuse(folder: Path, unknown: Mapping[str, str], files: FolderFiles, checkpoint: str) -> NoReturn:
+    described = [f"{name} ({why})" if why else name for name, why in unknown.items()]
+    more = f" and {len(described) - _MAX_NAMES} more" if len(described) > _MAX_NAMES else ""
     raise SourceError(
-        f"{folder}: holds weights that are not in {own}: {', '.join(named[:_MAX_NAMES])}{more}. If the model does not "
-        f"need them, pass {options_for(unknown, files.kept.keys() - unknown.keys())}, or name {folder / own} instead "
-        f"of the folder"
+        f"{folder}: holds weights that are not in {checkpoint}: {', '.join(described[:_MAX_NAMES])}{more}. If the "
+        f"model does not need them, pass {options_for(unknown, files.kept.keys() - unknown.keys())}, or pass "
+        f"{folder / checkpoint} instead of the folder"
     )
 
 
@@ -146,7 +150,7 @@ def check_link(path: Path, folder: Path, *, follow_links: bool) -> None:
     """Refuse a link out of the folder.
 
     Raises:
-        SourceError: if it is one, and they are not followed.
+        SourceError: if it is one and ``follow_links`` is False.
     """
     if not follow_links and leads_out(path, folder):
-        raise SourceError(f"{path}: is a link out of its folder; pass --follow-links if that is meant")
+        raise SourceError(f"{path}: is a link out of its folder: pass --follow-links to read it")

@@ -1,10 +1,10 @@
-"""The copy engine: bytes from the files of one side to the files of another, in one pass and in bounded memory.
+"""The copy engine: copies tensors from a reader to sinks in one pass and in bounded memory.
 
-The full tensors are the common ground. They are cut into stripes, flat runs of some 32 MiB that depend on the tensors
-alone and on no tp; threads take stripe after stripe, and block after block of a stripe is gathered from the shards that
-hold it and scattered to the shards that want it. The source of a split, and the result of a merge, are sides with one
-shard a tensor; a reshard has many on both; a verification has nothing to scatter to. So checksums of stripes, taken
-while the bytes pass, can be checked by whatever reads them next.
+The full tensors are split into stripes, flat byte ranges of about 32 MiB that depend on the tensors but not on tp. Each
+thread copies one stripe at a time, block by block: a block is gathered from the shards of the reader and scattered to
+the shards of the sinks. A tensor has one shard in the source of a split and in the result of a merge, and one per rank
+in a split checkpoint; a verification has no sink that writes. Because stripes do not depend on tp, checksums of stripes
+that one operation stores can be checked by the next.
 
 A block is small enough to stay in the processor's cache between the read and the writes.
 """
@@ -23,24 +23,24 @@ from shardconv.checkpoint.fileio import Bytes
 from shardconv.checkpoint.geometry import Geometry
 from shardconv.errors import IntegrityError, UsageError
 
-#: Bytes of a stripe; also the grain of the checksums, so a manifest records the value it was written with.
+#: Bytes of a stripe. There is one checksum per rank and stripe, so a manifest stores the value it was written with.
 STRIPE_BYTES = 32 * 2**20
-#: Bytes that pass through at once, for each thread; more ranks get more, so that single writes do not become small.
+#: Bytes of a block; it grows with the number of shards, so that single writes do not become small.
 _BLOCK_BYTES = 2 * 2**20
 _BLOCK_BYTES_PER_SHARD = 256 * 2**10
-#: Bytes of blocks that all threads together may hold.
+#: Maximum bytes of the blocks of all threads together.
 _MAX_BLOCKS_BYTES = 12 * 2**20
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 64 * 2**10, 4 * 2**20
 _MAX_THREADS = 8
-#: Seconds between two calls for progress.
+#: Seconds between two calls of the progress callback.
 _REPORT_SECONDS = 0.1
 
-#: Called with the bytes done and the bytes in all.
+#: Called with the number of copied bytes and the total.
 Progress = Callable[[int, int], None]
 
 
 class Span(NamedTuple):
-    """A flat range of bytes of one full tensor."""
+    """A flat byte range of one full tensor."""
 
     tensor: int
     start: int
@@ -51,17 +51,17 @@ Stripe = tuple[Span, ...]
 
 
 class Shards(NamedTuple):
-    """Where the shards of one tensor lie: for each the number of its file, and its first byte there."""
+    """The shards of one tensor: for each rank the index of its file, and the offset of the shard in the file."""
 
     geometry: Geometry
     files: Sequence[int]
     offsets: Sequence[int]
 
 
-def cut_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -> list[Stripe]:
-    """Cut tensors of these sizes, one behind the other, into stripes.
+def split_into_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -> list[Stripe]:
+    """Split consecutive tensors of these sizes in bytes into stripes.
 
-    Small tensors share a stripe; a large one begins its own.
+    Small tensors share a stripe; a large tensor begins a new one.
     """
     stripes: list[Stripe] = []
     open_stripe: list[Span] = []
@@ -80,24 +80,24 @@ def cut_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -> list[
     return [*stripes, tuple(open_stripe)] if open_stripe else stripes
 
 
-def apart(count: int, threads: int) -> Iterator[int]:
-    """The numbers below ``count`` in an order that keeps those taken at the same time far from each other.
+def spread(count: int, threads: int) -> Iterator[int]:
+    """The numbers below ``count``, ordered such that ``threads`` consecutive ones are far apart.
 
-    Stripes that are neighbours often go to the same file, where threads would wait for each other.
+    Adjacent stripes often belong to the same file, where threads would wait for each other.
     """
     distance = -(-count // threads)
     return chain.from_iterable(range(first, count, distance) for first in range(distance))
 
 
 class Scratch:
-    """The buffers of one thread, as large as was needed so far; a block should have at most ``block_bytes``."""
+    """Reusable buffers of one thread; a block should have at most ``block_bytes``."""
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self._buffers: dict[str, Bytes] = {}
 
     def take(self, name: str, size: int) -> Bytes:
-        """A buffer of ``size`` bytes with any content; the one of that name that was taken before is gone."""
+        """An uninitialized buffer of ``size`` bytes; invalidates the previous buffer of the same name."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < size:
             buffer = self._buffers[name] = memoryview(bytearray(size))
@@ -105,7 +105,7 @@ class Scratch:
 
 
 class StripeState:
-    """What one side keeps while a stripe passes: a running checksum for each file, and the first thing found wrong."""
+    """State of a reader or sink for one stripe: a running checksum per file, and the first problem."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -113,7 +113,7 @@ class StripeState:
         self.problem = ""
 
     def update(self, file: int, data: Bytes) -> None:
-        """Carry the checksum of a file on."""
+        """Update the checksum of a file."""
         running = self.hashes.get(file)
         if running is None:
             running = self.hashes[file] = xxhash.xxh3_128()
@@ -121,41 +121,41 @@ class StripeState:
 
 
 class Reader(Protocol):
-    """Where blocks of full-tensor bytes come from."""
+    """Reads blocks of full tensors."""
 
     tensors: Sequence[Shards]
 
     def prefetch(self, stripe: Stripe) -> None:
-        """Have the system begin to read a stripe."""
+        """Ask the operating system to read a stripe ahead."""
 
     def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Fill a block with the bytes of a span."""
 
     def finish(self, state: StripeState, stripe: Stripe) -> None:
-        """Called when the stripe is through; raises IntegrityError if something in it was wrong."""
+        """Finish a stripe; raises IntegrityError if it has a problem."""
 
 
 class Sink(Protocol):
-    """Where blocks of full-tensor bytes go."""
+    """Writes or compares blocks of full tensors."""
 
     tensors: Sequence[Shards]
 
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
-        """Take a block."""
+        """Write or compare a block."""
 
     def finish(self, state: StripeState, stripe: Stripe) -> None:
-        """Called when the stripe is through; raises IntegrityError if something in it was wrong."""
+        """Finish a stripe; raises IntegrityError if it has a problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
-    """All that passes from a reader to the sinks.
+    """A copy of stripes from a reader to sinks.
 
     Attributes:
-        stripes: what passes, in order.
-        reader: where it comes from.
-        sinks: where it goes.
-        on_problem: takes what is found wrong, so that the rest is still read; None to stop at the first.
+        stripes: the stripes to copy.
+        reader: reads the blocks.
+        sinks: write or compare the blocks.
+        on_problem: called for each IntegrityError, so that the copy continues; None to stop at the first.
     """
 
     stripes: Sequence[Stripe]
@@ -164,25 +164,25 @@ class CopyJob:
     on_problem: Callable[[IntegrityError], None] | None = None
 
     def run(self, *, threads: int | None = None, progress: Progress | None = None) -> None:
-        """Pass everything, on several threads.
+        """Copy all stripes with several threads.
 
         Raises:
-            IntegrityError: if something read is wrong and there is no ``on_problem``.
+            IntegrityError: if the data has a problem and there is no ``on_problem``.
             UsageError: if ``threads`` is less than one.
-            OSError: if something cannot be written.
+            OSError: if a file cannot be written.
         """
         if threads is not None and threads < 1:
-            raise UsageError(f"threads = {threads}: there is at least one")
+            raise UsageError(f"threads is invalid (got {threads}, expected at least 1)")
         _Run(self, progress).run(threads or min(_MAX_THREADS, os.cpu_count() or 1))
 
-    def pass_stripe(self, number: int, scratch: Scratch, advance: Callable[[int], None]) -> None:
-        """Pass one stripe, from a thread with buffers of its own."""
+    def copy_stripe(self, number: int, scratch: Scratch, advance: Callable[[int], None]) -> None:
+        """Copy one stripe with the buffers of the calling thread."""
         state = StripeState(number)
         sinks = [(sink, StripeState(number)) for sink in self.sinks]
         stripe = self.stripes[number]
         self.reader.prefetch(stripe)
-        for whole_span in stripe:
-            for span in self._blocks(whole_span, scratch.block_bytes):
+        for stripe_span in stripe:
+            for span in self._blocks(stripe_span, scratch.block_bytes):
                 block = scratch.take("block", span.stop - span.start)
                 self.reader.gather(state, span, block, scratch)
                 for sink, sink_state in sinks:
@@ -192,7 +192,7 @@ class CopyJob:
 
     @staticmethod
     def _finish(stripe: Stripe, sides: Sequence[tuple[Reader | Sink, StripeState]]) -> None:
-        """Let every side say what was wrong, so that one does not hide what another has found."""
+        """Finish the stripe on the reader and all sinks, and report their problems together."""
         problems = []
         for side, state in sides:
             try:
@@ -203,12 +203,12 @@ class CopyJob:
             raise IntegrityError("\n".join(problems))
 
     def _blocks(self, span: Span, max_bytes: int) -> Iterator[Span]:
-        """A span in blocks, of whole rows where rows are short."""
-        everyone = [self.reader.tensors, *(sink.tensors for sink in self.sinks)]
-        sides = [tensors[span.tensor].geometry for tensors in everyone]
-        shards = max(len(side.shards) for side in sides)
+        """Split a span into blocks; if rows are short, into blocks of full rows."""
+        sides = [self.reader.tensors, *(sink.tensors for sink in self.sinks)]
+        geometries = [tensors[span.tensor].geometry for tensors in sides]
+        shards = max(len(geometry.shards) for geometry in geometries)
         size = min(max(_BLOCK_BYTES, shards * _BLOCK_BYTES_PER_SHARD), max_bytes)
-        width = max((side.width for side in sides if side.width <= size), default=1)
+        width = max((geometry.width for geometry in geometries if geometry.width <= size), default=1)
         start = span.start
         while start < span.stop:
             stop = min((start + size) // width * width, span.stop)
@@ -217,7 +217,7 @@ class CopyJob:
 
 
 class _Run:
-    """One run of a job: its threads, how far they are, and whether they should stop."""
+    """One run of a job: its threads, their progress, and whether they should stop."""
 
     def __init__(self, job: CopyJob, progress: Progress | None) -> None:
         self._job = job
@@ -229,11 +229,11 @@ class _Run:
         self._lock = threading.Lock()
 
     def run(self, threads: int) -> None:
-        """Pass all stripes; whatever ends it, an error or Ctrl-C, no thread is left running."""
+        """Copy all stripes; no thread keeps running after an error or Ctrl-C."""
         with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
             try:
                 workers = min(threads, len(self._job.stripes))
-                self._numbers = apart(len(self._job.stripes), threads)
+                self._numbers = spread(len(self._job.stripes), threads)
                 block_bytes = max(min(_MAX_BLOCKS_BYTES // max(workers, 1), _MAX_BLOCK_BYTES), _MIN_BLOCK_BYTES)
                 pending = {pool.submit(self._work, Scratch(block_bytes)) for _ in range(workers)}
                 while pending:
@@ -248,15 +248,15 @@ class _Run:
     def _work(self, scratch: Scratch) -> None:
         while (number := self._next()) is not None:
             try:
-                self._job.pass_stripe(number, scratch, self._advance)
+                self._job.copy_stripe(number, scratch, self._advance)
             except IntegrityError as error:
-                self._note(error)
+                self._report(error)
 
     def _next(self) -> int | None:
         with self._lock:
             return None if self._is_stopping else next(self._numbers, None)
 
-    def _note(self, error: IntegrityError) -> None:
+    def _report(self, error: IntegrityError) -> None:
         if self._job.on_problem is None:
             raise error
         with self._lock:
@@ -264,6 +264,6 @@ class _Run:
 
     def _advance(self, num_bytes: int) -> None:
         if self._is_stopping:
-            raise InterruptedError("another thread has failed, or the user interrupted")
+            raise InterruptedError("another thread failed, or the user interrupted the copy")
         with self._lock:
             self._done += num_bytes

@@ -1,7 +1,8 @@
-"""Proof that files of PyTorch's format beside a checkpoint hold nothing that the checkpoint does not have.
+"""Proof that files in PyTorch's format next to a checkpoint hold only tensors of the checkpoint.
 
-By names and shapes, not by values: of two formats in one folder, transformers loads safetensors. torch lists the files
-in a process of its own, so that nothing here imports it; it runs no code that is in them, and reads no values.
+Names and shapes are compared, not values: transformers loads safetensors if a folder has both formats. A subprocess
+lists the tensors with torch, so that this process does not import it; it executes no code in the files and reads no
+values.
 """
 
 import json
@@ -17,7 +18,7 @@ from shardconv.checkpoint.json_files import read_json
 from shardconv.errors import SourceError
 
 _INDEX_SUFFIX = ".bin.index.json"
-#: Writes for each file a list of name, shape and place in memory of every tensor, or in what way it failed.
+#: Prints for each file a list of name, shape and storage of every tensor, or a description of the error.
 _LISTING = """
 import json, sys, torch
 found = []
@@ -37,14 +38,14 @@ json.dump(found, sys.stdout)
 
 
 def unproven(files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Which files are not proven to be duplicates of a checkpoint, and why.
+    """The files that are not proven to be duplicates of a checkpoint.
 
     Args:
-        files: names in the folder to paths, of regular files with weights that are not part of the checkpoint.
+        files: name in the folder to path, of regular weight files that are not part of the checkpoint.
         shapes: of the checkpoint's tensors.
 
     Returns:
-        Name to reason, which is empty for formats that are not tried.
+        Name to reason; the reason is empty for formats that cannot be listed.
     """
     reasons = dict.fromkeys(files, "")
     indexes = {name: _index(name, path) for name, path in files.items() if name.endswith(_INDEX_SUFFIX)}
@@ -54,59 +55,62 @@ def unproven(files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -
             reasons |= dict.fromkeys([name, *listed_files], _PROVEN)
     pickles = [name for name in files if name.endswith(PICKLE_SUFFIXES) and reasons[name] != _PROVEN]
     listed = [name for name in pickles if is_zipfile(files[name])]
-    reasons |= dict.fromkeys(set(pickles) - set(listed), "not a file that torch.save writes today")
-    for name, found in zip(listed, _list([files[name] for name in listed]), strict=True):
-        reasons[name] = found if isinstance(found, str) else _first_other(found, shapes)
+    reasons |= dict.fromkeys(set(pickles) - set(listed), "not in the zip format of torch.save")
+    for name, listing in zip(listed, _list([files[name] for name in listed]), strict=True):
+        reasons[name] = listing if isinstance(listing, str) else _first_mismatch(listing, shapes)
     for name, index in indexes.items():
         if isinstance(index, str):
             reasons[name] = index
         elif all(reasons.get(file) == _PROVEN for file in index.files):
             reasons[name] = _PROVEN
         else:
-            reasons[name] = "lists other tensors than the checkpoint has"
+            reasons[name] = "lists tensors that the checkpoint does not have"
     return {name: why for name, why in reasons.items() if why != _PROVEN}
 
 
-#: The reason of a file that holds nothing else.
+#: Marks a file that is proven to be a duplicate.
 _PROVEN = "proven"
 
 
 class _Index(NamedTuple):
-    """The tensors that an index lists, and the files that it maps them to, by their names in the folder."""
+    """The tensors that an index lists, and their files, by their names in the folder."""
 
     tensors: set[str]
     files: set[str]
 
 
 def _index(name: str, path: Path) -> _Index | str:
-    """What an index lists, or why it cannot be used."""
+    """Read an index; returns a description of the error if it cannot be used."""
     try:
         weight_map = read_json(path).get("weight_map")
     except SourceError as error:
         return str(error).removeprefix(f"{path}: ")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        return "has no weight_map"
+        return "does not have a weight_map"
     return _Index(set(weight_map), {str(PurePosixPath(name).parent / file) for file in weight_map.values()})
 
 
 def _list(paths: list[Path]) -> list[Any]:
-    """What torch finds in files."""
+    """List the tensors of files with torch, in a subprocess."""
     if not paths:
         return []
     command = [sys.executable, "-P", "-c", _LISTING, *map(str, paths)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)  # noqa: S603
-    if done.returncode:
-        return [f"torch cannot list it ({(done.stderr.strip() or 'no message').splitlines()[-1]})"] * len(paths)
-    found: list[Any] = json.loads(done.stdout)
-    return found
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)  # noqa: S603
+    if result.returncode:
+        return [f"torch cannot list it ({(result.stderr.strip() or 'no message').splitlines()[-1]})"] * len(paths)
+    listings: list[Any] = json.loads(result.stdout)
+    return listings
 
 
-def _first_other(found: list[Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Why a file holds something else; a tensor tied to one of the checkpoint's, as safetensors drops, is that one."""
-    known = [(shape, place) for name, shape, place in found if tuple(shape) == shapes.get(name)]
-    for name, shape, place in found:
+def _first_mismatch(listing: list[Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Describe the first tensor that is not in the checkpoint, or return ``_PROVEN``.
+
+    A tensor that shares storage with one of the checkpoint is in it, too: safetensors stores only one of them.
+    """
+    known = [(shape, storage) for name, shape, storage in listing if tuple(shape) == shapes.get(name)]
+    for name, shape, storage in listing:
         if name in shapes and tuple(shape) != shapes[name]:
-            return f"has {name} of shape {shape}, the checkpoint {list(shapes[name])}"
-        if name not in shapes and (shape, place) not in known:
+            return f"has {name} of shape {shape}, expected {list(shapes[name])} as in the checkpoint"
+        if name not in shapes and (shape, storage) not in known:
             return f"has {name}, which the checkpoint does not have"
     return _PROVEN

@@ -1,7 +1,4 @@
-"""Positioned reads and writes that finish what they begin, on every POSIX system.
-
-Owns the system calls of the copy engine. Where a call is missing, a portable one takes its place.
-"""
+"""Positioned reads and writes of the copy engine, without short reads or writes, on every POSIX system."""
 
 import os
 import resource
@@ -13,17 +10,17 @@ from typing import Any, BinaryIO, Self
 
 from shardconv.errors import SourceError
 
-#: Writable bytes, one dimension.
+#: A writable one-dimensional buffer.
 Bytes = memoryview
-#: The most bytes of one write. For larger ones a file system may take memory in pieces of 2 MiB, which a virtual
-#: machine tends to have given back to its host: on such a machine writes of 2 MiB take twice as long.
+#: Maximum bytes of one write. For larger writes a file system may allocate huge pages of 2 MiB, which a virtual machine
+#: may have returned to its host: there, writes of 2 MiB take twice as long.
 _WRITE_BYTES = 256 * 2**10
-#: A file that is made is new, and no link to another.
+#: Fail if the file exists or is a link.
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def _pread_into(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-    """``os.preadv`` of one buffer, for systems without it."""
+    """Replacement of ``os.preadv`` for one buffer, on systems without it."""
     (buffer,) = buffers
     data = os.pread(descriptor, len(buffer), offset)
     buffer[: len(data)] = data
@@ -38,12 +35,12 @@ def read_exactly(descriptor: int, buffer: Bytes, offset: int) -> None:
     """Fill a buffer from a position of a file.
 
     Raises:
-        EOFError: if the file ends before.
+        EOFError: if the file is too short.
     """
     while len(buffer):
         count = _preadv(descriptor, [buffer], offset)
         if count == 0:
-            raise EOFError(f"the file ends at byte {offset}, {len(buffer)} bytes too early")
+            raise EOFError(f"it ends at byte {offset} (expected at least {offset + len(buffer)} bytes)")
         buffer, offset = buffer[count:], offset + count
 
 
@@ -56,12 +53,12 @@ def write_exactly(descriptor: int, data: Bytes | bytes, offset: int) -> None:
 
 
 def create(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Make a new file, with these permissions before the umask."""
+    """Create a new file with the permissions ``mode``, before the umask."""
     return os.fdopen(os.open(path, _CREATE | os.O_WRONLY, mode), "wb")
 
 
 def permissions(paths: Iterable[Path]) -> int:
-    """The permissions that all of these files have."""
+    """The intersection of the permissions of files."""
     mode = 0o777
     for path in paths:
         mode &= path.stat().st_mode
@@ -69,14 +66,14 @@ def permissions(paths: Iterable[Path]) -> int:
 
 
 def will_need(descriptor: int, offset: int, size: int) -> None:
-    """Tell the system what is read next, so that it reads ahead; a hint, where the system takes one."""
+    """Ask the operating system to read a byte range ahead, if it supports that."""
     if _fadvise is not None:
         with suppress(OSError):
             _fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the limit of open files so that ``count`` more can be opened, as far as the system lets us."""
+    """Raise the limit of open files so that ``count`` more can be opened, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = len(os.listdir("/dev/fd")) + count + 64  # noqa: PTH208 - names only
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -85,34 +82,34 @@ def allow_open_files(count: int) -> None:
 
 
 class InputFiles:
-    """Files that are read, held open, and checked not to change meanwhile.
+    """Open input files that are checked for modifications.
 
     Args:
         paths: the files.
-        heads: for each the bytes that it has to begin with.
-        sizes: the bytes that each has to have.
+        prefixes: for each file its expected first bytes.
+        sizes: for each file its expected size in bytes.
 
     Attributes:
-        mode: the permissions that all of them have: those of a file that is written from them, before the umask.
+        mode: the permissions that all files have; a file that is copied from them gets these, before the umask.
 
     Raises:
-        SourceError: if a file cannot be opened, has another size or begins otherwise.
+        SourceError: if a file cannot be opened, or has another size or prefix.
     """
 
-    def __init__(self, paths: Sequence[Path], heads: Sequence[bytes], sizes: Sequence[int]) -> None:
+    def __init__(self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int]) -> None:
         self.paths = paths
         self.descriptors: list[int] = []
         self._states: list[tuple[int, int]] = []
         self.mode = 0o777
         allow_open_files(len(paths))
         try:
-            for path, head, size in zip(paths, heads, sizes, strict=True):
-                self._open(path, head, size)
+            for path, prefix, size in zip(paths, prefixes, sizes, strict=True):
+                self._open(path, prefix, size)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, path: Path, head: bytes, size: int) -> None:
+    def _open(self, path: Path, prefix: bytes, size: int) -> None:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -120,14 +117,14 @@ class InputFiles:
         self.descriptors.append(descriptor)
         self._states.append(self._state(descriptor))
         self.mode &= os.fstat(descriptor).st_mode
-        found, _ = self._states[-1]
-        if found != size:
-            raise SourceError(f"{path}: has {found} bytes, expected {size}: it changed or is truncated")
-        start = memoryview(bytearray(len(head)))
+        actual_size, _ = self._states[-1]
+        if actual_size != size:
+            raise SourceError(f"{path}: was modified or truncated (got {actual_size} bytes, expected {size})")
+        start = memoryview(bytearray(len(prefix)))
         self.read(len(self.descriptors) - 1, start, 0)
-        if start != head:
+        if start != prefix:
             raise SourceError(
-                f"{path}: its header is not the one that was expected: it changed, or is of another checkpoint"
+                f"{path}: its header is not the expected one: it was modified or is of another checkpoint"
             )
 
     @staticmethod
@@ -139,25 +136,25 @@ class InputFiles:
         """Fill a buffer from a position of file ``number``.
 
         Raises:
-            SourceError: if the file ends before.
+            SourceError: if the file is too short, or cannot be read.
         """
         try:
             read_exactly(self.descriptors[number], buffer, offset)
         except EOFError as error:
-            raise SourceError(f"{self.paths[number]}: shrank while it was read: {error}") from error
+            raise SourceError(f"{self.paths[number]}: was truncated while it was read: {error}") from error
         except OSError as error:
             raise SourceError(f"{self.paths[number]}: cannot be read: {error.strerror or error}") from error
 
     def check_unchanged(self, number: int | None = None) -> None:
-        """Check that no file was written to since it was opened, or not file ``number``.
+        """Check that file ``number``, or by default no file, was modified since it was opened.
 
         Raises:
             SourceError: if one was.
         """
-        of_files = list(zip(self.paths, self.descriptors, self._states, strict=True))
-        for path, descriptor, state in of_files if number is None else [of_files[number]]:
+        files = list(zip(self.paths, self.descriptors, self._states, strict=True))
+        for path, descriptor, state in files if number is None else [files[number]]:
             if self._state(descriptor) != state:
-                raise SourceError(f"{path}: changed while it was read; run the command again when it is at rest")
+                raise SourceError(f"{path}: changed while it was read: run the command again")
 
     def close(self) -> None:
         """Close the files."""
@@ -174,32 +171,34 @@ class InputFiles:
 class OutputFiles:
     """New files of known sizes, written at any position.
 
-    The kernel lets one thread at a time write to a file, and lets others spin for their turn. Here they sleep, so that
-    one thread reads while another writes.
+    The kernel serializes writes to a file with a spin lock. These locks put waiting threads to sleep instead, so that
+    other threads can read.
 
     Args:
         paths: the files; none may exist.
-        heads: for each the bytes that it begins with.
-        sizes: the bytes of each file in the end; what is not written stays zero.
+        prefixes: for each file its first bytes.
+        sizes: for each file its size in bytes; bytes that are not written are zero.
         mode: their permissions, before the umask.
     """
 
-    def __init__(self, paths: Sequence[Path], heads: Sequence[bytes], sizes: Sequence[int], mode: int = 0o666) -> None:
+    def __init__(
+        self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int], mode: int = 0o666
+    ) -> None:
         self.descriptors: list[int] = []
-        self._turns = [threading.Lock() for _ in paths]
+        self._locks = [threading.Lock() for _ in paths]
         allow_open_files(len(paths))
         try:
-            for path, head, size in zip(paths, heads, sizes, strict=True):
+            for path, prefix, size in zip(paths, prefixes, sizes, strict=True):
                 self.descriptors.append(os.open(path, _CREATE | os.O_RDWR, mode))
                 os.ftruncate(self.descriptors[-1], size)
-                write_exactly(self.descriptors[-1], head, 0)
+                write_exactly(self.descriptors[-1], prefix, 0)
         except BaseException:
             self.close()
             raise
 
     def write(self, number: int, data: Bytes, offset: int) -> None:
         """Write to a position of file ``number``."""
-        with self._turns[number]:
+        with self._locks[number]:
             write_exactly(self.descriptors[number], data, offset)
 
     def close(self) -> None:

@@ -1,9 +1,8 @@
-"""From elements to bytes: where a flat range of a full tensor's bytes lies in each rank's shard.
+"""Byte offsets of shards: which bytes of a rank's shard hold a flat byte range of the full tensor.
 
-Owns the arithmetic between a placement and the copy engine. A full tensor is seen as rows, the elements before its cut
-dim, each of ``width`` bytes; a shard as the same rows, narrower. A flat range of the full tensor is then at most three
-boxes (the rest of a row, whole rows, the beginning of a row) and, because pieces ascend, one contiguous range of every
-shard. Pure integers: opens nothing.
+A full tensor is a matrix of bytes with one row of ``width`` bytes per index of the dims before the sharded dim. A shard
+has the same number of shorter rows. A flat range of the full tensor then is at most three boxes (the end of a row, full
+rows, the beginning of a row), and one contiguous range of every shard, because intervals are ascending.
 """
 
 from bisect import bisect_left
@@ -18,32 +17,34 @@ from shardconv.plan.placement import Interval, Piece, Placement, intervals
 
 
 class Run(NamedTuple):
-    """Bytes of a row that full tensor and shard have in common.
+    """A contiguous range of bytes of a row that is in the full tensor and in the shard.
 
     Attributes:
-        start: where the run begins in a row of the full tensor.
-        local: where it begins in a row of the shard.
-        size: its bytes.
-        is_copy: whether a lower rank holds the same bytes.
+        start: its offset in a row of the full tensor.
+        local: its offset in a row of the shard.
+        size: its number of bytes.
+        is_replica: whether a lower rank holds the same bytes.
     """
 
     start: int
     local: int
     size: int
-    is_copy: bool
+    is_replica: bool
 
 
 class Box(NamedTuple):
-    """A rectangle of bytes that a block and its range of a shard have in common.
+    """A rectangle of bytes that is in a block of the full tensor and in a byte range of a shard.
 
     Attributes:
-        full: where it begins in the block.
-        local: where it begins in the shard's range.
-        rows: its rows; ``full_width`` and ``local_width`` bytes apart.
-        offset: where in each row of the block the bytes begin, beyond ``full``.
-        local_offset: the same in the shard's range, beyond ``local``.
-        size: bytes in each row.
-        is_copy: whether a lower rank holds the same bytes.
+        full: offset of its first row in the block.
+        local: offset of its first row in the shard's range.
+        rows: number of rows.
+        full_width: stride of the rows in the block, in bytes.
+        local_width: stride of the rows in the shard's range, in bytes.
+        offset: offset of its bytes in each row of the block.
+        local_offset: offset of its bytes in each row of the shard's range.
+        size: bytes per row.
+        is_replica: whether a lower rank holds the same bytes.
     """
 
     full: int
@@ -54,19 +55,19 @@ class Box(NamedTuple):
     offset: int
     local_offset: int
     size: int
-    is_copy: bool
+    is_replica: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRows:
-    """One rank's shard, row by row.
+    """The rows of one rank's shard.
 
     Attributes:
         full_width: bytes of a row of the full tensor.
         width: bytes of a row of the shard.
-        runs: what both have in common.
-        starts: where each run begins in a row of the full tensor.
-        is_padded: whether the shard has zeros beside the runs.
+        runs: the byte ranges of a row that are in both.
+        starts: for each run its offset in a row of the full tensor.
+        is_padded: whether the shard has padding.
     """
 
     full_width: int
@@ -77,12 +78,12 @@ class ShardRows:
 
     @classmethod
     def of_runs(cls, full_width: int, width: int, runs: Sequence[Run]) -> Self:
-        """Rows of ``width`` bytes with these runs, and zeros elsewhere."""
+        """Rows of ``width`` bytes with these runs; all other bytes are padding."""
         is_padded = sum(run.size for run in runs) < width
         return cls(full_width, width, tuple(runs), tuple(run.start for run in runs), is_padded)
 
     def local(self, position: int) -> int:
-        """How many bytes of the shard come before a byte of the full tensor; padding goes with what is before it."""
+        """Number of bytes of the shard before a byte of the full tensor; padding belongs to the run before it."""
         row, column = divmod(position, self.full_width)
         return row * self.width + self._local_column(column)
 
@@ -97,7 +98,7 @@ class ShardRows:
         return self.runs[after].local if after < len(self.runs) else self.width
 
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
-        """What the flat range ``[start, stop)`` of the full tensor and this shard have in common."""
+        """The boxes of the flat range ``[start, stop)`` of the full tensor that are in this shard."""
         base = self.local(start)
         for row, rows, first, last in _spans(start, stop, self.full_width):
             before = self._local_column(first)
@@ -106,11 +107,13 @@ class ShardRows:
                 low, high = max(first, run.start), min(last, run.start + run.size)
                 if low < high:
                     at = run.local + low - run.start - before
-                    yield Box(full, local, rows, self.full_width, self.width, low - first, at, high - low, run.is_copy)
+                    yield Box(
+                        full, local, rows, self.full_width, self.width, low - first, at, high - low, run.is_replica
+                    )
 
 
 def _spans(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """A flat range as (row, rows, first column, last column)."""
+    """Split a flat range into rectangles: (row, number of rows, first column, last column)."""
     row, column = divmod(start, width)
     last_row, last_column = divmod(stop, width)
     if column and row < last_row:
@@ -125,14 +128,14 @@ def _spans(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, i
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A full tensor of ``num_bytes`` bytes in rows of ``width``, and the shard of each rank."""
+    """A full tensor of ``num_bytes`` bytes with rows of ``width`` bytes, and the shard of each rank."""
 
     num_bytes: int
     width: int
     shards: tuple[ShardRows, ...]
 
-    def shares(self, start: int, stop: int) -> Iterator[tuple[int, ShardRows, int, int]]:
-        """The shards that hold something of a flat range: the rank, its rows, and the range of the shard's bytes."""
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, ShardRows, int, int]]:
+        """The shards that hold bytes of a flat range: rank, rows of the shard, and byte range in the shard."""
         for rank, shard in enumerate(self.shards):
             low, high = shard.local(start), shard.local(stop)
             if low < high:
@@ -144,71 +147,76 @@ def geometry(placement: Placement, dtype: str, shape: tuple[int, ...]) -> Geomet
     """The geometry of a tensor under a placement.
 
     Raises:
-        ValueError: if placement and shape do not fit, or a cut would fall inside a byte.
+        ValueError: if placement and shape do not fit, or an interval does not begin and end at a byte boundary.
     """
-    num_bytes = _whole(prod(shape) * DTYPE_BITS[dtype])
+    num_bytes = _to_bytes(prod(shape) * DTYPE_BITS[dtype])
     if placement.dim is None or num_bytes == 0:
-        return Geometry(num_bytes, num_bytes, tuple(_whole_rows(num_bytes, rank) for rank in range(placement.tp)))
+        return Geometry(num_bytes, num_bytes, tuple(_full_rows(num_bytes, rank) for rank in range(placement.tp)))
     if placement.dim >= len(shape) or shape[placement.dim] != placement.size:
         raise ValueError(f"placement along dim {placement.dim} of {placement.size} does not fit shape {list(shape)}")
     bits = prod(shape[placement.dim + 1 :]) * DTYPE_BITS[dtype]
-    width = _whole(placement.size * bits)
-    owned: list[Interval] = []
+    width = _to_bytes(placement.size * bits)
+    held: list[Interval] = []
     shards = []
     for pieces in placement.ranks:
-        shards.append(_shard_rows(pieces, width, bits, owned))
-        owned = _joined(sorted([*owned, *intervals(pieces)]))
+        shards.append(_shard_rows(pieces, width, bits, held))
+        held = _union(sorted([*held, *intervals(pieces)]))
     return Geometry(num_bytes, width, tuple(shards))
 
 
-def whole(num_bytes: int) -> Geometry:
-    """A tensor that lies in one file as it is."""
-    return Geometry(num_bytes, num_bytes, (_whole_rows(num_bytes, 0),))
+def unsharded(num_bytes: int) -> Geometry:
+    """The geometry of a full tensor in one file."""
+    return Geometry(num_bytes, num_bytes, (_full_rows(num_bytes, 0),))
 
 
-def _whole_rows(num_bytes: int, rank: int) -> ShardRows:
+def _full_rows(num_bytes: int, rank: int) -> ShardRows:
     runs = [Run(0, 0, num_bytes, rank > 0)] if num_bytes else []
     return ShardRows.of_runs(num_bytes, num_bytes, runs)
 
 
-def _shard_rows(pieces: Sequence[Piece], width: int, bits: int, owned: Sequence[Interval]) -> ShardRows:
+def _shard_rows(pieces: Sequence[Piece], width: int, bits: int, held: Sequence[Interval]) -> ShardRows:
     runs = []
     local = 0
     for piece in pieces:
         if isinstance(piece, Interval):
-            for part, is_copy in _by_owner(piece, owned):
-                at = local + (part.start - piece.start) * bits
-                runs.append(Run(_whole(part.start * bits), _whole(at), _whole(part.size * bits), is_copy))
+            for interval, is_replica in _split_replicas(piece, held):
+                at = local + (interval.start - piece.start) * bits
+                start, size = _to_bytes(interval.start * bits), _to_bytes(interval.size * bits)
+                runs.append(Run(start, _to_bytes(at), size, is_replica))
         local += piece.size * bits
-    return ShardRows.of_runs(width, _whole(local), runs)
+    return ShardRows.of_runs(width, _to_bytes(local), runs)
 
 
-def _joined(ascending: Sequence[Interval]) -> list[Interval]:
-    joined: list[Interval] = []
-    for piece in ascending:
-        if joined and piece.start <= joined[-1].stop:
-            joined[-1] = Interval(joined[-1].start, max(joined[-1].stop, piece.stop))
+def _union(ascending: Sequence[Interval]) -> list[Interval]:
+    union: list[Interval] = []
+    for interval in ascending:
+        if union and interval.start <= union[-1].stop:
+            union[-1] = Interval(union[-1].start, max(union[-1].stop, interval.stop))
         else:
-            joined.append(piece)
-    return joined
+            union.append(interval)
+    return union
 
 
-def _by_owner(piece: Interval, owned: Sequence[Interval]) -> Iterator[tuple[Interval, bool]]:
-    """A piece in parts that a lower rank holds already (``owned``, apart and sorted), and parts that none does."""
-    start = piece.start
-    for other in owned:
-        low, high = max(start, other.start), min(piece.stop, other.stop)
+def _split_replicas(interval: Interval, held: Sequence[Interval]) -> Iterator[tuple[Interval, bool]]:
+    """Split an interval at the bounds of ``held``, the disjoint sorted intervals of lower ranks.
+
+    Yields:
+        An interval, and whether a lower rank holds it.
+    """
+    start = interval.start
+    for other in held:
+        low, high = max(start, other.start), min(interval.stop, other.stop)
         if low >= high:
             continue
         if start < low:
             yield Interval(start, low), False
         yield Interval(low, high), True
         start = high
-    if start < piece.stop:
-        yield Interval(start, piece.stop), False
+    if start < interval.stop:
+        yield Interval(start, interval.stop), False
 
 
-def _whole(bits: int) -> int:
+def _to_bytes(bits: int) -> int:
     if bits % 8:
-        raise ValueError("a cut would fall inside a byte")
+        raise ValueError("a shard begins or ends inside a byte")
     return bits // 8

@@ -1,7 +1,6 @@
-"""The header of a safetensors file: read, check, build.
+"""Read, check and build headers of safetensors files (https://github.com/huggingface/safetensors#format).
 
-Owns the container format (https://github.com/huggingface/safetensors#format) and trusts nothing in a file: whatever
-the reference library refuses is refused here too. Knows nothing of models, plans or ranks.
+Files are untrusted input: everything that the reference library refuses is refused here, too.
 """
 
 import json
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from shardconv.errors import SourceError
 
-#: Bits per element of every dtype that the format has, named as in a header.
+#: Bits per element of every dtype of the format, by its name in a header.
 DTYPE_BITS = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8,
     "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -26,7 +25,7 @@ DTYPE_BITS = {
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
 
-#: The longest header that the format allows, in bytes.
+#: Maximum size of a header in bytes.
 MAX_HEADER_BYTES = 100_000_000
 
 _U64_MAX = 2**64 - 1
@@ -35,7 +34,7 @@ _TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of a file: its dtype, its shape, and where its bytes lie in the file's data section."""
+    """Dtype and shape of one tensor of a file, and its byte range in the data section of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,9 +52,9 @@ class Header:
     """A checked header.
 
     Attributes:
-        raw: the JSON text as it stands in the file, with its padding and without the length before it.
+        raw: the JSON text exactly as in the file, with its padding and without the length before it.
         tensors: name to tensor, in the order of the data.
-        metadata: the file's own strings, or None where it has none.
+        metadata: the ``__metadata__`` strings of the file, or None.
     """
 
     raw: bytes
@@ -64,7 +63,7 @@ class Header:
 
     @property
     def data_offset(self) -> int:
-        """Where the data section begins in the file."""
+        """Offset of the data section in the file."""
         return _LENGTH.size + len(self.raw)
 
     @property
@@ -78,8 +77,8 @@ class Header:
         return self.data_offset + self.data_bytes
 
     @property
-    def head(self) -> bytes:
-        """The file's first bytes, up to its data section."""
+    def prefix(self) -> bytes:
+        """The bytes of the file before its data section: the length and the text of the header."""
         return _LENGTH.pack(len(self.raw)) + self.raw
 
 
@@ -102,22 +101,24 @@ def read_header(path: Path) -> Header:
 
 def _read_raw(prefix: bytes, file_bytes: int, path: Path, file: Any) -> bytes:  # noqa: ANN401 - a binary file
     if len(prefix) < _LENGTH.size:
-        raise SourceError(f"{path}: no safetensors file: {file_bytes} bytes are too few for a header")
+        raise SourceError(f"{path}: is not a safetensors file (got {file_bytes} bytes, expected at least 8)")
     (length,) = _LENGTH.unpack(prefix)
     if length > MAX_HEADER_BYTES:
-        raise SourceError(f"{path}: no safetensors file: a header of {length} bytes is over the limit")
+        raise SourceError(
+            f"{path}: is not a safetensors file (got a header of {length} bytes, expected at most {MAX_HEADER_BYTES})"
+        )
     if _LENGTH.size + length > file_bytes:
-        raise SourceError(f"{path}: truncated: the header alone has {length} bytes, the file {file_bytes}")
+        raise SourceError(f"{path}: is truncated (got {file_bytes} bytes, expected a header of {length} bytes)")
     raw: bytes = file.read(length)
     return raw
 
 
 def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
-    """Check the JSON text of a header against the size of the data section behind it.
+    """Parse the JSON text of a header and check it against the size of the data section.
 
     Args:
         raw: the header without its length.
-        data_bytes: bytes of the file behind the header.
+        data_bytes: bytes of the file after the header.
         path: the file, for messages only.
 
     Raises:
@@ -133,12 +134,12 @@ def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
     except ValueError as error:
         raise SourceError(f"{path}: invalid safetensors header: {error!s:.300}") from error
     if header.data_bytes != data_bytes:
-        kind = "truncated" if data_bytes < header.data_bytes else "longer than its header says"
-        raise SourceError(f"{path}: {kind}: expected {header.data_bytes} bytes of data, found {data_bytes}")
+        kind = "truncated" if data_bytes < header.data_bytes else "longer than its header allows"
+        raise SourceError(f"{path}: is {kind} (got {data_bytes} bytes of data, expected {header.data_bytes})")
     return header
 
 
-#: A minus sign where a number may begin. Python reads -0 as 0, which the reference library refuses.
+#: A minus sign where a number may begin. Python parses -0 as 0, but the reference library refuses it.
 _MAYBE_NEGATIVE = re.compile(rb"[\[,:]\s*-")
 
 
@@ -146,30 +147,30 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
     if not raw.startswith(b"{"):
         raise ValueError("it does not begin with {")
     try:
-        parse_int = _natural if _MAYBE_NEGATIVE.search(raw) else None  # the slow way only where it may matter
+        parse_int = _parse_unsigned if _MAYBE_NEGATIVE.search(raw) else None  # slow, so only where it may matter
         entries = json.loads(
-            raw.decode(), object_pairs_hook=_unique, parse_int=parse_int, parse_constant=_refuse_constant
+            raw.decode(), object_pairs_hook=_unique_keys, parse_int=parse_int, parse_constant=_refuse_constant
         )
         if b"\\u" in raw:
-            json.dumps(entries, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+            json.dumps(entries, ensure_ascii=False).encode()  # refuses unpaired surrogates
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     assert isinstance(entries, dict)
     return entries
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"key {name!r} stands there twice")
+        raise ValueError(f"key {name!r} is duplicated")
     return result
 
 
-def _natural(text: str) -> int:
+def _parse_unsigned(text: str) -> int:
     value = int(text) if text.isdigit() and len(text) <= 20 else -1
     if not 0 <= value <= _U64_MAX:
-        raise ValueError(f"{text[:40]} is no unsigned 64-bit number")
+        raise ValueError(f"{text[:40]} is not an unsigned 64-bit integer")
     return value
 
 
@@ -187,16 +188,18 @@ def _check_metadata(value: Any) -> dict[str, str] | None:  # noqa: ANN401 - anyt
 
 def _check_tensor(name: str, entry: Any) -> TensorInfo:  # noqa: ANN401 - anything JSON holds
     if not isinstance(entry, dict) or entry.keys() != _TENSOR_KEYS:
-        raise ValueError(f"tensor {name!r} must have dtype, shape and data_offsets, and nothing else")
+        raise ValueError(f"tensor {name!r} must have exactly the keys dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
+        raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")
     is_lists = isinstance(shape, list) and isinstance(offsets, list)
     if not is_lists or len(offsets) != 2 or {*map(type, shape), *map(type, offsets)} != {int}:
-        raise ValueError(f"tensor {name!r}: shape and data_offsets must be lists of natural numbers")
+        raise ValueError(f"tensor {name!r}: shape and data_offsets must be lists of non-negative integers")
     info = TensorInfo(dtype, tuple(shape), *offsets)
     if info.start < 0 or info.start + num_bytes(dtype, info.shape) != info.stop:
-        raise ValueError(f"tensor {name!r}: {dtype} of shape {shape} does not fill bytes {info.start} to {info.stop}")
+        raise ValueError(
+            f"tensor {name!r}: {dtype} of shape {shape} does not have the size of bytes {info.start} to {info.stop}"
+        )
     return info
 
 
@@ -204,17 +207,17 @@ def _check_coverage(ordered: dict[str, TensorInfo]) -> None:
     end = 0
     for name, info in ordered.items():
         if info.start != end:
-            kind = "overlaps the tensor before it" if info.start < end else "leaves a hole before it"
-            raise ValueError(f"tensor {name!r} begins at byte {info.start} and {kind}, which ends at {end}")
+            kind = "overlaps the previous tensor" if info.start < end else "leaves a gap after the previous tensor"
+            raise ValueError(f"tensor {name!r} {kind} (got start {info.start}, expected {end})")
         end = info.stop
 
 
 def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None) -> Header:
-    """Lay tensors out one behind the other and describe them.
+    """Build the header of a file with contiguous tensors.
 
     Args:
         tensors: name, dtype and shape of each, in the order of the data.
-        metadata: the file's own strings.
+        metadata: the ``__metadata__`` strings of the file, or None.
 
     Raises:
         SourceError: if the header would be longer than the format allows.
@@ -229,16 +232,18 @@ def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
         entries[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": (info.start, info.stop)}
     raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     if len(raw) > MAX_HEADER_BYTES - 8:
-        raise SourceError(f"a header of {len(raw)} bytes would be over the limit of the format: use a smaller metadata")
+        raise SourceError(
+            f"header is too large (got {len(raw)} bytes, expected at most {MAX_HEADER_BYTES - 8}): use smaller metadata"
+        )
     return Header(raw + b" " * (-len(raw) % 8), infos, metadata)
 
 
 @lru_cache
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor, checked as the reference library does: no product on the way may be over 64 bits.
+    """Bytes of a tensor, checked like in the reference library: no intermediate product may exceed 64 bits.
 
     Raises:
-        ValueError: if it overflows, or if the tensor ends inside a byte.
+        ValueError: if a product overflows, or if the tensor ends inside a byte.
     """
     total = 1
     for size in (*shape, DTYPE_BITS[dtype]):

@@ -1,4 +1,4 @@
-"""Files that a user names to be left out of a source, by glob patterns."""
+"""Glob patterns of files to leave out of a source (``--ignore``)."""
 
 import shlex
 from collections.abc import Collection, Iterable
@@ -10,57 +10,57 @@ from shardconv.errors import UsageError
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names a file or a folder above it.
+    """Whether a pattern matches a file or one of its parent folders.
 
     Args:
-        name: relative to the folder of the source, with / between folders, and behind a hidden one.
-        pattern: as for :func:`fnmatch.fnmatchcase`, so * is any text; a / behind it is allowed.
+        name: relative to the folder of the source, with / as separator; names of hidden folders end with /.
+        pattern: as for :func:`fnmatch.fnmatchcase`, where * matches any text; may end with /.
     """
     path = PurePosixPath(name)
-    above = [str(parent) for parent in path.parents if parent.name]
+    parents = [str(parent) for parent in path.parents if parent.name]
     is_in_hidden = name.endswith("/") and pattern.startswith(name)
-    return is_in_hidden or any(fnmatchcase(each, pattern.rstrip("/")) for each in (str(path), *above))
+    return is_in_hidden or any(fnmatchcase(candidate, pattern.rstrip("/")) for candidate in (str(path), *parents))
 
 
 def ignored(
     folder: Path, names: Collection[str], patterns: Iterable[str], optional: Iterable[str] = ()
 ) -> dict[str, str]:
-    """The files that patterns name, each with the pattern.
+    """Name to pattern of the files that patterns match.
 
     Args:
         folder: for messages.
         names: all files of the folder.
-        patterns: each has to match a file.
-        optional: patterns that need not.
+        patterns: patterns that must match a file.
+        optional: patterns that may match nothing.
 
     Raises:
-        UsageError: if a pattern matches nothing.
+        UsageError: if a pattern of ``patterns`` matches nothing.
     """
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for pattern in patterns:
-        here = [name for name in names if matches(name, pattern)]
-        if not here:
+        matched = [name for name in names if matches(name, pattern)]
+        if not matched:
             raise UsageError(
-                f"--ignore {pattern!r}: matches no file in {folder}; patterns are relative to that folder, as "
+                f"--ignore {pattern!r}: matches no file in {folder}: pass a pattern relative to that folder, such as "
                 f"'*.gguf' or 'original/*'"
             )
-        found |= dict.fromkeys(here, pattern)
-    return {name: pattern for pattern in optional for name in names if matches(name, pattern)} | found
+        result |= dict.fromkeys(matched, pattern)
+    return {name: pattern for pattern in optional for name in names if matches(name, pattern)} | result
 
 
 def options_for(names: Collection[str], others: Collection[str]) -> str:
-    """Options that name these files and none of the others, as few as a shell command can do with.
+    """The ``--ignore`` options, as few as possible, that match all of ``names`` and none of ``others``.
 
     Args:
-        names: the files to be left out.
+        names: the files to leave out.
         others: all other files of the folder.
     """
     patterns: list[str] = []
     for name in names:
         path = PurePosixPath(name)
-        alike = escape(f"{path.parent}/" * bool(path.parent.name)) + "*" + escape(path.suffix)
-        is_shared = sum(matches(other, alike) for other in names) > 1
-        is_safe = not any(matches(other, alike) for other in others)
+        by_suffix = escape(f"{path.parent}/" * bool(path.parent.name)) + "*" + escape(path.suffix)
+        is_shared = sum(matches(other, by_suffix) for other in names) > 1
+        is_safe = not any(matches(other, by_suffix) for other in others)
         if not any(matches(name, pattern) for pattern in patterns):
-            patterns.append(alike if is_shared and is_safe else escape(name))
+            patterns.append(by_suffix if is_shared and is_safe else escape(name))
     return " ".join(f"--ignore {shlex.quote(pattern)}" for pattern in patterns)

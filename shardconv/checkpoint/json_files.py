@@ -1,4 +1,4 @@
-"""JSON objects on disk, read with a limit and with errors that name the file."""
+"""Read JSON objects from disk, with a size limit and errors that name the file."""
 
 import json
 import stat
@@ -14,13 +14,13 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        SourceError: if the file cannot be read or holds something else.
+        SourceError: if the file cannot be read, or is not a JSON object.
     """
     return parse_object(path, read_text(path))
 
 
 def read_text(path: Path) -> str:
-    """Read a file of UTF-8.
+    """Read a UTF-8 text file.
 
     Raises:
         SourceError: if it cannot be read, is too large, or is not UTF-8.
@@ -28,9 +28,9 @@ def read_text(path: Path) -> str:
     try:
         status = path.stat()
         if stat.S_ISFIFO(status.st_mode):
-            raise SourceError(f"{path}: is not a regular file")  # to read it could wait for ever
+            raise SourceError(f"{path}: is not a regular file")  # reading a pipe could block forever
         if status.st_size > _MAX_BYTES:
-            raise SourceError(f"{path}: is too large for what it should be")
+            raise SourceError(f"{path}: is too large (got {status.st_size} bytes, expected at most {_MAX_BYTES})")
         return path.read_bytes().decode()
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -42,12 +42,12 @@ def parse_object(path: Path, text: str) -> dict[str, Any]:
     """Parse a JSON object; the path is for messages.
 
     Raises:
-        SourceError: if the text is something else.
+        SourceError: if the text is not a JSON object.
     """
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: is not JSON: {error}") from error
     if not isinstance(data, dict):
-        raise SourceError(f"{path}: is no JSON object")
+        raise SourceError(f"{path}: is not a JSON object")
     return data

@@ -1,7 +1,7 @@
-"""The files of a split checkpoint: where each shard lies in which rank's file.
+"""Headers of rank files, and the position of each shard in them.
 
-Owns the order of tensors in rank files and their headers. Follows from the source's headers, a plan and a layout
-(layouts/), so what reads a split checkpoint computes it anew and compares.
+They follow from the source's headers, a plan and a layout (``layouts/``), so a split checkpoint is checked against
+headers that are computed again from its manifest.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,25 +10,25 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from shardconv.checkpoint.copy import Shards
-from shardconv.checkpoint.geometry import geometry, whole
+from shardconv.checkpoint.geometry import geometry, unsharded
 from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header, num_bytes
 from shardconv.layouts.dcp import KEY, offsets_metadata
 from shardconv.layouts.layout import NATIVE, FileLayout, FileTensor
 from shardconv.plan.plan import Plan, TensorSpec
 
 MANIFEST_NAME = "shardconv.json"
-#: The key of the identity of a split in the metadata of its rank files.
+#: Key of the identity of a split checkpoint in the metadata of its rank files.
 IDENTITY_KEY = "shardconv"
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Files with the shards of tensors.
+    """Files with shards of tensors.
 
     Attributes:
         headers: of each file.
-        shards: for each source tensor, in order, where its shards lie.
-        constants: the bytes with which the data section of each file begins, before all shards.
+        shards: for each source tensor, in order, the positions of its shards.
+        constants: the bytes at the beginning of each file's data section, before all shards.
     """
 
     headers: tuple[Header, ...]
@@ -36,9 +36,9 @@ class Layout:
     constants: bytes = b""
 
     @property
-    def heads(self) -> list[bytes]:
-        """The first bytes of each file, up to its shards."""
-        return [header.head + self.constants for header in self.headers]
+    def prefixes(self) -> list[bytes]:
+        """The bytes of each file before its shards."""
+        return [header.prefix + self.constants for header in self.headers]
 
     @property
     def file_bytes(self) -> list[int]:
@@ -46,13 +46,13 @@ class Layout:
         return [header.file_bytes for header in self.headers]
 
 
-class FoundFiles(NamedTuple):
-    """Rank files that an engine wrote itself.
+class ExplicitFiles(NamedTuple):
+    """Rank files whose names and headers are stored instead of computed: those of vLLM and of padded checkpoints.
 
     Attributes:
         names: of the files.
-        layout: what they hold.
-        notes: sentences on how their checkpoint may differ from the one that the engine loaded.
+        layout: their headers and shards.
+        notes: possible differences from the checkpoint that the engine loaded, one sentence each.
     """
 
     names: tuple[str, ...]
@@ -60,10 +60,10 @@ class FoundFiles(NamedTuple):
     notes: tuple[str, ...]
 
 
-def in_order(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors of a source in the order of the rank files: widest dtype first, else as they lie.
+def in_file_order(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Sort the tensors of a source into the order of the rank files: widest dtype first, stable.
 
-    So every shard is aligned to its dtype, as in files of the reference writer; those keep their order.
+    Every shard is then aligned to its dtype, as in files of the reference library, whose order does not change.
     """
     return dict(sorted(tensors.items(), key=lambda item: -max(DTYPE_BITS[item[1].dtype] // 8, 1)))
 
@@ -76,24 +76,24 @@ def lay_out_ranks(
     layout: FileLayout = NATIVE,
     identity: str | None = None,
 ) -> Layout:
-    """The files of the ranks.
+    """Lay out the rank files.
 
     Args:
         tensors: name to dtype and shape of the full tensors, in order.
         plan: their placements.
-        metadata: what the source's files say of themselves.
-        layout: which tensors the files hold.
-        identity: of the split, for the metadata of each file; None for none.
+        metadata: of the source files.
+        layout: the tensors of the rank files.
+        identity: of the split checkpoint, for the metadata of each file; None for none.
 
     Raises:
         PlanError: if shards do not form the tensors of the layout.
     """
-    own = {"format": "pt", **metadata, **({} if identity is None else {IDENTITY_KEY: identity})}
+    common = {"format": "pt", **metadata, **({} if identity is None else {IDENTITY_KEY: identity})}
     placements = {name: plan.placement(name) for name in tensors}
     distinct = tuple(dict.fromkeys(placements.values()))
     sizes = [tuple(placement.local_size(rank) for placement in distinct) for rank in range(plan.tp)]
-    # most often 0: ranks with equal shapes share a header, unless it says where the shards lie
-    first_alike = list(range(plan.tp)) if layout.has_offsets else [sizes.index(size) for size in sizes]
+    # ranks with equal shapes share a header, unless it stores the offsets of the shards
+    first_equal = list(range(plan.tp)) if layout.has_offsets else [sizes.index(size) for size in sizes]
     file_tensors = layout.file_tensors(tensors)
     files = {
         rank: _lay_out_rank(
@@ -101,25 +101,25 @@ def lay_out_ranks(
             tensors,
             {name: placements[name].shard_shape(spec.shape, rank) for name, spec in tensors.items()},
             layout,
-            {**own, KEY: offsets_metadata(tensors, placements, rank)} if layout.has_offsets else own,
+            {**common, KEY: offsets_metadata(tensors, placements, rank)} if layout.has_offsets else common,
         )
-        for rank in dict.fromkeys(first_alike)
+        for rank in dict.fromkeys(first_equal)
     }
 
     def offsets(name: str) -> tuple[int, ...]:
-        found = {rank: file.offsets[name] for rank, file in files.items()}
-        return tuple(map(found.__getitem__, first_alike))
+        by_rank = {rank: file.offsets[name] for rank, file in files.items()}
+        return tuple(map(by_rank.__getitem__, first_equal))
 
     shards = tuple(
         Shards(geometry(placements[name], spec.dtype, spec.shape), range(plan.tp), offsets(name))
         for name, spec in tensors.items()
     )
-    headers = tuple(files[rank].header for rank in first_alike)
+    headers = tuple(files[rank].header for rank in first_equal)
     return Layout(headers, shards, b"".join(constant.data for constant in layout.constants))
 
 
 class _RankFile(NamedTuple):
-    """The header of a rank's file, and the first byte of each source tensor's shard in the file."""
+    """The header of a rank file, and the offset of each source tensor's shard in the file."""
 
     header: Header
     offsets: dict[str, int]
@@ -132,38 +132,38 @@ def _lay_out_rank(
     layout: FileLayout,
     metadata: dict[str, str],
 ) -> _RankFile:
-    """One rank's file; ``shapes`` are those of the rank's shards of the source tensors."""
+    """Lay out one rank file; ``shapes`` are those of the rank's shards of the source tensors."""
     constants = ((constant.name, constant.dtype, constant.shape) for constant in layout.constants)
-    joined = (
-        (one.name, tensors[one.members[0]].dtype, one.shape([shapes[name] for name in one.members]))
-        for one in file_tensors
+    fused = (
+        (tensor.name, tensors[tensor.members[0]].dtype, tensor.shape([shapes[name] for name in tensor.members]))
+        for tensor in file_tensors
     )
-    header = build_header(chain(constants, joined), metadata)
-    offsets = {one.members[0]: header.data_offset + header.tensors[one.name].start for one in file_tensors}
-    for one in layout.changed:
-        for before, name in pairwise(one.members):
-            offsets[name] = offsets[before] + num_bytes(tensors[before].dtype, shapes[before])
+    header = build_header(chain(constants, fused), metadata)
+    offsets = {tensor.members[0]: header.data_offset + header.tensors[tensor.name].start for tensor in file_tensors}
+    for tensor in layout.changed:
+        for previous, name in pairwise(tensor.members):
+            offsets[name] = offsets[previous] + num_bytes(tensors[previous].dtype, shapes[previous])
     return _RankFile(header, offsets)
 
 
-def lay_out_parts(headers: Sequence[Header], names: Iterable[str]) -> Layout:
-    """The files of a checkpoint that is not split.
+def lay_out_source(headers: Sequence[Header], names: Iterable[str]) -> Layout:
+    """Lay out the files of an unsharded checkpoint.
 
     Args:
-        headers: of each part.
+        headers: of each source file.
         names: the tensors, in order.
     """
-    places = {
+    positions = {
         name: (number, header.data_offset + info.start, info.num_bytes)
         for number, header in enumerate(headers)
         for name, info in header.tensors.items()
     }
-    found = (places[name] for name in names)
-    return Layout(tuple(headers), tuple(Shards(whole(size), (part,), (at,)) for part, at, size in found))
+    ordered = (positions[name] for name in names)
+    return Layout(tuple(headers), tuple(Shards(unsharded(size), (file,), (offset,)) for file, offset, size in ordered))
 
 
 def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan) -> Layout:
-    """The files of a checkpoint that is not split, and whose tensors are padded by a plan for one rank.
+    """Lay out the files of an unsharded checkpoint whose tensors are padded by a plan for one rank.
 
     Args:
         headers: of each file without padding.
@@ -177,14 +177,14 @@ def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec],
         )
         return build_header(shapes, header.metadata)
 
-    files = tuple(map(padded, headers))
-    places = {
+    padded_headers = tuple(map(padded, headers))
+    positions = {
         name: (number, header.data_offset + info.start)
-        for number, header in enumerate(files)
+        for number, header in enumerate(padded_headers)
         for name, info in header.tensors.items()
     }
     shards = (
-        Shards(geometry(plan.placement(name), spec.dtype, spec.shape), (places[name][0],), (places[name][1],))
+        Shards(geometry(plan.placement(name), spec.dtype, spec.shape), (positions[name][0],), (positions[name][1],))
         for name, spec in tensors.items()
     )
-    return Layout(files, tuple(shards))
+    return Layout(padded_headers, tuple(shards))

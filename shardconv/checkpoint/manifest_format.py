@@ -1,13 +1,13 @@
 """The JSON form of manifests: its versions, its schema and its checksum.
 
-| version | |
+| version | contents |
 |---|---|
 | 1 | placements, and the reason of each |
 | 2 | the same; with ``dcp`` rank files have the layout of that name |
-| 3 | the plan: placements, styles and units, with the rules and module overrides that they follow from; rank files have
-the identity of the split in their headers; the layout of rank files, null or missing for native |
+| 3 | the plan: placements, styles and units, with the rules and module overrides that they follow from; the layout of
+rank files, null or missing for native; rank files store the identity of the split checkpoint in their headers |
 
-A manifest of an older version is brought into the form of the latest; what it did not store stays empty.
+Older versions are upgraded to the latest when they are read; fields that they do not have are empty.
 """
 
 import json
@@ -18,10 +18,10 @@ import xxhash
 
 from shardconv.layouts.layout import DCP
 
-#: The version that is written, and the latest that can be read.
+#: The version of new manifests, and the latest version that can be read.
 FORMAT_VERSION = 3
 
-#: The key of the checksum over all other keys.
+#: Key of the checksum of all other keys.
 CHECKSUM_KEY = "manifest_checksum"
 
 _SCOPE = {
@@ -50,7 +50,7 @@ _LAYOUT = {
     "constants": [{"dtype": str, "shape": [int], "value": (float, int), "names": [str]}],
     "padded_to": {...: int},
 }
-#: A list stands for any number of what is in it, a mapping from ``...`` for any keys, a tuple for a choice.
+#: A list means any number of its element, a mapping from ``...`` any keys, a tuple a choice.
 _SCHEMA = {
     "tp": int,
     "layout": (_LAYOUT, None),
@@ -78,10 +78,10 @@ _SCHEMA = {
 
 
 def checked(data: dict[str, Any]) -> dict[str, Any]:
-    """The data of a manifest in the form of the latest version.
+    """Check the data of a manifest, and upgrade it to the latest version.
 
     Args:
-        data: what the file holds.
+        data: the JSON object.
 
     Raises:
         ValueError: if it is not a manifest of a known version, or was changed after it was written.
@@ -91,40 +91,40 @@ def checked(data: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("it is not a manifest of shardconv")
     if version > FORMAT_VERSION:
         raise ValueError(
-            f"its format version is {version}, this shardconv reads up to {FORMAT_VERSION}: update shardconv"
+            f"its format version is too new (got {version}, expected at most {FORMAT_VERSION}): update shardconv"
         )
     body = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
     if data.get(CHECKSUM_KEY) != checksum(body):
-        raise ValueError("it was changed after it was written (its own checksum differs)")
+        raise ValueError("it was changed after it was written (its checksum differs)")
     body = {"layout": None, **body}
-    if body.get("dcp") is True and body["layout"] is None:  # as layouts were said before there was more than one
+    if body.get("dcp") is True and body["layout"] is None:  # before there was a key for layouts
         body["layout"] = DCP.to_json(())
     if version < FORMAT_VERSION:
         body = _upgraded(body)
     if not _fits(body, _SCHEMA) or (body["plan"]["rules"] is None) is not (version < FORMAT_VERSION):
-        raise ValueError("a field in it is missing or has the wrong type")
+        raise ValueError("one of its fields is missing or has the wrong type")
     return body
 
 
 def checksum(body: dict[str, Any]) -> str:
-    """The checksum of a manifest without its checksum."""
+    """The checksum of a manifest, computed without its checksum key."""
     text = json.dumps(body, separators=(",", ":"), sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def identity_of(checksums: Sequence[Sequence[str]]) -> str:
-    """The digest of all checksums of a split, which its rank files have in their headers."""
+    """The digest of all checksums of a split checkpoint, which its rank files store in their headers."""
     return xxhash.xxh3_128_hexdigest("\n".join(" ".join(rank) for rank in checksums).encode())
 
 
-#: What stands in the place of an identity until the checksums are known.
+#: Placeholder of the identity until the checksums are known.
 NO_IDENTITY = "0" * 32
 
 
 def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
-    """A manifest of version 1 or 2 in the form of version 3; what is not there is missing there, too."""
+    """Upgrade a manifest of version 1 or 2 to version 3; missing fields stay missing."""
     plan, source = body["plan"], body["source"]
-    placements = [_upgraded_placement(one) for one in plan["rules"]]
+    placements = [_upgraded_placement(placement) for placement in plan["rules"]]
     renamed = {"files" if key == "parts" else key: value for key, value in source.items()}
     return {
         **body,

@@ -1,4 +1,4 @@
-"""Merge: a split checkpoint becomes its source again, byte for byte."""
+"""Merge a split checkpoint back into its source, byte for byte."""
 
 import time
 from dataclasses import dataclass
@@ -7,31 +7,38 @@ from pathlib import Path
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import create, permissions
 from shardconv.checkpoint.header import Header, build_header
-from shardconv.checkpoint.layout import MANIFEST_NAME, lay_out_parts
+from shardconv.checkpoint.layout import MANIFEST_NAME, lay_out_source
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
-from shardconv.checkpoint.staging import check_apart, check_target, staging
+from shardconv.checkpoint.staging import check_disjoint, check_target, staging
 from shardconv.checkpoint.vllm_folder import read_split
-from shardconv.checkpoint.write import check_readable, copy_files, copy_side_files, read_ranks, side_bytes, side_paths
+from shardconv.checkpoint.write import (
+    auxiliary_bytes,
+    auxiliary_paths,
+    check_readable,
+    copy_auxiliary,
+    copy_files,
+    read_ranks,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """What a merge did, or with ``dry_run`` would do.
+    """Result of a merge, or with ``dry_run`` the expected result.
 
     Attributes:
         path: the merged file or folder.
         files: the names of its weight files.
         num_tensors: number of tensors.
         num_bytes: bytes of the weight files.
-        is_identical: whether those are the source's files again, byte for byte: parts merged into one file are not.
-            None where there are no checksums to tell.
-        seconds: wall time.
+        is_identical: whether the weight files equal the source files, byte for byte; False if several source files are
+            merged into one. None without checksums.
+        seconds: wall time in seconds.
         dry_run: whether nothing was written.
-        destination_exists: whether a checkpoint was at ``path`` before, which only ``overwrite`` replaces.
-        saved_by: the engine that saved the folder itself, without naming its source; None for a split checkpoint.
-        notes: how such a checkpoint may differ from the one that the engine loaded.
+        destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
+        saved_by: the engine that saved the rank files; None for a split checkpoint.
+        notes: possible differences from the checkpoint that the engine loaded.
     """
 
     path: str
@@ -57,21 +64,21 @@ def merge(
 ) -> MergeReport:
     """Merge a split checkpoint, or a folder that vLLM saved with ``save_sharded_state``.
 
-    Checksums are checked while the data passes, copies on several ranks to be equal, padding to be zero.
+    Checks checksums, equality of replicas, and zeros in the padding during the copy.
 
     Args:
         src: the split checkpoint, or a folder that vLLM saved of a dense unquantized model.
-        dst: what to write: a name that ends in ``.safetensors`` for one file, any other for a folder with the source's
-            files. By default ``NAME-merged`` in the current folder, a file or a folder as the source was.
-        overwrite: replace what is at ``dst``.
-        dry_run: check what can be checked without reading the data, write nothing; a checkpoint at ``dst`` is then not
-            an error.
-        threads: how many threads copy; by default as many as there are processors, up to 8.
-        progress: called with bytes done and bytes in all.
+        dst: the output: a path that ends with ``.safetensors`` for one file, any other path for a folder with the
+            source files. Defaults to ``NAME-merged`` in the current folder, a file or a folder like the source.
+        overwrite: replace an existing checkpoint at ``dst``.
+        dry_run: check everything that does not require reading the data, but write nothing; an existing checkpoint at
+            ``dst`` is not an error.
+        threads: number of threads; defaults to the number of processors, at most 8.
+        progress: called with the number of copied bytes and the total.
 
     Raises:
-        SplitCheckpointError: if a rank file is missing, or bytes are not those that were written.
-        OutputError: if the destination exists, is in use, or has no room.
+        SplitCheckpointError: if a rank file is missing, or bytes differ from those that were written.
+        OutputError: if the destination exists, is in use, or has too little free space.
     """
     began = time.perf_counter()
     folder = local_path(src)
@@ -79,10 +86,10 @@ def merge(
     target = local_path(dst) if dst is not None else _default_target(folder, manifest)
     is_folder = target.suffix != ".safetensors"
     headers = _headers(manifest, one_file=not is_folder)
-    is_same_layout = list(headers.values()) == [header for _, header in manifest.parts]
-    check_apart(target, [folder])
+    is_same_layout = list(headers.values()) == [header for _, header in manifest.source_files]
+    check_disjoint(target, [folder])
     exists = check_target(
-        target, is_folder=is_folder, overwrite=overwrite, dry_run=dry_run, side_files=manifest.side_files
+        target, is_folder=is_folder, overwrite=overwrite, dry_run=dry_run, auxiliary_files=manifest.auxiliary_files
     )
     if dry_run:
         check_readable(manifest, folder)
@@ -108,11 +115,11 @@ def _default_target(folder: Path, manifest: Manifest) -> Path:
 
 
 def _headers(manifest: Manifest, *, one_file: bool) -> dict[str, Header]:
-    """The files to write and their headers: the source's own, or one over all its parts."""
-    if one_file and len(manifest.parts) > 1:
+    """Name to header of the files to write: the source files, or one file with all tensors."""
+    if one_file and len(manifest.source_files) > 1:
         tensors = ((name, spec.dtype, spec.shape) for name, spec in manifest.tensors.items())
         return {"model.safetensors": build_header(tensors, manifest.metadata or None)}
-    return dict(manifest.parts)
+    return dict(manifest.source_files)
 
 
 def _write(
@@ -126,10 +133,10 @@ def _write(
     progress: Progress | None,
 ) -> None:
     is_folder = target.suffix != ".safetensors"
-    side_files = side_paths(manifest, folder) if is_folder else {}
-    layout = lay_out_parts(list(headers.values()), manifest.tensors)
+    auxiliary_files = auxiliary_paths(manifest, folder) if is_folder else {}
+    layout = lay_out_source(list(headers.values()), manifest.tensors)
     reader, inputs = read_ranks(manifest, folder)
-    total = sum(layout.file_bytes) + side_bytes(side_files)
+    total = sum(layout.file_bytes) + auxiliary_bytes(auxiliary_files)
     with (
         inputs,
         staging(
@@ -137,13 +144,13 @@ def _write(
             is_folder=is_folder,
             overwrite=overwrite,
             num_bytes=total,
-            side_files=side_files,
+            auxiliary_files=auxiliary_files,
             mode=permissions([folder]),
         ) as stage,
     ):
         paths = [stage / (name if is_folder else target.name) for name in headers]
         copy_files(reader, inputs, paths, layout, manifest.stripes, threads=threads, progress=progress)
-        copy_side_files(side_files, stage, manifest.side_files)
+        copy_auxiliary(auxiliary_files, stage, manifest.auxiliary_files)
         if is_folder and manifest.index is not None:
             with create(stage / manifest.index[0], permissions([folder / MANIFEST_NAME])) as file:
                 file.write(manifest.index[1].encode())

@@ -1,4 +1,4 @@
-"""The manifest of a padded checkpoint: the true sizes, the source's headers and config, and checksums of its files."""
+"""The manifest of a padded checkpoint: original sizes, headers and config of the source, and checksums."""
 
 import json
 from dataclasses import replace
@@ -6,20 +6,20 @@ from pathlib import Path
 
 from shardconv import __version__
 from shardconv.checkpoint.fileio import create
-from shardconv.checkpoint.layout import FoundFiles, lay_out_padded
+from shardconv.checkpoint.layout import ExplicitFiles, lay_out_padded
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_format import CHECKSUM_KEY, checksum
 from shardconv.errors import PlanError, SourceError, SplitCheckpointError
 
-#: The manifest of a padded checkpoint, and its format.
+#: File name and format version of the manifest of a padded checkpoint.
 PADDING_NAME, _FORMAT_VERSION = "shardconv-padding.json", 1
 
 
 def with_files(manifest: Manifest) -> Manifest:
-    """The manifest of files that have the names of the source's files, and padded tensors."""
-    names = tuple(name for name, _ in manifest.parts)
-    layout = lay_out_padded([header for _, header in manifest.parts], manifest.tensors, manifest.plan)
-    return replace(manifest, found=FoundFiles(names, layout, ()))
+    """The manifest for padded tensors in files with the names of the source files."""
+    names = tuple(name for name, _ in manifest.source_files)
+    layout = lay_out_padded([header for _, header in manifest.source_files], manifest.tensors, manifest.plan)
+    return replace(manifest, explicit_files=ExplicitFiles(names, layout, ()))
 
 
 def write_padding(
@@ -28,7 +28,7 @@ def write_padding(
     """Write the manifest of a padded checkpoint.
 
     Args:
-        manifest: of the source, with the auxiliary files that were copied.
+        manifest: of the source, with the copied auxiliary files.
         checksums: of the padded files.
         config: the text of the source's config.
         folder: of the padded checkpoint.
@@ -36,7 +36,7 @@ def write_padding(
     """
     body = {
         "format_version": _FORMAT_VERSION,
-        "split": replace(manifest, found=None).to_json(f"shardconv {__version__}"),
+        "split": replace(manifest, explicit_files=None).to_json(f"shardconv {__version__}"),
         "checksums": checksums,
         "config": config,
     }
@@ -45,17 +45,17 @@ def write_padding(
 
 
 def read_padding(folder: Path) -> tuple[Manifest, str]:
-    """The manifest of a padded checkpoint, and the text of the source's config.
+    """Read the manifest of a padded checkpoint, and the text of the source's config.
 
     Raises:
-        SplitCheckpointError: if there is none, or it is not what was written.
+        SplitCheckpointError: if there is none, or it was changed.
     """
     path = folder / PADDING_NAME
     try:
         data = json.loads(path.read_bytes())
         body = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
         if data["format_version"] != _FORMAT_VERSION or data[CHECKSUM_KEY] != checksum(body):
-            raise ValueError("it is of another version, or was changed after it was written")
+            raise ValueError("it has another format version, or was changed after it was written")
         manifest = with_files(Manifest.from_json(data["split"]))
         return replace(manifest, checksums=tuple(map(tuple, data["checksums"]))), data["config"]
     except FileNotFoundError as error:

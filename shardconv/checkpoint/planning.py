@@ -1,4 +1,4 @@
-"""From a source on disk to its plan, and to a report on which tp sizes are supported."""
+"""Plans of checkpoints on disk, and reports on plans and supported tp sizes."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,15 +19,15 @@ from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, Resolution, resolve
 from shardconv.plan.sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, TpSizes
 
-#: A path as users give it.
+#: A path that a user passes.
 StrPath = str | Path
 
 
 @dataclass(frozen=True, slots=True)
 class TensorReport:
-    """How one tensor is cut: full shape, and shape and bytes of the shard of every rank.
+    """Placement of one tensor: its full shape, and the shape and bytes of each rank's shard.
 
-    ``shard_shapes`` and ``shard_bytes`` have one entry a rank.
+    ``shard_shapes`` and ``shard_bytes`` have one entry per rank.
     """
 
     name: str
@@ -41,21 +41,21 @@ class TensorReport:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """What ``shardconv plan`` says of a source.
+    """Report of ``shardconv plan``.
 
     Attributes:
         source: the path.
-        family: whose rules were used.
-        tp: the size that was planned for; None where only the supported sizes were asked for.
+        family: the model family whose rules were used.
+        tp: the tp size of the plan; None for a report on supported sizes only.
         num_tensors: number of tensors.
         num_bytes: bytes of all tensors.
-        assumed: what was concluded or assumed rather than read.
-        left_out: name to reason of files in the folder that are left out; hidden folders have a / behind.
-        supported_tp: the supported sizes.
-        blocked_tp: the sizes of :data:`~shardconv.plan.sizes.CANDIDATE_TPS` that are not, each with the first
-            tensor that blocks it, and why.
-        padded_tp: those of them that are supported with ``pad``, and what that costs.
-        padding: what the plan for ``tp`` pads, and what that costs.
+        assumed: assumptions of the plan.
+        left_out: name to reason of files of the source that are left out; names of hidden folders end with /.
+        supported_tp: the supported tp sizes.
+        blocked_tp: the unsupported sizes of :data:`~shardconv.plan.sizes.CANDIDATE_TPS`, each with the first tensor
+            that blocks it, and the reason.
+        padded_tp: the unsupported sizes that are supported with ``pad``, and the cost of padding.
+        padding: padded units of the plan for ``tp``, and their cost.
         rank_bytes: for each rank the bytes of its tensors.
         tensors: the placement of each tensor.
         layout: of the rank files of a split checkpoint; native for a source.
@@ -78,20 +78,20 @@ class PlanReport:
 
 
 class PlanOptions(TypedDict, total=False):
-    """How a source is to be read and planned.
+    """Options for reading and planning a source.
 
     Attributes:
-        plan: a plan file whose rules come before the family's; "auto" for none.
-        family: the family to use, whatever the config says.
-        replicate: names or patterns of tensors that every rank gets whole.
-        head_dim: the head size, where there is no config to say it.
-        experts: "tensor" to cut each expert over all ranks, "expert" to deal them out over the ranks.
-        engine: "vllm" to put boundaries where that engine has them; None for those of shardconv's own runtime, which
-            runs the others, too.
-        pad: pad units that do not divide with zeros, where outputs stay equal.
-        config: a config.json to use instead of the one beside the weights.
-        follow_links: read files that are links to outside of the folder.
-        ignore: glob patterns, relative to the folder, of files to leave out, weights and auxiliary files alike.
+        plan: a plan file whose rules take precedence over the family's; "auto" for none.
+        family: the family to use instead of the one for the config.
+        replicate: names or patterns of tensors to replicate.
+        head_dim: the head size, if there is no config.
+        experts: "tensor" to shard each expert over all ranks, "expert" to distribute the experts over the ranks.
+        engine: "vllm" to use the boundaries of that engine; None for those of shardconv's runtime, which also runs
+            checkpoints with other boundaries.
+        pad: pad units that do not divide with zeros, if outputs stay equal.
+        config: a config.json to use instead of the one next to the weights.
+        follow_links: follow links that point outside of the folder.
+        ignore: glob patterns, relative to the folder, of weights and auxiliary files to leave out.
     """
 
     plan: StrPath
@@ -107,7 +107,7 @@ class PlanOptions(TypedDict, total=False):
 
 
 class PlannedSource(NamedTuple):
-    """A source, what the user said about its plan, the rules for it, and all files that this was read from."""
+    """A source, the user's options for its plan, its rules, and the paths of all files that were read."""
 
     source: Source
     request: PlanRequest
@@ -130,56 +130,57 @@ def plan_source(
     ignore: tuple[str, ...] = (),
     layout: str = NATIVE.name,
 ) -> PlannedSource:
-    """Open a source and find the rules for it; the options are :class:`PlanOptions`, the errors :func:`make_plan`'s.
+    """Open a source, unless it is a :class:`Source`, and find its rules.
 
-    A source that is open is taken as it is. The plan is for the engine of the ``layout``, if it has one.
+    The options are those of :class:`PlanOptions`, the errors those of :func:`make_plan`. The plan is for the engine of
+    the ``layout``, if it has one.
     """
     if isinstance(src, Source):
         if ignore:
-            raise UsageError(f"--ignore {ignore[0]!r}: {src.path} is read without the files beside it")
+            raise UsageError(f"--ignore {ignore[0]!r}: only applies to folders (got the config {src.path}): remove it")
         source = src
     else:
-        beside = None if config is None else local_path(config)
-        source = open_source(local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore))
+        config_path = None if config is None else local_path(config)
+        source = open_source(local_path(src), config=config_path, follow_links=follow_links, ignore=as_names(ignore))
     plan_file = None if plan == "auto" else _read_plan_file(local_path(plan))
-    asked = PlanRequest(family, plan_file, as_names(replicate), head_dim, experts, engine, pad=int(pad))
-    request = request_for(asked, layout)
-    paths = (source.path, *(part.path for part in source.parts), *source.side_files.values())
+    user_request = PlanRequest(family, plan_file, as_names(replicate), head_dim, experts, engine, pad=int(pad))
+    request = request_for(user_request, layout)
+    paths = (source.path, *(file.path for file in source.files), *source.auxiliary_files.values())
     resolution = resolve(source.specs, with_settings(source), request)
     return PlannedSource(source, request, resolution, paths if plan_file is None else (*paths, Path(plan)))
 
 
 def request_for(request: PlanRequest, layout: str) -> PlanRequest:
-    """The request for a plan that the engine of a layout can execute; as it is for a layout without an engine.
+    """The request for a plan that the engine of a layout can execute; unchanged for a layout without an engine.
 
     Args:
-        request: what the user said about the plan.
+        request: the user's options for the plan.
         layout: the name of the layout.
 
     Raises:
-        UsageError: if there is no such layout, or the user asks for another plan than the engine's.
+        UsageError: if the layout is unknown, or the user's options change the engine's plan.
     """
     if (engine := engine_of(layout)) is None:
         return request
     default = PlanRequest()
-    asked = [option for name, option in _OF_PLAN.items() if getattr(request, name) != getattr(default, name)]
-    if asked:
+    changed = [option for name, option in _PLAN_OPTIONS.items() if getattr(request, name) != getattr(default, name)]
+    if changed:
         raise UsageError(
-            f"--layout {layout} is for the plan of {engine}, which {', '.join(asked)} changes: leave that out, or use "
-            f"--layout native"
+            f"--layout {layout} requires the plan of {engine}, which {', '.join(changed)} changes: remove that, or "
+            f"use --layout native"
         )
     return replace(request, engine=engine)
 
 
 #: The fields of a request that change the plan, and their options.
-_OF_PLAN = {
+_PLAN_OPTIONS = {
     "family": "--family", "plan_file": "--plan", "replicate": "--replicate", "head_dim": "--head-dim",
     "experts": "--experts", "pad": "--pad",
 }  # fmt: skip
 
 
 def as_names(names: str | Sequence[str]) -> tuple[str, ...]:
-    """Several names, or a single one that was not put into a sequence."""
+    """Convert a single name or a sequence of names to a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 
@@ -193,7 +194,7 @@ def _read_plan_file(path: Path) -> tuple[str, str]:
 
 
 def make_plan(src: StrPath, *, tp: int, **options: Unpack[PlanOptions]) -> Plan:
-    """Plan a checkpoint from its headers and its config, without reading its data.
+    """Make the plan of a checkpoint from its headers and config, without reading its data.
 
     Args:
         src: a ``.safetensors`` file, an index file, or a folder.
@@ -202,28 +203,28 @@ def make_plan(src: StrPath, *, tp: int, **options: Unpack[PlanOptions]) -> Plan:
 
     Raises:
         SourceError: if the checkpoint cannot be read.
-        PlanError: if no plan is known to be right.
+        PlanError: if no plan is known to be correct.
     """
     resolver, assumed = plan_source(src, **options).resolution
     return resolver.plan(tp, assumed=assumed)
 
 
 def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOptions]) -> PlanReport:
-    """Report how a checkpoint is sharded, and for which tp it can be; arguments and errors as in :func:`make_plan`.
+    """Report the plan and the supported tp sizes of a checkpoint; arguments and errors as in :func:`make_plan`.
 
-    Of a split checkpoint the report is of the plan that it holds, or of what a reshard for ``tp`` would use.
+    For a split checkpoint, reports the plan in its manifest, or with another ``tp`` the plan of a reshard.
     """
     if is_split(path := local_path(src)):
         return _report_stored(path, tp, options)
     source, _, (resolver, assumed), _ = plan_source(src, **options)
     sizes = resolver.tp_sizes()
-    made = None if tp is None else resolver.plan(tp, assumed=assumed)
-    tensors = () if made is None else tensor_reports(source.specs, made)
+    tp_plan = None if tp is None else resolver.plan(tp, assumed=assumed)
+    tensors = () if tp_plan is None else tensor_reports(source.specs, tp_plan)
     return PlanReport(
         source=str(src),
         family=resolver.rules.family,
         tp=tp,
-        num_tensors=sum(len(part.header.tensors) for part in source.parts),
+        num_tensors=sum(len(file.header.tensors) for file in source.files),
         num_bytes=source.num_bytes,
         assumed=assumed,
         left_out=source.left_out,
@@ -231,19 +232,18 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
         blocked_tp=sizes.blocked,
         padded_tp=sizes.padded,
         padding=NO_PADDING if tp is None else resolver.padding(tp),
-        rank_bytes=() if made is None else rank_bytes(tensors, made.tp),
+        rank_bytes=() if tp_plan is None else rank_bytes(tensors, tp_plan.tp),
         tensors=tensors,
     )
 
 
 def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanReport:
-    """The report on the plan of a split checkpoint."""
-    pad = options.pop("pad", False)  # of a reshard, which may be asked for it
-    if asked := sorted(name for name, value in options.items() if value != _DEFAULTS[name]):
-        named = ", ".join("--for" if name == "engine" else name for name in asked)
+    """Report the plan of a split checkpoint."""
+    pad = options.pop("pad", False)  # an option of reshard, too
+    if changed := sorted(name for name, value in options.items() if value != _DEFAULTS[name]):
+        named = ", ".join("--for" if name == "engine" else name for name in changed)
         raise UsageError(
-            f"{folder}: is a split checkpoint, which holds its plan: {named} cannot change it; name the source to plan "
-            f"it in another way"
+            f"{folder}: is a split checkpoint, and {named} cannot change its stored plan: pass the source instead"
         )
     manifest = read_manifest(folder)
     plan, specs = manifest.plan, manifest.source_tensors
@@ -256,7 +256,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         plan = plan if tp in (None, plan.tp) else resolver.plan(tp, assumed=plan.assumed)
         padding = resolver.padding(plan.tp)
     if manifest.plan.rules is None:
-        assumed = (*assumed, "a manifest of format 1 or 2 has no rules: other tp would follow the installed ones")
+        assumed = (*assumed, "a manifest of format 1 or 2 does not store rules: other tp sizes use the installed rules")
     tensors = tensor_reports(specs, plan)
     return PlanReport(
         source=str(folder),
@@ -276,7 +276,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
     )
 
 
-#: The options of :class:`PlanOptions` that a user did not give.
+#: Defaults of :class:`PlanOptions`.
 _DEFAULTS: dict[str, Any] = {
     "plan": "auto", "family": None, "replicate": (), "head_dim": None, "experts": "tensor", "engine": None,
     "pad": False, "config": None, "follow_links": False, "ignore": (),
@@ -285,19 +285,19 @@ _DEFAULTS: dict[str, Any] = {
 
 def rank_bytes(tensors: Iterable[TensorReport], tp: int) -> tuple[int, ...]:
     """For each of ``tp`` ranks the bytes of its tensors."""
-    counts = Counter(tensor.shard_bytes for tensor in tensors)  # few are different
+    counts = Counter(tensor.shard_bytes for tensor in tensors)  # faster: many tensors have equal shards
     return tuple(sum(sizes[rank] * count for sizes, count in counts.items()) for rank in range(tp))
 
 
 def tensor_reports(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[TensorReport, ...]:
-    """How each tensor of a checkpoint is sharded."""
-    cut: dict[Any, tuple[str, str, tuple[tuple[int, ...], ...], tuple[int, ...]]] = {}  # tensors share placements
+    """The placement of each tensor of a checkpoint."""
+    cache: dict[Any, tuple[str, str, tuple[tuple[int, ...], ...], tuple[int, ...]]] = {}  # tensors share placements
     reports = []
     for name, spec in specs.items():
-        placed = plan.tensors[name]
-        if (id(placed), spec) not in cut:
-            shapes = tuple(placed.placement.shard_shape(spec.shape, rank) for rank in range(plan.tp))
+        planned = plan.tensors[name]
+        if (id(planned), spec) not in cache:
+            shapes = tuple(planned.placement.shard_shape(spec.shape, rank) for rank in range(plan.tp))
             sizes = tuple(num_bytes(spec.dtype, shape) for shape in shapes)
-            cut[id(placed), spec] = (placed.placement.describe(), placed.describe(), shapes, sizes)
-        reports.append(TensorReport(name, spec.dtype, spec.shape, *cut[id(placed), spec]))
+            cache[id(planned), spec] = (planned.placement.describe(), planned.describe(), shapes, sizes)
+        reports.append(TensorReport(name, spec.dtype, spec.shape, *cache[id(planned), spec]))
     return tuple(reports)

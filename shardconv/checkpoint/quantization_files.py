@@ -1,6 +1,6 @@
-"""Settings of quantization that stand beside config.json: those of ModelOpt, AutoGPTQ and AutoAWQ.
+"""Quantization settings in files next to config.json: those of ModelOpt, AutoGPTQ and AutoAWQ.
 
-Owns how each file names its method. What is supported is decided in plan/quantization.py.
+``plan/quantization.py`` decides which methods are supported.
 """
 
 from collections.abc import Mapping
@@ -12,25 +12,25 @@ from shardconv.plan.quantization import SETTINGS_FILES, SETTINGS_KEY
 
 
 def with_settings(source: Source) -> Mapping[str, Any] | None:
-    """The config of a source, with the settings of quantization of another file if config.json has none.
+    """The config of a source, with the quantization settings of another file if config.json has none.
 
     Raises:
-        SourceError: if such a file cannot be read.
+        SourceError: if the file cannot be read.
     """
     if (source.config or {}).get(SETTINGS_KEY) is not None:
         return source.config
     for name in SETTINGS_FILES:
-        path = source.side_files.get(name)
+        path = source.auxiliary_files.get(name)
         if path is not None and (method := _method(name, read_json(path))):
             return {**(source.config or {}), SETTINGS_KEY: {"quant_method": f"{method} ({name})"}}
     return source.config
 
 
 def _method(name: str, settings: Mapping[str, Any]) -> str:
-    """The method that a file names; "" where it names none."""
+    """The quantization method in a settings file; "" if there is none."""
     if name == "hf_quant_config.json":
-        found = settings.get("quantization")
-        algorithms = found if isinstance(found, Mapping) else {}
+        section = settings.get("quantization")
+        algorithms = section if isinstance(section, Mapping) else {}
         used = [str(algorithms[key]) for key in ("quant_algo", "kv_cache_quant_algo") if algorithms.get(key)]
         return f"modelopt {' and '.join(used)}" if used else ""
     known = {"w_bit": "awq", "bits": "gptq"}

@@ -1,6 +1,6 @@
-"""One rank's shards, one tensor at a time: from its rank file, or from the byte ranges of a source that is not split.
+"""Readers of one rank's shards, one tensor at a time, from its rank file or from byte ranges of a source.
 
-Owns which bytes are read for a shard, and no more of them. Knows no torch: what reads here makes tensors of the bytes.
+They read only the bytes of the shard, and do not depend on torch: callers create tensors from the bytes.
 """
 
 import mmap
@@ -12,7 +12,7 @@ from pathlib import Path
 from shardconv.checkpoint.copy import Shards
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.geometry import Box, geometry
-from shardconv.checkpoint.layout import lay_out_parts
+from shardconv.checkpoint.layout import lay_out_source
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import leads_out
 from shardconv.checkpoint.source import Source
@@ -20,18 +20,18 @@ from shardconv.checkpoint.verify import verify_open_rank
 from shardconv.errors import SplitCheckpointError
 from shardconv.plan.plan import Plan, TensorSpec
 
-#: The smallest run of bytes in a row of a source that is read by itself; of narrower ones whole rows are read.
+#: The shortest run of bytes in a row of a source that is read alone; for shorter runs, full rows are read.
 _MIN_RUN_BYTES = 2**12
-#: Bytes of whole rows that are in memory at once.
+#: Maximum bytes of full rows in memory.
 _BLOCK_BYTES = 4 * 2**20
 
 
 class RankReader(ABC):
-    """Where the shards of one rank come from; the files are closed with the last reference to it.
+    """A reader of the shards of one rank; it closes its files when it is garbage collected.
 
     Args:
-        files: the files, open.
-        tensors: name to dtype and full shape, in the order in which they are best read.
+        files: the open files.
+        tensors: name to dtype and full shape, in the preferred order of reading.
         plan: their placements.
 
     Attributes:
@@ -49,11 +49,11 @@ class RankReader(ABC):
         """The bytes of the rank's shard of a tensor.
 
         Raises:
-            SourceError: if a file ends too early, was written to since it was opened, or cannot be read.
+            SourceError: if a file is too short, was modified since it was opened, or cannot be read.
         """
 
     def check_unchanged(self) -> None:
-        """Check that no file was written to since it was opened.
+        """Check that no file was modified since it was opened.
 
         Raises:
             SourceError: if one was.
@@ -66,20 +66,20 @@ class RankReader(ABC):
 
 
 class RankFileReader(RankReader):
-    """The shards in the file of a rank, which is mapped into memory: what is read is not copied.
+    """A reader of a rank file, which is mapped into memory: shards are not copied.
 
-    The file must not be changed as long as what was read is used.
+    The file must not be modified while the shards are in use.
 
     Args:
         manifest: of the split checkpoint.
-        folder: where it is.
-        rank: whose file.
+        folder: of the split checkpoint.
+        rank: the rank of the file.
         verify: check the file against its checksums first.
 
     Raises:
-        IntegrityError: if bytes are not those that were written.
-        SplitCheckpointError: if the file is a link out of its folder.
-        SourceError: if it is not as it was written.
+        IntegrityError: if bytes differ from those that were written.
+        SplitCheckpointError: if the file is missing, or a link out of its folder.
+        SourceError: if it has the wrong size or header.
     """
 
     def __init__(self, manifest: Manifest, folder: Path, rank: int, *, verify: bool = False) -> None:
@@ -88,13 +88,13 @@ class RankFileReader(RankReader):
             raise SplitCheckpointError(f"{path}: is a link out of its folder")
         if not path.is_file():
             raise SplitCheckpointError(f"{path}: is missing: copy it to this host, or split the source again")
-        files = InputFiles([path], [layout.heads[rank]], [layout.file_bytes[rank]])
+        files = InputFiles([path], [layout.prefixes[rank]], [layout.file_bytes[rank]])
         super().__init__(files, manifest.tensors, manifest.plan)
         self._rank = rank
         self._shards = dict(zip(manifest.tensors, layout.shards, strict=True))
         if verify:
             verify_open_rank(manifest, files, rank)
-        # Private, so that a reader may write into what it is given; unmapped with the last tensor that uses it.
+        # A private mapping, so callers may write into the shards. It is unmapped with the last tensor that uses it.
         self._mapped = mmap.mmap(files.descriptors[0], layout.file_bytes[rank], access=mmap.ACCESS_COPY)
         if hasattr(mmap, "MADV_WILLNEED"):
             self._mapped.madvise(mmap.MADV_WILLNEED)
@@ -109,23 +109,23 @@ class RankFileReader(RankReader):
 
 
 class SourceReader(RankReader):
-    """The shards that a plan gives a rank, read from the files of a source.
+    """A reader of the shards of a plan from the files of a source.
 
     Args:
         source: the source.
         plan: of its tensors.
-        rank: whose shards.
+        rank: the rank of the shards.
 
     Raises:
-        SourceError: if a file is not as its header says.
+        SourceError: if a file does not match its header.
     """
 
     def __init__(self, source: Source, plan: Plan, rank: int) -> None:
-        parts = lay_out_parts([part.header for part in source.parts], source.specs)
-        files = InputFiles([part.path for part in source.parts], parts.heads, parts.file_bytes)
+        layout = lay_out_source([file.header for file in source.files], source.specs)
+        files = InputFiles([file.path for file in source.files], layout.prefixes, layout.file_bytes)
         super().__init__(files, source.specs, plan)
         self._rank = rank
-        self._full = dict(zip(source.specs, parts.shards, strict=True))
+        self._full = dict(zip(source.specs, layout.shards, strict=True))
 
     def read(self, name: str) -> Bytes:
         """See :class:`RankReader`."""
@@ -141,18 +141,18 @@ class SourceReader(RankReader):
         return data
 
     def _read_rows(self, full: Shards, box: Box, data: Bytes) -> None:
-        """Read whole rows, block by block, and keep the columns of a box."""
-        from shardconv.checkpoint import strided  # noqa: PLC0415 - see there
+        """Read full rows, block by block, and copy the columns of a box."""
+        from shardconv.checkpoint import strided  # noqa: PLC0415 - see its docstring
 
         step = max(_BLOCK_BYTES // box.full_width, 1)
         block = memoryview(bytearray(min(step, box.rows) * box.full_width))
         for row in range(0, box.rows, step):
             rows = min(step, box.rows - row)
-            part = box._replace(full=0, local=0, rows=rows)
-            whole = block[: rows * box.full_width]
-            self._read(full.files[0], whole, full.offsets[0] + box.full + row * box.full_width)
+            block_box = box._replace(full=0, local=0, rows=rows)
+            full_rows = block[: rows * box.full_width]
+            self._read(full.files[0], full_rows, full.offsets[0] + box.full + row * box.full_width)
             start = box.local + row * box.local_width
-            strided.scatter(whole, [part], data[start : start + rows * box.local_width], is_padded=False)
+            strided.scatter(full_rows, [block_box], data[start : start + rows * box.local_width], is_padded=False)
 
 
 def _is_in_runs(box: Box) -> bool:
@@ -160,7 +160,7 @@ def _is_in_runs(box: Box) -> bool:
 
 
 def _runs(box: Box) -> Iterator[tuple[int, int, int]]:
-    """The contiguous runs of a box: where they go, how long they are, and where they lie in the full tensor."""
+    """The contiguous runs of a box: offset in the shard, size, and offset in the full tensor, in bytes."""
     if box.size == box.full_width == box.local_width:
         yield box.local + box.local_offset, box.rows * box.size, box.full + box.offset
         return

@@ -1,4 +1,4 @@
-"""Split: a source becomes a folder with one file a rank."""
+"""Split a source checkpoint into a folder with one file per rank."""
 
 import time
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.shards import ShardReader
 from shardconv.checkpoint.source import Source
-from shardconv.checkpoint.staging import check_apart, check_target, staging
-from shardconv.checkpoint.write import copy_files, copy_side_files, side_bytes
+from shardconv.checkpoint.staging import check_disjoint, check_target, staging
+from shardconv.checkpoint.write import auxiliary_bytes, copy_auxiliary, copy_files
 from shardconv.errors import SourceError
 from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.layout import NATIVE, FileLayout
@@ -29,22 +29,22 @@ from shardconv.plan.sizes import NO_PADDING, PaddingReport
 
 @dataclass(frozen=True, slots=True)
 class SplitReport:
-    """What a split did, or with ``dry_run`` would do.
+    """Result of a split, or with ``dry_run`` the expected result.
 
     Attributes:
         path: the split checkpoint.
         tp: number of ranks.
-        family: whose rules were used.
+        family: the model family whose rules were used.
         layout: of the rank files.
         num_tensors: number of tensors.
         source_bytes: bytes of the source's weights.
         rank_bytes: bytes of each rank's file.
-        assumed: what was concluded or assumed rather than read.
-        left_out: name to reason of files in the source's folder that were left out; hidden folders have a / behind.
-        seconds: wall time.
+        assumed: assumptions of the plan.
+        left_out: name to reason of files of the source that were left out; names of hidden folders end with /.
+        seconds: wall time in seconds.
         dry_run: whether nothing was written.
-        destination_exists: whether a checkpoint was at ``path`` before, which only ``overwrite`` replaces.
-        padding: what is padded, and what that costs.
+        destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
+        padding: padded units and their cost.
     """
 
     path: str
@@ -79,39 +79,43 @@ def split(
 
     Args:
         src: a ``.safetensors`` file, an index file, or a folder.
-        dst: the folder to write; by default ``NAME-tpN`` in the current folder.
+        dst: the folder to write; defaults to ``NAME-tpN`` in the current folder.
         tp: number of ranks.
-        overwrite: replace what is at ``dst``.
-        checksums: take checksums while the data passes, which verify and merge check.
-        layout: names, fusions and files of the shards: "native" for the source's names; "dcp" for these and the offsets
-            of the shards, with which torch.distributed.checkpoint loads the folder by its HuggingFaceStorageReader,
-            into full tensors or DTensors; "vllm" for files that vLLM loads with load_format="sharded_state".
-        dry_run: plan and check, write nothing; a checkpoint at ``dst`` is then not an error.
-        threads: how many threads copy; by default as many as there are processors, up to 8.
-        progress: called with bytes done and bytes in all.
-        options: how the source is read and planned: see :class:`PlanOptions`.
+        overwrite: replace an existing checkpoint at ``dst``.
+        checksums: store checksums, which verify and merge check.
+        layout: names, fusions and files of the shards: "native" for the source's names; "dcp" for the source's names
+            and the offsets of the shards, so that HuggingFaceStorageReader of torch.distributed.checkpoint loads the
+            folder into full tensors or DTensors; "vllm" for files that vLLM loads with load_format="sharded_state".
+        dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
+        threads: number of threads; defaults to the number of processors, at most 8.
+        progress: called with the number of copied bytes and the total.
+        options: how the source is read and planned, see :class:`PlanOptions`.
 
     Raises:
-        SourceError: if the source cannot be read, or changes meanwhile.
-        PlanError: if no plan is known to be right, or the layout does not fit it: dcp has no fused or padded tensors,
-            and vllm is for the model types and plans that it knows.
-        UsageError: if there is no such layout, or it is an engine's and the options change the plan.
-        OutputError: if the destination exists, is in use, or has no room.
+        SourceError: if the source cannot be read, or changes during the split.
+        PlanError: if no plan is known to be correct, or the layout does not support it: dcp does not support fused or
+            padded tensors, and vllm only supports certain model types and plans.
+        UsageError: if the layout is unknown, or it is the layout of an engine and the options change the plan.
+        OutputError: if the destination exists, is in use, or has too little free space.
     """
     began = time.perf_counter()
-    source, request, (resolver, assumed), read = plan_source(src, layout=layout, **options)
-    chosen = choose_layout(layout, source.specs, with_settings(source))
-    made = resolver.plan(tp, assumed=assumed)
-    manifest = Manifest.of_source(source, made, request, stripe_bytes=STRIPE_BYTES, layout=chosen, checksums=checksums)
+    source, request, (resolver, assumed), input_paths = plan_source(src, layout=layout, **options)
+    file_layout = choose_layout(layout, source.specs, with_settings(source))
+    plan = resolver.plan(tp, assumed=assumed)
+    manifest = Manifest.of_source(
+        source, plan, request, stripe_bytes=STRIPE_BYTES, layout=file_layout, checksums=checksums
+    )
     target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
-    check_apart(target, read)
-    exists = check_target(target, is_folder=True, overwrite=overwrite, dry_run=dry_run, side_files=source.side_files)
+    check_disjoint(target, input_paths)
+    exists = check_target(
+        target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=source.auxiliary_files
+    )
     if not dry_run:
         _write(source, manifest, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress)
     return SplitReport(
         path=str(target),
         tp=tp,
-        family=made.family,
+        family=plan.family,
         layout=layout,
         num_tensors=len(manifest.tensors),
         source_bytes=source.num_bytes,
@@ -126,7 +130,7 @@ def split(
 
 
 def split_by(source: Source, target: Path, plan: Plan, request: PlanRequest, layout: FileLayout = NATIVE) -> None:
-    """Split a source by an existing plan and layout, with defaults for everything else."""
+    """Split a source with a given plan and layout, and defaults for all other options."""
     manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES, layout=layout)
     _write(source, manifest, target, overwrite=False, checksums=True, threads=None, progress=None)
 
@@ -142,41 +146,41 @@ def _write(
     progress: Progress | None,
 ) -> None:
     layout = manifest.rank_layout
-    total = sum(layout.file_bytes) + side_bytes(source.side_files)
-    paths = [part.path for part in source.parts]
-    parts = manifest.part_layout
+    total = sum(layout.file_bytes) + auxiliary_bytes(source.auxiliary_files)
+    paths = [file.path for file in source.files]
+    source_layout = manifest.source_layout
     with (
-        InputFiles(paths, parts.heads, parts.file_bytes) as inputs,
+        InputFiles(paths, source_layout.prefixes, source_layout.file_bytes) as inputs,
         staging(
             target,
             is_folder=True,
             overwrite=overwrite,
             num_bytes=total,
-            side_files=source.side_files,
+            auxiliary_files=source.auxiliary_files,
             mode=permissions([source.path] if source.is_folder else []),
         ) as folder,
     ):
-        names = list(manifest.tensors)
-        reader = ShardReader(parts.shards, inputs, labels=[part.name for part in source.parts], names=names)
+        labels = [file.name for file in source.files]
+        reader = ShardReader(source_layout.shards, inputs, labels=labels, names=list(manifest.tensors))
         digests = copy_files(
             reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
-            identify=manifest.heads_with if checksums else None, threads=threads, progress=progress,
+            identify=manifest.prefixes_with if checksums else None, threads=threads, progress=progress,
         )  # fmt: skip
-        side_files = copy_side_files(source.side_files, folder)
+        auxiliary_files = copy_auxiliary(source.auxiliary_files, folder)
         if source.config is not None and read_json(folder / CONFIG_NAME) != source.config:
             raise SourceError(
-                f"{source.side_files[CONFIG_NAME]}: changed after the plan was made; run the command again"
+                f"{source.auxiliary_files[CONFIG_NAME]}: changed after the plan was made: run the command again"
             )
         mode = _manifest_mode(source, inputs.mode)
-        write_manifest(manifest.written(digests, side_files), folder, f"shardconv {__version__}", mode=mode)
+        write_manifest(manifest.written(digests, auxiliary_files), folder, f"shardconv {__version__}", mode=mode)
 
 
 def _manifest_mode(source: Source, weights_mode: int) -> int:
-    """The permissions of the manifest, which merge passes on to the index: those of the index, or else of the weights.
+    """Permissions of the manifest, and thereby of a merged index: those of the index, or else of the weights.
 
-    The config is in the manifest as well, so whoever may not read that may not read the manifest.
+    The manifest contains the config, so it is readable only for those who can read the config.
     """
     if source.index is None:
         return weights_mode
-    config = [source.side_files[CONFIG_NAME]] if source.config is not None else []
+    config = [source.auxiliary_files[CONFIG_NAME]] if source.config is not None else []
     return permissions([source.path / source.index[0], *config])

@@ -1,7 +1,7 @@
-"""The plan that a split checkpoint was written with: what is executed when it is resharded, reported or run.
+"""The plan that is stored in a split checkpoint, as used by reshard, plan and run.
 
-Owns what happens with manifests of format 1 and 2, which stored placements and not the rules behind them. Nothing here
-reads installed families for a manifest of a later version.
+Manifests of format 1 and 2 store placements, but not their rules, so the installed families are used for them. For
+later formats, installed families are never used.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from shardconv.plan.unused import known_unused
 
 
 def stored_rules(manifest: Manifest) -> RuleSet:
-    """The rules that a manifest holds; of format 1 and 2 the installed ones for what was asked for.
+    """The rules in a manifest; for format 1 and 2 the installed rules for its request.
 
     Raises:
         PlanError: if the installed rules do not fit the checkpoint.
@@ -31,15 +31,15 @@ def stored_rules(manifest: Manifest) -> RuleSet:
 
 
 def resolver_of(manifest: Manifest, engine: str | None, *, pad: int | None = None) -> Resolver:
-    """The stored rules over the tensors of the source, which give the plan for another tensor parallel size.
+    """The resolver of the stored rules, which makes the plan for any tensor parallel size.
 
     Args:
         manifest: of the split checkpoint.
-        engine: the engine whose boundaries the plan has to follow; None for shardconv's own.
+        engine: the engine whose boundaries the plan uses; None for those of shardconv.
         pad: as in :class:`~shardconv.plan.request.PlanRequest`; None for that of the split checkpoint.
 
     Raises:
-        PlanError: if they do not fit the checkpoint.
+        PlanError: if the rules do not fit the checkpoint.
     """
     rules = stored_rules(manifest)
     if engine != manifest.request.engine:
@@ -48,36 +48,37 @@ def resolver_of(manifest: Manifest, engine: str | None, *, pad: int | None = Non
 
 
 def runnable_plan(manifest: Manifest, folder: Path) -> Plan:
-    """The plan to execute with the rank files of a split checkpoint: its rules give exactly its placements.
+    """The plan to run the rank files of a split checkpoint with; its rules give exactly the stored placements.
 
     Args:
         manifest: of the split checkpoint.
-        folder: where it is, for the message.
+        folder: of the split checkpoint, for messages.
 
     Raises:
-        SplitCheckpointError: if the rules place a tensor elsewhere than its rank files have it.
+        SplitCheckpointError: if a placement by the rules differs from the stored one.
     """
     stored = manifest.plan
+    reason = _REASONS[stored.rules is None]
     try:
-        made = resolver_of(manifest, manifest.request.engine).plan(manifest.tp, assumed=stored.assumed)
+        plan = resolver_of(manifest, manifest.request.engine).plan(manifest.tp, assumed=stored.assumed)
     except PlanError as error:
-        raise SplitCheckpointError(f"{folder}: {_WHY[stored.rules is None]}: {error}. {_remedy(folder)}") from error
-    if (name := stored.first_difference(made)) is None:
-        return replace(made, assumed=(*made.assumed, _OLD)) if stored.rules is None else _for_memory(made)
+        raise SplitCheckpointError(f"{folder}: {reason}: {error}. {_remedy(folder)}") from error
+    if (name := stored.first_difference(plan)) is None:
+        return replace(plan, assumed=(*plan.assumed, _OLD_FORMAT)) if stored.rules is None else _relax_unused(plan)
     raise SplitCheckpointError(
-        f"{folder}: {_WHY[stored.rules is None]}: {name} was split as {_describe(stored, name)}, and would now be "
-        f"split as {_describe(made, name)}. {_remedy(folder)}"
+        f"{folder}: {reason}: {name} was split as {_describe(stored, name)}, and would now be split as "
+        f"{_describe(plan, name)}. {_remedy(folder)}"
     )
 
 
-#: What is assumed of a checkpoint of an older format.
-_OLD = "its manifest is of format 1 or 2, which does not store module overrides: the installed ones are used"
+#: The assumption for a manifest of an older format.
+_OLD_FORMAT = "its manifest is of format 1 or 2, which does not store module overrides: the installed ones are used"
 
 
-def _for_memory(plan: Plan) -> Plan:
-    """The plan, in which a user's rule or block for tensors that are known to be unused may match nothing in memory.
+def _relax_unused(plan: Plan) -> Plan:
+    """Make user rules and blocks optional that only match tensors which the model is known not to use.
 
-    Any other rule of the user's has to match: names in memory may differ, and another rule would take its place.
+    All other user rules must match a parameter in memory: names may differ, and another rule would apply instead.
     """
     assert plan.rules is not None
     unused = known_unused(plan.tensors)
@@ -97,29 +98,30 @@ def _for_memory(plan: Plan) -> Plan:
 
 
 def placements_in_memory(manifest: Manifest, plan: Plan) -> dict[str, Placement]:
-    """The placements of tensors of which a rank file has more than shardconv's own runtime takes of it.
-
-    They are replicated because an engine reads all of them on each rank.
+    """The placements in shardconv's runtime of tensors that the rank files hold replicated for an engine.
 
     Args:
         manifest: of the split checkpoint.
-        plan: what :func:`runnable_plan` gives.
+        plan: the result of :func:`runnable_plan`.
+
+    Raises:
+        SplitCheckpointError: if a tensor is sharded otherwise than in the runtime.
     """
     if plan.rules is None or plan.tp == 1:
         return {}
-    own = Resolver(manifest.source_tensors, plan.rules).plan(plan.tp)
-    placements = {name: planned.placement for name, planned in own.tensors.items()}
-    other = {name: placement for name, placement in placements.items() if placement != plan.placement(name)}
-    if (name := next((name for name in other if plan.placement(name).dim is not None), None)) is not None:
+    runtime_plan = Resolver(manifest.source_tensors, plan.rules).plan(plan.tp)
+    placements = {name: planned.placement for name, planned in runtime_plan.tensors.items()}
+    different = {name: placement for name, placement in placements.items() if placement != plan.placement(name)}
+    if (name := next((name for name in different if plan.placement(name).dim is not None), None)) is not None:
         raise SplitCheckpointError(
             f"{name}: its shard for {manifest.request.engine} is {plan.placement(name).describe()} (expected the full "
-            f"tensor, or {other[name].describe()}): split the source again"
+            f"tensor, or {different[name].describe()}): split the source again"
         )
-    return other
+    return different
 
 
-#: Why a plan cannot be executed, by whether the manifest lacks the rules.
-_WHY = {
+#: Why a plan cannot be executed, by whether the manifest lacks rules.
+_REASONS = {
     True: "its manifest is of format 1 or 2, which does not store rules, and the installed rules differ",
     False: "it was written by another version of shardconv, which planned differently",
 }

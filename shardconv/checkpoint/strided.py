@@ -1,7 +1,7 @@
-"""Strided copies between a block of a full tensor and its range of a shard, a box at a time, by numpy.
+"""Strided copies between a block of a full tensor and a byte range of a shard, one box at a time, with numpy.
 
-numpy takes as long to import as some hundred megabytes take to copy, and what is contiguous needs none of it; so this
-module is imported by the first thread that meets a box, and the others go on meanwhile.
+Importing numpy takes as long as copying some hundred megabytes, and contiguous copies do not need it. So the first
+thread that has a strided box imports this module, while the others continue.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def _local(local: Bytes, box: Box) -> NDArray[np.uint8]:
 
 
 def scatter(block: Bytes, boxes: Sequence[Box], local: Bytes, *, is_padded: bool) -> None:
-    """Fill a shard's range from a block; what no box covers becomes zero."""
+    """Copy the boxes of a block into a shard's range; the padding between them becomes zero."""
     if is_padded:
         np.frombuffer(local, np.uint8)[...] = 0
     for box in boxes:
@@ -32,27 +32,31 @@ def scatter(block: Bytes, boxes: Sequence[Box], local: Bytes, *, is_padded: bool
 
 
 def gather(local: Bytes, boxes: Sequence[Box], block: Bytes) -> bool:
-    """Bring a shard's range into a block; copies are only compared. Returns whether they are equal."""
+    """Copy the boxes of a shard's range into a block; replicas are only compared.
+
+    Returns:
+        Whether all replicas are equal to the block.
+    """
     is_equal = True
     for box in boxes:
-        full, ours = _full(block, box), _local(local, box)
-        if box.is_copy:
-            is_equal = is_equal and np.array_equal(full, ours)
+        full, shard = _full(block, box), _local(local, box)
+        if box.is_replica:
+            is_equal = is_equal and np.array_equal(full, shard)
         else:
-            np.copyto(full, ours)
+            np.copyto(full, shard)
     return is_equal
 
 
-def is_zero_beside(boxes: Sequence[Box], local: Bytes) -> bool:
-    """Whether a shard's range is zero wherever no box covers it; the boxes are zero afterwards."""
+def is_padding_zero(boxes: Sequence[Box], local: Bytes) -> bool:
+    """Whether a shard's range is zero outside of the boxes; overwrites the boxes with zero."""
     for box in boxes:
         _local(local, box)[...] = 0
     return not np.frombuffer(local, np.uint8).any()
 
 
 def first_difference(left: Bytes, right: Bytes) -> int | None:
-    """The first place where two ranges of equal length differ."""
-    ours, theirs = np.frombuffer(left, np.uint8), np.frombuffer(right, np.uint8)
-    if np.array_equal(ours, theirs):
+    """The first position where two ranges of equal length differ; None if they are equal."""
+    first, second = np.frombuffer(left, np.uint8), np.frombuffer(right, np.uint8)
+    if np.array_equal(first, second):
         return None
-    return int(np.flatnonzero(ours != theirs)[0])
+    return int(np.flatnonzero(first != second)[0])

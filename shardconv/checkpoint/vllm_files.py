@@ -1,7 +1,4 @@
-"""The files of a folder that vLLM wrote with save_sharded_state.
-
-Owns their names and where each rank's tensors are in them. Knows nothing of plans or layouts.
-"""
+"""Rank files that vLLM wrote with save_sharded_state: their names, and the positions of each rank's tensors."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -9,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardconv.checkpoint.auxiliary import check_link, list_files, take_auxiliary
+from shardconv.checkpoint.auxiliary import check_link, find_auxiliary, list_files
 from shardconv.checkpoint.formats import CONFIG_NAME, is_sharded_state, is_weights
 from shardconv.checkpoint.header import Header, read_header
 from shardconv.checkpoint.json_files import read_json
@@ -20,8 +17,8 @@ _RANK_FILE = re.compile(r"model-rank-(?P<rank>0|[1-9]\d{0,5})-part-(?P<part>0|[1
 _AGAIN = "copy the folder again, or save it again with vLLM"
 
 
-class Stored(NamedTuple):
-    """A tensor of a rank: its dtype and shape, the number of its file, and its first byte there."""
+class StoredTensor(NamedTuple):
+    """A tensor of a rank: its dtype and shape, the index of its file, and its offset in the file."""
 
     spec: TensorSpec
     file: int
@@ -29,27 +26,27 @@ class Stored(NamedTuple):
 
 
 class SavedFiles(NamedTuple):
-    """What a folder holds.
+    """Contents of a folder that vLLM saved.
 
     Attributes:
         names: of the rank files, by rank and part.
-        headers: of each.
+        headers: of the rank files.
         ranks: for each rank the tensors of all its files.
-        config: what config.json holds.
-        side_files: name to path of each auxiliary file.
-        left_out: name of each other file to why it is left out.
+        config: contents of config.json.
+        auxiliary_files: name to path of each auxiliary file.
+        left_out: name to reason of all other files.
     """
 
     names: tuple[str, ...]
     headers: tuple[Header, ...]
-    ranks: tuple[dict[str, Stored], ...]
+    ranks: tuple[dict[str, StoredTensor], ...]
     config: dict[str, Any]
-    side_files: dict[str, Path]
+    auxiliary_files: dict[str, Path]
     left_out: dict[str, str]
 
 
 def is_saved_by_vllm(folder: Path) -> bool:
-    """Whether a folder has a file that is named as vLLM names those of ranks."""
+    """Whether a folder has a file with a name of vLLM's rank files."""
     return folder.is_dir() and any(is_sharded_state(path.name) for path in folder.glob("*.safetensors"))
 
 
@@ -63,72 +60,78 @@ def read_saved_files(folder: Path) -> SavedFiles:
     ranks = _rank_files(folder, files.kept)
     names = tuple(chain.from_iterable(ranks))
     weights = [name for name in files.kept if is_weights(name) and name not in names]
-    lists = {name: "lists the files of another checkpoint" for name in weights if name.endswith(".index.json")}
-    if others := [name for name in weights if name not in lists]:
+    indexes = {name: "index of another checkpoint" for name in weights if name.endswith(".index.json")}
+    if others := [name for name in weights if name not in indexes]:
         raise SourceError(
-            f"{folder}: holds weights beside the rank files of vLLM ({', '.join(others[:5])}): move them elsewhere"
+            f"{folder}: holds weights next to the rank files of vLLM ({', '.join(others[:5])}): move them elsewhere"
         )
-    side_files = take_auxiliary(folder, files, [*names, *lists], follow_links=False)
-    if CONFIG_NAME not in side_files:
-        raise SourceError(f"{folder}: holds no {CONFIG_NAME}: copy it from the checkpoint that vLLM was started with")
+    auxiliary_files = find_auxiliary(folder, files, [*names, *indexes], follow_links=False)
+    if CONFIG_NAME not in auxiliary_files:
+        raise SourceError(
+            f"{folder}: does not have a {CONFIG_NAME}: copy it from the checkpoint that vLLM was started with"
+        )
     for name in names:
         check_link(folder / name, folder, follow_links=False)
     headers = tuple(read_header(folder / name) for name in names)
     return SavedFiles(
-        names, headers, _stored(folder, ranks, headers), read_json(side_files[CONFIG_NAME]), side_files,
-        files.left_out | lists,
+        names, headers, _read_tensors(folder, ranks, headers), read_json(auxiliary_files[CONFIG_NAME]), auxiliary_files,
+        files.left_out | indexes,
     )  # fmt: skip
 
 
 def _rank_files(folder: Path, names: Collection[str]) -> list[list[str]]:
     """For each rank the names of its files."""
-    found: dict[int, dict[int, str]] = {}
+    ranks: dict[int, dict[int, str]] = {}
     for name in filter(is_sharded_state, names):
         if (match := _RANK_FILE.fullmatch(name)) is None:
             raise SourceError(
                 f"{folder / name}: is not named model-rank-RANK-part-PART.safetensors (pipeline parallelism is not "
                 f"supported): use the checkpoint that vLLM was started with"
             )
-        found.setdefault(int(match["rank"]), {})[int(match["part"])] = name
-    missing = [f"model-rank-{rank}-part-0.safetensors" for rank in range(max(found)) if rank not in found]
+        ranks.setdefault(int(match["rank"]), {})[int(match["part"])] = name
+    missing = [f"model-rank-{rank}-part-0.safetensors" for rank in range(max(ranks)) if rank not in ranks]
     missing += [
         f"model-rank-{rank}-part-{part}.safetensors"
-        for rank, parts in sorted(found.items())
+        for rank, parts in sorted(ranks.items())
         for part in range(max(parts))
         if part not in parts
     ]
     if missing:
-        raise SourceError(f"{folder / missing[0]}: is missing, and files of later ranks or parts are there: {_AGAIN}")
-    return [[parts[part] for part in sorted(parts)] for _, parts in sorted(found.items())]
+        raise SourceError(f"{folder / missing[0]}: is missing, but files of later ranks or parts exist: {_AGAIN}")
+    return [[parts[part] for part in sorted(parts)] for _, parts in sorted(ranks.items())]
 
 
-def _stored(folder: Path, ranks: list[list[str]], headers: tuple[Header, ...]) -> tuple[dict[str, Stored], ...]:
-    """The tensors of each rank; all ranks have to have the same."""
+def _read_tensors(
+    folder: Path, ranks: list[list[str]], headers: tuple[Header, ...]
+) -> tuple[dict[str, StoredTensor], ...]:
+    """Read the tensors of each rank, and check that all ranks have the same names, dtypes and shapes."""
     numbered = iter(enumerate(headers))
-    found: list[dict[str, Stored]] = []
+    result: list[dict[str, StoredTensor]] = []
     for names in ranks:
-        found.append({})
+        result.append({})
         for path in (folder / name for name in names):
             number, header = next(numbered)
             for name, info in header.tensors.items():
-                if name in found[-1]:
-                    raise SourceError(f"{path}: holds {name}, as another file of the rank does: {_AGAIN}")
+                if name in result[-1]:
+                    raise SourceError(f"{path}: tensor {name} is also in another file of the rank: {_AGAIN}")
                 spec = TensorSpec(info.dtype, info.shape)
-                found[-1][name] = Stored(spec, number, header.data_offset + info.start)
-    for rank, tensors in enumerate(found):
-        _check_alike(folder, rank, tensors, found[0])
-    return tuple(found)
+                result[-1][name] = StoredTensor(spec, number, header.data_offset + info.start)
+    for rank, tensors in enumerate(result):
+        _check_equal(folder, rank, tensors, result[0])
+    return tuple(result)
 
 
-def _check_alike(folder: Path, rank: int, tensors: Mapping[str, Stored], first: Mapping[str, Stored]) -> None:
+def _check_equal(
+    folder: Path, rank: int, tensors: Mapping[str, StoredTensor], first: Mapping[str, StoredTensor]
+) -> None:
     for name in [*first, *tensors]:
-        got, expected = (_described(each.get(name)) for each in (tensors, first))
+        got, expected = (_describe(rank_tensors.get(name)) for rank_tensors in (tensors, first))
         if got != expected:
             raise SourceError(
-                f"{folder}: rank {rank} has {got} as {name} (expected {expected} as rank 0 has): files are missing, or "
+                f"{folder}: rank {rank} has {got} as {name} (expected {expected} as on rank 0): files are missing, or "
                 f"were saved for several tensor parallel sizes: {_AGAIN}"
             )
 
 
-def _described(stored: Stored | None) -> str:
+def _describe(stored: StoredTensor | None) -> str:
     return "nothing" if stored is None else f"{stored.spec.dtype} {list(stored.spec.shape)}"

@@ -1,7 +1,7 @@
-"""A folder that vLLM wrote with save_sharded_state, read as a split checkpoint without a manifest.
+"""Read a folder that vLLM wrote with save_sharded_state as a split checkpoint, without a manifest.
 
-Owns what follows from its files: vLLM stores neither a tensor parallel size nor the names and shapes of the full
-tensors. They are derived, and the rank files that shardconv would write of them must have the tensors that were found.
+vLLM does not store the tensor parallel size or the names and shapes of the full tensors. They are derived from the rank
+files, and checked: the rank files that shardconv would write for them must have the same tensors.
 """
 
 import re
@@ -13,7 +13,7 @@ from shardconv.checkpoint.copy import STRIPE_BYTES, Shards
 from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.header import build_header, num_bytes
-from shardconv.checkpoint.layout import MANIFEST_NAME, FoundFiles, Layout, in_order, lay_out_ranks
+from shardconv.checkpoint.layout import MANIFEST_NAME, ExplicitFiles, Layout, in_file_order, lay_out_ranks
 from shardconv.checkpoint.manifest import Manifest, read_manifest
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.source import Source
@@ -27,20 +27,20 @@ from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 
 _ENGINE = "vllm"
-#: The name of the only weight file of the checkpoint, and what that says of itself.
+#: Name and metadata of the only source file.
 _FILE, _METADATA = "model.safetensors", {"format": "pt"}
-#: What a config calls dtypes.
+#: Dtypes of safetensors by their names in configs.
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-#: What messages about plans advise, which is for sources.
+#: The remedies in messages about plans, which only apply to sources.
 _ADVICE = re.compile(r"(\. |[:;] (or )?(pass|use|add|give|remove|name) ).*", re.DOTALL)
 _OTHER_MODEL = (
-    "files of ranks are missing, or config.json is of another model: save it again with vLLM, or use the checkpoint "
-    "that vLLM was started with"
+    "rank files are missing, or config.json belongs to another model: save the folder again with vLLM, or use the "
+    "checkpoint that vLLM was started with"
 )
 
 
 def read_split(folder: Path) -> Manifest:
-    """The manifest of a split checkpoint; of a folder that vLLM saved, one that is made from its files.
+    """Read the manifest of a split checkpoint, or derive it from the files of a folder that vLLM saved.
 
     Raises:
         SplitCheckpointError: if the folder is neither, or its manifest or files cannot be used.
@@ -54,17 +54,17 @@ def read_split(folder: Path) -> Manifest:
     except PlanError as error:
         reason = _ADVICE.sub("", str(error))
         raise SplitCheckpointError(
-            f"{folder}: was saved by vLLM, and its full tensors are not known: {reason}. Only dense unquantized models "
-            f"are supported: for others, use the checkpoint that vLLM was started with"
+            f"{folder}: was saved by vLLM, and its full tensors cannot be derived: {reason}. Only dense unquantized "
+            f"models are supported: for others, use the checkpoint that vLLM was started with"
         ) from error
 
 
 def _manifest(folder: Path, saved: SavedFiles) -> Manifest:
-    """The manifest that :func:`shardconv.split` would write, but for the order of tensors in the rank files."""
-    as_source = Source(folder, is_folder=True, parts=(), config=saved.config, side_files=saved.side_files)
+    """The manifest that :func:`shardconv.split` would write, except for the order of tensors in the rank files."""
+    as_source = Source(folder, is_folder=True, files=(), config=saved.config, auxiliary_files=saved.auxiliary_files)
     config, request, tp = with_settings(as_source) or {}, PlanRequest(engine=_ENGINE), len(saved.ranks)
-    found = {name: stored.spec for name, stored in saved.ranks[0].items()}
-    full = full_tensors(_ENGINE, found, tp, config, request)
+    rank_tensors = {name: stored.spec for name, stored in saved.ranks[0].items()}
+    full = full_tensors(_ENGINE, rank_tensors, tp, config, request)
     resolver, assumed = resolve(full, config, request)
     layout = choose_layout(_ENGINE, full, config)
     try:
@@ -72,12 +72,12 @@ def _manifest(folder: Path, saved: SavedFiles) -> Manifest:
     except PlanError as error:
         reason = _ADVICE.sub("", str(error))
         raise SplitCheckpointError(
-            f"{folder}: has files of {tp} ranks, for which its model cannot be sharded ({reason}): {_OTHER_MODEL}"
+            f"{folder}: has files of {tp} ranks, but its model cannot be sharded for tp {tp} ({reason}): {_OTHER_MODEL}"
         ) from error
     check_pairs(plan, full)
-    tensors = in_order(full)
+    tensors = in_file_order(full)
     layout.check(tensors, plan)
-    _check_tensors(folder, found, tensors, plan, layout)
+    _check_tensors(folder, rank_tensors, tensors, plan, layout)
     _check_constants(folder, saved, layout)
     return Manifest(
         plan=plan,
@@ -85,13 +85,13 @@ def _manifest(folder: Path, saved: SavedFiles) -> Manifest:
         config=saved.config,
         source_name=folder.resolve().name,
         is_folder=True,
-        parts=((_FILE, build_header(((name, *spec) for name, spec in tensors.items()), _METADATA)),),
+        source_files=((_FILE, build_header(((name, *spec) for name, spec in tensors.items()), _METADATA)),),
         index=None,
         metadata=_METADATA,
-        side_files={name: checksum_file(path) for name, path in saved.side_files.items()},
+        auxiliary_files={name: checksum_file(path) for name, path in saved.auxiliary_files.items()},
         stripe_bytes=STRIPE_BYTES,
         layout=layout,
-        found=FoundFiles(
+        explicit_files=ExplicitFiles(
             saved.names,
             Layout(saved.headers, tuple(_shards(saved, tensors, plan, layout))),
             tuple(_notes(saved, tensors)),
@@ -100,29 +100,34 @@ def _manifest(folder: Path, saved: SavedFiles) -> Manifest:
 
 
 def _check_tensors(
-    folder: Path, found: Mapping[str, TensorSpec], tensors: Mapping[str, TensorSpec], plan: Plan, layout: FileLayout
+    folder: Path,
+    rank_tensors: Mapping[str, TensorSpec],
+    tensors: Mapping[str, TensorSpec],
+    plan: Plan,
+    layout: FileLayout,
 ) -> None:
-    """Check that ranks have the tensors of the layout; constants may be missing, which have nothing of the source."""
+    """Check that ranks have the tensors of the layout; constants may be missing, as no source tensor is in them."""
     constants = {constant.name for constant in layout.constants}
     for header in lay_out_ranks(tensors, plan, {}, layout=layout).headers:
         expected = {name: TensorSpec(info.dtype, info.shape) for name, info in header.tensors.items()}
-        for name in [*found, *(expected.keys() - constants)]:
-            if (got := found.get(name)) != (wanted := expected.get(name)):
+        for name in [*rank_tensors, *(expected.keys() - constants)]:
+            got, spec = rank_tensors.get(name), expected.get(name)
+            if got != spec:
                 raise SplitCheckpointError(
-                    f"{folder}: {name} is {_described(got)} on each rank (expected {_described(wanted)} by config.json "
-                    f"for {plan.tp} ranks): {_OTHER_MODEL}"
+                    f"{folder}: {name} is {_describe(got)} on each rank (expected {_describe(spec)} by config.json for "
+                    f"{plan.tp} ranks): {_OTHER_MODEL}"
                 )
 
 
-def _described(spec: TensorSpec | None) -> str:
+def _describe(spec: TensorSpec | None) -> str:
     return "absent" if spec is None else f"{spec.dtype} {list(spec.shape)}"
 
 
 def _check_constants(folder: Path, saved: SavedFiles, layout: FileLayout) -> None:
-    """Check the values of constants: the full tensors have none of them."""
+    """Check the values of constants, because they are not in the full tensors."""
     paths = [folder / name for name in saved.names]
-    heads, sizes = [header.head for header in saved.headers], [header.file_bytes for header in saved.headers]
-    with InputFiles(paths, heads, sizes) as inputs:
+    prefixes, sizes = [header.prefix for header in saved.headers], [header.file_bytes for header in saved.headers]
+    with InputFiles(paths, prefixes, sizes) as inputs:
         for constant, rank in product(layout.constants, saved.ranks):
             if (stored := rank.get(constant.name)) is None:
                 continue
@@ -130,30 +135,31 @@ def _check_constants(folder: Path, saved: SavedFiles, layout: FileLayout) -> Non
             inputs.read(stored.file, data, stored.offset)
             if data != constant.data:
                 raise IntegrityError(
-                    f"{paths[stored.file]}: {constant.name} is not {constant.value:g}, and full tensors have no place "
-                    f"for it: use the checkpoint that vLLM was started with"
+                    f"{paths[stored.file]}: {constant.name} has other values (expected the constant "
+                    f"{constant.value:g}): use the checkpoint that vLLM was started with"
                 )
 
 
 def _shards(saved: SavedFiles, tensors: Mapping[str, TensorSpec], plan: Plan, layout: FileLayout) -> Iterator[Shards]:
-    """Where the shards of each tensor are in the files that were found."""
-    places: dict[str, list[tuple[int, int]]] = {name: [] for name in tensors}
-    for one in layout.file_tensors(tensors):
-        for rank, stored in enumerate(saved.ranks):
-            at = stored[one.name].offset
-            for name in one.members:
-                places[name].append((stored[one.name].file, at))
+    """The positions of the shards of each tensor in the rank files of vLLM."""
+    positions: dict[str, list[tuple[int, int]]] = {name: [] for name in tensors}
+    for file_tensor in layout.file_tensors(tensors):
+        for rank, rank_tensors in enumerate(saved.ranks):
+            stored = rank_tensors[file_tensor.name]
+            offset = stored.offset
+            for name in file_tensor.members:
+                positions[name].append((stored.file, offset))
                 shape = plan.placement(name).shard_shape(tensors[name].shape, rank)
-                at += num_bytes(tensors[name].dtype, shape)
+                offset += num_bytes(tensors[name].dtype, shape)
     for name, spec in tensors.items():
-        files, offsets = zip(*places[name], strict=True)
+        files, offsets = zip(*positions[name], strict=True)
         yield Shards(geometry(plan.placement(name), spec.dtype, spec.shape), files, offsets)
 
 
 def _notes(saved: SavedFiles, tensors: Mapping[str, TensorSpec]) -> Iterator[str]:
     yield "not compared with a source: vLLM saved these rank files without names or checksums of its files"
-    named = saved.config.get("dtype", saved.config.get("torch_dtype"))
-    found = sorted({spec.dtype for spec in tensors.values()})
-    if named in _DTYPES and found != [_DTYPES[named]]:
-        yield f"tensors have dtype {', '.join(found)}, and config.json has {named}: vLLM may have converted them"
+    config_dtype = saved.config.get("dtype", saved.config.get("torch_dtype"))
+    dtypes = sorted({spec.dtype for spec in tensors.values()})
+    if config_dtype in _DTYPES and dtypes != [_DTYPES[config_dtype]]:
+        yield f"tensors are {', '.join(dtypes)}, but config.json has {config_dtype}: vLLM may have converted them"
     yield from (f"{name} is left out: {why}" for name, why in saved.left_out.items())

@@ -58,7 +58,7 @@ def check_engine(path: StrPath) -> EngineReport:
         RunError: if vLLM can construct this model only with its values in memory.
     """
     folder = local_path(path)
-    manifest = replace(read_split(folder), found=None)  # files that vLLM saved hold what the layout has
+    manifest = replace(read_split(folder), explicit_files=None)  # files that vLLM saved hold what the layout has
     if find_spec("vllm") is None:
         raise UsageError("--engine vllm: vLLM is not installed (expected 0.32 or later): verify in vLLM's environment")
     if dist.is_initialized():

@@ -17,7 +17,7 @@ from shardconv.checkpoint.header import Header, TensorInfo, num_bytes
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source, rank_bytes, tensor_reports
-from shardconv.checkpoint.source import Part, Source, config_alone
+from shardconv.checkpoint.source import Source, SourceFile, standalone_config
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import RunError, ShardconvError
 from shardconv.plan.request import PlanRequest
@@ -160,7 +160,7 @@ def estimate_cost(
     """
     if batch < 1 or (seq is not None and seq < 1):
         raise ValueError(f"batch = {batch}, seq = {seq}: both have to be at least 1")
-    alone = config_alone(local_path(src), follow_links=options.get("follow_links", False))
+    alone = standalone_config(local_path(src), follow_links=options.get("follow_links", False))
     if alone is not None and (other := options.get("config")) is not None:
         alone = read_json(local_path(other))
     opened = src if alone is None else _without_weights(local_path(src), alone)
@@ -206,8 +206,8 @@ def _without_weights(path: Path, config: dict[str, Any]) -> Source:
         stop = start + num_bytes(spec.dtype, spec.shape)
         tensors[name] = TensorInfo(spec.dtype, spec.shape, start, stop)
         start = stop
-    part = Part("model.safetensors", path / "model.safetensors", Header(b"", tensors, None))
-    return Source(path, is_folder=False, parts=(part,), config=config)
+    file = SourceFile("model.safetensors", path / "model.safetensors", Header(b"", tensors, None))
+    return Source(path, is_folder=False, files=(file,), config=config)
 
 
 def _stored_dtype(source: Source) -> torch.dtype:

@@ -247,7 +247,7 @@ def _map_rank_file(manifest: Manifest, folder: Path, rank: int) -> dict[str, Ten
         raise SplitCheckpointError(f"{path}: is a link out of its folder")
     layout = manifest.rank_layout
     try:
-        with InputFiles([path], [layout.heads[rank]], [layout.file_bytes[rank]]):
+        with InputFiles([path], [layout.prefixes[rank]], [layout.file_bytes[rank]]):
             return _source_tensors(load_file(path), manifest, rank)
     except SourceError as error:
         raise SplitCheckpointError(str(error)) from error
