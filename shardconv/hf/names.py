@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardconv.convert.classes import new_class
 from shardconv.hf.isolation import isolated
 
 #: Name on disk to name in memory, and the converter if transformers makes the tensor from several.
@@ -133,5 +134,4 @@ def _recording(kind: Any, loaded: _Loaded) -> Any:
         """Tensors on the meta device need no values."""
 
     skipped = dict.fromkeys(("_move_missing_keys_from_meta_to_device", "_initialize_missing_keys"), skip)
-    own = {"__module__": kind.__module__, "_load_pretrained_model": staticmethod(load), **skipped}
-    return type(kind.__name__, (kind,), own)
+    return new_class(kind, (kind,), {"_load_pretrained_model": staticmethod(load), **skipped})

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardconv.convert.classes import new_class
 from shardconv.errors import RunError, one_line
 from shardconv.hf.classes import ModelClass
 from shardconv.hf.package import import_transformers
@@ -47,7 +48,7 @@ def load_shards(
         self.__class__ = kind  # which the conversion may change
         convert(self)
 
-    converted: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__init__": build})
+    converted = new_class(kind, (kind,), {"__init__": build})
     try:
         with permute_local_heads():
             model, report = converted.from_pretrained(
