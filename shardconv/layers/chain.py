@@ -1,7 +1,7 @@
-"""Column parallel layers, and what reads their outputs: a rank has only its shard of the features.
+"""Checks that a sharded output of a column parallel layer does not reach a layer that needs all features.
 
-Owns the check of nn.Sequential before a conversion, where the order of the layers is known, and the check of inputs of
-layers that are not parallel, when they run.
+In an nn.Sequential, where the order of the layers is known, before the conversion; for the inputs of other unsharded
+layers, when they run.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,15 +14,15 @@ from shardconv.layers.features import check_features, is_shard_of
 from shardconv.layers.linear import ParallelLinear, weight_dim
 from shardconv.layers.sharding import ParallelModule
 
-#: Classes whose input has a given number of features, and where the number stands.
+#: Classes that need a certain number of input features, and the attribute that has it.
 _FEATURES: dict[type[nn.Module], Callable[[Any], int]] = {
     nn.Linear: lambda layer: layer.in_features,
     nn.LayerNorm: lambda layer: layer.normalized_shape[-1],
     nn.RMSNorm: lambda layer: layer.normalized_shape[-1],
 }
-#: Classes that compute with all features along ``dim``, however many there are; where it is None, along the last.
+#: Classes that combine all elements of ``dim``, or of the last dim where it is None, whatever its size.
 _ACROSS_FEATURES = (nn.Softmax, nn.LogSoftmax, nn.GLU)
-#: Classes that compute each element by itself.
+#: Classes that compute each element separately.
 _ELEMENTWISE = (
     nn.Identity, nn.Dropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
     nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
@@ -32,30 +32,30 @@ _ELEMENTWISE = (
 def check_chains(module: nn.Module, becomes: Mapping[nn.Module, ParallelModule], tp: int) -> None:
     """Check that no nn.Sequential passes a shard of features to a layer that needs all of them.
 
-    A Sequential in which the sizes of neighbors do not fit is not called as a chain, and is not checked.
+    A Sequential in which the sizes of consecutive layers do not match is not called as a chain, and is not checked.
 
     Args:
-        module: that is converted.
-        becomes: layers to the parallel layers that they become.
-        tp: number of ranks.
+        module: the module that is converted.
+        becomes: layers to the parallel layers that replace them.
+        tp: tensor parallel size.
 
     Raises:
-        ValueError: with the names of both layers, if one does.
+        ValueError: if one does; names both layers.
     """
     nested: set[nn.Module] = set()
     for name, child in module.named_modules():
         if tp == 1 or child in nested or not _is_chain(child):
             continue
         layers = [(label, becomes.get(layer, layer)) for label, layer in _steps(name, child, nested)]
-        if (found := _break_in(layers)) is None:
+        if (mismatch := _find_mismatch(layers)) is None:
             continue
-        (first, producer), (second, consumer) = found
+        (first, producer), (second, consumer) = mismatch
         size = producer.out_features
         other = f", convert {second} with dim=0 in another call" if isinstance(consumer, nn.Linear) else ""
         raise ValueError(
-            f"{second}: a {type(consumer).__name__} that needs all {size} features, but column parallel {first} has "
-            f"{-(-size // tp)} of them on each rank: pass gather_output=True{other}, or pass layers that are not "
-            f"called one after the other in an nn.ModuleList"
+            f"{second}: the input of this {type(consumer).__name__} is sharded (got {-(-size // tp)} features per rank "
+            f"from column parallel {first}, expected all {size}): pass gather_output=True{other}, or pass layers that "
+            f"are not called one after the other in an nn.ModuleList"
         )
 
 
@@ -64,9 +64,9 @@ def _is_chain(module: nn.Module) -> bool:
 
 
 def _steps(name: str, chain: nn.Module, nested: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Name and layer in the order of calls; those of a Sequential in the Sequential are in their place."""
-    for own, layer in chain._modules.items():  # noqa: SLF001 - also layers that occur twice
-        label = f"{name}.{own}" if name else own
+    """Yield name and layer in the order of calls; the layers of a nested Sequential take its place."""
+    for key, layer in chain._modules.items():  # noqa: SLF001 - also layers that occur twice
+        label = f"{name}.{key}" if name else key
         if layer is not None and _is_chain(layer):
             nested.add(layer)
             yield from _steps(label, layer, nested)
@@ -77,40 +77,40 @@ def _steps(name: str, chain: nn.Module, nested: set[nn.Module]) -> Iterator[tupl
 _Step = tuple[str, Any]
 
 
-def _break_in(layers: list[_Step]) -> tuple[_Step, _Step] | None:
-    """The first column parallel layer whose shard reaches a layer that needs all features, and that layer."""
+def _find_mismatch(layers: list[_Step]) -> tuple[_Step, _Step] | None:
+    """Find the first column parallel layer whose sharded output reaches a layer that needs all features."""
     producer: _Step | None = None
-    found: tuple[_Step, _Step] | None = None
+    mismatch: tuple[_Step, _Step] | None = None
     for label, layer in layers:
         if producer is not None and (needed := _needed(layer, producer[1].out_features)) is not None:
             if needed != producer[1].out_features:
                 return None
             is_row = isinstance(layer, ParallelLinear) and weight_dim(layer.dim) == 1
-            found = found or (None if is_row else (producer, (label, layer)))
+            mismatch = mismatch or (None if is_row else (producer, (label, layer)))
         if isinstance(layer, ParallelLinear) and weight_dim(layer.dim) == 0 and not layer.gather_output:
             producer = label, layer
         elif not isinstance(layer, _ELEMENTWISE):
             producer = None
-    return found
+    return mismatch
 
 
-def _needed(layer: nn.Module, given: int) -> int | None:
-    """How many features a layer needs, if that is known; ``given`` where it needs all there are."""
+def _needed(layer: nn.Module, full_size: int) -> int | None:
+    """The number of input features that a layer needs; ``full_size`` where it takes any number, None if unknown."""
     if isinstance(layer, _ACROSS_FEATURES):
-        return None if layer.dim == 0 else given  # 0 is the batch
-    read = next((read for kind, read in _FEATURES.items() if isinstance(layer, kind)), None)
-    return None if read is None else read(layer)
+        return None if layer.dim == 0 else full_size  # 0 is the batch
+    get_size = next((get_size for kind, get_size in _FEATURES.items() if isinstance(layer, kind)), None)
+    return None if get_size is None else get_size(layer)
 
 
 @dataclass(frozen=True)
 class _InputCheck:
-    """A forward pre-hook that names the layer whose input is a rank's shard instead of all features."""
+    """A forward pre-hook that raises, with the name of the layer, if the input is one rank's shard of the features."""
 
     label: str
     tp: int
 
     def __call__(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Check the first input; an input that is otherwise wrong is left to the layer."""
+        """Check the first input; the layer itself refuses other wrong inputs."""
         input = inputs[0] if inputs else None
         needed = _needed(layer, 0)
         if needed and isinstance(input, Tensor) and input.dim() and is_shard_of(input.shape[-1], needed, self.tp):
@@ -118,7 +118,7 @@ class _InputCheck:
 
 
 def watch_inputs(module: nn.Module, tp: int) -> None:
-    """Check the inputs of the layers of a converted module that are not parallel, whenever they run."""
+    """Register checks of the inputs of the unsharded layers of a converted module."""
     for name, child in module.named_modules():
         hooks = child._forward_pre_hooks.values()  # noqa: SLF001 - of an earlier conversion
         if tp > 1 and type(child) in _FEATURES and not any(isinstance(hook, _InputCheck) for hook in hooks):

@@ -1,7 +1,4 @@
-"""Parameters that several modules share.
-
-Owns which modules share a parameter with which, inside of a module and outside of it.
-"""
+"""Tied parameters: modules that share a parameter, inside a module and outside of it."""
 
 import gc
 import sys
@@ -14,12 +11,12 @@ from torch import nn
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module itself, by name."""
+    """Return the parameters of a module without those of its children, by name."""
     return dict(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def tied_modules(module: nn.Module, layers: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Other modules in ``module`` that share a parameter with one of the layers."""
+    """Find other modules in ``module`` that share a parameter with one of the layers; returns (name, module)."""
     layers = list(layers)
     owned = {id(parameter) for layer in layers for parameter in own_parameters(layer).values()}
     return [
@@ -31,26 +28,26 @@ def tied_modules(module: nn.Module, layers: Iterable[nn.Module]) -> list[tuple[s
 
 
 def layer_label(module: nn.Module, name: str, layer: nn.Module) -> str:
-    """The name of a layer, and of those that it is tied to, for messages."""
+    """Return the name of a layer and the names of the modules that it is tied to, for messages."""
     label = name or "the layer"
     tied = [other or type(child).__name__ for other, child in tied_modules(module, [layer])]
     return f"{label} (tied to {', '.join(tied)})" if tied else label
 
 
 def owner_outside(module: nn.Module, parameters: Sequence[nn.Parameter]) -> nn.Module | None:
-    """A module outside of ``module`` that holds one of the parameters.
+    """Find a module outside of ``module`` that holds one of the parameters.
 
     Args:
         module: a module.
-        parameters: of modules in it, each once, in a list that alone holds them beside these modules.
+        parameters: parameters of modules in it, each once; no other references than this list and these modules.
     """
-    inside = {id(child._parameters): child._parameters for child in module.modules()}  # noqa: SLF001 - who holds them
+    inside = {id(child._parameters): child._parameters for child in module.modules()}  # noqa: SLF001 - the dicts that refer to them
     owners = Counter(id(parameter) for held in inside.values() for parameter in held.values())
     counts = zip(parameters, _reference_counts(parameters), strict=True)
-    held_elsewhere = [one for one, count in counts if count - owners[id(one)] > _references_without_owner()]
+    held_elsewhere = [p for p, count in counts if count - owners[id(p)] > _references_without_owner()]
     if not held_elsewhere or _find_owner(held_elsewhere, inside.keys()) is None:
         return None
-    gc.collect()  # it may be in a cycle that nothing refers to
+    gc.collect()  # the owner may be garbage in a reference cycle
     return _find_owner(held_elsewhere, inside.keys())
 
 
@@ -60,15 +57,15 @@ def _reference_counts(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 @cache
 def _references_without_owner() -> int:
-    """What :func:`_reference_counts` gives for a parameter in the list alone, in this version of Python."""
+    """The count of :func:`_reference_counts` for a parameter that only the list holds, in this version of Python."""
     return _reference_counts([nn.Parameter(torch.empty(0))])[0]
 
 
 def _find_owner(parameters: Sequence[nn.Parameter], inside: Collection[int]) -> nn.Module | None:
-    """As :func:`owner_outside`, by a search of all objects, which takes tenths of a second."""
-    found = [referrer for referrer in gc.get_referrers(*parameters) if isinstance(referrer, dict)]
-    outside = {id(referrer) for referrer in found}.difference(inside)
+    """Find the owner by a search of all objects, which takes tenths of a second."""
+    referrers = [referrer for referrer in gc.get_referrers(*parameters) if isinstance(referrer, dict)]
+    outside = {id(referrer) for referrer in referrers}.difference(inside)
     if not outside:
         return None
-    modules = (one for one in gc.get_objects() if issubclass(type(one), nn.Module))
-    return next((one for one in modules if id(vars(one).get("_parameters")) in outside), None)
+    modules = (item for item in gc.get_objects() if issubclass(type(item), nn.Module))
+    return next((module for module in modules if id(vars(module).get("_parameters")) in outside), None)
