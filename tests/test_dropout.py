@@ -1,11 +1,11 @@
-"""Dropout: masks that agree or differ, come back, and survive checkpointing. Also the notes on tensors."""
+"""Dropout: masks that agree or differ, come back, and survive checkpointing."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from shardconv.layers import ParallelDropout, RegisterParallelDim, get_parallel_dim
+from shardconv.layers import ParallelDropout
 
 
 def everyones(axis, tensor):
@@ -87,21 +87,3 @@ def check_compiled(axis):
 
 def test_compiled(ranks):
     ranks("pairs", check_compiled)
-
-
-def test_notes():
-    x, y = torch.zeros(3), torch.zeros(2)
-    assert get_parallel_dim(x) is None
-    assert RegisterParallelDim(dim=0)(x) is x
-    assert get_parallel_dim(x) == 0
-    pair = (x, y)
-    assert RegisterParallelDim(-1)(pair) is pair
-    assert (get_parallel_dim(x), get_parallel_dim(y)) == (-1, -1)
-    RegisterParallelDim()([x])
-    assert get_parallel_dim(x) is None
-    for wrong in ("text", {"a": x}, [x, 1]):
-        with pytest.raises(ValueError, match="a tensor, or a list or tuple of tensors"):
-            RegisterParallelDim(0)(wrong)
-    with pytest.raises(ValueError, match="dim = 3"):
-        RegisterParallelDim(3)
-    assert repr(RegisterParallelDim(0)) == "RegisterParallelDim(dim=0)"

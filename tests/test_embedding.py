@@ -146,12 +146,12 @@ def test_half_norms(ranks):
 def check_refused(axis):
     for message, build in {
         f"embedding_dim: 7 is not a multiple of {axis.size}": lambda: ParallelEmbedding(4, 7, dim=1, group=axis),
-        "dim = 2: it has to be": lambda: ParallelEmbedding(4, 8, dim=2, group=axis),
-        "padding_idx 4 is not within the 4": lambda: ParallelEmbedding(4, 8, 4, dim=0, group=axis),
-        r"weight of shape \[2, 2\]: one of \[4, 8\]": lambda: ParallelEmbedding(
+        r"dim is not supported \(got 2": lambda: ParallelEmbedding(4, 8, dim=2, group=axis),
+        "got 4, expected an id of 4 embeddings": lambda: ParallelEmbedding(4, 8, 4, dim=0, group=axis),
+        r"weight has shape \[2, 2\] \(expected \[4, 8\]\)": lambda: ParallelEmbedding(
             4, 8, _weight=torch.zeros(2, 2), dim=0, group=axis
         ),
-        r"weight of shape \[3, 8\] is no shard of 4 rows": lambda: parallel_embedding(
+        r"weight of shape \[3, 8\] is not the shard of a table of 4 rows": lambda: parallel_embedding(
             torch.tensor([0]), torch.zeros(3, 8), num_embeddings=4, dim=0, group=axis
         ),
     }.items():

@@ -1,4 +1,4 @@
-"""Layers whose parameters are cut over the ranks of the tensor axis, and that compute what torch's own compute."""
+"""Tensor-parallel layers: their parameters are sharded over the ranks of the tensor axis, their results are torch's."""
 
 from shardconv.layers import functional, init
 from shardconv.layers.dropout import ParallelDropout

@@ -1,4 +1,4 @@
-"""Dropout whose masks agree where ranks hold the same and differ where they hold different parts."""
+"""Dropout for replicated and sharded tensors, and the checks that ranks are seeded alike."""
 
 import hashlib
 import itertools
@@ -11,26 +11,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis
+from shardconv.layers.tags import check_tag
 
 
 class ParallelDropout(nn.Dropout):
-    """nn.Dropout for tensors that are replicated or split over the ranks of the tensor axis.
+    """nn.Dropout for tensors that are replicated or sharded over the ranks of the tensor axis.
 
-    On replicated input it is nn.Dropout: ranks that are seeded alike draw alike. On split input every call draws one
-    number from the default generator of the CPU, and a mask from a generator that this number and the rank seed. So
-    the default generators stay in step, and the mask is drawn again alike under ``torch.utils.checkpoint``.
+    On replicated input it is nn.Dropout: ranks that are seeded alike draw the same mask. On sharded input every call
+    draws one number from the default CPU generator, and the mask from a new generator whose seed is that number and the
+    rank. So the default generators of the ranks stay equal, and ``torch.utils.checkpoint`` reproduces the mask.
 
-    The ranks of the tensor axis have to be seeded alike, as in ``torch.manual_seed(0)`` on all of them. The first call
-    checks it.
+    The ranks of the tensor axis must be seeded alike, for example by ``torch.manual_seed(0)`` on all of them. The first
+    call checks this.
 
     Args:
-        p: the probability that an element is set to zero.
-        inplace: as nn.Dropout's.
-        input_is_parallel: whether the input is split.
+        p: probability that an element is set to zero.
+        inplace: as in nn.Dropout.
+        input_is_parallel: whether the input is sharded, along any dim.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Raises:
-        RuntimeError: on the first call, if the ranks are not seeded alike.
+        RuntimeError: on the first call in training, if the ranks are not seeded alike.
+        ValueError: in forward, if the tag of the input contradicts ``input_is_parallel`` (see
+            :class:`~shardconv.layers.RegisterParallelDim`).
+
+    Shape:
+        - input and output: [*], any shape; the full tensor, or this rank's shard.
 
     Example:
         >>> dropout = ParallelDropout(0.5, input_is_parallel=True)
@@ -52,7 +58,8 @@ class ParallelDropout(nn.Dropout):
         self._is_checked = self.axis.size == 1
 
     def forward(self, input: Tensor) -> Tensor:
-        """The input with some elements zero and the others scaled by 1 / (1 - p); as it is in evaluation."""
+        """Set elements to zero and scale the others by 1 / (1 - p); in evaluation, return the input."""
+        check_tag(input, range(input.dim()) if self.input_is_parallel else [None], self.axis, self.__repr__)
         if not self.training or self.p == 0:
             return input
         if not self._is_checked and not torch.compiler.is_compiling():
@@ -67,36 +74,37 @@ class ParallelDropout(nn.Dropout):
 
 
 def check_seeds(axis: Axis, device: torch.device, *, has_others: bool = False) -> None:
-    """Compare the states of the default generators, without drawing from them. All ranks have to call it.
+    """Compare the states of the default generators without drawing from them. All ranks must call it.
 
     Args:
         axis: the ranks.
-        device: whose generator is compared beside the CPU's.
-        has_others: whether those of Python and numpy are compared, too; they differ unless somebody seeds them.
+        device: device whose generator is compared, beside that of the CPU.
+        has_others: also compare those of Python and numpy, which differ unless they are seeded.
 
     Raises:
         RuntimeError: if they differ.
     """
-    state = torch.cat([_seeds(device), _others()]) if has_others else _seeds(device)
-    unequal = torch.tensor(int(not torch.equal(_firsts(state, axis, device), state)), device=axis.message_device)
+    state = torch.cat([_seeds(device), _other_seeds()]) if has_others else _seeds(device)
+    unequal = torch.tensor(
+        int(not torch.equal(_state_of_first_rank(state, axis, device), state)), device=axis.message_device
+    )
     dist.all_reduce(unequal, op=dist.ReduceOp.MAX, group=axis.group)
     if unequal:
         raise RuntimeError(
-            f"the ranks {list(axis.ranks)} are seeded differently, so their masks would not fit together: "
-            f"call torch.manual_seed with the same number on all of them"
-            f"{', and random.seed and numpy.random.seed, too' * has_others}"
+            f"ranks {list(axis.ranks)} are seeded differently, so their dropout masks would not match: call "
+            f"torch.manual_seed{', random.seed and numpy.random.seed' * has_others} with the same number on all of them"
         )
 
 
-#: The axes of seed checks by number, which is how the operator of a compiled graph refers to them.
+#: The axes of seed checks by number: the operator in a compiled graph takes the number as its argument.
 _axes: WeakValueDictionary[int, Axis] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
 class SeedCheck:
-    """:func:`check_seeds` in every pass, also of a compiled graph.
+    """:func:`check_seeds` in every forward pass, also of a compiled graph.
 
-    Dynamo cannot trace the check, so a graph has it as one operator. That it changes a tensor keeps it in the graph.
+    Dynamo cannot trace the check, so it is a custom operator. It modifies a tensor, so that it is not eliminated.
 
     Args:
         axis: the ranks.
@@ -111,7 +119,7 @@ class SeedCheck:
         return SeedCheck, (self.axis,)
 
     def __call__(self, device: torch.device, *, has_others: bool) -> None:
-        """Check the generators. All ranks have to call it.
+        """Check the generators. All ranks must call it.
 
         Args:
             device: see :func:`check_seeds`.
@@ -135,19 +143,19 @@ def _check_seeds(checked: Tensor, axis: int, device: torch.device, has_others: b
 _check_seeds.register_fake(lambda *_: None)
 
 
-def _others() -> Tensor:
-    """A digest of the states of Python's and numpy's generators, by which some models mask, or leave out layers."""
-    states = repr((random.getstate(), [part.tolist() for part in map(numpy.asarray, numpy.random.get_state())]))
+def _other_seeds() -> Tensor:
+    """A digest of the states of Python's and numpy's generators: some models use them for masks, or to drop layers."""
+    states = repr((random.getstate(), [field.tolist() for field in map(numpy.asarray, numpy.random.get_state())]))
     return torch.frombuffer(bytearray(hashlib.sha256(states.encode()).digest()), dtype=torch.uint8)
 
 
 def share_seeds(axis: Axis, device: torch.device) -> None:
-    """Take over the states of the first rank's default generators. All ranks have to call it."""
-    state = _firsts(_seeds(device), axis, device)
-    own = len(torch.get_rng_state())
-    torch.set_rng_state(state[:own])
+    """Copy the states of the first rank's default generators. All ranks must call it."""
+    state = _state_of_first_rank(_seeds(device), axis, device)
+    cpu_size = len(torch.get_rng_state())
+    torch.set_rng_state(state[:cpu_size])
     if device.type == "cuda":
-        torch.cuda.set_rng_state(state[own:], device)
+        torch.cuda.set_rng_state(state[cpu_size:], device)
 
 
 def _seeds(device: torch.device) -> Tensor:
@@ -155,16 +163,16 @@ def _seeds(device: torch.device) -> Tensor:
     return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
 
 
-def _firsts(state: Tensor, axis: Axis, device: torch.device) -> Tensor:
-    where = device if dist.get_backend(axis.group) == "nccl" else torch.device("cpu")
-    first = state.to(where, copy=True)
+def _state_of_first_rank(state: Tensor, axis: Axis, device: torch.device) -> Tensor:
+    message_device = device if dist.get_backend(axis.group) == "nccl" else torch.device("cpu")
+    first = state.to(message_device, copy=True)
     dist.broadcast(first, axis.ranks[0], group=axis.group)
     return first.cpu()
 
 
 @torch.library.custom_op("shardconv::dropout_mask", mutates_args=())
 def _mask(input: Tensor, seed: Tensor, rank: int, keep: float) -> Tensor:
-    """Ones with probability ``keep`` and zeros, of the shape of ``input``, out of nothing but seed and rank."""
+    """A mask of ones with probability ``keep``, else zeros, in the shape of ``input``, from seed and rank alone."""
     generator = torch.Generator(input.device).manual_seed((int(seed) + rank * 0x9E3779B97F4A7C15) % 2**63)
     return torch.empty_like(input).bernoulli_(keep, generator=generator)
 

@@ -1,24 +1,28 @@
-"""Embeddings whose table is cut over ranks, by words or by features, with every option of nn.Embedding."""
+"""Vocabulary-parallel and embedding-dim-parallel embeddings, with all options of nn.Embedding."""
 
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - as everywhere
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis, reduce_from_tp
 from shardconv.layers.init import Initializer, fill_shard_, get_initializer
 from shardconv.layers.sharding import ParallelModule, even_placement, gather_shards, public_function, take_shard
+from shardconv.layers.tags import check_tag
 from shardconv.plan.placement import Interval, Placement, intervals
 
-#: ``dim`` to the dim of the table that it cuts.
+#: ``dim`` to the dim of the embedding table that is sharded.
 _TABLE_DIM = {None: None, 0: 0, -1: 1, 1: 1}
 
 
 def _table_placement(num_embeddings: int, embedding_dim: int, dim: int | None, tp: int) -> Placement | None:
     if dim not in _TABLE_DIM:
-        raise ValueError(f"dim = {dim!r}: it has to be None (not split), 0 (words), 1 or -1 (features)")
+        raise ValueError(
+            f"dim is not supported (got {dim!r}, expected None for unsharded, 0 for the vocabulary, 1 or -1 for the "
+            f"embedding dim)"
+        )
     if dim is None:
         return None
     size, what = ((num_embeddings, "num_embeddings"), (embedding_dim, "embedding_dim"))[_TABLE_DIM[dim] or 0]
@@ -39,20 +43,20 @@ def parallel_embedding(
     gather_output: bool = True,
     group: GroupLike = None,
 ) -> Tensor:
-    """``F.embedding`` on a shard of the table that the caller has made.
+    """Apply ``F.embedding`` to a shard of the embedding table.
 
     Args:
-        input: ids, of any shape, the same on every rank.
-        weight: [ceil(num_embeddings / tp), embedding_dim] with dim=0, [num_embeddings, embedding_dim / tp] with dim=-1.
-        padding_idx: a row of the full table that gets no gradient; counted from the end if negative.
-        max_norm: rows that are looked up and are longer are scaled down to it, in place; the length is that of the
-            full row.
-        norm_type: the p of that norm.
-        scale_grad_by_freq: divide gradients by how often their id is in the input.
+        input: ids, [*], the same on every rank.
+        weight: this rank's shard: [ceil(num_embeddings / tp), embedding_dim] with dim=0, [num_embeddings,
+            embedding_dim / tp] with dim=-1.
+        padding_idx: row of the full table that gets no gradient; counted from the end if negative.
+        max_norm: scale the used rows whose norm is larger down to it, in place; the norm is that of the full row.
+        norm_type: p of that norm.
+        scale_grad_by_freq: divide gradients by the number of times that their id is in the input.
         sparse: make the gradient of the shard a sparse tensor.
-        num_embeddings: rows of the full table; by default those of all shards together.
-        dim: the dim of the table that is cut: 0, 1 or -1; None if none is.
-        gather_output: with dim=-1, put the ranks' features behind each other.
+        num_embeddings: number of rows of the full table; by default the sum of the rows of all shards.
+        dim: the dim of the table that is sharded: 0, 1 or -1; None for an unsharded table.
+        gather_output: with dim=-1, all-gather the output.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
@@ -60,7 +64,8 @@ def parallel_embedding(
 
     Raises:
         IndexError: if an id is out of range; on CUDA a device-side assertion, as torch's.
-        ValueError: if the shape of the shard does not fit.
+        ValueError: if the shape of the shard does not match, or the ids are tagged as sharded (see
+            :class:`~shardconv.layers.RegisterParallelDim`).
 
     Example:
         >>> table = torch.arange(10.0).view(5, 2)
@@ -75,59 +80,64 @@ def parallel_embedding(
     placement = _table_placement(num_embeddings, features, dim, axis.size)
     if placement is not None and placement.shard_shape((num_embeddings, features), axis.rank) != tuple(weight.shape):
         raise ValueError(
-            f"weight of shape {list(weight.shape)} is no shard of {num_embeddings} rows on {axis.size} ranks"
+            f"weight of shape {list(weight.shape)} is not the shard of a table of {num_embeddings} rows on rank "
+            f"{axis.rank} of {axis.size}: pass this rank's shard"
         )
     if padding_idx is not None and padding_idx < 0:
         padding_idx += num_embeddings
+    if placement is not None:
+        check_tag(input, [None], axis, "parallel_embedding".__str__)
     options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     return _look_up(input, weight, options, placement, axis, gather_output=gather_output)
 
 
-#: The options of ``F.embedding`` behind the weight.
+#: The options of ``F.embedding`` that follow the weight.
 _Options = tuple[int | None, float | None, float, bool, bool]
 
 
 def _look_up(
     input: Tensor, weight: Tensor, options: _Options, placement: Placement | None, axis: Axis, *, gather_output: bool
 ) -> Tensor:
-    """``F.embedding`` on the shard that ``placement`` describes."""
+    """Apply ``F.embedding`` to the shard that ``placement`` describes."""
     padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse = options
     if placement is None or (axis.size == 1 and not placement.is_padded):
         return F.embedding(input, weight, *options)
     if placement.dim != 0:
         if max_norm is not None:
             _scale_rows_(weight, input, max_norm, norm_type, axis)
-        found = F.embedding(input, weight, padding_idx, None, 2.0, scale_grad_by_freq, sparse)
-        return gather_shards(found, placement, axis, dim=-1) if gather_output else found
+        output = F.embedding(input, weight, padding_idx, None, 2.0, scale_grad_by_freq, sparse)
+        return gather_shards(output, placement, axis, dim=-1) if gather_output else output
     num_embeddings = placement.size
     ((first, last),) = intervals(placement.ranks[axis.rank]) or [Interval(num_embeddings, num_embeddings)]
-    own_padding = padding_idx - first if padding_idx is not None and first <= padding_idx < last else None
+    local_padding_idx = padding_idx - first if padding_idx is not None and first <= padding_idx < last else None
     if max_norm is None and not scale_grad_by_freq and not sparse:
-        return reduce_from_tp(_look_up_masked(input, weight, own_padding, first, last, num_embeddings), group=axis)
-    own = (own_padding, max_norm, norm_type, scale_grad_by_freq, sparse)
-    return reduce_from_tp(_look_up_own(input, weight, own, first, last, num_embeddings), group=axis)
+        output = _look_up_masked(input, weight, local_padding_idx, first, last, num_embeddings)
+    else:
+        local_options = (local_padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        output = _look_up_local(input, weight, local_options, first, last, num_embeddings)
+    return reduce_from_tp(output, group=axis)
 
 
 def _look_up_masked(
     input: Tensor, weight: Tensor, padding_idx: int | None, first: int, last: int, num_embeddings: int
 ) -> Tensor:
-    """Rows of the ids in [first, last), zeros for the other ids; without a shape that depends on the ids."""
-    is_own = (input >= first) & (input < last)
-    # An id that no rank has stays out of range of the shard, too, so that the lookup refuses it as torch does.
-    is_foreign = ~is_own & (input >= 0) & (input < num_embeddings)
-    index = torch.where(is_own, input - first, weight.shape[0]).masked_fill(is_foreign, 0)
-    return F.embedding(index, weight, padding_idx).masked_fill(~is_own.unsqueeze(-1), 0)
+    """Look up the ids in [first, last), with zeros for the other ids; no shape depends on the values of ids."""
+    is_local = (input >= first) & (input < last)
+    # An id outside of the vocabulary stays out of range of the shard, too, so that the lookup raises as torch does.
+    is_remote = ~is_local & (input >= 0) & (input < num_embeddings)
+    index = torch.where(is_local, input - first, weight.shape[0]).masked_fill(is_remote, 0)
+    return F.embedding(index, weight, padding_idx).masked_fill(~is_local.unsqueeze(-1), 0)
 
 
-def _look_up_own(
+def _look_up_local(
     input: Tensor, weight: Tensor, options: tuple[Any, ...], first: int, last: int, num_embeddings: int
 ) -> Tensor:
-    """The same, looking up the own ids only: for options to which a row that is looked up matters."""
+    """Do the same without a lookup for other ids: for options that depend on which rows are used."""
     _check_range(input, num_embeddings)
     ids = input.reshape(-1)
-    is_own = (ids >= first) & (ids < last)
+    is_local = (ids >= first) & (ids < last)
     output = weight.new_zeros((len(ids), weight.shape[1]))
-    output = output.index_put((is_own,), F.embedding(ids[is_own] - first, weight, *options))
+    output = output.index_put((is_local,), F.embedding(ids[is_local] - first, weight, *options))
     return output.view(*input.shape, weight.shape[1])
 
 
@@ -138,10 +148,12 @@ def _check_range(input: Tensor, num_embeddings: int) -> None:
 
 @torch.no_grad()
 def _scale_rows_(weight: Tensor, input: Tensor, max_norm: float, norm_type: float, axis: Axis) -> None:
-    """Scale the rows that are looked up down to a norm over all ranks, as ``torch.embedding_renorm_`` does."""
+    """Scale used rows down to a norm of the full row over all ranks, as ``torch.embedding_renorm_`` does."""
     _check_range(input, len(weight))
     ids = input.unique()
-    rows = weight[ids].to(torch.promote_types(weight.dtype, torch.float32)).abs()  # as torch does: no sum overflows
+    rows = (
+        weight[ids].to(torch.promote_types(weight.dtype, torch.float32)).abs()
+    )  # as torch does, so that sums do not overflow
     if norm_type == float("inf"):
         norms = reduce_from_tp(rows.amax(1), op=dist.ReduceOp.MAX, group=axis)
     elif norm_type == 0:
@@ -153,36 +165,38 @@ def _scale_rows_(weight: Tensor, input: Tensor, max_norm: float, norm_type: floa
 
 
 class ParallelEmbedding(ParallelModule, nn.Embedding):
-    """nn.Embedding with its table cut over the ranks of the tensor axis.
+    """nn.Embedding with its table sharded over the ranks of the tensor axis.
 
-    After construction the gathered table is, bit for bit, what nn.Embedding would have drawn on the first rank.
+    After construction the gathered table equals, bit for bit, the one that nn.Embedding draws on the first rank.
 
     Args:
-        num_embeddings: rows of the full table; with dim=0 it need not divide, the last ranks then hold zeros.
-        embedding_dim: features of the full table.
-        padding_idx: as nn.Embedding's.
-        max_norm: as nn.Embedding's; the norm is that of the full row.
-        norm_type: as nn.Embedding's.
-        scale_grad_by_freq: as nn.Embedding's.
-        sparse: as nn.Embedding's.
-        _weight: the full table to start from, as nn.Embedding's.
-        dim: the dim of the table that is cut: 0 for words, 1 or -1 for features, None for none.
-        gather_output: with dim=-1, give the full output instead of the rank's part.
-        weight: a shard that is used as it is.
-        weight_init: an initialiser, or the name of one; by default N(0, 1) with zeros at ``padding_idx``.
-        device: of the table, also ``meta``.
-        dtype: of the table.
+        num_embeddings: number of rows of the full table; with dim=0 it is padded to a multiple of tp.
+        embedding_dim: number of columns of the full table.
+        padding_idx: as in nn.Embedding.
+        max_norm: as in nn.Embedding; the norm is that of the full row.
+        norm_type: as in nn.Embedding.
+        scale_grad_by_freq: as in nn.Embedding.
+        sparse: as in nn.Embedding.
+        _weight: initial full table, as in nn.Embedding.
+        dim: the dim of the table that is sharded: 0 for the vocabulary, 1 or -1 for the embedding dim, None for none.
+        gather_output: with dim=-1, all-gather the output.
+        weight: this rank's shard, used without a copy.
+        weight_init: an initializer, or its name; by default N(0, 1) with zeros at ``padding_idx``.
+        device: device of the table, which may be ``meta``.
+        dtype: dtype of the table.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Shape:
         - weight: [ceil(num_embeddings / tp), embedding_dim] with dim=0, [num_embeddings, embedding_dim / tp] with
           dim=-1.
-        - input: [*], the same on every rank.
+        - input: [*], ids, the same on every rank.
         - output: [*, embedding_dim], the same on every rank; [*, embedding_dim / tp] with dim=-1 and without
           ``gather_output``.
 
     Raises:
-        ValueError: if ``embedding_dim`` does not divide, or ``padding_idx`` is out of range.
+        IndexError: in forward, if an id is out of range; on CUDA a device-side assertion, as torch's.
+        ValueError: if ``embedding_dim`` is sharded and not a multiple of tp, or ``padding_idx`` is out of range; in
+            forward, if the ids are tagged as sharded (see :class:`~shardconv.layers.RegisterParallelDim`).
 
     Example:
         >>> layer = ParallelEmbedding(64, 512, dim=0)
@@ -193,7 +207,7 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
     weight: nn.Parameter
     bias = None
     _weight_init: Initializer
-    #: The only ``dim`` of the class; None where any is possible.
+    #: The ``dim`` of every instance of the class; None where any is possible.
     _class_dim: ClassVar[int | None] = None
 
     def __init__(
@@ -217,53 +231,57 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
     ) -> None:
         nn.Module.__init__(self)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(f"padding_idx {padding_idx} is not within the {num_embeddings} embeddings")
+            raise ValueError(
+                f"padding_idx is out of range (got {padding_idx}, expected an id of {num_embeddings} embeddings)"
+            )
         self.num_embeddings, self.embedding_dim, self.dim = num_embeddings, embedding_dim, dim
         self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.set_up(as_axis(group), gather_output=gather_output)
         shape = (num_embeddings, embedding_dim)
-        given = weight if weight is not None else _weight
+        passed = weight if weight is not None else _weight
         placement = self.placements.get("weight")
         local = shape if placement is None else placement.shard_shape(shape, self.axis.rank)
         expected = shape if weight is None else local
-        if given is not None and tuple(given.shape) != expected:
-            raise ValueError(f"weight of shape {list(given.shape)}: one of {list(expected)} is needed")
+        if passed is not None and tuple(passed.shape) != expected:
+            raise ValueError(f"weight has shape {list(passed.shape)} (expected {list(expected)})")
         if _weight is not None:
             shard = _weight.detach().clone() if placement is None else take_shard(_weight, placement, self.axis.rank)
             weight = nn.Parameter(shard.detach().clone())
         self.weight = nn.Parameter(torch.empty(local, device=device, dtype=dtype)) if weight is None else weight
         self.describe_parameters()
-        self._is_given = given is not None
+        self._is_weight_passed = passed is not None
         self._weight_init = get_initializer(weight_init or self._weight_init)
-        self._is_plain_init = weight_init is None
+        self._is_default_init = weight_init is None
         self.reset_parameters()
 
     def set_up(self, axis: Axis, *, gather_output: bool = True, placement: Placement | None = None) -> None:
-        """See :meth:`ParallelModule.set_up`; with ``placement`` where the table is padded further than ``tp`` needs."""
+        """See :meth:`ParallelModule.set_up`; pass ``placement`` for a table with more padding than ``tp`` needs."""
         self.axis, self.gather_output = axis, gather_output
-        self._is_given, self._is_plain_init = False, True
+        self._is_weight_passed, self._is_default_init = False, True
         self._weight_init = nn.init.normal_
         placement = placement or _table_placement(self.num_embeddings, self.embedding_dim, self.dim, axis.size)
         self.placements = {} if placement is None else {"weight": placement}
 
     def reset_parameters(self) -> None:
-        """Draw the values that nn.Embedding draws; all ranks have to call it."""
-        if self._is_given:
+        """Draw the values that nn.Embedding draws; all ranks must call it."""
+        if self._is_weight_passed:
             return
 
         def draw(full: Tensor) -> None:
             self._weight_init(full)
-            if self.padding_idx is not None and self._is_plain_init:
+            if self.padding_idx is not None and self._is_default_init:
                 full[self.padding_idx].fill_(0)
 
         fill_shard_(self.weight, self.placements.get("weight"), self.axis, draw)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The rows of the ids."""
+        """Look up the rows of ids, [*]; for the shape of the output see the class."""
         options = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
         placement = self.placements.get("weight")
+        if placement is not None:
+            check_tag(input, [None], self.axis, self.describe_layer)
         return _look_up(input, self.weight, options, placement, self.axis, gather_output=self.gather_output)
 
     @classmethod
@@ -279,7 +297,7 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
         return public_function("convert_parallel_embedding")(module, dim, **options)
 
     def extra_repr(self) -> str:
-        """As nn.Embedding's, with dim and tp."""
+        """The text of nn.Embedding, with dim and tp."""
         defaults = {
             "padding_idx": None, "max_norm": None, "norm_type": 2.0, "scale_grad_by_freq": False, "sparse": False
         }  # fmt: skip
@@ -288,7 +306,7 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
 
 
 class VocabParallelEmbedding(ParallelEmbedding):
-    """:class:`ParallelEmbedding` with dim=0: each rank holds its part of the words.
+    """:class:`ParallelEmbedding` with dim=0: each rank holds a shard of the vocabulary.
 
     Example:
         >>> layer = VocabParallelEmbedding(1999, 8, padding_idx=0)

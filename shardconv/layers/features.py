@@ -1,7 +1,4 @@
-"""Activations whose last dim, the features, is sharded: which layer outputs are, and inputs that should not be.
-
-Owns what is known of an activation, and the error for a shard in place of all features. Knows nothing of conversion.
-"""
+"""Activations with sharded features, their last dim: marks on layer outputs, and the check of inputs that need all."""
 
 from collections.abc import Callable
 
@@ -10,28 +7,28 @@ from torch import Tensor
 
 from shardconv.plan.placement import Placement
 
-#: The attribute of an output of a column parallel layer that has the placement of its features.
+#: The attribute of a column parallel layer's output that holds the placement of its features.
 _PLACEMENT = "_shardconv_features"
 
 
 def mark_sharded_output(output: Tensor, placement: Placement) -> None:
-    """Remember how a layer's output is sharded; what is computed from the output does not inherit it.
+    """Store on a layer's output how it is sharded; the results of operations on it do not have the mark.
 
     Args:
-        output: this rank's shard of the output.
-        placement: of the output features; its dim is not read.
+        output: this rank's shard of the output, [*, local features].
+        placement: placement of the output features; its dim is ignored.
     """
-    if placement.tp > 1 and not torch.compiler.is_compiling():  # a compiled graph has no tensors to remember
+    if placement.tp > 1 and not torch.compiler.is_compiling():  # a compiled graph does not keep attributes of tensors
         setattr(output, _PLACEMENT, placement)
 
 
 def output_placement(tensor: Tensor) -> Placement | None:
-    """How a layer's own output is sharded; None if it is not, or the tensor is not such an output."""
+    """The placement of the features of a layer's direct output; None if they are not sharded, or for other tensors."""
     return None if torch.compiler.is_compiling() else getattr(tensor, _PLACEMENT, None)
 
 
 def is_shard_of(width: int, features: int, tp: int) -> bool:
-    """Whether ``width`` is what a rank has of ``features``."""
+    """Whether ``width`` is the size of one rank's shard of ``features``."""
     return width != features and width == -(-features // tp)
 
 
@@ -40,12 +37,12 @@ def check_features(input: Tensor, features: int, tp: int, describe: Callable[[],
 
     Args:
         input: [*, features].
-        features: that the layer needs.
-        tp: number of ranks.
-        describe: gives the layer, for the message.
+        features: number of features that the layer needs.
+        tp: tensor parallel size.
+        describe: returns the layer's name for the message.
 
     Raises:
-        ValueError: if the input has other features.
+        ValueError: if the input has another number of features.
     """
     width = input.shape[-1]
     if width == features:

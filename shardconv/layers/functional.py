@@ -1,4 +1,4 @@
-"""The layers as functions on shards that the caller has made; as ``torch.nn.functional`` is to ``torch.nn``."""
+"""Functional forms of the parallel layers, which take the rank's shards, like ``torch.nn.functional``."""
 
 from shardconv.layers.embedding import parallel_embedding
 from shardconv.layers.linear import parallel_linear

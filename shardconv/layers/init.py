@@ -1,8 +1,8 @@
-"""Initial values: every layer, at any tp, begins with the values that the layer it replaces would have drawn.
+"""Initialization of shards: the gathered values are those of the unsharded layer, at any tensor parallel size.
 
-The full tensor is drawn, by any function of ``torch.nn.init``, on every rank, and the rank keeps its shard. So fans are
-those of the full tensor, values do not depend on tp, and the default generator is left as the plain layer leaves it. It
-takes the memory of one full tensor for a moment; build on the meta device where that is too much.
+Every rank initializes the full tensor, by any function of ``torch.nn.init``, and keeps its shard. So fans are those of
+the full tensor, values do not depend on tp, and the default generator ends in the same state as for the unsharded
+layer. One full tensor is in memory at a time; construct layers on the meta device where that is too much.
 """
 
 import math
@@ -21,7 +21,7 @@ from shardconv.plan.placement import Placement, Unit, cut
 #: Fills a tensor in place.
 Initializer = Callable[[Tensor], Any]
 
-#: Initialisers by name. Those without a figure here have torch's defaults.
+#: Initializers by name. Those without arguments here have torch's defaults.
 INITIALIZERS: Mapping[str, Initializer] = {
     "orthogonal": nn.init.orthogonal_,
     "normal": partial(nn.init.normal_, std=0.01),
@@ -40,25 +40,27 @@ INITIALIZERS: Mapping[str, Initializer] = {
 
 
 def get_initializer(init: Initializer | str) -> Initializer:
-    """An initialiser by name; a function is returned as it is.
+    """Look up an initializer by name; a function is returned unchanged.
 
     Raises:
-        ValueError: if there is none of that name.
+        ValueError: if the name is unknown.
     """
     if not isinstance(init, str):
         return init
     if init not in INITIALIZERS:
-        raise ValueError(f"there is no initialiser {init!r}: use a function, or one of {', '.join(INITIALIZERS)}")
+        raise ValueError(
+            f"the initializer is unknown (got {init!r}): pass a function, or one of {', '.join(INITIALIZERS)}"
+        )
     return INITIALIZERS[init]
 
 
 def linear_weight_(weight: Tensor) -> None:
-    """What nn.Linear does to its weight: U(-1 / sqrt(in_features), 1 / sqrt(in_features))."""
+    """Fill a weight, [*, in_features], as nn.Linear does: U(-1 / sqrt(in_features), 1 / sqrt(in_features))."""
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
 def linear_bias_(bias: Tensor, in_features: int) -> None:
-    """What nn.Linear does to its bias: U(-1 / sqrt(in_features), 1 / sqrt(in_features))."""
+    """Fill a bias as nn.Linear does: U(-1 / sqrt(in_features), 1 / sqrt(in_features))."""
     bound = 1 / math.sqrt(in_features) if in_features > 0 else 0
     nn.init.uniform_(bias, -bound, bound)
 
@@ -74,12 +76,12 @@ def shard_init_(
     """Fill a shard as a function of ``torch.nn.init`` would fill the full tensor.
 
     Args:
-        init_method: a function of ``torch.nn.init``, or one like it.
-        tensor: the shard; a parameter of a parallel layer, or any tensor with ``placement`` given.
-        placement: how the full tensor is cut; by default as the layer of the parameter says. A tensor that is no shard
-            is filled as it is, with the same values on every rank.
+        init_method: a function of ``torch.nn.init``, or one with the same interface.
+        tensor: this rank's shard: a parameter of a parallel layer, or any tensor if ``placement`` is passed.
+        placement: how the full tensor is sharded; by default that of the parameter. A tensor that is not a shard gets
+            the same values on every rank.
         group: the ranks; by default those of the layer, else see :func:`~shardconv.distributed.as_axis`.
-        kwargs: of ``init_method``.
+        kwargs: passed to ``init_method``.
 
     Returns:
         ``tensor``.
@@ -98,7 +100,7 @@ def shard_init_(
 
 @torch.no_grad()
 def fill_shard_(shard: Tensor, placement: Placement | None, axis: Axis, init: Initializer) -> None:
-    """Fill a shard with its part of what ``init`` makes of the full tensor on the first rank."""
+    """Fill a shard with its elements of the full tensor as ``init`` fills it on the first rank."""
     if shard.is_meta:
         return
     if axis.size == 1 and (placement is None or not placement.is_padded):
@@ -108,18 +110,18 @@ def fill_shard_(shard: Tensor, placement: Placement | None, axis: Axis, init: In
     if placement is not None and placement.dim is not None:
         shape[placement.dim] = placement.size
     full = torch.empty(shape, dtype=shard.dtype, device=shard.device)
-    _draw_alike(full, axis, init)
+    _draw_like_first_rank(full, axis, init)
     shard.copy_(full if placement is None else take_shard(full, placement, axis.rank))
 
 
-def _draw_alike(full: Tensor, axis: Axis, init: Initializer) -> None:
-    """Draw what the first rank draws, and leave the own generator where its own draw leaves it."""
+def _draw_like_first_rank(full: Tensor, axis: Axis, init: Initializer) -> None:
+    """Draw the first rank's values; the local generator advances as if it had drawn them itself."""
     device = torch.get_device_module(full.device) if full.device.type != "cpu" else torch.random
-    mine = device.get_rng_state()
+    local = device.get_rng_state()
     init(full)
-    first = mine.to(axis.message_device, copy=True)
+    first = local.to(axis.message_device, copy=True)
     dist.broadcast(first, axis.ranks[0], group=axis.group)
-    if not torch.equal(first.cpu(), mine.cpu()):  # the ranks were seeded differently
+    if not torch.equal(first.cpu(), local.cpu()):  # the ranks were seeded differently
         after = device.get_rng_state()
         device.set_rng_state(first.cpu())
         init(full)
@@ -137,21 +139,21 @@ def init_affine_weight_(
     stride: int = 1,
     group: GroupLike = None,
 ) -> Tensor:
-    """Fill the shard of a linear layer's weight, also of ``stride`` layers fused in one.
+    """Fill the shard of a linear layer's weight, which may be a fused tensor of ``stride`` segments.
 
     Args:
-        weight: the shard, [out_features, in_features] with ``partition_size`` in place of the cut dim; a tensor on
-            the meta device is left as it is.
-        out_features: of the full weight.
-        in_features: of the full weight.
-        partition_size: elements of the cut dim in a shard.
-        partition_dim: the dim that is cut, 0 or 1.
-        init: an initialiser, or the name of one.
-        stride: how many equal parts the cut dim consists of, as 3 for [q; k; v]; each is shared by all ranks.
+        weight: this rank's shard, [out_features, in_features] with ``partition_size`` as the size of the sharded dim;
+            on the meta device it is left unchanged.
+        out_features: number of rows of the full weight.
+        in_features: number of columns of the full weight.
+        partition_size: size of the sharded dim in a shard.
+        partition_dim: the dim that is sharded, 0 or 1.
+        init: an initializer, or its name.
+        stride: number of equal segments of the sharded dim, 3 for [q; k; v]; each is sharded over all ranks.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Raises:
-        ValueError: if the sizes do not fit together.
+        ValueError: if the sizes contradict each other.
     """
     axis = as_axis(group)
     shape = [out_features, in_features]
@@ -159,8 +161,9 @@ def init_affine_weight_(
     shape[partition_dim] = partition_size
     if partition_size * axis.size != size or partition_size % stride or tuple(weight.shape) != tuple(shape):
         raise ValueError(
-            f"{size} features over {axis.size} ranks, in {stride} parts, are not the {partition_size} of the partition "
-            f"or not those of a weight of shape {list(weight.shape)}"
+            f"weight of shape {list(weight.shape)} does not match partition_size {partition_size}, stride {stride} and "
+            f"{size} features on {axis.size} ranks (expected shape {shape}, partition_size * tp = {size}, and a "
+            f"multiple of stride)"
         )
     placement = cut(partition_dim, [Unit(size // stride)] * stride, axis.size)
     fill_shard_(weight, placement, axis, get_initializer(init))

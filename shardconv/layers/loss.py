@@ -1,23 +1,24 @@
-"""Cross entropy over logits that are split by class, without gathering them.
+"""Cross entropy over logits that are sharded by class, without gathering them.
 
 With x the logits, y the target, w the class weights, W their sum, C the number of classes, e the label smoothing and
-lse = log(sum over c of exp(x_c)), torch's definition is
+lse = log(sum over c of exp(x_c)), the loss of nn.CrossEntropyLoss (as its documentation defines it) is
 
     loss = (1 - e) w_y (lse - x_y) + e / C * (W lse - sum over c of w_c x_c)
 
-divided, for ``mean``, by the sum of w_y. All sums over classes are sums over ranks: one all-reduce finds the largest
-logit, a second one carries all sums. The gradient needs no communication, unless it is to have one itself.
+divided, for ``mean``, by the sum of w_y. Sums over classes are all-reduced: one all-reduce for the largest logit, a
+second one for all sums. The gradient needs no communication, except for gradients of higher order.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - as everywhere
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis, copy_to_tp, reduce_from_tp
 from shardconv.layers.features import output_placement
+from shardconv.layers.tags import check_tag
 from shardconv.plan.placement import Placement, Unit, cut
 
 
@@ -34,30 +35,31 @@ def parallel_cross_entropy(
     num_classes: int | None = None,
     group: GroupLike = None,
 ) -> Tensor:
-    """``F.cross_entropy`` over logits sharded by class.
+    """Compute ``F.cross_entropy`` over logits sharded by class.
 
     Args:
-        input: logits, [N, C / tp], [N, C / tp, d1, ...] or [C / tp]; where C does not divide, the last ranks' further
-            columns are padding, and ignored. Or the full logits, the same on every rank.
-        target: class indices, [N], [N, d1, ...] or []; or probabilities, split as ``input`` is or of all classes. The
-            same on every rank, as far as not split.
-        weight: of each class, [C], on every rank.
-        size_average: deprecated, as torch's.
-        ignore_index: the target that does not count.
-        reduce: deprecated, as torch's.
+        input: this rank's logits, [N, C_r], [N, C_r, d1, ...] or [C_r] with C_r = ceil(C / tp), the last of which are
+            padding if C is not a multiple of tp. Or the full logits with C classes, the same on every rank.
+        target: class indices, [N], [N, d1, ...] or [], the same on every rank; or probabilities, sharded as ``input``
+            is, or of all classes and the same on every rank.
+        weight: weight of each class, [C], the same on every rank.
+        size_average: deprecated, as in torch.
+        ignore_index: target index that does not contribute.
+        reduce: deprecated, as in torch.
         reduction: ``none``, ``mean`` or ``sum``.
         label_smoothing: from 0 to 1.
-        num_classes: C, by which full logits are told from sharded ones. Not needed with ``weight``, for the direct
-            output of a column parallel layer, and with one rank: there C is known.
+        num_classes: C, which distinguishes full logits from sharded ones. Not needed where C is known: with ``weight``,
+            for the direct output of a column parallel layer, and on one rank.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
-        The loss, the same on every rank: [], or the target's shape with ``reduction="none"``. Computed in float32 at
-        least, given in the dtype of ``input``.
+        The loss in nats, the same on every rank: [], or one value per index or row of probabilities of the target with
+        ``reduction="none"``. Computed in float32 or float64, returned in the dtype of ``input``.
 
     Raises:
-        IndexError: if a target is no class; on CUDA a device-side assertion, as torch's.
-        ValueError: if shapes or options do not fit, or C is not known.
+        IndexError: if a target index is not a class; on CUDA a device-side assertion, as torch's.
+        ValueError: if shapes or options contradict each other, C is unknown, or a tag contradicts how a tensor is
+            sharded (see :class:`~shardconv.layers.RegisterParallelDim`).
 
     Example:
         >>> logits = torch.randn(3, 5, requires_grad=True)
@@ -69,20 +71,25 @@ def parallel_cross_entropy(
     class_dim = 0 if input.dim() == 1 else 1
     width = input.shape[class_dim]
     num_classes = _total_classes(input, class_dim, weight, num_classes, axis)
+    local_classes = -(-num_classes // axis.size)
+    if axis.size > 1 and width not in (num_classes, local_classes):
+        raise ValueError(
+            f"input of shape {list(input.shape)} has {width} classes (expected {num_classes} in full logits, or "
+            f"{local_classes} per rank in logits sharded over {axis.size} ranks)"
+        )
+    _check_tags(input, target, weight, class_dim, num_classes, axis)
     if torch.is_autocast_enabled(input.device.type):
-        input = input.to(torch.promote_types(input.dtype, torch.float32))  # as torch does there
+        input = input.to(torch.promote_types(input.dtype, torch.float32))  # as torch does under autocast
     if axis.size == 1 or width == num_classes:
         full = input.narrow(class_dim, 0, num_classes)
         return F.cross_entropy(full, target, weight, None, ignore_index, None, reduction, label_smoothing)
-    if width != -(-num_classes // axis.size):
-        raise ValueError(
-            f"input of shape {list(input.shape)} has {width} classes (expected {num_classes} in full logits, or "
-            f"{-(-num_classes // axis.size)} per rank in logits sharded over {axis.size} ranks)"
-        )
     if weight is not None and tuple(weight.shape) != (num_classes,):
-        raise ValueError(f"weight of shape {list(weight.shape)}: one of [{num_classes}] is needed")
+        raise ValueError(f"weight has shape {list(weight.shape)} (expected [{num_classes}])")
     if not 0 <= label_smoothing <= 1 or reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"label_smoothing = {label_smoothing}, reduction = {reduction!r}: not within torch's")
+        raise ValueError(
+            f"options are not supported (got label_smoothing {label_smoothing} and reduction {reduction!r}, expected 0 "
+            f"to 1, and none, mean or sum)"
+        )
     first = axis.rank * width
     classes = _Classes(first, max(min(width, num_classes - first), 0), num_classes, axis)
     logits = input.movedim(class_dim, -1)
@@ -95,55 +102,67 @@ def parallel_cross_entropy(
     return loss.to(input.dtype)
 
 
-def _total_classes(input: Tensor, class_dim: int, weight: Tensor | None, given: int | None, axis: Axis) -> int:
-    """The number of classes of all ranks: as given, or as the class weights or the layer of the logits have it.
+def _check_tags(
+    input: Tensor, target: Tensor, weight: Tensor | None, class_dim: int, num_classes: int, axis: Axis
+) -> None:
+    """Check the tags of the tensors against how their sizes say that they are sharded."""
+    describe = "parallel_cross_entropy".__str__
+    check_tag(input, [None if input.shape[class_dim] == num_classes else class_dim], axis, describe)
+    is_sharded = target.dim() == input.dim() and target.shape[class_dim] != num_classes
+    check_tag(target, [class_dim if is_sharded else None], axis, describe, "target")
+    if weight is not None:
+        check_tag(weight, [None], axis, describe, "weight")
+
+
+def _total_classes(input: Tensor, class_dim: int, weight: Tensor | None, passed: int | None, axis: Axis) -> int:
+    """Determine the number of classes from ``num_classes``, the class weights, or the layer that computed the logits.
 
     Raises:
-        ValueError: if none of them has it, or they contradict each other.
+        ValueError: if it is unknown, or they contradict each other.
     """
     width = input.shape[class_dim]
-    given = weight.shape[0] if given is None and weight is not None and weight.dim() else given
+    expected = weight.shape[0] if passed is None and weight is not None and weight.dim() else passed
     placement = output_placement(input) if class_dim == input.dim() - 1 else None
     if placement is not None:
-        _check_placement(placement, width, given)
-        return placement.size if given is None else given
-    if given is not None or axis.size == 1:
-        return width if given is None else given
+        _check_placement(placement, width, expected)
+        return placement.size if expected is None else expected
+    if expected is not None or axis.size == 1:
+        return width if expected is None else expected
     raise ValueError(
-        f"input of shape {list(input.shape)}: it is unknown whether the logits are full or sharded over {axis.size} "
-        f"ranks, as they are not the direct output of a column parallel layer: pass num_classes ({width} for full "
-        f"logits; {width * axis.size}, or less with padding, for sharded logits)"
+        f"input of shape {list(input.shape)} may be full logits or sharded over {axis.size} ranks, as it is not the "
+        f"direct output of a column parallel layer: pass num_classes ({width} for full logits; {width * axis.size}, or "
+        f"less with padding, for sharded logits)"
     )
 
 
-def _check_placement(placement: Placement, width: int, given: int | None) -> None:
-    """Refuse logits whose layer has other classes than this loss assumes.
+def _check_placement(placement: Placement, width: int, num_classes: int | None) -> None:
+    """Check that the layer that computed the logits has the classes that the loss assumes.
 
     Raises:
-        ValueError: if ``given`` counts the shard only, or the classes of a rank are not consecutive.
+        ValueError: if ``num_classes`` is the size of the shard, or the classes of a rank are not consecutive.
     """
-    if given == width != placement.size:
+    if num_classes == width != placement.size:
         raise ValueError(
-            f"num_classes = {given}, but the logits are this rank's shard of the {placement.size} classes of a column "
-            f"parallel layer: pass num_classes={placement.size}, or gather_output=True to the layer"
+            f"num_classes is the size of one shard (got {num_classes}, expected {placement.size} of the column "
+            f"parallel layer): pass num_classes={placement.size}, or gather_output=True to the layer"
         )
     if placement.ranks != cut(0, [Unit(placement.size, pad=True)], placement.tp).ranks:
         raise ValueError(
-            f"the logits are sharded as {placement.describe()}: the loss needs consecutive classes on each rank. Use a "
-            f"layer without split_sizes and placement, or gather_output=True"
+            f"the logits do not have consecutive classes on each rank (got {placement.describe()}): use a layer "
+            f"without split_sizes and placement, or with gather_output=True"
         )
 
 
 class _Classes(NamedTuple):
-    """The classes of this rank: ``size`` from ``first`` of ``total``; what follows in its logits is padding."""
+    """The classes of this rank: ``size`` from ``first`` of ``total``; further columns of its logits are padding."""
 
     first: int
     size: int
     total: int
     axis: Axis
 
-    def own(self, values: Tensor, dim: int = 0) -> Tensor:
-        """Of a tensor over all classes, or over those of this rank and padding, what belongs to this rank's."""
+    def select(self, values: Tensor, dim: int = 0) -> Tensor:
+        """Return this rank's classes of a tensor over all classes, or over those of this rank and padding."""
         first = self.first if values.shape[dim] == self.total else 0
         return values.narrow(dim, min(first, values.shape[dim]), self.size)
 
@@ -151,15 +170,15 @@ class _Classes(NamedTuple):
 def _against_indices(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, classes: _Classes
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each target, and what their mean is divided by."""
+    """Compute the loss of each target index, and the sum of class weights that divides their mean."""
     if logits.shape[:-1] != target.shape:
-        raise ValueError(f"target of shape {list(target.shape)}: {list(logits.shape[:-1])} is needed")
+        raise ValueError(f"target has shape {list(target.shape)} (expected {list(logits.shape[:-1])})")
     counts = target != ignore_index
     _check_targets(target, counts, classes.total)
     target = target.masked_fill(~counts, 0)
     weight = logits.new_ones(classes.total, dtype=torch.float32) if weight is None else weight
-    own_weight = classes.own(weight) if smoothing else None
-    log_sum, target_logit, weighted = _ClassSums.apply(logits, target, own_weight, classes)
+    local_weight = classes.select(weight) if smoothing else None
+    log_sum, target_logit, weighted = _ClassSums.apply(logits, target, local_weight, classes)
     factor = weight.to(log_sum.dtype)[target] * counts
     loss = (1 - smoothing) * factor * (log_sum - target_logit)
     if smoothing:
@@ -172,7 +191,7 @@ def _check_targets(target: Tensor, counts: Tensor, num_classes: int) -> None:
         return
     is_wrong = counts & ((target < 0) | (target >= num_classes))
     if target.is_cuda:
-        torch._assert_async(~is_wrong.any())  # noqa: SLF001 - as torch's own checks: no wait for the device
+        torch._assert_async(~is_wrong.any())  # noqa: SLF001 - does not synchronize, as torch's checks
     elif is_wrong.any():
         raise IndexError(f"Target {int(target[is_wrong][0])} is out of bounds.")
 
@@ -180,61 +199,62 @@ def _check_targets(target: Tensor, counts: Tensor, num_classes: int) -> None:
 def _against_probabilities(
     logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, classes: _Classes
 ) -> Tensor:
-    """The loss of each row of probabilities."""
+    """Compute the loss of each row of probabilities."""
     if target.shape[:-1] != logits.shape[:-1] or target.shape[-1] not in (logits.shape[-1], classes.total):
         raise ValueError(
-            f"target of shape {list(target.shape)}, classes last: {list(logits.shape)} is needed, or all "
-            f"{classes.total} classes"
+            f"target has shape {list(target.shape)} with the classes last (expected {list(logits.shape)}, or "
+            f"{classes.total} classes)"
         )
     if target.requires_grad:
-        raise ValueError("target probabilities get no gradient over split classes: detach them")
-    mass = classes.own(target, -1) * (1 - smoothing) + smoothing / classes.total
-    mass = mass if weight is None else mass * classes.own(weight)
+        raise ValueError("target probabilities get no gradient where logits are sharded: detach them")
+    mass = classes.select(target, -1) * (1 - smoothing) + smoothing / classes.total
+    mass = mass if weight is None else mass * classes.select(weight)
     log_sum, _, weighted = _ClassSums.apply(logits, None, mass, classes)
     return reduce_from_tp(mass.sum(-1), group=classes.axis) * log_sum - weighted
 
 
 class _ClassSums(torch.autograd.Function):
-    """Sums over the classes of all ranks: of exp(logits) the logarithm, the target's logit, and a weighted sum.
+    """Sums over the classes of all ranks: log(sum of exp(logits)), the target's logit, and the weighted sum of logits.
 
-    All three are of logits less the largest one, which cancels out in a loss. What is not asked for is zero.
+    All three are computed of logits minus the largest one, which cancels in a loss. Without target or weight, the
+    corresponding sum is zero.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor | None, weight: Tensor | None, classes: _Classes
     ) -> tuple[Tensor, Tensor, Tensor]:
-        own = _at_least_float32(classes.own(logits, -1))
-        largest = own.amax(-1) if classes.size else own.new_full(own.shape[:-1], float("-inf"))
+        local = _at_least_float32(classes.select(logits, -1))
+        largest = local.amax(-1) if classes.size else local.new_full(local.shape[:-1], float("-inf"))
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=classes.axis.group)
-        own = own - largest.unsqueeze(-1)
-        sums = torch.zeros((3, *largest.shape), dtype=own.dtype, device=own.device)
-        index = is_own = None
+        local = local - largest.unsqueeze(-1)
+        sums = torch.zeros((3, *largest.shape), dtype=local.dtype, device=local.device)
+        index = is_local = None
         if target is not None and classes.size:
             index = target - classes.first
-            is_own = (index >= 0) & (index < classes.size)
-            index = index.masked_fill(~is_own, 0).unsqueeze(-1)
-            sums[1] = own.gather(-1, index).squeeze(-1).masked_fill(~is_own, 0)
+            is_local = (index >= 0) & (index < classes.size)
+            index = index.masked_fill(~is_local, 0).unsqueeze(-1)
+            sums[1] = local.gather(-1, index).squeeze(-1).masked_fill(~is_local, 0)
         if weight is not None:
-            sums[2] = (own * weight).sum(-1)
-        sums[0] = own.exp_().sum(-1)
+            sums[2] = (local * weight).sum(-1)
+        sums[0] = local.exp_().sum(-1)
         dist.all_reduce(sums, group=classes.axis.group)
         log_sum = sums[0].log()
-        ctx.save_for_backward(logits, largest, log_sum, index, is_own, weight)
+        ctx.save_for_backward(logits, largest, log_sum, index, is_local, weight)
         ctx.classes = classes
         return log_sum, sums[1].clone(), sums[2].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        logits, largest, log_sum, index, is_own, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a gradient of the gradient: what is equal on all ranks is used by each apart
+        logits, largest, log_sum, index, is_local, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # second order: gradients of replicated tensors that shards use are summed
             log_sum = copy_to_tp(log_sum, group=ctx.classes.axis)
             grads = tuple(copy_to_tp(grad, group=ctx.classes.axis) for grad in grads)
         by_log_sum, by_target, by_weighted = (grad.unsqueeze(-1) for grad in grads)
-        own = _at_least_float32(ctx.classes.own(logits, -1))
-        grad = (own - largest.unsqueeze(-1) - log_sum.unsqueeze(-1)).exp() * by_log_sum
+        local = _at_least_float32(ctx.classes.select(logits, -1))
+        grad = (local - largest.unsqueeze(-1) - log_sum.unsqueeze(-1)).exp() * by_log_sum
         if index is not None:
-            grad = grad.scatter_add(-1, index, by_target * is_own.unsqueeze(-1))
+            grad = grad.scatter_add(-1, index, by_target * is_local.unsqueeze(-1))
         if weight is not None:
             grad = grad + by_weighted * weight
         return F.pad(grad, (0, logits.shape[-1] - grad.shape[-1])).to(logits.dtype), None, None, None
@@ -248,20 +268,21 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
     """nn.CrossEntropyLoss over logits sharded by class, as of :class:`~shardconv.layers.VocabParallelClassifier`.
 
     Args:
-        weight: as nn.CrossEntropyLoss, of all classes.
+        weight: as in nn.CrossEntropyLoss, [C], of all classes.
         size_average: likewise, deprecated.
         ignore_index: likewise.
         reduce: likewise, deprecated.
         reduction: likewise.
         label_smoothing: likewise.
-        num_classes: of all ranks together; with it, full logits work, too. It is required with several ranks, unless
-            ``weight`` is given or the logits are the direct output of a column parallel layer; see
+        num_classes: number of classes of all ranks, C; with it, full logits are supported, too. Required on several
+            ranks, unless ``weight`` is passed or the logits are the direct output of a column parallel layer; see
             :func:`parallel_cross_entropy`.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Shape:
-        - input: [N, C / tp], [N, C / tp, d1, ...] or [C / tp].
-        - target: [N], [N, d1, ...] or [], on every rank; or probabilities, split as the input is or of all classes.
+        - input: [N, C_r], [N, C_r, d1, ...] or [C_r] with C_r = ceil(C / tp); or the full logits.
+        - target: [N], [N, d1, ...] or [], the same on every rank; or probabilities, sharded as the input is, or of all
+          classes.
         - output: [], or the target's shape with ``reduction="none"``; the same on every rank.
 
     Example:
@@ -287,7 +308,7 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
         self.axis = as_axis(group)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss."""
+        """Compute the loss; for shapes see the class, for errors :func:`parallel_cross_entropy`."""
         return parallel_cross_entropy(
             input,
             target,

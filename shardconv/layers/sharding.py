@@ -1,7 +1,6 @@
-"""Placements of tensors in memory: a rank's shard of a full tensor, and the full tensor out of the shards.
+"""Sharding and gathering of tensors by their placements, and the base class of parallel layers.
 
-Owns what all parallel layers have in common: which of their parameters are cut and how. The placements are those of
-:mod:`shardconv.plan.placement`, so a layer and a rank's file agree by construction.
+The placements are those of :mod:`shardconv.plan.placement`, which also describe rank files.
 """
 
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut, intervals
 
-#: The placement and the ranks of each parameter that is a shard; apart from it, so that it is saved as torch.Tensor.
+#: Placement and ranks of parameters that are shards. Not attributes, so that torch.save stores ordinary tensors.
 _described: Any = WeakTensorKeyDictionary()
 
 
@@ -28,23 +27,23 @@ def public_function(name: str) -> Any:
 
 
 def description(tensor: Tensor) -> tuple[Placement, Axis] | None:
-    """How a parameter of a parallel layer is cut, and over which ranks; None of any other tensor."""
-    found: tuple[Placement, Axis] | None = _described.get(tensor)
-    return found
+    """Return the placement of a parallel layer's parameter, and its ranks; None for any other tensor."""
+    described: tuple[Placement, Axis] | None = _described.get(tensor)
+    return described
 
 
 def even_placement(dim: int, sizes: tuple[int, ...], tp: int, *, pad: bool = False, what: str) -> Placement:
-    """The placement of a dim that consists of parts of these sizes, each shared evenly.
+    """Return the placement of a dim whose segments are each sharded evenly.
 
     Args:
-        dim: the dim that is cut.
-        sizes: of the parts, one behind the other.
-        tp: number of ranks.
-        pad: fill up what does not divide with zeros.
-        what: what the dim is, for the message.
+        dim: the dim that is sharded.
+        sizes: sizes of the consecutive segments.
+        tp: tensor parallel size.
+        pad: pad segments whose size is not a multiple of ``tp``.
+        what: name of the dim in the message.
 
     Raises:
-        ValueError: if a part does not divide.
+        ValueError: if the size of a segment is not a multiple of ``tp``.
     """
     try:
         return cut(dim, [Unit(size, pad=pad) for size in sizes], tp)
@@ -53,42 +52,42 @@ def even_placement(dim: int, sizes: tuple[int, ...], tp: int, *, pad: bool = Fal
 
 
 def take_shard(full: Tensor, placement: Placement, rank: int) -> Tensor:
-    """A rank's shard of a full tensor: its pieces along the placement's dim, behind each other.
+    """Return a rank's shard of a full tensor: the rank's intervals and padding, concatenated along the placement's dim.
 
-    Contiguous; a view of the full tensor where that is.
+    The shard is contiguous, and a view of the full tensor where possible.
     """
     if placement.dim is None:
         return full
     dim = placement.dim
     pieces = placement.ranks[rank]
-    # a shard of padding alone still depends on the full tensor, whose backward pass may be a collective
-    parts = [] if intervals(pieces) else [full.narrow(dim, 0, 0)]
+    # a shard of padding alone must depend on the full tensor, too: backward may be a collective
+    slices = [] if intervals(pieces) else [full.narrow(dim, 0, 0)]
     for piece in pieces:
         if isinstance(piece, Interval):
-            parts.append(full.narrow(dim, piece.start, piece.size))
+            slices.append(full.narrow(dim, piece.start, piece.size))
         else:
-            parts.append(full.new_zeros((*full.shape[:dim], piece.size, *full.shape[dim + 1 :])))
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+            slices.append(full.new_zeros((*full.shape[:dim], piece.size, *full.shape[dim + 1 :])))
+    return slices[0].contiguous() if len(slices) == 1 else torch.cat(slices, dim)
 
 
 def _first_argument(shard: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
     return (shard,)
 
 
-# What a parameter is given to, and what then applies an autograd.Function, is a function of torch's for those who watch
-# these: the Function is none, and would leave them half of what it does.
-_seen = wrap_torch_function(_first_argument)
+# Makes a function that applies an autograd.Function visible to __torch_function__ modes as a whole. They do not see the
+# autograd.Function, only the operations inside it.
+_overridable = wrap_torch_function(_first_argument)
 
 
-@_seen
+@_overridable
 def gather_shards(shard: Tensor, placement: Placement, axis: Axis, *, dim: int | None = None) -> Tensor:
-    """The full tensor, in its original order and without padding; differentiable.
+    """Gather the full tensor, in its original order and without padding; differentiable. All ranks must call it.
 
     Args:
         shard: this rank's shard.
-        placement: how the full tensor is cut.
+        placement: how the full tensor is sharded.
         axis: the ranks that hold the shards.
-        dim: the dim that is cut, where it is not the placement's: outputs are cut along their last dim as a weight is
+        dim: the dim that is sharded, if not the placement's: outputs are sharded along their last dim as the weight is
             along its first.
     """
     if placement.dim is None:
@@ -102,13 +101,13 @@ def gather_shards(shard: Tensor, placement: Placement, axis: Axis, *, dim: int |
 
 
 def scatter_shards(full: Tensor, placement: Placement, axis: Axis, *, dim: int) -> Tensor:
-    """This rank's shard of a replicated tensor; differentiable: backward gathers.
+    """Return this rank's shard of a replicated tensor; differentiable: backward is an all-gather.
 
     Args:
         full: the full tensor, the same on every rank.
         placement: how it is sharded.
         axis: the ranks.
-        dim: the dim of ``full`` that is cut.
+        dim: the dim of ``full`` that is sharded.
     """
     if placement.is_padded or len(_runs(placement)) > 1:
         along = replace(placement, dim=dim % full.dim())
@@ -116,21 +115,21 @@ def scatter_shards(full: Tensor, placement: Placement, axis: Axis, *, dim: int) 
     return scatter_to_tp(full, dim, group=axis)
 
 
-@_seen
+@_overridable
 def share_copies(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
-    """A shard as it is. Its gradient becomes the sum of those of all ranks that hold the same elements.
+    """Return the shard; backward sums its gradient over all ranks that hold the same elements.
 
     Args:
         shard: this rank's shard.
-        placement: how the full tensor is cut, with copies.
+        placement: how the full tensor is sharded, with elements on several ranks.
         axis: the ranks.
     """
     return shard if axis.size == 1 else _Share.apply(shard, placement, axis)
 
 
-@_seen
+@_overridable
 def keep_padding(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
-    """A shard as it is. Its gradient becomes zero in the padding, which so stays zero in training.
+    """Return the shard; backward sets its gradient to zero in the padding, which so stays zero in training.
 
     Args:
         shard: this rank's shard.
@@ -152,7 +151,7 @@ class _KeepPadding(torch.autograd.Function):
 
 
 def _without_padding(shard: Tensor, placement: Placement, rank: int) -> Tensor:
-    """A copy of a rank's shard with zeros in the padding."""
+    """Copy a rank's shard, with zeros in the padding."""
     assert placement.dim is not None
     copied, position = shard.clone(), 0
     for piece in placement.ranks[rank]:
@@ -186,7 +185,7 @@ class _SumShared(torch.autograd.Function):
 
 
 def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
-    """A full tensor with a rank's shard in its place, and zeros elsewhere."""
+    """Return a full tensor with a rank's shard in its place, and zeros elsewhere."""
     assert placement.dim is not None
     dim, position = placement.dim, 0
     full = shard.new_zeros((*shard.shape[:dim], placement.size, *shard.shape[dim + 1 :]))
@@ -199,19 +198,19 @@ def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
 
 @lru_cache
 def _runs(placement: Placement) -> tuple[tuple[int, int], ...]:
-    """The full dim in its order, as (start, size) in what the ranks' shards are behind each other."""
-    found = []
+    """Slices (start, size) of the concatenated shards that give the full dim in its original order."""
+    located = []
     position = 0
     for pieces in placement.ranks:
         for piece in pieces:
             if isinstance(piece, Interval):
-                found.append((piece.start, position, piece.size))
+                located.append((piece.start, position, piece.size))
             position += piece.size
     runs: list[tuple[int, int]] = []
     end = 0
-    for start, at, size in sorted(found):
+    for start, at, size in sorted(located):
         if (skip := end - start) >= size:
-            continue  # a copy
+            continue  # already taken from another rank
         begin, length = at + skip, size - skip
         if runs and sum(runs[-1]) == begin:
             runs[-1] = (runs[-1][0], runs[-1][1] + length)
@@ -226,9 +225,9 @@ class ParallelModule(nn.Module):
 
     Attributes:
         axis: the ranks that hold the shards.
-        dim: the dim that is cut, as the layer counts; None where none is.
-        placements: name of each parameter of its own that is a shard, to its placement.
-        name_in_model: of a converted layer, for messages; in the module that was converted.
+        dim: the dim that is sharded, as defined by the layer's class; None if it is unsharded.
+        placements: names of the layer's parameters that are shards to their placements.
+        name_in_model: name of a converted layer in the converted module, for messages.
     """
 
     name_in_model: str = ""
@@ -237,34 +236,34 @@ class ParallelModule(nn.Module):
     placements: dict[str, Placement]
 
     def set_up(self, axis: Axis) -> None:
-        """Set all but the parameters, from the sizes and the ``dim`` that are there; a plain layer becomes this so."""
+        """Set all attributes but parameters from sizes and ``dim``, which must be set; used to convert a layer."""
         raise NotImplementedError
 
     def describe_layer(self) -> str:
-        """The layer in a message: its name, if it was converted, and its sizes."""
+        """Describe the layer in a message: its name, if it was converted, and its sizes."""
         return f"{self.name_in_model} ({self})" if self.name_in_model else str(self)
 
     def own_tensor(self, name: str) -> Tensor:
-        """A parameter or buffer as the module holds it, also while its forward finds another tensor in its place."""
-        own: Tensor | None = self._parameters.get(name)
-        own = self._buffers.get(name) if own is None else own
-        found: Tensor = getattr(self, name) if own is None else own  # a plain attribute, as of torch's pruning
-        return found
+        """Return the stored parameter or buffer, also while forward uses another tensor in its place."""
+        stored: Tensor | None = self._parameters.get(name)
+        stored = self._buffers.get(name) if stored is None else stored
+        tensor: Tensor = getattr(self, name) if stored is None else stored  # torch's pruning sets a plain attribute
+        return tensor
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the full tensor of a parameter."""
+        """Return the shape of the full tensor of a parameter."""
         shape, placement = list(self.own_tensor(name).shape), self.placements.get(name)
         if placement is not None and placement.dim is not None:
             shape[placement.dim] = placement.size
         return tuple(shape)
 
     def gather_parameter(self, name: str) -> Tensor:
-        """The full tensor of a parameter, in its original order; differentiable. All ranks have to call it."""
+        """Gather the full tensor of a parameter, in its original order; differentiable. All ranks must call it."""
         placement = self.placements.get(name)
         return self.own_tensor(name) if placement is None else gather_shards(self.shard(name), placement, self.axis)
 
     def shard(self, name: str) -> Tensor:
-        """A parameter of the layer, to compute with: copies have one gradient, and padding has none."""
+        """Return a parameter for use in forward: gradients of replicas are summed, and those of padding are zero."""
         parameter, placement = self.own_tensor(name), self.placements.get(name)
         if placement is None:
             return parameter
@@ -274,26 +273,26 @@ class ParallelModule(nn.Module):
 
     @property
     def master_weight(self) -> Tensor:
-        """The full weight, in its original order; differentiable. All ranks have to ask for it."""
+        """The full weight, in its original order; differentiable. All ranks must access it."""
         return self.gather_parameter("weight")
 
     @property
     def master_bias(self) -> Tensor | None:
-        """The full bias, or None; differentiable. All ranks have to ask for it."""
+        """The full bias, or None; differentiable. All ranks must access it."""
         return None if self.bias is None else self.gather_parameter("bias")
 
     def describe_parameters(self) -> None:
-        """Say how each shard is cut, for those who meet the parameter without its module: see :func:`description`."""
+        """Record the placement of each shard, for code that has the parameter only: see :func:`description`."""
         for name, placement in self.own_shards():
             _described[self.own_tensor(name)] = placement, self.axis
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy has parameters of its own."""
+        """Restore a copy, whose parameters are new tensors."""
         super().__setstate__(state)
         self.describe_parameters()
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
-        """What moves or converts parameters may make new ones."""
+        """Move or convert parameters, which may replace them."""
         super()._apply(*arguments, **options)
         self.describe_parameters()
         return self
@@ -313,14 +312,14 @@ class ParallelModule(nn.Module):
                         f"size mismatch for {key}: copying a param with shape {full.shape} from checkpoint, the shape "
                         f"in current model is {torch.Size(expected)}."
                     )
-                    state_dict[key] = self.own_tensor(name)  # said already
+                    state_dict[key] = self.own_tensor(name)  # the error is already in the list
                 else:
                     shard = take_shard(full, placement, self.axis.rank)
                     is_kept = local_metadata.get("assign_to_params_buffers", False)
                     state_dict[key] = shard.clone() if is_kept else shard  # a view would keep the full tensor alive
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
-        self.describe_parameters()  # assign=True puts others in their place
+        self.describe_parameters()  # assign=True replaces parameters
 
     def own_shards(self) -> Iterator[tuple[str, Placement]]:
-        """Name and placement of each shard that is there."""
+        """Name and placement of each parameter that exists and is a shard."""
         return (item for item in self.placements.items() if self._parameters.get(item[0]) is not None)

@@ -1,29 +1,74 @@
-"""A note on a tensor that says along which dim it is split.
+"""Tags on tensors that assert how they are sharded. :class:`RegisterParallelDim` sets them; parallel layers check them.
 
-A convenience for those who build models: nothing in this library reads it, and operations do not keep it.
+A tag is an attribute of the tensor object, so the result of an operation does not have it. It never changes what a
+layer computes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
+
+from shardconv.distributed import Axis
 
 Tensors = TypeVar("Tensors", Tensor, list[Tensor], tuple[Tensor, ...])
 
+#: The attribute of a tensor that holds its tag.
+_TAG = "parallel_dim"
+
 
 def get_parallel_dim(tensor: Tensor) -> int | None:
-    """The dim that was noted on a tensor, or None."""
-    return getattr(tensor, "parallel_dim", None)
+    """The dim along which a tensor is tagged as sharded; None if it is tagged as replicated, or not tagged."""
+    return getattr(tensor, _TAG, None)
+
+
+def check_tag(
+    tensor: Tensor, allowed: Collection[int | None], axis: Axis, describe: Callable[[], str], name: str = "input"
+) -> None:
+    """Check the tag of a tensor against what its consumer assumes.
+
+    Does nothing on one rank, where sharded and replicated are the same, and in a compiled graph, which has no tags.
+
+    Args:
+        tensor: of any shape; without a tag it passes.
+        allowed: dims of ``tensor``, from 0, along which it may be sharded; None if it may be replicated.
+        axis: the ranks over which it is sharded or replicated.
+        describe: returns the name of the consumer for the message.
+        name: name of the tensor in the message.
+
+    Raises:
+        ValueError: if the tag is not one of ``allowed``.
+    """
+    if axis.size == 1 or torch.compiler.is_compiling() or not hasattr(tensor, _TAG):
+        return
+    dim = get_parallel_dim(tensor)
+    if (dim if dim is None else dim % max(tensor.dim(), 1)) not in allowed:
+        raise ValueError(
+            f"{describe()}: {name} of shape {list(tensor.shape)} is tagged as {_describe(dim)} "
+            f"(expected {' or '.join(map(_describe, allowed))}): correct its RegisterParallelDim, or pass the tensor "
+            f"that the tag describes"
+        )
+
+
+def _describe(dim: int | None) -> str:
+    return "replicated" if dim is None else f"sharded along dim {dim}"
 
 
 class RegisterParallelDim(nn.Module):
-    """Notes on each tensor that passes along which dim it is split.
+    """Tag each tensor that passes as sharded along ``dim``, or as replicated.
+
+    Parallel layers and losses raise if the tag of a tensor that they receive contradicts what they assume. Linear
+    layers check their input; embeddings, their ids; cross entropy, its logits, target and class weights; and
+    :class:`~shardconv.layers.ParallelDropout`, its input.
 
     Args:
-        dim: 0, 1, -1 or None.
+        dim: 0, 1 or -1: the dim that is sharded over the ranks of the tensor axis; None: every rank holds the full
+            tensor.
 
     Raises:
-        ValueError: if ``dim`` is none of these, or if what passes is no tensor, list or tuple of tensors.
+        ValueError: if ``dim`` is another value, or if forward receives something else than a tensor, or a list or tuple
+            of tensors, that have this dim.
 
     Example:
         >>> get_parallel_dim(RegisterParallelDim(dim=0)(torch.zeros(3)))
@@ -33,17 +78,19 @@ class RegisterParallelDim(nn.Module):
     def __init__(self, dim: int | None = None) -> None:
         super().__init__()
         if dim not in (None, 0, 1, -1):
-            raise ValueError(f"dim = {dim!r}: it has to be None, 0, 1 or -1")
+            raise ValueError(f"dim is not supported (got {dim!r}, expected None, 0, 1 or -1)")
         self.dim = dim
 
     def forward(self, tensors: Tensors) -> Tensors:
-        """The same object, with the note on it."""
-        each: Iterable[object] = (tensors,) if isinstance(tensors, Tensor) else tensors
-        each = list(each) if isinstance(each, list | tuple) else [None]
-        if not all(isinstance(tensor, Tensor) for tensor in each):
-            raise ValueError("a tensor, or a list or tuple of tensors, is needed")
-        for tensor in each:
-            tensor.parallel_dim = self.dim  # type: ignore[attr-defined] # a note on a tensor
+        """Tag the tensors, of any shape that has the dim, and return the same object."""
+        tagged = [tensors] if isinstance(tensors, Tensor) else tensors
+        if not isinstance(tagged, list | tuple) or not all(isinstance(tensor, Tensor) for tensor in tagged):
+            raise ValueError(f"input is a {type(tensors).__name__} (expected a tensor, or a list or tuple of tensors)")
+        for tensor in tagged:
+            if self.dim is not None and not -tensor.dim() <= self.dim < tensor.dim():
+                raise ValueError(f"input of shape {list(tensor.shape)} does not have dim {self.dim}")
+        for tensor in tagged:
+            setattr(tensor, _TAG, self.dim)
         return tensors
 
     def extra_repr(self) -> str:
