@@ -46,6 +46,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	git ls-files | xargs $(BIN)/codespell
+	$(BIN)/python -m tools.wording
 
 bench: $(VENV)/.installed $(VLLM)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench

@@ -1,6 +1,6 @@
 """A transformer block, split over two ranks: ours against torch's ``parallelize_module``, and its memory.
 
-The blocks run in :mod:`benchmarks.block`, one process a rank.
+The blocks run in :mod:`benchmarks.block`, one process per rank.
 """
 
 import json

@@ -68,7 +68,7 @@ def read_bytes() -> int:
 
 
 def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
-    """Load, read a prompt, and go on with it; print what each took."""
+    """Load the model, read a prompt and continue it; print the duration of each."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)

@@ -120,7 +120,7 @@ def write_checkpoint(
 
 
 def deal(names: Sequence[str], parts: int) -> list[Sequence[str]]:
-    """Names, in order, dealt out to parts."""
+    """Names, in order, distributed over files."""
     per_part = -(-len(names) // parts)
     return [names[start : start + per_part] for start in range(0, len(names), per_part)]
 

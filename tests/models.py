@@ -147,7 +147,7 @@ def pack_experts(tensors: Tensors) -> Tensors:
 
 
 def deepseek_hub(tensors: Tensors) -> Tensors:
-    """As DeepSeek-V3 is on the hub: an MTP layer behind the last, and matrices of layers in fp8 with block scales."""
+    """As DeepSeek-V3 is on the hub: an MTP layer, and matrices of layers in fp8 with block scales."""
     last = f"model.layers.{LAYERS - 1}."
     extra = {name.replace(last, f"model.layers.{LAYERS}."): tensor for name, tensor in tensors.items() if last in name}
     for name, shape in {

@@ -1,4 +1,4 @@
-"""Experts dealt out over ranks: each rank has some of them whole, on disk as in memory.
+"""Whole experts distributed over ranks: each rank has some of them whole, on disk as in memory.
 
 Near, not equal, where a model is run: see shardconv/proof/prove.py for the limits.
 """

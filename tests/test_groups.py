@@ -70,7 +70,7 @@ def check_order_is_kept(_):
 
 
 def check_part_of_the_world(_):
-    """Three processes out of four; the fourth is told, and not waited for."""
+    """Three processes out of four; the fourth gets an error, and nobody waits for it."""
     rank = dist.get_rank()
     if rank == 2:
         with pytest.raises(ValueError, match=r"global rank 2 of this process is not in ranks=\[0, 1, 3"):

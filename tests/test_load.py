@@ -1,6 +1,6 @@
 """Split checkpoints, loaded rank by rank: the model is the plain one, and what is wrong is said by every rank.
 
-Logits near the plain model's, not equal: sums over features are taken rank by rank; to 1e-4 of the largest.
+Logits near the unsharded model's, not equal: sums over features are taken rank by rank; to 1e-4 of the largest.
 """
 
 import json
@@ -267,7 +267,7 @@ def test_contents_are_checked_unless_verify_is_false(ranks, damaged):
 
 
 def check_seen_by_one(axis, split, other):
-    """Ranks that see something else, each by itself, are told like all others."""
+    """Ranks that see something else, each by itself, get an error like all others."""
     mine = split if axis.rank == 0 else other
     messages = ["rank 1: .*does not exist", "does not exist"]
     check_fails(axis, mine if axis.rank == 0 else other.parent / "nothing", messages)

@@ -145,7 +145,7 @@ WRONG = {
         '"**.{gate_up_proj,gate_up_proj_bias}" = { style = "packed_colwise", parts = ["part", "part"], '
         "transposed = true }",
     ),
-    "kv heads dealt out in another order": (
+    "kv heads in another order": (
         "llama",
         '"**.q_proj" = { style = "packed_colwise", parts = ["part", "part"] }\n'
         '"**.o_proj" = { style = "packed_rowwise", parts = ["part", "part"] }',

@@ -1,4 +1,4 @@
-"""Layers behind the last that predict further tokens (MTP): checkpoints on the hub have them, transformers has not.
+"""MTP layers (multi-token prediction): checkpoints on the hub have them, transformers has not.
 
 Their names are those that serving frameworks load; their tensors those of a layer of the model, or drawn.
 """

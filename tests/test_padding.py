@@ -197,7 +197,7 @@ def test_overrides_are_not_joined_with_other_modules_of_the_same_rule():
 
 
 def test_units_of_which_no_rule_tells_the_layout_are_not_padded():
-    """With padding behind the last, the values of heads would be beside other heads."""
+    """With padding at the end, the values of heads would be beside other heads."""
     scope = scope_of(ModuleRule("elsewhere", slices={"slopes": InputRule(0, "number")}), q="query", k="kv")
     with pytest.raises(PlanError, match=r"unit number: 6 is not a multiple of 4, and is not padded: no rule"):
         scope.units("number", 4)

@@ -228,7 +228,7 @@ def test_plans_of_transformers(ranks, tmp_path, model_type):
 
 
 def assert_equal(ranks, kind, folder, request, layout="pair"):
-    """What was split by a request is what the plain model is."""
+    """A model that is split by a request equals the unsharded model."""
     source, place, reference = folder / "source", folder / "split", folder / REFERENCE
     write_reference(kind, source, reference)
     found = worst(ranks(layout, check, kind.__name__, source, place, request, reference))

@@ -46,7 +46,7 @@ def test_nothing_is_left_to_fill_in():
 
 @pytest.mark.parametrize("word", ["ModuleList", "LlamaPolicy"])
 def test_the_conversions_in_the_readme(tmp_path, word):
-    """Then the logits are those of the plain model, and so is the state dict."""
+    """Then the logits are those of the unsharded model, and so is the state dict."""
     more = """
 import torch
 

@@ -1,4 +1,4 @@
-"""`shardconv run` as users start it: real processes, real kills, and the demo model, which speaks."""
+"""`shardconv run` as users start it: real processes, real kills, and the demo model, which generates text."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def single(tmp_path_factory):
 
 
 def plain_texts(*prompts):
-    """What the unsplit model goes on with, by transformers alone."""
+    """The continuation of the unsharded model, by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - other tests need none
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO, padding_side="left")
@@ -163,7 +163,7 @@ def test_joins_the_ranks_that_torchrun_started(split):
 
 
 def test_joins_ranks_of_two_nodes(split):
-    """Two agents with a rank each, as on two hosts: they meet on a port, and only the first rank speaks."""
+    """Two agents with a rank each, as on two hosts: they meet on a port, and only rank 0 prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Single communications on plain tensors, each with its gradient, against chunks and sums of what the test built."""
+"""Single communications on tensors, each with its gradient, against chunks and sums of what the test built."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""From every layout to every other: values, gradients, and what is sent, against plain tensors and another search."""
+"""From every layout to every other: values, gradients, and what is sent, against torch.Tensor and another search."""
 
 import math
 from itertools import combinations, product

@@ -14,7 +14,7 @@ from pathlib import Path
 #: Regular expression of a word to replacement.
 WORDS = {
     r"\b(?:has|have|having|is|are|be) (?:to be )?told\b": "set, or: module overrides",
-    r"\bside[ _]files?\b": "auxiliary files",
+    r"\bside files?\b": "auxiliary files",
     r"(?:\b[kMGT]?B|\bbytes|\bfile|\bprocess) a rank\b": "per rank",
     r"\bdeal(?:t|s|ing)? (?:\w+ ){0,3}out\b": "distribute over ranks",
     r"\bbehind the last\b": "MTP layers",

@@ -1,4 +1,4 @@
-"""Attention that can be cut by heads: which layers of a module are its projections, and what it has to be told.
+"""Attention that can be cut by heads: which layers of a module are its projections, and its module overrides.
 
 Owns the usual names. Whether a module with these names can be cut so, a proof has to tell.
 """

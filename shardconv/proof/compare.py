@@ -1,6 +1,6 @@
 """A split model beside the plain one: what a forward pass, generation and a training step give on both.
 
-Owns the comparison. Both come from what is on disk: the plain model by transformers alone, run once for all numbers of
+Owns the comparison. Both come from what is on disk: the unsharded model by transformers alone, run once for all numbers of
 ranks, and the split one on each rank.
 """
 
@@ -32,7 +32,7 @@ class Comparison(NamedTuple):
         output: the largest difference of an output of a forward pass, of the largest number in that output.
         tokens: whether greedy tokens, generated with a cache, are equal; None for models that generate none.
         gradient: the largest difference of a gradient of the converted model, of the largest one of its tensor, or of a
-            thousandth of the largest of all, if that is more; None where the plain model has none.
+            thousandth of the largest of all, if that is more; None where the unsharded model has none.
         note: why gradients are not those of training, or not there; "" where they are.
         cache: the bytes that a forward pass leaves in the cache, of those that it leaves in the unsharded model's; None
             for models that generate no text, or leave none.
@@ -46,7 +46,7 @@ class Comparison(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What the plain model gives, for all ranks to be compared with.
+    """What the unsharded model gives, for all ranks to be compared with.
 
     Attributes:
         inputs: what it was called with.
@@ -70,7 +70,7 @@ class Reference(NamedTuple):
 
 @isolated()
 def write_reference(kind: Any, source: Path, path: Path) -> None:
-    """Run the plain model once, for all ranks and numbers of them.
+    """Run the unsharded model once, for all ranks and numbers of them.
 
     Args:
         kind: the class of transformers.
@@ -96,7 +96,7 @@ def write_reference(kind: Any, source: Path, path: Path) -> None:
 def _gradients(
     kind: Any, source: Path, inputs: dict[str, Tensor], *, is_training: bool
 ) -> tuple[dict[str, Tensor | None] | None, str]:
-    """Those of the plain model; or None, and why it has none."""
+    """Those of the unsharded model; or None, and why it has none."""
     plain = kind.from_pretrained(source).eval()  # anew: some hold on to what earlier passes were like
     if is_training:
         train(plain)

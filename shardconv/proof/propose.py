@@ -70,7 +70,7 @@ def propose(model: Any, inputs: Mapping[str, Tensor], *, by_heads: bool = True) 
 
 
 def _attention(model: Any) -> tuple[dict[str, RuleTable], dict[str, RuleTable], dict[str, RuleTable]]:
-    """Units, rules by module, and what is told by pattern, of attention that is cut by heads."""
+    """Units, rules by module, and module overrides by pattern, of attention that is sharded by heads."""
     modules, config = dict(model.named_modules()), model.config.to_dict()
     units: dict[str, RuleTable] = {}
     rules: dict[str, RuleTable] = {}

@@ -1,6 +1,6 @@
-"""Run: prompts through a split checkpoint, on every rank at once; the first rank speaks.
+"""Run: prompts through a split checkpoint, on all ranks at once; rank 0 prints.
 
-Owns what a model does with a prompt: a text generator goes on with it, a masked language model fills in its masks, and
+Owns what a model does with a prompt: a text generator continues it, a masked language model fills in its masks, and
 what only encodes gives embeddings.
 """
 
