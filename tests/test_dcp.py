@@ -51,7 +51,7 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("mixtral", {}), ("mixtral", {"experts": "expert"})])
 def test_torch_reads_full_tensors(tmp_path, kind, options):
-    """Four ranks on two kv heads, so there are copies; with whole experts distributed, ranks without any of a tensor."""
+    """Four ranks on two KV heads, which are replicated; with whole experts distributed, ranks without a tensor."""
     source = write(tmp_path, kind)
     expected = load_file(source / "model.safetensors")
     shardconv.split(source, tmp_path / "out", tp=4, layout="dcp", **options)

@@ -1,7 +1,7 @@
-"""A split model beside the plain one: what a forward pass, generation and a training step give on both.
+"""Compare a split model with the unsharded one: a forward pass, generation, and a training step.
 
-Owns the comparison. Both come from what is on disk: the unsharded model by transformers alone, run once for all numbers of
-ranks, and the split one on each rank.
+Both are loaded from disk: the unsharded model by transformers alone, once for all tensor parallel sizes; the split model
+on each rank.
 """
 
 import random
