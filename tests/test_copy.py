@@ -155,7 +155,7 @@ def test_one_flipped_bit_of_a_copy_is_found_without_checksums(tmp_path, rank, po
     broken = bytearray(files[rank])
     broken[position] ^= 1
     files[rank] = bytes(broken)
-    with pytest.raises(IntegrityError, match="copy of t0 differs"):
+    with pytest.raises(IntegrityError, match="t0 differs from the shard of a lower rank"):
         run(tmp_path, shards, files, source, [array.nbytes], stripe_bytes=4)
 
 

@@ -201,7 +201,7 @@ def test_against_a_source(made, name, source, code):
 @pytest.mark.parametrize(
     ("specs", "said"),
     [
-        ({"model.norm.weight": ("F16", (64,))}, "model.norm.weight: is BF16 [64], in {} F16 [64]"),
+        ({"model.norm.weight": ("F16", (64,))}, "model.norm.weight: is BF16 [64] (expected F16 [64] as in {})"),
         ({"extra": ("U8", (1,))}, "extra: is in {} only"),
     ],
 )

@@ -153,7 +153,7 @@ def test_overwrite_a_split_checkpoint(job, made, target):
     split(source, target, tp=2)
     mine = target / "model.safetensors"
     mine.write_text("mine")
-    assert "holds model.safetensors, which is no part" in job.call(target, "--overwrite").err
+    assert "holds model.safetensors, which is not part" in job.call(target, "--overwrite").err
     mine.unlink()
     check_done(job.call(target, "--overwrite"), job, target)
 
@@ -162,7 +162,7 @@ def test_overwrite_a_split_checkpoint_whose_manifest_is_damaged(job, made, targe
     shutil.copytree(made / "split", target)
     (target / "shardconv.json").write_text("{")
     (target / "special.txt").write_text("mine")
-    assert "holds special.txt, which is no part" in job.call(target, "--overwrite").err
+    assert "holds special.txt, which is not part" in job.call(target, "--overwrite").err
     (target / "special.txt").unlink()
     check_done(job.call(target, "--overwrite"), job, target)
 
@@ -245,7 +245,7 @@ def test_overwrite_looks_again_at_what_it_replaces(job, target, monkeypatch):
     put_checkpoint(target)
     flush = staging._flush
     monkeypatch.setattr(staging, "_flush", lambda path: (flush(path), (target / "notes.txt").write_text("mine")))
-    assert "holds notes.txt, which is no part of a checkpoint" in job.call(target, "--overwrite").err
+    assert "holds notes.txt, which is not part of a checkpoint" in job.call(target, "--overwrite").err
     assert beside(target) == [target.name]
     assert contents(target)["notes.txt"] == b"mine"
 
@@ -336,7 +336,7 @@ def test_overwrite_spares_the_plan_file_that_is_read(made, target):
     (target / "plan.toml").write_text('[rules]\n"lm_head" = { style = "replicate" }')
     result = call("split", made / "source", "--tp", "2", "-o", target, "--plan", target / "plan.toml", "--overwrite")
     assert result.code == 1
-    assert "plan.toml, which is read" in result.err
+    assert "plan.toml: choose another path" in result.err
     assert (target / "plan.toml").is_file()
 
 

@@ -170,7 +170,9 @@ def test_files_of_that_size_are_not_allowed(job, target):
 def test_write_error(job, target, monkeypatch, after, threads):
     monkeypatch.setattr(os, "pwrite", failing(os.pwrite, after))
     check_failed(
-        job.call(target, "--threads", threads), target, f"{target}: Input/output error; nothing was left behind"
+        job.call(target, "--threads", threads),
+        target,
+        f"{target}: cannot be written: Input/output error (no files were left behind)",
     )
 
 

@@ -359,7 +359,7 @@ CASES: Mapping[str, Case] = {
     ),
     # files
     "two checkpoints in a folder": Case(
-        refused(error("a.safetensors, b.safetensors", "name the file")), two_checkpoints,
+        refused(error("a.safetensors, b.safetensors", "pass one of the files")), two_checkpoints,
     ),
     "index that lists a subset of a file": Case(
         refused(error("is not in the index")),

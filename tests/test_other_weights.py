@@ -420,7 +420,7 @@ def test_pattern_that_matches_nothing(folder, pattern):
 def test_pattern_that_matches_a_file_of_the_checkpoint(tmp_path):
     folder = write_checkpoint(tmp_path / "model", parts=3)
     with pytest.raises(
-        UsageError, match=r"model-00001-of-00003.safetensors: is ignored by '\*.safetensors', and is a "
+        UsageError, match=r"model-00001-of-00003.safetensors: is ignored by '\*.safetensors', but is a "
     ):
         open_source(folder, ignore=("*.safetensors",))
     with pytest.raises(UsageError, match=f"{INDEX}: is ignored by "):
@@ -475,7 +475,7 @@ def test_verify_knows_what_was_ignored(folder, tmp_path):
         assert report.differences == ()
         assert sorted(report.left_out) == ["model.gguf", "newer.gguf", "notes/a.txt"]
     put(folder, "newer.txt")
-    assert shardconv.verify(out, against=folder).differences == (f"newer.txt: is not as in {folder}",)
+    assert shardconv.verify(out, against=folder).differences == (f"newer.txt: differs from {folder}",)
     (folder / "newer.txt").unlink()
     put(folder, "newer.h5")
     with pytest.raises(SourceError, match=r"newer\.h5"):
@@ -526,7 +526,7 @@ def test_pytorch_folder(tmp_path):
         "from transformers import GPT2LMHeadModel",
         f"GPT2LMHeadModel.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('model-safetensors')",
     ]
-    assert "holds pytorch_model.bin, and no .safetensors file. Convert it in Python" in refusal(folder)
+    assert "holds pytorch_model.bin, but no .safetensors file. Convert it in Python" in refusal(folder)
     assert code_of(refusal(folder)) == code_of(refusal(folder / "pytorch_model.bin")) == expected
 
 

@@ -150,7 +150,7 @@ def cut_the_manifest(folder: Path) -> None:
 
 
 def test_what_needs_no_padding_and_what_has_no_config(source, tmp_path):
-    with pytest.raises(UsageError, match="nothing is to be padded for tp 4"):
+    with pytest.raises(UsageError, match="does not need padding for tp 4"):
         shardconv.pad(source, tmp_path / "padded", tp=4)
     with pytest.raises(SourceError, match=r"is not a folder with config\.json"):
         shardconv.pad(source / "a-1.safetensors", tmp_path / "padded", tp=3)

@@ -255,7 +255,7 @@ REFUSED = {
         "llama", lambda folder: max(folder.glob("model-rank-1-*")).unlink(),
         r"rank 1 has nothing as .* \(expected F32 .* as on rank 0\)",
     ),
-    "no config": ("llama", without("config.json"), "holds no config.json"),
+    "no config": ("llama", without("config.json"), "does not have a config.json"),
     "a type without rules": ("llama", fields(model_type="bloom"), "does not support model type 'bloom'"),
     "a quantized model": (
         "llama", fields(quantization_config={"quant_method": "fp8"}), "does not support quantized checkpoints",
@@ -265,24 +265,24 @@ REFUSED = {
     ),
     "experts": (
         "llama", put(f"{LAYER}.mlp.experts.routed_experts.w2_weight", torch.ones(4, 8, 8)),
-        r"w2_weight: is of experts, which vLLM repacks .*use the checkpoint that vLLM was started with",
+        r"w2_weight: belongs to experts, which vLLM repacks .*use the checkpoint that vLLM was started with",
     ),
     "a tensor that is not known": (
         "llama", put(f"{LAYER}.extra.weight", torch.ones(8)), r"extra.weight \(F32 \[8\]\): no rule of family llama",
     ),
     "a tensor that is missing": (
         "llama", on_all(f"{LAYER}.mlp.gate_up_proj.weight", lambda _: None),
-        f"{LAYER}.mlp.gate_proj.weight: is missing, and another layer of this type has it",
+        f"{LAYER}.mlp.gate_proj.weight: is missing, but another layer of this type has it",
     ),
     "a row-parallel weight that is missing in all layers": (
         "llama", removed("self_attn.o_proj.weight", "mlp.down_proj.weight", "attn._"),
-        "has no row-parallel weight, as where vLLM ran on a CPU",
+        "does not have a row-parallel weight, for example because vLLM ran on a CPU",
     ),
     "weights of the MLP": ("llama", removed(".mlp."), r"gate_up_proj.weight: is missing in all layers"),
     "all weights of linear layers": ("qwen3", removed("_proj."), r"qkv_proj.weight: is missing in all layers"),
     "another number of heads": ("llama", fields(num_attention_heads=4), "o_proj.weight is F32"),
-    "another number of layers": ("llama", fields(num_hidden_layers=3), "2 layers are there, .*expected 3, from 0"),
-    "fewer layers": ("llama", fields(num_hidden_layers=1), "2 layers are there, .*expected 1, from 0"),
+    "another number of layers": ("llama", fields(num_hidden_layers=3), "got 2 layers, .*expected 3"),
+    "fewer layers": ("llama", fields(num_hidden_layers=1), "got 2 layers, .*expected 1"),
     "another vocabulary": ("llama", fields(vocab_size=1100), "embed_tokens.weight|lm_head.weight"),
     "a matrix of another shape": (
         "llama", on_all(f"{LAYER}.mlp.down_proj.weight", lambda tensor: tensor[:, 1:].contiguous()),
@@ -290,7 +290,7 @@ REFUSED = {
     ),
     "tied embeddings that the config does not have": (
         "llama, tied", fields(tie_word_embeddings=False),
-        "model.embed_tokens.weight: is missing; lm_head.weight would be it if config.json had tie_word_embeddings",
+        "model.embed_tokens.weight: is missing .got lm_head.weight, .* if config.json has tie_word_embeddings",
     ),
     "untied embeddings of a tied config": (
         "llama", fields(tie_word_embeddings=True), "model.embed_tokens.weight: is in 2 tensors of a rank",

@@ -85,7 +85,9 @@ def test_a_cut_inside_a_byte_is_refused(tmp_path):
     )
     plan = tmp_path / "plan.toml"
     plan.write_text('[rules]\n"columns.*" = { style = "rowwise" }')
-    with pytest.raises(shardconv.PlanError, match=r"columns\.a: a cut of F4 would fall inside a byte.*Use --tp 1, 3"):
+    with pytest.raises(
+        shardconv.PlanError, match=r"columns\.a: a boundary of F4 would be inside a byte.*Use --tp 1, 3"
+    ):
         shardconv.split(source, tmp_path / "out", tp=2, plan=plan, config=quantized(tmp_path))
 
 

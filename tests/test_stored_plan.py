@@ -253,4 +253,4 @@ def test_plan_of_a_split_checkpoint(tmp_path):
         assert (ours.code, ours.out.splitlines()[1:]) == (0, theirs.out.splitlines()[1:])
     result = call("plan", tmp_path / "split", "--family", "gpt2")
     assert result.code == 2
-    assert "holds its plan: family cannot change it" in result.err
+    assert "family cannot change its stored plan" in result.err

@@ -107,7 +107,7 @@ def verify(
                 manifest, reader, source if is_compared else None, threads=threads, progress=progress
             )
             inputs.check_unchanged()
-        checked += ["headers", *(["checksums"] if manifest.checksums else []), "copies equal", "padding zero"]
+        checked += ["headers", *(["checksums"] if manifest.checksums else []), "replicas equal", "padding zero"]
         checked += [f"every tensor of {against}"] if is_compared else []
     return VerifyReport(
         path=str(src),

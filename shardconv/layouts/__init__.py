@@ -1,1 +1,1 @@
-"""Layouts: which tensors rank files hold, under which names, in which order and in which files."""
+"""Layouts: the tensors of rank files, with their names, their order and their files."""

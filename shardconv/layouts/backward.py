@@ -1,7 +1,7 @@
-"""A layout read backward: the names and full shapes of the source tensors that the tensors of a rank file are made of.
+"""Inverse of a layout: derives the names and full shapes of the source tensors from the tensors of a rank file.
 
-Pure. What it gives is a proposal where shapes do not follow from the config: whoever uses it lays these tensors out and
-compares the result with the rank files.
+If shapes do not follow from the config, the result is a guess: callers must lay out these tensors and compare the
+result with the rank files.
 """
 
 import re
@@ -17,35 +17,33 @@ from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import Resolver
 from shardconv.plan.tensor_placement import ShardedDim
 
-#: The number of a layer in a name.
+#: The index of a layer in a name.
 _LAYER = re.compile(r"\.(\d{1,6})\.")
-#: Why a weight may be missing.
-_NOT_SAVED = (
-    "as where vLLM ran on a CPU, on which it keeps weights of linear layers in another form that it does not save"
-)
+#: A cause of missing weights.
+_NOT_SAVED = "for example because vLLM ran on a CPU, where it packs weights of linear layers and does not save them"
 
 
 def full_tensors(
-    layout: str, found: Mapping[str, TensorSpec], tp: int, config: Mapping[str, Any], request: PlanRequest
+    layout: str, rank_tensors: Mapping[str, TensorSpec], tp: int, config: Mapping[str, Any], request: PlanRequest
 ) -> dict[str, TensorSpec]:
     """The source tensors of rank files.
 
     Args:
         layout: the name of an engine's layout.
-        found: name to dtype and shape of the tensors of a rank's files.
+        rank_tensors: name to dtype and shape of the tensors of a rank's files.
         tp: number of ranks.
-        config: what config.json holds.
+        config: contents of config.json.
         request: for a plan that the engine can execute.
 
     Returns:
-        Name to dtype and full shape, in the order in which the library safetensors writes tensors of one dtype.
+        Name to dtype and full shape, in the order in which the safetensors library writes tensors of one dtype.
 
     Raises:
         PlanError: as :func:`rules_for` and :func:`members_of`, if a layer lacks a tensor, or no plan is known.
     """
     chosen = rules_for(layout, config)
-    members = members_of(chosen, found)
-    shards, resolver = _resolved(members, found, config, request)
+    members = members_of(chosen, rank_tensors)
+    shards, resolver = _resolved(members, rank_tensors, config, request)
     _check_layers(shards, config)
     return {
         name: TensorSpec(shards[name].dtype, _full_shape(shards[name].shape, resolver.sharded_dim(name), tp))
@@ -55,15 +53,20 @@ def full_tensors(
 
 def _resolved(
     members: Mapping[str, tuple[str, ...]],
-    found: Mapping[str, TensorSpec],
+    rank_tensors: Mapping[str, TensorSpec],
     config: Mapping[str, Any],
     request: PlanRequest,
 ) -> tuple[dict[str, TensorSpec], Resolver]:
-    """The members, with shapes as if those of a tensor were equal; fused tensors where the family has no members."""
-    as_stored = {one: names if len(names) == 1 else (one,) for one, names in members.items()}
+    """Guess the shards of the source tensors, and resolve their rules.
+
+    Members of one tensor get equal shapes. If the family has the fused tensor, it is not split into members.
+    """
+    as_stored = {fused: names if len(names) == 1 else (fused,) for fused, names in members.items()}
     resolved, errors = [], []
     for candidate in [as_stored, members][as_stored == members :]:
-        shards = {name: _even_share(found[one], len(names)) for one, names in candidate.items() for name in names}
+        shards = {
+            name: _even_split(rank_tensors[fused], len(names)) for fused, names in candidate.items() for name in names
+        }
         try:
             resolved.append((shards, resolve(shards, config, request).resolver))
         except PlanError as error:
@@ -71,13 +74,13 @@ def _resolved(
     if not resolved:
         raise errors[-1]
     if len(resolved) > 1:
-        name = next(one for one in members if members[one] != as_stored[one])
+        name = next(fused for fused in members if members[fused] != as_stored[fused])
         raise PlanError(f"{name}: may be one tensor of the checkpoint or {len(members[name])}: its family has both")
     return resolved[0]
 
 
-def _even_share(spec: TensorSpec, count: int) -> TensorSpec:
-    """One of so many members of a tensor that have the same number of rows."""
+def _even_split(spec: TensorSpec, count: int) -> TensorSpec:
+    """One of ``count`` members of a tensor with the same number of rows each."""
     return spec if count == 1 else TensorSpec(spec.dtype, (sum(spec.shape[:1]) // count, *spec.shape[1:]))
 
 
@@ -89,7 +92,7 @@ def _full_shape(shard: tuple[int, ...], sharded: ShardedDim, tp: int) -> tuple[i
 
 
 def _check_layers(names: Collection[str], config: Mapping[str, Any]) -> None:
-    """Check that all layers of a kind have the same tensors: of tensors that share memory vLLM saves only one."""
+    """Check that layers of the same type have the same tensors: vLLM saves only one of tensors that share memory."""
     layers: dict[int, set[str]] = {}
     for name in names:
         if (match := _LAYER.search(name)) is not None:
@@ -98,43 +101,46 @@ def _check_layers(names: Collection[str], config: Mapping[str, Any]) -> None:
         return
     count = config.get("num_hidden_layers", 1 + max(layers))
     if layers.keys() != set(range(1 + max(layers))) or count != 1 + max(layers):
-        raise PlanError(f"{len(layers)} layers are there, the last is layer {max(layers)} (expected {count}, from 0)")
-    types = config.get("layer_types")
-    kinds = list(map(str, types)) if isinstance(types, list) and len(types) == count else [""] * count
-    for layer, kind in enumerate(kinds):
-        first = layers[kinds.index(kind)]
+        raise PlanError(
+            f"layers are missing (got {len(layers)} layers, the last with index {max(layers)}, expected {count})"
+        )
+    layer_types = config.get("layer_types")
+    is_valid = isinstance(layer_types, list) and len(layer_types) == count
+    types = [str(layer_type) for layer_type in layer_types or ()] if is_valid else [""] * count
+    for layer, layer_type in enumerate(types):
+        first = layers[types.index(layer_type)]
         for name in sorted(first ^ layers[layer]):
-            at = layer if name in first else kinds.index(kind)
-            raise PlanError(f"{name.replace('*', str(at))}: is missing, and another layer of this type has it")
+            at = layer if name in first else types.index(layer_type)
+            raise PlanError(f"{name.replace('*', str(at))}: is missing, but another layer of this type has it")
 
 
 def members_of(chosen: ChosenRules, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """The source tensors of each tensor of a rank file, in order; constants are left out.
+    """The source tensors of each tensor of a rank file, in order, without constants.
 
     Args:
         chosen: the rules of the layout.
         names: of the tensors of a rank file.
 
     Raises:
-        PlanError: if a tensor is of experts, or a source is missing or there twice.
+        PlanError: if a tensor belongs to experts, or a source is missing or duplicated.
     """
     if (name := next((name for name in names if ".experts." in name), None)) is not None:
-        raise PlanError(f"{name}: is of experts, which vLLM repacks before it saves them")
+        raise PlanError(f"{name}: belongs to experts, which vLLM repacks before it saves them")
     _check_groups(chosen, names)
     constants = [rule.target for group in chosen.groups for rule in group.constants]
-    found = {
+    result = {
         name: _members(name, chosen.rules) for name in names if not any(constant.match(name) for constant in constants)
     }
-    given = Counter(member for members in found.values() for member in members)
-    if (twice := next((name for name, count in given.items() if count > 1), None)) is not None:
-        raise PlanError(f"{twice}: is in {given[twice]} tensors of a rank (expected one)")
+    counts = Counter(member for members in result.values() for member in members)
+    if (duplicate := next((name for name, count in counts.items() if count > 1), None)) is not None:
+        raise PlanError(f"{duplicate}: is in {counts[duplicate]} tensors of a rank (expected one)")
     for rule in chosen.others:
-        _check_sources(rule, names, given)
-    return found
+        _check_sources(rule, names, counts)
+    return result
 
 
 def _check_groups(chosen: ChosenRules, names: Collection[str]) -> None:
-    """Check that a weight of each group is there: vLLM does not save weights that it keeps in another form."""
+    """Check that each group has a weight: vLLM does not save packed weights."""
     for group in chosen.groups:
         rules = [rule for rule in group.rules if rule in chosen.rules]
         targets = [rule.target for rule in rules if rule.target.text.endswith(".weight")]
@@ -143,7 +149,7 @@ def _check_groups(chosen: ChosenRules, names: Collection[str]) -> None:
 
 
 def check_pairs(plan: Plan, tensors: Mapping[str, TensorSpec]) -> None:
-    """Check that column-parallel and row-parallel weights of a module are there together.
+    """Check that each module has both column-parallel and row-parallel weights, or neither.
 
     Args:
         plan: for all tensors.
@@ -157,28 +163,30 @@ def check_pairs(plan: Plan, tensors: Mapping[str, TensorSpec]) -> None:
         if len(spec.shape) == 2 and _LAYER.search(name):
             module = name.rpartition(".")[0].rpartition(".")[0]
             dims.setdefault(module, set()).add(plan.placement(name).dim)
-    for module, found in dims.items():
-        if len(found & {0, 1}) == 1:
-            kind = "row" if 0 in found else "column"
-            raise PlanError(f"{module}: has no {kind}-parallel weight, {_NOT_SAVED}")
+    for module, module_dims in dims.items():
+        if len(module_dims & {0, 1}) == 1:
+            kind = "row" if 0 in module_dims else "column"
+            raise PlanError(f"{module}: does not have a {kind}-parallel weight, {_NOT_SAVED}")
 
 
 def _members(name: str, rules: Sequence[Rule]) -> tuple[str, ...]:
-    """The members by the first rule that gives the tensor; the tensor itself where none does."""
+    """The members by the first rule with this target; the tensor itself if there is none."""
     for rule in rules:
         if (match := rule.target.match(name)) is not None:
             return tuple(source.name(match) for source in rule.sources)
     return (name,)
 
 
-def _check_sources(rule: Rule, names: Collection[str], given: Collection[str]) -> None:
-    """Refuse a tensor that another config would make the only one of its sources.
+def _check_sources(rule: Rule, names: Collection[str], members: Collection[str]) -> None:
+    """Refuse tensors whose source would be another tensor under another config.
 
-    So files of a model with tied embeddings are not taken for those of a model that has no embeddings.
+    Otherwise files of a model with tied embeddings would be accepted as those of a model without input embeddings.
     """
     for name in names:
         match = rule.target.match(name)
-        missing = [] if match is None else [one.name(match) for one in rule.sources if one.name(match) not in given]
-        if missing:
-            wanted = ", ".join(f"{field} = {value}" for field, value in rule.when.items())
-            raise PlanError(f"{missing[0]}: is missing; {name} would be it if config.json had {wanted}")
+        sources = [] if match is None else [source.name(match) for source in rule.sources]
+        if missing := [source for source in sources if source not in members]:
+            expected = ", ".join(f"{field} = {value}" for field, value in rule.when.items())
+            raise PlanError(
+                f"{missing[0]}: is missing (got {name}, which is the same tensor if config.json has {expected})"
+            )

@@ -1,6 +1,6 @@
-"""Which layout a checkpoint gets: one that every checkpoint has, or that of an engine for its model type.
+"""Selection of the layout of a checkpoint: a general layout, or the layout of an engine for its model type.
 
-Owns the files with layouts. Pure, apart from reading these.
+The layouts of engines are defined in the TOML files of this package.
 """
 
 import tomllib
@@ -18,14 +18,14 @@ from shardconv.plan.quantization import SETTINGS_KEY
 
 _FOLDER = Path(__file__).parent
 _FIXED = {layout.name: layout for layout in (NATIVE, DCP)}
-#: The layouts with a file, each that of an engine.
+#: The layouts of engines, each with a TOML file.
 _ENGINES = ("vllm",)
 #: All layouts.
 LAYOUTS = (*_FIXED, *_ENGINES)
 
 
 class ChosenRules(NamedTuple):
-    """The groups of a model type, their rules that apply with its config, the others, and the completed config."""
+    """The groups of a model type, their rules that apply to its config, all other rules, and the completed config."""
 
     groups: list[Group]
     rules: list[Rule]
@@ -34,10 +34,10 @@ class ChosenRules(NamedTuple):
 
 
 def engine_of(layout: str) -> str | None:
-    """The engine whose layout it is, or None.
+    """The engine of a layout, or None.
 
     Raises:
-        UsageError: if there is no such layout.
+        UsageError: if the layout is unknown.
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout {layout!r} is unknown (expected one of {', '.join(LAYOUTS)})")
@@ -45,21 +45,21 @@ def engine_of(layout: str) -> str | None:
 
 
 def versions_of(layout: str) -> str | None:
-    """The versions of the engine that read the files of a layout; None where no engine is named."""
+    """The engine versions that read the files of a layout; None for a layout without an engine."""
     return None if engine_of(layout) is None else str(_file(layout)["versions"])
 
 
 def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> FileLayout:
-    """The layout of that name for a checkpoint.
+    """The layout of a checkpoint.
 
     Args:
         name: of the layout.
         tensors: name to dtype and shape of the source tensors.
-        config: what config.json holds, or None.
+        config: contents of config.json, or None.
 
     Raises:
-        UsageError: if there is no such layout.
-        PlanError: if the engine's layout of this checkpoint is not known.
+        UsageError: if the layout is unknown.
+        PlanError: if the layout does not support this checkpoint.
     """
     if engine_of(name) is None:
         return _FIXED[name]
@@ -77,7 +77,8 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     names = [tensor.name for tensor in layout.file_tensors(tensors)]
     _check_needed(name, groups, names)
     return replace(
-        layout, constants=tuple(one for group in groups for rule in group.constants for one in rule.constants(names))
+        layout,
+        constants=tuple(constant for group in groups for rule in group.constants for constant in rule.constants(names)),
     )
 
 
@@ -85,15 +86,15 @@ def rules_for(name: str, config: Mapping[str, Any]) -> ChosenRules:
     """The rules of an engine's layout for the model of a config.
 
     Raises:
-        PlanError: if the engine's layout of this model is not known.
+        PlanError: if the layout does not support this model.
     """
     if config.get(SETTINGS_KEY) is not None:
         raise PlanError(f"layout {name} does not support quantized checkpoints: {REMEDY}")
     groups = _groups(name, config.get("model_type"))
     config = {field: value for group in groups for field, value in group.defaults.items()} | dict(config)
-    every = [rule for group in groups for rule in group.rules]
-    rules = [rule for rule in every if rule.applies(config)]
-    return ChosenRules(groups, rules, [rule for rule in every if rule not in rules], config)
+    all_rules = [rule for group in groups for rule in group.rules]
+    rules = [rule for rule in all_rules if rule.applies(config)]
+    return ChosenRules(groups, rules, [rule for rule in all_rules if rule not in rules], config)
 
 
 @cache
@@ -117,10 +118,10 @@ def _check_refused(name: str, groups: list[Group], tensors: Mapping[str, TensorS
     patterns = [pattern for group in groups for pattern in group.refuse]
     wrong = next((tensor for tensor in tensors if any(pattern.match(tensor) for pattern in patterns)), None)
     if wrong is not None:
-        raise PlanError(f"{wrong}: layout {name} does not have a place for it: remove it from the source, or {REMEDY}")
+        raise PlanError(f"{wrong}: layout {name} does not support this tensor: remove it from the source, or {REMEDY}")
 
 
 def _check_needed(name: str, groups: list[Group], names: list[str]) -> None:
     missing = next((needed for group in groups for needed in group.needs if needed not in names), None)
     if missing is not None:
-        raise PlanError(f"{missing}: is missing, and layout {name} needs it: {REMEDY}")
+        raise PlanError(f"{missing}: is missing, but layout {name} requires it: {REMEDY}")

@@ -1,7 +1,6 @@
 """A layout as data: the file tensors and constants of rank files, and the names of the files.
 
-The manifest stores it whole, so that a split checkpoint is read without the rules that the layout was made from.
-Knows nothing of bytes in files, model types or engines.
+The manifest stores the complete layout, so a split checkpoint is read without the rules of the layout.
 """
 
 import struct
@@ -15,11 +14,11 @@ from shardconv.errors import PlanError
 from shardconv.layouts.dcp import first_unreadable, why_unreadable
 from shardconv.plan.plan import Plan, TensorSpec
 
-#: How the value of a constant is packed, by dtype. BF16 is the upper half of F32.
+#: ``struct`` formats of constants, by dtype. BF16 is the upper half of F32.
 _PACKED = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "I8": "<b", "U8": "<B"}
-#: Constants begin the data section; with a multiple of this many bytes, the tensors after them are aligned.
+#: Bytes of all constants are a multiple of this, so the tensors after them are aligned.
 _ALIGNMENT = 8
-#: The most bytes of all constants together.
+#: Maximum bytes of all constants together.
 _MAX_CONSTANT_BYTES = 2**20
 
 
@@ -32,7 +31,7 @@ class FileTensor:
         members: names of the source tensors, in order.
         stack: E to stack the members into a tensor of shape (E, ...): the first ``len(members) / E`` of them are
             concatenated along dim 0 for index 0, and so on. 0 to concatenate all along dim 0.
-        squeeze: whether dim 0 of its only member, of size 1, is left out.
+        squeeze: whether to remove dim 0, of size 1, of its only member.
     """
 
     name: str
@@ -51,21 +50,21 @@ class FileTensor:
         """
         if self.squeeze and (len(shapes) != 1 or self.stack or shapes[0][:1] != (1,)):
             raise PlanError(
-                f"{self.name}: dim 0 of its only member cannot be left out "
+                f"{self.name}: dim 0 of its only member cannot be removed "
                 f"(got {_described(self.members, shapes)}, expected size 1): {REMEDY}"
             )
         if len(shapes) == 1 and not self.stack:
             return shapes[0][self.squeeze :]
         if len({shape[1:] for shape in shapes}) != 1 or not all(shapes):
             raise PlanError(
-                f"{self.name}: its members have shards that cannot be concatenated along dim 0 "
+                f"{self.name}: the shards of its members cannot be concatenated along dim 0 "
                 f"(got {_described(self.members, shapes)}, expected equal sizes of all other dims): {REMEDY}"
             )
-        each = len(shapes) // (self.stack or 1)
-        rows = [sum(shape[0] for shape in shapes[at : at + each]) for at in range(0, len(shapes), each)]
+        step = len(shapes) // (self.stack or 1)
+        rows = [sum(shape[0] for shape in shapes[at : at + step]) for at in range(0, len(shapes), step)]
         if len(set(rows)) != 1:
             raise PlanError(
-                f"{self.name}: its members have shards that cannot be stacked "
+                f"{self.name}: the shards of its members cannot be stacked "
                 f"(got {_described(self.members, shapes)}, expected equal shapes): {REMEDY}"
             )
         return (*([self.stack] if self.stack else []), rows[0], *shapes[0][1:])
@@ -73,11 +72,11 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A tensor of every rank file that no source tensor gives.
+    """A tensor with a constant value in every rank file, without a source tensor.
 
     Attributes:
         name: its name in the files.
-        dtype: as safetensors names it.
+        dtype: its dtype in safetensors.
         shape: its shape.
         value: of every element.
     """
@@ -92,7 +91,7 @@ class Constant:
         """Its bytes.
 
         Raises:
-            ValueError: if the dtype does not hold the value, or no constant has this dtype.
+            ValueError: if the value is not valid for the dtype, or the dtype or shape is not supported.
         """
         try:
             is_half = self.dtype == "BF16"
@@ -103,23 +102,23 @@ class Constant:
         for size in self.shape:
             count *= size
             if not 0 <= count * len(element) <= _MAX_CONSTANT_BYTES:
-                raise ValueError(f"{self.name}: a constant does not have shape {list(self.shape[:8])}")
+                raise ValueError(f"{self.name}: shape {list(self.shape[:8])} is not valid for a constant")
         return element[2 if is_half else 0 :] * count
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Which tensors the rank files of a split checkpoint hold, and in which files.
+    """The tensors of the rank files of a split checkpoint, and the names of the files.
 
     Attributes:
         name: of the layout.
         file_name: of a rank file, with ``{rank}``; ``{padded_rank}`` has as many digits as the last rank.
-        engine: the engine that reads the files; None where none is named.
-        versions: the versions of the engine that do.
+        engine: the engine that reads the files, or None.
+        versions: the engine versions that read them, or None.
         has_offsets: whether the metadata of each file has the offsets of its shards, for torch.distributed.checkpoint.
-        changed: the file tensors that are not one source tensor under its own name.
-        constants: the tensors that each rank file begins with.
-        padded_to: names of file tensors whose rows on all ranks together are padded to a multiple of a number.
+        changed: the file tensors that differ from a source tensor in name or contents.
+        constants: the first tensors of each rank file.
+        padded_to: name of a file tensor to the multiple that its rows on all ranks together are padded to.
     """
 
     name: str
@@ -144,14 +143,15 @@ class FileLayout:
             names: of the source tensors, in order.
         """
         by_first = {tensor.members[0]: tensor for tensor in self.changed}
-        behind = {member for tensor in self.changed for member in tensor.members[1:]}
-        return [by_first.get(name) or FileTensor(name, (name,)) for name in names if name not in behind]
+        later = {member for tensor in self.changed for member in tensor.members[1:]}
+        return [by_first.get(name) or FileTensor(name, (name,)) for name in names if name not in later]
 
     def check(self, tensors: Mapping[str, TensorSpec], plan: Plan) -> None:
         """Check that the layout fits a checkpoint and its plan.
 
         Raises:
-            PlanError: if a tensor has no place or two, members differ in dtype, or a placement is not the layout's.
+            PlanError: if a tensor is missing or in two file tensors, members differ in dtype, or the layout does not
+                support a placement.
             ValueError: if a constant is invalid.
         """
         if self.has_offsets and (name := first_unreadable(plan, tensors)) is not None:
@@ -159,7 +159,7 @@ class FileLayout:
         if not self.changed and not self.constants and not self.padded_to:
             return
         if self.has_offsets:
-            raise PlanError(f"layout {self.name}: offsets are of tensors under their own names only")
+            raise PlanError(f"layout {self.name}: offsets require the names and shapes of the source tensors")
         self._check_members(tensors)
         self._check_names(tensors)
         num_bytes = 0
@@ -179,38 +179,40 @@ class FileLayout:
         counts = Counter(chain.from_iterable(tensor.members for tensor in self.changed))
         wrong = next((name for name, count in counts.items() if count > 1 or name not in tensors), None)
         if wrong is not None:
-            raise PlanError(f"{wrong}: layout {self.name} has {counts[wrong]} places for it (expected one)")
+            raise PlanError(
+                f"{wrong}: layout {self.name} has it in {counts[wrong]} tensors (expected one source tensor)"
+            )
         for tensor in self.changed:
             if not tensor.members or tensor.stack < 0 or len(tensor.members) % (tensor.stack or 1):
-                raise PlanError(f"{tensor.name}: cannot be {len(tensor.members)} tensors, stacked {tensor.stack} high")
+                raise PlanError(f"{tensor.name}: {len(tensor.members)} members cannot be stacked to {tensor.stack}")
             dtypes = {tensors[member].dtype: member for member in reversed(tensor.members)}
             if len(dtypes) > 1:
-                found = ", ".join(f"{member} of {dtype}" for dtype, member in reversed(dtypes.items()))
-                raise PlanError(f"{tensor.name}: its members have several dtypes (got {found}, expected one): {REMEDY}")
+                got = ", ".join(f"{member} of {dtype}" for dtype, member in reversed(dtypes.items()))
+                raise PlanError(f"{tensor.name}: its members have several dtypes (got {got}, expected one): {REMEDY}")
 
     def _check_names(self, tensors: Mapping[str, TensorSpec]) -> None:
-        names = [tensor.name for tensor in self.file_tensors(tensors)] + [one.name for one in self.constants]
+        names = [tensor.name for tensor in self.file_tensors(tensors)] + [constant.name for constant in self.constants]
         ((name, count),) = Counter([*names, "__metadata__"]).most_common(1)
         if count > 1:
             raise PlanError(f"{name}: layout {self.name} has {count} tensors of this name (expected one): {REMEDY}")
 
     def _check_padding(self, tensor: FileTensor, rows: int, plan: Plan) -> None:
-        """Check that all ranks together have the rows of a tensor, padded to a multiple; ``rows`` are the source's."""
+        """Check that all ranks together have the ``rows`` of the source tensors, padded to the required multiple."""
         if (multiple := self.padded_to.get(tensor.name)) is None:
             return
         expected = -(-rows // multiple) * multiple
         placements = [plan.placement(member) for member in tensor.members]
-        found = [sum(placement.local_size(rank) for placement in placements) for rank in range(plan.tp)]
-        if {rows_of_rank * plan.tp for rows_of_rank in found} != {expected}:
+        local_rows = [sum(placement.local_size(rank) for placement in placements) for rank in range(plan.tp)]
+        if {size * plan.tp for size in local_rows} != {expected}:
             raise PlanError(
                 f"{tensor.name}: layout {self.name} pads its {rows} rows to {expected} and shards them evenly over "
-                f"{plan.tp} ranks (got shards of {', '.join(map(str, sorted(set(found))))} rows): {REMEDY}"
+                f"{plan.tp} ranks (got shards of {', '.join(map(str, sorted(set(local_rows))))} rows): {REMEDY}"
             )
 
     def to_json(self, names: Iterable[str]) -> dict[str, Any]:
-        """Plain data; source tensors are numbers, in the order of ``names``."""
+        """Convert to JSON data; source tensors are their indices in ``names``."""
         number = {name: at for at, name in enumerate(names)}
-        alike = groupby(self.constants, key=lambda one: (one.dtype, one.shape, one.value))
+        equal = groupby(self.constants, key=lambda constant: (constant.dtype, constant.shape, constant.value))
         return {
             "name": self.name,
             "file_name": self.file_name,
@@ -219,16 +221,21 @@ class FileLayout:
             "has_offsets": self.has_offsets,
             "tensors": [
                 {
-                    "name": one.name,
-                    "members": [number[member] for member in one.members],
-                    "stack": one.stack,
-                    **({"squeeze": True} if one.squeeze else {}),
+                    "name": tensor.name,
+                    "members": [number[member] for member in tensor.members],
+                    "stack": tensor.stack,
+                    **({"squeeze": True} if tensor.squeeze else {}),
                 }
-                for one in self.changed
+                for tensor in self.changed
             ],
             "constants": [
-                {"dtype": dtype, "shape": list(shape), "value": value, "names": [one.name for one in constants]}
-                for (dtype, shape, value), constants in alike
+                {
+                    "dtype": dtype,
+                    "shape": list(shape),
+                    "value": value,
+                    "names": [constant.name for constant in constants],
+                }
+                for (dtype, shape, value), constants in equal
             ],
             "padded_to": dict(self.padded_to),
         }
@@ -244,21 +251,23 @@ class FileLayout:
         try:
             changed = tuple(
                 FileTensor(
-                    one["name"],
-                    tuple(name_of[at] for at in one["members"]),
-                    one["stack"],
-                    squeeze=_flag(one.get("squeeze", False)),
+                    tensor["name"],
+                    tuple(name_of[at] for at in tensor["members"]),
+                    tensor["stack"],
+                    squeeze=_flag(tensor.get("squeeze", False)),
                 )
-                for one in data["tensors"]
+                for tensor in data["tensors"]
             )
         except KeyError as error:
-            raise ValueError(f"its layout is of a tensor {error} that it does not have") from error
+            raise ValueError(f"its layout uses source tensor {error}, which does not exist") from error
         constants = tuple(
-            Constant(name, one["dtype"], tuple(one["shape"]), one["value"])
-            for one in data["constants"]
-            for name in one["names"]
+            Constant(name, constant["dtype"], tuple(constant["shape"]), constant["value"])
+            for constant in data["constants"]
+            for name in constant["names"]
         )
-        if any(multiple < 1 for multiple in data["padded_to"].values()) or not all(one.members for one in changed):
+        if any(multiple < 1 for multiple in data["padded_to"].values()) or not all(
+            tensor.members for tensor in changed
+        ):
             raise ValueError("its layout has an empty tensor")
         return cls(
             data["name"], data["file_name"], data["engine"], data["versions"], data["has_offsets"], changed, constants,
@@ -277,9 +286,9 @@ def _described(members: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str
     return ", ".join(f"{list(shape)} of {member}" for shape, member in list(first.items())[:3])
 
 
-#: What users can do with a checkpoint that does not fit an engine's layout.
-REMEDY = "use the native layout (--for vllm in place of --layout vllm), and serve it with --load-format shardconv"
+#: The remedy for a checkpoint that an engine's layout does not support.
+REMEDY = "use the native layout (--for vllm instead of --layout vllm), and serve it with --load-format shardconv"
 
-#: Each source tensor under its own name; with the offsets of the shards, torch's reader of rank files.
+#: Layouts with the names of the source tensors; DCP adds the offsets of the shards for torch.distributed.checkpoint.
 NATIVE = FileLayout("native", "rank-{padded_rank}-of-{tp}.safetensors")
 DCP = FileLayout("dcp", "rank-{padded_rank}-of-{tp}.safetensors", has_offsets=True)

@@ -1,7 +1,7 @@
-"""Rules of a layout: patterns of names that give the file tensors and constants of a checkpoint.
+"""Rules of a layout: name patterns that determine the file tensors and constants of a checkpoint.
 
-In a pattern ``*`` is any text, dots included, and ``#`` the number of an expert; ``{a,b}`` stands for two patterns, and
-is replaced alike on both sides of a rule. Pure: names in, names out.
+In a pattern, ``*`` matches any text, including dots, and ``#`` the index of an expert. ``{a,b}`` expands to two rules,
+one with ``a`` and one with ``b`` on both sides.
 """
 
 import re
@@ -19,7 +19,7 @@ _WILDCARD = re.compile(r"[*#]")
 
 
 class Match(NamedTuple):
-    """A name that a pattern matches: the text of each ``*``, and the number at ``#``, or 0."""
+    """A match of a pattern: the text of each ``*``, and the index at ``#``, or 0."""
 
     texts: tuple[str, ...]
     expert: int
@@ -27,7 +27,7 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern without choices."""
+    """A pattern without ``{}``."""
 
     text: str
 
@@ -42,11 +42,11 @@ class Pattern:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it matches the tensors of several experts."""
+        """Whether it matches tensors of several experts."""
         return "#" in self.text
 
     def match(self, name: str) -> Match | None:
-        """Match a whole name."""
+        """Match a full name."""
         if not name.endswith(self._tail) or (found := self._regex.fullmatch(name)) is None:
             return None
         number = self._regex.groupindex.get("expert")
@@ -54,22 +54,22 @@ class Pattern:
         return Match(texts, int(found["expert"]) if number else 0)
 
     def name(self, match: Match) -> str:
-        """The name that has this match."""
+        """The name for a match."""
         texts = iter(match.texts)
         return _WILDCARD.sub(lambda token: next(texts) if token[0] == "*" else str(match.expert), self.text)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One file tensor of every module: the target is made of what matches the sources.
+    """A file tensor of every matching module, and its source tensors.
 
     Attributes:
         target: the name in the file.
         sources: the names of the source tensors, in order.
-        when: fields of the config, and the values that they have to have.
-        given: fields of the config that have to have a value.
-        count: names of the config field with the number of experts; none where it is not checked.
-        squeeze: whether dim 0 of the source, of size 1, is left out.
+        when: config fields and their required values.
+        given: config fields that must be set.
+        count: possible names of the config field with the number of experts; empty to skip the check.
+        squeeze: whether to remove dim 0, of size 1, of the source.
     """
 
     target: Pattern
@@ -80,15 +80,17 @@ class Rule:
     squeeze: bool = False
 
     def applies(self, config: Mapping[str, Any]) -> bool:
-        """Whether it is a rule for checkpoints with this config."""
+        """Whether the rule applies to checkpoints with this config."""
         for name, value in self.when.items():
-            found = config.get(name, value)
-            if type(found) is not type(value):
-                raise PlanError(f"config.json: {name} is {found!r:.40} (expected a {type(value).__name__}): correct it")
+            actual = config.get(name, value)
+            if type(actual) is not type(value):
+                raise PlanError(
+                    f"config.json: {name} is {actual!r:.40} (expected a {type(value).__name__}): correct it"
+                )
         return self.when.items() <= config.items() and all(config.get(name) is not None for name in self.given)
 
     def find(self, name: str) -> tuple[int, Match] | None:
-        """Which of the sources a name matches."""
+        """The index of the first source that a name matches, and the match."""
         for place, source in enumerate(self.sources):
             if (match := source.match(name)) is not None:
                 return place, match
@@ -101,11 +103,11 @@ class Rule:
 
         Args:
             texts: of each ``*``.
-            members: expert and place among the sources to name.
-            config: what config.json holds.
+            members: (expert, index of the source) to name.
+            config: contents of config.json.
 
         Raises:
-            PlanError: if a member is missing, or there are not as many experts as the config has.
+            PlanError: if a member is missing, or the number of experts differs from the config.
         """
         target = self.target.name(Match(texts, 0))
         count = 1 + max(expert for expert, _ in members)
@@ -117,10 +119,10 @@ class Rule:
                     f"{missing}: is missing (got {next(iter(members.values()))}, expected all members of {target}): "
                     f"{REMEDY}"
                 )
-        given = next((config[field] for field in self.count if field in config), None)
-        if self.count and given != count:
+        config_count = next((config[field] for field in self.count if field in config), None)
+        if self.count and config_count != count:
             raise PlanError(
-                f"{target}: the source has {count} experts (expected {given!r:.20} by config.json): {REMEDY}"
+                f"{target}: the source has {count} experts (expected {config_count!r:.20} by config.json): {REMEDY}"
             )
         stack = count if self.sources[0].is_expert else 0
         return FileTensor(target, tuple(members[place] for place in expected), stack, self.squeeze)
@@ -128,31 +130,31 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class ConstantRule:
-    """A constant beside every file tensor that matches a pattern."""
+    """A constant for every file tensor that matches the pattern ``beside``."""
 
     target: Pattern
     beside: Pattern
     constant: Constant
 
     def constants(self, names: Iterable[str]) -> Iterator[Constant]:
-        """The constants of files with tensors of these names."""
-        like = self.constant
+        """The constants of rank files with tensors of these names."""
+        template = self.constant
         for name in names:
             if (match := self.beside.match(name)) is not None:
-                yield Constant(self.target.name(match), like.dtype, like.shape, like.value)
+                yield Constant(self.target.name(match), template.dtype, template.shape, template.value)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rules that belong together.
+    """A group of rules in a layout file, shared by model types.
 
     Attributes:
         rules: of file tensors.
-        constants: beside modules.
-        refuse: patterns of source tensors that the engine has no place for.
-        needs: names of file tensors that the engine cannot do without.
-        padded_to: names of file tensors whose rows are padded to a multiple of a number.
-        defaults: values of config fields that a config may leave out.
+        constants: rules of constants.
+        refuse: patterns of source tensors that the engine does not support.
+        needs: names of file tensors that the engine requires.
+        padded_to: name of a file tensor to the multiple that its rows are padded to.
+        defaults: values of config fields that a config may omit.
     """
 
     rules: tuple[Rule, ...]
@@ -164,7 +166,7 @@ class Group:
 
     @classmethod
     def of_table(cls, table: Mapping[str, Any]) -> Self:
-        """A group of a layout file."""
+        """Parse a group of a layout file."""
         _check_keys(table, {"tensors", "constants", "refuse", "needs", "padded_to", "defaults"})
         return cls(
             tuple(rule for target, value in table.get("tensors", {}).items() for rule in _rules(target, value)),
@@ -177,18 +179,19 @@ class Group:
 
 
 def file_tensors(rules: Sequence[Rule], names: Iterable[str], config: Mapping[str, Any]) -> tuple[FileTensor, ...]:
-    """The file tensors that rules give; of several rules that match a name, the first counts.
+    """The file tensors of source tensors; for each name, the first matching rule applies.
 
     Raises:
         PlanError: as :meth:`Rule.file_tensor`.
     """
-    found: dict[tuple[int, tuple[str, ...]], dict[tuple[int, int], str]] = {}
+    members: dict[tuple[int, tuple[str, ...]], dict[tuple[int, int], str]] = {}
     for name in names:
         for number, rule in enumerate(rules):
-            if (place := rule.find(name)) is not None:
-                found.setdefault((number, place[1].texts), {})[place[1].expert, place[0]] = name
+            if (found := rule.find(name)) is not None:
+                source, match = found
+                members.setdefault((number, match.texts), {})[match.expert, source] = name
                 break
-    return tuple(rules[number].file_tensor(texts, members, config) for (number, texts), members in found.items())
+    return tuple(rules[number].file_tensor(texts, names_of, config) for (number, texts), names_of in members.items())
 
 
 def _rules(target: str, value: Any) -> Iterator[Rule]:  # noqa: ANN401 - anything TOML holds
@@ -208,17 +211,19 @@ def _constants(target: str, table: Mapping[str, Any]) -> Iterator[ConstantRule]:
 
 
 def _without_choices(patterns: Sequence[str]) -> Iterator[list[str]]:
-    """Patterns with the first, the second, ... text of their choice."""
+    """Expand ``{a,b}`` in all patterns together: first all with ``a``, then all with ``b``."""
     choices = [found[1].split(",") for pattern in patterns if (found := _CHOICE.search(pattern))]
     if not choices:
         yield list(patterns)
         return
     for texts in zip(*choices, strict=True):
-        given = iter(texts)
-        chosen = [_CHOICE.sub(lambda _: next(given), pattern, count=1) for pattern in patterns]  # noqa: B023
-        yield from _without_choices(chosen)
+        remaining = iter(texts)
+        expanded = [_CHOICE.sub(lambda _: next(remaining), pattern, count=1) for pattern in patterns]  # noqa: B023
+        yield from _without_choices(expanded)
 
 
 def _check_keys(table: Mapping[str, Any], known: set[str]) -> None:
     if unknown := table.keys() - known:
-        raise ValueError(f"a layout file does not have {', '.join(sorted(unknown))} (expected {', '.join(known)})")
+        raise ValueError(
+            f"unknown keys in a layout file (got {', '.join(sorted(unknown))}, expected {', '.join(known)})"
+        )

@@ -56,12 +56,12 @@ def test_weights_that_are_not_saved(tmp_path):
     source = write("llama", tmp_path)
     folder = save(source, tmp_path / "saved", tp=2, dtype="bfloat16", max_size=None, is_processed=True)
     with pytest.raises(
-        shardconv.ShardconvError, match=r"qkv_proj\.weight: is missing in all layers, as where vLLM ran"
+        shardconv.ShardconvError, match=r"qkv_proj\.weight: is missing in all layers, for example because vLLM ran"
     ):
         shardconv.merge(folder, tmp_path / "merged")
 
 
 def test_experts_are_refused(tmp_path):
     folder = save(write("mixtral", tmp_path), tmp_path / "saved", tp=2, dtype="float32", max_size=200_000)
-    with pytest.raises(shardconv.ShardconvError, match="is of experts, which vLLM repacks before it saves them"):
+    with pytest.raises(shardconv.ShardconvError, match="belongs to experts, which vLLM repacks before it saves them"):
         shardconv.merge(folder, tmp_path / "merged")
