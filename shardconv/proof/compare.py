@@ -1,7 +1,6 @@
 """Compare a split model with the unsharded one: a forward pass, generation, and a training step.
 
-Both are loaded from disk: the unsharded model by transformers alone, once for all tensor parallel sizes; the split model
-on each rank.
+Both are loaded from disk: the unsharded model by transformers alone, once for all sizes; the split model on each rank.
 """
 
 import random
