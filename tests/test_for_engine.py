@@ -223,7 +223,7 @@ def test_what_an_engine_does_not_load(source, tmp_path, what):
 
 def test_another_tensor_parallel_size(source, tmp_path):
     shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
-    with pytest.raises(WorldSizeError, match=r"split for 2 ranks \(got a tensor parallel size of 4\): .* --tp 4"):
+    with pytest.raises(WorldSizeError, match=r"parallel size \(got 2, expected 4 of the engine\): .* --tp 4"):
         open_rank(tmp_path / "split", tp=4, rank=0, engine="vllm", verify=True)
 
 

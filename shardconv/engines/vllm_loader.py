@@ -1,6 +1,6 @@
-"""vLLM's load format ``shardconv``: each worker reads its own rank's bytes, and vLLM's own loaders place them.
+"""vLLM's load format ``shardconv``: each worker reads the bytes of its rank only.
 
-Gives rank tensors to ``load_weights`` of vLLM's models. Imported inside vLLM only.
+``load_weights`` of vLLM's models receives rank tensors. Imported inside vLLM only.
 """
 
 import time
@@ -27,39 +27,41 @@ _VERIFY = "verify"
 class ShardconvModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """The loader of ``--load-format shardconv``.
 
-    The model is a split checkpoint, or one that is not split: then each worker reads only the byte ranges of its rank.
+    The checkpoint may be split or not; of one that is not split, each worker reads only the byte ranges of its rank.
 
     Args:
-        load_config: vLLM's; ``model_loader_extra_config`` may have ``verify``: whether a rank file is checked against
-            its checksums before it is loaded, true by default.
+        load_config: vLLM's config; ``model_loader_extra_config`` may have ``verify`` (default: true): check the rank
+            file against its checksums before it is loaded.
 
     Raises:
-        ValueError: if the extra config has another key, or another value.
+        ValueError: if the extra config has another key or value.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
         extra: Any = load_config.model_loader_extra_config or {}
         if not isinstance(extra, dict) or set(extra) - {_VERIFY} or type(extra.get(_VERIFY, True)) is not bool:
-            raise ValueError(f'model_loader_extra_config is {extra!r} (expected {{"{_VERIFY}": true or false}})')
+            raise ValueError(
+                f'model_loader_extra_config is not supported (got {extra!r}, expected {{"{_VERIFY}": true or false}})'
+            )
         self._verify: bool = extra.get(_VERIFY, True)
         super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config={}))
 
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """The weights of this worker's rank: rank tensors where they are sharded."""
+        """Yield name and tensor of all weights: a rank tensor of the full shape where sharded, else the full tensor."""
         tp, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         self.counter_before_loading_weights = time.perf_counter()
         source = open_rank(self._folder(model_config), tp=tp, rank=rank, engine="vllm", verify=self._verify)
-        for sentence in source.reader.plan.assumed if rank == 0 else ():
-            logger.warning("shardconv: assumed: %s", sentence)
+        for assumption in source.reader.plan.assumed if rank == 0 else ():
+            logger.warning("shardconv: assumed: %s", assumption)
         yield from rank_weights(source, rank)
         logger.info("shardconv: rank %d of %d read %d bytes", rank, tp, source.reader.num_bytes_read)
         for source in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(source)
 
     def _folder(self, model_config: ModelConfig) -> Path:
-        """The folder of the checkpoint; one of the Hub is fetched as vLLM does it."""
+        """Return the folder of the checkpoint; vLLM downloads one from the Hub."""
         name = model_config.model_weights or model_config.model
         if Path(name).is_dir():
             return Path(name)

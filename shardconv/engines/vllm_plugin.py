@@ -1,6 +1,6 @@
-"""The plugin that vLLM finds by its entry point, in each of its processes.
+"""The entry point of the vLLM plugin, which vLLM calls in each of its processes.
 
-Owns the registration alone, so that vLLM starts as fast as without it: the loader is imported when it is asked for.
+It imports the loader in :func:`register` only, to keep vLLM's startup fast.
 """
 
 #: The value of ``--load-format``.

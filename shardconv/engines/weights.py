@@ -1,8 +1,4 @@
-"""The tensors that one rank of an engine loads: of a split checkpoint, or of a source that is split as it is read.
-
-Owns which checkpoint is opened in which way, and what is checked first. Knows no engine but by the name of its
-boundaries.
-"""
+"""The tensors that one rank of an engine loads, from a split checkpoint or from a source that is split on reading."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -21,22 +17,23 @@ from shardconv.errors import PlanError, WorldSizeError
 from shardconv.plan.plan import TensorSpec
 from shardconv.runtime.load import check_config
 
-#: The dtypes of torch, by the names of safetensors.
+#: torch dtypes by their names in safetensors.
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-#: What to do where an engine uses elements that are not on the rank, by what is loaded.
-_OF_OTHERS = "split the source again with --for {engine}, or run shardconv reshard with --for {engine}"
-_OF_ENGINE = "this version of the engine places it otherwise: load the source itself with --load-format auto"
-_OF_SOURCE = "the engine places it otherwise: load it with --load-format auto"
+#: What to do if an engine uses elements that are not on the rank: for a checkpoint that was not split for this engine,
+#: for one that was, and for a source.
+_OTHER_ENGINE = "split the source again with --for {engine}, or run shardconv reshard with --for {engine}"
+_SAME_ENGINE = "this version of the engine shards it differently: load the source with --load-format auto"
+_SOURCE = "the engine shards it differently: load it with --load-format auto"
 
 
 class RankSource(NamedTuple):
-    """What a rank reads of a checkpoint.
+    """The shards of a checkpoint that a rank reads.
 
     Attributes:
-        reader: where the shards come from.
-        remedy: what to do where an element is used that the rank does not hold.
+        reader: reader of the shards.
+        remedy: what to do if an element is used that the rank does not hold, for the message.
     """
 
     reader: RankReader
@@ -44,51 +41,53 @@ class RankSource(NamedTuple):
 
 
 def open_rank(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) -> RankSource:
-    """Open what a rank reads of a checkpoint.
+    """Open a checkpoint for one rank.
 
     Args:
         folder: a split checkpoint for ``tp`` ranks, or a source.
         tp: tensor parallel size of the engine.
         rank: the rank, from 0.
-        engine: whose boundaries the plan of a source follows.
+        engine: name of the engine whose boundaries the plan of a source follows.
         verify: check the rank file of a split checkpoint against its checksums first.
 
     Raises:
-        WorldSizeError: if the split checkpoint is for another number of ranks.
-        ShardconvError: if the checkpoint cannot be used, or its rank file is not what was written.
+        WorldSizeError: if the checkpoint is split for another tensor parallel size.
+        ShardconvError: if the checkpoint is not supported, or its rank file does not match its checksums.
     """
     if not is_split(folder):
         source, _, (resolver, assumed), _ = plan_source(folder, engine=engine)
-        return RankSource(SourceReader(source, resolver.plan(tp, assumed=assumed), rank), _OF_SOURCE)
+        return RankSource(SourceReader(source, resolver.plan(tp, assumed=assumed), rank), _SOURCE)
     manifest = read_manifest(folder)
     if manifest.tp != tp:
         raise WorldSizeError(
-            f"{folder}: is split for {manifest.tp} ranks (got a tensor parallel size of {tp}): start the engine with "
-            f"{manifest.tp}, or make one for {tp} by shardconv reshard {folder} --tp {tp}"
+            f"{folder} is split for another tensor parallel size (got {manifest.tp}, expected {tp} of the engine): "
+            f"start the engine with {manifest.tp}, or run shardconv reshard {folder} --tp {tp}"
         )
     check_config(folder, manifest.config)
-    remedy = _OF_OTHERS if manifest.request.engine != engine else _OF_ENGINE
+    remedy = _OTHER_ENGINE if manifest.request.engine != engine else _SAME_ENGINE
     return RankSource(RankFileReader(manifest, folder, rank, verify=verify), remedy.format(engine=engine))
 
 
 def rank_weights(source: RankSource, rank: int, *, dry_run: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint, one after the other: a rank tensor where it is sharded, else the tensor itself.
+    """Yield name and tensor of a checkpoint: a rank tensor of the full shape where it is sharded, else the full tensor.
 
-    At most the tensor at hand is in memory, and what the caller keeps. Rank tensors can be read later, too.
+    Only the current tensor is in memory, and those that the caller keeps. Rank tensors can also be read later.
 
     Args:
-        source: what :func:`open_rank` gives.
-        rank: whose shards.
-        dry_run: give zeros in place of values, and read nothing.
+        source: result of :func:`open_rank`.
+        rank: the rank, from 0.
+        dry_run: yield zeros instead of values, and read nothing.
 
     Raises:
-        PlanError: if a tensor is of a dtype that torch does not have.
-        NotHeldError: by the tensors, when an operation uses what is not there.
+        PlanError: if torch does not have the dtype of a tensor.
+        NotHeldError: from operations on the tensors that use elements that the rank does not hold.
     """
     reader, remedy = source
     for name, spec in reader.tensors.items():
         if spec.dtype not in _DTYPES:
-            raise PlanError(f"{name}: dtype {spec.dtype} cannot be loaded through torch: use the engine's own loader")
+            raise PlanError(
+                f"{name} has a dtype that torch does not have (got {spec.dtype}): use the engine's own loader"
+            )
         placement = reader.plan.placement(name)
         shape = placement.shard_shape(spec.shape, rank)
         read = partial(_zeros, spec, shape) if dry_run else partial(_read, reader, name, spec, shape)
@@ -106,5 +105,5 @@ def _read(reader: RankReader, name: str, spec: TensorSpec, shape: tuple[int, ...
 
 
 def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
-    """Zeros in one element of memory."""
+    """Return zeros of a shape that share the memory of one element."""
     return torch.zeros((), dtype=_DTYPES[spec.dtype]).expand(shape)

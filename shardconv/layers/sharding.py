@@ -116,7 +116,7 @@ def scatter_shards(full: Tensor, placement: Placement, axis: Axis, *, dim: int) 
 
 
 @_overridable
-def share_copies(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
+def sum_replica_gradients(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
     """Return the shard; backward sums its gradient over all ranks that hold the same elements.
 
     Args:
@@ -124,11 +124,11 @@ def share_copies(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
         placement: how the full tensor is sharded, with elements on several ranks.
         axis: the ranks.
     """
-    return shard if axis.size == 1 else _Share.apply(shard, placement, axis)
+    return shard if axis.size == 1 else _SumReplicaGradients.apply(shard, placement, axis)
 
 
 @_overridable
-def keep_padding(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
+def zero_padding_gradient(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
     """Return the shard; backward sets its gradient to zero in the padding, which so stays zero in training.
 
     Args:
@@ -136,10 +136,10 @@ def keep_padding(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
         placement: how the full tensor is sharded, with padding.
         axis: the ranks.
     """
-    return _KeepPadding.apply(shard, placement, axis.rank)
+    return _ZeroPaddingGradient.apply(shard, placement, axis.rank)
 
 
-class _KeepPadding(torch.autograd.Function):
+class _ZeroPaddingGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, placement: Placement, rank: int) -> Tensor:
         ctx.placement, ctx.rank = placement, rank
@@ -147,7 +147,8 @@ class _KeepPadding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _KeepPadding.apply(_without_padding(grad, ctx.placement, ctx.rank), ctx.placement, ctx.rank), None, None
+        grad = _without_padding(grad, ctx.placement, ctx.rank)
+        return _ZeroPaddingGradient.apply(grad, ctx.placement, ctx.rank), None, None
 
 
 def _without_padding(shard: Tensor, placement: Placement, rank: int) -> Tensor:
@@ -161,7 +162,7 @@ def _without_padding(shard: Tensor, placement: Placement, rank: int) -> Tensor:
     return copied
 
 
-class _Share(torch.autograd.Function):
+class _SumReplicaGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
         ctx.placement, ctx.axis = placement, axis
@@ -169,10 +170,10 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _SumShared.apply(grad, ctx.placement, ctx.axis), None, None
+        return _SumReplicas.apply(grad, ctx.placement, ctx.axis), None, None
 
 
-class _SumShared(torch.autograd.Function):
+class _SumReplicas(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
         ctx.placement, ctx.axis = placement, axis
@@ -181,7 +182,7 @@ class _SumShared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Share.apply(grad, ctx.placement, ctx.axis), None, None
+        return _SumReplicaGradients.apply(grad, ctx.placement, ctx.axis), None, None
 
 
 def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
@@ -268,8 +269,8 @@ class ParallelModule(nn.Module):
         if placement is None:
             return parameter
         if placement.is_padded:
-            parameter = keep_padding(parameter, placement, self.axis)
-        return share_copies(parameter, placement, self.axis) if placement.has_copies else parameter
+            parameter = zero_padding_gradient(parameter, placement, self.axis)
+        return sum_replica_gradients(parameter, placement, self.axis) if placement.has_copies else parameter
 
     @property
     def master_weight(self) -> Tensor:

@@ -112,7 +112,7 @@ def refusal(folder, tp):
 
 
 def test_wrong_tensor_parallel_size(split):
-    assert f"{split}: is split for 2 ranks (got a tensor parallel size of 1)" in refusal(split, 1)
+    assert f"{split} is split for another tensor parallel size (got 2, expected 1 of the engine)" in refusal(split, 1)
 
 
 def test_damaged_rank_file(split, tmp_path):
