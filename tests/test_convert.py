@@ -146,7 +146,7 @@ def check_refused(axis):
     fails(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6)), rf"1: out_features: 6 is not a multiple of {axis.size} \(tp")
     fails(nn.Sequential(nn.Linear(8, 8), nn.Linear(6, 8)), f"1: in_features: 6 is not a multiple of {axis.size}", dim=0)
     fails(nn.ModuleList([nn.Embedding(4, 6)]), "0: embedding_dim: 6 is not", convert_parallel_embedding, 1)
-    fails(nn.Sequential(nn.Linear(8, 8)), "dim = 5: it has to be", dim=5)
+    fails(nn.Sequential(nn.Linear(8, 8)), r"dim is not supported \(got 5", dim=5)
     fails(nn.MultiheadAttention(8, 2), "out_proj: is a NonDynamicallyQuantizableLinear")
     fails(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), "0: is a ParametrizedLinear")
     linear = nn.Linear(8, 8)
