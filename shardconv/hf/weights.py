@@ -79,7 +79,7 @@ def _read_generation_config(model: Any, folder: Path) -> None:
 
 
 def load_unsharded(kind: Any, folder: Path, *, unused: Sequence[str] = (), is_trusted: bool = False) -> Any:
-    """Load an unsharded model in float32.
+    """Load the unsharded model that ``--check`` compares with, in float32.
 
     Args:
         kind: the model class.
@@ -99,7 +99,7 @@ def load_unsharded(kind: Any, folder: Path, *, unused: Sequence[str] = (), is_tr
             ignore_mismatched_sizes=True,  # which check_report refuses, by name
         )
     except Exception as error:
-        raise RunError(f"{folder}: cannot be loaded as a {kind.__name__}: {one_line(error)}") from error
+        raise RunError(f"--check {folder}: cannot be loaded as a {kind.__name__}: {one_line(error)}") from error
     check_report(report, kind.__name__, folder, unused)
     return model
 
