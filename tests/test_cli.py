@@ -179,7 +179,7 @@ def test_default_name_from_inside_the_folder(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here-tp2")
     assert json.loads(call("merge", ".", "--json", "--dry-run", "-o", "../x").out)["path"] == "../x"
     refused = call("merge", ".")
-    assert "here-merged: lies in the source" in refused.err
+    assert "here-merged: is in the source" in refused.err
     assert refused.code == 1
 
 

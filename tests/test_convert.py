@@ -260,7 +260,7 @@ def check_stored(axis, path):
     assert torch.equal(stored.weight, layer.weight)
     assert torch.equal(stored.master_weight, layer.master_weight)  # by a group that works
     assert description(stored.weight)[0] == layer.placements["weight"]
-    with pytest.raises(RuntimeError, match=r"has to be loaded by it: call shardconv.init_parallel first"):
+    with pytest.raises(RuntimeError, match=r"has no such axis: call shardconv.init_parallel as in"):
         torch.load(f"{path}/{axis.ranks}-{(axis.rank + 1) % axis.size}", weights_only=False)
 
 

@@ -180,7 +180,9 @@ def test_padding_that_is_not_zero_is_found(tmp_path):
 def test_a_checksum_names_the_file_whose_bytes_these_are(tmp_path):
     array, shards, files, source = one_tensor(cut(0, [Unit(4)], 2), (4, 3))
     _, checksums = run(tmp_path, source, [array.tobytes()], shards, [6, 6], stripe_bytes=100)
-    with pytest.raises(IntegrityError, match=r"old0: the bytes of t0 differ .* these are the bytes of old1"):
+    with pytest.raises(
+        IntegrityError, match=r"old0: the bytes of t0 differ from their checksum .got the bytes of old1"
+    ):
         run(tmp_path, shards, files[::-1], source, [12], stripe_bytes=100, checksums=checksums)
 
 

@@ -121,8 +121,8 @@ def test_what_is_written(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "config", "expected"),
     [
-        ("phi3", {}, "model.layers.0.mlp.gate_up_proj.weight: is sharded as dim 0, 2 intervals, and torch"),
-        ("llama", {"vocab_size": 131}, "lm_head.weight: is sharded as dim 0, padded from 131, and torch"),
+        ("phi3", {}, "model.layers.0.mlp.gate_up_proj.weight: is sharded as dim 0, 2 intervals, but torch"),
+        ("llama", {"vocab_size": 131}, "lm_head.weight: is sharded as dim 0, padded from 131, but torch"),
     ],
 )
 def test_refusal(tmp_path, kind, config, expected):

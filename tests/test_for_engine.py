@@ -197,7 +197,7 @@ REFUSED = {
         lambda split, _: flip_last_bit(split / "rank-1-of-2.safetensors"),
         "differ from their checksum",
     ),
-    "truncated rank file": (lambda split, _: os.truncate(split / RANK_FILE, 5000), "has 5000 bytes"),
+    "truncated rank file": (lambda split, _: os.truncate(split / RANK_FILE, 5000), "got 5000 bytes"),
     "missing rank file": (lambda split, _: (split / RANK_FILE).unlink(), "is missing: copy it to this host"),
     "edited config": (lambda split, _: change_config(split, {"num_key_value_heads": 4}), "differs from the config"),
 }

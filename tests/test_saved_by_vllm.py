@@ -163,7 +163,7 @@ def test_verify_without_a_source(sources, tmp_path):
     """It proves nothing but that copies are equal and padding is zero, and reports that."""
     folder = save(sources["llama"], tmp_path / "saved", 4)
     result = call("verify", folder)
-    assert (result.code, "there are no checksums: it was saved by vllm" in result.out) == (0, True)
+    assert (result.code, "there are no checksums: the checkpoint was saved by vllm" in result.out) == (0, True)
     assert "correct" not in result.out
     change(folder, 3, "lm_head.weight", lambda tensor: tensor + 1)
     (difference,) = shardconv.verify(folder).differences

@@ -53,9 +53,9 @@ def check_chains(module: nn.Module, becomes: Mapping[nn.Module, ParallelModule],
         size = producer.out_features
         other = f", convert {second} with dim=0 in another call" if isinstance(consumer, nn.Linear) else ""
         raise ValueError(
-            f"{second}: a {type(consumer).__name__} that needs all {size} features, but column parallel {first} has "
-            f"{-(-size // tp)} of them on each rank: pass gather_output=True{other}, or pass layers that are not "
-            f"called one after the other in an nn.ModuleList"
+            f"{second}: the input of this {type(consumer).__name__} is sharded (got {-(-size // tp)} features per rank "
+            f"from column parallel {first}, expected all {size}): pass gather_output=True{other}, or pass layers that "
+            f"are not called one after the other in an nn.ModuleList"
         )
 
 

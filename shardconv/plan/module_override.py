@@ -117,12 +117,8 @@ class ModuleRule:
     @classmethod
     def joined(cls, rules: Sequence["ModuleRule"]) -> Self:
         """The overrides of several rules together; of one that several have, the last."""
-        merged = {
-            one.name: _merged(one.default, [getattr(rule, one.name) for rule in rules])
-            for one in fields(cls)
-            if one.name not in _ABOUT_RULE
-        }
-        return cls("", **merged)
+        named = [one for one in fields(cls) if one.name not in _ABOUT_RULE] if rules else []
+        return cls("", **{one.name: _merged(one.default, [getattr(rule, one.name) for rule in rules]) for one in named})
 
 
 #: Fields of a rule that are not overrides.
@@ -130,7 +126,7 @@ _ABOUT_RULE = ("pattern", "when", "origin", "by_user", "block")
 
 
 def _merged(default: Any, values: Sequence[Any]) -> Any:  # noqa: ANN401 - of any field
-    if isinstance(values[0], Mapping):
+    if any(isinstance(one, Mapping) for one in values):
         return {name: value for one in values for name, value in one.items()}
     if default == ():
         return tuple(dict.fromkeys(name for one in values for name in one))
