@@ -87,14 +87,14 @@ def config(**fields):
 AT = "model.layers"
 #: Checkpoint, what is changed, and what the error has to say.
 REFUSED = {
-    "MTP layers behind the others": ("glm4_moe", put(f"{AT}.2.eh_proj.weight", (4, 4)), "2.eh_proj.weight: .*not support"),
-    "MTP layers beside the others": ("qwen3_next", put("mtp.norm.weight", (4,)), "mtp.norm.weight: .*not support"),
-    "packed experts": ("deepseek_v3", put(f"{AT}.1.mlp.experts.down_proj", (4, 4, 4)), "experts.down_proj: .*not support"),
+    "MTP layers behind the others": ("glm4_moe", put(f"{AT}.2.eh_proj.weight", (4, 4)), "2.eh_proj.weight: .*support"),
+    "MTP layers beside the others": ("qwen3_next", put("mtp.norm.weight", (4,)), "mtp.norm.weight: .*support"),
+    "packed experts": ("deepseek_v3", put(f"{AT}.1.mlp.experts.down_proj", (4, 4, 4)), "experts.down_proj: .*support"),
     "norms of heads": (
-        "stablelm", put(f"{AT}.0.self_attn.q_layernorm.norms.0.weight", (16,)), "norms.0.weight: .*not support",
+        "stablelm", put(f"{AT}.0.self_attn.q_layernorm.norms.0.weight", (16,)), "norms.0.weight: .*support",
     ),
-    "a head beside tied embeddings": ("gemma2", put("lm_head.weight", (1000, 128)), "lm_head.weight: .*not support"),
-    "a gemma4 with experts": ("gemma4_text", put(f"{AT}.0.experts.down_proj", (4, 4, 4)), "experts.down_proj: .*not support"),
+    "a head beside tied embeddings": ("gemma2", put("lm_head.weight", (1000, 128)), "lm_head.weight: .*support"),
+    "a gemma4 with experts": ("gemma4_text", put(f"{AT}.0.experts.down_proj", (4, 4, 4)), "experts.down_proj: .*support"),
     "low-rank queries that are missing": (
         "deepseek_v2-no-q-lora", config(q_lora_rank=24), "q_a_proj.weight: is missing",
     ),
