@@ -94,7 +94,7 @@ REFUSED = {
         "stablelm", put(f"{AT}.0.self_attn.q_layernorm.norms.0.weight", (16,)), "norms.0.weight: .*support",
     ),
     "a head beside tied embeddings": ("gemma2", put("lm_head.weight", (1000, 128)), "lm_head.weight: .*support"),
-    "a gemma4 with experts": ("gemma4_text", put(f"{AT}.0.experts.down_proj", (4, 4, 4)), "experts.down_proj: .*support"),
+    "a gemma4 with experts": ("gemma4_text", put(f"{AT}.0.experts.down_proj", (4, 4, 4)), "down_proj: .*support"),
     "low-rank queries that are missing": (
         "deepseek_v2-no-q-lora", config(q_lora_rank=24), "q_a_proj.weight: is missing",
     ),
