@@ -60,10 +60,10 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
         get_parallel_dim,
     )
-    from shardconv.plan.placement import Interval, Placement, Zeros
+    from shardconv.plan.placement import Interval, Padding, Placement
     from shardconv.plan.plan import Plan, Reason, TensorPlan
     from shardconv.plan.policy import Layer, Policy
-    from shardconv.plan.sizes import BlockedTp, PaddedTp, PaddedUnit, PaddingReport
+    from shardconv.plan.tp_sizes import BlockedTp, PaddedTp, PaddedUnit, PaddingReport
     from shardconv.proof.model_check import ModelCheck, check_source
     from shardconv.proof.prove import Proof, ProofReport, propose_plan, prove
     from shardconv.runtime import load
@@ -120,10 +120,10 @@ _HOMES = {
         "VocabParallelEmbedding",
         "get_parallel_dim",
     ),
-    "shardconv.plan.placement": ("Interval", "Placement", "Zeros"),
+    "shardconv.plan.placement": ("Interval", "Padding", "Placement"),
     "shardconv.plan.plan": ("Plan", "Reason", "TensorPlan"),
     "shardconv.plan.policy": ("Layer", "Policy"),
-    "shardconv.plan.sizes": ("BlockedTp", "PaddedTp", "PaddedUnit", "PaddingReport"),
+    "shardconv.plan.tp_sizes": ("BlockedTp", "PaddedTp", "PaddedUnit", "PaddingReport"),
     "shardconv.proof.model_check": ("ModelCheck", "check_source"),
     "shardconv.proof.prove": ("Proof", "ProofReport", "propose_plan", "prove"),
     "shardconv.runtime": ("load",),
@@ -146,6 +146,7 @@ __all__ = [
     "PadReport",
     "PaddedTp",
     "PaddedUnit",
+    "Padding",
     "PaddingReport",
     "ParallelCrossEntropyLoss",
     "ParallelDropout",
@@ -178,7 +179,6 @@ __all__ = [
     "VerifyReport",
     "VocabParallelClassifier",
     "VocabParallelEmbedding",
-    "Zeros",
     "__version__",
     "check_engine",
     "check_source",

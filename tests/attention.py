@@ -32,7 +32,7 @@ def attention_kinds(model: nn.Module, plan: Plan) -> tuple[str, list[str]]:
         last, also where it depends on the number of ranks; "" for families that give none.
     """
     kinds, reasons = set(), set()
-    scopes = plan.rules.scopes if plan.rules else ()
+    scopes = plan.rules.models if plan.rules else ()
     whole = {name for scope in scopes for name, unit in (scope.family.units or {}).items() if unit.whole}
     for module, matrices in _modules(model, plan):
         is_gathered = all(matrix.style in _WHOLE for matrix in matrices)

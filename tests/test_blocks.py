@@ -9,7 +9,7 @@ import pytest
 from shardconv.errors import PlanError
 from shardconv.plan import family_file
 from shardconv.plan.family import Family
-from shardconv.plan.family_file import family_for, family_names, laid_over, load_block, load_family
+from shardconv.plan.family_file import expand_family, family_for, family_names, load_block, load_family
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
@@ -31,7 +31,7 @@ LAYER = {
 
 
 def family(data, base=None):
-    return laid_over(parse_family("mine", data, "family mine"), base or Family("mine"))
+    return expand_family(parse_family("mine", data, "family mine"), base or Family("mine"))
 
 
 def styles(specs, config, text):
@@ -109,7 +109,7 @@ def overrides(specs, text, config=CONFIG):
     """The attributes that are set on an attention module by a plan file over Llama."""
     tensors = {name: TensorSpec("F32", shape) for name, shape in specs.items()}
     request = PlanRequest(plan_file=("mine.toml", text))
-    (scope,) = resolve(tensors, config | {"model_type": "llama"}, request).resolver.rules.scopes
+    (scope,) = resolve(tensors, config | {"model_type": "llama"}, request).resolver.rules.models
     found = [rule for regex, rule in scope.modules() if regex.fullmatch("model.layers.0.self_attn")]
     return {name for rule in found for name in rule.attributes}
 
@@ -129,7 +129,7 @@ def test_overrides_go_with_the_rules_of_their_block():
 def test_what_is_empty_is_not_inherited():
     """And what is left out is."""
     base = family({"prefix": "model.", "parts": {"vision": "vision_config"}, "gathered": "one head"})
-    names = ("prefix", "parts", "gathered")
+    names = ("prefix", "submodels", "gathered")
     left_out, empty = family({}, base), family({"prefix": [], "parts": {}, "gathered": ""}, base)
     assert [getattr(left_out, name) for name in names] == [getattr(base, name) for name in names]
     assert [getattr(empty, name) for name in names] == [(), {}, ""]

@@ -22,7 +22,7 @@ from shardconv.convert.products import multiplying
 from shardconv.errors import PlanError
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
-from shardconv.plan.placement import Interval, Placement, Unit, Zeros, cut
+from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_dim
 
 HEADS, SIZE = 4, 3
 WIDTH = HEADS * SIZE
@@ -68,13 +68,13 @@ class Functional(nn.Module):
 
 def check_functional(axis):
     plain, own = with_values(Functional()), with_values(Functional())
-    placements = {name: cut(0, [Unit(HEADS, SIZE)], axis.size) for name in "qkv"}
+    placements = {name: shard_dim(0, [Unit(HEADS, SIZE)], axis.size) for name in "qkv"}
     for name, placement in placements.items():
         layer = getattr(own, name)
         for leaf in ("weight", "bias"):
             setattr(layer, leaf, nn.Parameter(take_shard(getattr(layer, leaf).data, placement, axis.rank)))
-    own.o.weight = nn.Parameter(take_shard(own.o.weight.data, cut(1, [Unit(HEADS, SIZE)], axis.size), axis.rank))
-    extend_class(own, FunctionalAttention, axis, heads=cut(0, [Unit(HEADS)], axis.size))
+    own.o.weight = nn.Parameter(take_shard(own.o.weight.data, shard_dim(1, [Unit(HEADS, SIZE)], axis.size), axis.rank))
+    extend_class(own, FunctionalAttention, axis, heads=shard_dim(0, [Unit(HEADS)], axis.size))
     results = []
     for module in (plain, own):
         x, mask = fixed(5, 2, WIDTH).requires_grad_(), fixed(2 * HEADS, 5, 5, seed=2).requires_grad_()
@@ -142,7 +142,7 @@ def check_mixed_heads(axis):
     module.proj = ParallelLinear.convert_parallel_linear(module.proj, -1, group=axis)
     full = {"heads": HEADS}
     module.heads = HEADS // 2
-    halves = cut(1, [Unit(HEADS)], 2)
+    halves = shard_dim(1, [Unit(HEADS)], 2)
     extend_class(module, mixing_heads(("other",)), axis, unsharded={"other": halves}, full_attributes=full)
     for _ in range(2):
         found = module(own)
@@ -155,7 +155,7 @@ def check_mixed_heads(axis):
 def check_full_width_with_padding(axis):
     """Three heads on two ranks: the second one has a head of zeros."""
     module = Joined()
-    module.proj = ParallelLinear(WIDTH, 9, dim=-1, placement=cut(0, [Unit(3, SIZE, pad=True)], 2), group=axis)
+    module.proj = ParallelLinear(WIDTH, 9, dim=-1, placement=shard_dim(0, [Unit(3, SIZE, pad=True)], 2), group=axis)
     extend_class(module, FullWidth, axis, full_width=9)
     heads = fixed(2, 2, 5, SIZE)
     found, _ = module(fixed(2, 5, 9), heads)
@@ -200,7 +200,7 @@ def check_products(axis):
     x, own = (fixed(2, WIDTH).requires_grad_() for _ in range(2))
     expected = plain(x)
     (expected * fixed(2, WIDTH)).sum().backward()
-    columns = cut(1, [Unit(HEADS)], 2)
+    columns = shard_dim(1, [Unit(HEADS)], 2)
     extend_class(module, Sharded, axis, styles={})
     extend_class(module, multiplying(Attending, PRODUCTS), axis)
     module.placements = dict.fromkeys(("q", "gate", "o"), columns)
@@ -246,7 +246,7 @@ def check_sliced_output(axis):
     layer = with_values(nn.Linear(3, 4))
     expected = with_values(nn.Linear(3, 4))
     (expected(fixed(2, 3)) * fixed(2, 4)).sum().backward()
-    halves = cut(0, [Unit(4)], 2)
+    halves = shard_dim(0, [Unit(4)], 2)
     extend_class(layer, SlicedOutput, axis, item=None, output_dim=-1, output_units=halves)
     found = layer(fixed(2, 3))
     near(found, expected(fixed(2, 3))[:, axis.rank * 2 :][:, :2])
@@ -265,16 +265,16 @@ class Slopes(nn.Module):
 
 def check_parts_of_other_sizes(axis):
     """Where there are not as many elements as units of all ranks, nothing is taken from the beginning."""
-    layer, halves = nn.Linear(3, 8).double(), cut(0, [Unit(4)], 2)
+    layer, halves = nn.Linear(3, 8).double(), shard_dim(0, [Unit(4)], 2)
     extend_class(layer, SlicedOutput, axis, item=None, output_dim=-1, output_units=halves)
     with pytest.raises(PlanError, match=r"an output of shape \[2, 8\] does not have 4 elements along dim -1"):
         layer(fixed(2, 3))
     module = Slopes()
-    extend_class(module, SlicedTensors, axis, slices={"slopes": cut(-1, [Unit(8)], 2)})
+    extend_class(module, SlicedTensors, axis, slices={"slopes": shard_dim(-1, [Unit(8)], 2)})
     assert module().shape == (1, 4)
     for dim, units in ((0, 8), (1, 4), (2, 8)):
         other = Slopes()
-        extend_class(other, SlicedTensors, axis, slices={"slopes": cut(dim, [Unit(units)], 2)})
+        extend_class(other, SlicedTensors, axis, slices={"slopes": shard_dim(dim, [Unit(units)], 2)})
         with pytest.raises(PlanError, match=rf"slopes of shape \[1, 8\] .* {units} elements along dim {dim}"):
             other()
 
@@ -319,8 +319,8 @@ def check_attention(axis, batch_first, mask):
 
 def check_layer_norm(axis):
     """Features whose mean is far from 0, sharded evenly, with padding, and with one rank that has padding alone."""
-    ragged = cut(0, [Unit(3, 4, pad=True)], 2)
-    lopsided = Placement(0, WIDTH, ((Interval(0, WIDTH),), (Zeros(WIDTH),)))
+    ragged = shard_dim(0, [Unit(3, 4, pad=True)], 2)
+    lopsided = Placement(0, WIDTH, ((Interval(0, WIDTH),), (Padding(WIDTH),)))
     for placement in (even_placement(0, (WIDTH,), 2, what="norm"), ragged, lopsided):
         plain, module = (with_values(nn.LayerNorm(WIDTH)) for _ in range(2))
         x, weights = (fixed(2, 5, WIDTH) + 30).requires_grad_(), fixed(2, 5, WIDTH, seed=3)

@@ -28,7 +28,7 @@ from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.errors import PlanError
 from shardconv.hf.inputs import example_inputs
 from shardconv.layers.sharding import take_shard
-from shardconv.plan.placement import Unit, cut
+from shardconv.plan.placement import Unit, shard_dim
 from shardconv.plan.request import PlanRequest
 
 SCALE = 0.3  # so that attention is neither even nor of one token
@@ -334,7 +334,7 @@ def test_stored(ranks, tmp_path):
 
 def test_arguments_for_each_head():
     """What has no dim of heads is no argument for each head, whatever its sizes are."""
-    rows, of_examples = (cut(dim, [Unit(8)], 2) for dim in (1, 2))
+    rows, of_examples = (shard_dim(dim, [Unit(8)], 2) for dim in (1, 2))
     mask = torch.ones(2, 16)
     assert slice_matrices(1, of_examples, 1, mask) is mask
     alibi = torch.arange(8.0).view(1, 8, 1, 1).expand(2, 8, 1, 3)
@@ -416,7 +416,7 @@ def test_a_linear_layer_is_no_embedding():
 
 def check_features(axis):
     values = torch.arange(24.0).view(1, 2, 12).requires_grad_()
-    three = cut(0, [Unit(3, 4, pad=True)], 2)
+    three = shard_dim(0, [Unit(3, 4, pad=True)], 2)
     local = slice_features(2, three, axis, values)
     expected = (values[..., :8], torch.cat([values[..., 8:], torch.zeros(1, 2, 4)], -1))[axis.rank]
     assert torch.equal(local, expected)
@@ -432,7 +432,7 @@ def test_arguments_with_features_of_each_head(ranks):
 def check_items(axis):
     """Of three states, two hold features; they are sharded once, and do not keep the full ones alive."""
     states = [torch.arange(6.0).view(1, 6, 1) + 10 * place for place in range(3)]
-    three = cut(1, [Unit(3, 2, pad=True)], 2)
+    three = shard_dim(1, [Unit(3, 2, pad=True)], 2)
     found = slice_items((1, 2), three, axis, states)
     assert found[0] is states[0]
     for place in (1, 2):

@@ -14,7 +14,7 @@ from shardconv.checkpoint.fileio import InputFiles, OutputFiles
 from shardconv.checkpoint.geometry import geometry, unsharded
 from shardconv.checkpoint.shards import Comparer, ShardReader, ShardWriter
 from shardconv.errors import IntegrityError
-from shardconv.plan.placement import Interval, Placement, Unit, Zeros, cut
+from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_dim
 
 DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32, "C64": np.uint64}
 
@@ -28,18 +28,20 @@ def placements(draw, tp: int):
     dim = draw(st.integers(0, len(shape) - 1))
     kind = draw(st.sampled_from(["plain", "fused", "grouped", "copies", "padded"]))
     if kind == "plain":
-        placement = cut(dim, [Unit(tp * draw(st.integers(1, 3)), draw(st.integers(1, 3)))], tp)
+        placement = shard_dim(dim, [Unit(tp * draw(st.integers(1, 3)), draw(st.integers(1, 3)))], tp)
     elif kind == "fused":
-        placement = cut(dim, [Unit(tp * n) for n in draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))], tp)
+        placement = shard_dim(
+            dim, [Unit(tp * n) for n in draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))], tp
+        )
     elif kind == "grouped":
         groups = draw(st.sampled_from([n for n in range(1, 9) if tp % n == 0]))
-        placement = cut(dim, [Unit(tp, 2), Unit(1, 2, copies=True)], tp, groups=groups)
+        placement = shard_dim(dim, [Unit(tp, 2), Unit(1, 2, copies=True)], tp, groups=groups)
     elif kind == "copies":
         heads = draw(st.sampled_from([n for n in range(1, 9) if tp % n == 0]))
-        placement = cut(dim, [Unit(heads, draw(st.integers(1, 3)), copies=True)], tp)
+        placement = shard_dim(dim, [Unit(heads, draw(st.integers(1, 3)), copies=True)], tp)
     else:
         parts = draw(st.lists(st.integers(1, 20), min_size=1, max_size=2))
-        placement = cut(dim, [Unit(n, pad=True) for n in parts], tp)
+        placement = shard_dim(dim, [Unit(n, pad=True) for n in parts], tp)
     shape[dim] = placement.size
     return tuple(shape), placement
 
@@ -63,13 +65,13 @@ def shard_of(array: np.ndarray, placement: Placement, rank: int) -> np.ndarray:
     if placement.dim is None:
         return array
     parts = []
-    for piece in placement.ranks[rank]:
-        if isinstance(piece, Zeros):
+    for entry in placement.ranks[rank]:
+        if isinstance(entry, Padding):
             shape = list(array.shape)
-            shape[placement.dim] = piece.size
+            shape[placement.dim] = entry.size
             parts.append(np.zeros(shape, array.dtype))
         else:
-            parts.append(array.take(range(piece.start, piece.stop), axis=placement.dim))
+            parts.append(array.take(range(entry.start, entry.stop), axis=placement.dim))
     empty = array.take(range(0), axis=placement.dim)
     return np.concatenate([empty, *parts], axis=placement.dim)
 
@@ -171,14 +173,14 @@ def test_partly_shared_pieces_are_compared(tmp_path):
 
 
 def test_padding_that_is_not_zero_is_found(tmp_path):
-    array, shards, files, source = one_tensor(cut(0, [Unit(5, pad=True)], 4), (5, 3))
+    array, shards, files, source = one_tensor(shard_dim(0, [Unit(5, pad=True)], 4), (5, 3))
     files[3] = files[3][:-1] + b"\x01"
     with pytest.raises(IntegrityError, match="old3: the padding of t0 is not zero"):
         run(tmp_path, shards, files, source, [array.nbytes], stripe_bytes=100)
 
 
 def test_a_checksum_names_the_file_whose_bytes_these_are(tmp_path):
-    array, shards, files, source = one_tensor(cut(0, [Unit(4)], 2), (4, 3))
+    array, shards, files, source = one_tensor(shard_dim(0, [Unit(4)], 2), (4, 3))
     _, checksums = run(tmp_path, source, [array.tobytes()], shards, [6, 6], stripe_bytes=100)
     with pytest.raises(
         IntegrityError, match=r"old0: the bytes of t0 differ from their checksum .got the bytes of old1"
@@ -187,7 +189,7 @@ def test_a_checksum_names_the_file_whose_bytes_these_are(tmp_path):
 
 
 def test_comparer_names_tensor_and_byte(tmp_path):
-    array, shards, files, source = one_tensor(cut(0, [Unit(4)], 2), (4, 3))
+    array, shards, files, source = one_tensor(shard_dim(0, [Unit(4)], 2), (4, 3))
     other = bytearray(array.tobytes())
     other[7] ^= 1
     ours = InputFiles(write(tmp_path, "ours", files), [b""] * len(files), [len(file) for file in files])

@@ -25,7 +25,7 @@ from shardconv.engines.weights import RankSource, open_rank, rank_weights
 from shardconv.errors import PlanError, ShardconvError, SourceError, WorldSizeError
 from shardconv.plan.engines import Engine
 from shardconv.plan.family_file import family_for
-from shardconv.plan.placement import IndivisibleError, Interval, Unit, Zeros, cut
+from shardconv.plan.placement import IndivisibleError, Interval, Padding, Unit, shard_dim
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for
@@ -38,12 +38,12 @@ def test_vocabulary_is_padded_as_vllm_pads_it(vocabulary, tp):
     unit = Unit(vocabulary, pad=True, multiple=64)
     if padded % tp:
         with pytest.raises(IndivisibleError, match=f"{padded} .{vocabulary} padded to a multiple of 64. is not a mult"):
-            cut(0, [unit], tp)
+            shard_dim(0, [unit], tp)
         return
     rows = padded // tp
-    for rank, pieces in enumerate(cut(0, [unit], tp).ranks):
+    for rank, pieces in enumerate(shard_dim(0, [unit], tp).ranks):
         first, last = min(rank * rows, vocabulary), min((rank + 1) * rows, vocabulary)
-        expected = [Interval(first, last)] * (first < last) + [Zeros(rows - (last - first))] * (last - first < rows)
+        expected = [Interval(first, last)] * (first < last) + [Padding(rows - (last - first))] * (last - first < rows)
         assert list(pieces) == expected
 
 
@@ -120,8 +120,8 @@ def test_norms_of_a_submodel():
         rules = rules_for(family_for(config["model_type"]), config).for_engine(own)
         again = RuleSet.from_json(json.loads(json.dumps(rules.to_json())))
         for found in (rules, again, again.without_engine().for_engine(own)):
-            origins = [rule.origin for scope in found.scopes for rule in scope.family.rules]
-            texts = [scope for scope in found.scopes if (scope.config or {}).get("model_type") == "gemma4_text"]
+            origins = [rule.origin for scope in found.models for rule in scope.family.rules]
+            texts = [scope for scope in found.models if (scope.config or {}).get("model_type") == "gemma4_text"]
             assert origins.count("engine own") == len(texts) > 0
 
 

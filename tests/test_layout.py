@@ -3,7 +3,7 @@
 import json
 
 from shardconv.checkpoint.layout import lay_out_ranks
-from shardconv.plan.placement import Interval, Placement, Unit, cut
+from shardconv.plan.placement import Interval, Placement, Unit, shard_dim
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
 
 HOW = "colwise", (), Reason("test", "*")
@@ -13,7 +13,7 @@ def test_a_header_for_all_ranks_whose_shards_have_equal_shapes():
     """Else those of a checkpoint with very many tensors, on many ranks, would take gigabytes."""
     names = [f"experts.{number}.up.weight" for number in range(50)]
     tensors = dict.fromkeys(names, TensorSpec("F32", (64, 4)))
-    plan = Plan(16, "test", dict.fromkeys(names, TensorPlan(cut(0, [Unit(64)], 16), *HOW)))
+    plan = Plan(16, "test", dict.fromkeys(names, TensorPlan(shard_dim(0, [Unit(64)], 16), *HOW)))
     layout = lay_out_ranks(tensors, plan, {})
     assert {id(header) for header in layout.headers} == {id(layout.headers[0])}
 

@@ -30,7 +30,7 @@ from shardconv.errors import PlanError, SplitCheckpointError, UsageError
 from shardconv.layouts import choice
 from shardconv.layouts.layout import Constant, FileLayout, FileTensor
 from shardconv.layouts.rules import Group, file_tensors
-from shardconv.plan.placement import Placement, Unit, cut
+from shardconv.plan.placement import Placement, Unit, shard_dim
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
 
@@ -478,15 +478,15 @@ def placed(draw, tp):
     if kind == "replicated":
         return (rows, columns), Placement.replicated(tp)
     if kind == "columns":
-        return (rows, columns * tp), cut(1, [Unit(columns * tp)], tp)
+        return (rows, columns * tp), shard_dim(1, [Unit(columns * tp)], tp)
     if kind == "copies":
-        return (rows, columns), cut(0, [Unit(1, rows, copies=True)], tp)
+        return (rows, columns), shard_dim(0, [Unit(1, rows, copies=True)], tp)
     units = {
         "rows": [Unit(rows * tp)],
         "padded": [Unit(rows * tp + 1, pad=True)],
         "fused": [Unit(rows * tp), Unit(tp)],
     }[kind]
-    return (sum(unit.count for unit in units), columns), cut(0, units, tp)
+    return (sum(unit.count for unit in units), columns), shard_dim(0, units, tp)
 
 
 @st.composite
@@ -531,13 +531,13 @@ def local_values(array, placement, rank):
     """A rank's shard, padded with zeros."""
     if placement.dim is None:
         return array
-    pieces = [
-        array.take(range(piece.start, piece.stop), placement.dim) if hasattr(piece, "start")
-        else np.zeros([*array.shape[: placement.dim], piece.size, *array.shape[placement.dim + 1 :]], array.dtype)
-        for piece in placement.ranks[rank]
+    entries = [
+        array.take(range(entry.start, entry.stop), placement.dim) if hasattr(entry, "start")
+        else np.zeros([*array.shape[: placement.dim], entry.size, *array.shape[placement.dim + 1 :]], array.dtype)
+        for entry in placement.ranks[rank]
     ]  # fmt: skip
     empty = array.take(range(0), placement.dim)
-    return np.concatenate([empty, *pieces], placement.dim)
+    return np.concatenate([empty, *entries], placement.dim)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

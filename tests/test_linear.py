@@ -20,7 +20,7 @@ from shardconv.layers import (
 )
 from shardconv.layers.functional import parallel_linear
 from shardconv.layers.init import INITIALIZERS, init_affine_weight_, shard_init_
-from shardconv.plan.placement import Interval, Placement, Unit, cut
+from shardconv.plan.placement import Interval, Placement, Unit, shard_dim
 
 LAYOUTS = ["pairs", "strided", "four"]
 BATCH, IN, OUT = 5, 24, 40
@@ -185,7 +185,7 @@ def test_a_pair_costs_one_collective_each_way(ranks, layout):
 def check_copies(axis, gather):
     """As kv heads are held where there are fewer than ranks: output, gradients and a step are the plain layer's."""
     heads, size = axis.size // 2, 3
-    placement = cut(0, [Unit(heads, size, copies=True)], axis.size)
+    placement = shard_dim(0, [Unit(heads, size, copies=True)], axis.size)
     plain = plain_layer(out=heads * size)
     layer = ParallelLinear(
         IN, heads * size, dim=-1, placement=placement, gather_output=gather, dtype=torch.float64, group=axis

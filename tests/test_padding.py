@@ -25,15 +25,15 @@ from torch import nn
 import shardconv
 from shardconv.errors import IntegrityError, PlanError
 from shardconv.plan.family import Family
+from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.module_override import InputRule, ModuleRule
 from shardconv.plan.padded_config import change_config
-from shardconv.plan.padding import Heads, Padding, _matched_modules, unit_paddings
-from shardconv.plan.placement import Interval, Placement, Unit, cut
+from shardconv.plan.padding import Heads, UnitPadding, _matched_modules, unit_paddings
+from shardconv.plan.placement import Interval, Placement, Unit, shard_dim
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import Resolver
 from shardconv.plan.rule import Rule, UnitRule
-from shardconv.plan.scope import Scope
 from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT
 from shardconv.tensor import as_dtensor
@@ -58,8 +58,8 @@ def held(placement: Placement, rank: int) -> list[int | None]:
 
 def keeps_groups(kv_heads: int, group: int, padded: Heads, tp: int) -> bool:
     """Whether every rank has as many heads, and each query head its KV head beside it."""
-    query = cut(0, [Unit(kv_heads * group, groups=kv_heads, padded=padded)], tp)
-    kv = cut(0, [Unit(kv_heads, copies=True, groups=kv_heads, padded=(padded.kv_heads, 1))], tp)
+    query = shard_dim(0, [Unit(kv_heads * group, groups=kv_heads, padded=padded)], tp)
+    kv = shard_dim(0, [Unit(kv_heads, copies=True, groups=kv_heads, padded=(padded.kv_heads, 1))], tp)
     seen = []
     for rank in range(tp):
         queries, keys = held(query, rank), held(kv, rank)
@@ -106,9 +106,9 @@ def test_interleaved_groups_are_padded_as_separate_tensors(heads, tp):
     padded = Heads(kv_heads, group).padded(tp)
     one = Unit(1, copies=True, padded=(1, 1))
     parts = [Unit(group, padded=(1, padded.group)), one, one]
-    fused = cut(0, parts, tp, groups=kv_heads, padded_groups=padded.kv_heads)
-    query = cut(0, [Unit(kv_heads * group, groups=kv_heads, padded=padded)], tp)
-    kv = cut(0, [Unit(kv_heads, copies=True, groups=kv_heads, padded=(padded.kv_heads, 1))], tp)
+    fused = shard_dim(0, parts, tp, groups=kv_heads, padded_groups=padded.kv_heads)
+    query = shard_dim(0, [Unit(kv_heads * group, groups=kv_heads, padded=padded)], tp)
+    kv = shard_dim(0, [Unit(kv_heads, copies=True, groups=kv_heads, padded=(padded.kv_heads, 1))], tp)
     rows = np.arange(kv_heads * (group + 2)).reshape(kv_heads, group + 2)
     for rank in range(tp):
         expected_q = [None if head is None else rows[head // group, head % group] for head in held(query, rank)]
@@ -129,22 +129,24 @@ UNITS_OF = {
 }
 
 
-def scope_of(*modules: ModuleRule, **rules: str) -> Scope:
+def model_rules_of(*modules: ModuleRule, **rules: str) -> ModelRules:
     """Rules for these layers of one module, each with a unit, and overrides of modules, with padding."""
     made = tuple(Rule(f"block.{layer}", "colwise", unit) for layer, unit in rules.items())
     family = Family("made up", units=UNITS_OF, rules=made, modules=modules)
     used = {rule: frozenset({rule.pattern}) for rule in made}
-    return Scope(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10}, pad=1, used=used)
+    return ModelRules(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10}, pad=1, used=used)
 
 
-def paddings(**rules: str) -> dict[str, Padding]:
+def paddings(**rules: str) -> dict[str, UnitPadding]:
     """How units are padded by such rules."""
-    return dict(unit_paddings(scope_of(**rules)))
+    return dict(unit_paddings(model_rules_of(**rules)))
 
 
 def test_units_that_meet_in_a_module_are_padded_together():
-    assert paddings(q="query", k="kv", bias="number") == dict.fromkeys(("query", "kv", "number"), Padding(Heads(2, 3)))
-    assert paddings(q="query", bias="number") == dict.fromkeys(("query", "number"), Padding())
+    assert paddings(q="query", k="kv", bias="number") == dict.fromkeys(
+        ("query", "kv", "number"), UnitPadding(Heads(2, 3))
+    )
+    assert paddings(q="query", bias="number") == dict.fromkeys(("query", "number"), UnitPadding())
     assert paddings(up="width")["width"].align > 1
 
 
@@ -165,23 +167,23 @@ OVERRIDES = {
 @pytest.mark.parametrize("case", OVERRIDES)
 def test_units_of_overrides_are_padded_with_those_of_the_module(case, pattern):
     """Values for each head are laid out as the heads are; the pattern need not be that of a rule."""
-    scope = scope_of(ModuleRule(pattern, **OVERRIDES[case]), q="query", k="kv")
-    assert unit_paddings(scope)["number"] == Padding(Heads(2, 3))
-    assert [held(scope.units("number", 4), rank) for rank in range(4)] == [[0, 1], [2, None], [3, 4], [5, None]]
-    assert scope.units("number", 4) == scope.units("query", 4)
+    model_rules = model_rules_of(ModuleRule(pattern, **OVERRIDES[case]), q="query", k="kv")
+    assert unit_paddings(model_rules)["number"] == UnitPadding(Heads(2, 3))
+    assert [held(model_rules.units("number", 4), rank) for rank in range(4)] == [[0, 1], [2, None], [3, 4], [5, None]]
+    assert model_rules.units("number", 4) == model_rules.units("query", 4)
 
 
-def beside_heads(unit: str, **config: int) -> Scope:
+def beside_heads(unit: str, **config: int) -> ModelRules:
     """Query and KV heads, and a unit in another module, with padding."""
     rules = (Rule("block.q", "colwise", "query"), Rule("block.k", "colwise", "kv"), Rule("table.bias", "colwise", unit))
     family = Family("made up", units=UNITS_OF, rules=rules)
-    return Scope(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10, **config}, pad=1)
+    return ModelRules(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10, **config}, pad=1)
 
 
 def test_numbers_of_heads_in_other_modules_are_padded_as_the_heads_are():
     """As a table of biases with a column for each query head, where query heads have padding in each group."""
-    scope = beside_heads("number")
-    assert scope.units("number", 4) == scope.units("query", 4)
+    model_rules = beside_heads("number")
+    assert model_rules.units("number", 4) == model_rules.units("query", 4)
     assert beside_heads("width").units("width", 4).local_size(0) == 8
     with pytest.raises(PlanError, match="its count equals that of heads of other modules"):
         beside_heads("width", width=2, kv_heads=2).units("width", 4)
@@ -192,16 +194,16 @@ def test_overrides_are_not_joined_with_other_modules_of_the_same_rule():
     rule, kv = Rule("{block.q,mlp.up}", "colwise", "number"), Rule("mlp.down", "rowwise", "width")
     family = Family("made up", units=UNITS_OF, rules=(rule, kv), modules=(ModuleRule("**.block", norms="kv"),))
     used = {rule: frozenset({"block.q"}), kv: frozenset({"mlp.down"})}
-    scope = Scope(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10}, pad=1, used=used)
-    assert "mlp" not in set(_matched_modules(scope, re.compile(scope.regex("**.block"))))
+    model_rules = ModelRules(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10}, pad=1, used=used)
+    assert "mlp" not in set(_matched_modules(model_rules, re.compile(model_rules.regex("**.block"))))
 
 
 def test_units_of_which_no_rule_tells_the_layout_are_not_padded():
     """With padding at the end, the values of heads would be beside other heads."""
-    scope = scope_of(ModuleRule("elsewhere", slices={"slopes": InputRule(0, "number")}), q="query", k="kv")
+    model_rules = model_rules_of(ModuleRule("elsewhere", slices={"slopes": InputRule(0, "number")}), q="query", k="kv")
     with pytest.raises(PlanError, match=r"unit number: 6 is not a multiple of 4, and is not padded: no rule"):
-        scope.units("number", 4)
-    assert not scope.units("number", 3).is_padded
+        model_rules.units("number", 4)
+    assert not model_rules.units("number", 3).is_padded
 
 
 def minimax(query_heads: int, kv_heads: int, pad: int = 1) -> Resolver:
@@ -222,7 +224,7 @@ def test_slopes_of_minimax_are_laid_out_as_its_heads(heads, tp):
     resolver = minimax(*heads)
     placement = resolver.plan(tp).placement("model.layers.0.self_attn.out_proj.weight")
     assert placement.is_padded
-    slopes = resolver.rules.scopes[0].units("head", tp)
+    slopes = resolver.rules.models[0].units("head", tp)
     for rank in range(tp):
         heads_of = [None if column is None else column // 4 for column in held(placement, rank)[::4]]
         assert held(slopes, rank) == heads_of
@@ -451,7 +453,7 @@ def check_full_input(axis):
     """A row layer takes a full input, too, of which each rank keeps its features."""
     plain = nn.Linear(8, 3)
     layer = copy.deepcopy(plain)
-    placement = cut(1, [Unit(8, pad=True)], axis.size)
+    placement = shard_dim(1, [Unit(8, pad=True)], axis.size)
     layer = shardconv.RowParallelLinear(8, 3, placement=placement, group=axis.group)
     shardconv.load_full_state_dict(layer, plain.state_dict())
     full = torch.arange(16.0).view(2, 8).requires_grad_()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, Zeros, cut
+from shardconv.plan.placement import IndivisibleError, Interval, Padding, Placement, Unit, shard_dim
 
 tps = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
 
@@ -13,14 +13,14 @@ tps = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
 def held(placement: Placement, rank: int) -> list[int | None]:
     """The elements of a rank's shard, one by one; None for padding."""
     elements: list[int | None] = []
-    for piece in placement.ranks[rank]:
-        elements += [None] * piece.size if isinstance(piece, Zeros) else range(piece.start, piece.stop)
+    for entry in placement.ranks[rank]:
+        elements += [None] * entry.size if isinstance(entry, Padding) else range(entry.start, entry.stop)
     return elements
 
 
 @given(per_rank=st.integers(1, 5), size=st.integers(1, 4), tp=tps)
 def test_plain_cut_is_numpys(per_rank, size, tp):
-    placement = cut(0, [Unit(per_rank * tp, size)], tp)
+    placement = shard_dim(0, [Unit(per_rank * tp, size)], tp)
     chunks = np.split(np.arange(per_rank * tp * size), tp)
     assert [held(placement, rank) for rank in range(tp)] == [list(chunk) for chunk in chunks]
 
@@ -28,7 +28,7 @@ def test_plain_cut_is_numpys(per_rank, size, tp):
 @given(heads=st.sampled_from([1, 2, 4, 8]), size=st.integers(1, 4), tp=st.sampled_from([8, 16, 32]))
 def test_few_kv_heads_are_repeated_in_place(heads, size, tp):
     """Rank r holds head r // (tp / heads): numpy's repeat, not its tile."""
-    placement = cut(0, [Unit(heads, size, copies=True)], tp)
+    placement = shard_dim(0, [Unit(heads, size, copies=True)], tp)
     repeated = np.repeat(np.arange(heads * size).reshape(heads, size), tp // heads, axis=0)
     assert [held(placement, rank) for rank in range(tp)] == [list(row) for row in repeated]
 
@@ -36,7 +36,7 @@ def test_few_kv_heads_are_repeated_in_place(heads, size, tp):
 @given(sizes=st.lists(st.integers(1, 4), min_size=3, max_size=3), tp=st.sampled_from([1, 2, 4]))
 def test_chunks_of_a_fused_dim(sizes, tp):
     """A rank holds the same elements of the chunks of a fused tensor as of the fused tensor."""
-    whole = cut(0, [Unit(12, size) for size in sizes], tp)
+    whole = shard_dim(0, [Unit(12, size) for size in sizes], tp)
     chunks = [whole.chunk(index, 3) for index in range(3)]
     assert {chunk.size for chunk in chunks} == {4 * sum(sizes)}
     for rank in range(tp):
@@ -46,7 +46,7 @@ def test_chunks_of_a_fused_dim(sizes, tp):
 
 @given(rows=st.integers(1, 70), tp=tps)
 def test_padded_rows_are_a_padded_array(rows, tp):
-    placement = cut(0, [Unit(rows, pad=True)], tp)
+    placement = shard_dim(0, [Unit(rows, pad=True)], tp)
     per_rank = -(-rows // tp)
     padded = [*range(rows), *[None] * (per_rank * tp - rows)]
     assert [held(placement, rank) for rank in range(tp)] == [
@@ -58,7 +58,7 @@ def test_padded_rows_are_a_padded_array(rows, tp):
 
 @given(sizes=st.lists(st.integers(1, 3), min_size=2, max_size=4), tp=tps)
 def test_fused_parts_are_cut_one_by_one(sizes, tp):
-    placement = cut(0, [Unit(size * tp, 2) for size in sizes], tp)
+    placement = shard_dim(0, [Unit(size * tp, 2) for size in sizes], tp)
     parts = np.split(np.arange(sum(sizes) * tp * 2), np.cumsum([size * tp * 2 for size in sizes])[:-1])
     for rank in range(tp):
         assert held(placement, rank) == list(np.concatenate([np.split(part, tp)[rank] for part in parts]))
@@ -68,7 +68,9 @@ def test_fused_parts_are_cut_one_by_one(sizes, tp):
 def test_groups_with_more_ranks_than_groups(tp):
     """Four groups of [4 query heads, k, v]: ranks that share a group share its queries and copy its k and v."""
     groups, queries, size = 4, 4, 3
-    placement = cut(0, [Unit(queries, size), Unit(1, size, copies=True), Unit(1, size, copies=True)], tp, groups=groups)
+    placement = shard_dim(
+        0, [Unit(queries, size), Unit(1, size, copies=True), Unit(1, size, copies=True)], tp, groups=groups
+    )
     full = np.arange(groups * (queries + 2) * size).reshape(groups, queries + 2, size)
     q = full[:, :queries].reshape(groups * queries, size)
     k, v = full[:, queries], full[:, queries + 1]
@@ -87,7 +89,7 @@ def test_groups_with_more_ranks_than_groups(tp):
 )
 def test_what_does_not_divide_is_refused(unit, tp):
     with pytest.raises(IndivisibleError, match=f"{unit.count} is not a multiple of {tp}"):
-        cut(0, [unit], tp)
+        shard_dim(0, [unit], tp)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_what_does_not_divide_is_refused(unit, tp):
         ((Interval(0, 2), Interval(1, 4)),),  # a rank holds an element twice
         ((Interval(2, 4), Interval(0, 2)),),  # not ascending
         ((Interval(0, 5),),),  # outside
-        ((Interval(0, 4), Zeros(0)),),  # empty
+        ((Interval(0, 4), Padding(0)),),  # empty
     ],
 )
 def test_pieces_that_are_no_placement(ranks):
@@ -114,7 +116,7 @@ def test_pieces_that_are_no_placement(ranks):
 )
 def test_json_round_trip(tp, parts):
     try:
-        placement = cut(1, [Unit(*part) for part in parts], tp)
+        placement = shard_dim(1, [Unit(*part) for part in parts], tp)
     except IndivisibleError:
         placement = Placement.replicated(tp)
     assert Placement.from_json(placement.to_json()) == placement

@@ -23,7 +23,7 @@ from shardconv.errors import PlanError, RunError
 from shardconv.hf.build import small_model
 from shardconv.hf.small import SAME, default_config
 from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family
-from shardconv.plan.family_file import laid_over, parse_plan_file
+from shardconv.plan.family_file import expand_family, parse_plan_file
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.transformers_plan import transformers_family
 from shardconv.proof.compare import Reference, _difference, write_reference
@@ -188,7 +188,7 @@ def test_a_proposal_by_heads(model_type, tmp_path):
     small(model_class(CAUSAL, model_type)).save_pretrained(tmp_path)
     result = call("plan", tmp_path, "--propose")
     assert result.code == 0, result.err
-    rules = laid_over(parse_plan_file("plan.toml", result.out), Family("plan")).rules
+    rules = expand_family(parse_plan_file("plan.toml", result.out), Family("plan")).rules
     queries = [rule for rule in rules if re.search(r"q_proj|query_proj", rule.pattern)]
     assert queries
     assert {(rule.style, rule.unit) for rule in queries} >= {("colwise", "query_head")}, queries

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 from shardconv.engines.rank_tensor import HeldShard, RankTensor, positions_of
 from shardconv.errors import NotHeldError
 from shardconv.layers.sharding import take_shard
-from shardconv.plan.placement import Placement, Unit, cut
+from shardconv.plan.placement import Placement, Unit, shard_dim
 
 
 def rank_tensor(full, placement, rank, reads=None):
@@ -50,7 +50,7 @@ def tensors(draw):
     }[kind]
     shape[dim] = sum(unit.count * unit.size for unit in units)
     full = torch.arange(1.0, prod(shape) + 1).view(shape)
-    return full, cut(dim, units, tp), draw(st.integers(0, tp - 1))
+    return full, shard_dim(dim, units, tp), draw(st.integers(0, tp - 1))
 
 
 #: Operations that loaders of engines use, on a tensor with at least one dim; numbers are taken modulo its sizes.
@@ -120,13 +120,13 @@ def test_views_give_what_is_held_or_raise(made, chain):
 
 def rows(count=8, tp=2, rank=1, behind=3):
     full = torch.arange(1.0, count * behind + 1).view(count, behind)
-    return full, rank_tensor(full, cut(0, [Unit(count)], tp), rank)[0]
+    return full, rank_tensor(full, shard_dim(0, [Unit(count)], tp), rank)[0]
 
 
 def test_row_parallel_tensor_costs_its_shard():
     """The view of a contiguous interval is a view of the shard: nothing is copied."""
     full = torch.arange(24.0).view(4, 6)
-    placement, shards = cut(1, [Unit(6)], 2), []
+    placement, shards = shard_dim(1, [Unit(6)], 2), []
     lazy, _ = rank_tensor(full, placement, 1)
     shard = take_shard(full, placement, 1).contiguous()
     lazy._shard.__dict__["read"] = lambda: shards.append(1) or shard
@@ -205,7 +205,7 @@ def test_concatenation_promotes_dtypes():
 
 def test_conjugate_is_computed():
     full = torch.complex(torch.arange(4.0), torch.ones(4))
-    lazy, _ = rank_tensor(full, cut(0, [Unit(4)], 2), 0)
+    lazy, _ = rank_tensor(full, shard_dim(0, [Unit(4)], 2), 0)
     assert torch.equal(lazy[:2].conj() + 0, full[:2].conj() + 0)
     with pytest.raises(NotHeldError):
         lazy.conj()
@@ -214,7 +214,7 @@ def test_conjugate_is_computed():
 def test_rank_without_elements():
     """An expert of another rank can be passed over, and not be read."""
     full = torch.ones(4, 3)
-    lazy, _ = rank_tensor(full, Placement(0, 4, (cut(0, [Unit(4)], 1).ranks[0], ())), 1)
+    lazy, _ = rank_tensor(full, Placement(0, 4, (shard_dim(0, [Unit(4)], 1).ranks[0], ())), 1)
     assert lazy.narrow(0, 0, 2).shape == (2, 3)
     with pytest.raises(NotHeldError, match="which holds nothing of 4"):
         lazy.sum()

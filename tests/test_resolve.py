@@ -170,11 +170,11 @@ def test_channels_of_a_convolution_and_heads_told_by_the_layer_beside(tmp_path):
         """
     )
     planned = shardconv.make_plan(tmp_path, tp=4, plan=plan)
-    assert [(piece.start, piece.stop) for piece in planned.placement("conv").ranks[1]] == [(1, 2), (6, 8)]
+    assert [(entry.start, entry.stop) for entry in planned.placement("conv").ranks[1]] == [(1, 2), (6, 8)]
     for layer, size in enumerate((4, 8)):
         assert planned.placement(f"layers.{layer}.q_proj.weight").shard_shape((4 * size, 6), 3) == (size, 6)
         keys = planned.placement(f"layers.{layer}.k_proj.weight")
-        assert [pieces[0].start for pieces in keys.ranks] == [0, 0, size, size]
+        assert [entries[0].start for entries in keys.ranks] == [0, 0, size, size]
 
 
 def test_configs_in_configs_end():

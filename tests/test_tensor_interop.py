@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardconv import ColumnParallelLinear, ParallelEmbedding, convert_model, gather_state_dict, init_parallel
 from shardconv.distributed import destroy_parallel, groups
-from shardconv.plan.placement import Interval, Placement, Unit, Zeros, cut
+from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_dim
 from shardconv.tensor import as_dtensor
 from shardconv.tensor.chunked_shard import ChunkedShard
 from shardconv.tensor.interop import _num_chunks
@@ -206,20 +206,20 @@ def test_without_processes():
     ("placement", "num_chunks"),
     [
         (Placement.replicated(4), 1),
-        (cut(0, [Unit(8)], 1), 1),
-        (cut(0, [Unit(8)], 4), 4),
-        (cut(0, [Unit(1, size=8, copies=True)], 4), 1),
-        (cut(0, [Unit(2, size=8, copies=True)], 4), 2),
-        (cut(0, [Unit(5, pad=True)], 4), 4),
-        (cut(0, [Unit(131, pad=True)], 4), 4),
-        (cut(0, [Unit(8), Unit(8)], 4), None),
-        (cut(0, [Unit(8), Unit(2, size=4, copies=True)], 4), None),
-        (cut(0, [Unit(8), Unit(8)], 4, groups=2), None),
+        (shard_dim(0, [Unit(8)], 1), 1),
+        (shard_dim(0, [Unit(8)], 4), 4),
+        (shard_dim(0, [Unit(1, size=8, copies=True)], 4), 1),
+        (shard_dim(0, [Unit(2, size=8, copies=True)], 4), 2),
+        (shard_dim(0, [Unit(5, pad=True)], 4), 4),
+        (shard_dim(0, [Unit(131, pad=True)], 4), 4),
+        (shard_dim(0, [Unit(8), Unit(8)], 4), None),
+        (shard_dim(0, [Unit(8), Unit(2, size=4, copies=True)], 4), None),
+        (shard_dim(0, [Unit(8), Unit(8)], 4, groups=2), None),
         (Placement(0, 8, ((Interval(0, 2),), (Interval(2, 8),))), None),  # torch.chunk makes 4 and 4
         (Placement(0, 8, ((Interval(4, 8),), (Interval(0, 4),))), None),
         (Placement(0, 8, ((Interval(0, 4),), (Interval(4, 8),), (Interval(0, 4),), (Interval(4, 8),))), None),
         (Placement(0, 8, ((), (Interval(0, 8),))), None),
-        (Placement(0, 4, ((Interval(0, 2), Zeros(2)), (Interval(2, 4), Zeros(2)))), 2),
+        (Placement(0, 4, ((Interval(0, 2), Padding(2)), (Interval(2, 4), Padding(2)))), 2),
     ],
 )
 def test_which_placements_are_chunks(placement, num_chunks):

@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple, Self
 
 from shardconv.checkpoint.header import DTYPE_BITS
-from shardconv.plan.placement import Interval, Piece, Placement, intervals
+from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, intervals
 
 
 class Run(NamedTuple):
@@ -158,9 +158,9 @@ def geometry(placement: Placement, dtype: str, shape: tuple[int, ...]) -> Geomet
     width = _to_bytes(placement.size * bits)
     held: list[Interval] = []
     shards = []
-    for pieces in placement.ranks:
-        shards.append(_shard_rows(pieces, width, bits, held))
-        held = _union(sorted([*held, *intervals(pieces)]))
+    for entries in placement.ranks:
+        shards.append(_shard_rows(entries, width, bits, held))
+        held = _union(sorted([*held, *intervals(entries)]))
     return Geometry(num_bytes, width, tuple(shards))
 
 
@@ -174,16 +174,16 @@ def _full_rows(num_bytes: int, rank: int) -> ShardRows:
     return ShardRows.of_runs(num_bytes, num_bytes, runs)
 
 
-def _shard_rows(pieces: Sequence[Piece], width: int, bits: int, held: Sequence[Interval]) -> ShardRows:
+def _shard_rows(entries: Sequence[IntervalOrPadding], width: int, bits: int, held: Sequence[Interval]) -> ShardRows:
     runs = []
     local = 0
-    for piece in pieces:
-        if isinstance(piece, Interval):
-            for interval, is_replica in _split_replicas(piece, held):
-                at = local + (interval.start - piece.start) * bits
+    for entry in entries:
+        if isinstance(entry, Interval):
+            for interval, is_replica in _split_replicas(entry, held):
+                at = local + (interval.start - entry.start) * bits
                 start, size = _to_bytes(interval.start * bits), _to_bytes(interval.size * bits)
                 runs.append(Run(start, _to_bytes(at), size, is_replica))
-        local += piece.size * bits
+        local += entry.size * bits
     return ShardRows.of_runs(width, _to_bytes(local), runs)
 
 

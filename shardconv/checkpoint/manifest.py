@@ -37,7 +37,7 @@ from shardconv.errors import PlanError, SourceError, SplitCheckpointError
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
-from shardconv.plan.sizes import MAX_TP
+from shardconv.plan.tp_sizes import MAX_TP
 
 _MIN_STRIPE_BYTES = 2**12
 _MAX_MANIFEST_BYTES = 2**30

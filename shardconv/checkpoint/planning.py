@@ -17,7 +17,7 @@ from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, Resolution, resolve
-from shardconv.plan.sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, TpSizes
+from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, TpSizes
 
 #: A path that a user passes.
 StrPath = str | Path
@@ -52,7 +52,7 @@ class PlanReport:
         assumed: assumptions of the plan.
         left_out: name to reason of files of the source that are left out; names of hidden folders end with /.
         supported_tp: the supported tp sizes.
-        blocked_tp: the unsupported sizes of :data:`~shardconv.plan.sizes.CANDIDATE_TPS`, each with the first tensor
+        blocked_tp: the unsupported sizes of :data:`~shardconv.plan.tp_sizes.CANDIDATE_TPS`, each with the first tensor
             that blocks it, and the reason.
         padded_tp: the unsupported sizes that are supported with ``pad``, and the cost of padding.
         padding: padded units of the plan for ``tp``, and their cost.

@@ -24,7 +24,7 @@ from shardconv.checkpoint.write import (
 )
 from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.layout import DCP
-from shardconv.plan.sizes import NO_PADDING, PaddingReport
+from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan
 from shardconv.plan.request import PlanRequest
-from shardconv.plan.sizes import NO_PADDING, PaddingReport
+from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
 
 
 @dataclass(frozen=True, slots=True)

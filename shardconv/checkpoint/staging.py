@@ -58,7 +58,7 @@ def staging(
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.parent / f".{path.name}.partial"
         with _locked(partial, path) as descriptor:
-            check_free(path, is_folder=is_folder, overwrite=overwrite, auxiliary_files=auxiliary_files)
+            check_destination(path, is_folder=is_folder, overwrite=overwrite, auxiliary_files=auxiliary_files)
             _check_room(path, num_bytes)
             result = partial / (_RESULT if is_folder else path.name)
             if is_folder:
@@ -69,7 +69,7 @@ def staging(
             if overwrite:
                 if os.path.lexists(path):
                     _flush(result)  # the result has to be on the disk before the existing checkpoint is removed
-                check_free(path, is_folder=is_folder, overwrite=True, auxiliary_files=auxiliary_files)
+                check_destination(path, is_folder=is_folder, overwrite=True, auxiliary_files=auxiliary_files)
                 _replace(result, path, partial / _REPLACED)
             else:
                 _publish(result, path)
@@ -87,7 +87,7 @@ def _as_output_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def check_free(path: Path, *, is_folder: bool, overwrite: bool, auxiliary_files: Collection[str] = ()) -> None:
+def check_destination(path: Path, *, is_folder: bool, overwrite: bool, auxiliary_files: Collection[str] = ()) -> None:
     """Check that a destination may be written.
 
     Args:
@@ -116,12 +116,12 @@ def check_free(path: Path, *, is_folder: bool, overwrite: bool, auxiliary_files:
 def check_target(
     path: Path, *, is_folder: bool, overwrite: bool, dry_run: bool, auxiliary_files: Collection[str] = ()
 ) -> bool:
-    """Check a destination like :func:`check_free`; a dry run does not require ``overwrite``.
+    """Check a destination like :func:`check_destination`; a dry run does not require ``overwrite``.
 
     Returns:
         Whether the destination exists and requires ``overwrite``.
     """
-    check_free(path, is_folder=is_folder, overwrite=overwrite or dry_run, auxiliary_files=auxiliary_files)
+    check_destination(path, is_folder=is_folder, overwrite=overwrite or dry_run, auxiliary_files=auxiliary_files)
     got_folder = path.is_dir() and not path.is_symlink()
     return os.path.lexists(path) and not (got_folder and not any(path.iterdir()))
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.errors import PlanError, SplitCheckpointError
 from shardconv.plan.engines import engine_named
+from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan
 from shardconv.plan.request import resolve
 from shardconv.plan.resolve import Resolver
 from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.scope import Scope
 from shardconv.plan.unused import known_unused
 
 
@@ -84,17 +84,17 @@ def _relax_unused(plan: Plan) -> Plan:
     unused = known_unused(plan.tensors)
     needed = {planned.reason.rule for name, planned in plan.tensors.items() if name not in unused}
 
-    def relaxed(scope: Scope) -> Scope:
-        mounts = {rule.mount for rule in scope.family.rules if rule.pattern in needed}
+    def relaxed(model_rules: ModelRules) -> ModelRules:
+        mounts = {rule.mount for rule in model_rules.family.rules if rule.pattern in needed}
         rules = tuple(
             replace(rule, optional=True, mount=rule.mount if rule.mount in mounts else "")
             if rule.by_user and rule.pattern not in needed
             else rule
-            for rule in scope.family.rules
+            for rule in model_rules.family.rules
         )
-        return replace(scope, family=replace(scope.family, rules=rules))
+        return replace(model_rules, family=replace(model_rules.family, rules=rules))
 
-    return replace(plan, rules=replace(plan.rules, scopes=tuple(map(relaxed, plan.rules.scopes))).without_engine())
+    return replace(plan, rules=replace(plan.rules, models=tuple(map(relaxed, plan.rules.models))).without_engine())
 
 
 def placements_in_memory(manifest: Manifest, plan: Plan) -> dict[str, Placement]:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from shardconv.checkpoint.reshard import ReshardReport
     from shardconv.checkpoint.split import SplitReport
     from shardconv.checkpoint.unpad import UnpadReport
-    from shardconv.plan.sizes import PaddingReport
+    from shardconv.plan.tp_sizes import PaddingReport
     from shardconv.proof.model_check import ModelCheck
 
 

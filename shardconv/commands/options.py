@@ -8,7 +8,7 @@ import click
 
 from shardconv.checkpoint.paths import local_path
 from shardconv.layouts.choice import LAYOUTS
-from shardconv.plan.engines import ENGINES, OWN
+from shardconv.plan.engines import ENGINES, SHARDCONV
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -51,7 +51,7 @@ ignore_option = click.option(
 def engine_option(default: str) -> Callable[[Command], Command]:
     """``--for``; ``default`` is part of its help text."""
     text = f"Shard at the boundaries of this engine. [default: {default}]"
-    return click.option("--for", "engine", type=click.Choice([*ENGINES, OWN.name]), help=text)
+    return click.option("--for", "engine", type=click.Choice([*ENGINES, SHARDCONV.name]), help=text)
 
 
 pad_option = click.option("--pad", is_flag=True, help="Pad heads and widths that tp does not divide with zeros.")

@@ -19,7 +19,7 @@ from shardconv.formatting import ranges, size, sizes
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.planning import PlanReport, TensorReport
-    from shardconv.plan.sizes import BlockedTp
+    from shardconv.plan.tp_sizes import BlockedTp
     from shardconv.proof.prove import ProofReport
 
 

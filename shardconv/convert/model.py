@@ -168,7 +168,7 @@ def _prepare(model: nn.Module, config: Mapping[str, Any], request: Request, axis
     _check_numbers(model, plan)
     prepared = Preparation(conversions_of(model, plan, {} if policies is None else policies.kinds, axis))
     replacements = prepared.replacements()
-    overrides = [one for scope in resolver.rules.scopes for one in overrides_of(model, scope, axis, replacements)]
+    overrides = [one for scope in resolver.rules.models for one in overrides_of(model, scope, axis, replacements)]
     overrides += [] if policies is None else policies.overrides
     rules = json.dumps(resolver.rules.to_json(), default=repr)
     return prepared._replace(overrides=overrides, description=repr((_in_order(config), rules)))

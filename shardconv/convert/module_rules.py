@@ -35,15 +35,15 @@ from shardconv.convert.products import multiplying
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
 from shardconv.layers.sharding import ParallelModule, take_shard
+from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.module_override import InputRule, ModuleRule
-from shardconv.plan.placement import Placement, cut
-from shardconv.plan.scope import Scope
+from shardconv.plan.placement import Placement, shard_dim
 
 
 def overrides_of(
-    model: nn.Module, scope: Scope, axis: Axis, replacements: Mapping[nn.Module, ParallelModule]
+    model: nn.Module, scope: ModelRules, axis: Axis, replacements: Mapping[nn.Module, ParallelModule]
 ) -> Iterator[Overrides]:
-    """The overrides of a model's modules by the rules of a scope.
+    """The overrides of a model's modules by the rules of the model or of a submodel.
 
     Args:
         model: the model.
@@ -86,14 +86,14 @@ def _has(module: nn.Module, name: str) -> bool:
     return hasattr(getattr(module, path[0], None), last) if path else hasattr(module, last)
 
 
-def _check_gathers(rule: ModuleRule, scope: Scope, names: list[str]) -> None:
+def _check_gathers(rule: ModuleRule, scope: ModelRules, names: list[str]) -> None:
     for pattern in rule.gathers:
         regex = re.compile(scope.regex(pattern))
         if not any(regex.fullmatch(name) for name in names):
             raise PlanError(f"{rule.origin}: modules {rule.pattern!r}: gathers {pattern!r}, which is no parameter")
 
 
-def _overrides(module: nn.Module, becomes: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Overrides:
+def _overrides(module: nn.Module, becomes: nn.Module, rule: ModuleRule, scope: ModelRules, axis: Axis) -> Overrides:
     limits = {name: (layer, size) for name, (layer, size) in rule.at_most.items() if hasattr(module, name)}
     outputs = _output_sizes(module)
     attributes = {name: expression for name, expression in rule.attributes.items() if _has(becomes, name)}
@@ -119,7 +119,7 @@ def _output_sizes(module: nn.Module) -> dict[str, int]:
     return {name: one.out_features for name, one in module.named_children() if isinstance(one, nn.Linear)}
 
 
-def _extensions(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Iterator[Extension]:
+def _extensions(module: nn.Module, rule: ModuleRule, scope: ModelRules, axis: Axis) -> Iterator[Extension]:
     yield from _extensions_of_attention(module, rule, scope, axis)
     if rule.norms and hasattr(module, "norms"):
         yield NormsOfHeads, {"heads": scope.units(rule.norms, axis.size)}
@@ -137,7 +137,7 @@ def _extensions(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -
         yield SummedOutput, {"styles": getattr(module, "styles", {})}
 
 
-def _extensions_of_attention(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Iterator[Extension]:
+def _extensions_of_attention(module: nn.Module, rule: ModuleRule, scope: ModelRules, axis: Axis) -> Iterator[Extension]:
     """Those for modules whose code, tensors or output are for all heads."""
     plain: Any = type(module)
     if rule.locals and rule.products:
@@ -163,7 +163,7 @@ def _extensions_of_attention(module: nn.Module, rule: ModuleRule, scope: Scope, 
         yield SlicedTensors, {"slices": slices}
 
 
-def _tensor_slices(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> dict[str, Placement]:
+def _tensor_slices(module: nn.Module, rule: ModuleRule, scope: ModelRules, axis: Axis) -> dict[str, Placement]:
     """The placements of the parameters and buffers that a module reads the local slice of."""
     slices = {
         name: _slice(one, scope, axis.size)
@@ -175,18 +175,18 @@ def _tensor_slices(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis
     return slices
 
 
-def _is_sharded(place: InputRule, scope: Scope, axis: Axis) -> bool:
+def _is_sharded(place: InputRule, scope: ModelRules, axis: Axis) -> bool:
     """Whether the units are sharded, and not replicated."""
     return all(scope.is_sharded(unit, axis.size) for unit in place.units())
 
 
-def _slice(place: InputRule, scope: Scope, tp: int) -> Placement:
+def _slice(place: InputRule, scope: ModelRules, tp: int) -> Placement:
     """The placement of a tensor of which each rank reads a slice."""
     sizes = ((name, scope.fields().evaluate((scope.family.units or {})[name].size)) for name in place.units())
-    return cut(place.dim, [scope.unit(name, tp, size=size) for name, size in sizes], tp)
+    return shard_dim(place.dim, [scope.unit(name, tp, size=size) for name, size in sizes], tp)
 
 
-def _input_slice(rule: InputRule, scope: Scope, axis: Axis) -> Callable[[Any], Any]:
+def _input_slice(rule: InputRule, scope: ModelRules, axis: Axis) -> Callable[[Any], Any]:
     """The function that slices an argument for this rank."""
     if rule.size is None:
         return partial(slice_matrices, rule.dim, scope.units(rule.unit, axis.size, dim=rule.dim + 1), axis.rank)

@@ -15,7 +15,7 @@ from shardconv.convert.policy_paths import Block, Found
 from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from shardconv.plan.family import Family
-from shardconv.plan.policy import WHOLE, Layer, Policy
+from shardconv.plan.policy import REPLICATE, Layer, Policy
 from shardconv.plan.rule import Rule, UnitRule
 
 
@@ -97,7 +97,7 @@ class _Compiler:
                     f"the layer's replace can do that"
                 )
         units = {part: UnitRule(int(part)) for rule in self._rules.values() for part in rule.parts}
-        family = Family(name, units=units, rules=(*self._rules.values(), WHOLE))
+        family = Family(name, units=units, rules=(*self._rules.values(), REPLICATE))
         return Compiled(family, self._kinds, self._overrides())
 
     def _overrides(self) -> list[Overrides]:
@@ -186,7 +186,7 @@ def _check_ties(model: nn.Module, rules: dict[str, Rule]) -> None:
     """Refuse a tied parameter that the policies shard differently for the modules that share it."""
     seen: dict[nn.Parameter, tuple[str, Any]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        rule = rules.get(name, WHOLE)
+        rule = rules.get(name, REPLICATE)
         first, how = seen.setdefault(parameter, (name, (rule.style, rule.parts, rule.transposed)))
         if how != (rule.style, rule.parts, rule.transposed):
             raise PlanError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.layers.sharding import description, take_shard
-from shardconv.plan.placement import Placement, Unit, cut
+from shardconv.plan.placement import Placement, Unit, shard_dim
 
 #: Fills a tensor in place.
 Initializer = Callable[[Tensor], Any]
@@ -165,6 +165,6 @@ def init_affine_weight_(
             f"{size} features on {axis.size} ranks (expected shape {shape}, partition_size * tp = {size}, and a "
             f"multiple of stride)"
         )
-    placement = cut(partition_dim, [Unit(size // stride)] * stride, axis.size)
+    placement = shard_dim(partition_dim, [Unit(size // stride)] * stride, axis.size)
     fill_shard_(weight, placement, axis, get_initializer(init))
     return weight

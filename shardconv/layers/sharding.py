@@ -15,7 +15,7 @@ from torch.overrides import wrap_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
-from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut, intervals
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, intervals, shard_dim
 
 #: Placement and ranks of parameters that are shards. Not attributes, so that torch.save stores ordinary tensors.
 _described: Any = WeakTensorKeyDictionary()
@@ -46,7 +46,7 @@ def even_placement(dim: int, sizes: tuple[int, ...], tp: int, *, pad: bool = Fal
         ValueError: if the size of a segment is not a multiple of ``tp``.
     """
     try:
-        return cut(dim, [Unit(size, pad=pad) for size in sizes], tp)
+        return shard_dim(dim, [Unit(size, pad=pad) for size in sizes], tp)
     except IndivisibleError as error:
         raise ValueError(f"{what}: {error} (tp)") from error
 
@@ -270,7 +270,7 @@ class ParallelModule(nn.Module):
             return parameter
         if placement.is_padded:
             parameter = zero_padding_gradient(parameter, placement, self.axis)
-        return sum_replica_gradients(parameter, placement, self.axis) if placement.has_copies else parameter
+        return sum_replica_gradients(parameter, placement, self.axis) if placement.has_replicas else parameter
 
     @property
     def master_weight(self) -> Tensor:

@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9.]*")
 Expression = str | int
 
 
-class Mounted(NamedTuple):
+class ExpandedBlocks(NamedTuple):
     """The expanded blocks of a family.
 
     Attributes:
@@ -42,7 +42,7 @@ class Mounted(NamedTuple):
     numbered: frozenset[str]
 
 
-def mounted(
+def expand_blocks(
     mounts: Iterable[Mount],
     find: Callable[[str], Block],
     origin: str,
@@ -50,7 +50,7 @@ def mounted(
     units: Mapping[str, UnitRule],
     config: Mapping[str, Expression] | None = None,
     known: Container[str] = (),
-) -> Mounted:
+) -> ExpandedBlocks:
     """Expand blocks into the rules, units and module overrides of a model.
 
     Args:
@@ -71,7 +71,7 @@ def mounted(
         builder.add(mount, "", {}, ())
     # The first rule that matches applies; of module overrides the last has precedence.
     rules, modules = tuple(builder.rules), tuple(reversed(builder.modules))
-    return Mounted(builder.config, builder.units, rules, modules, frozenset(builder.numbered))
+    return ExpandedBlocks(builder.config, builder.units, rules, modules, frozenset(builder.numbered))
 
 
 @dataclass(slots=True)

@@ -53,7 +53,7 @@ _VLLM = Engine(
 #: The engines, by name.
 ENGINES = {engine.name: engine for engine in (_VLLM,)}
 #: The boundaries of shardconv's own runtime.
-OWN = Engine("shardconv")
+SHARDCONV = Engine("shardconv")
 
 
 def engine_named(name: str | None) -> Engine:
@@ -62,7 +62,7 @@ def engine_named(name: str | None) -> Engine:
     Raises:
         PlanError: if there is no such engine.
     """
-    known = {**ENGINES, OWN.name: OWN}
+    known = {**ENGINES, SHARDCONV.name: SHARDCONV}
     if name is not None and name not in known:
         raise PlanError(f"engine {name!r} is not supported (expected {', '.join(known)})")
-    return OWN if name is None else known[name]
+    return SHARDCONV if name is None else known[name]

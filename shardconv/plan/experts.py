@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from shardconv.errors import PlanError
-from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
 
 #: Each expert is sharded over all ranks (``tensor``), or full experts are distributed over ranks (``expert``).
 EXPERT_MODES = ("tensor", "expert")
@@ -58,7 +58,7 @@ def place_expert(expert: Expert, shape: tuple[int, ...], tp: int) -> Placement:
         IndivisibleError: if ``tp`` does not divide the number of experts.
     """
     if expert.number is None:
-        return cut(0, [Unit(expert.total)], tp)
+        return shard_dim(0, [Unit(expert.total)], tp)
     if expert.total % tp:
         raise IndivisibleError(f"the number of experts, {expert.total}, is not a multiple of {tp}")
     if not shape:

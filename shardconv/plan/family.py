@@ -64,8 +64,10 @@ class Block:
     blocks: tuple[Mount, ...]
 
 
-class Part(NamedTuple):
-    """A submodel.
+class Submodel(NamedTuple):
+    """A submodel of a composite model.
+
+    An entry of ``[parts]``.
 
     Attributes:
         field: the config field that holds its config.
@@ -87,17 +89,17 @@ class Family:
         model_types: the values of config.json's ``model_type`` that it serves.
         prefix: a prefix of patterns that names may lack, as in checkpoints of a base model; followed by prefixes that
             names may have instead.
-        inherits: the family that it is laid over; "" for none.
+        inherits: the family whose rules are tried after its own; "" for none.
         config: defaults of config fields: expressions, true or false.
         units: name to unit.
         rules: in the order in which they are tried; the first whose pattern matches applies.
         modules: module overrides; all that match apply, where two set the same attribute, the last one.
-        parts: of a composite model, prefix of the names of each submodel to the submodel.
+        submodels: of a composite model, prefix of the names of each submodel to the submodel; ``[parts]`` in files.
         blocks: the blocks that it mounts; their rules are tried after its own.
         origin: where it comes from, for the report.
         gathered: why attention is not sharded by heads; "" where it is.
         numbered: units of blocks that are named by the order of blocks; only rules of blocks refer to them.
-        empty: sections and keys that are empty in its file, and so are not inherited.
+        empty: attributes that are empty in its file, and so are not inherited.
     """
 
     name: str
@@ -108,15 +110,15 @@ class Family:
     units: Mapping[str, UnitRule] | None = None
     rules: tuple[Rule, ...] = ()
     modules: tuple[ModuleRule, ...] = ()
-    parts: Mapping[str, Part] | None = None
+    submodels: Mapping[str, Submodel] | None = None
     blocks: tuple[Mount, ...] = ()
     origin: str = ""
     gathered: str = ""
     numbered: frozenset[str] = frozenset()
     empty: frozenset[str] = frozenset()
 
-    def over(self, base: "Family") -> "Family":
-        """This family laid over ``base``: its own rules are tried first.
+    def with_base(self, base: "Family") -> "Family":
+        """Add the rules, units, defaults and submodels of ``base``; those of this family take precedence.
 
         Raises:
             PlanError: if a rule names a unit that neither has.
@@ -129,7 +131,7 @@ class Family:
             units={**(base.units or {}), **(self.units or {})},
             rules=self.rules + base.rules,
             modules=base.modules + self.modules,
-            parts={**(base.parts or {}), **(self.parts or {})},
+            submodels={**(base.submodels or {}), **(self.submodels or {})},
             gathered=self.gathered or base.gathered,
             numbered=self.numbered | base.numbered,
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardconv.errors import PlanError
-from shardconv.plan.blocks import mounted
+from shardconv.plan.blocks import expand_blocks
 from shardconv.plan.family import PLAN_FILE, Block, Family, units_named
 from shardconv.plan.rule_format import parse_block, parse_family
 
@@ -39,15 +39,15 @@ def load_family(name: str) -> Family:
         similar = ", ".join(get_close_matches(name, family_names(), cutoff=0.5)) or "none; docs/models.md lists all"
         raise PlanError(f"there is no family {name!r} (similar names: {similar})")
     family = parse_family(name, table, f"family {name}")
-    return laid_over(family, load_family(family.inherits) if family.inherits else Family(name))
+    return expand_family(family, load_family(family.inherits) if family.inherits else Family(name))
 
 
-def laid_over(family: Family, base: Family) -> Family:
-    """A family with expanded blocks, laid over another family.
+def expand_family(family: Family, base: Family) -> Family:
+    """Expand the blocks of a family, and add the rules of another family after its own.
 
     Args:
         family: the family, whose rules are tried first.
-        base: the other family.
+        base: the other family, as that from which it inherits.
 
     Raises:
         PlanError: if a block does not exist or cannot be mounted, or if a unit would change the rules of ``base``
@@ -56,7 +56,7 @@ def laid_over(family: Family, base: Family) -> Family:
     _check_units(family, base)
     units = {**(base.units or {}), **(family.units or {})}
     inherited, config = base.config or {}, family.config or {}
-    expanded = mounted(family.blocks, load_block, family.origin, units=units, config=inherited, known=config)
+    expanded = expand_blocks(family.blocks, load_block, family.origin, units=units, config=inherited, known=config)
     _check_numbered(family, expanded.numbered | base.numbered)
     by_user = family.origin.startswith(PLAN_FILE)
     rules = tuple(
@@ -71,7 +71,7 @@ def laid_over(family: Family, base: Family) -> Family:
         blocks=(),
         numbered=expanded.numbered,
     )
-    return flat.over(base)
+    return flat.with_base(base)
 
 
 def _check_units(family: Family, base: Family) -> None:
@@ -159,7 +159,7 @@ def clear_cache() -> None:
 def parse_plan_file(name: str, text: str) -> Family:
     """Parse a plan file, which has the format of a family in TOML, or in JSON if its name ends in ``.json``.
 
-    Blocks are not expanded, and the result is not laid over a family.
+    Blocks are not expanded, and nothing is inherited: see :func:`expand_family`.
 
     Raises:
         PlanError: if the text does not have the format.

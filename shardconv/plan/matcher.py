@@ -21,11 +21,11 @@ class Match(NamedTuple):
     """The pattern that matches a tensor.
 
     Attributes:
-        place: index of the pattern, from 0.
+        pattern_index: index of the pattern, from 0.
         leaf: which tensor of the module it is: ``weight``, ``bias`` or ``weight_scale_inv``.
     """
 
-    place: int
+    pattern_index: int
     leaf: str
 
 

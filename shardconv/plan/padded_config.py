@@ -11,8 +11,8 @@ from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.plan.config_fields import Fields, fields_in, lookup
+from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.resolve import Resolver
-from shardconv.plan.scope import Scope
 from shardconv.plan.tensor_placement import PaddedRule
 
 #: The config field of the vocabulary size.
@@ -39,13 +39,13 @@ class ConfigChange:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    scope: Scope
+    model_rules: ModelRules
     field: str
     value: int
 
 
 def change_config(resolver: Resolver, names: Collection[str], *, may_add: bool) -> tuple[ConfigChange, ...]:
-    """Set the fields of the configs of a resolver's scopes to the sizes of the tensors that it pads on one rank.
+    """Set the fields of the configs of a resolver's models to the sizes of the tensors that it pads on one rank.
 
     Args:
         resolver: a resolver with padding, whose configs are changed in place.
@@ -63,14 +63,16 @@ def change_config(resolver: Resolver, names: Collection[str], *, may_add: bool) 
     for padded in padded_rules:
         _check_tensor(padded)
         if (field := _field(padded)) is not None:
-            change = _Change(padded.scope, field, padded.padded)
-            first = changes.setdefault((id(padded.scope.config), field), change)
+            change = _Change(padded.model_rules, field, padded.padded)
+            first = changes.setdefault((id(padded.model_rules.config), field), change)
             if first.value != change.value:
                 raise PlanError(f"config field {field} would be both {first.value} and {change.value}: {_REMEDY}")
-    for scope in resolver.rules.scopes:
-        _check_modules(scope, names)
-    explicit = [change for scope in resolver.rules.scopes for change in _explicit(scope, [*changes.values()])]
-    added = [change.field for change in explicit if lookup(change.scope.config or {}, change.field) is None]
+    for model_rules in resolver.rules.models:
+        _check_modules(model_rules, names)
+    explicit = [
+        change for model_rules in resolver.rules.models for change in _explicit(model_rules, [*changes.values()])
+    ]
+    added = [change.field for change in explicit if lookup(change.model_rules.config or {}, change.field) is None]
     if added and not may_add:
         raise PlanError(
             f"config.json does not have {added[0]}, and engines may not read it: add it, or compare the padded tensors "
@@ -91,7 +93,7 @@ def _check_tensor(padded: PaddedRule) -> None:
 
 def _count(padded: PaddedRule) -> str | int | None:
     """The number of units as an expression; None if it follows from the size of the tensor."""
-    unit = (padded.scope.family.units or {}).get(padded.unit or "")
+    unit = (padded.model_rules.family.units or {}).get(padded.unit or "")
     if padded.unit is None and padded.rule.style == "embedding_rowwise":
         return VOCABULARY
     return None if unit is None else unit.count
@@ -106,7 +108,7 @@ def _field(padded: PaddedRule) -> str | None:
 def _check_count(padded: PaddedRule) -> None:
     """Check that the number of units follows from the changed config."""
     count = _count(padded)
-    if count is None or padded.scope.fields().evaluate(count) != padded.padded:
+    if count is None or padded.model_rules.fields().evaluate(count) != padded.padded:
         source = "is in no known field" if count is None else f"follows from {count}, which is not one field,"
         raise PlanError(
             f"{padded.tensor}: the number of {padded.unit or 'elements'} {source} of config.json, so the config cannot "
@@ -114,11 +116,13 @@ def _check_count(padded: PaddedRule) -> None:
         )
 
 
-def _check_modules(scope: Scope, names: Collection[str]) -> None:
+def _check_modules(model_rules: ModelRules, names: Collection[str]) -> None:
     """Refuse padded units for which modules have values that depend on the number of units, such as ALiBi slopes."""
-    units = scope.family.units or {}
-    for regex, rule in scope.modules():
-        padded = {name for name in rule.units() if units[name].count is not None and scope.units(name, 1).is_padded}
+    units = model_rules.family.units or {}
+    for regex, rule in model_rules.modules():
+        padded = {
+            name for name in rule.units() if units[name].count is not None and model_rules.units(name, 1).is_padded
+        }
         if rule.norms and not any(re.match(rf"{regex.pattern}\.norms\.", name) for name in names):
             padded.discard(rule.norms)
         if padded:
@@ -128,22 +132,22 @@ def _check_modules(scope: Scope, names: Collection[str]) -> None:
             )
 
 
-def _explicit(scope: Scope, changes: list[_Change]) -> Iterator[_Change]:
+def _explicit(model_rules: ModelRules, changes: list[_Change]) -> Iterator[_Change]:
     """The fields that have to become explicit so that units keep their size, such as the head size."""
-    new = {change.field: change.value for change in changes if change.scope.config is scope.config}
+    new = {change.field: change.value for change in changes if change.model_rules.config is model_rules.config}
     if not new:
         return
-    defaults = scope.family.config or {}
-    sizes = {unit.size for name, unit in (scope.family.units or {}).items() if name in scope.used_units()}
+    defaults = model_rules.family.config or {}
+    sizes = {unit.size for name, unit in (model_rules.family.units or {}).items() if name in model_rules.used_units()}
     sizes = {size for size in sizes if "rows" not in fields_in(size)}  # rows is a size of a tensor, not a config field
     fields = {name for size in sizes for name in fields_in(size)}
-    config = scope.config or {}
+    config = model_rules.config or {}
     for name in sorted(fields):
         if name in defaults and lookup(config, name) is None and name not in new:
-            yield _Change(scope, name, scope.fields().evaluate(name))
-            new[name] = scope.fields().evaluate(name)
+            yield _Change(model_rules, name, model_rules.fields().evaluate(name))
+            new[name] = model_rules.fields().evaluate(name)
     for size in sizes:
-        before, after = scope.fields().evaluate(size), Fields(_with_values(config, new), defaults).evaluate(size)
+        before, after = model_rules.fields().evaluate(size), Fields(_with_values(config, new), defaults).evaluate(size)
         if before != after:
             raise PlanError(
                 f"{size} would be {after} instead of {before} with the config of the padded checkpoint "
@@ -165,7 +169,7 @@ def _set(config: Mapping[str, Any], path: list[str], value: int) -> dict[str, An
 
 
 def _apply(change: _Change) -> ConfigChange:
-    config: Any = change.scope.config
+    config: Any = change.model_rules.config
     before = lookup(config, change.field)
     config.update(_set(config, change.field.split("."), change.value))
     return ConfigChange(change.field, before, change.value)

@@ -17,7 +17,7 @@ from shardconv.plan.placement import Unit, round_up
 from shardconv.plan.rule import CHOICE, STYLES, Rule
 
 if TYPE_CHECKING:
-    from shardconv.plan.scope import Scope
+    from shardconv.plan.model_rules import ModelRules
 
 
 #: Padded widths are multiples of this many features per rank: torch's grouped matmul kernels need rows of a multiple of
@@ -54,7 +54,7 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Padding:
+class UnitPadding:
     """How one unit is padded.
 
     Attributes:
@@ -85,11 +85,13 @@ class Padding:
 
 
 #: For a unit that a module override names, and no rule of a module that the override matches.
-UNKNOWN = Padding(refusal="no rule determines which units it is padded with")
+UNKNOWN = UnitPadding(refusal="no rule determines which units it is padded with")
 
 
 #: For a unit whose count equals the number of KV heads of other modules, or that of heads of several kinds.
-AMBIGUOUS = Padding(refusal="its count equals that of heads of other modules, and which of them it is for is unknown")
+AMBIGUOUS = UnitPadding(
+    refusal="its count equals that of heads of other modules, and which of them it is for is unknown"
+)
 
 
 @dataclass(slots=True)
@@ -117,22 +119,26 @@ class _LinkedUnits:
 
 
 @lru_cache(maxsize=64)
-def unit_paddings(scope: "Scope") -> Mapping[str, Padding]:
-    """The padding of each unit that the rules of a scope name."""
+def unit_paddings(model_rules: "ModelRules") -> Mapping[str, UnitPadding]:
+    """The padding of each unit that the rules of a model name."""
     components: list[_LinkedUnits] = []
-    for units in _units_by_module(scope).values():
+    for units in _units_by_module(model_rules).values():
         linked = [other for other in components if other.names & units.names]
         for other in linked:
             units.add(other)
         components = [*(other for other in components if other not in linked), units]
-    by_component = [_paddings(units, scope) for units in components]
+    by_component = [_paddings(units, model_rules) for units in components]
     heads = {padding.heads for paddings in by_component for padding in paddings.values() if padding.heads is not None}
-    return {name: padding for paddings in by_component for name, padding in _widths_as_heads(paddings, heads, scope)}
+    return {
+        name: padding for paddings in by_component for name, padding in _widths_as_heads(paddings, heads, model_rules)
+    }
 
 
-def _widths_as_heads(paddings: dict[str, Padding], heads: set[Heads], scope: "Scope") -> Iterator[tuple[str, Padding]]:
+def _widths_as_heads(
+    paddings: dict[str, UnitPadding], heads: set[Heads], model_rules: "ModelRules"
+) -> Iterator[tuple[str, UnitPadding]]:
     """The paddings of linked units; widths with as many features as there are query heads are padded like the heads."""
-    sizes = {name: _count_and_size(name, scope) for name in paddings}
+    sizes = {name: _count_and_size(name, model_rules) for name in paddings}
     are_widths = all(not padding.refusal and padding.heads is None for padding in paddings.values())
     are_widths = are_widths and all(size <= _MAX_PAIR for _, size in sizes.values())
     for name, padding in paddings.items():
@@ -141,32 +147,32 @@ def _widths_as_heads(paddings: dict[str, Padding], heads: set[Heads], scope: "Sc
         if not candidates:
             yield name, padding
         elif len(candidates) == 1 and count == (only := candidates.pop()).query_heads:
-            yield name, Padding(only)
+            yield name, UnitPadding(only)
         else:
             yield name, AMBIGUOUS
 
 
 @lru_cache(maxsize=1024)
-def padding_of(scope: "Scope", rule: Rule, unit: str | None) -> Padding:
+def padding_of(model_rules: "ModelRules", rule: Rule, unit: str | None) -> UnitPadding:
     """The padding of a unit of a rule; for None that of elements, which modules with heads do not allow."""
     if unit is not None:
-        return unit_paddings(scope)[unit]
-    by_module = _units_by_module(scope)
-    paddings = unit_paddings(scope)
+        return unit_paddings(model_rules)[unit]
+    by_module = _units_by_module(model_rules)
+    paddings = unit_paddings(model_rules)
     for module in _modules_of(rule.pattern):
         units = by_module[module]
         if units.refusal:
-            return Padding(refusal=units.refusal)
+            return UnitPadding(refusal=units.refusal)
         if any(paddings[name].heads for name in units.names):
-            return Padding(refusal=f"{rule.pattern} is sharded by elements in a module with heads")
-    return Padding(align=_ALIGN)
+            return UnitPadding(refusal=f"{rule.pattern} is sharded by elements in a module with heads")
+    return UnitPadding(align=_ALIGN)
 
 
-def _units_by_module(scope: "Scope") -> dict[str, _LinkedUnits]:
+def _units_by_module(model_rules: "ModelRules") -> dict[str, _LinkedUnits]:
     """The units of each module, by the pattern of the module."""
     by_module: dict[str, _LinkedUnits] = {}
-    units = scope.family.units or {}
-    for rule in scope.used_rules():
+    units = model_rules.family.units or {}
+    for rule in model_rules.used_rules():
         if STYLES[rule.style].weight is None:
             continue
         for module in _modules_of(rule.pattern):
@@ -178,22 +184,22 @@ def _units_by_module(scope: "Scope") -> dict[str, _LinkedUnits]:
                 linked.of_group |= names
             if rule.style == "by_rows" and len(names) != 1:
                 linked.refusal = f"{rule.pattern} computes along the dim that would be padded (style by_rows)"
-    for regex, override in scope.modules():
+    for regex, override in model_rules.modules():
         if names := override.reads() & units.keys():
-            for module in by_module.keys() & {*expand_choices(override.pattern), *_matched_modules(scope, regex)}:
+            for module in by_module.keys() & {*expand_choices(override.pattern), *_matched_modules(model_rules, regex)}:
                 by_module[module].names |= names
-    gathering = (rule.pattern for _, rule in scope.modules() if rule.gathered_output)
+    gathering = (rule.pattern for _, rule in model_rules.modules() if rule.gathered_output)
     for module in (module for pattern in gathering for module in expand_choices(pattern) if module in by_module):
         by_module[module].refusal = f"the output of {module} is gathered with its padding"
     return by_module
 
 
-def _matched_modules(scope: "Scope", regex: re.Pattern[str]) -> Iterator[str]:
+def _matched_modules(model_rules: "ModelRules", regex: re.Pattern[str]) -> Iterator[str]:
     """The patterns of modules with a tensor in a module that an override matches, or in a layer of that module."""
-    for rule, layers in (scope.used or {}).items():
+    for rule, layers in (model_rules.used or {}).items():
         names = [name for name in layers if regex.fullmatch(name) or regex.fullmatch(name.rpartition(".")[0])]
         for pattern in expand_choices(rule.pattern) if names else ():
-            layer_regex = re.compile(scope.regex(pattern.removesuffix(".weight").removesuffix(".bias")))
+            layer_regex = re.compile(model_rules.regex(pattern.removesuffix(".weight").removesuffix(".bias")))
             if any(map(layer_regex.fullmatch, names)):
                 yield pattern.rpartition(".")[0]
 
@@ -211,51 +217,51 @@ def expand_choices(pattern: str) -> Iterator[str]:
         yield "".join(text + choice for text, choice in zip(texts, (*chosen, ""), strict=True))
 
 
-def _paddings(linked: _LinkedUnits, scope: "Scope") -> dict[str, Padding]:
+def _paddings(linked: _LinkedUnits, model_rules: "ModelRules") -> dict[str, UnitPadding]:
     """The paddings of linked units."""
     heads, refusal = None, linked.refusal
-    if any((scope.family.units or {})[name].whole for name in linked.names):
+    if any((model_rules.family.units or {})[name].whole for name in linked.names):
         refusal = refusal or "units that do not divide are not sharded"
     if not refusal:
         try:
-            heads, refusal = _heads(linked, scope)
+            heads, refusal = _heads(linked, model_rules)
         except PlanError as error:  # a missing field is no error if the rules that need it match no tensor
             refusal = str(error)
-    align = _ALIGN if heads is None and not refusal and _is_width(linked.names, scope) else 1
-    return {name: Padding(heads, align, name in linked.of_group, refusal) for name in linked.names}
+    align = _ALIGN if heads is None and not refusal and _is_width(linked.names, model_rules) else 1
+    return {name: UnitPadding(heads, align, name in linked.of_group, refusal) for name in linked.names}
 
 
-def _is_width(names: set[str], scope: "Scope") -> bool:
+def _is_width(names: set[str], model_rules: "ModelRules") -> bool:
     """Whether units are features or pairs of gate and up, and neither heads nor one value per head."""
-    sizes = {name: _count_and_size(name, scope) for name in scope.family.units or {}}
+    sizes = {name: _count_and_size(name, model_rules) for name in model_rules.family.units or {}}
     heads = {count for count, size in sizes.values() if count and size > _MAX_PAIR}
     return all(sizes[name][1] <= _MAX_PAIR and sizes[name][0] not in heads for name in names)
 
 
-def _count_and_size(name: str, scope: "Scope") -> tuple[int, int]:
+def _count_and_size(name: str, model_rules: "ModelRules") -> tuple[int, int]:
     """Count and size of a unit; count 0 if it is unknown, and a size larger than a pair if that is unknown."""
-    unit = (scope.family.units or {})[name]
+    unit = (model_rules.family.units or {})[name]
     try:
-        count = 0 if unit.count is None else scope.fields().evaluate(unit.count)
-        return count, scope.fields().evaluate(unit.size)
+        count = 0 if unit.count is None else model_rules.fields().evaluate(unit.count)
+        return count, model_rules.fields().evaluate(unit.size)
     except PlanError:  # the size differs between tensors, or no tensor has the unit
         return 0, _MAX_PAIR + 1
 
 
-def _heads(linked: _LinkedUnits, scope: "Scope") -> tuple[Heads | None, str]:
+def _heads(linked: _LinkedUnits, model_rules: "ModelRules") -> tuple[Heads | None, str]:
     """The heads of linked units, None without KV heads; and the reason for which the units are not padded, or ""."""
-    units = scope.family.units or {}
+    units = model_rules.family.units or {}
     outer = linked.names - linked.of_group
     has_kv = bool(linked.groups) or any(units[name].copies for name in outer)
     if not has_kv:
-        return None, _refusal_without_kv(linked.names, scope)
+        return None, _refusal_without_kv(linked.names, model_rules)
     counts: dict[str, int] = {}
     for name in sorted(linked.names):
         if (count := units[name].count) is None:
             return None, f"the number of {name} units differs between tensors"
-        counts[name] = scope.fields().evaluate(count)
+        counts[name] = model_rules.fields().evaluate(count)
     kv_heads = {counts[name] for name in outer if units[name].copies}
-    kv_heads |= {scope.fields().evaluate(groups) for groups in linked.groups}
+    kv_heads |= {model_rules.fields().evaluate(groups) for groups in linked.groups}
     inner = {counts[name] for name in linked.of_group if not units[name].copies}
     queries = {counts[name] for name in outer if not units[name].copies}
     queries |= {next(iter(kv_heads)) * group for group in inner}
@@ -264,11 +270,11 @@ def _heads(linked: _LinkedUnits, scope: "Scope") -> tuple[Heads | None, str]:
     return Heads(min(kv_heads), max(queries, default=min(kv_heads)) // min(kv_heads)), ""
 
 
-def _refusal_without_kv(names: set[str], scope: "Scope") -> str:
+def _refusal_without_kv(names: set[str], model_rules: "ModelRules") -> str:
     """Why units without KV heads are not padded, or "": heads with different counts may belong together."""
-    sizes = {name: _count_and_size(name, scope) for name in sorted(names)}
+    sizes = {name: _count_and_size(name, model_rules) for name in sorted(names)}
     counts = {name: count for name, (count, size) in sizes.items() if size > _MAX_PAIR}
-    if unknown := [name for name in counts if (scope.family.units or {})[name].count is None]:
+    if unknown := [name for name in counts if (model_rules.family.units or {})[name].count is None]:
         return f"the number of {unknown[0]} units differs between tensors"
     return f"which heads belong together is unknown ({_format_counts(counts)})" if len({*counts.values()}) > 1 else ""
 

@@ -22,13 +22,13 @@ class Interval(NamedTuple):
         return self.stop - self.start
 
 
-class Zeros(NamedTuple):
+class Padding(NamedTuple):
     """Padding: ``size`` zeros that the full tensor does not have."""
 
     size: int
 
 
-Piece = Interval | Zeros
+IntervalOrPadding = Interval | Padding
 
 
 class IndivisibleError(ValueError):
@@ -51,16 +51,16 @@ class Placement:
 
     dim: int | None
     size: int
-    ranks: tuple[tuple[Piece, ...], ...]
+    ranks: tuple[tuple[IntervalOrPadding, ...], ...]
 
     def __post_init__(self) -> None:
         if self.dim is None:
             if self.size or any(self.ranks) or not self.ranks:
                 raise ValueError("a placement without a dim has a size or intervals, or does not have ranks")
             return
-        for pieces in self.ranks:
-            _check_ascending(pieces, self.size)
-        _check_covered(sorted(piece for pieces in self.ranks for piece in intervals(pieces)), self.size)
+        for entries in self.ranks:
+            _check_ascending(entries, self.size)
+        _check_covered(sorted(entry for entries in self.ranks for entry in intervals(entries)), self.size)
 
     @classmethod
     def replicated(cls, tp: int) -> Self:
@@ -75,17 +75,17 @@ class Placement:
     @property
     def is_padded(self) -> bool:
         """Whether the shard of some rank has padding."""
-        return any(isinstance(piece, Zeros) for pieces in self.ranks for piece in pieces)
+        return any(isinstance(entry, Padding) for entries in self.ranks for entry in entries)
 
     @property
     def num_padding(self) -> int:
         """Elements of padding along the dim, summed over ranks."""
-        return sum(piece.size for pieces in self.ranks for piece in pieces if isinstance(piece, Zeros))
+        return sum(entry.size for entries in self.ranks for entry in entries if isinstance(entry, Padding))
 
     @property
-    def has_copies(self) -> bool:
+    def has_replicas(self) -> bool:
         """Whether the dim is sharded and some of its elements are on several ranks."""
-        return sum(piece.size for pieces in self.ranks for piece in intervals(pieces)) > self.size
+        return sum(entry.size for entries in self.ranks for entry in intervals(entries)) > self.size
 
     @property
     def is_even(self) -> bool:
@@ -94,7 +94,7 @@ class Placement:
 
     def local_size(self, rank: int) -> int:
         """Elements of a rank's shard along ``dim``, with padding; 0 if ``dim`` is None."""
-        return sum(piece.size for piece in self.ranks[rank])
+        return sum(entry.size for entry in self.ranks[rank])
 
     def chunk(self, index: int, chunks: int) -> "Placement":
         """The placement of one of the tensors into which the full tensor is divided evenly along ``dim``.
@@ -107,11 +107,11 @@ class Placement:
         start, stop = index * size, (index + 1) * size
         ranks = (
             tuple(
-                Interval(max(piece.start, start) - start, min(piece.stop, stop) - start)
-                for piece in intervals(pieces)
-                if piece.start < stop and piece.stop > start
+                Interval(max(entry.start, start) - start, min(entry.stop, stop) - start)
+                for entry in intervals(entries)
+                if entry.start < stop and entry.stop > start
             )
-            for pieces in self.ranks
+            for entries in self.ranks
         )
         return Placement(self.dim, size, tuple(ranks))
 
@@ -130,9 +130,9 @@ class Placement:
         if self.dim is None:
             return "replicated"
         properties = [f"dim {self.dim}"]
-        if (count := max(len(intervals(pieces)) for pieces in self.ranks)) > 1:
+        if (count := max(len(intervals(entries)) for entries in self.ranks)) > 1:
             properties.append(f"{count} intervals")
-        if self.has_copies:
+        if self.has_replicas:
             properties.append("partly replicated")
         if self.is_padded:
             properties.append(f"padded from {self.size}")
@@ -140,7 +140,7 @@ class Placement:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: an interval is ``[start, stop]``, padding is its size."""
-        ranks = [[p.size if isinstance(p, Zeros) else [p.start, p.stop] for p in pieces] for pieces in self.ranks]
+        ranks = [[p.size if isinstance(p, Padding) else [p.start, p.stop] for p in entries] for entries in self.ranks]
         return {"dim": self.dim, "size": self.size, "ranks": ranks}
 
     @classmethod
@@ -151,41 +151,41 @@ class Placement:
             ValueError: if the data is not a placement.
         """
         try:
-            ranks = tuple(tuple(_piece(item) for item in pieces) for pieces in data["ranks"])
+            ranks = tuple(tuple(_entry_from_json(item) for item in entries) for entries in data["ranks"])
             return cls(data["dim"], data["size"], ranks)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a placement: {data!r:.100}") from error
 
 
-def intervals(pieces: Sequence[Piece]) -> list[Interval]:
-    """The intervals among ``pieces``, without padding."""
-    return [piece for piece in pieces if isinstance(piece, Interval)]
+def intervals(entries: Sequence[IntervalOrPadding]) -> list[Interval]:
+    """The intervals among ``entries``, without padding."""
+    return [entry for entry in entries if isinstance(entry, Interval)]
 
 
-def _piece(item: Any) -> Piece:  # noqa: ANN401 - anything JSON holds
+def _entry_from_json(item: Any) -> IntervalOrPadding:  # noqa: ANN401 - anything JSON holds
     if isinstance(item, int):
-        return Zeros(item)
+        return Padding(item)
     start, stop = item
     return Interval(start, stop)
 
 
-def _check_ascending(pieces: Sequence[Piece], size: int) -> None:
+def _check_ascending(entries: Sequence[IntervalOrPadding], size: int) -> None:
     end = 0
-    for piece in pieces:
-        if piece.size <= 0:
-            raise ValueError(f"{piece} is empty (expected at least one element)")
-        if isinstance(piece, Interval):
-            if not end <= piece.start or not piece.stop <= size:
-                raise ValueError(f"{piece} overlaps the interval before it or exceeds the dim of size {size}")
-            end = piece.stop
+    for entry in entries:
+        if entry.size <= 0:
+            raise ValueError(f"{entry} is empty (expected at least one element)")
+        if isinstance(entry, Interval):
+            if not end <= entry.start or not entry.stop <= size:
+                raise ValueError(f"{entry} overlaps the interval before it or exceeds the dim of size {size}")
+            end = entry.stop
 
 
 def _check_covered(ascending: Sequence[Interval], size: int) -> None:
     end = 0
-    for piece in ascending:
-        if piece.start > end:
+    for entry in ascending:
+        if entry.start > end:
             break
-        end = max(end, piece.stop)
+        end = max(end, entry.stop)
     if end < size:
         raise ValueError(f"no rank holds element {end} of the dim of size {size}")
 
@@ -218,7 +218,7 @@ class Unit:
         """Number of elements of all units, without padding."""
         return self.count * self.size
 
-    def local(self, tp: int, rank: int) -> list[Piece]:
+    def local(self, tp: int, rank: int) -> list[IntervalOrPadding]:
         """The intervals and padding of a rank, counted in units.
 
         Raises:
@@ -249,20 +249,20 @@ class Unit:
         is_replicated = self.copies and count and tp % count == 0
         return 1, round_up(count, tp) if self.pad and self.multiple == 1 and not is_replicated else count
 
-    def _range(self, first: int, last: int, group: int) -> list[Piece]:
+    def _range(self, first: int, last: int, group: int) -> list[IntervalOrPadding]:
         """The padded units ``[first, last)``, where each group has ``group`` units with padding."""
         groups, unpadded = (self.groups, self.count // self.groups) if self.padded else (1, self.count)
-        pieces: list[Piece] = []
+        entries: list[IntervalOrPadding] = []
         while first < last:
             index, low = divmod(first, group)
             high = min(last - index * group, group)
             interval = Interval(index * unpadded + min(low, unpadded), index * unpadded + min(high, unpadded))
             if index < groups:
-                pieces.append(interval)
+                entries.append(interval)
                 first += interval.size
-            pieces.append(Zeros(index * group + high - first))
+            entries.append(Padding(index * group + high - first))
             first = index * group + high
-        return pieces
+        return entries
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -270,7 +270,9 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def cut(dim: int, segments: Sequence[Unit], tp: int, *, groups: int = 1, padded_groups: int | None = None) -> Placement:
+def shard_dim(
+    dim: int, segments: Sequence[Unit], tp: int, *, groups: int = 1, padded_groups: int | None = None
+) -> Placement:
     """Shard a dim that consists of ``groups`` repetitions of the same ``segments``.
 
     One group of one segment is an ordinary column or row split; one group of three is a fused ``[q; k; v]``; one group
@@ -294,38 +296,38 @@ def cut(dim: int, segments: Sequence[Unit], tp: int, *, groups: int = 1, padded_
     per_rank, group_ranks = (total // tp, 1) if has_full_groups else (1, tp // total)
     ranks = []
     for rank in range(tp):
-        pieces: list[Piece] = []
+        entries: list[IntervalOrPadding] = []
         for group in range(rank * per_rank // group_ranks, rank * per_rank // group_ranks + per_rank):
-            local = _group_pieces(segments, group_ranks, rank % group_ranks, group * width)
-            pieces += local if group < groups else [Zeros(sum(piece.size for piece in local))]
-        ranks.append(_merge_adjacent(pieces))
+            local = _group_entries(segments, group_ranks, rank % group_ranks, group * width)
+            entries += local if group < groups else [Padding(sum(entry.size for entry in local))]
+        ranks.append(_merge_adjacent(entries))
     return Placement(dim, groups * width, tuple(ranks))
 
 
-def _group_pieces(segments: Sequence[Unit], tp: int, rank: int, start: int) -> list[Piece]:
+def _group_entries(segments: Sequence[Unit], tp: int, rank: int, start: int) -> list[IntervalOrPadding]:
     """The intervals and padding of a rank of one group that starts at ``start``, counted in elements."""
-    pieces: list[Piece] = []
+    entries: list[IntervalOrPadding] = []
     for units in segments:
-        for piece in units.local(tp, rank):
-            if isinstance(piece, Interval):
-                pieces.append(Interval(start + piece.start * units.size, start + piece.stop * units.size))
+        for entry in units.local(tp, rank):
+            if isinstance(entry, Interval):
+                entries.append(Interval(start + entry.start * units.size, start + entry.stop * units.size))
             else:
-                pieces.append(Zeros(piece.size * units.size))
+                entries.append(Padding(entry.size * units.size))
         start += units.width
-    return pieces
+    return entries
 
 
-def _merge_adjacent(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+def _merge_adjacent(entries: Sequence[IntervalOrPadding]) -> tuple[IntervalOrPadding, ...]:
     """Remove empty intervals and padding, and merge adjacent ones."""
-    merged: list[Piece] = []
-    for piece in pieces:
+    merged: list[IntervalOrPadding] = []
+    for entry in entries:
         last = merged[-1] if merged else None
-        if piece.size == 0:
+        if entry.size == 0:
             continue
-        if isinstance(piece, Interval) and isinstance(last, Interval) and last.stop == piece.start:
-            merged[-1] = Interval(last.start, piece.stop)
-        elif isinstance(piece, Zeros) and isinstance(last, Zeros):
-            merged[-1] = Zeros(last.size + piece.size)
+        if isinstance(entry, Interval) and isinstance(last, Interval) and last.stop == entry.start:
+            merged[-1] = Interval(last.start, entry.stop)
+        elif isinstance(entry, Padding) and isinstance(last, Padding):
+            merged[-1] = Padding(last.size + entry.size)
         else:
-            merged.append(piece)
+            merged.append(entry)
     return tuple(merged)

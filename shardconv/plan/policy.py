@@ -22,7 +22,7 @@ STYLE_OF = {
 }
 
 #: The rule of tensors that no policy names.
-WHOLE = Rule("**.*", "replicate", origin="default for tensors without a policy")
+REPLICATE = Rule("**.*", "replicate", origin="default for tensors without a policy")
 
 
 @dataclass(frozen=True, slots=True)

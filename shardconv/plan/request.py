@@ -11,10 +11,10 @@ from math import gcd
 from typing import Any, NamedTuple, Self
 
 from shardconv.errors import PlanError
-from shardconv.plan.engines import OWN, engine_named
+from shardconv.plan.engines import SHARDCONV, engine_named
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read
-from shardconv.plan.family_file import family_for, laid_over, load_family, parse_plan_file
+from shardconv.plan.family_file import expand_family, family_for, load_family, parse_plan_file
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import DEFAULT_BLOCK, SCALE, block_size, check_quantization
@@ -62,7 +62,7 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if self.experts not in EXPERT_MODES:
             raise PlanError(f"experts is {self.experts!r} (expected one of {', '.join(EXPERT_MODES)})")
-        if engine_named(self.engine) is OWN:
+        if engine_named(self.engine) is SHARDCONV:
             object.__setattr__(self, "engine", None)  # equal requests have one form
         if self.pad and self.engine:
             raise PlanError(
@@ -144,7 +144,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
     base_family = family
     if user is not None:
         assumed.append(f"rules of {user.name} are tried first; shardconv plan --prove compares outputs")
-        family = laid_over(replace(user, name=family.name), family)
+        family = expand_family(replace(user, name=family.name), family)
         family = replace(family, rules=_with_optional(family.rules, request))
         _check_read(user, family)
     if request.replicate:
@@ -154,7 +154,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None,
             for name in request.replicate
         ]
         replicate_rules = _with_optional(map(_replicate_rule, request.replicate), request)
-        family = Family(family.name, rules=replicate_rules).over(family)
+        family = Family(family.name, rules=replicate_rules).with_base(family)
     rules = rules_for(family, config, experts=request.experts, uncertain=uncertain)
     rules = rules.for_engine(engine_named(request.engine))
     resolver = Resolver(tensors, rules)

@@ -9,7 +9,9 @@ from shardconv.errors import PlanError
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.sizes import (
+from shardconv.plan.tensor_groups import TensorGroup, group_tensors, layers_by_rule, matcher_of, with_model_rules
+from shardconv.plan.tensor_placement import BlockedError, GroupPlanner, PaddedRule, ShardedDim
+from shardconv.plan.tp_sizes import (
     CANDIDATE_TPS,
     MAX_TP,
     NO_PADDING,
@@ -19,8 +21,6 @@ from shardconv.plan.sizes import (
     PaddingReport,
     TpSizes,
 )
-from shardconv.plan.tensor_groups import TensorGroup, group_tensors, layers_by_rule, matcher_of, with_scopes
-from shardconv.plan.tensor_placement import BlockedError, GroupPlanner, PaddedRule, ShardedDim
 
 
 class Resolver:
@@ -45,7 +45,7 @@ class Resolver:
 
     def _check_used(self, where: str) -> None:
         """Check that every rule and block of the user matches a tensor."""
-        users = [rule for scope in self.rules.scopes for rule in scope.family.rules if rule.by_user]
+        users = [rule for model_rules in self.rules.models for rule in model_rules.family.rules if rule.by_user]
         used = {rule.mount for rule in users if rule in self._used_rules}
         for rule in users:
             if not rule.optional and rule not in self._used_rules:
@@ -86,7 +86,7 @@ class Resolver:
 
     def _set_padding(self, pad: int) -> None:
         rules = self.rules.with_padding(pad, layers_by_rule(self._group_of))
-        self._group_of = with_scopes(self._group_of, dict(zip(self.rules.scopes, rules.scopes, strict=True)))
+        self._group_of = with_model_rules(self._group_of, dict(zip(self.rules.models, rules.models, strict=True)))
         self.rules = rules
         for derived in ("_sizes", "_planners"):
             self.__dict__.pop(derived, None)
@@ -97,7 +97,7 @@ class Resolver:
         found = {}
         for name, group in self._group_of.items():
             match = matcher.match(name) if group.rule.by_user else None
-            if match is not None and (style := ruled[match.place][0].style) != group.rule.style:
+            if match is not None and (style := ruled[match.pattern_index][0].style) != group.rule.style:
                 found[name] = (style, group.rule.style)
         return found
 
@@ -108,7 +108,7 @@ class Resolver:
         for name, group in self._group_of.items():
             match = matcher.match(name) if group.rule.by_user else None
             if match is not None:
-                (replaced if group.rule.block else kept).add(ruled[match.place][0].block)
+                (replaced if group.rule.block else kept).add(ruled[match.pattern_index][0].block)
             elif not group.rule.by_user:
                 kept.add(group.rule.block)
         return frozenset(replaced - kept - {""})

@@ -63,7 +63,7 @@ class UnitRule:
         copies: replicate units where there are fewer of them than ranks.
         whole: do not shard units where tp does not divide their count: every rank computes with all of them, and rules
             use their style ``otherwise``.
-        override: replace the unit of this name in the family that it is laid over, also for the rules of that.
+        override: replace the unit of this name in the inherited family, also for the rules of that family.
     """
 
     count: str | int | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.plan.config_fields import check_expression
-from shardconv.plan.family import Block, Family, Mount, Part, check_units
+from shardconv.plan.family import Block, Family, Mount, Submodel, check_units
 from shardconv.plan.module_override import PRODUCTS, InputRule, ModuleRule
 from shardconv.plan.rule import Rule, UnitRule, check_pattern
 
@@ -17,6 +17,8 @@ _FAMILY_KEYS = {
     "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
     "modules": dict, "parts": dict, "blocks": dict, "gathered": str,
 }  # fmt: skip
+#: Keys of attributes that a family inherits, unless its file has them empty.
+_INHERITED = {"prefix": "prefix", "parts": "submodels", "gathered": "gathered"}
 #: Keys that a plan file does not have: it applies to the checkpoint it is passed for, and is not in docs/models.md.
 _NOT_BY_USER = ("model_types", "gathered")
 _BLOCK_KEYS = {"config": dict, "units": dict, "rules": dict, "modules": dict, "blocks": dict}
@@ -52,13 +54,13 @@ def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool 
                 for pattern, rule in _alternatives(data.get("modules", {}))
             ),
             gathered=data.get("gathered", ""),
-            parts={
-                start: _parse_part(start, part)._replace(by_user=by_user)
+            submodels={
+                start: _parse_submodel(start, part)._replace(by_user=by_user)
                 for start, part in data.get("parts", {}).items()
             },
             blocks=_parse_blocks(data.get("blocks", {})),
             origin=origin,
-            empty=frozenset(key for key in ("prefix", "parts", "gathered") if key in data and not data[key]),
+            empty=frozenset(_INHERITED[key] for key in _INHERITED if key in data and not data[key]),
         )
         for expression in (family.config or {}).values():
             check_expression(expression)
@@ -245,16 +247,16 @@ def _parse_slice(table: Any, known: Mapping[str, Any]) -> InputRule:  # noqa: AN
     return InputRule(**{**table, "parts": parts, "items": items})
 
 
-def _parse_part(start: str, data: Any) -> Part:  # noqa: ANN401 - anything TOML holds
+def _parse_submodel(start: str, data: Any) -> Submodel:  # noqa: ANN401 - anything TOML holds
     try:
         check_pattern(start)
     except ValueError as error:
         raise ValueError(f"part {start!r}: {error}") from error
     if isinstance(data, str):
-        return Part(data)
+        return Submodel(data)
     try:
         _check_keys(data, {"config": str, "family": str})
-        return Part(data["config"], data["family"])
+        return Submodel(data["config"], data["family"])
     except (ValueError, KeyError) as error:
         raise ValueError(f"part {start!r}: {error}: expected a config field, or config and family") from error
 

@@ -11,10 +11,10 @@ from shardconv.plan.config_fields import check_expression, fields_in, lookup
 from shardconv.plan.engines import ENGINE, Engine
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import NAMES_FAMILY, PLAN_FILE, TRANSFORMERS, Family, units_named
+from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.rule import Rule
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
-from shardconv.plan.scope import Scope
 
 Parsed = TypeVar("Parsed")
 
@@ -28,7 +28,7 @@ class RuleSet:
 
     Attributes:
         family: name of the family whose rules are used.
-        scopes: the rules of the model and of each submodel.
+        models: the rules of the model, followed by those of each submodel.
         experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
         uncertain: why the head size is assumed, and how to specify it; "" if it is known. If it is assumed, boundaries
             have to be valid for smaller head sizes, too.
@@ -37,7 +37,7 @@ class RuleSet:
     """
 
     family: str
-    scopes: tuple[Scope, ...]
+    models: tuple[ModelRules, ...]
     experts: str = "tensor"
     uncertain: str = ""
     scale_block: Any = None
@@ -46,11 +46,11 @@ class RuleSet:
     @property
     def pad(self) -> int:
         """Counts that tp does not divide are padded to a multiple of this and of tp; 0 for no padding."""
-        return self.scopes[0].pad
+        return self.models[0].pad
 
     def with_padding(self, pad: int, used: Mapping[Rule, frozenset[str]] | None = None) -> Self:
-        """The same rules with other values of ``pad`` and ``used``, for which see :class:`Scope`."""
-        return replace(self, scopes=tuple(replace(scope, pad=pad, used=used) for scope in self.scopes))
+        """The same rules with other values of ``pad`` and ``used``: attributes of each of :attr:`models`."""
+        return replace(self, models=tuple(replace(model_rules, pad=pad, used=used) for model_rules in self.models))
 
     @property
     def padding_refusal(self) -> str:
@@ -64,7 +64,7 @@ class RuleSet:
     @property
     def has_plan_file(self) -> bool:
         """Whether some of the rules are from a plan file."""
-        families = [scope.family for scope in self.scopes]
+        families = [model_rules.family for model_rules in self.models]
         origins = {rule.origin for family in families for rule in family.rules}
         origins |= {rule.origin for family in families for rule in family.modules}
         return any(origin.startswith(PLAN_FILE) for origin in origins)
@@ -73,35 +73,35 @@ class RuleSet:
         """The rules with those of an engine in place of those of another engine, tried after the user's rules.
 
         Args:
-            engine: the engine, or :data:`~shardconv.plan.engines.OWN`.
+            engine: the engine, or :data:`~shardconv.plan.engines.SHARDCONV`.
         """
 
-        def with_engine(scope: Scope) -> Scope:
-            rules = scope.family.rules
+        def with_engine(model_rules: ModelRules) -> ModelRules:
+            rules = model_rules.family.rules
             users, others = (tuple(rule for rule in rules if rule.by_user is by_user) for by_user in (True, False))
-            engine_rules = engine.rules((scope.config or {}).get("model_type"))
-            return replace(scope, family=replace(scope.family, rules=(*users, *engine_rules, *others)))
+            engine_rules = engine.rules((model_rules.config or {}).get("model_type"))
+            return replace(model_rules, family=replace(model_rules.family, rules=(*users, *engine_rules, *others)))
 
-        scopes = tuple(map(with_engine, self.without_engine().scopes))
-        return replace(self, scopes=scopes, vocab_multiple=engine.vocab_multiple)
+        models = tuple(map(with_engine, self.without_engine().models))
+        return replace(self, models=models, vocab_multiple=engine.vocab_multiple)
 
     def without_engine(self) -> Self:
         """The rules without those of an engine, as shardconv's own runtime uses them."""
 
-        def without_rules(scope: Scope) -> Scope:
-            rules = tuple(rule for rule in scope.family.rules if not rule.origin.startswith(ENGINE))
-            return replace(scope, family=replace(scope.family, rules=rules))
+        def without_rules(model_rules: ModelRules) -> ModelRules:
+            rules = tuple(rule for rule in model_rules.family.rules if not rule.origin.startswith(ENGINE))
+            return replace(model_rules, family=replace(model_rules.family, rules=rules))
 
-        return replace(self, scopes=tuple(map(without_rules, self.scopes)))
+        return replace(self, models=tuple(map(without_rules, self.models)))
 
     def without_overrides(self, blocks: Container[str]) -> Self:
         """The rules without the module overrides of ``blocks``."""
 
-        def without_modules(scope: Scope) -> Scope:
-            modules = tuple(rule for rule in scope.family.modules if rule.block not in blocks)
-            return replace(scope, family=replace(scope.family, modules=modules))
+        def without_modules(model_rules: ModelRules) -> ModelRules:
+            modules = tuple(rule for rule in model_rules.family.modules if rule.block not in blocks)
+            return replace(model_rules, family=replace(model_rules.family, modules=modules))
 
-        return replace(self, scopes=tuple(map(without_modules, self.scopes)))
+        return replace(self, models=tuple(map(without_modules, self.models)))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the rules whose ``when`` holds, and the config fields that they read."""
@@ -111,7 +111,7 @@ class RuleSet:
             "uncertain": self.uncertain,
             "scale_block": self.scale_block,
             "vocab_multiple": self.vocab_multiple,
-            "scopes": [_scope_to_json(scope) for scope in self.scopes],
+            "scopes": [_model_to_json(rules) for rules in self.models],
             **({"pad": self.pad} if self.pad else {}),
         }
 
@@ -125,8 +125,8 @@ class RuleSet:
         """
         if data["experts"] not in EXPERT_MODES:
             raise ValueError(f"experts is {data['experts']!r:.60}, expected one of {', '.join(EXPERT_MODES)}")
-        scopes = tuple(_scope_from_json(scope, data["family"]) for scope in data["scopes"])
-        if not scopes:
+        models = tuple(_model_from_json(rules, data["family"]) for rules in data["scopes"])
+        if not models:
             raise ValueError("rule set has no scopes (expected at least one)")
         multiple = data.get("vocab_multiple", 1)
         if type(multiple) is not int or not 1 <= multiple <= MAX_MULTIPLE:
@@ -134,22 +134,22 @@ class RuleSet:
         pad = data.get("pad", 0)
         if type(pad) is not int or not 0 <= pad <= MAX_MULTIPLE:
             raise ValueError(f"pad is {pad!r:.60} (expected an integer from 0 to {MAX_MULTIPLE})")
-        rules = cls(data["family"], scopes, data["experts"], data["uncertain"], data["scale_block"], multiple)
+        rules = cls(data["family"], models, data["experts"], data["uncertain"], data["scale_block"], multiple)
         return rules.with_padding(pad)
 
 
-def _scope_to_json(scope: Scope) -> dict[str, Any]:
-    family = scope.family
-    rules, modules = list(scope.rules()), [rule for _, rule in scope.modules()]
+def _model_to_json(model_rules: ModelRules) -> dict[str, Any]:
+    family = model_rules.family
+    rules, modules = list(model_rules.rules()), [rule for _, rule in model_rules.modules()]
     units = {name: unit for name, unit in (family.units or {}).items() if name in units_named(rules, modules)}
     expressions = [*_expressions_of(rules, modules)]
     expressions += [size for unit in units.values() for size in (unit.count, unit.size) if size is not None]
     defaults = family.config or {}
     names = _fields_read(expressions, defaults) | {"model_type"}
     return {
-        "at": scope.at,
+        "at": model_rules.at,
         "prefix": list(family.prefix),
-        "config": None if scope.config is None else _select_fields(scope.config, names),
+        "config": None if model_rules.config is None else _select_fields(model_rules.config, names),
         "defaults": {name: value for name, value in defaults.items() if name in names},
         "units": {name: to_table(unit, without=("override",)) for name, unit in units.items()},
         "rules": [to_table(rule, without=("when", "block")) for rule in rules],
@@ -157,7 +157,7 @@ def _scope_to_json(scope: Scope) -> dict[str, Any]:
     }
 
 
-def _scope_from_json(data: dict[str, Any], family: str) -> Scope:
+def _model_from_json(data: dict[str, Any], family: str) -> ModelRules:
     for expression in data["defaults"].values():
         check_expression(expression)
     rules = Family(
@@ -168,7 +168,7 @@ def _scope_from_json(data: dict[str, Any], family: str) -> Scope:
         rules=tuple(_parse_table(parse_rule, table) for table in data["rules"]),
         modules=tuple(_parse_table(parse_module, table) for table in data["modules"]),
     )
-    return Scope(rules.over(Family(family)), data["config"], data["at"])
+    return ModelRules(rules.with_base(Family(family)), data["config"], data["at"])
 
 
 def _parse_table(parse: Callable[..., Parsed], table: Mapping[str, Any]) -> Parsed:

@@ -8,11 +8,11 @@ from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.plan.config_fields import lookup
-from shardconv.plan.family import Family, Part
+from shardconv.plan.family import Family, Submodel
 from shardconv.plan.family_file import family_for, load_family
+from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.quantization import DEFAULT_BLOCK, block_size
 from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.scope import Scope
 
 #: The deepest nesting of submodels.
 _MAX_DEPTH = 4
@@ -33,39 +33,41 @@ def rules_for(
         PlanError: if submodels are nested too deep, or one that a plan file names has no config.
     """
     block = block_size(config) or list(DEFAULT_BLOCK)
-    return RuleSet(family.name, tuple(scopes_of(family, config)), experts, uncertain, block)
+    return RuleSet(family.name, tuple(model_rules_of(family, config)), experts, uncertain, block)
 
 
-def scopes_of(family: Family, config: Mapping[str, Any] | None, at: str = "", depth: int = 0) -> Iterator[Scope]:
-    """The scope of a model, followed by those of its submodels.
+def model_rules_of(
+    family: Family, config: Mapping[str, Any] | None, at: str = "", depth: int = 0
+) -> Iterator[ModelRules]:
+    """The rules of a model, followed by those of its submodels.
 
     Raises:
         PlanError: if submodels are nested too deep, or one that a plan file names has no config.
     """
     if depth > _MAX_DEPTH:
         raise PlanError(f"submodels are nested too deep (expected at most {_MAX_DEPTH} nested configs)")
-    yield Scope(family, config, at)
-    for start, part in (family.parts or {}).items():
-        if part.by_user and config is not None and not isinstance(lookup(config, part.field), Mapping):
-            raise PlanError(f"part {start!r}: the config has no nested config {part.field!r}: correct or remove it")
-        submodel_config, submodel_family = _submodel(part, config or {})
+    yield ModelRules(family, config, at)
+    for start, submodel in (family.submodels or {}).items():
+        if submodel.by_user and config is not None and not isinstance(lookup(config, submodel.field), Mapping):
+            raise PlanError(f"part {start!r}: the config has no nested config {submodel.field!r}: correct or remove it")
+        submodel_config, submodel_family = _config_and_family(submodel, config or {})
         if submodel_family is not None:
-            yield from scopes_of(submodel_family, submodel_config, f"{at}.{start}" if at else start, depth + 1)
+            yield from model_rules_of(submodel_family, submodel_config, f"{at}.{start}" if at else start, depth + 1)
 
 
-def _submodel(part: Part, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family | None]:
+def _config_and_family(submodel: Submodel, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family | None]:
     """The config and the family of a submodel.
 
     Configs on the Hub may have the fields of the text model at the top level, and a nested config may have the model's
     ``model_type``, or none. The submodel's type is then the model's with the name of the field appended, such as
     ``qwen2_vl_text`` for ``text_config``.
     """
-    nested = lookup(config, part.field)
+    nested = lookup(config, submodel.field)
     submodel_config = nested if isinstance(nested, Mapping) else config
-    if part.family:
-        return submodel_config, load_family(part.family)
+    if submodel.family:
+        return submodel_config, load_family(submodel.family)
     model_type = config.get("model_type")
     submodel_type = submodel_config.get("model_type") or model_type
     if submodel_type == model_type:
-        submodel_type = f"{model_type}_{part.field.rpartition('.')[2].removesuffix('_config')}"
+        submodel_type = f"{model_type}_{submodel.field.rpartition('.')[2].removesuffix('_config')}"
     return submodel_config, family_for(submodel_type) if isinstance(submodel_type, str) else None

@@ -13,11 +13,11 @@ from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import Expert, find_experts
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.matcher import Match, Matcher, pattern_for
+from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SCALE
 from shardconv.plan.rule import STYLES, Rule
 from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.scope import Scope
 
 #: Names of tensors that hold several projections: never sharded without a rule that gives their segments.
 FUSED = re.compile(r"(qkv|query_key_value|c_attn|W_?pack|gate_up|in_proj|fused|packed)", re.IGNORECASE)
@@ -33,7 +33,7 @@ class TensorGroup:
     Attributes:
         name: the first of the tensors, for messages.
         rule: the rule that matches their names.
-        scope: the scope of the rule.
+        model_rules: the rules of the model or submodel.
         leaf: ``weight``, ``bias`` or ``weight_scale_inv``: which tensor of its module each is.
         spec: dtype and shape.
         weight: the weight that a block scale belongs to; None for other tensors.
@@ -44,7 +44,7 @@ class TensorGroup:
 
     name: str
     rule: Rule
-    scope: Scope
+    model_rules: ModelRules
     leaf: str
     spec: TensorSpec
     weight: TensorSpec | None = None
@@ -66,7 +66,7 @@ class TensorGroup:
         """What the expressions of the rule read: the config, ``features`` (the sharded dim) and ``rows``."""
         dim = self.dim
         sizes = {"features": None if dim is None else self.sized.shape[dim], "rows": self.rows}
-        return self.scope.fields(self.stage, **{field: size for field, size in sizes.items() if size is not None})
+        return self.model_rules.fields(self.stage, **{field: size for field, size in sizes.items() if size is not None})
 
 
 def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str, TensorGroup]:
@@ -76,8 +76,8 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
         PlanError: if no rule matches a tensor.
     """
     ruled, matcher = matcher_of(rules)
-    no_match = (SCALAR, rules.scopes[0])
-    staged = {id(rule) for rule, scope in ruled if scope.reads_stage(rule)}
+    no_match = (SCALAR, rules.models[0])
+    staged = {id(rule) for rule, model_rules in ruled if model_rules.reads_stage(rule)}
     experts = find_experts({name: spec.shape for name, spec in tensors.items()}) if rules.experts == "expert" else {}
     groups: dict[tuple[object, ...], TensorGroup] = {}
     group_of: dict[str, TensorGroup] = {}
@@ -91,14 +91,14 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
         elif match is None:
             uncovered.append(name)
             continue
-        rule, scope = no_match if match is None else ruled[match.place]
+        rule, model_rules = no_match if match is None else ruled[match.pattern_index]
         rows = _rows_beside(name, rule.beside, tensors) if rule.beside else None
-        stage = scope.stage_of(name) if id(rule) in staged else None
+        stage = model_rules.stage_of(name) if id(rule) in staged else None
         key = (match, spec, weight, rows, stage, experts.get(name))
         group = groups.get(key)
         if group is None:
             leaf = "weight" if match is None else match.leaf
-            group = groups[key] = TensorGroup(name, rule, scope, leaf, *key[1:])
+            group = groups[key] = TensorGroup(name, rule, model_rules, leaf, *key[1:])
             _check_expert(group)
         group_of[name] = group
     if uncovered:
@@ -116,16 +116,20 @@ def layers_by_rule(group_of: Mapping[str, TensorGroup]) -> dict[Rule, frozenset[
     return {rule: frozenset(names) for rule, names in found.items()}
 
 
-def with_scopes(group_of: Mapping[str, TensorGroup], scopes: Mapping[Scope, Scope]) -> dict[str, TensorGroup]:
-    """The same groups with other scopes in place of theirs."""
-    changed = {group: replace(group, scope=scopes[group.scope]) for group in dict.fromkeys(group_of.values())}
+def with_model_rules(
+    group_of: Mapping[str, TensorGroup], models: Mapping[ModelRules, ModelRules]
+) -> dict[str, TensorGroup]:
+    """The same groups with other rules of their models."""
+    changed = {
+        group: replace(group, model_rules=models[group.model_rules]) for group in dict.fromkeys(group_of.values())
+    }
     return {name: changed[group] for name, group in group_of.items()}
 
 
-def matcher_of(rules: RuleSet) -> tuple[list[tuple[Rule, Scope]], Matcher]:
-    """The rules that apply, each with its scope, and the matcher that returns a tensor's index among them."""
-    ruled = [(rule, scope) for scope in rules.scopes for rule in scope.rules()]
-    patterns = [(f"{scope.at}.{rule.pattern}", scope.regex(rule.pattern)) for rule, scope in ruled]
+def matcher_of(rules: RuleSet) -> tuple[list[tuple[Rule, ModelRules]], Matcher]:
+    """The rules that apply, each with those of its model, and the matcher that returns a tensor's index among them."""
+    ruled = [(rule, model_rules) for model_rules in rules.models for rule in model_rules.rules()]
+    patterns = [(f"{model_rules.at}.{rule.pattern}", model_rules.regex(rule.pattern)) for rule, model_rules in ruled]
     return ruled, Matcher(patterns)
 
 
@@ -172,20 +176,20 @@ def _scale_match(
     scale_match: Match | None,
     matcher: Matcher,
     tensors: Mapping[str, TensorSpec],
-    ruled: Sequence[tuple[Rule, Scope]],
+    ruled: Sequence[tuple[Rule, ModelRules]],
 ) -> tuple[Match | None, TensorSpec]:
     """The match of a block scale, which is that of its weight; and its weight."""
     weight_name = name.removesuffix("_scale_inv")
     if weight_name not in tensors:
         raise PlanError(f"{name}: there is no weight beside this scale")
     match = matcher.match(weight_name)
-    if scale_match is not None and match is not None and scale_match.place != match.place:
-        rule, weights_rule = (ruled[each.place][0].pattern for each in (scale_match, match))
+    if scale_match is not None and match is not None and scale_match.pattern_index != match.pattern_index:
+        rule, weights_rule = (ruled[each.pattern_index][0].pattern for each in (scale_match, match))
         raise PlanError(
             f"{name}: rule {rule!r} matches this scale, but {weights_rule!r} its weight, and both have to be sharded "
             f"alike: write a rule for their module, {weight_name.removesuffix('.weight')!r}"
         )
-    return (None if match is None else Match(match.place, "weight_scale_inv")), tensors[weight_name]
+    return (None if match is None else Match(match.pattern_index, "weight_scale_inv")), tensors[weight_name]
 
 
 def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: str, unused: Sequence[Rule]) -> str:

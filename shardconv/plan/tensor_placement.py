@@ -14,12 +14,12 @@ from shardconv.errors import PlanError
 from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import place_expert
 from shardconv.plan.family import NAMES_FAMILY
-from shardconv.plan.padding import Padding
-from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
+from shardconv.plan.model_rules import ModelRules
+from shardconv.plan.padding import UnitPadding
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
 from shardconv.plan.plan import Reason, TensorPlan, TensorSpec
 from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.scope import Scope
 from shardconv.plan.tensor_groups import TensorGroup
 
 #: Config fields about attention heads, which are assumed where there is no config.
@@ -36,7 +36,7 @@ class PaddedRule(NamedTuple):
     """A rule that pads.
 
     Attributes:
-        scope: of the rule.
+        model_rules: the rules of the model or submodel.
         rule: the rule.
         unit: the unit; None if elements are padded.
         size: number of units without padding.
@@ -45,7 +45,7 @@ class PaddedRule(NamedTuple):
         spec: of the tensor.
     """
 
-    scope: Scope
+    model_rules: ModelRules
     rule: Rule
     unit: str | None
     size: int
@@ -133,10 +133,10 @@ class GroupPlanner:
             return
         names, units, _ = self._units(group.spec.shape[group.dim or 0])
         for unit_name, unit in zip(names, units, strict=True):
-            padding = group.scope.padding(group.rule, unit_name)
-            padded = (padding.apply(unit, group.scope.multiple(tp)) if padding else unit).padded_count(tp)
+            padding = group.model_rules.padding(group.rule, unit_name)
+            padded = (padding.apply(unit, group.model_rules.multiple(tp)) if padding else unit).padded_count(tp)
             if padded != unit.count:
-                yield PaddedRule(group.scope, group.rule, unit_name, unit.count, padded, group.name, group.spec)
+                yield PaddedRule(group.model_rules, group.rule, unit_name, unit.count, padded, group.name, group.spec)
 
     def sharded_dim(self) -> ShardedDim:
         """The dim that is sharded, and its full size by rule and config.
@@ -151,7 +151,7 @@ class GroupPlanner:
             return ShardedDim(dim, None)
         fields = self._group.fields()
         names = rule.parts or (rule.unit,)
-        units = [(self._group.scope.family.units or {})[unit] for unit in names if unit is not None]
+        units = [(self._group.model_rules.family.units or {})[unit] for unit in names if unit is not None]
         if not units and rule.style == "embedding_rowwise":
             return ShardedDim(dim, fields.evaluate("vocab_size"))
         counted = [fields.evaluate(unit.count) * fields.evaluate(unit.size) for unit in units if unit.count is not None]
@@ -161,8 +161,8 @@ class GroupPlanner:
 
     def _is_sharded(self, tp: int) -> bool:
         """Whether the units of the rule are sharded over ``tp`` ranks; with ``whole`` units, only if they divide."""
-        scope, rule = replace(self._group.scope, stage=self._group.stage), self._group.rule
-        return not rule.otherwise or all(scope.is_sharded(unit, tp) for unit in rule.units)
+        model_rules, rule = replace(self._group.model_rules, stage=self._group.stage), self._group.rule
+        return not rule.otherwise or all(model_rules.is_sharded(unit, tp) for unit in rule.units)
 
     @cached_property
     def _unsharded(self) -> "GroupPlanner":
@@ -201,9 +201,9 @@ class GroupPlanner:
         groups = self._fields.evaluate(rule.groups)
         self._check_size(dim, groups * sum(unit.width for unit in units), chunks, names)
         if chunks > 1:
-            return cut(dim, units, tp, groups=groups).chunk(rule.part or 0, chunks)
-        paddings = [group.scope.padding(rule, unit) for unit in names]
-        return _padded_placement(dim, units, tp, groups, paddings, group.scope.multiple(tp))
+            return shard_dim(dim, units, tp, groups=groups).chunk(rule.part or 0, chunks)
+        paddings = [group.model_rules.padding(rule, unit) for unit in names]
+        return _padded_placement(dim, units, tp, groups, paddings, group.model_rules.multiple(tp))
 
     def _check_size(self, dim: int, expected: int, chunks: int, names: Sequence[str | None]) -> None:
         group, size = self._group, self._group.sized.shape[dim]
@@ -239,7 +239,7 @@ class GroupPlanner:
         if unit_name is None:
             is_vocabulary = rule.pad and rule.style == "embedding_rowwise"
             return Unit(size, pad=rule.pad, multiple=self._rules.vocab_multiple if is_vocabulary else 1)
-        unit = (self._group.scope.family.units or {})[unit_name]
+        unit = (self._group.model_rules.family.units or {})[unit_name]
         copies = unit.copies and not self._rules.uncertain
         unit_size = fields.evaluate(unit.size)
         if unit.count is not None:
@@ -264,7 +264,7 @@ class GroupPlanner:
 
 
 def _padded_placement(
-    dim: int, units: Sequence[Unit], tp: int, groups: int, paddings: Sequence[Padding | None], multiple: int
+    dim: int, units: Sequence[Unit], tp: int, groups: int, paddings: Sequence[UnitPadding | None], multiple: int
 ) -> Placement:
     """The placement of units with the padding of each.
 
@@ -274,8 +274,8 @@ def _padded_placement(
     padded = [padding.apply(unit, multiple) if padding else unit for unit, padding in zip(units, paddings, strict=True)]
     try:
         if paddings[0] is None or paddings[0].heads is None or groups == 1:
-            return cut(dim, padded, tp, groups=groups)
-        return cut(dim, padded, tp, groups=groups, padded_groups=paddings[0].heads.padded(multiple).kv_heads)
+            return shard_dim(dim, padded, tp, groups=groups)
+        return shard_dim(dim, padded, tp, groups=groups, padded_groups=paddings[0].heads.padded(multiple).kv_heads)
     except IndivisibleError as error:
         refusal = next((padding.refusal for padding in paddings if padding and padding.refusal), "")
         raise IndivisibleError(f"{error}, and is not padded: {refusal}" if refusal else str(error)) from error
@@ -296,15 +296,15 @@ def _on_blocks(placement: Placement, scale: TensorSpec, weight: TensorSpec, bloc
             f"{placement.size} {kind} features would be padded, and with them blocks that have a scale"
         )
     ranks = []
-    for pieces in placement.ranks:
-        for piece in pieces:
-            ends_inside = isinstance(piece, Interval) and piece.stop % width and piece.stop != placement.size
-            if not isinstance(piece, Interval) or piece.start % width or ends_inside:
+    for entries in placement.ranks:
+        for entry in entries:
+            ends_inside = isinstance(entry, Interval) and entry.stop % width and entry.stop != placement.size
+            if not isinstance(entry, Interval) or entry.start % width or ends_inside:
                 raise IndivisibleError(
-                    f"{placement.size} / {placement.tp} = {piece.size} {kind} features per rank is not a multiple of "
+                    f"{placement.size} / {placement.tp} = {entry.size} {kind} features per rank is not a multiple of "
                     f"the {width}-wide scale block"
                 )
-        ranks.append(tuple(Interval(p.start // width, -(-p.stop // width)) for p in pieces if isinstance(p, Interval)))
+        ranks.append(tuple(Interval(p.start // width, -(-p.stop // width)) for p in entries if isinstance(p, Interval)))
     return Placement(placement.dim, scale.shape[placement.dim], tuple(ranks))
 
 
@@ -314,6 +314,6 @@ def _check_bytes(placement: Placement, spec: TensorSpec) -> None:
         return
     group = _ELEMENTS_PER_GROUP[spec.dtype]
     inner = prod(spec.shape[placement.dim + 1 :])
-    edges = {edge for pieces in placement.ranks for piece in pieces for edge in piece}  # of padding, its size
+    edges = {edge for entries in placement.ranks for entry in entries for edge in entry}  # of padding, its size
     if any(edge * inner % group for edge in edges) or prod(spec.shape[placement.dim :]) % group:
         raise IndivisibleError(f"a boundary of {spec.dtype} would be inside a byte")

@@ -12,7 +12,7 @@ from typing import Any
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import PlanError
 from shardconv.plan.family import PLAN_FILE, Family
-from shardconv.plan.family_file import laid_over
+from shardconv.plan.family_file import expand_family
 from shardconv.plan.matcher import Matcher
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.plan import TensorSpec
@@ -53,7 +53,7 @@ def with_blocks(proposal: Proposal, model: Any) -> Proposal:
 
 def expanded(proposal: Proposal) -> Family:
     """The rules of a proposal, with those of its blocks."""
-    return laid_over(parse_family("proposal", to_tables(proposal), PLAN_FILE), Family("proposal"))
+    return expand_family(parse_family("proposal", to_tables(proposal), PLAN_FILE), Family("proposal"))
 
 
 def _paths(proposal: Proposal) -> list[str]:
@@ -73,12 +73,12 @@ def _candidates(proposal: Proposal, path: str) -> list[str]:
 
 
 def _at(path: str, block: str) -> Family:
-    return laid_over(parse_family("block", {"blocks": {path: block}}, "block"), Family("block"))
+    return expand_family(parse_family("block", {"blocks": {path: block}}, "block"), Family("block"))
 
 
 def _covered(proposal: Proposal, path: str, family: Family) -> set[str]:
     """The patterns of rules below a module whose tensors a family covers with the same style."""
-    (scope,) = rules_for(family, {}).scopes
+    (scope,) = rules_for(family, {}).models
     matcher = Matcher([(rule.pattern, scope.regex(rule.pattern)) for rule in family.rules])
     start = f"{path}." if path else ""
     below = ((pattern, rule) for pattern, rule in proposal.rules.items() if pattern.startswith(start))
@@ -86,7 +86,7 @@ def _covered(proposal: Proposal, path: str, family: Family) -> set[str]:
     return {
         pattern
         for pattern, rule, match in matches
-        if match is not None and family.rules[match.place].style == rule["style"]
+        if match is not None and family.rules[match.pattern_index].style == rule["style"]
     }
 
 
@@ -94,7 +94,7 @@ def _mounted(proposal: Proposal, path: str, block: str) -> Proposal | None:
     """The proposal with a block in place of the rules that it covers; None where that are less than two."""
     mounts = {**proposal.blocks, path: [*proposal.blocks.get(path, []), block]}
     family = _at(path, block)
-    (scope,) = rules_for(family, {}).scopes
+    (scope,) = rules_for(family, {}).models
     gone = _covered(proposal, path, family)
     if len(gone) < 2:
         return None
@@ -123,7 +123,7 @@ def _effect(
 
 def _overrides(rules: RuleSet, model: Any) -> Iterator[tuple[str, dict[str, int]]]:
     """By module name the attributes that it has and that are set, with their values on a rank."""
-    (scope,) = rules.scopes
+    (scope,) = rules.models
     modules = list(scope.modules())
     for name, module in model.named_modules():
         found = ModuleRule.joined([rule for regex, rule in modules if re.fullmatch(regex, name)])

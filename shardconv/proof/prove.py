@@ -201,8 +201,8 @@ def _padded_heads(resolver: Resolver, tp: int) -> set[tuple[str, Heads]]:
     """The heads that a plan pads in groups, each with the submodel that has them."""
     if not resolver.rules.pad or resolver.blocked(tp) is not None:
         return set()
-    paddings = ((one.scope, one.scope.padding(one.rule, one.unit)) for one in resolver.padded_rules(tp))
-    return {(scope.at, padding.heads) for scope, padding in paddings if padding and padding.heads}
+    paddings = ((one.model_rules, one.model_rules.padding(one.rule, one.unit)) for one in resolver.padded_rules(tp))
+    return {(rules.at, padding.heads) for rules, padding in paddings if padding and padding.heads}
 
 
 def _model_to_try(
@@ -300,7 +300,7 @@ def propose_plan(
     }
     found = expanded(proposal).rules
     covered = Matcher([(rule.pattern, name_regex(rule.pattern)) for rule in found])
-    mounts = {found[match.place].mount for match in map(covered.match, source.specs) if match is not None}
+    mounts = {found[match.pattern_index].mount for match in map(covered.match, source.specs) if match is not None}
     units = _units(proposal.units, family_of(_checked_config(source)))
     blocks = {path: [_mount(path, name, mounts) for name in names] for path, names in proposal.blocks.items()}
     missing = _kinds(name for name in source.specs if covered.match(name) is None)
@@ -327,7 +327,7 @@ def _matched(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
     """The patterns that are the first to match a name."""
     patterns = list(patterns)
     matcher = Matcher([(pattern, name_regex(pattern)) for pattern in patterns])
-    return {patterns[match.place] for match in map(matcher.match, names) if match is not None}
+    return {patterns[match.pattern_index] for match in map(matcher.match, names) if match is not None}
 
 
 def cut_share(specs: Mapping[str, TensorSpec], plan: Plan) -> float:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardconv.distributed.groups import Axis, as_axis, current_groups, has_groups
 from shardconv.distributed.new_groups import new_members_group
 from shardconv.layers.sharding import ParallelModule
-from shardconv.plan.placement import Interval, Piece, Placement, intervals
+from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, intervals
 from shardconv.tensor.chunked_shard import Chunk, ChunkedShard
 
 
@@ -115,7 +115,7 @@ def _num_chunks(placement: Placement) -> int | None:
     return None
 
 
-def _local_intervals(pieces: tuple[Piece, ...]) -> Iterator[tuple[Interval, int]]:
+def _local_intervals(pieces: tuple[IntervalOrPadding, ...]) -> Iterator[tuple[Interval, int]]:
     """Yield each interval of a rank, and its start in the local shard."""
     position = 0
     for piece in pieces:

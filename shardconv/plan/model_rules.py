@@ -1,4 +1,4 @@
-"""Scope: the rules of one family and the config that they read, for a model or one of its submodels."""
+"""The rules of one family and the config that they read, for a model or one of its submodels."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -11,13 +11,13 @@ from shardconv.plan.config_fields import Fields, fields_in, reads_stage
 from shardconv.plan.family import Family
 from shardconv.plan.matcher import name_regex
 from shardconv.plan.module_override import ModuleRule
-from shardconv.plan.padding import UNKNOWN, Padding, padding_of, unit_paddings
-from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut
+from shardconv.plan.padding import UNKNOWN, UnitPadding, padding_of, unit_paddings
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
 from shardconv.plan.rule import Rule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scope:
+class ModelRules:
     """The rules of one family and the config that they read, for a model or one of its submodels.
 
     Attributes:
@@ -48,8 +48,8 @@ class Scope:
         match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", relative)
         return int(match[1]) if match else None
 
-    def at_stage(self, name: str) -> "Scope":
-        """The scope for one module if units differ by stage; otherwise this scope."""
+    def at_stage(self, name: str) -> "ModelRules":
+        """The rules for one module if units differ by stage; otherwise these rules."""
         has_stages = any(map(self._reads_stage, self.family.units or {}))
         return replace(self, stage=self.stage_of(name)) if has_stages else self
 
@@ -73,7 +73,7 @@ class Scope:
     def modules(self) -> Iterator[tuple[re.Pattern[str], ModuleRule]]:
         """The module overrides whose ``when`` holds, each with the regular expression of module names.
 
-        Where no rule matches a tensor, the modules are those of another scope, which has their units.
+        Where no rule matches a tensor, the modules belong to another submodel, which has their units.
         """
         fields, units = self.fields(), (self.family.units or {}).keys()
         is_used = self.used is None or any(True for _ in self.used_rules())
@@ -96,7 +96,7 @@ class Scope:
         """
         unit = self.unit(name, tp, size=size)
         if self.is_sharded(name, tp):
-            return cut(dim, [unit], tp)
+            return shard_dim(dim, [unit], tp)
         return Placement(dim, unit.width, ((Interval(0, unit.width),),) * tp)
 
     def is_sharded(self, name: str, tp: int) -> bool:
@@ -118,12 +118,12 @@ class Scope:
         if padding is None or not padding.refusal:
             return unpadded if padding is None else padding.apply(unpadded, self.multiple(tp))
         try:
-            cut(0, [unpadded], tp)
+            shard_dim(0, [unpadded], tp)
         except IndivisibleError as error:
             raise PlanError(f"unit {name}: {error}, and is not padded: {padding.refusal}") from error
         return unpadded
 
-    def padding(self, rule: Rule, unit: str | None) -> Padding | None:
+    def padding(self, rule: Rule, unit: str | None) -> UnitPadding | None:
         """The padding of a unit of a rule; None without padding."""
         return padding_of(self, rule, unit) if self.pad else None
 
