@@ -6,7 +6,6 @@ A field that the config does not have is the family's default. The fields that a
 import ast
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from shardconv.errors import PlanError
 
@@ -35,15 +34,15 @@ class Fields:
     """
 
     def __init__(
-        self, config: Mapping[str, Any] | None, defaults: Mapping[str, str | int], stage: int | None = None
+        self, config: Mapping[str, object] | None, defaults: Mapping[str, str | int], stage: int | None = None
     ) -> None:
         self._config = {} if config is None else config
         self._missing = "is missing (no config.json)" if config is None else "is missing"
         self._defaults = defaults
         self._stage = stage
-        self.read: dict[str, Any] = {}
+        self.read: dict[str, int] = {}
 
-    def has(self, name: str, value: Any) -> bool:  # noqa: ANN401 - anything JSON holds
+    def has(self, name: str, value: object) -> bool:
         """Whether a field of the config, or else its default, has this value."""
         actual = lookup(self._config, name)
         if actual is None:
@@ -96,7 +95,7 @@ class Fields:
 
     def _field(self, name: str) -> int:
         if name in self.read:
-            return int(self.read[name])
+            return self.read[name]
         value = lookup(self._config, name)
         if value is None and name in self._defaults:
             value = self.evaluate(self._defaults[name])
@@ -110,9 +109,9 @@ class Fields:
         return value
 
 
-def lookup(config: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - anything JSON holds
+def lookup(config: Mapping[str, object], name: str) -> object:
     """The value of a field, or with dots of a field of a nested config; None if it is missing."""
-    value: Any = config
+    value: object = config
     for key in name.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value

@@ -6,10 +6,13 @@ experts in one tensor or has a tensor for each.
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shardconv.errors import PlanError
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
+
+#: A tensor of any library.
+Tensor = TypeVar("Tensor")
 
 #: Each expert is sharded over all ranks (``tensor``), or full experts are distributed over ranks (``expert``).
 EXPERT_MODES = ("tensor", "expert")
@@ -67,7 +70,7 @@ def place_expert(expert: Expert, shape: tuple[int, ...], tp: int) -> Placement:
     return Placement(0, shape[0], tuple((Interval(0, shape[0]),) if rank == owner else () for rank in range(tp)))
 
 
-def local_experts(tensors: Mapping[str, Any], placements: Mapping[str, Placement], rank: int) -> dict[str, Any]:
+def local_experts(tensors: Mapping[str, Tensor], placements: Mapping[str, Placement], rank: int) -> dict[str, Tensor]:
     """Remove the tensors of experts of other ranks, and number the local experts from 0.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardconv.errors import PlanError
 from shardconv.plan.blocks import expand_blocks
@@ -126,7 +126,7 @@ class _Index(NamedTuple):
         of_type: model type to the name of its family.
     """
 
-    tables: dict[str, dict[str, Any]]
+    tables: dict[str, dict[str, object]]
     of_type: dict[str, str]
 
 

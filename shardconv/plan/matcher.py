@@ -74,16 +74,16 @@ def name_regex(pattern: str, prefixes: Sequence[str] = ()) -> str:
     start = ""
     if prefixes and pattern.startswith(prefixes[0]):
         start, pattern = f"(?:{'|'.join(map(re.escape, prefixes))})?", pattern[len(prefixes[0]) :]
-    tokens = re.split(rf"(\*\*\.|{CHOICE.pattern})", pattern)
-    return start + "".join(_token_regex(token) for token in tokens)
+    texts = re.split(rf"(\*\*\.|{CHOICE.pattern})", pattern)
+    return start + "".join(map(_regex_of, texts))
 
 
-def _token_regex(token: str) -> str:
-    if token == "**.":  # noqa: S105 - a pattern's token
+def _regex_of(text: str) -> str:
+    if text == "**.":
         return r"(?:.+\.)?"
-    if token.startswith("{"):
-        return "(?:" + "|".join(_wildcard_regex(choice) for choice in token[1:-1].split(",")) + ")"
-    return _wildcard_regex(token)
+    if text.startswith("{"):
+        return "(?:" + "|".join(_wildcard_regex(choice) for choice in text[1:-1].split(",")) + ")"
+    return _wildcard_regex(text)
 
 
 def _wildcard_regex(text: str) -> str:

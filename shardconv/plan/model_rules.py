@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.plan.config_fields import Fields, fields_in, reads_stage
@@ -31,7 +30,7 @@ class ModelRules:
     """
 
     family: Family
-    config: Mapping[str, Any] | None
+    config: Mapping[str, object] | None
     at: str = ""
     pad: int = 0
     used: Mapping[Rule, frozenset[str]] | None = None

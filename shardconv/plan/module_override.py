@@ -88,7 +88,7 @@ class ModuleRule:
     gathered_output: bool | None = None
     summed_output: bool | None = None
     gathers: tuple[str, ...] = ()
-    when: tuple[tuple[str, Any], ...] = ()
+    when: tuple[tuple[str, object], ...] = ()
     origin: str = ""
     by_user: bool = False
     block: str = ""
@@ -118,16 +118,19 @@ class ModuleRule:
     def joined(cls, rules: Sequence["ModuleRule"]) -> Self:
         """The overrides of several rules together; of one that several have, the last."""
         named = [one for one in fields(cls) if one.name not in _ABOUT_RULE] if rules else []
-        return cls("", **{one.name: _merged(one.default, [getattr(rule, one.name) for rule in rules]) for one in named})
+        overrides: dict[str, Any] = {
+            one.name: _merged(one.default, [getattr(rule, one.name) for rule in rules]) for one in named
+        }
+        return cls("", **overrides)
 
 
 #: Fields of a rule that are not overrides.
 _ABOUT_RULE = ("pattern", "when", "origin", "by_user", "block")
 
 
-def _merged(default: Any, values: Sequence[Any]) -> Any:  # noqa: ANN401 - of any field
+def _merged(default: object, values: Sequence[object]) -> object:
     if any(isinstance(one, Mapping) for one in values):
-        return {name: value for one in values for name, value in one.items()}
+        return {name: value for one in values if isinstance(one, Mapping) for name, value in one.items()}
     if default == ():
-        return tuple(dict.fromkeys(name for one in values for name in one))
+        return tuple(dict.fromkeys(name for one in values if isinstance(one, tuple) for name in one))
     return next((one for one in reversed(values) if one not in (None, "")), default)

@@ -7,7 +7,6 @@ config only.
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.plan.config_fields import Fields, fields_in, lookup
@@ -155,21 +154,23 @@ def _explicit(model_rules: ModelRules, changes: list[_Change]) -> Iterator[_Chan
             )
 
 
-def _with_values(config: Mapping[str, Any], fields: Mapping[str, int]) -> dict[str, Any]:
+def _with_values(config: Mapping[str, object], fields: Mapping[str, int]) -> dict[str, object]:
     changed = dict(config)
     for name, value in fields.items():
         changed = _set(changed, name.split("."), value)
     return changed
 
 
-def _set(config: Mapping[str, Any], path: list[str], value: int) -> dict[str, Any]:
+def _set(config: Mapping[str, object], path: list[str], value: int) -> dict[str, object]:
     """A copy of a config with a new value of a field, given by its path."""
     first, *rest = path
-    return {**config, first: _set(config.get(first) or {}, rest, value) if rest else value}
+    nested = config.get(first)
+    return {**config, first: _set(nested if isinstance(nested, Mapping) else {}, rest, value) if rest else value}
 
 
 def _apply(change: _Change) -> ConfigChange:
-    config: Any = change.model_rules.config
+    config = change.model_rules.config
+    assert isinstance(config, dict)
     before = lookup(config, change.field)
     config.update(_set(config, change.field.split("."), change.value))
-    return ConfigChange(change.field, before, change.value)
+    return ConfigChange(change.field, before if isinstance(before, int) else None, change.value)

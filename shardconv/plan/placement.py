@@ -7,7 +7,7 @@ padding between them. Pure integer arithmetic, independent of bytes, files, mode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self, TypedDict
 
 
 class Interval(NamedTuple):
@@ -29,6 +29,14 @@ class Padding(NamedTuple):
 
 
 IntervalOrPadding = Interval | Padding
+
+
+class PlacementJson(TypedDict):
+    """JSON form of a placement: an interval is ``[start, stop]``, padding is its size."""
+
+    dim: int | None
+    size: int
+    ranks: list[list[int | list[int]]]
 
 
 class IndivisibleError(ValueError):
@@ -138,13 +146,15 @@ class Placement:
             properties.append(f"padded from {self.size}")
         return ", ".join(properties)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data: an interval is ``[start, stop]``, padding is its size."""
-        ranks = [[p.size if isinstance(p, Padding) else [p.start, p.stop] for p in entries] for entries in self.ranks]
+    def to_json(self) -> PlacementJson:
+        """Convert to JSON data."""
+        ranks: list[list[int | list[int]]] = [
+            [p.size if isinstance(p, Padding) else [p.start, p.stop] for p in entries] for entries in self.ranks
+        ]
         return {"dim": self.dim, "size": self.size, "ranks": ranks}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
+    def from_json(cls, data: PlacementJson) -> Self:
         """The inverse of :meth:`to_json`.
 
         Raises:
@@ -162,7 +172,7 @@ def intervals(entries: Sequence[IntervalOrPadding]) -> list[Interval]:
     return [entry for entry in entries if isinstance(entry, Interval)]
 
 
-def _entry_from_json(item: Any) -> IntervalOrPadding:  # noqa: ANN401 - anything JSON holds
+def _entry_from_json(item: int | list[int]) -> IntervalOrPadding:
     if isinstance(item, int):
         return Padding(item)
     start, stop = item

@@ -5,10 +5,10 @@ Plain data that is compared by its JSON form and stored in the manifest.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self, TypedDict
 
-from shardconv.plan.placement import Placement
-from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.placement import Placement, PlacementJson
+from shardconv.plan.rule_set import RuleSet, RuleSetJson
 
 
 class TensorSpec(NamedTuple):
@@ -32,6 +32,34 @@ class Reason(NamedTuple):
     fields: tuple[str, ...] = ()
 
 
+class ReasonJson(TypedDict):
+    """JSON form of a :class:`Reason`."""
+
+    origin: str
+    rule: str
+    fields: list[str]
+
+
+class TensorPlanJson(TypedDict):
+    """JSON form of a :class:`TensorPlan`."""
+
+    placement: PlacementJson
+    style: str
+    units: list[str]
+    reason: ReasonJson
+
+
+class PlanJson(TypedDict):
+    """JSON form of a :class:`Plan`: ``tensors`` maps names to indices in ``placements``."""
+
+    tp: int
+    family: str | None
+    assumed: list[str]
+    placements: list[TensorPlanJson]
+    tensors: dict[str, int]
+    rules: RuleSetJson | None
+
+
 class TensorPlan(NamedTuple):
     """How one tensor is sharded.
 
@@ -53,14 +81,18 @@ class TensorPlan(NamedTuple):
         read = f" ({', '.join(fields)})" if fields else ""
         return f"{origin}: {self.style} {rule}{read}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        reason = {"origin": self.reason.origin, "rule": self.reason.rule, "fields": list(self.reason.fields)}
+    def to_json(self) -> TensorPlanJson:
+        """Convert to JSON data."""
+        reason: ReasonJson = {
+            "origin": self.reason.origin,
+            "rule": self.reason.rule,
+            "fields": list(self.reason.fields),
+        }
         units = list(self.units)
         return {"placement": self.placement.to_json(), "style": self.style, "units": units, "reason": reason}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
+    def from_json(cls, data: TensorPlanJson) -> Self:
         """The inverse of :meth:`to_json`."""
         reason = data["reason"]
         parsed = Reason(reason["origin"], reason["rule"], tuple(reason["fields"]))
@@ -98,8 +130,8 @@ class Plan:
                 return name
         return next((name for name in other.tensors if name not in self.tensors), None)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, in which equal plans of tensors are stored once."""
+    def to_json(self) -> PlanJson:
+        """Convert to JSON data, in which equal plans of tensors are stored once."""
         index_of: dict[TensorPlan, int] = {}
         tensors = {name: index_of.setdefault(plan, len(index_of)) for name, plan in self.tensors.items()}
         return {
@@ -112,7 +144,7 @@ class Plan:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
+    def from_json(cls, data: PlanJson) -> Self:
         """The inverse of :meth:`to_json`.
 
         Raises:

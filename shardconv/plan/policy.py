@@ -49,7 +49,7 @@ class Layer:
     weight: str | None = None
     bias: str | None = None
     n_fused: int | None = None
-    replace: Any = None
+    replace: type | None = None
     reversed: bool | None = None
     ignore_checker: bool = False
 
@@ -137,7 +137,7 @@ class Policy(ABC):
         return {}
 
     @staticmethod
-    def replace_modules() -> Mapping[Any, Any]:
+    def replace_modules() -> Mapping[type | str, type]:
         """Modules of the model whose class is replaced, keeping their attributes.
 
         Returns:

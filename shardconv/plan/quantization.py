@@ -6,7 +6,6 @@ A quantized layer that is treated as unquantized would have the right shape and 
 import re
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.plan.plan import TensorSpec
@@ -40,7 +39,7 @@ _DTYPES = re.compile(r"F8_.*|F4|F6_.*")
 _INTEGERS = re.compile(r"[IU]\d+")
 
 
-def check_quantization(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> None:
+def check_quantization(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None) -> None:
     """Refuse unsupported quantization, and quantized tensors that no settings describe.
 
     Args:
@@ -86,7 +85,7 @@ def _refusal(name: str, spec: TensorSpec, *, has_settings: bool) -> str:
     )
 
 
-def block_size(config: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - as the config has it
+def block_size(config: Mapping[str, object] | None) -> object:
     """Rows and columns of a block with one scale, as in the config; None if the config does not have them."""
     settings = (config or {}).get(SETTINGS_KEY)
     return settings.get("weight_block_size") if isinstance(settings, dict) else None

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, NotRequired, Self, TypedDict
 
 from shardconv.errors import PlanError
 from shardconv.plan.engines import SHARDCONV, engine_named
@@ -32,6 +32,19 @@ _ASSUMED_HEAD_DIM = 512
 
 #: Layers whose output is the input of another layer, by name: planning by name requires that their sizes are equal.
 _PAIRS = (("q_proj", "o_proj"), ("q_proj", "out_proj"), ("up_proj", "down_proj"), ("fc1", "fc2"), ("w1", "w2"))
+
+
+class PlanRequestJson(TypedDict):
+    """JSON form of a :class:`PlanRequest`; keys with default values may be missing."""
+
+    family: str | None
+    plan_file: list[str] | None
+    replicate: list[str]
+    head_dim: int | None
+    experts: NotRequired[str]
+    engine: NotRequired[str]
+    may_miss: NotRequired[bool]
+    pad: NotRequired[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,36 +83,45 @@ class PlanRequest:
                 f"pad the checkpoint, shardconv pad SRC --multiple-of tp=N -o DIR"
             )
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        plan_file = list(self.plan_file) if self.plan_file else None
-        return {
+    def to_json(self) -> PlanRequestJson:
+        """Convert to JSON data."""
+        data: PlanRequestJson = {
             "family": self.family,
-            "plan_file": plan_file,
+            "plan_file": list(self.plan_file) if self.plan_file else None,
             "replicate": list(self.replicate),
             "head_dim": self.head_dim,
             "experts": self.experts,
-            **({"engine": self.engine} if self.engine else {}),
-            **({"may_miss": True} if self.may_miss else {}),  # of proofs only
-            **({"pad": self.pad} if self.pad else {}),
         }
+        if self.engine:
+            data["engine"] = self.engine
+        if self.may_miss:  # in proofs only
+            data["may_miss"] = True
+        if self.pad:
+            data["pad"] = self.pad
+        return data
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
+    def from_json(cls, data: PlanRequestJson) -> Self:
         """The inverse of :meth:`to_json`.
 
         Raises:
             ValueError: if the data is not a plan request.
         """
         try:
-            plan_file = tuple(data["plan_file"]) if data["plan_file"] else None
-            experts = data.get("experts", "tensor")
-            replicate, may_miss = tuple(data["replicate"]), data.get("may_miss", False)
+            name, text = data["plan_file"] or ("", "")
             pad = data.get("pad", 0)
             if type(pad) is not int or not 0 <= pad <= MAX_MULTIPLE:
                 raise ValueError(f"pad is {pad!r:.60} (expected an integer from 0 to {MAX_MULTIPLE})")
-            others = {"engine": data.get("engine"), "may_miss": may_miss, "pad": pad}
-            return cls(data["family"], plan_file, replicate, data["head_dim"], experts, **others)
+            return cls(
+                family=data["family"],
+                plan_file=(name, text) if data["plan_file"] else None,
+                replicate=tuple(data["replicate"]),
+                head_dim=data["head_dim"],
+                experts=data.get("experts", "tensor"),
+                engine=data.get("engine"),
+                may_miss=data.get("may_miss", False),
+                pad=pad,
+            )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a plan request: {error!r}") from error
 
@@ -111,7 +133,7 @@ class Resolution(NamedTuple):
     assumed: tuple[str, ...]
 
 
-def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None, request: PlanRequest) -> Resolution:
+def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None, request: PlanRequest) -> Resolution:
     """Find the rules for a checkpoint.
 
     Args:
@@ -205,7 +227,7 @@ def _replicate_rule(name: str) -> Rule:
         raise PlanError(f"--replicate {name!r}: {error}") from error
 
 
-def family_of(config: Mapping[str, Any], name: str = "") -> Family:
+def family_of(config: Mapping[str, object], name: str = "") -> Family:
     """The family of this name, or without a name the family of the ``model_type`` of a config."""
     if name and name != TRANSFORMERS:
         return load_family(name)
@@ -217,8 +239,8 @@ def family_of(config: Mapping[str, Any], name: str = "") -> Family:
 
 
 def _with_heads(
-    tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None, head_dim: int | None, towers: list[str]
-) -> tuple[dict[str, Any], str, str]:
+    tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None, head_dim: int | None, towers: list[str]
+) -> tuple[dict[str, object], str, str]:
     """Add head counts and head size to a config, by the names and shapes of tensors.
 
     With several towers, head counts and size of the config or of one tower do not apply to all, and are not used.

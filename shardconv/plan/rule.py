@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from shardconv.plan.config_fields import check_expression
 
@@ -120,7 +119,7 @@ class Rule:
     beside: str = ""
     size: str | int | None = None
     dims: int = 0
-    when: tuple[tuple[str, Any], ...] = ()
+    when: tuple[tuple[str, object], ...] = ()
     otherwise: str = ""
     optional: bool = False
     origin: str = ""

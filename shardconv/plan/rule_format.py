@@ -13,7 +13,10 @@ from shardconv.plan.family import Block, Family, Mount, Submodel, check_units
 from shardconv.plan.module_override import PRODUCTS, InputRule, ModuleRule
 from shardconv.plan.rule import Rule, UnitRule, check_pattern
 
-_FAMILY_KEYS = {
+#: Keys of a table to the types of their values.
+_Keys = Mapping[str, type | tuple[type, ...]]
+
+_FAMILY_KEYS: _Keys = {
     "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
     "modules": dict, "parts": dict, "blocks": dict, "gathered": str,
 }  # fmt: skip
@@ -21,10 +24,10 @@ _FAMILY_KEYS = {
 _INHERITED = {"prefix": "prefix", "parts": "submodels", "gathered": "gathered"}
 #: Keys that a plan file does not have: it applies to the checkpoint it is passed for, and is not in docs/models.md.
 _NOT_BY_USER = ("model_types", "gathered")
-_BLOCK_KEYS = {"config": dict, "units": dict, "rules": dict, "modules": dict, "blocks": dict}
+_BLOCK_KEYS: _Keys = {"config": dict, "units": dict, "rules": dict, "modules": dict, "blocks": dict}
 
 
-def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool = False) -> Family:
+def parse_family(name: str, data: object, origin: str, *, by_user: bool = False) -> Family:
     """Parse the table of a family, without expanding blocks and what it inherits.
 
     Args:
@@ -37,30 +40,31 @@ def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool 
         PlanError: if the table does not have the format.
     """
     try:
-        _check_keys(data, {key: kind for key, kind in _FAMILY_KEYS.items() if not by_user or key not in _NOT_BY_USER})
+        known = {key: kind for key, kind in _FAMILY_KEYS.items() if not by_user or key not in _NOT_BY_USER}
+        table = _checked(data, known)
         family = Family(
             name=name,
-            model_types=tuple(data.get("model_types", ())),
-            inherits=data.get("inherits", ""),
-            prefix=_parse_prefix(data.get("prefix", [])),
-            config=data.get("config", {}),
-            units={key: parse_unit(key, unit) for key, unit in data.get("units", {}).items()},
+            model_types=tuple(table.get("model_types", ())),
+            inherits=table.get("inherits", ""),
+            prefix=_parse_prefix(table.get("prefix", [])),
+            config=table.get("config", {}),
+            units={key: parse_unit(key, unit) for key, unit in table.get("units", {}).items()},
             rules=tuple(
                 parse_rule(pattern, rule, origin, by_user=by_user)
-                for pattern, rule in _alternatives(data.get("rules", {}))
+                for pattern, rule in _alternatives(table.get("rules", {}))
             ),
             modules=tuple(
                 parse_module(pattern, rule, origin, by_user=by_user)
-                for pattern, rule in _alternatives(data.get("modules", {}))
+                for pattern, rule in _alternatives(table.get("modules", {}))
             ),
-            gathered=data.get("gathered", ""),
+            gathered=table.get("gathered", ""),
             submodels={
                 start: _parse_submodel(start, part)._replace(by_user=by_user)
-                for start, part in data.get("parts", {}).items()
+                for start, part in table.get("parts", {}).items()
             },
-            blocks=_parse_blocks(data.get("blocks", {})),
+            blocks=_parse_blocks(table.get("blocks", {})),
             origin=origin,
-            empty=frozenset(_INHERITED[key] for key in _INHERITED if key in data and not data[key]),
+            empty=frozenset(_INHERITED[key] for key in _INHERITED if key in table and not table[key]),
         )
         for expression in (family.config or {}).values():
             check_expression(expression)
@@ -69,7 +73,7 @@ def parse_family(name: str, data: dict[str, Any], origin: str, *, by_user: bool 
     return family
 
 
-def parse_block(name: str, data: dict[str, Any]) -> Block:
+def parse_block(name: str, data: object) -> Block:
     """Parse the table of a block.
 
     Args:
@@ -81,15 +85,15 @@ def parse_block(name: str, data: dict[str, Any]) -> Block:
     """
     origin = f"block {name}"
     try:
-        _check_keys(data, _BLOCK_KEYS)
-        tables = {key: _alternatives(data.get(key, {})) for key in ("rules", "modules")}
+        table = _checked(data, _BLOCK_KEYS)
+        alternatives = {key: _alternatives(table.get(key, {})) for key in ("rules", "modules")}
         block = Block(
             name,
-            config=data.get("config", {}),
-            units={key: parse_unit(key, unit) for key, unit in data.get("units", {}).items()},
-            rules=tuple(parse_rule(pattern, rule, origin) for pattern, rule in tables["rules"]),
-            modules=tuple(parse_module(pattern, rule, origin) for pattern, rule in tables["modules"]),
-            blocks=_parse_blocks(data.get("blocks", {})),
+            config=table.get("config", {}),
+            units={key: parse_unit(key, unit) for key, unit in table.get("units", {}).items()},
+            rules=tuple(parse_rule(pattern, rule, origin) for pattern, rule in alternatives["rules"]),
+            modules=tuple(parse_module(pattern, rule, origin) for pattern, rule in alternatives["modules"]),
+            blocks=_parse_blocks(table.get("blocks", {})),
         )
         for expression in block.config.values():
             check_expression(expression)
@@ -101,13 +105,13 @@ def parse_block(name: str, data: dict[str, Any]) -> Block:
     return block
 
 
-def _parse_blocks(table: dict[str, Any]) -> tuple[Mount, ...]:
+def _parse_blocks(table: Mapping[str, object]) -> tuple[Mount, ...]:
     return tuple(_parse_mount(pattern, mount) for pattern, mount in _alternatives(table))
 
 
-def _parse_mount(pattern: str, data: Any) -> Mount:  # noqa: ANN401 - anything TOML holds
+def _parse_mount(pattern: str, data: object) -> Mount:
     """Parse an entry of ``[blocks]``: a block's name, or a table with the name and replaced config fields."""
-    table = data if isinstance(data, dict) else {"block": data}
+    table: dict[str, Any] = data if isinstance(data, dict) else {"block": data}
     name, optional = table.get("block"), table.get("optional", False)
     fields = {key: value for key, value in table.items() if key not in ("block", "optional")}
     if not isinstance(name, str) or type(optional) is not bool:
@@ -123,23 +127,22 @@ def _parse_mount(pattern: str, data: Any) -> Mount:  # noqa: ANN401 - anything T
     return Mount(pattern, name, tuple(fields.items()), optional)
 
 
-def _parse_prefix(data: str | list[Any]) -> tuple[str, ...]:
+def _parse_prefix(data: str | list[str]) -> tuple[str, ...]:
     prefixes = tuple(data) if isinstance(data, list) else (data,) if data else ()
     if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
         raise ValueError(f"prefix = {data!r:.60} is not a string, or a list of non-empty strings")
     return prefixes
 
 
-def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOML holds
+def parse_unit(name: str, data: object) -> UnitRule:
     """Parse the table of a unit.
 
     Raises:
         ValueError: if the table does not have the format.
     """
     try:
-        keys = {"count": (str, int), "size": (str, int), "copies": bool, "whole": bool, "override": bool}
-        _check_keys(data, keys)
-        unit = UnitRule(**data)
+        keys: _Keys = {"count": (str, int), "size": (str, int), "copies": bool, "whole": bool, "override": bool}
+        unit = UnitRule(**_checked(data, keys))
         if unit.whole and unit.count is None:
             raise ValueError("whole = true needs a count")
         for expression in (1 if unit.count is None else unit.count, unit.size):
@@ -149,40 +152,40 @@ def parse_unit(name: str, data: Any) -> UnitRule:  # noqa: ANN401 - anything TOM
     return unit
 
 
-_RULE_KEYS = {
+_RULE_KEYS: _Keys = {
     "style": str, "unit": str, "parts": list, "part": int, "groups": (str, int), "repeats": (str, int), "pad": bool,
     "transposed": bool, "beside": str, "size": (str, int), "dims": int, "when": dict, "otherwise": str,
     "optional": bool,
 }  # fmt: skip
 
 
-def _alternatives(table: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+def _alternatives(table: Mapping[str, object]) -> Iterable[tuple[str, object]]:
     """Each pattern with each of its rules, in order: a pattern has one rule or a list of them."""
     for pattern, rules in table.items():
         yield from ((pattern, rule) for rule in (rules if isinstance(rules, list) else [rules]))
 
 
-def parse_rule(pattern: str, data: Any, origin: str, *, by_user: bool = False) -> Rule:  # noqa: ANN401 - as above
+def parse_rule(pattern: str, data: object, origin: str, *, by_user: bool = False) -> Rule:
     """Parse the table of a rule.
 
     Raises:
         ValueError: if the table does not have the format.
     """
     try:
-        _check_keys(data, _RULE_KEYS)
-        parts, when = tuple(data.get("parts", ())), tuple(data.get("when", {}).items())
-        if "style" not in data:
+        table = _checked(data, _RULE_KEYS)
+        parts, when = tuple(table.get("parts", ())), tuple(table.get("when", {}).items())
+        if "style" not in table:
             raise ValueError("style is missing")
         if not all(isinstance(part, str) for part in parts):
             raise ValueError("parts is not a list of unit names")
         if any(isinstance(value, dict | list) for _, value in when):
             raise ValueError("when compares fields with numbers, strings, true or false (got a table or a list)")
-        return Rule(pattern, origin=origin, by_user=by_user, **{**data, "parts": parts, "when": when})
+        return Rule(pattern, origin=origin, by_user=by_user, **{**table, "parts": parts, "when": when})
     except ValueError as error:
         raise ValueError(f"rule {pattern!r}: {error}") from error
 
 
-_MODULE_KEYS = {
+_MODULE_KEYS: _Keys = {
     "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict,
     "slices": dict, "output": dict, "unsharded": dict, "products": dict, "functional": str,
     "norms": str, "shared_output": (str, int),
@@ -190,49 +193,49 @@ _MODULE_KEYS = {
 }  # fmt: skip
 
 
-def parse_module(pattern: str, data: Any, origin: str, *, by_user: bool = False) -> ModuleRule:  # noqa: ANN401 - as above
+def parse_module(pattern: str, data: object, origin: str, *, by_user: bool = False) -> ModuleRule:
     """Parse the table of a module override.
 
     Raises:
         ValueError: if the table does not have the format.
     """
     try:
-        _check_keys(data, _MODULE_KEYS)
+        table = _checked(data, _MODULE_KEYS)
         check_pattern(pattern)
-        attributes, at_most = data.get("attributes", {}), data.get("at_most", {})
-        numbers = (data.get("shared_output", 0), data.get("full_width", 0))
-        for expression in (*attributes.values(), *data.get("locals", {}).values(), *numbers):
+        attributes, at_most = table.get("attributes", {}), table.get("at_most", {})
+        numbers = (table.get("shared_output", 0), table.get("full_width", 0))
+        for expression in (*attributes.values(), *table.get("locals", {}).values(), *numbers):
             check_expression(expression)
         if not all(isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in at_most.values()):
             raise ValueError("at_most needs [LAYER, ATTRIBUTE] for each name")
-        if unknown := set(data.get("products", {}).values()) - set(PRODUCTS):
+        if unknown := set(table.get("products", {}).values()) - set(PRODUCTS):
             raise ValueError(f"products has {unknown.pop()!r:.60} (expected {', '.join(PRODUCTS)})")
-        gathers = tuple(data.get("gathers", ()))
+        gathers = tuple(table.get("gathers", ()))
         if not all(isinstance(name, str) for name in gathers):
             raise ValueError("gathers is not a list of parameter names")
         for name in gathers:
             check_pattern(name)
         slices: dict[str, Any] = {
-            key: {name: _parse_slice(table, known) for name, table in data.get(key, {}).items()}
+            key: {name: _parse_slice(one, known) for name, one in table.get(key, {}).items()}
             for key, known in (("inputs", _INPUT_KEYS), ("slices", _SLICE_KEYS), ("unsharded", _UNSHARDED_KEYS))
         }
-        slices |= {"output": _parse_slice(data["output"], _OUTPUT_KEYS)} if "output" in data else {}
-        parsed = {**data, **slices, "attributes": attributes, "gathers": gathers}
-        when = tuple(data.get("when", {}).items())
+        slices |= {"output": _parse_slice(table["output"], _OUTPUT_KEYS)} if "output" in table else {}
+        parsed = {**table, **slices, "attributes": attributes, "gathers": gathers}
+        when = tuple(table.get("when", {}).items())
         return ModuleRule(pattern, origin=origin, by_user=by_user, **{**parsed, "when": when})
     except (ValueError, KeyError) as error:
         raise ValueError(f"modules {pattern!r}: {error}") from error
 
 
-_INPUT_KEYS = {"dim": int, "unit": str, "size": (str, int), "items": list}
-_OUTPUT_KEYS = {"dim": int, "unit": str, "size": (str, int), "item": int}
-_SLICE_KEYS = {"dim": int, "unit": str, "parts": list}
-_UNSHARDED_KEYS = {"dim": int, "unit": str}
+_INPUT_KEYS: _Keys = {"dim": int, "unit": str, "size": (str, int), "items": list}
+_OUTPUT_KEYS: _Keys = {"dim": int, "unit": str, "size": (str, int), "item": int}
+_SLICE_KEYS: _Keys = {"dim": int, "unit": str, "parts": list}
+_UNSHARDED_KEYS: _Keys = {"dim": int, "unit": str}
 
 
-def _parse_slice(table: Any, known: Mapping[str, Any]) -> InputRule:  # noqa: ANN401 - anything TOML holds
+def _parse_slice(data: object, known: _Keys) -> InputRule:
     """Parse how an argument, an output, a parameter or a buffer is sliced; ``known`` has the keys and their types."""
-    _check_keys(table, known)
+    table = _checked(data, known)
     check_expression(table.get("size", 1))
     if "dim" not in table:
         raise ValueError(f"{table!r:.60}: dim is missing")
@@ -247,7 +250,7 @@ def _parse_slice(table: Any, known: Mapping[str, Any]) -> InputRule:  # noqa: AN
     return InputRule(**{**table, "parts": parts, "items": items})
 
 
-def _parse_submodel(start: str, data: Any) -> Submodel:  # noqa: ANN401 - anything TOML holds
+def _parse_submodel(start: str, data: object) -> Submodel:
     try:
         check_pattern(start)
     except ValueError as error:
@@ -255,21 +258,24 @@ def _parse_submodel(start: str, data: Any) -> Submodel:  # noqa: ANN401 - anythi
     if isinstance(data, str):
         return Submodel(data)
     try:
-        _check_keys(data, {"config": str, "family": str})
-        return Submodel(data["config"], data["family"])
+        table = _checked(data, {"config": str, "family": str})
+        return Submodel(table["config"], table["family"])
     except (ValueError, KeyError) as error:
         raise ValueError(f"part {start!r}: {error}: expected a config field, or config and family") from error
 
 
-def _check_keys(data: Any, known: Mapping[str, Any]) -> None:  # noqa: ANN401 - anything TOML holds
+def _checked(data: object, known: _Keys) -> dict[str, Any]:
+    """Check that ``data`` is a table with known keys, and values of the type of each key."""
     if not isinstance(data, dict):
         raise ValueError(f"{data!r:.60} is not a table")  # noqa: TRY004 - all of them become one PlanError
     for key, value in data.items():
         if key not in known:
             raise ValueError(f"key {key!r} is unknown (expected {', '.join(known)})")
-        types = known[key] if isinstance(known[key], tuple) else (known[key],)
+        expected = known[key]
+        types = expected if isinstance(expected, tuple) else (expected,)
         if type(value) not in types:  # not isinstance: true would be an integer
             raise ValueError(f"{key} = {value!r:.60} has the wrong type (expected {_type_names(types)})")
+    return data
 
 
 def _type_names(types: Sequence[type]) -> str:
@@ -277,7 +283,7 @@ def _type_names(types: Sequence[type]) -> str:
     return " or ".join(names[kind] for kind in types)
 
 
-def to_table(rule: UnitRule | Rule | ModuleRule, *, without: Sequence[str] = ()) -> dict[str, Any]:
+def to_table(rule: UnitRule | Rule | ModuleRule, *, without: Sequence[str] = ()) -> dict[str, object]:
     """The table from which a unit, a rule or a module override is parsed: all fields that differ from their default.
 
     Args:
@@ -293,7 +299,7 @@ def to_table(rule: UnitRule | Rule | ModuleRule, *, without: Sequence[str] = ())
     return table
 
 
-def _to_plain(value: Any) -> Any:  # noqa: ANN401 - a field of any rule
+def _to_plain(value: object) -> object:
     match value:
         case InputRule():
             return {name: _to_plain(field) for name, field in value._asdict().items() if field not in (None, "", ())}

@@ -3,9 +3,9 @@
 A rule set from a manifest gives the same plans as when it was written, whichever families are installed.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import NotRequired, Self, TypedDict
 
 from shardconv.plan.config_fields import check_expression, fields_in, lookup
 from shardconv.plan.engines import ENGINE, Engine
@@ -16,10 +16,39 @@ from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.rule import Rule
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
 
-Parsed = TypeVar("Parsed")
-
 #: The largest multiple to which a size is padded.
 MAX_MULTIPLE = 2**16
+
+
+class ModelRulesJson(TypedDict):
+    """JSON form of the rules of a model or submodel.
+
+    Attributes:
+        defaults: defaults of config fields.
+        units: name to the table of the unit.
+        rules: tables of rules, which also have their pattern and origin.
+        modules: tables of module overrides, likewise.
+    """
+
+    at: str
+    prefix: list[str]
+    config: dict[str, object] | None
+    defaults: dict[str, str | int]
+    units: dict[str, dict[str, object]]
+    rules: list[dict[str, object]]
+    modules: list[dict[str, object]]
+
+
+class RuleSetJson(TypedDict):
+    """JSON form of a :class:`RuleSet`; ``scopes`` has its models."""
+
+    family: str
+    experts: str
+    uncertain: str
+    scale_block: object
+    vocab_multiple: NotRequired[int]
+    scopes: list[ModelRulesJson]
+    pad: NotRequired[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +69,7 @@ class RuleSet:
     models: tuple[ModelRules, ...]
     experts: str = "tensor"
     uncertain: str = ""
-    scale_block: Any = None
+    scale_block: object = None
     vocab_multiple: int = 1
 
     @property
@@ -103,20 +132,22 @@ class RuleSet:
 
         return replace(self, models=tuple(map(without_modules, self.models)))
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data: the rules whose ``when`` holds, and the config fields that they read."""
-        return {
+    def to_json(self) -> RuleSetJson:
+        """Convert to JSON data: the rules whose ``when`` holds, and the config fields that they read."""
+        data: RuleSetJson = {
             "family": self.family,
             "experts": self.experts,
             "uncertain": self.uncertain,
             "scale_block": self.scale_block,
             "vocab_multiple": self.vocab_multiple,
             "scopes": [_model_to_json(rules) for rules in self.models],
-            **({"pad": self.pad} if self.pad else {}),
         }
+        if self.pad:
+            data["pad"] = self.pad
+        return data
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
+    def from_json(cls, data: RuleSetJson) -> Self:
         """The inverse of :meth:`to_json`.
 
         Raises:
@@ -138,7 +169,7 @@ class RuleSet:
         return rules.with_padding(pad)
 
 
-def _model_to_json(model_rules: ModelRules) -> dict[str, Any]:
+def _model_to_json(model_rules: ModelRules) -> ModelRulesJson:
     family = model_rules.family
     rules, modules = list(model_rules.rules()), [rule for _, rule in model_rules.modules()]
     units = {name: unit for name, unit in (family.units or {}).items() if name in units_named(rules, modules)}
@@ -157,7 +188,7 @@ def _model_to_json(model_rules: ModelRules) -> dict[str, Any]:
     }
 
 
-def _model_from_json(data: dict[str, Any], family: str) -> ModelRules:
+def _model_from_json(data: ModelRulesJson, family: str) -> ModelRules:
     for expression in data["defaults"].values():
         check_expression(expression)
     rules = Family(
@@ -165,18 +196,31 @@ def _model_from_json(data: dict[str, Any], family: str) -> ModelRules:
         prefix=tuple(data["prefix"]),
         config=data["defaults"],
         units={name: parse_unit(name, unit) for name, unit in data["units"].items()},
-        rules=tuple(_parse_table(parse_rule, table) for table in data["rules"]),
-        modules=tuple(_parse_table(parse_module, table) for table in data["modules"]),
+        rules=tuple(map(_rule_from_json, data["rules"])),
+        modules=tuple(map(_module_from_json, data["modules"])),
     )
     return ModelRules(rules.with_base(Family(family)), data["config"], data["at"])
 
 
-def _parse_table(parse: Callable[..., Parsed], table: Mapping[str, Any]) -> Parsed:
-    """Parse a rule from a table that also has its pattern, origin, ``by_user`` and ``mount``."""
-    separate = ("pattern", "origin", "by_user", "mount")
-    keys = {key: value for key, value in table.items() if key not in separate}
-    rule = parse(table["pattern"], keys, table.get("origin", ""), by_user=table.get("by_user") is True)
-    return replace(rule, mount=str(table["mount"])) if "mount" in table else rule  # type: ignore[type-var]
+def _rule_from_json(table: Mapping[str, object]) -> Rule:
+    pattern, origin, by_user = _header(table)
+    rule = parse_rule(pattern, _without_header(table), origin, by_user=by_user)
+    return replace(rule, mount=str(table.get("mount", "")))
+
+
+def _module_from_json(table: Mapping[str, object]) -> ModuleRule:
+    pattern, origin, by_user = _header(table)
+    return parse_module(pattern, _without_header(table), origin, by_user=by_user)
+
+
+def _header(table: Mapping[str, object]) -> tuple[str, str, bool]:
+    """Pattern, origin and ``by_user`` of the table of a rule or a module override."""
+    return str(table["pattern"]), str(table.get("origin", "")), table.get("by_user") is True
+
+
+def _without_header(table: Mapping[str, object]) -> dict[str, object]:
+    """The table as in a file: without the keys that only manifests have."""
+    return {key: value for key, value in table.items() if key not in ("pattern", "origin", "by_user", "mount")}
 
 
 def _expressions_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> Iterator[str | int]:
@@ -197,15 +241,17 @@ def _fields_read(expressions: Iterable[str | int], defaults: Mapping[str, str | 
     return read
 
 
-def _select_fields(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _select_fields(config: Mapping[str, object], names: Iterable[str]) -> dict[str, object]:
     """The config with these fields only; ``a.b`` is field b of the nested config a."""
-    selected: dict[str, Any] = {}
+    selected: dict[str, object] = {}
     for name in sorted(names):
         if (value := lookup(config, name)) is None:
             continue
         *path, last = name.split(".")
         nested = selected
         for key in path:
-            nested = nested.setdefault(key, {})
+            inner = nested.setdefault(key, {})
+            assert isinstance(inner, dict)
+            nested = inner
         nested[last] = value
     return selected

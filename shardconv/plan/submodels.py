@@ -4,7 +4,6 @@ The tensors of a submodel have a common prefix, and its config is nested in that
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.plan.config_fields import lookup
@@ -19,7 +18,7 @@ _MAX_DEPTH = 4
 
 
 def rules_for(
-    family: Family, config: Mapping[str, Any] | None, *, experts: str = "tensor", uncertain: str = ""
+    family: Family, config: Mapping[str, object] | None, *, experts: str = "tensor", uncertain: str = ""
 ) -> RuleSet:
     """The rule set of a family and of the families of its submodels, for a config.
 
@@ -37,7 +36,7 @@ def rules_for(
 
 
 def model_rules_of(
-    family: Family, config: Mapping[str, Any] | None, at: str = "", depth: int = 0
+    family: Family, config: Mapping[str, object] | None, at: str = "", depth: int = 0
 ) -> Iterator[ModelRules]:
     """The rules of a model, followed by those of its submodels.
 
@@ -55,7 +54,7 @@ def model_rules_of(
             yield from model_rules_of(submodel_family, submodel_config, f"{at}.{start}" if at else start, depth + 1)
 
 
-def _config_and_family(submodel: Submodel, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family | None]:
+def _config_and_family(submodel: Submodel, config: Mapping[str, object]) -> tuple[Mapping[str, object], Family | None]:
     """The config and the family of a submodel.
 
     Configs on the Hub may have the fields of the text model at the top level, and a nested config may have the model's
