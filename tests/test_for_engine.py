@@ -17,7 +17,7 @@ from models import Model, change_config
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv.checkpoint.manifest import read_manifest
+from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.checkpoint.planning import make_plan, plan_source
 from shardconv.checkpoint.rank_reader import RankFileReader, SourceReader
 from shardconv.checkpoint.source import open_source

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from test_damage import change_manifest
 
 import shardconv
-from shardconv.checkpoint.manifest import read_manifest
+from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.checkpoint.source import open_source
 from shardconv.checkpoint.split import split_by
 from shardconv.errors import PlanError, SplitCheckpointError, UsageError

@@ -18,7 +18,8 @@ from build import (
 )
 from faults import refuse_to_list
 
-from shardconv.checkpoint.source import INDEX_SUFFIX, Source, open_source
+from shardconv.checkpoint.formats import INDEX_SUFFIX
+from shardconv.checkpoint.source import Source, open_source
 from shardconv.errors import SourceError
 
 INDEX = "model" + INDEX_SUFFIX

@@ -21,7 +21,7 @@ from test_damage import change_manifest
 from test_models import KIND_OF, TOLD_WRONG, WRONG
 
 import shardconv
-from shardconv.checkpoint.manifest import read_manifest
+from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.hf.inputs import example_inputs
 from shardconv.plan import family_file
 from shardconv.plan.family_file import family_for, family_names, load_family

@@ -128,10 +128,10 @@ class Reader(Protocol):
     def prefetch(self, stripe: Stripe) -> None:
         """Ask the operating system to read a stripe ahead."""
 
-    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
+    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch, /) -> None:
         """Fill a block with the bytes of a span."""
 
-    def finish(self, state: StripeState, stripe: Stripe) -> None:
+    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
         """Finish a stripe; raises IntegrityError if it has a problem."""
 
 
@@ -143,7 +143,7 @@ class Sink(Protocol):
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Write or compare a block."""
 
-    def finish(self, state: StripeState, stripe: Stripe) -> None:
+    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
         """Finish a stripe; raises IntegrityError if it has a problem."""
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zipfile import is_zipfile
 
 from shardconv.checkpoint.formats import PICKLE_SUFFIXES
@@ -35,6 +35,10 @@ for path in sys.argv[1:]:
         found.append(f"torch cannot list it ({type(error).__name__})")
 json.dump(found, sys.stdout)
 """
+
+
+#: For each tensor of a file its name, its shape, and its storage: address, offset, strides and dtype.
+Listing = list[tuple[str, list[int], list[object]]]
 
 
 def unproven(files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -90,7 +94,7 @@ def _index(name: str, path: Path) -> _Index | str:
     return _Index(set(weight_map), {str(PurePosixPath(name).parent / file) for file in weight_map.values()})
 
 
-def _list(paths: list[Path]) -> list[Any]:
+def _list(paths: list[Path]) -> list[Listing | str]:
     """List the tensors of files with torch, in a subprocess."""
     if not paths:
         return []
@@ -98,11 +102,11 @@ def _list(paths: list[Path]) -> list[Any]:
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)  # noqa: S603
     if result.returncode:
         return [f"torch cannot list it ({(result.stderr.strip() or 'no message').splitlines()[-1]})"] * len(paths)
-    listings: list[Any] = json.loads(result.stdout)
+    listings: list[Listing | str] = json.loads(result.stdout)
     return listings
 
 
-def _first_mismatch(listing: list[Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _first_mismatch(listing: Listing, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Describe the first tensor that is not in the checkpoint, or return ``_PROVEN``.
 
     A tensor that shares storage with one of the checkpoint is in it, too: safetensors stores only one of them.

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 from shardconv.errors import SourceError
 
@@ -19,7 +19,7 @@ _WRITE_BYTES = 256 * 2**10
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def _pread_into(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+def _pread_into(descriptor: int, buffers: Sequence[Bytes], offset: int) -> int:
     """Replacement of ``os.preadv`` for one buffer, on systems without it."""
     (buffer,) = buffers
     data = os.pread(descriptor, len(buffer), offset)
@@ -75,7 +75,7 @@ def will_need(descriptor: int, offset: int, size: int) -> None:
 def allow_open_files(count: int) -> None:
     """Raise the limit of open files so that ``count`` more can be opened, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = len(os.listdir("/dev/fd")) + count + 64  # noqa: PTH208 - names only
+    wanted = len(list(Path("/dev/fd").iterdir())) + count + 64
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))

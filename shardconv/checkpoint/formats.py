@@ -3,14 +3,13 @@
 Reads only configs, which name the class for the instructions.
 """
 
-import os
 import re
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from shardconv.checkpoint.json_files import read_json
+from shardconv.checkpoint.paths import absolute_path
 from shardconv.errors import SourceError
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -128,16 +127,16 @@ def _python_steps(action: str, *lines: str) -> str:
 
 def _output_name(folder: Path, suffix: str) -> str:
     """The name of an output folder in the current folder."""
-    return f"{os.path.basename(os.path.abspath(folder))}-{suffix}"  # noqa: PTH100, PTH119 - of any path, also .
+    return f"{absolute_path(folder).name}-{suffix}"
 
 
-def _model_class(config: dict[str, Any]) -> str:
+def _model_class(config: dict[str, object]) -> str:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     return name if isinstance(name, str) and name.isidentifier() else "AutoModelForCausalLM"
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path) -> dict[str, object]:
     """Read a config that only improves a message; empty if it cannot be read."""
     try:
         return read_json(path)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import BinaryIO, NamedTuple, NoReturn, TypeGuard
 
 from shardconv.errors import SourceError
 
@@ -99,7 +99,7 @@ def read_header(path: Path) -> Header:
     return parse_header(raw, file_bytes - _LENGTH.size - len(raw), path)
 
 
-def _read_raw(prefix: bytes, file_bytes: int, path: Path, file: Any) -> bytes:  # noqa: ANN401 - a binary file
+def _read_raw(prefix: bytes, file_bytes: int, path: Path, file: BinaryIO) -> bytes:
     if len(prefix) < _LENGTH.size:
         raise SourceError(f"{path}: is not a safetensors file (got {file_bytes} bytes, expected at least 8)")
     (length,) = _LENGTH.unpack(prefix)
@@ -109,8 +109,7 @@ def _read_raw(prefix: bytes, file_bytes: int, path: Path, file: Any) -> bytes:  
         )
     if _LENGTH.size + length > file_bytes:
         raise SourceError(f"{path}: is truncated (got {file_bytes} bytes, expected a header of {length} bytes)")
-    raw: bytes = file.read(length)
-    return raw
+    return file.read(length)
 
 
 def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
@@ -143,7 +142,7 @@ def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
 _MAYBE_NEGATIVE = re.compile(rb"[\[,:]\s*-")
 
 
-def _parse_json(raw: bytes) -> dict[str, Any]:
+def _parse_json(raw: bytes) -> dict[str, object]:
     if not raw.startswith(b"{"):
         raise ValueError("it does not begin with {")
     try:
@@ -159,7 +158,7 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
     return entries
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
@@ -178,7 +177,7 @@ def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-def _check_metadata(value: Any) -> dict[str, str] | None:  # noqa: ANN401 - anything JSON holds
+def _check_metadata(value: object) -> dict[str, str] | None:
     if value is None:
         return None
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
@@ -186,14 +185,13 @@ def _check_metadata(value: Any) -> dict[str, str] | None:  # noqa: ANN401 - anyt
     return value
 
 
-def _check_tensor(name: str, entry: Any) -> TensorInfo:  # noqa: ANN401 - anything JSON holds
+def _check_tensor(name: str, entry: object) -> TensorInfo:
     if not isinstance(entry, dict) or entry.keys() != _TENSOR_KEYS:
         raise ValueError(f"tensor {name!r} must have exactly the keys dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")
-    is_lists = isinstance(shape, list) and isinstance(offsets, list)
-    if not is_lists or len(offsets) != 2 or {*map(type, shape), *map(type, offsets)} != {int}:
+    if not _is_integers(shape) or not _is_integers(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {name!r}: shape and data_offsets must be lists of non-negative integers")
     info = TensorInfo(dtype, tuple(shape), *offsets)
     if info.start < 0 or info.start + num_bytes(dtype, info.shape) != info.stop:
@@ -201,6 +199,10 @@ def _check_tensor(name: str, entry: Any) -> TensorInfo:  # noqa: ANN401 - anythi
             f"tensor {name!r}: {dtype} of shape {shape} does not have the size of bytes {info.start} to {info.stop}"
         )
     return info
+
+
+def _is_integers(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def _check_coverage(ordered: dict[str, TensorInfo]) -> None:
@@ -227,7 +229,7 @@ def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
     for name, dtype, shape in tensors:
         start, end = end, end + num_bytes(dtype, shape)
         infos[name] = TensorInfo(dtype, shape, start, end)
-    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     for name, info in infos.items():
         entries[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": (info.start, info.stop)}
     raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()

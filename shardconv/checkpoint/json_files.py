@@ -3,14 +3,13 @@
 import json
 import stat
 from pathlib import Path
-from typing import Any
 
 from shardconv.errors import SourceError
 
 _MAX_BYTES = 512 * 2**20
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, object]:
     """Read a JSON object.
 
     Raises:
@@ -38,7 +37,7 @@ def read_text(path: Path) -> str:
         raise SourceError(f"{path}: is not UTF-8") from error
 
 
-def parse_object(path: Path, text: str) -> dict[str, Any]:
+def parse_object(path: Path, text: str) -> dict[str, object]:
     """Parse a JSON object; the path is for messages.
 
     Raises:

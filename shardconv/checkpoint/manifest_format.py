@@ -11,12 +11,14 @@ Older versions are upgraded to the latest when they are read; fields that they d
 """
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, cast
 
 import xxhash
 
 from shardconv.layouts.layout import DCP
+from shardconv.plan.plan import PlanJson
+from shardconv.plan.request import PlanRequestJson
 
 #: The version of new manifests, and the latest version that can be read.
 FORMAT_VERSION = 3
@@ -24,7 +26,7 @@ FORMAT_VERSION = 3
 #: Key of the checksum of all other keys.
 CHECKSUM_KEY = "manifest_checksum"
 
-_SCOPE = {
+_MODEL_RULES = {
     "at": str,
     "prefix": [str],
     "config": (dict, None),
@@ -33,7 +35,13 @@ _SCOPE = {
     "rules": [{"pattern": str, "style": str}],
     "modules": [{"pattern": str}],
 }
-_RULES = {"family": str, "experts": str, "uncertain": str, "scale_block": (list, int, str, None), "scopes": [_SCOPE]}
+_RULES = {
+    "family": str,
+    "experts": str,
+    "uncertain": str,
+    "scale_block": (list, int, str, None),
+    "scopes": [_MODEL_RULES],
+}
 _PLACED = {
     "placement": {"dim": (int, None), "size": int, "ranks": [[(int, [int])]]},
     "style": str,
@@ -77,7 +85,50 @@ _SCHEMA = {
 }
 
 
-def checked(data: dict[str, Any]) -> dict[str, Any]:
+class SourceFileJson(TypedDict):
+    """Name, size and header of a source file."""
+
+    name: str
+    num_bytes: int
+    header: str
+
+
+class SourceJson(TypedDict):
+    """What a manifest stores of the source; ``index`` is a pair of name and text."""
+
+    name: str
+    is_folder: bool
+    files: list[SourceFileJson]
+    index: list[str] | None
+    metadata: dict[str, str]
+    config: dict[str, object] | None
+    ignore: list[str]
+
+
+class ChecksumsJson(TypedDict):
+    """Checksums of each rank and stripe, and the identity that follows from them."""
+
+    algorithm: str
+    stripe_bytes: int
+    ranks: list[list[str]] | None
+    identity: str | None
+
+
+class ManifestJson(TypedDict):
+    """A manifest of the latest version, without its checksum."""
+
+    format_version: int
+    created_by: str
+    layout: dict[str, Any] | None
+    tp: int
+    plan: PlanJson
+    request: PlanRequestJson
+    source: SourceJson
+    auxiliary_files: dict[str, str]
+    checksums: ChecksumsJson
+
+
+def checked(data: Mapping[str, object]) -> ManifestJson:
     """Check the data of a manifest, and upgrade it to the latest version.
 
     Args:
@@ -101,12 +152,13 @@ def checked(data: dict[str, Any]) -> dict[str, Any]:
         body["layout"] = DCP.to_json(())
     if version < FORMAT_VERSION:
         body = _upgraded(body)
-    if not _fits(body, _SCHEMA) or (body["plan"]["rules"] is None) is not (version < FORMAT_VERSION):
+    manifest = cast("ManifestJson", body)
+    if not _fits(body, _SCHEMA) or (manifest["plan"]["rules"] is None) is not (version < FORMAT_VERSION):
         raise ValueError("one of its fields is missing or has the wrong type")
-    return body
+    return manifest
 
 
-def checksum(body: dict[str, Any]) -> str:
+def checksum(body: Mapping[str, object]) -> str:
     """The checksum of a manifest, computed without its checksum key."""
     text = json.dumps(body, separators=(",", ":"), sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
@@ -142,7 +194,7 @@ def _upgraded_placement(data: dict[str, Any]) -> dict[str, Any]:
     return {"placement": data["placement"], "style": style, "units": [], "reason": reason}
 
 
-def _fits(value: Any, schema: Any) -> bool:  # noqa: ANN401 - anything JSON holds
+def _fits(value: object, schema: object) -> bool:
     match schema:
         case tuple():
             return any(_fits(value, choice) for choice in schema)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.fileio import InputFiles, create, permissions
@@ -30,7 +29,7 @@ from shardconv.plan.resolve import Resolver
 from shardconv.plan.tp_sizes import PaddingReport
 
 #: Checks that a model of a config has these tensors; raises if not.
-Check = Callable[[Mapping[str, Any], Mapping[str, TensorSpec]], None]
+Check = Callable[[Mapping[str, object], Mapping[str, TensorSpec]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class PadReport:
 class _Planned:
     """The new config, the manifest, the changed fields of the config, and the padding."""
 
-    config: dict[str, Any]
+    config: dict[str, object]
     manifest: Manifest
     changes: tuple[ConfigChange, ...]
     padding: PaddingReport
@@ -224,7 +223,7 @@ def _write_files(
     write_padding(replace(manifest, auxiliary_files=copied), digests, original, folder, mode=mode)
 
 
-def _text_of(path: Path, expected: dict[str, Any] | None) -> str:
+def _text_of(path: Path, expected: dict[str, object] | None) -> str:
     """Read the text of a config, and check that it is the config of the plan."""
     text = path.read_bytes().decode()
     if json.loads(text.removeprefix("\ufeff")) != expected:

@@ -9,6 +9,7 @@ from shardconv.checkpoint.fileio import create
 from shardconv.checkpoint.layout import ExplicitFiles, lay_out_padded
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_format import CHECKSUM_KEY, checksum
+from shardconv.checkpoint.manifest_json import from_json, to_json
 from shardconv.errors import PlanError, SourceError, SplitCheckpointError
 
 #: File name and format version of the manifest of a padded checkpoint.
@@ -36,7 +37,7 @@ def write_padding(
     """
     body = {
         "format_version": _FORMAT_VERSION,
-        "split": replace(manifest, explicit_files=None).to_json(f"shardconv {__version__}"),
+        "split": to_json(replace(manifest, explicit_files=None), f"shardconv {__version__}"),
         "checksums": checksums,
         "config": config,
     }
@@ -56,7 +57,7 @@ def read_padding(folder: Path) -> tuple[Manifest, str]:
         body = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
         if data["format_version"] != _FORMAT_VERSION or data[CHECKSUM_KEY] != checksum(body):
             raise ValueError("it has another format version, or was changed after it was written")
-        manifest = with_files(Manifest.from_json(data["split"]))
+        manifest = with_files(from_json(data["split"]))
         return replace(manifest, checksums=tuple(map(tuple, data["checksums"]))), data["config"]
     except FileNotFoundError as error:
         raise SplitCheckpointError(f"{folder}: is not a padded checkpoint (no {PADDING_NAME})") from error

@@ -51,6 +51,11 @@ def _hub_download(name: str) -> str:
     return f"hf download {name} --local-dir {name.rpartition('/')[2]}"
 
 
+def absolute_path(path: Path) -> Path:
+    """The absolute path without ``.`` and ``..``; links are not followed."""
+    return Path(os.path.abspath(path))  # noqa: PTH100 - Path.absolute() keeps .., Path.resolve() follows links
+
+
 def leads_out(path: Path, folder: Path) -> bool:
     """Whether a path is a link out of its folder; links to the blobs of a Hugging Face cache are not."""
     root, target = folder.resolve(), path.resolve()

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 from shardconv.checkpoint.header import num_bytes
-from shardconv.checkpoint.manifest import is_split, read_manifest
+from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.source import Source, open_source
@@ -277,7 +277,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
 
 
 #: Defaults of :class:`PlanOptions`.
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: dict[str, object] = {
     "plan": "auto", "family": None, "replicate": (), "head_dim": None, "experts": "tensor", "engine": None,
     "pad": False, "config": None, "follow_links": False, "ignore": (),
 }  # fmt: skip
@@ -291,13 +291,19 @@ def rank_bytes(tensors: Iterable[TensorReport], tp: int) -> tuple[int, ...]:
 
 def tensor_reports(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[TensorReport, ...]:
     """The placement of each tensor of a checkpoint."""
-    cache: dict[Any, tuple[str, str, tuple[tuple[int, ...], ...], tuple[int, ...]]] = {}  # tensors share placements
+    cache: dict[tuple[int, TensorSpec], TensorReport] = {}  # of the first tensor with this plan and shape
     reports = []
     for name, spec in specs.items():
         planned = plan.tensors[name]
-        if (id(planned), spec) not in cache:
+        if (first := cache.get((id(planned), spec))) is None:
             shapes = tuple(planned.placement.shard_shape(spec.shape, rank) for rank in range(plan.tp))
             sizes = tuple(num_bytes(spec.dtype, shape) for shape in shapes)
-            cache[id(planned), spec] = (planned.placement.describe(), planned.describe(), shapes, sizes)
-        reports.append(TensorReport(name, spec.dtype, spec.shape, *cache[id(planned), spec]))
+            placement, reason = planned.placement.describe(), planned.describe()
+            first = TensorReport(name, spec.dtype, spec.shape, placement, reason, shapes, sizes)
+            cache[id(planned), spec] = first
+        reports.append(
+            TensorReport(
+                name, spec.dtype, spec.shape, first.placement, first.reason, first.shard_shapes, first.shard_bytes
+            )
+        )
     return tuple(reports)

@@ -4,14 +4,13 @@
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.source import Source
 from shardconv.plan.quantization import SETTINGS_FILES, SETTINGS_KEY
 
 
-def with_settings(source: Source) -> Mapping[str, Any] | None:
+def with_settings(source: Source) -> Mapping[str, object] | None:
     """The config of a source, with the quantization settings of another file if config.json has none.
 
     Raises:
@@ -26,7 +25,7 @@ def with_settings(source: Source) -> Mapping[str, Any] | None:
     return source.config
 
 
-def _method(name: str, settings: Mapping[str, Any]) -> str:
+def _method(name: str, settings: Mapping[str, object]) -> str:
     """The quantization method in a settings file; "" if there is none."""
     if name == "hf_quant_config.json":
         section = settings.get("quantization")

@@ -8,7 +8,8 @@ from shardconv import __version__
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import permissions
 from shardconv.checkpoint.layout import MANIFEST_NAME
-from shardconv.checkpoint.manifest import Manifest, write_manifest
+from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.manifest_file import write_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, request_for
 from shardconv.checkpoint.staging import check_disjoint, check_target, staging

@@ -83,7 +83,7 @@ class ShardReader:
             problem = f"{label}: the padding of {name} is not zero"
         state.problem = state.problem or problem
 
-    def finish(self, state: StripeState, stripe: Stripe) -> None:
+    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
         """Check the stripe.
 
         Raises:
@@ -151,7 +151,7 @@ class ShardWriter:
                 state.update(file, data)
             self._files.write(file, data, offset + low)
 
-    def finish(self, state: StripeState, stripe: Stripe) -> None:  # noqa: ARG002 - see Sink
+    def finish(self, state: StripeState, _stripe: Stripe, /) -> None:
         """Store the checksums of a stripe."""
         for file, running in state.hashes.items():
             self.checksums[file][state.number] = running.hexdigest()
@@ -175,7 +175,7 @@ class Comparer:
         if at is not None and not state.problem:
             state.problem = f"{self._names[span.tensor]}: byte {span.start + at} of the tensor differs from the source"
 
-    def finish(self, state: StripeState, stripe: Stripe) -> None:  # noqa: ARG002 - see Sink
+    def finish(self, state: StripeState, _stripe: Stripe, /) -> None:
         """Report the first difference.
 
         Raises:

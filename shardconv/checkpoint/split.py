@@ -11,7 +11,8 @@ from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.fileio import InputFiles, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.json_files import read_json
-from shardconv.checkpoint.manifest import Manifest, write_manifest
+from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.manifest_file import write_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.quantization_files import with_settings

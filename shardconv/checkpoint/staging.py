@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardconv.checkpoint.layout import MANIFEST_NAME
-from shardconv.checkpoint.manifest import read_manifest
+from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.paths import absolute_path
 from shardconv.errors import OutputError, SplitCheckpointError
 
 #: Names in the staging folder: the marker, the folder that is written, and the folder that it replaces.
@@ -53,7 +54,7 @@ def staging(
         OutputError: if ``path`` exists, another run writes to it, there is too little free space, or it cannot be
             written.
     """
-    path = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow a link that has to be replaced
+    path = absolute_path(path)  # resolve() would follow a link that has to be replaced
     with _as_output_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.parent / f".{path.name}.partial"
@@ -129,7 +130,7 @@ def check_target(
 def _check_replaceable(folder: Path, auxiliary_files: Collection[str]) -> None:
     """Check that a folder holds a checkpoint and nothing else."""
     is_split = (folder / MANIFEST_NAME).is_file()
-    if not is_split and not any(name.endswith(".safetensors") for name in os.listdir(folder)):  # noqa: PTH208
+    if not is_split and not any(child.suffix == ".safetensors" for child in folder.iterdir()):
         raise OutputError(
             f"{folder}: does not hold a checkpoint, so it is not overwritten: remove it, or choose another path with -o"
         )
@@ -238,7 +239,7 @@ def _is_same_folder(partial: Path, descriptor: int) -> bool:
 
 def _is_staging_folder(partial: Path) -> bool:
     """Whether the folder has the marker, or is empty: a run can be killed before it writes the marker."""
-    names = os.listdir(partial)  # noqa: PTH208 - names only
+    names = [child.name for child in partial.iterdir()]
     return not names or _MARKER in names
 
 

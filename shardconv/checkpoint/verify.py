@@ -171,7 +171,7 @@ class _ChecksumReader:
     def prefetch(self, stripe: Stripe) -> None:
         """Do nothing: the operating system detects that the file is read sequentially."""
 
-    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:  # noqa: ARG002
+    def gather(self, state: StripeState, span: Span, _block: Bytes, scratch: Scratch, /) -> None:
         """Read the bytes of a span that are in the rank's shard; the block is not changed."""
         shards = self.tensors[span.tensor]
         for rank, _, low, high in shards.geometry.overlaps(span.start, span.stop):
@@ -180,7 +180,7 @@ class _ChecksumReader:
                 self._files.read(0, data, shards.offsets[rank] + low)
                 state.update(0, data)
 
-    def finish(self, state: StripeState, stripe: Stripe) -> None:
+    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
         """Compare the checksum of a stripe."""
         running = state.hashes.get(0)
         if running is not None and running.hexdigest() != self._checksums[state.number]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardconv.checkpoint.auxiliary import check_link, find_auxiliary, list_files
 from shardconv.checkpoint.formats import CONFIG_NAME, is_sharded_state, is_weights
@@ -40,7 +40,7 @@ class SavedFiles(NamedTuple):
     names: tuple[str, ...]
     headers: tuple[Header, ...]
     ranks: tuple[dict[str, StoredTensor], ...]
-    config: dict[str, Any]
+    config: dict[str, object]
     auxiliary_files: dict[str, Path]
     left_out: dict[str, str]
 

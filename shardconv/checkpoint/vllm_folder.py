@@ -14,7 +14,8 @@ from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.header import build_header, num_bytes
 from shardconv.checkpoint.layout import MANIFEST_NAME, ExplicitFiles, Layout, in_file_order, lay_out_ranks
-from shardconv.checkpoint.manifest import Manifest, read_manifest
+from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.vllm_files import SavedFiles, is_saved_by_vllm, read_saved_files

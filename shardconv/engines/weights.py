@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardconv.checkpoint.manifest import is_split, read_manifest
+from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.planning import plan_source
 from shardconv.checkpoint.rank_reader import RankFileReader, RankReader, SourceReader
 from shardconv.convert.model import DTYPE_NAMES

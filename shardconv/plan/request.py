@@ -108,13 +108,15 @@ class PlanRequest:
             ValueError: if the data is not a plan request.
         """
         try:
-            name, text = data["plan_file"] or ("", "")
+            plan_file = tuple(data["plan_file"] or ("", ""))
+            if len(plan_file) != 2:
+                raise ValueError("its plan file is not a pair of name and text")
             pad = data.get("pad", 0)
             if type(pad) is not int or not 0 <= pad <= MAX_MULTIPLE:
                 raise ValueError(f"pad is {pad!r:.60} (expected an integer from 0 to {MAX_MULTIPLE})")
             return cls(
                 family=data["family"],
-                plan_file=(name, text) if data["plan_file"] else None,
+                plan_file=plan_file if data["plan_file"] else None,
                 replicate=tuple(data["replicate"]),
                 head_dim=data["head_dim"],
                 experts=data.get("experts", "tensor"),

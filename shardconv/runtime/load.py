@@ -20,7 +20,9 @@ from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.json_files import read_json
-from shardconv.checkpoint.manifest import Manifest, read_manifest
+from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.manifest_json import to_json
 from shardconv.checkpoint.paths import leads_out, local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.stored_plan import placements_in_memory, resolver_of, runnable_plan
@@ -161,7 +163,7 @@ def _meet(folder: Path, device: Any, group: GroupLike) -> tuple[Manifest, torch.
     axis = _axis(group, device_type)
     _agreed(axis, partial(_raise, problem))
     own = {f"versions of {package}": version for package, version in versions().items()}
-    _check_facts(folder, axis, {"checkpoints": manifest.to_json(""), "kinds of devices": device_type, **own})
+    _check_facts(folder, axis, {"checkpoints": to_json(manifest, ""), "kinds of devices": device_type, **own})
     return manifest, device, axis.with_shared_memory() if device_type == "cpu" else axis
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.formats import CONFIG_NAME
-from shardconv.checkpoint.manifest import read_manifest
+from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.checkpoint.paths import hub_hint
 from shardconv.checkpoint.verify import auxiliary_differences
 from shardconv.errors import PlanWarning, RunError, ShardconvError, SplitCheckpointError, is_lost, one_line

@@ -1,0 +1,74 @@
+"""Read and write the manifest of a split checkpoint, shardconv.json."""
+
+import json
+from pathlib import Path
+
+from shardconv.checkpoint.fileio import create
+from shardconv.checkpoint.formats import refuse_sharded_state
+from shardconv.checkpoint.layout import MANIFEST_NAME
+from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.manifest_json import from_json, to_json
+from shardconv.checkpoint.paths import hub_hint
+from shardconv.errors import PlanError, SourceError, SplitCheckpointError
+
+_MAX_BYTES = 2**30
+
+
+def is_split(path: Path) -> bool:
+    """Whether a path is the folder of a split checkpoint."""
+    return (path / MANIFEST_NAME).exists()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a split checkpoint.
+
+    Raises:
+        SplitCheckpointError: if the folder is not a split checkpoint, or its manifest is not valid.
+    """
+    path = folder / MANIFEST_NAME
+    if not folder.exists():
+        raise SplitCheckpointError(f"{folder}: does not exist{hub_hint(folder)}")
+    try:
+        return from_json(_read(path))
+    except FileNotFoundError as error:
+        _refuse_sharded_state(folder)
+        raise SplitCheckpointError(
+            f"{folder}: is not a split checkpoint (no {MANIFEST_NAME}): make one with shardconv split {folder} --tp N"
+        ) from error
+    except OSError as error:
+        raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SourceError, PlanError) as error:
+        raise SplitCheckpointError(f"{path}: cannot be used: {error}") from error
+
+
+def _read(path: Path) -> dict[str, object]:
+    """The JSON object in a manifest.
+
+    Raises:
+        ValueError: if the file cannot hold one.
+    """
+    if not path.is_file() and path.exists():
+        raise ValueError("it is not a regular file")  # reading a pipe could block forever
+    if path.stat().st_size > _MAX_BYTES:
+        raise ValueError("it is too large")
+    try:
+        data = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"it is truncated or damaged: copy it again, or split the source again ({error})") from error
+    if isinstance(data, dict):
+        return data
+    raise ValueError("it is not a JSON object")
+
+
+def _refuse_sharded_state(folder: Path) -> None:
+    try:
+        refuse_sharded_state(folder, [path.name for path in folder.glob("*.safetensors")])
+    except SourceError as error:
+        raise SplitCheckpointError(str(error)) from error
+
+
+def write_manifest(manifest: Manifest, folder: Path, created_by: str, *, mode: int) -> None:
+    """Write a manifest into a folder, with the permissions ``mode`` before the umask."""
+    text = json.dumps(to_json(manifest, created_by), separators=(",", ":"))
+    with create(folder / MANIFEST_NAME, mode) as file:
+        file.write(text.encode())
