@@ -11,16 +11,8 @@ from shardconv.checkpoint.layout import MANIFEST_NAME, lay_out_source
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
-from shardconv.checkpoint.staging import check_disjoint, check_target, staging
+from shardconv.checkpoint.rewrite import Rewrite
 from shardconv.checkpoint.vllm_folder import read_split
-from shardconv.checkpoint.write import (
-    auxiliary_bytes,
-    auxiliary_paths,
-    check_readable,
-    copy_auxiliary,
-    copy_files,
-    read_ranks,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +79,12 @@ def merge(
     is_folder = target.suffix != ".safetensors"
     headers = _headers(manifest, one_file=not is_folder)
     is_same_layout = list(headers.values()) == [header for _, header in manifest.source_files]
-    check_disjoint(target, [folder])
-    exists = check_target(
-        target, is_folder=is_folder, overwrite=overwrite, dry_run=dry_run, auxiliary_files=manifest.auxiliary_files
+    rewrite = Rewrite(
+        manifest, folder, target, is_folder=is_folder, overwrite=overwrite, threads=threads, progress=progress
     )
-    if dry_run:
-        check_readable(manifest, folder)
-    else:
-        _write(manifest, folder, target, headers, overwrite=overwrite, threads=threads, progress=progress)
+    exists = rewrite.check(dry_run=dry_run)
+    if not dry_run:
+        _write(rewrite, headers)
     return MergeReport(
         path=str(target),
         files=tuple(headers) if is_folder else (target.name,),
@@ -122,35 +112,11 @@ def _headers(manifest: Manifest, *, one_file: bool) -> dict[str, Header]:
     return dict(manifest.source_files)
 
 
-def _write(
-    manifest: Manifest,
-    folder: Path,
-    target: Path,
-    headers: dict[str, Header],
-    *,
-    overwrite: bool,
-    threads: int | None,
-    progress: Progress | None,
-) -> None:
-    is_folder = target.suffix != ".safetensors"
-    auxiliary_files = auxiliary_paths(manifest, folder) if is_folder else {}
-    layout = lay_out_source(list(headers.values()), manifest.tensors)
-    reader, inputs = read_ranks(manifest, folder)
-    total = sum(layout.file_bytes) + auxiliary_bytes(auxiliary_files)
-    with (
-        inputs,
-        staging(
-            target,
-            is_folder=is_folder,
-            overwrite=overwrite,
-            num_bytes=total,
-            auxiliary_files=auxiliary_files,
-            mode=permissions([folder]),
-        ) as stage,
-    ):
-        paths = [stage / (name if is_folder else target.name) for name in headers]
-        copy_files(reader, inputs, paths, layout, manifest.stripes, threads=threads, progress=progress)
-        copy_auxiliary(auxiliary_files, stage, manifest.auxiliary_files)
-        if is_folder and manifest.index is not None:
-            with create(stage / manifest.index[0], permissions([folder / MANIFEST_NAME])) as file:
-                file.write(manifest.index[1].encode())
+def _write(rewrite: Rewrite, headers: dict[str, Header]) -> None:
+    manifest = rewrite.manifest
+    names = list(headers) if rewrite.is_folder else [rewrite.target.name]
+    with rewrite.run(names, lay_out_source(list(headers.values()), manifest.tensors)) as staged:
+        if rewrite.is_folder and manifest.index is not None:
+            name, text = manifest.index
+            with create(staged.folder / name, permissions([rewrite.folder / MANIFEST_NAME])) as file:
+                file.write(text.encode())

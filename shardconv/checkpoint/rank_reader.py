@@ -16,7 +16,7 @@ from shardconv.checkpoint.layout import lay_out_source
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import leads_out
 from shardconv.checkpoint.source import Source
-from shardconv.checkpoint.verify import verify_open_rank
+from shardconv.checkpoint.verify_rank import verify_open_rank
 from shardconv.errors import SplitCheckpointError
 from shardconv.plan.plan import Plan, TensorSpec
 

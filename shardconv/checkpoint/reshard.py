@@ -12,17 +12,10 @@ from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_file import write_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, request_for
-from shardconv.checkpoint.staging import check_disjoint, check_target, staging
+from shardconv.checkpoint.rewrite import Rewrite
 from shardconv.checkpoint.stored_plan import resolver_of
 from shardconv.checkpoint.vllm_folder import read_split
-from shardconv.checkpoint.write import (
-    auxiliary_bytes,
-    auxiliary_paths,
-    check_readable,
-    copy_auxiliary,
-    copy_files,
-    read_ranks,
-)
+from shardconv.checkpoint.write import auxiliary_paths
 from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.layout import DCP
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
@@ -107,14 +100,10 @@ def reshard(
     new, padding = _plan_reshard(old, tp, layout, engine, int(pad), checksums=checksums)
     name = folder.resolve().name.removesuffix(f"-tp{old.tp}")
     target = Path(f"{name}-tp{tp}") if dst is None else local_path(dst)
-    check_disjoint(target, [folder])
-    exists = check_target(
-        target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=old.auxiliary_files
-    )
-    if dry_run:
-        check_readable(old, folder)
-    else:
-        _write(old, new, folder, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress)
+    rewrite = Rewrite(old, folder, target, overwrite=overwrite, threads=threads, progress=progress)
+    exists = rewrite.check(dry_run=dry_run)
+    if not dry_run:
+        _write(rewrite, new, checksums=checksums)
     return ReshardReport(
         path=str(target),
         old_tp=old.tp,
@@ -147,36 +136,11 @@ def _plan_reshard(
     return old.with_plan(plan, request, file_layout, checksums=checksums), resolver.padding(tp)
 
 
-def _write(
-    old: Manifest,
-    new: Manifest,
-    folder: Path,
-    target: Path,
-    *,
-    overwrite: bool,
-    checksums: bool,
-    threads: int | None,
-    progress: Progress | None,
-) -> None:
-    auxiliary_files = auxiliary_paths(old, folder)
-    layout = new.rank_layout
-    reader, inputs = read_ranks(old, folder)
-    total = sum(layout.file_bytes) + auxiliary_bytes(auxiliary_files)
-    with (
-        inputs,
-        staging(
-            target,
-            is_folder=True,
-            overwrite=overwrite,
-            num_bytes=total,
-            auxiliary_files=auxiliary_files,
-            mode=permissions([folder]),
-        ) as stage,
-    ):
-        digests = copy_files(
-            reader, inputs, new.rank_paths(stage), layout, old.stripes,
-            identify=new.prefixes_with if checksums else None, threads=threads, progress=progress,
-        )  # fmt: skip
-        copied = copy_auxiliary(auxiliary_files, stage, old.auxiliary_files)
-        mode = permissions([folder / MANIFEST_NAME] if old.explicit_files is None else auxiliary_files.values())
-        write_manifest(new.written(digests, copied), stage, f"shardconv {__version__}", mode=mode)
+def _write(rewrite: Rewrite, new: Manifest, *, checksums: bool) -> None:
+    old, folder = rewrite.manifest, rewrite.folder
+    identify = new.prefixes_with if checksums else None
+    with rewrite.run(new.rank_files, new.rank_layout, identify=identify) as staged:
+        is_split = old.explicit_files is None
+        mode = permissions([folder / MANIFEST_NAME] if is_split else auxiliary_paths(old, folder).values())
+        written = new.written(staged.checksums, staged.auxiliary_files)
+        write_manifest(written, staged.folder, f"shardconv {__version__}", mode=mode)

@@ -8,19 +8,10 @@ from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import create, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.layout import lay_out_source
-from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.padding_manifest import read_padding
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
-from shardconv.checkpoint.staging import check_disjoint, check_target, staging
-from shardconv.checkpoint.write import (
-    auxiliary_bytes,
-    auxiliary_paths,
-    check_readable,
-    copy_auxiliary,
-    copy_files,
-    read_ranks,
-)
+from shardconv.checkpoint.rewrite import Rewrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +53,12 @@ def unpad(
     folder = local_path(src)
     manifest, config = read_padding(folder)
     target = local_path(dst) if dst is not None else Path(f"{folder.resolve().name}-unpadded")
-    check_disjoint(target, [folder])
-    names = [*manifest.auxiliary_files, CONFIG_NAME]
-    exists = check_target(target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=names)
-    if dry_run:
-        check_readable(manifest, folder)
-    else:
-        _write(manifest, config, folder, target, overwrite=overwrite, threads=threads, progress=progress)
+    rewrite = Rewrite(
+        manifest, folder, target, added_files=(CONFIG_NAME,), overwrite=overwrite, threads=threads, progress=progress
+    )
+    exists = rewrite.check(dry_run=dry_run)
+    if not dry_run:
+        _write(rewrite, config)
     return UnpadReport(
         path=str(target),
         num_tensors=len(manifest.tensors),
@@ -79,35 +69,11 @@ def unpad(
     )
 
 
-def _write(
-    manifest: Manifest,
-    config: str,
-    folder: Path,
-    target: Path,
-    *,
-    overwrite: bool,
-    threads: int | None,
-    progress: Progress | None,
-) -> None:
-    auxiliary_files = auxiliary_paths(manifest, folder)
-    layout = lay_out_source([header for _, header in manifest.source_files], manifest.tensors)
-    reader, inputs = read_ranks(manifest, folder)
-    total = sum(layout.file_bytes) + auxiliary_bytes(auxiliary_files) + len(config)
-    with (
-        inputs,
-        staging(
-            target,
-            is_folder=True,
-            overwrite=overwrite,
-            num_bytes=total,
-            auxiliary_files=[*auxiliary_files, CONFIG_NAME],
-            mode=permissions([folder]),
-        ) as stage,
-    ):
-        paths = [stage / name for name, _ in manifest.source_files]
-        copy_files(reader, inputs, paths, layout, manifest.stripes, threads=threads, progress=progress)
-        copy_auxiliary(auxiliary_files, stage, manifest.auxiliary_files)
-        texts = {CONFIG_NAME: config} | dict([manifest.index] if manifest.index else [])
+def _write(rewrite: Rewrite, config: str) -> None:
+    manifest = rewrite.manifest
+    names, headers = zip(*manifest.source_files, strict=True)
+    texts = {CONFIG_NAME: config} | dict([manifest.index] if manifest.index else [])
+    with rewrite.run(names, lay_out_source(headers, manifest.tensors), added_bytes=len(config)) as staged:
         for name, text in texts.items():
-            with create(stage / name, permissions([folder / name])) as file:
+            with create(staged.folder / name, permissions([rewrite.folder / name])) as file:
                 file.write(text.encode())

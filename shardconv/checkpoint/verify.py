@@ -1,12 +1,13 @@
 """Verify a split checkpoint bit for bit against its checksums and its source."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from shardconv.checkpoint.copy import CopyJob, Progress, Scratch, Shards, Span, Stripe, StripeState
-from shardconv.checkpoint.fileio import Bytes, InputFiles
+from shardconv.checkpoint.copy import CopyJob, Progress
+from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.formats import is_weights
 from shardconv.checkpoint.layout import lay_out_source
 from shardconv.checkpoint.manifest import Manifest
@@ -91,102 +92,65 @@ def verify(
         source = open_source(
             local_path(against), follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore
         )
-    checked, num_bytes, is_compared = [] if manifest.explicit_files else ["auxiliary files"], 0, False
+    checked = () if manifest.explicit_files else ("auxiliary files",)
     differences = auxiliary_differences(manifest, folder)
     if source is not None:
         differences += _tensor_differences(manifest, source) + _file_differences(manifest, source)
-    try:
-        reader, inputs = read_ranks(manifest, folder)
-    except IntegrityError as error:
-        differences.append(str(error))
-    else:
-        num_bytes = sum(manifest.rank_layout.file_bytes)
-        with inputs:
-            is_compared = source is not None and source.specs == manifest.source_tensors
-            differences += _data_differences(
-                manifest, reader, source if is_compared else None, threads=threads, progress=progress
-            )
-            inputs.check_unchanged()
-        checked += ["headers", *(["checksums"] if manifest.checksums else []), "replicas equal", "padding zero"]
-        checked += [f"every tensor of {against}"] if is_compared else []
+    ranks = _compare_ranks(manifest, folder, source, threads=threads, progress=progress)
     return VerifyReport(
         path=str(src),
         against=None if against is None else str(against),
         tp=manifest.tp,
         layout=manifest.layout.name,
         num_tensors=len(manifest.tensors),
-        num_bytes=num_bytes,
+        num_bytes=ranks.num_bytes,
         other_weights=_other_weights(manifest, folder),
-        checked=tuple(checked),
-        is_compared=is_compared,
+        checked=(*checked, *ranks.checked, *([f"every tensor of {against}"] if ranks.is_compared else [])),
+        is_compared=ranks.is_compared,
         has_checksums=manifest.checksums is not None,
-        differences=tuple(differences),
+        differences=(*differences, *ranks.differences),
         left_out={} if source is None else source.left_out,
         seconds=time.perf_counter() - began,
         saved_by=manifest.saved_by,
     )
 
 
+class _RankFiles(NamedTuple):
+    """The comparison of the rank files with their checksums and a source; defaults are for files that are not readable.
+
+    Attributes:
+        differences: descriptions of all differences.
+        num_bytes: bytes of all rank files.
+        checked: descriptions of the completed checks.
+        is_compared: whether every byte was compared with the source.
+    """
+
+    differences: list[str]
+    num_bytes: int = 0
+    checked: tuple[str, ...] = ()
+    is_compared: bool = False
+
+
+def _compare_ranks(
+    manifest: Manifest, folder: Path, source: Source | None, *, threads: int | None, progress: Progress | None
+) -> _RankFiles:
+    """Compare the rank files with their checksums, and with a source that has the same tensors."""
+    try:
+        reader, inputs = read_ranks(manifest, folder)
+    except IntegrityError as error:
+        return _RankFiles([str(error)])
+    is_compared = source is not None and source.specs == manifest.source_tensors
+    compared = source if is_compared else None
+    with inputs:
+        differences = _data_differences(manifest, reader, compared, threads=threads, progress=progress)
+        inputs.check_unchanged()
+    checked = ("headers", *(["checksums"] if manifest.checksums else []), "replicas equal", "padding zero")
+    return _RankFiles(differences, sum(manifest.rank_layout.file_bytes), checked, is_compared)
+
+
 def _other_weights(manifest: Manifest, folder: Path) -> tuple[str, ...]:
     names = {path.name for path in folder.iterdir() if is_weights(path.name)}
     return tuple(sorted(names - {*manifest.rank_files}))
-
-
-def verify_rank(manifest: Manifest, folder: Path, rank: int, progress: Progress | None = None) -> None:
-    """Check one rank file against its checksums without reading the others. Does nothing without checksums.
-
-    Args:
-        manifest: of the split checkpoint.
-        folder: of the split checkpoint.
-        rank: the rank of the file.
-        progress: called with the number of checked bytes of the full tensors and the total.
-
-    Raises:
-        IntegrityError: if bytes differ from those that were written.
-        SourceError: if the file cannot be read, or has the wrong size.
-    """
-    layout, path = manifest.rank_layout, manifest.rank_paths(folder)[rank]
-    with InputFiles([path], [layout.prefixes[rank]], [layout.file_bytes[rank]]) as inputs:
-        verify_open_rank(manifest, inputs, rank, progress)
-
-
-def verify_open_rank(manifest: Manifest, inputs: InputFiles, rank: int, progress: Progress | None = None) -> None:
-    """Check an open rank file like :func:`verify_rank`."""
-    if manifest.checksums is None:
-        return
-    shards, names = manifest.rank_layout.shards, list(manifest.tensors)
-    reader = _ChecksumReader(shards, inputs, rank, manifest.checksums[rank], names)
-    CopyJob(manifest.stripes, reader, []).run(progress=progress)
-
-
-class _ChecksumReader:
-    """A reader of one rank file that only computes and compares checksums."""
-
-    def __init__(
-        self, tensors: Sequence[Shards], files: InputFiles, rank: int, checksums: Sequence[str], names: Sequence[str]
-    ) -> None:
-        self.tensors = tensors
-        self._files, self._rank, self._checksums, self._names = files, rank, checksums, names
-
-    def prefetch(self, stripe: Stripe) -> None:
-        """Do nothing: the operating system detects that the file is read sequentially."""
-
-    def gather(self, state: StripeState, span: Span, _block: Bytes, scratch: Scratch, /) -> None:
-        """Read the bytes of a span that are in the rank's shard; the block is not changed."""
-        shards = self.tensors[span.tensor]
-        for rank, _, low, high in shards.geometry.overlaps(span.start, span.stop):
-            if rank == self._rank:
-                data = scratch.take("shard", high - low)
-                self._files.read(0, data, shards.offsets[rank] + low)
-                state.update(0, data)
-
-    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
-        """Compare the checksum of a stripe."""
-        running = state.hashes.get(0)
-        if running is not None and running.hexdigest() != self._checksums[state.number]:
-            first, last = self._names[stripe[0].tensor], self._names[stripe[-1].tensor]
-            tensors = first if first == last else f"{first} ... {last}"
-            raise IntegrityError(f"{self._files.paths[0]}: the bytes of {tensors} differ from their checksum")
 
 
 def auxiliary_differences(manifest: Manifest, folder: Path) -> list[str]:

@@ -26,6 +26,7 @@ from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.layout import FileLayout
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.resolve import Resolver
 
 _ENGINE = "vllm"
 #: Name and metadata of the only source file.
@@ -68,13 +69,7 @@ def _manifest(folder: Path, saved: SavedFiles) -> Manifest:
     full = full_tensors(_ENGINE, rank_tensors, tp, config, request)
     resolver, assumed = resolve(full, config, request)
     layout = choose_layout(_ENGINE, full, config)
-    try:
-        plan = resolver.plan(tp, assumed=assumed)
-    except PlanError as error:
-        reason = _ADVICE.sub("", str(error))
-        raise SplitCheckpointError(
-            f"{folder}: has files of {tp} ranks, but its model cannot be sharded for tp {tp} ({reason}): {_OTHER_MODEL}"
-        ) from error
+    plan = _plan(folder, resolver, tp, assumed)
     check_pairs(plan, full)
     tensors = in_file_order(full)
     layout.check(tensors, plan)
@@ -98,6 +93,16 @@ def _manifest(folder: Path, saved: SavedFiles) -> Manifest:
             tuple(_notes(saved, tensors)),
         ),
     )
+
+
+def _plan(folder: Path, resolver: Resolver, tp: int, assumed: tuple[str, ...]) -> Plan:
+    try:
+        return resolver.plan(tp, assumed=assumed)
+    except PlanError as error:
+        reason = _ADVICE.sub("", str(error))
+        raise SplitCheckpointError(
+            f"{folder}: has files of {tp} ranks, but its model cannot be sharded for tp {tp} ({reason}): {_OTHER_MODEL}"
+        ) from error
 
 
 def _check_tensors(

@@ -5,7 +5,7 @@ Without a config, head sizes are inferred from shapes. Reads no files: a plan fi
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple, NotRequired, Self, TypedDict
@@ -147,49 +147,65 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
         PlanError: if the rules do not cover every tensor.
     """
     check_quantization(tensors, config)
-    assumed: list[str] = []
-    uncertain = ""
     user = parse_plan_file(*request.plan_file) if request.plan_file else None
-    family = family_of(config or {}, request.family or (user.inherits if user else ""))
-    towers = _towers(tensors) if family.name == NAMES_FAMILY else []
+    base = family_of(config or {}, request.family or (user.inherits if user else ""))
+    towers = _towers(tensors) if base.name == NAMES_FAMILY else []
+    assumed_heads = uncertain = ""
     if config is None or request.head_dim is not None or len(towers) > 1:
-        config, sentence, uncertain = _with_heads(tensors, config, request.head_dim, towers)
-        assumed += [sentence] if sentence else []
-    if not block_size(config) and any(name.endswith(SCALE) for name in tensors):
-        rows, columns = DEFAULT_BLOCK
-        assumed.append(f"FP8 block size is not in the config: assuming {rows} by {columns}")
-    if family.name == NAMES_FAMILY:
+        config, assumed_heads, uncertain = _with_heads(tensors, config, request.head_dim, towers)
+    if base.name == NAMES_FAMILY:
         _check_pairs(tensors)
-        model = f"model type {config['model_type']!r}" if config.get("model_type") else "a checkpoint without a config"
-        assumed.append(f"{model} has no family: planned by the names of its tensors")
-    if family.name == TRANSFORMERS:
-        assumed.append("planned by transformers' own plan for the model type; shardconv plan --prove compares outputs")
-    _check_prefix(tensors, family)
-    base_family = family
-    if user is not None:
-        assumed.append(f"rules of {user.name} are tried first; shardconv plan --prove compares outputs")
-        family = expand_family(replace(user, name=family.name), family)
-        family = replace(family, rules=_with_optional(family.rules, request))
-        _check_read(user, family)
-    if request.replicate:
-        assumed += [
-            f"{name} is replicated as requested, and layers that depend on it may be sharded, which can change "
-            f"outputs: shardconv plan --prove with the same options compares them"
-            for name in request.replicate
-        ]
-        replicate_rules = _with_optional(map(_replicate_rule, request.replicate), request)
-        family = Family(family.name, rules=replicate_rules).with_base(family)
+    _check_prefix(tensors, base)
+    assumed = [*filter(None, [assumed_heads]), *_assumptions(tensors, config, base, user, request)]
+    family = _with_user_rules(base, user, request)
     rules = rules_for(family, config, experts=request.experts, uncertain=uncertain)
     rules = rules.for_engine(engine_named(request.engine))
     resolver = Resolver(tensors, rules)
     if user is not None:
-        base_rules = rules_for(base_family, config)
+        base_rules = rules_for(base, config)
         if blocks := resolver.replaced_blocks(base_rules):
             resolver = Resolver(tensors, rules.without_overrides(blocks))
         if replaced := resolver.replaced(base_rules):
             assumed.append(_replacements(user.name, replaced))
-    resolver = resolver.padded(request.pad)
-    return Resolution(resolver, tuple(assumed))
+    return Resolution(resolver.padded(request.pad), tuple(assumed))
+
+
+def _assumptions(
+    tensors: Mapping[str, TensorSpec],
+    config: Mapping[str, object],
+    base: Family,
+    user: Family | None,
+    request: PlanRequest,
+) -> Iterator[str]:
+    """The assumptions of a plan that follow from the family, the plan file and the options, as sentences."""
+    if not block_size(config) and any(name.endswith(SCALE) for name in tensors):
+        rows, columns = DEFAULT_BLOCK
+        yield f"FP8 block size is not in the config: assuming {rows} by {columns}"
+    if base.name == NAMES_FAMILY:
+        model = f"model type {config['model_type']!r}" if config.get("model_type") else "a checkpoint without a config"
+        yield f"{model} has no family: planned by the names of its tensors"
+    if base.name == TRANSFORMERS:
+        yield "planned by transformers' own plan for the model type; shardconv plan --prove compares outputs"
+    if user is not None:
+        yield f"rules of {user.name} are tried first; shardconv plan --prove compares outputs"
+    for name in request.replicate:
+        yield (
+            f"{name} is replicated as requested, and layers that depend on it may be sharded, which can change "
+            f"outputs: shardconv plan --prove with the same options compares them"
+        )
+
+
+def _with_user_rules(base: Family, user: Family | None, request: PlanRequest) -> Family:
+    """The family with the rules of the plan file and of ``--replicate``, which are tried first."""
+    family = base
+    if user is not None:
+        family = expand_family(replace(user, name=base.name), base)
+        family = replace(family, rules=_with_optional(family.rules, request))
+        _check_read(user, family)
+    if request.replicate:
+        replicate_rules = _with_optional(map(_replicate_rule, request.replicate), request)
+        family = Family(family.name, rules=replicate_rules).with_base(family)
+    return family
 
 
 def _check_read(user: Family, family: Family) -> None:

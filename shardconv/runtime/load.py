@@ -26,7 +26,7 @@ from shardconv.checkpoint.manifest_json import to_json
 from shardconv.checkpoint.paths import leads_out, local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.stored_plan import placements_in_memory, resolver_of, runnable_plan
-from shardconv.checkpoint.verify import verify_rank
+from shardconv.checkpoint.verify_rank import verify_rank
 from shardconv.convert.converted_model import finish
 from shardconv.convert.model import convert_by
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel, reduce_from_tp

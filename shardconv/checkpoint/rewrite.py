@@ -1,0 +1,119 @@
+"""Rewrite a split or padded checkpoint as another checkpoint: the shared steps of merge, reshard and unpad."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from shardconv.checkpoint.copy import Progress
+from shardconv.checkpoint.fileio import permissions
+from shardconv.checkpoint.layout import Layout
+from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.staging import check_disjoint, check_target, staging
+from shardconv.checkpoint.write import (
+    Checksums,
+    Identify,
+    auxiliary_bytes,
+    auxiliary_paths,
+    check_readable,
+    copy_auxiliary,
+    copy_files,
+    read_ranks,
+)
+
+
+class Staged(NamedTuple):
+    """The new checkpoint before it has its final name.
+
+    Attributes:
+        folder: the staging folder, which holds the new weight files and auxiliary files.
+        checksums: for each weight file the checksum of each stripe, or None.
+        auxiliary_files: name to checksum of each auxiliary file.
+    """
+
+    folder: Path
+    checksums: Checksums | None
+    auxiliary_files: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """A rewrite of a checkpoint that has a manifest.
+
+    Attributes:
+        manifest: of the existing checkpoint.
+        folder: of the existing checkpoint.
+        target: the new checkpoint.
+        is_folder: whether the new checkpoint is a folder; a file has no auxiliary files.
+        added_files: names of auxiliary files that only the new checkpoint has.
+        overwrite: replace an existing checkpoint at ``target``.
+        threads: number of threads, or None for the default.
+        progress: called with the number of copied bytes and the total.
+    """
+
+    manifest: Manifest
+    folder: Path
+    target: Path
+    is_folder: bool = True
+    added_files: tuple[str, ...] = ()
+    overwrite: bool = False
+    threads: int | None = None
+    progress: Progress | None = None
+
+    def check(self, *, dry_run: bool) -> bool:
+        """Check the destination, and for a dry run all files that would be read.
+
+        Returns:
+            Whether the destination exists and requires ``overwrite``.
+
+        Raises:
+            SplitCheckpointError: if a file is missing, or has the wrong size or header.
+            OutputError: if the destination must not be written.
+        """
+        check_disjoint(self.target, [self.folder])
+        exists = check_target(
+            self.target,
+            is_folder=self.is_folder,
+            overwrite=self.overwrite,
+            dry_run=dry_run,
+            auxiliary_files=[*self.manifest.auxiliary_files, *self.added_files],
+        )
+        if dry_run:
+            check_readable(self.manifest, self.folder)
+        return exists
+
+    @contextmanager
+    def run(
+        self, names: Sequence[str], layout: Layout, *, identify: Identify | None = None, added_bytes: int = 0
+    ) -> Iterator[Staged]:
+        """Copy all tensors and auxiliary files into a staging folder, which gets its final name on exit.
+
+        Args:
+            names: names of the new weight files.
+            layout: of the new weight files.
+            identify: see :func:`~shardconv.checkpoint.write.copy_files`.
+            added_bytes: bytes of the files that the caller adds to the staging folder.
+
+        Raises:
+            SplitCheckpointError: if a file is missing, or bytes differ from those that were written.
+            OutputError: if the destination exists, is in use, or has too little free space.
+        """
+        auxiliary_files = auxiliary_paths(self.manifest, self.folder) if self.is_folder else {}
+        reader, inputs = read_ranks(self.manifest, self.folder)
+        with (
+            inputs,
+            staging(
+                self.target,
+                is_folder=self.is_folder,
+                overwrite=self.overwrite,
+                num_bytes=sum(layout.file_bytes) + auxiliary_bytes(auxiliary_files) + added_bytes,
+                auxiliary_files=[*auxiliary_files, *self.added_files],
+                mode=permissions([self.folder]),
+            ) as folder,
+        ):
+            checksums = copy_files(
+                reader, inputs, [folder / name for name in names], layout, self.manifest.stripes,
+                identify=identify, threads=self.threads, progress=self.progress,
+            )  # fmt: skip
+            yield Staged(folder, checksums, copy_auxiliary(auxiliary_files, folder, self.manifest.auxiliary_files))
