@@ -42,7 +42,7 @@ def styles(specs, config, text):
 
 
 def test_a_plan_file_mounts_blocks():
-    """A Llama of a type that nobody knows: two lines."""
+    """A Llama with an unknown model type needs two lines."""
     specs = {"model.embed_tokens.weight": (10, 8), "lm_head.weight": (10, 8), "model.norm.weight": (8,)}
     specs |= {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()}
     found = styles(specs, {**CONFIG, "model_type": "new"}, LLAMA_LIKE)
@@ -52,7 +52,7 @@ def test_a_plan_file_mounts_blocks():
     assert found["model.embed_tokens.weight"] == found["lm_head.weight"] == "embedding_rowwise"
 
 
-def test_what_no_block_covers_is_refused():
+def test_tensor_that_no_block_matches_is_refused():
     specs = {"model.layers.0.self_attn.q_proj.weight": (8, 8), "model.layers.0.mixer.weight": (8, 8)}
     with pytest.raises(PlanError, match=r"model\.layers\.0\.mixer\.weight .*no family is known"):
         styles(specs, {**CONFIG, "model_type": "new"}, '[blocks]\n"model" = "decoder"\n')
@@ -61,8 +61,8 @@ def test_what_no_block_covers_is_refused():
 OTHER_LAYER = '[blocks]\n"model" = "decoder"\n"model.layer.*" = {}\n'
 
 
-def test_a_block_of_a_plan_file_covers_a_tensor():
-    """Unless its entry is optional; a block of a family need not."""
+def test_block_of_a_plan_file_must_match_a_tensor():
+    """Unless its entry is optional; a block of a family may match none."""
     specs = {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()}
     with pytest.raises(PlanError, match=r"blocks 'model.layer.\*' = 'layer': none of its rules applies"):
         styles(specs, CONFIG, OTHER_LAYER.format('"layer"'))
@@ -70,8 +70,8 @@ def test_a_block_of_a_plan_file_covers_a_tensor():
     assert styles(specs, CONFIG, may_miss) == styles(specs, CONFIG, LLAMA_LIKE.replace('"" = "heads"', ""))
 
 
-def test_the_blocks_of_a_stored_plan_cover_a_tensor():
-    """So that a model in memory with other names is not sharded by other rules."""
+def test_block_of_a_stored_plan_must_match_a_tensor():
+    """Otherwise a model in memory with other names would be sharded by other rules."""
     specs = {f"model.layers.0.{name}": TensorSpec("F32", shape) for name, (shape, _) in LAYER.items()}
     request = PlanRequest(plan_file=("mine.toml", '[blocks]\n"model" = "decoder"\n'))
     rules = RuleSet.from_json(json.loads(json.dumps(resolve(specs, CONFIG, request).resolver.rules.to_json())))
@@ -82,7 +82,7 @@ def test_the_blocks_of_a_stored_plan_cover_a_tensor():
 
 
 def test_fields_are_replaced_where_a_block_is_mounted():
-    """Encoder and decoder with heads of their own; the defaults of the block follow."""
+    """Encoder and decoder have different head counts; defaults of the block follow."""
     mounts = {
         "encoder": {"block": "attention", "num_attention_heads": "encoder_heads"},
         "decoder": {"block": "attention", "num_attention_heads": "n + 1"},
@@ -96,8 +96,8 @@ def test_fields_are_replaced_where_a_block_is_mounted():
     assert encoder.attributes["num_heads"] == rules["encoder"].unit
 
 
-def test_fields_of_the_blocks_in_a_block_are_replaced():
-    """Also where only the default of a field of an inner block reads them."""
+def test_fields_of_nested_blocks_are_replaced():
+    """Also if only the default of a field of the inner block reads them."""
     made = family({"blocks": {"x": {"block": "layer", "hidden_size": "d", "n_shared_experts": 3}}})
     sizes = {unit.size for unit in made.units.values()}
     counts = {unit.count for unit in made.units.values()}
@@ -106,7 +106,7 @@ def test_fields_of_the_blocks_in_a_block_are_replaced():
 
 
 def overrides(specs, text, config=CONFIG):
-    """The attributes that are set on an attention module by a plan file over Llama."""
+    """The attributes that a plan file over Llama sets on an attention module."""
     tensors = {name: TensorSpec("F32", shape) for name, shape in specs.items()}
     request = PlanRequest(plan_file=("mine.toml", text))
     (scope,) = resolve(tensors, config | {"model_type": "llama"}, request).resolver.rules.models
@@ -114,8 +114,8 @@ def overrides(specs, text, config=CONFIG):
     return {name for rule in found for name in rule.attributes}
 
 
-def test_overrides_go_with_the_rules_of_their_block():
-    """Those of a block that another replaces in a plan file are not set; where it covers some tensors, they are."""
+def test_overrides_of_a_replaced_block_are_not_set():
+    """They are set if the block still matches some tensors."""
     specs = {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()}
     gathered = '[blocks]\n"model.layers.*.self_attn" = "gathered_attention"\n'
     assert "num_key_value_groups" in overrides(specs, "[rules]\n")
@@ -126,8 +126,8 @@ def test_overrides_go_with_the_rules_of_their_block():
     assert "num_key_value_groups" in overrides(specs, gathered + some)
 
 
-def test_what_is_empty_is_not_inherited():
-    """And what is left out is."""
+def test_empty_sections_are_not_inherited():
+    """Missing sections are."""
     base = family({"prefix": "model.", "parts": {"vision": "vision_config"}, "gathered": "one head"})
     names = ("prefix", "submodels", "gathered")
     left_out, empty = family({}, base), family({"prefix": [], "parts": {}, "gathered": ""}, base)
@@ -135,7 +135,7 @@ def test_what_is_empty_is_not_inherited():
     assert [getattr(empty, name) for name in names] == [(), {}, ""]
 
 
-def test_an_override_that_is_false_takes_back_one_that_is_true():
+def test_override_that_is_false_replaces_one_that_is_true():
     keys = ("copied_input", "gathered_output", "summed_output")
     said = [parse_module("x", dict.fromkeys(keys, value), "") for value in (True, False)]
     assert not any(getattr(ModuleRule.joined(said), key) for key in keys)
@@ -145,7 +145,7 @@ def test_an_override_that_is_false_takes_back_one_that_is_true():
 
 
 def test_a_condition_on_a_field_that_is_replaced_by_an_expression(monkeypatch):
-    """An expression is no field to compare; another field is."""
+    """An expression cannot be compared; another field can."""
     rule = {"style": "replicate", "when": {"kind": 3}}
     block = parse_block("one", {"rules": {"x": rule}})
     monkeypatch.setattr(family_file, "load_block", lambda _: block)
@@ -157,7 +157,7 @@ def test_a_condition_on_a_field_that_is_replaced_by_an_expression(monkeypatch):
 
 
 def test_blocks_with_different_defaults_for_a_field(monkeypatch):
-    """Unless the family has a default of its own."""
+    """An error, unless the family has a default."""
     blocks = {
         name: parse_block(name, {"config": {"size": size}, "units": {"x": {"count": "size"}}})
         for name, size in (("one", 1), ("two", 2))
@@ -172,7 +172,7 @@ def test_blocks_with_different_defaults_for_a_field(monkeypatch):
 
 
 def test_no_rule_names_a_unit_by_the_order_of_blocks():
-    """Nor one of an heir; a unit with a name of its own may have the same value."""
+    """Neither does an inheriting family; a unit with another name may have the same value."""
     mounts = {f"{name}.attn": {"block": "attention", "num_attention_heads": f"{name}_heads"} for name in ("a", "b")}
     made = family({"blocks": mounts})
     assert {"attn_query_head", "attn_query_head_2"} <= made.units.keys()
@@ -192,7 +192,7 @@ OTHER_HEADS = '[units]\nquery_head = { count = "num_attention_heads // 2", size 
 
 
 def test_a_unit_of_a_plan_file_does_not_change_the_rules_of_the_family():
-    """Unless it says so; a unit of the same value may be written again."""
+    """Unless it has override = true; a unit with the same value is allowed."""
     specs = {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()} | {"lm_head.weight": (8, 8)}
     rule = '"lm_head" = { style = "colwise", unit = "query_head" }\n'
     with pytest.raises(PlanError, match=r"plan file mine\.toml: unit 'query_head' is .*, but .* in family llama"):
@@ -204,7 +204,7 @@ def test_a_unit_of_a_plan_file_does_not_change_the_rules_of_the_family():
 
 
 def test_units_of_families_that_override_others():
-    """Each says so, and does."""
+    """Each has override = true, and changes a unit."""
     tables = family_file._index().tables
     found = {name: parse_family(name, table, name) for name, table in tables.items()}
     bases = {name: load_family(own.inherits).units if own.inherits else {} for name, own in found.items()}
@@ -221,7 +221,7 @@ def test_own_rules_come_first_and_then_blocks_in_their_order():
     )
 
 
-def test_of_overrides_of_one_module_the_first_block_counts():
+def test_overrides_of_the_first_block_take_precedence():
     made = family({"blocks": {"x": ["mamba2", "attention"]}})
     values = {}
     for rule in made.modules:
@@ -230,8 +230,8 @@ def test_of_overrides_of_one_module_the_first_block_counts():
     assert values["num_key_value_heads"] == "kv_head"
 
 
-def test_units_of_what_is_inherited_stay():
-    """The same block with another field does not change the rules of the family below."""
+def test_inherited_units_stay():
+    """The same block with another field does not change the inherited rules."""
     base = family({"blocks": {"x": "attention"}})
     made = family({"blocks": {"y": {"block": "attention", "num_attention_heads": "other"}}}, base)
     assert {rule.unit for rule in made.rules if rule.pattern.startswith("x.{q_proj")} == {"query_head"}
@@ -299,7 +299,7 @@ def test_a_type_is_in_one_family():
 
 @contextmanager
 def folder_of(folder, **texts):
-    """Other families than the installed ones: files by their names."""
+    """Replace the installed families by these files."""
     for name, text in texts.items():
         (folder / f"{name}.toml").write_text(text)
     with pytest.MonkeyPatch.context() as patch:

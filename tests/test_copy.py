@@ -1,4 +1,4 @@
-"""The copy engine over random tensors and placements, against numpy's own indexing."""
+"""The copy engine with random tensors and placements, compared with numpy indexing."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32, "C64": np.uint64}
 
 @st.composite
 def placements(draw, tp: int):
-    """A shape and a placement of a tensor of that shape: any dim, fused, grouped, copied, padded or replicated."""
+    """A shape and a placement for it: any dim, fused, grouped, with replicas, padded or replicated."""
     shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=4))
     if not shape or draw(st.booleans()):
         return tuple(shape), Placement.replicated(tp)
@@ -48,7 +48,7 @@ def placements(draw, tp: int):
 
 @st.composite
 def cases(draw):
-    """Some tensors, each with a placement over N ranks and one over M."""
+    """Some tensors, each with a placement for N ranks and one for M ranks."""
     tensors = []
     old_tp, new_tp = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from([1, 2, 4, 6]))
     for _ in range(draw(st.integers(1, 4))):
@@ -61,7 +61,7 @@ def cases(draw):
 
 
 def shard_of(array: np.ndarray, placement: Placement, rank: int) -> np.ndarray:
-    """What a rank has to hold, by numpy."""
+    """The shard of a rank, by numpy."""
     if placement.dim is None:
         return array
     parts = []
@@ -77,7 +77,7 @@ def shard_of(array: np.ndarray, placement: Placement, rank: int) -> np.ndarray:
 
 
 def side(arrays, placements_) -> tuple[list[Shards], list[bytes]]:
-    """Where shards lie, and the files with them, built by numpy."""
+    """The positions of shards, and the files, built by numpy."""
     tp = placements_[0].tp
     files = [b""] * tp
     shards = []
@@ -98,7 +98,7 @@ def write(folder: Path, prefix: str, files: list[bytes]) -> list[Path]:
 
 
 def run(folder, old, old_files, new, new_sizes, *, stripe_bytes, checksums=None, threads=2):
-    """Pass everything from one side to another; gives the new files and their checksums."""
+    """Copy all tensors from one placement to another; returns the new files and their checksums."""
     sizes = [shards.geometry.num_bytes for shards in old]
     stripes = split_into_stripes(sizes, stripe_bytes)
     inputs = InputFiles(write(folder, "old", old_files), [b""] * len(old_files), [len(file) for file in old_files])
@@ -115,8 +115,8 @@ def run(folder, old, old_files, new, new_sizes, *, stripe_bytes, checksums=None,
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(case=cases(), stripe_bytes=st.integers(1, 200), block_bytes=st.integers(1, 64), seed=st.integers(0, 9))
-def test_any_placement_to_any_other_and_back(tmp_path, monkeypatch, case, stripe_bytes, block_bytes, seed):
-    """split, reshard and merge are this one copy; each result is what numpy makes of the same placement."""
+def test_copy_between_any_two_placements(tmp_path, monkeypatch, case, stripe_bytes, block_bytes, seed):
+    """split, reshard and merge are such copies; each result equals that of numpy."""
     monkeypatch.setattr(engine, "_BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(engine, "_BLOCK_BYTES_PER_SHARD", 1)
     rng = np.random.default_rng(seed)
@@ -152,7 +152,7 @@ def one_tensor(placement: Placement, shape: tuple[int, ...]):
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 @pytest.mark.parametrize("position", [0, 7, 15])
-def test_one_flipped_bit_of_a_copy_is_found_without_checksums(tmp_path, rank, position):
+def test_flipped_bit_of_a_replica_is_found_without_checksums(tmp_path, rank, position):
     array, shards, files, source = one_tensor(Placement.replicated(4), (16,))
     broken = bytearray(files[rank])
     broken[position] ^= 1
@@ -161,8 +161,8 @@ def test_one_flipped_bit_of_a_copy_is_found_without_checksums(tmp_path, rank, po
         run(tmp_path, shards, files, source, [array.nbytes], stripe_bytes=4)
 
 
-def test_partly_shared_pieces_are_compared(tmp_path):
-    """Ranks whose pieces overlap without being equal: what both hold has to be equal."""
+def test_overlapping_intervals_are_compared(tmp_path):
+    """Intervals of two ranks overlap without being equal; the bytes that both hold are compared."""
     placement = Placement(0, 6, ((Interval(0, 4),), (Interval(2, 6),)))
     array, shards, files, source = one_tensor(placement, (6, 2))
     merged, _ = run(tmp_path, shards, files, source, [array.nbytes], stripe_bytes=100)
@@ -179,7 +179,7 @@ def test_padding_that_is_not_zero_is_found(tmp_path):
         run(tmp_path, shards, files, source, [array.nbytes], stripe_bytes=100)
 
 
-def test_a_checksum_names_the_file_whose_bytes_these_are(tmp_path):
+def test_error_names_the_file_whose_bytes_were_found(tmp_path):
     array, shards, files, source = one_tensor(shard_dim(0, [Unit(4)], 2), (4, 3))
     _, checksums = run(tmp_path, source, [array.tobytes()], shards, [6, 6], stripe_bytes=100)
     with pytest.raises(

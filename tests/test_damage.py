@@ -1,4 +1,4 @@
-"""Split checkpoints that were damaged: verify says where, merge and reshard refuse."""
+"""Damaged split checkpoints: verify reports where the damage is, merge and reshard refuse them."""
 
 import errno
 import json
@@ -38,18 +38,18 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture(params=["split", "unsummed"])
 def either(request, made, tmp_path) -> Path:
-    """A copy to be damaged, with and without checksums."""
+    """A copy of a split checkpoint, with and without checksums."""
     return shutil.copytree(made / request.param, tmp_path / "split")
 
 
 @pytest.fixture
 def folder(made, tmp_path) -> Path:
-    """A copy to be damaged, with checksums."""
+    """A copy of a split checkpoint with checksums."""
     return shutil.copytree(made / "split", tmp_path / "split")
 
 
 def check_refused(folder: Path, *words: str, verified: bool = True) -> None:
-    """Verify exits 3 and says ``words``; merge and reshard exit 1 and write nothing."""
+    """Check that verify exits 3 and prints ``words``, and that merge and reshard exit 1 and write nothing."""
     before = sorted(contents(folder.parent))
     result = call("verify", folder)
     assert result.code == (3 if verified else 1)
@@ -64,7 +64,7 @@ def check_refused(folder: Path, *words: str, verified: bool = True) -> None:
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
-    """Turn one bit of a file round."""
+    """Flip one bit of a file."""
     with path.open("r+b") as file:
         file.seek(position)
         (byte,) = file.read(1)
@@ -73,13 +73,13 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 
 def place(path: Path, tensor: str) -> range:
-    """Where a tensor's bytes lie in a file."""
+    """The positions of a tensor's bytes in a file."""
     header = read_header(path)
     info = header.tensors[tensor]
     return range(header.data_offset + info.start, header.data_offset + info.stop)
 
 
-def test_undamaged(either):
+def test_undamaged_checkpoint_passes(either):
     result = call("verify", either)
     assert result.code == 0
     summed = verify(either).has_checksums
@@ -87,8 +87,8 @@ def test_undamaged(either):
     assert ("there are no checksums" in result.out) is not summed
 
 
-def test_nothing_is_said_to_be_right_that_nothing_tells(made, tmp_path):
-    """Without checksums a wrong byte shows in a comparison only; nobody takes new ones over it."""
+def test_without_checksums_verify_claims_only_what_it_checked(made, tmp_path):
+    """Without checksums only a comparison finds a wrong byte, and reshard does not add checksums."""
     folder = shutil.copytree(made / "unsummed", tmp_path / "split")
     path = folder / RANK_FILES[1]
     flip(path, place(path, f"{LAYER}.mlp.up_proj.weight")[9])
@@ -100,8 +100,8 @@ def test_nothing_is_said_to_be_right_that_nothing_tells(made, tmp_path):
     assert call("verify", made / "unsummed", "--against", made / "source").out.endswith("correct\n")
 
 
-def test_rank_file_that_may_not_be_read(folder, monkeypatch):
-    """That is no difference: the file may well be right."""
+def test_rank_file_without_read_permission(folder, monkeypatch):
+    """An error, not a difference: the file may be correct."""
     opened = os.open
 
     def refuse(path, *arguments, **options):
@@ -128,8 +128,8 @@ def test_rank_file_that_may_not_be_read(folder, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("at", [0, -1])
-def test_one_bit_of_a_tensor(folder, rank, tensor, at):
-    """Cut by rows and by columns, replicated, copied; the first byte and the last."""
+def test_flipped_bit_of_a_tensor_is_found(folder, rank, tensor, at):
+    """Sharded by rows and by columns, replicated, replicated KV heads; the first and the last byte."""
     path = folder / RANK_FILES[rank]
     flip(path, place(path, f"{tensor}.weight")[at])
     check_refused(folder, path.name)
@@ -137,18 +137,18 @@ def test_one_bit_of_a_tensor(folder, rank, tensor, at):
 
 @pytest.mark.parametrize("rank", range(TP))
 @pytest.mark.parametrize("tensor", ["model.norm.weight", f"{LAYER}.self_attn.v_proj.weight"])
-def test_one_bit_of_a_copy(either, rank, tensor):
-    """Replicated tensors and shared kv heads are compared, so checksums are not needed to find it."""
+def test_flipped_bit_of_a_replica_is_found(either, rank, tensor):
+    """Replicated tensors and KV heads are compared, also without checksums."""
     path = either / RANK_FILES[rank]
     flip(path, place(path, tensor)[5])
     sharers = TP if "norm" in tensor else 2
-    differing = rank if rank % sharers else rank + 1  # of two that differ, the higher is named
+    differing = rank if rank % sharers else rank + 1  # of two that differ, the higher rank is named
     said = [path.name] if verify(either).has_checksums else [tensor, RANK_FILES[differing]]
     check_refused(either, *said)
 
 
 @pytest.mark.parametrize("at", [-128, -1])
-def test_one_bit_of_the_padding(either, at):
+def test_flipped_bit_of_the_padding_is_found(either, at):
     path = either / RANK_FILES[-1]
     flip(path, place(path, "lm_head.weight")[at])
     padding = [] if verify(either).has_checksums else ["the padding of lm_head.weight is not zero"]
@@ -157,21 +157,21 @@ def test_one_bit_of_the_padding(either, at):
 
 @pytest.mark.parametrize("rank", range(TP))
 @pytest.mark.parametrize("position", [0, 7, 8, 20, 400, -1])
-def test_one_bit_of_a_header(either, rank, position):
+def test_flipped_bit_of_a_header_is_found(either, rank, position):
     path = either / RANK_FILES[rank]
     flip(path, position % read_header(path).data_offset)
     check_refused(either, f"{path}: its header is not the expected one")
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_one_bit_anywhere(folder, seed):
+def test_flipped_bit_anywhere_is_found(folder, seed):
     chance = random.Random(seed)
     path = folder / chance.choice(RANK_FILES)
     flip(path, chance.randrange(path.stat().st_size), chance.randrange(8))
     check_refused(folder, path.name)
 
 
-def test_all_that_is_wrong_is_said(folder):
+def test_all_differences_are_reported(folder):
     for name in RANK_FILES[1:3]:
         flip(folder / name, place(folder / name, f"{LAYER}.mlp.up_proj.weight")[0])
     (folder / "tokenizer.json").write_text("{}")
@@ -180,7 +180,7 @@ def test_all_that_is_wrong_is_said(folder):
 
 
 def test_against_the_source_names_tensor_and_byte(made, tmp_path):
-    """Without checksums, only the source can tell that a shard is wrong."""
+    """Without checksums, only the comparison with the source finds a wrong shard."""
     folder = shutil.copytree(made / "unsummed", tmp_path / "split")
     name = f"{LAYER}.mlp.gate_proj.weight"
     path = folder / RANK_FILES[1]
@@ -217,7 +217,7 @@ def test_against_a_source_of_another_shape(made, tmp_path, specs, said):
 
 
 @pytest.mark.parametrize("name", RANK_FILES)
-def test_rank_file_missing(either, name):
+def test_missing_rank_file(either, name):
     (either / name).unlink()
     check_refused(either, f"{name}: is missing (expected all {TP} rank files)")
 
@@ -230,7 +230,7 @@ def test_rank_file_of_another_size(either, name, change):
     check_refused(either, f"{path}: was modified or truncated (got ")
 
 
-def test_rank_file_empty(either):
+def test_empty_rank_file(either):
     os.truncate(either / RANK_FILES[1], 0)
     check_refused(either, f"{RANK_FILES[1]}: was modified or truncated (got 0 bytes")
 
@@ -243,7 +243,7 @@ def test_rank_file_is_a_pipe(either):
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 2), (0, 3)])
-def test_two_rank_files_exchanged(folder, ranks):
+def test_two_swapped_rank_files(folder, ranks):
     one, two = (folder / RANK_FILES[rank] for rank in ranks)
     one.rename(folder / "x")
     two.rename(one)
@@ -252,14 +252,14 @@ def test_two_rank_files_exchanged(folder, ranks):
 
 
 @pytest.mark.parametrize("name", RANK_FILES)
-def test_rank_file_of_another_run(folder, made, name):
-    """The same shapes, other data: the identity in its header is another."""
+def test_rank_file_of_another_split(folder, made, name):
+    """With the same shapes and other values: the identity in its header differs."""
     shutil.copyfile(made / "other" / name, folder / name)
     check_refused(folder, f"{name}: ", "it was modified or is of another checkpoint")
 
 
-def test_a_rank_file_with_a_copied_identity(folder, made):
-    """Then the checksums show that its data are of another run."""
+def test_rank_file_of_another_split_with_a_copied_identity(folder, made):
+    """The checksums differ."""
     name = RANK_FILES[1]
     ours, theirs = (folder / name).read_bytes(), (made / "other" / name).read_bytes()
     header = 8 + int.from_bytes(ours[:8], "little")
@@ -267,8 +267,8 @@ def test_a_rank_file_with_a_copied_identity(folder, made):
     check_refused(folder, f"{name}: ", "differ from their checksum")
 
 
-def test_rank_file_of_another_run_without_checksums(made, tmp_path):
-    """Then the replicated tensors show it."""
+def test_rank_file_of_another_split_without_checksums(made, tmp_path):
+    """The replicated tensors differ."""
     folder = shutil.copytree(made / "unsummed", tmp_path / "split")
     write_checkpoint(tmp_path / "source", parts=2, config=llama_config(layers=1), seed=10)
     split(tmp_path / "source", tmp_path / "other", tp=TP, checksums=False)
@@ -288,7 +288,7 @@ def test_auxiliary_file_changed(either, name):
 @pytest.mark.parametrize(
     ("to", "said"), [(None, "is missing"), ("config.json", "differs"), ("../secret", "a link out")]
 )
-def test_auxiliary_file_gone(either, to, said):
+def test_auxiliary_file_missing_or_replaced(either, to, said):
     (either.parent / "secret").write_text("secret")
     path = either / "tokenizer.json"
     path.unlink()
@@ -314,7 +314,7 @@ def test_rank_file_that_is_a_link_out_of_the_folder(folder):
 
 
 def test_split_checkpoint_in_a_hugging_face_cache(folder, made, tmp_path):
-    """There every file is a link to a blob beside the snapshots."""
+    """There every file is a link to a blob next to the snapshots."""
     snapshot, blobs = tmp_path / "models--org--split" / "snapshots" / "1f", tmp_path / "models--org--split" / "blobs"
     shutil.copytree(folder, blobs)
     snapshot.mkdir(parents=True)
@@ -329,7 +329,7 @@ def test_split_checkpoint_in_a_hugging_face_cache(folder, made, tmp_path):
 
 
 def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object], *, sign: bool = True) -> None:
-    """Change the manifest and, as whoever means harm would, its own checksum with it."""
+    """Change the manifest, and its checksum as well, as an attacker would."""
     path = folder / "shardconv.json"
     data = json.loads(path.read_text())
     change(data)
@@ -340,19 +340,19 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object], *,
     path.write_text(json.dumps(data))
 
 
-def test_a_signed_manifest_is_read(folder):
-    """Else the tests below would show nothing."""
+def test_manifest_with_a_recomputed_checksum_is_read(folder):
+    """Otherwise the following tests would not test anything."""
     change_manifest(folder, lambda data: data.update(created_by="somebody"))
     assert call("verify", folder).code == 0
 
 
-def test_manifest_missing(folder):
+def test_missing_manifest(folder):
     (folder / "shardconv.json").unlink()
     check_refused(folder, "is not a split checkpoint (no shardconv.json)", verified=False)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", "\ufeff{}", "[" * 100_000, '{"format_version": true}'])
-def test_manifest_that_is_none(folder, text):
+def test_file_that_is_not_a_manifest(folder, text):
     (folder / "shardconv.json").write_text(text)
     check_refused(folder, "shardconv.json: cannot be used", verified=False)
 
@@ -370,7 +370,7 @@ def test_manifest_is_a_pipe(folder):
     check_refused(folder, "shardconv.json: cannot be used", verified=False)
 
 
-def test_newer_manifest(folder):
+def test_manifest_of_a_newer_version(folder):
     change_manifest(folder, lambda data: data.update(format_version=99), sign=False)
     check_refused(folder, "format version is too new (got 99", "update shardconv", verified=False)
 
@@ -378,29 +378,29 @@ def test_newer_manifest(folder):
 @pytest.mark.parametrize(
     "key", ["created_by", "tp", "plan", "request", "source", "auxiliary_files", "checksums", "manifest_checksum"]
 )
-def test_one_field_changed(folder, key):
+def test_changed_field_is_found(folder, key):
     change_manifest(folder, lambda data: data.update({key: 0}), sign=False)
     check_refused(folder, "was changed after it was written", verified=False)
 
 
-def test_field_added(folder):
+def test_added_field_is_found(folder):
     change_manifest(folder, lambda data: data.update(x=0), sign=False)
     check_refused(folder, "was changed after it was written", verified=False)
 
 
 @pytest.mark.parametrize("ignore", ["*.gguf", {"*.gguf": 1}, [1], None, 7], ids=repr)
-def test_patterns_of_ignored_files_that_are_none(folder, ignore):
+def test_invalid_patterns_of_ignored_files(folder, ignore):
     change_manifest(folder, lambda data: data["source"].update(ignore=ignore))
     check_refused(folder, "shardconv.json: cannot be used", verified=False)
 
 
-EVIL_NAMES = [
+UNSAFE_NAMES = [
     "../evil", "../../evil", "/tmp/evil", "sub/../../evil", "./evil", "", ".", "..", "C:\\evil", "..\\evil", "evil\0",
     "evil\n",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EVIL_NAMES, ids=repr)
+@pytest.mark.parametrize("name", UNSAFE_NAMES, ids=repr)
 @pytest.mark.parametrize("where", ["part", "index", "auxiliary file"])
 def test_names_that_lead_out_of_the_folder(folder, where, name):
     def change(data: dict[str, Any]) -> None:
@@ -423,15 +423,15 @@ def test_auxiliary_files_that_would_overwrite_others(folder, name):
 
 
 def fields(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The way to every value in a manifest; of many alike only the first."""
+    """The path of every value in a manifest; of equal ones only the first."""
     few = 10 if isinstance(data, dict) else 2
     inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     return [path, *(way for key, value in list(inner)[:few] for way in fields(value, (*path, key)))]
 
 
 @pytest.mark.parametrize("value", [None, -1, 10**30, True, "x", [], {}, [[]], {"x": 0}, 0.5], ids=repr)
-def test_any_field_replaced(folder, value):
-    """Whatever stands in a manifest whose checksum is right: one message, or a report; never a traceback or a hang."""
+def test_replaced_field_gives_an_error_or_a_report(folder, value):
+    """Any value in a manifest with a correct checksum gives one message or a report, never a traceback."""
     path = folder / "shardconv.json"
     original = path.read_text()
     for way in fields(json.loads(original))[1:]:

@@ -1,6 +1,6 @@
-"""Whole experts distributed over ranks: each rank has some of them whole, on disk as in memory.
+"""Full experts distributed over ranks, on disk and in memory.
 
-Near, not equal, where a model is run: see shardconv/proof/prove.py for the limits.
+Outputs of models are compared within the limits of shardconv/proof/prove.py.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_dealt_out(made, ranks, model_type):
+def test_experts_are_distributed_over_ranks(made, ranks, model_type):
     kind, folder = made(model_type)
     shardconv.split(folder / "source", folder / "split", tp=2, experts="expert")
     request = PlanRequest(experts="expert")
@@ -48,7 +48,7 @@ def test_dealt_out(made, ranks, model_type):
     assert contents(folder / "back") == contents(folder / "source")
 
 
-def test_a_rank_has_its_own_experts_and_no_other(made):
+def test_rank_file_has_only_its_experts(made):
     _, folder = made("mixtral")
     shardconv.split(folder / "source", folder / "split", tp=2, experts="expert")
     full = load_file(folder / "source" / "model.safetensors")
@@ -84,5 +84,5 @@ def check_refused(axis, model_type, message):
 
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "longcat_flash"])
-def test_experts_that_cannot_be_dealt_out(ranks, model_type):
+def test_experts_that_do_not_divide_are_refused(ranks, model_type):
     ranks("pairs", check_refused, model_type, "cannot keep whole experts on each rank")

@@ -1,7 +1,7 @@
-"""Every family, on tiny random models that transformers wrote: round trips, and shards against explicit torch code.
+"""Every family, on tiny randomly initialized models: round trips, and shards compared with torch code.
 
-The expected shards below are written from the modelling code, not from the family files: what heads, blocks and halves
-a rank's tensor must hold so that the same modelling code, told of fewer heads, runs on it. Comparisons are exact.
+The expected shards follow from the modeling code, not from the family files: which heads, blocks and halves a rank's
+tensor has, so that the same modeling code with fewer heads runs on it. Comparisons are exact.
 """
 
 import json
@@ -24,12 +24,12 @@ from shardconv.plan.family_file import family_names, load_family
 
 TPS = (1, 2, 4, 8)
 
-#: From a full tensor and tp to the shards of all ranks.
+#: Maps a full tensor and tp to the shards of all ranks.
 Cut = Callable[[torch.Tensor, int], list[torch.Tensor]]
 
 
-def deal(tensor: torch.Tensor, tp: int, dim: int) -> list[torch.Tensor]:
-    """The same number of things to each rank; of fewer things than ranks, copies to neighbours."""
+def shard_evenly(tensor: torch.Tensor, tp: int, dim: int) -> list[torch.Tensor]:
+    """The shards of a number of blocks, the same number on each rank; fewer blocks than ranks are replicated."""
     count = tensor.shape[dim]
     if count < tp:
         tensor, count = tensor.repeat_interleave(tp // count, dim), tp
@@ -38,12 +38,12 @@ def deal(tensor: torch.Tensor, tp: int, dim: int) -> list[torch.Tensor]:
 
 
 def by_rank(parts: Iterable[torch.Tensor], tp: int, dim: int = 0) -> Iterable[tuple[torch.Tensor, ...]]:
-    """For each rank what it is dealt of each part."""
-    return zip(*(deal(part, tp, dim) for part in parts), strict=True)
+    """For each rank its shard of each segment."""
+    return zip(*(shard_evenly(part, tp, dim) for part in parts), strict=True)
 
 
 def blocks(*counts: int, dim: int = 0) -> Cut:
-    """One block behind the other, each of so many heads (or rows): a rank has its share of each."""
+    """Consecutive segments, each of so many heads or rows, and each sharded over all ranks."""
 
     def shards(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
         split = tensor.unflatten(dim, (sum(counts), -1)).split(counts, dim)
@@ -53,12 +53,12 @@ def blocks(*counts: int, dim: int = 0) -> Cut:
 
 
 def halves(dim: int) -> Cut:
-    """[gate; up], each cut between rows."""
+    """[gate; up], each sharded between rows."""
     return lambda tensor, tp: [torch.cat(mine, dim) for mine in by_rank(tensor.chunk(2, dim), tp, dim)]
 
 
 def along(dim: int) -> Cut:
-    return lambda tensor, tp: deal(tensor, tp, dim)
+    return lambda tensor, tp: shard_evenly(tensor, tp, dim)
 
 
 def whole(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
@@ -66,20 +66,20 @@ def whole(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
 
 
 def vocab(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
-    """Rows of the vocabulary, and rows of zeros behind it."""
+    """Rows of the vocabulary, followed by rows of padding."""
     assert len(tensor) == VOCAB
     padding = -VOCAB % tp
-    return deal(pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, padding)), tp, 0)
+    return shard_evenly(pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, padding)), tp, 0)
 
 
 def neox(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
-    """``view(heads, 3, head_dim)``: q, k and v of a head lie together."""
+    """``view(heads, 3, head_dim)``: q, k and v of a head are adjacent."""
     q_k_v = tensor.unflatten(0, (HEADS, 3, -1)).unbind(1)
     return [torch.stack(mine, 1).flatten(0, 2) for mine in by_rank(q_k_v, tp)]
 
 
 def falcon_groups(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
-    """``view(kv_heads, heads / kv_heads + 2, head_dim)``: behind the query heads of a group its k and v."""
+    """``view(kv_heads, heads / kv_heads + 2, head_dim)``: the query heads of a group, then its k and v."""
     grouped = tensor.unflatten(0, (KV_HEADS, HEADS // KV_HEADS + 2, -1))
     q_k_v = grouped[:, :-2].flatten(0, 1), grouped[:, -2], grouped[:, -1]
     groups = max(KV_HEADS // tp, 1)
@@ -90,7 +90,7 @@ def falcon_groups(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
 
 Cuts = dict[str, Cut]
 
-#: By family: which tensors are cut, and how; all others are whole on every rank.
+#: Family to the sharded tensors and how they are sharded; all others are replicated.
 LLAMA: Cuts = {
     r"(embed_tokens|lm_head)\.(weight|bias)": vocab,
     r"q_proj\.(weight|bias)": blocks(HEADS),
@@ -150,7 +150,7 @@ MLA: Cuts = {
     **EXPERTS_CUTS,
 }
 
-#: By model in models.py, else by family.
+#: The same for some models of models.py, instead of those of their family.
 CUTS: dict[str, Cuts] = {
     "llama": LLAMA,
     "olmo2": LLAMA | NORMS_OF_HEADS,
@@ -198,7 +198,7 @@ CUTS: dict[str, Cuts] = {
     },
 }  # fmt: skip
 
-#: Further model types, by the entry above that has their shards.
+#: Further model types to the entry above with the same shards.
 _SAME_SHARDS = {
     "llama": (
         "apertus",
@@ -290,7 +290,7 @@ OTHER_TYPES = [(model_type, shards) for shards, types in _SAME_SHARDS.items() fo
 
 @pytest.fixture(scope="module")
 def split(checkpoint, tmp_path_factory) -> Callable[[str, int], Path]:
-    """The split checkpoint of a model, by its name in models.py and tp; each is made once."""
+    """The split checkpoint of a model by its name in models.py and tp, made once."""
 
     @cache
     def make(name: str, tp: int) -> Path:
@@ -306,7 +306,7 @@ def rank_files(folder: Path, tp: int) -> list[Tensors]:
 
 
 def is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Bit for bit: of every dtype, NaN too."""
+    """Whether two tensors of any dtype have equal bits, also of NaN."""
     same_kind = ours.dtype == theirs.dtype and ours.shape == theirs.shape
     return same_kind and torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (ours, theirs)))
 
@@ -324,7 +324,7 @@ def check_shards(source: Path, folder: Path, tp: int, cuts: Cuts) -> None:
 
 @pytest.mark.parametrize("tp", TPS)
 @pytest.mark.parametrize("name", MODELS)
-def test_shards_are_what_the_modelling_code_needs(name, tp, checkpoint, split):
+def test_shards_follow_from_the_modeling_code(name, tp, checkpoint, split):
     model_type = name.partition("-")[0]
     check_shards(checkpoint(name), split(name, tp), tp, CUTS.get(name) or CUTS[_LIKE.get(model_type, model_type)])
 
@@ -344,18 +344,18 @@ def test_round_trip(name, tp, checkpoint, split, tmp_path):
     assert shardconv.verify(split(name, tp), against=checkpoint(name)).differences == ()
 
 
-#: One model of each family, and the layouts of one family that differ most.
+#: One model of each family, and the most different models of one family.
 REPRESENTATIVES = [name for name in MODELS if name in CUTS] + ["falcon-7b", "deepseek_v3-hub"]
 
 
-def test_a_type_has_one_family():
+def test_each_model_type_has_one_family():
     served = [model_type for name in family_names() for model_type in load_family(name).model_types]
     assert len(served) == len(set(served))
 
 
 @pytest.mark.parametrize("name", [name for name in family_names() if name != NAMES_FAMILY])
-def test_cuts_of_heads_are_checked_against_the_config(name):
-    """A cut without a unit of the config would be allowed inside of heads, or for the wrong config."""
+def test_head_counts_are_checked_against_the_config(name):
+    """Without units from the config, boundaries inside of heads or a wrong config would be accepted."""
     for rule in load_family(name).rules:
         if rule.style == "colwise" and re.search(
             r"(attn|attention)\}?\.(\{[^}]*\b)?(q|k|v|query|key|value)\b", rule.pattern
@@ -364,7 +364,7 @@ def test_cuts_of_heads_are_checked_against_the_config(name):
 
 
 @pytest.mark.parametrize("name", [name for name in REPRESENTATIVES if MODELS[name].rewrite is None])
-def test_round_trip_of_several_parts(name, tmp_path):
+def test_round_trip_of_several_source_files(name, tmp_path):
     source = MODELS[name].write(tmp_path / "source", max_shard_size="60KB")
     assert len(list(source.glob("model-*-of-*.safetensors"))) > 2
     shardconv.split(source, tmp_path / "split", tp=4)
@@ -375,26 +375,26 @@ def test_round_trip_of_several_parts(name, tmp_path):
 
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2)])
 @pytest.mark.parametrize("name", REPRESENTATIVES)
-def test_reshard_is_a_split_of_the_source(name, old, new, split, tmp_path):
+def test_reshard_equals_a_split_of_the_source(name, old, new, split, tmp_path):
     shardconv.reshard(split(name, old), tmp_path / "resharded", tp=new)
     assert contents(tmp_path / "resharded") == contents(split(name, new))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_heads_limit_the_sizes(name, checkpoint):
-    """Rows alone would allow more: 16, and where 96 of them are all that is cut, 3 and 6."""
+def test_heads_limit_the_supported_tp_sizes(name, checkpoint):
+    """Boundaries between rows would allow more sizes: 16, and with 96 rows also 3 and 6."""
     assert shardconv.report_plan(checkpoint(name)).supported_tp == TPS
 
 
-def test_what_does_not_divide_is_refused_with_the_sizes_that_do(checkpoint):
+def test_error_for_an_unsupported_tp_names_the_supported_sizes(checkpoint):
     with pytest.raises(PlanError, match=r"2 is not a multiple of 3, nor is 3 a multiple of 2 .*Use --tp 1, 2, 4, 8\."):
         shardconv.make_plan(checkpoint("llama"), tp=3)
     with pytest.raises(PlanError, match=r"8 is not a multiple of 16 \(.*num_attention_heads=8"):
         shardconv.make_plan(checkpoint("falcon-40b"), tp=16)
 
 
-def test_fp8_blocks_are_not_cut(checkpoint, tmp_path):
-    """The hub's layout with blocks 16 wide: heads of 40 rows in kv_b_proj then end inside of a block."""
+def test_boundaries_inside_fp8_blocks_are_refused(checkpoint, tmp_path):
+    """With blocks of 16 rows: heads of 40 rows in kv_b_proj end inside of a block."""
     tensors = read(checkpoint("deepseek_v3-hub"))
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         weight = tensors[name.removesuffix("_scale_inv")]
@@ -410,14 +410,14 @@ def test_fp8_blocks_are_not_cut(checkpoint, tmp_path):
         shardconv.make_plan(tmp_path, tp=8)
 
 
-def test_other_quantisations_are_refused(checkpoint, tmp_path):
+def test_unsupported_quantization_is_refused(checkpoint, tmp_path):
     copied = altered(checkpoint("llama"), tmp_path, {"quantization_config": {"quant_method": "gptq"}})
     with pytest.raises(PlanError, match="quantization 'gptq' is not supported"):
         shardconv.make_plan(copied, tp=2)
 
 
 def altered(source: Path, folder: Path, fields: dict[str, object]) -> Path:
-    """A copy of a checkpoint whose config says something else."""
+    """A copy of a checkpoint with other fields in its config."""
     for name, data in contents(source).items():
         (folder / name).write_bytes(data)
     change_config(folder, fields)
@@ -441,7 +441,7 @@ def altered(source: Path, folder: Path, fields: dict[str, object]) -> Path:
         ("t5", {"num_heads": 4}),
     ],
 )
-def test_a_config_that_is_not_the_checkpoints_is_refused(name, fields, checkpoint, tmp_path):
+def test_config_of_another_checkpoint_is_refused(name, fields, checkpoint, tmp_path):
     with pytest.raises(PlanError, match="--config"):
         shardconv.make_plan(altered(checkpoint(name), tmp_path, fields), tp=2)
 
@@ -453,7 +453,7 @@ def test_fused_tensors_without_a_family_are_refused(name, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3_moe"])
-def test_planning_by_name_is_the_families_plan(name, checkpoint, tmp_path):
+def test_plan_by_tensor_names_equals_the_plan_of_the_family(name, checkpoint, tmp_path):
     unknown = altered(checkpoint(name), tmp_path, {"model_type": "unheard_of"})
     for tp in TPS:
         plan = shardconv.make_plan(unknown, tp=tp)
@@ -468,7 +468,7 @@ def test_latent_attention_is_not_planned_by_name(checkpoint, tmp_path):
 
 
 def bare(path: Path, *, heads: int, kv_heads: int, head_dim: int) -> Path:
-    """One file with llama's names and no config beside it."""
+    """Write one file with Llama's names, without a config."""
     hidden, prefix = 64, "model.layers.0"
     tensors = {
         f"{prefix}.self_attn.q_proj.weight": torch.randn(heads * head_dim, hidden),
@@ -487,8 +487,8 @@ def bare(path: Path, *, heads: int, kv_heads: int, head_dim: int) -> Path:
 HEAD_DIM_IS_UNKNOWN = "head_dim is unknown (no config.json): assuming it is at most 512. Pass --head-dim or --config."
 
 
-def test_a_bare_file_is_refused_with_the_remedy_first_and_assumptions_named_as_such(tmp_path):
-    """8 KV heads of 128: nothing in the file says that they are not 2 of 512."""
+def test_error_without_a_config_has_the_remedy_first_and_marks_assumptions(tmp_path):
+    """8 KV heads of 128 elements, which by the file may be 2 of 512."""
     source = bare(tmp_path / "m.safetensors", heads=32, kv_heads=8, head_dim=128)
     with pytest.raises(shardconv.PlanError) as caught:
         shardconv.make_plan(source, tp=8)
@@ -504,8 +504,7 @@ def test_a_bare_file_is_refused_with_the_remedy_first_and_assumptions_named_as_s
     assert "assumed" not in "".join(planned.describe() for planned in told.tensors.values())
 
 
-def test_what_blocks_a_bare_file_is_not_always_the_head_dim(tmp_path):
-    """Then no remedy is named that would not help."""
+def test_error_without_a_config_does_not_propose_head_dim_if_it_would_not_help(tmp_path):
     source = bare(tmp_path / "m.safetensors", heads=8, kv_heads=8, head_dim=512)
     with pytest.raises(shardconv.PlanError) as caught:
         shardconv.make_plan(source, tp=64, replicate=("**.self_attn.*",))
@@ -513,7 +512,7 @@ def test_what_blocks_a_bare_file_is_not_always_the_head_dim(tmp_path):
     assert ". Use --tp 1, 2, 4, 8, 16, 32." in str(caught.value)
 
 
-def test_a_bare_file_is_planned_for_powers_of_two(tmp_path):
+def test_without_a_config_powers_of_two_are_supported(tmp_path):
     source = bare(tmp_path / "m.safetensors", heads=24, kv_heads=8, head_dim=128)
     report = shardconv.report_plan(source)
     assert report.supported_tp == (1, 2)
@@ -529,7 +528,7 @@ def test_a_bare_file_is_planned_for_powers_of_two(tmp_path):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(8, 2, 64), (12, 4, 96), (6, 6, 80), (8, 1, 32), (16, 8, 256), (4, 2, 512)]
 )
-def test_what_a_bare_file_is_planned_for_never_cuts_a_head(heads, kv_heads, head_dim, tmp_path):
+def test_without_a_config_no_boundary_is_inside_a_head(heads, kv_heads, head_dim, tmp_path):
     source = bare(tmp_path / "m.safetensors", heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     told = shardconv.report_plan(source, head_dim=head_dim).supported_tp
     guessed = shardconv.report_plan(source).supported_tp
@@ -540,29 +539,29 @@ def test_what_a_bare_file_is_planned_for_never_cuts_a_head(heads, kv_heads, head
         assert all(ours.placement(name) == theirs.placement(name) for name in ours.tensors)
 
 
-def test_a_norm_over_all_heads_is_not_planned_by_name(checkpoint, tmp_path):
-    """Its name is that of a norm over one head, which is whole on every rank; only its size tells them apart."""
+def test_norm_over_all_heads_is_not_planned_by_name(checkpoint, tmp_path):
+    """It has the name of a norm over one head, which is replicated; only their sizes differ."""
     unknown = altered(checkpoint("olmo2"), tmp_path, {"model_type": "unheard_of"})
     with pytest.raises(shardconv.PlanError, match=r"[qk]_norm\.weight: shape .* does not end in head_dim"):
         shardconv.make_plan(unknown, tp=2)
 
 
 @pytest.mark.parametrize("name", ["self_attn.attn_sub_norm", "mlp.ffn_sub_norm", "self_attn.norm", "mlp.ffn_layernorm"])
-def test_a_norm_inside_what_is_cut_is_not_planned_by_name(tmp_path, name):
-    """A rank has a part of what such a norm is over, and so of its weight, or not: no name tells."""
+def test_norm_over_sharded_features_is_not_planned_by_name(tmp_path, name):
+    """Whether its weight is sharded depends on its input, which the name does not determine."""
     source = bare(tmp_path / "m.safetensors", heads=8, kv_heads=2, head_dim=64)
     save_file({**load_file(source), f"model.layers.0.{name}.weight": torch.randn(96)}, source)
     with pytest.raises(PlanError, match=rf"{name}.weight .* its name alone does not determine how to shard it"):
         shardconv.make_plan(source, tp=2)
 
 
-def test_a_norm_over_heads_tells_their_size(checkpoint, tmp_path):
+def test_head_dim_is_inferred_from_a_norm_over_each_head(checkpoint, tmp_path):
     source = tmp_path / "model.safetensors"
     source.write_bytes((checkpoint("qwen3") / "model.safetensors").read_bytes())
     assert shardconv.make_plan(source, tp=8).assumed[0].startswith("head_dim = 16, from the shape of model.layers.0.")
 
 
-def test_projections_that_do_not_fit_are_not_planned_by_name(tmp_path):
+def test_projections_with_different_features_are_not_planned_by_name(tmp_path):
     source = bare(tmp_path / "m.safetensors", heads=8, kv_heads=2, head_dim=64)
     tensors = load_file(source)
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.randn(64, 96)  # stored (in, out)
@@ -591,8 +590,8 @@ JSON_PLAN = json.dumps({
 
 
 @pytest.mark.parametrize(("name", "text"), [("mine.toml", TOML_PLAN), ("mine.json", JSON_PLAN)])
-def test_a_plan_file_comes_before_the_family(name, text, checkpoint, tmp_path):
-    """Its rules may use the family's units, and are asked first."""
+def test_plan_file_takes_precedence_over_the_family(name, text, checkpoint, tmp_path):
+    """Its rules may use the units of the family, and are tried first."""
     (tmp_path / name).write_text(text)
     shardconv.split(checkpoint("llama"), tmp_path / "split", tp=2, plan=tmp_path / name)
     check_shards(checkpoint("llama"), tmp_path / "split", 2, LLAMA | {r"down_proj\.weight": whole})
@@ -603,8 +602,8 @@ def test_a_plan_file_comes_before_the_family(name, text, checkpoint, tmp_path):
     check_shards(checkpoint("llama"), tmp_path / "split4", 4, LLAMA | {r"down_proj\.weight": whole})
 
 
-def test_a_plan_file_may_name_the_family(checkpoint, tmp_path):
-    """Rules that it inherits need not all match; its own do."""
+def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
+    """Its own rules must match a tensor; inherited rules need not."""
     unknown = altered(checkpoint("phi3"), tmp_path, {"model_type": "unheard_of"})
     (tmp_path / "mine.toml").write_text('inherits = "phi3"\n[rules]\n"lm_head" = { style = "replicate" }\n')
     plan = shardconv.make_plan(unknown, tp=2, plan=tmp_path / "mine.toml")
@@ -662,7 +661,7 @@ def test_a_plan_file_may_name_the_family(checkpoint, tmp_path):
         ("[rules", "is not TOML"),
     ],
 )
-def test_plan_files_that_are_refused(text, message, checkpoint, tmp_path):
+def test_invalid_plan_files_are_refused(text, message, checkpoint, tmp_path):
     (tmp_path / "mine.toml").write_text(text)
     source = altered(checkpoint("llama"), tmp_path, {"head_dim": None} if "head_dim =" in text else {})
     with pytest.raises(PlanError, match=message or "refer to each other in a cycle"):
@@ -679,15 +678,15 @@ def test_replicate_names_or_patterns(checkpoint):
         shardconv.make_plan(checkpoint("llama"), tp=2, replicate=("lm_haed",))
 
 
-def test_a_family_that_the_user_names(checkpoint):
+def test_family_option(checkpoint):
     with pytest.raises(PlanError, match="no rule of family gpt2 covers it"):
         shardconv.make_plan(checkpoint("llama"), tp=2, family="gpt2")
     with pytest.raises(PlanError, match=r"there is no family 'lama' \(similar names: llama"):
         shardconv.make_plan(checkpoint("llama"), tp=2, family="lama")
 
 
-def test_transformers_writes_experts_one_by_one(checkpoint):
-    """What it holds packed in memory; the packed models of models.py are the other form."""
+def test_transformers_saves_a_tensor_for_each_expert(checkpoint):
+    """In memory they are packed; the packed models of models.py have the other form on disk."""
     for name in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"):
         written, packed = read(checkpoint(name)), read(checkpoint(f"{name}-packed")) if name in MODELS else {}
         assert len([tensor for tensor in written if re.search(r"layers\.1\..*\.experts\.\d+\.", tensor)]) == 3 * EXPERTS

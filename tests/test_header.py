@@ -1,7 +1,7 @@
-"""Headers of safetensors files: the reference library is the oracle.
+"""Headers of safetensors files, compared with the reference library.
 
-What it refuses has to be refused here too, and with nothing but a SourceError; what it writes has to be read. Where
-this reader is stricter on purpose, :data:`STRICTER` says so.
+Headers that the library refuses are refused here with a SourceError; headers that it writes are read. :data:`STRICTER`
+lists the headers that only this reader refuses.
 """
 
 import json
@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from shardconv.checkpoint.header import DTYPE_BITS, MAX_HEADER_BYTES, build_header, num_bytes, read_header
 from shardconv.errors import SourceError
 
-#: Name to dtype and shape: what a reader makes of a file.
+#: Name to dtype and shape, as a reader returns them.
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 fuzz = settings(deadline=None, max_examples=200)
@@ -30,21 +30,21 @@ fuzz = settings(deadline=None, max_examples=200)
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory) -> Path:
-    """A path that examples of one test write to, one after the other."""
+    """A path that the examples of a test overwrite."""
     path = tmp_path_factory.mktemp("header") / "model.safetensors"
     path.touch()
     return path
 
 
 def put(path: Path, data: bytes) -> None:
-    """Replace what a file holds, in place: to empty it first would wait for the disk on some systems."""
+    """Replace the contents of a file in place: truncating it first would wait for the disk on some systems."""
     with path.open("r+b") as opened:
         opened.write(data)
         opened.truncate()
 
 
 def ours(path: Path) -> Tensors | None:
-    """What this reader makes of a file; None where it refuses. Any other exception is the test's failure."""
+    """The tensors by this reader; None if it refuses the file. Any other exception fails the test."""
     try:
         header = read_header(path)
     except SourceError as error:
@@ -54,13 +54,13 @@ def ours(path: Path) -> Tensors | None:
 
 
 def check_message(message: str, path: Path) -> None:
-    """It names the file, and does not flood the terminal with what a hostile one holds."""
+    """Check that a message names the file, and does not contain long texts of a malicious file."""
     assert message.startswith(f"{path}: ")
     assert len(message) < len(str(path)) + 500
 
 
 def reference(path: Path) -> Tensors | None:
-    """What the reference library makes of a file; None where either of its readers refuses."""
+    """The tensors by the reference library; None if one of its readers refuses the file."""
     try:
         deserialize(path.read_bytes())
         with safe_open(path, framework="numpy") as opened:
@@ -70,14 +70,14 @@ def reference(path: Path) -> Tensors | None:
         return None
 
 
-def check_no_laxer(path: Path) -> None:
-    """What is read here, the reference reads alike."""
+def check_not_more_permissive(path: Path) -> None:
+    """Check that the reference library reads the same tensors from a file that is read here."""
     if (found := ours(path)) is not None:
         assert found == reference(path)
 
 
 def entry(**raw: str) -> str:
-    """The JSON of a header's entry for two bytes, with single values replaced by other JSON."""
+    """The JSON of a header's entry for two bytes, with some values replaced."""
     fields = {"dtype": '"U8"', "shape": "[2]", "data_offsets": "[0,2]", **raw}
     return "{" + ",".join(f'"{key}":{value}' for key, value in fields.items()) + "}"
 
@@ -108,8 +108,8 @@ metadata = st.none() | st.dictionaries(texts, texts, max_size=3)
 
 @fuzz
 @given(tensors=st.dictionaries(names, st.tuples(st.sampled_from(sorted(NUMPY_DTYPES)), shapes)), metadata=metadata)
-def test_what_the_reference_writes_is_read(file, tensors, metadata):
-    assume(tensors or metadata is None)  # of no tensors but metadata, the reference writes what it cannot read itself
+def test_files_of_the_reference_library_are_read(file, tensors, metadata):
+    assume(tensors or metadata is None)  # the reference library cannot read its own files with metadata and no tensors
     arrays = {name: np.zeros(shape, NUMPY_DTYPES[dtype]) for name, (dtype, shape) in tensors.items()}
     save_file(arrays, file, metadata)
     header = read_header(file)
@@ -122,7 +122,7 @@ def test_what_the_reference_writes_is_read(file, tensors, metadata):
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BITS))
 @pytest.mark.parametrize("shape", [(), (0,), (8,), (2, 0, 3), (3, 8)])
 def test_every_dtype(file, dtype, shape):
-    """Also those that numpy has not; a single element of less than a byte is refused by both."""
+    """Includes dtypes that numpy does not have; both refuse a single element smaller than a byte."""
     count = int(np.prod(shape))
     size = count * DTYPE_BITS[dtype] // 8
     raw = one(dtype=f'"{dtype}"', shape=str(list(shape)), data_offsets=f"[0,{size}]")
@@ -131,8 +131,8 @@ def test_every_dtype(file, dtype, shape):
     assert ours(file) == reference(file) == expected
 
 
-def test_every_dtype_of_the_reference_is_known(file):
-    """The reference names all its dtypes when it refuses one."""
+def test_every_dtype_of_the_reference_library_is_known(file):
+    """The library lists its dtypes in the error for an unknown one."""
     with pytest.raises(SafetensorError) as caught:
         deserialize(safetensors_bytes(one(dtype='"U9"'), b"ab"))
     assert set(re.findall(r"`(\w+)`", str(caught.value))) - {"U9"} == set(DTYPE_BITS)
@@ -140,8 +140,8 @@ def test_every_dtype_of_the_reference_is_known(file):
 
 @fuzz
 @given(tensors=st.dictionaries(names, st.tuples(st.sampled_from(sorted(DTYPE_BITS)), shapes)), metadata=metadata)
-def test_what_is_built_is_read_by_the_reference(file, tensors, metadata):
-    whole = {name: (dtype, (*shape, 4)) for name, (dtype, shape) in tensors.items()}  # whole bytes of any dtype
+def test_built_headers_are_read_by_the_reference_library(file, tensors, metadata):
+    whole = {name: (dtype, (*shape, 4)) for name, (dtype, shape) in tensors.items()}  # full bytes for every dtype
     header = build_header(((name, dtype, shape) for name, (dtype, shape) in whole.items()), metadata)
     put(file, header.prefix + bytes(header.data_bytes))
     assert header.data_offset % 8 == 0
@@ -152,7 +152,7 @@ def test_what_is_built_is_read_by_the_reference(file, tensors, metadata):
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("F4", (3,)), ("F6_E2M3", (2, 3)), ("F6_E3M2", ())])
-def test_tensors_that_end_inside_a_byte_are_not_built(dtype, shape):
+def test_building_refuses_tensors_that_end_inside_a_byte(dtype, shape):
     with pytest.raises(ValueError, match="ends inside a byte"):
         num_bytes(dtype, shape)
 
@@ -172,7 +172,7 @@ VALID = {
 
 
 @pytest.mark.parametrize("case", VALID)
-def test_unusual_but_valid(file, case):
+def test_unusual_valid_headers_are_read(file, case):
     put(file, safetensors_bytes(*VALID[case]))
     assert ours(file) == reference(file) is not None
 
@@ -268,14 +268,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_what_both_refuse(file, case):
+def test_headers_that_both_refuse(file, case):
     put(file, HOSTILE[case])
     assert ours(file) is reference(file) is None
 
 
-#: What the reference reads and this reader refuses on purpose.
+#: Headers that the reference library reads and this reader refuses on purpose.
 STRICTER = {
-    # The reference takes the last of the two, other readers the first.
+    # The reference library uses the last of the two, other readers the first.
     "tensor twice": f'{{"a":{entry()},"a":{entry()}}}'.encode(),
     "key of the metadata twice": f'{{"__metadata__":{{"x":"1","x":"2"}},"a":{entry()}}}'.encode(),
     # Unknown keys could change what the known ones mean.
@@ -283,28 +283,28 @@ STRICTER = {
     # The format says that a header begins with {.
     "space before": b" " + one(),
     "newline before": b"\n" + one(),
-    # How serde would also read a struct and an enum: no writer writes it.
+    # serde also reads structs and enums in this form, which no library writes.
     "tensor as a list": b'{"a":["U8",[2],[0,2]]}',
     "dtype as an object": one(dtype='{"U8":null}'),
 }
 
 
 @pytest.mark.parametrize("case", STRICTER)
-def test_what_only_this_reader_refuses(file, case):
+def test_headers_that_only_this_reader_refuses(file, case):
     put(file, safetensors_bytes(STRICTER[case], b"ab"))
     assert reference(file) == {"a": ("U8", (2,))}
     assert ours(file) is None
 
 
-def test_many_names_and_the_last_twice(file):
-    """Found in one pass over the names, not in one for each."""
+def test_duplicate_among_many_names_is_found_quickly(file):
+    """The time is linear in the number of names."""
     same = entry(shape="[0]", data_offsets="[0,0]")
     pairs = [f'"{number}":{same}' for number in (*range(50_000), 49_999)]
     put(file, safetensors_bytes(f"{{{','.join(pairs)}}}".encode()))
     assert ours(file) is None
 
 
-def test_long_names_and_shapes_do_not_flood_the_terminal(file):
+def test_messages_shorten_long_names_and_shapes(file):
     for raw in (one(shape=str([1] * 10_000)), one(shape="[1]").replace(b'"a"', b'"' + b"a" * 10_000 + b'"')):
         put(file, safetensors_bytes(raw, b"ab"))
         assert ours(file) is None
@@ -342,19 +342,19 @@ def mutated_files(draw) -> bytes:
 
 @pytest.mark.parametrize("base", range(len(BASES)))
 def test_every_edit_of_one_byte(file, base):
-    """Each byte of a header removed, replaced, or with another before it."""
+    """Each byte of a header is removed, replaced, or preceded by another."""
     header, data = BASES[base]
     edits = [(at, at + removed, byte) for at in range(len(header)) for removed in (0, 1) for byte in PUT]
     for start, stop, byte in edits:
         put(file, safetensors_bytes(header[:start] + byte + header[stop:], data))
-        check_no_laxer(file)
+        check_not_more_permissive(file)
 
 
 @settings(fuzz, max_examples=500)
 @given(data=mutated_files())
 def test_mutated_files(file, data):
     put(file, data)
-    check_no_laxer(file)
+    check_not_more_permissive(file)
 
 
 numbers = st.sampled_from([0, 1, 2, 3, 2**31, 2**32, 2**53, 2**61, 2**63, 2**64 - 1, 2**64, 10**30, -1]) | st.integers()
@@ -366,7 +366,7 @@ values = st.recursive(
 
 @st.composite
 def structured_headers(draw) -> tuple[dict[str, Any], int]:
-    """Entries that describe data as they should, but for a few values; and the bytes of that data."""
+    """Entries of a header that are valid except for a few values, and the number of bytes of data."""
     end = 0
     header: dict[str, Any] = {}
     for name in draw(st.lists(st.sampled_from(["a", "b", "c", "__metadata__", "\x00"]), unique=True, max_size=4)):
@@ -390,21 +390,21 @@ def structured_headers(draw) -> tuple[dict[str, Any], int]:
 def test_structured_headers(file, case, extra):
     header, size = case
     put(file, safetensors_bytes(json.dumps(header).encode(), bytes(max(size + extra, 0))))
-    check_no_laxer(file)
+    check_not_more_permissive(file)
 
 
 @fuzz
 @given(data=st.binary(max_size=40))
 def test_any_bytes(file, data):
     put(file, data)
-    check_no_laxer(file)
+    check_not_more_permissive(file)
 
 
 # --- what is no file ------------------------------------------------------------------------------------------------
 
 
 def make_fifo(path: Path) -> None:
-    """A reader that opens it waits for a writer that never comes."""
+    """Make a pipe, which blocks a reader that opens it."""
     os.mkfifo(path)
 
 
@@ -424,7 +424,7 @@ SPECIAL = {
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_what_is_no_regular_file(tmp_path, monkeypatch, kind):
+def test_special_files_are_refused(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)  # names of sockets are short
     path = Path("model.safetensors")
     SPECIAL[kind](path)
@@ -432,19 +432,19 @@ def test_what_is_no_regular_file(tmp_path, monkeypatch, kind):
         read_header(path)
 
 
-def test_what_is_not_there(tmp_path):
+def test_missing_file(tmp_path):
     with pytest.raises(SourceError, match="No such file"):
         read_header(tmp_path / "model.safetensors")
 
 
-def test_a_link_that_leads_nowhere(tmp_path):
+def test_broken_link(tmp_path):
     path = tmp_path / "model.safetensors"
     path.symlink_to("elsewhere")
     with pytest.raises(SourceError, match="No such file"):
         read_header(path)
 
 
-def test_a_link_to_itself(tmp_path):
+def test_link_to_itself(tmp_path):
     path = tmp_path / "model.safetensors"
     path.symlink_to(path.name)
     with pytest.raises(SourceError, match=r"[Ss]ymbolic links"):

@@ -1,6 +1,6 @@
-"""Rank files in the layouts of shardconv/layouts: their tensors, against slices taken by torch alone, and the way back.
+"""Rank files in every layout: their tensors compared with slices by torch, and merging them.
 
-All comparisons are exact, but for outputs of models: sums over features are taken rank by rank.
+Comparisons are exact, except of model outputs: sums over features are computed per rank.
 """
 
 import json
@@ -38,7 +38,7 @@ LAYER, VOCAB = "model.layers.0", 256
 SCALES = ("_k_scale", "_prob_scale", "_q_scale", "_v_scale")
 DENSE = {**GQA, "vocab_size": VOCAB}
 SPARSE = {**DENSE, **{name: value for name, value in MOE.items() if "shared" not in name}}
-#: One of each form that checkpoints for vLLM's layout have; tests/test_vllm_layout.py has one of each type.
+#: One checkpoint of each form that vLLM's layout supports; tests/test_vllm_layout.py has one of each model type.
 KINDS = {
     "llama": Model("llama", {**DENSE, "attention_bias": True, "mlp_bias": True}),
     "llama, tied": Model("llama", {**DENSE, "tie_word_embeddings": True}),
@@ -64,12 +64,12 @@ def rank_files(folder, tp):
 
 
 def part(tensor, dim, tp, rank):
-    """An even share along a dim."""
+    """An even chunk along a dim."""
     return tensor.chunk(tp, dim)[rank]
 
 
 def of_heads(tensor, tp, rank):
-    """The rows of a rank's KV heads, of which there are two; with four ranks two hold the same one."""
+    """The rows of a rank's KV heads, of two in total; four ranks replicate them."""
     head = rank * 2 // tp
     return tensor.view(2, -1, *tensor.shape[1:])[head : head + max(2 // tp, 1)].flatten(0, 1)
 
@@ -93,7 +93,7 @@ def expected_mlp(full, at, tp, rank, leaves):
 
 
 def expected_experts(full, at, names, tp, rank):
-    """Of experts of their own tensors, four of them; ``names`` of gate, up and down."""
+    """Four experts with a tensor each; ``names`` of gate, up and down."""
     gate, up, down = ([full[f"{at}.experts.{number}.{name}.weight"] for number in range(4)] for name in names)
     both = [torch.cat([part(g, 0, tp, rank), part(u, 0, tp, rank)]) for g, u in zip(gate, up, strict=True)]
     return {
@@ -140,8 +140,8 @@ def expected_file(kind, full, tp, rank):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_the_tensors_of_vllm(source_of, tmp_path, kind, tp):
-    """Names, shapes, dtypes and bytes; four ranks replicate the two KV heads."""
+def test_rank_files_have_the_tensors_of_vllm(source_of, tmp_path, kind, tp):
+    """Compares names, shapes, dtypes and bytes; four ranks replicate the two KV heads."""
     source = source_of(kind)
     shardconv.split(source, tmp_path / "out", tp=tp, layout="vllm")
     full = read(source)
@@ -153,7 +153,7 @@ def test_the_tensors_of_vllm(source_of, tmp_path, kind, tp):
             assert torch.equal(found[name], tensor), name
 
 
-def test_the_kinds_are_all_forms(source_of):
+def test_kinds_cover_all_forms(source_of):
     assert f"{LAYER}.mlp.experts.gate_up_proj" in read(source_of("qwen3_moe, packed"))
     assert {f"{LAYER}.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.up_proj.weight"} <= read(
         source_of("qwen3_moe")
@@ -164,13 +164,13 @@ def test_the_kinds_are_all_forms(source_of):
 # --- the way back ---------------------------------------------------------------------------------------------------
 
 
-#: An engine's boundaries are kept in the native layout, unless others are asked for.
+#: The native layout keeps the boundaries of an engine unless others are requested.
 ENGINE_OF = {"native": "shardconv"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_merge_verify_and_reshard(source_of, tmp_path, kind):
-    """A reshard from any layout to any other gives what a split of the source does."""
+    """A reshard from any layout to any other equals a split of the source."""
     source = source_of(kind)
     packed = kind.endswith("packed")
     for layout in ("native", "vllm") if packed else ("native", "dcp", "vllm"):
@@ -190,8 +190,8 @@ def test_merge_verify_and_reshard(source_of, tmp_path, kind):
         assert contents(tmp_path / f"new{number}") == contents(tmp_path / f"{report.layout}{tp}"), (old, tp, layout)
 
 
-def test_no_layout_file_is_read_for_a_split_checkpoint(source_of, tmp_path, monkeypatch):
-    """The manifest has all: the installed layout may change or go."""
+def test_split_checkpoint_does_not_need_the_installed_layouts(source_of, tmp_path, monkeypatch):
+    """The manifest stores the layout, so the installed one may change."""
     source = source_of("qwen3_moe")
     for tp in (2, 4):
         shardconv.split(source, tmp_path / str(tp), tp=tp, layout="vllm")
@@ -214,7 +214,7 @@ def test_no_layout_file_is_read_for_a_split_checkpoint(source_of, tmp_path, monk
 
 
 def check_model(axis, source, split):
-    """Outputs are the unsharded model's, and the values are views of the rank's file."""
+    """Outputs equal those of the unsharded model, and parameters are views of the rank file."""
     plain = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
     model = shardconv.load(split, device="cpu", group=axis)
     ids = torch.arange(10).view(1, -1)
@@ -265,7 +265,7 @@ def to_bf16(name):
     return lambda source: change_tensors(source, change)
 
 
-#: By what is changed: the kind, the change, options, and what the error has to say.
+#: Case to the kind of checkpoint, the change, the options, and the expected message.
 REFUSED = {
     "a type without rules": ("qwen2", config(model_type="olmo2"), {}, "does not support model type 'olmo2'.*native"),
     "no model type": ("llama", config(model_type=None), {}, "needs a config.json with a model_type"),
@@ -306,7 +306,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refusals(source_of, tmp_path, what):
+def test_unsupported_checkpoints_are_refused(source_of, tmp_path, what):
     kind, change, options, message = REFUSED[what]
     source = shutil.copytree(source_of(kind), tmp_path / "source")
     if change is not None:
@@ -343,7 +343,7 @@ def test_reshard_refuses_another_plan(source_of, tmp_path, options):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_quantized_checkpoint_is_refused(source_of, tmp_path):
+def test_quantized_checkpoint_is_refused(source_of, tmp_path):
     source = shutil.copytree(source_of("llama"), tmp_path / "source")
     change_config(source, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}})
     with pytest.raises(PlanError, match="layout vllm does not support quantized checkpoints: use the native layout"):
@@ -352,8 +352,8 @@ def test_a_quantized_checkpoint_is_refused(source_of, tmp_path):
 
 @pytest.mark.parametrize("name", ["model-rank-0-part-0.safetensors", "model-pp-0-tp-0-part-1.safetensors"])
 @pytest.mark.parametrize("command", ["split", "plan"])
-def test_a_folder_that_vllm_saved(source_of, tmp_path, name, command):
-    """Of one rank: its names alone could be those of a checkpoint."""
+def test_folder_saved_by_vllm_is_not_a_source(source_of, tmp_path, name, command):
+    """A folder of one rank, whose tensors could be those of a checkpoint."""
     folder = shutil.copytree(source_of("llama"), tmp_path / "saved")
     (folder / "model.safetensors").rename(folder / name)
     result = call(command, folder, "--tp", 2, *(["-o", tmp_path / "out"] if command == "split" else []))
@@ -366,8 +366,8 @@ def test_a_folder_that_vllm_saved(source_of, tmp_path, name, command):
 
 
 @pytest.mark.parametrize("at", range(0, 64, 7))
-def test_a_damaged_constant(source_of, tmp_path, at):
-    """Constants have no checksum: they are compared."""
+def test_damaged_constant_is_found(source_of, tmp_path, at):
+    """Constants do not have checksums, so their values are compared."""
     shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
     path = tmp_path / "out" / "model-rank-1-part-0.safetensors"
     data = bytearray(path.read_bytes())
@@ -382,7 +382,7 @@ def test_a_damaged_constant(source_of, tmp_path, at):
 
 @pytest.mark.parametrize("name", ["qkv_proj.weight", "gate_up_proj.weight", "down_proj.weight", "lm_head.weight"])
 @pytest.mark.parametrize("at", [0, -1])
-def test_one_bit_of_a_file_tensor(source_of, tmp_path, name, at):
+def test_flipped_bit_of_a_fused_tensor_is_found(source_of, tmp_path, name, at):
     shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
     path = tmp_path / "out" / "model-rank-1-part-0.safetensors"
     data = bytearray(path.read_bytes())
@@ -401,7 +401,7 @@ def qkv(layout):
     return next(tensor for tensor in layout["tensors"] if tensor["name"].endswith("0.self_attn.qkv_proj.weight"))
 
 
-#: Changes of the layout in a manifest, which nothing must follow.
+#: Malicious changes of the layout in a manifest.
 LIES = {
     "a way out of the folder": lambda layout: layout.update(file_name="../model-{rank}.safetensors"),
     "one file for all ranks": lambda layout: layout.update(file_name="model.safetensors"),
@@ -429,15 +429,15 @@ LIES = {
 
 
 @pytest.mark.parametrize("what", LIES)
-def test_a_manifest_with_a_wrong_layout(source_of, tmp_path, what):
+def test_manifest_with_a_wrong_layout_is_refused(source_of, tmp_path, what):
     shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
     change_manifest(tmp_path / "out", lambda data: LIES[what](data["layout"]))
     with pytest.raises(SplitCheckpointError, match=r"shardconv\.json: cannot be used: "):
         read_manifest(tmp_path / "out")
 
 
-def test_many_constants(source_of, tmp_path):
-    """Each is small enough; together they would take gigabytes."""
+def test_manifest_with_huge_constants_is_refused(source_of, tmp_path):
+    """Each constant is small enough, but all together take gigabytes."""
     shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
     many = {"dtype": "U8", "shape": [2**20], "value": 0, "names": [f"c{number}" for number in range(4096)]}
     change_manifest(tmp_path / "out", lambda data: data["layout"]["constants"].append(many))
@@ -445,8 +445,8 @@ def test_many_constants(source_of, tmp_path):
         shardconv.verify(tmp_path / "out")
 
 
-def test_a_manifest_with_dcp_in_place_of_a_layout(source_of, tmp_path):
-    """As it was written before there were layouts."""
+def test_manifest_of_a_version_without_layouts(source_of, tmp_path):
+    """It has the key dcp instead."""
     source = source_of("llama")
     shardconv.split(source, tmp_path / "out", tp=2, layout="dcp")
 
@@ -459,8 +459,7 @@ def test_a_manifest_with_dcp_in_place_of_a_layout(source_of, tmp_path):
     assert shardconv.verify(tmp_path / "out", against=source).differences == ()
 
 
-def test_a_manifest_without_a_layout(source_of, tmp_path):
-    """It is native."""
+def test_manifest_without_a_layout_is_native(source_of, tmp_path):
     shardconv.split(source_of("llama"), tmp_path / "out", tp=2)
     change_manifest(tmp_path / "out", lambda data: data.pop("layout"))
     assert read_manifest(tmp_path / "out").layout.name == "native"
@@ -472,7 +471,7 @@ def test_a_manifest_without_a_layout(source_of, tmp_path):
 
 @st.composite
 def placed(draw, tp):
-    """A shape and how it is sharded."""
+    """A shape and its placement."""
     kind = draw(st.sampled_from(["replicated", "rows", "padded", "copies", "fused", "columns"]))
     rows, columns = draw(st.integers(1, 3)), draw(st.sampled_from([2, 4]))
     if kind == "replicated":
@@ -491,7 +490,7 @@ def placed(draw, tp):
 
 @st.composite
 def laid_out(draw):
-    """Placed tensors of two dtypes, and a layout of them: some together, stacked or under other names."""
+    """Placements of tensors of two dtypes, and a layout: some tensors are concatenated, stacked or renamed."""
     tp = draw(st.integers(1, 4))
     drawn = draw(st.lists(st.tuples(placed(tp), st.sampled_from(["F32", "BF16"])), min_size=1, max_size=12))
     tensors = {f"t{number}": (shape, placement, dtype) for number, ((shape, placement), dtype) in enumerate(drawn)}
@@ -523,7 +522,7 @@ def write_source(path, tensors):
         size = int(np.prod(shape)) * {"F32": 4, "BF16": 2}[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
         end += size
-    values = np.arange(end // 2, dtype=np.uint16)  # no two alike, so that nothing can be exchanged unseen
+    values = np.arange(end // 2, dtype=np.uint16)  # all different, so that a swap is found
     path.write_bytes(safetensors_bytes(header, values.tobytes()))
 
 
@@ -542,8 +541,8 @@ def local_values(array, placement, rank):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(laid_out())
-def test_any_layout_comes_back(tmp_path_factory, drawn):
-    """The file tensors are concatenated or stacked shards, and merge gives the source's bytes."""
+def test_merge_restores_the_source_from_any_layout(tmp_path_factory, drawn):
+    """Tensors of rank files are concatenated or stacked shards, and merge restores the bytes of the source."""
     tp, tensors, layout = drawn
     folder = tmp_path_factory.mktemp("any")
     write_source(folder / "source.safetensors", tensors)
@@ -571,7 +570,7 @@ def test_any_layout_comes_back(tmp_path_factory, drawn):
 
 
 def read_rules():
-    """Some rules: a manifest has them, and here nothing follows them."""
+    """Rules for a manifest, which these tests do not apply."""
     from shardconv.plan.family import Family  # noqa: PLC0415
     from shardconv.plan.submodels import rules_for  # noqa: PLC0415
 
@@ -579,7 +578,7 @@ def read_rules():
 
 
 def as_integers(path):
-    """The tensors of a file as integers, which any dtype can be read as."""
+    """The tensors of a file as integers, so that every dtype can be compared."""
     raw = path.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
     kinds = {"F32": np.uint32, "BF16": np.uint16}
@@ -629,12 +628,12 @@ def test_rules():
     ("config", "applies"),
     [({"a": 1, "b": 0}, True), ({"a": 1, "b": None}, False), ({"a": 1}, False), ({"a": 2, "b": 0}, False)],
 )
-def test_the_config_of_a_rule(config, applies):
+def test_condition_of_a_rule(config, applies):
     (rule,) = Group.of_table({"tensors": {"new": {"sources": ["old"], "when": {"a": 1}, "given": ["b"]}}}).rules
     assert rule.applies(config) == applies
 
 
-def test_a_layout_file_with_an_unknown_key():
+def test_layout_file_with_an_unknown_key_is_refused():
     with pytest.raises(ValueError, match=r"unknown keys .* .got tensor,"):
         Group.of_table({"tensor": {}})
 
@@ -658,8 +657,8 @@ def test_command(source_of, tmp_path):
     assert "--dcp" not in call("split", "--help").out
 
 
-def test_overwrite(source_of, tmp_path):
-    """A split checkpoint of any layout is replaced by one of any other; a folder with other files is not."""
+def test_split_replaces_a_split_checkpoint_of_any_layout(source_of, tmp_path):
+    """With --overwrite; a folder with other files is not replaced."""
     source, split = source_of("llama"), tmp_path / "out"
     for layout in ("native", "vllm", "vllm", "native"):
         shardconv.split(source, split, tp=2, layout=layout, overwrite=True)
@@ -670,7 +669,7 @@ def test_overwrite(source_of, tmp_path):
     assert shardconv.verify(split).other_weights == ("rank-0-of-2.safetensors",)
 
 
-def test_the_plan_of_a_report_is_of_source_tensors(source_of, tmp_path):
+def test_report_has_the_plan_of_source_tensors(source_of, tmp_path):
     shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
     names = [tensor.name for tensor in shardconv.report_plan(tmp_path / "out").tensors]
     assert names == list(read(source_of("llama")))

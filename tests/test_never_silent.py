@@ -1,9 +1,9 @@
-"""Inputs that differ from the plain case, and the result of every command for each: right, an error or a warning.
+"""Unusual inputs, and the result of every command for each: a correct result, an error or a warning.
 
 ``CASES`` is the table. A row has the change and one outcome for each command: ``right`` (compared here with torch and
-transformers alone), ``error`` (an exit code other than 0, a message that names the tensor or file, nothing left
-behind), ``warning`` (exit code 0, on stderr also with ``-q``), or ``na`` with the reason. A row for another input needs
-nothing but an entry in ``CASES``.
+transformers alone), ``error`` (an exit code other than 0, a message that names the tensor or file, no output
+files), ``warning`` (exit code 0, on stderr also with ``-q``), or ``na`` with the reason. Another input is
+one more entry in ``CASES``.
 """
 
 import json
@@ -41,7 +41,7 @@ COMMANDS = (
 )  # fmt: skip
 #: Commands that read a source, and those that read a split checkpoint.
 OF_SOURCE, OF_SPLIT = COMMANDS[:3], COMMANDS[3:]
-#: Those that move bytes, and those that build the model.
+#: Commands that copy bytes, and commands that build the model.
 BYTES, MODEL = ("verify", "verify --against", "merge", "reshard"), ("run", "run --check", "load")
 LAYER = "model.layers.0"
 pytestmark = pytest.mark.timeout(200)
@@ -85,19 +85,19 @@ def every(commands: tuple[str, ...], outcome: Outcome) -> Expected:
 
 
 def refused(outcome: Outcome) -> Expected:
-    """Of a source: nothing is planned, so that nothing is split."""
+    """Outcomes for a source without a plan, which is therefore not split."""
     return every(OF_SOURCE, outcome) | every(OF_SPLIT, na("the source is not split"))
 
 
 def moved(model: Outcome, *, proof: Outcome = RIGHT, **others: Outcome) -> Expected:
-    """Of a source: its bytes are moved, and ``model`` is the result of building the model."""
+    """Outcomes for a source whose bytes are copied; ``model`` is the outcome of building the model."""
     commands = {name.replace("__", " --"): outcome for name, outcome in others.items()}
     expected = every(("plan", "split", *BYTES), RIGHT) | every(MODEL, model) | {"plan --prove": proof}
     return expected | commands
 
 
 def damaged(outcome: Outcome, **others: Outcome) -> Expected:
-    """Of a split checkpoint."""
+    """Outcomes for a split checkpoint that was changed."""
     commands = {name.replace("__", " --"): other for name, other in others.items()}
     return every(OF_SOURCE, na("the source is as it was")) | every(OF_SPLIT, outcome) | commands
 
@@ -108,7 +108,7 @@ Change = Callable[[Path], None]
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Change:
-    """A change of the tensors in the one file of a source."""
+    """A change of the tensors of a source with one file."""
 
     def apply(source: Path) -> None:
         found = read(source)
@@ -120,7 +120,7 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Change:
 
 
 def put(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> Change:
-    """A tensor is added, or replaced."""
+    """Add or replace a tensor."""
     return tensors(lambda found: found.update({name: make(found)}))
 
 
@@ -137,7 +137,7 @@ def transpose(name: str) -> Change:
 
 
 def in_place(source: Path) -> None:
-    """Other bytes in the file that is there; safetensors would replace it."""
+    """Change bytes of the existing file; safetensors would replace the file."""
     with (source / "model.safetensors").open("r+b") as file:
         file.seek(-8, 2)
         file.write(b"another.")
@@ -158,7 +158,7 @@ def both(*changes: Change) -> Change:
 def in_two_files(
     *, second: Callable[[dict[str, torch.Tensor]], list[str]], index: bool, names: int | None = None
 ) -> Change:
-    """Two files, the second with some of the tensors, and an index over the first ``names`` of all."""
+    """Write two files, the second with some of the tensors, and an index of the first ``names`` tensors."""
 
     def apply(source: Path) -> None:
         found = read(source)
@@ -187,7 +187,7 @@ def adapter(source: Path) -> None:
 
 
 def fp8_scales(source: Path) -> None:
-    """As NVIDIA ModelOpt exports: fp8 weights, one scale for each weight and its input, a config of its own."""
+    """Quantize as NVIDIA ModelOpt does: FP8 weights, a scale for each weight and its input, and a config file."""
 
     def change(found: dict[str, torch.Tensor]) -> None:
         for name in [name for name in found if name.endswith("_proj.weight")]:
@@ -215,7 +215,7 @@ def half_of(name: str) -> Change:
 
 
 def plan_file(text: str) -> Change:
-    """A plan file beside the source's folder, used by plan and split."""
+    """Write a plan file next to the source's folder, for plan and split."""
     return lambda source: source.with_name("plan.toml").write_text(text) and None
 
 
@@ -225,7 +225,7 @@ Damage = Callable[[Path, Path], None]
 
 
 def other_split(source: Path, *, tp: int = TP) -> Path:
-    """A split of a checkpoint with the same names and shapes, and other numbers."""
+    """Split a checkpoint with the same names and shapes, and other values."""
     other, place = source.with_name("other"), source.with_name(f"other-tp{tp}")
     if not other.exists():
         shutil.copytree(source, other)
@@ -236,7 +236,7 @@ def other_split(source: Path, *, tp: int = TP) -> Path:
 
 
 def from_other(name: str, *, tp: int = TP, to: str | None = None) -> Damage:
-    """A file of the other split takes the place of one of this, or is put beside them."""
+    """Copy a file of another split over a file of this one, or next to its files."""
     return lambda source, split: shutil.copyfile(other_split(source, tp=tp) / name, split / (to or name)) and None
 
 
@@ -504,7 +504,7 @@ CASES: Mapping[str, Case] = {
     "manifest of a later version": Case(damaged(error(MANIFEST_NAME, "update shardconv")), damage=newer_manifest),
 }  # fmt: skip
 
-#: Counts for the documentation, for all commands together; a new row changes them.
+#: Counts for the documentation, for all commands together; adding a row changes them.
 COUNTS = {"right": 203, "error": 183, "warning": 8, "na": 236}
 
 
@@ -541,15 +541,15 @@ FIELDS = {
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """The source of a case, and where it is split, by its name; each is made once."""
+    """The source of a case and its split checkpoint, by the name of the case; made once."""
     bases = cache(lambda model_type: write_base(tmp_path_factory.mktemp(model_type) / "source", model_type))
     return cache(lambda name: write_case(tmp_path_factory.mktemp("case"), CASES[name], bases))
 
 
-#: A model of which nothing divides, and what its dims are with padding.
+#: A model whose dims tp does not divide, and its dims with padding.
 ODD = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 90}
 PADDED = {r"[qo]_proj": 128, r"[kv]_proj": 64, r"(gate|up|down)_proj": 96}
-#: Query and KV heads of which 4 ranks pad each group; and layers of linear attention, with slopes for each head.
+#: Query and KV heads for which 4 ranks pad each group; and layers of linear attention, with a slope for each head.
 FEW = {
     "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "block_size": 8,
     "layer_types": ["linear_attention", "full_attention"],
@@ -587,7 +587,7 @@ def split_of(case: Case, source: Path, split: Path) -> Path:
         options = [*options_of(case, source), "--layout", case.layout]
         result = call("split", source, "--tp", TP, "-o", split, *options)
         if result.code:
-            raise RuntimeError(result.err)  # no outcome of the command that is to read it
+            raise RuntimeError(result.err)  # not an outcome of the command under test
     return split
 
 
@@ -599,7 +599,7 @@ def options_of(case: Case, source: Path) -> list[Any]:
 
 
 class Found(NamedTuple):
-    """The result of a command: an error or "", warnings, and a check that its result is right."""
+    """The result of a command: an error or "", warnings, and a check that the result is correct."""
 
     error: str
     warnings: str
@@ -607,7 +607,7 @@ class Found(NamedTuple):
 
 
 def of_result(result: Result, check: Callable[[], None]) -> Found:
-    """What a command printed; with -q, so that a warning is what is on stderr all the same."""
+    """The result of a command with its messages; with -q, stderr has warnings only."""
     message = f"{result.err}{result.out}" if result.code else ""
     return Found(message, result.err, check)
 
@@ -647,8 +647,8 @@ def split(case: Case, source: Path, _: Path, target: Path, __: Any) -> Found:
 
 
 def change_during(patch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
-    """Let a source change while it is split: after its files are open, before the first byte is copied."""
-    from shardconv.checkpoint import split as module  # noqa: PLC0415 - a function of the package has that name, too
+    """Change a source while it is split: after its files are open, before the first byte is copied."""
+    from shardconv.checkpoint import split as module  # noqa: PLC0415 - the package has a function of that name
 
     copy = module.copy_files
 
@@ -816,13 +816,13 @@ def check_shards(case: Case, name: str, tensor: torch.Tensor, shards: list[torch
 
 # --- the harness ----------------------------------------------------------------------------------------------------
 
-#: An error of something else, passed on as it is, or one that nobody expected.
+#: An error of another library that is passed on, or an unexpected one.
 FOREIGN = re.compile(r"Traceback|internal error|(?m:^(rank \d+: )?\w*(Error|Exception): )")
 
 
 @pytest.fixture(autouse=True)
 def _proofs_on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
-    """Proofs run on processes that are there already: to start some takes seconds."""
+    """Run proofs on existing processes, as starting them takes seconds."""
 
     def proofs(folder: Path, source: Any, plans: Mapping[int, Any], request: Any) -> tuple[prove.Proof, ...]:
         made = []
@@ -840,7 +840,7 @@ def _proofs_on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
 
 
 def pairs() -> list[Any]:
-    """Those of the table to be run."""
+    """The pairs of case and command to run."""
     return [
         pytest.param(name, command, id=f"{name}-{command}")
         for name, case in CASES.items()
@@ -861,7 +861,7 @@ def test_nothing_is_silently_wrong(inputs, ranks, tmp_path, name, command):
 
 
 def wrong(outcome: Outcome, found: Found, left: list[Path]) -> str:
-    """How a result is not the outcome; "" where it is."""
+    """Describe how a result differs from the outcome; "" if it does not."""
     text = found.warnings if outcome.kind == "warning" else found.error
     if outcome.kind != "error":
         problem = f"failed: {found.error}" if found.error else ""

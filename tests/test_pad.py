@@ -1,4 +1,4 @@
-"""Checkpoints padded for engines that read config.json: transformers computes the same, and unpad gives the source."""
+"""Checkpoints padded for engines that read config.json: outputs stay equal, and unpad restores the source."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ import shardconv
 from shardconv.errors import IntegrityError, PlanError, SourceError, SplitCheckpointError, UsageError
 from shardconv.proof.model_check import require_padded
 
-SCALE = 0.3  # so that attention is neither even nor of one token
+SCALE = 0.3  # so that attention is neither uniform nor on one token
 
 OTHERS = {
     "gpt_oss": Model("gpt_oss", {**GQA, **MOE, "sliding_window": 8}),
@@ -26,13 +26,13 @@ OTHERS = {
     "ernie4_5": Model("ernie4_5", GQA),
 }
 
-#: Models whose config has a field for all that is padded.
+#: Models whose config has a field for every padded count.
 PADDED = (
     "cohere", "deepseek_v3", "ernie4_5", "glm4", "glm4_moe", "gpt_oss", "granite", "mistral", "mixtral", "phi3",
     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2", "t5-gated", "t5-untied",
 )  # fmt: skip
 
-#: Models that are not padded, and why.
+#: Models that are not padded, and the message.
 REFUSED = {
     "olmo2": "q_norm.weight is a norm over all heads",
     "stablelm": "q_layernorm have a value for each query_head that depends on their number",
@@ -46,7 +46,7 @@ REFUSED = {
 
 
 def written(name: str, folder: Path) -> tuple[type, Path]:
-    """A model's class, and the model as a checkpoint."""
+    """The class of a model, and its checkpoint."""
     transformers.logging.disable_progress_bar()
     model = (MODELS | OTHERS)[name].build(SCALE)
     model.save_pretrained(folder)
@@ -75,7 +75,7 @@ def test_transformers_computes_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_config_can_say(name, tmp_path):
+def test_padding_that_a_config_cannot_express_is_refused(name, tmp_path):
     _, source = written(name, tmp_path / "source")
     with pytest.raises(PlanError, match=REFUSED[name]) as error:
         shardconv.pad(source, tmp_path / "padded", tp=12, check=require_padded)
@@ -85,7 +85,7 @@ def test_what_no_config_can_say(name, tmp_path):
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    """Two files with an index, a tokenizer beside them, and a config that is not as json.dumps would write it."""
+    """A checkpoint with two files, an index, a tokenizer, and a config that json.dumps would format differently."""
     _, folder = written("qwen3", tmp_path / "source")
     tensors = read(folder)
     (folder / "model.safetensors").unlink()
@@ -99,7 +99,7 @@ def source(tmp_path) -> Path:
     return folder
 
 
-def test_files_of_the_source_stay_files(source, tmp_path):
+def test_padded_files_have_the_names_of_the_source_files(source, tmp_path):
     report = shardconv.pad(source, tmp_path / "padded", tp=3)
     assert [astuple(change) for change in report.config] == [
         ("num_key_value_heads", 2, 3), ("num_attention_heads", 8, 12),
@@ -115,7 +115,7 @@ def test_files_of_the_source_stay_files(source, tmp_path):
     assert contents(tmp_path / "again") == contents(source)
 
 
-def test_the_padded_checkpoint_is_a_source(source, tmp_path):
+def test_padded_checkpoint_is_a_source(source, tmp_path):
     shardconv.pad(source, tmp_path / "padded", tp=3)
     shardconv.split(tmp_path / "padded", tmp_path / "split", tp=3)
     shardconv.merge(tmp_path / "split", tmp_path / "merged")
@@ -124,9 +124,9 @@ def test_the_padded_checkpoint_is_a_source(source, tmp_path):
         shardconv.pad(tmp_path / "padded", tmp_path / "twice", tp=5)
 
 
-def test_a_padded_checkpoint_that_changed_is_refused(source, tmp_path):
+def test_unpad_refuses_a_changed_checkpoint(source, tmp_path):
     shardconv.pad(source, tmp_path / "padded", tp=3)
-    for change, error in ((flip_a_bit, IntegrityError), (cut_the_manifest, SplitCheckpointError)):
+    for change, error in ((flip_a_bit, IntegrityError), (truncate_the_manifest, SplitCheckpointError)):
         shutil.copytree(tmp_path / "padded", tmp_path / "changed", dirs_exist_ok=True)
         change(tmp_path / "changed")
         with pytest.raises(error):
@@ -144,12 +144,12 @@ def flip_a_bit(folder: Path) -> None:
         file.write(bytes([last[0] ^ 1]))
 
 
-def cut_the_manifest(folder: Path) -> None:
+def truncate_the_manifest(folder: Path) -> None:
     path = folder / "shardconv-padding.json"
     path.write_bytes(path.read_bytes()[:-9])
 
 
-def test_what_needs_no_padding_and_what_has_no_config(source, tmp_path):
+def test_pad_refuses_sources_that_need_no_padding_or_have_no_config(source, tmp_path):
     with pytest.raises(UsageError, match="does not need padding for tp 4"):
         shardconv.pad(source, tmp_path / "padded", tp=4)
     with pytest.raises(SourceError, match=r"is not a folder with config\.json"):
@@ -170,8 +170,8 @@ def test_commands(source, tmp_path):
     assert "is not tp=N" in wrong.err
 
 
-def test_the_vocabulary_is_padded_when_asked(source, tmp_path):
-    """As engines that cannot shard it otherwise need it: the logits of true tokens are equal, those of padding zero."""
+def test_vocabulary_is_padded_on_request(source, tmp_path):
+    """For engines that cannot shard it otherwise: the logits of tokens stay equal, those of padding are zero."""
     expected = logits(transformers.Qwen3ForCausalLM, source)
     report = shardconv.pad(source, tmp_path / "padded", tp=3, vocab_multiple=192, check=require_padded)
     assert ("vocab_size", 131, 192) in [astuple(change) for change in report.config]

@@ -1,4 +1,4 @@
-"""Padding: every head, width and expert where it belongs, zeros elsewhere; models with it compute what they did."""
+"""Padding of heads, widths and experts: positions and zeros in rank files, and outputs of padded models."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT
 from shardconv.tensor import as_dtensor
 
-SCALE = 0.3  # so that attention is neither even nor of one token
+SCALE = 0.3  # so that attention is neither uniform nor on one token
 LAYOUTS = {2: "first", 3: "three", 4: "four", 5: "five", 6: "six", 12: "twelve"}
 
 heads = st.tuples(st.integers(1, 9), st.integers(1, 5))
@@ -49,7 +49,7 @@ tps = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12])
 
 
 def held(placement: Placement, rank: int) -> list[int | None]:
-    """The elements of a rank's shard, one by one; None for padding."""
+    """The elements of a rank's shard; None for padding."""
     elements: list[int | None] = []
     for piece in placement.ranks[rank]:
         elements += range(piece.start, piece.stop) if isinstance(piece, Interval) else [None] * piece.size
@@ -57,7 +57,7 @@ def held(placement: Placement, rank: int) -> list[int | None]:
 
 
 def keeps_groups(kv_heads: int, group: int, padded: Heads, tp: int) -> bool:
-    """Whether every rank has as many heads, and each query head its KV head beside it."""
+    """Whether every rank has equally many heads, and each query head is on the rank of its KV head."""
     query = shard_dim(0, [Unit(kv_heads * group, groups=kv_heads, padded=padded)], tp)
     kv = shard_dim(0, [Unit(kv_heads, copies=True, groups=kv_heads, padded=(padded.kv_heads, 1))], tp)
     seen = []
@@ -81,7 +81,7 @@ def test_query_heads_keep_their_kv_heads(heads, tp):
 
 @given(heads=heads, tp=tps)
 def test_padding_takes_the_least_memory(heads, tp):
-    """Of all numbers of heads that can be shared, none takes less memory on all ranks together."""
+    """No other number of heads takes less memory on all ranks together."""
     kv_heads, group = heads
     found = Heads(kv_heads, group).padded(tp)
     costs = []
@@ -93,7 +93,7 @@ def test_padding_takes_the_least_memory(heads, tp):
 
 
 @given(heads=heads, tp=tps)
-def test_nothing_is_padded_that_divides(heads, tp):
+def test_counts_that_divide_are_not_padded(heads, tp):
     kv_heads, group = heads
     if kv_heads % tp == 0 or (tp % kv_heads == 0 and group % (tp // kv_heads) == 0):
         assert Heads(kv_heads, group).padded(tp) == (kv_heads, group)
@@ -101,7 +101,7 @@ def test_nothing_is_padded_that_divides(heads, tp):
 
 @given(heads=heads, tp=tps)
 def test_interleaved_groups_are_padded_as_separate_tensors(heads, tp):
-    """[q; k; v] of each KV head in one tensor, against its queries and keys in tensors of their own."""
+    """Compares [q; k; v] of each KV head in one tensor with separate tensors of queries and keys."""
     kv_heads, group = heads
     padded = Heads(kv_heads, group).padded(tp)
     one = Unit(1, copies=True, padded=(1, 1))
@@ -130,7 +130,7 @@ UNITS_OF = {
 
 
 def model_rules_of(*modules: ModuleRule, **rules: str) -> ModelRules:
-    """Rules for these layers of one module, each with a unit, and overrides of modules, with padding."""
+    """The rules of a model whose module has these layers, each with a unit, and module overrides; with padding."""
     made = tuple(Rule(f"block.{layer}", "colwise", unit) for layer, unit in rules.items())
     family = Family("made up", units=UNITS_OF, rules=made, modules=modules)
     used = {rule: frozenset({rule.pattern}) for rule in made}
@@ -138,11 +138,11 @@ def model_rules_of(*modules: ModuleRule, **rules: str) -> ModelRules:
 
 
 def paddings(**rules: str) -> dict[str, UnitPadding]:
-    """How units are padded by such rules."""
+    """The paddings of units by such rules."""
     return dict(unit_paddings(model_rules_of(**rules)))
 
 
-def test_units_that_meet_in_a_module_are_padded_together():
+def test_units_of_one_module_are_padded_together():
     assert paddings(q="query", k="kv", bias="number") == dict.fromkeys(
         ("query", "kv", "number"), UnitPadding(Heads(2, 3))
     )
@@ -166,7 +166,7 @@ OVERRIDES = {
 @pytest.mark.parametrize("pattern", ["block", "**.block", "{other,block}", "bl*", "block.q"])
 @pytest.mark.parametrize("case", OVERRIDES)
 def test_units_of_overrides_are_padded_with_those_of_the_module(case, pattern):
-    """Values for each head are laid out as the heads are; the pattern need not be that of a rule."""
+    """Values per head have the order of the heads; the override may have another pattern than the rules."""
     model_rules = model_rules_of(ModuleRule(pattern, **OVERRIDES[case]), q="query", k="kv")
     assert unit_paddings(model_rules)["number"] == UnitPadding(Heads(2, 3))
     assert [held(model_rules.units("number", 4), rank) for rank in range(4)] == [[0, 1], [2, None], [3, 4], [5, None]]
@@ -174,14 +174,14 @@ def test_units_of_overrides_are_padded_with_those_of_the_module(case, pattern):
 
 
 def beside_heads(unit: str, **config: int) -> ModelRules:
-    """Query and KV heads, and a unit in another module, with padding."""
+    """The rules of a model with query and KV heads, and a unit in another module; with padding."""
     rules = (Rule("block.q", "colwise", "query"), Rule("block.k", "colwise", "kv"), Rule("table.bias", "colwise", unit))
     family = Family("made up", units=UNITS_OF, rules=rules)
     return ModelRules(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10, **config}, pad=1)
 
 
-def test_numbers_of_heads_in_other_modules_are_padded_as_the_heads_are():
-    """As a table of biases with a column for each query head, where query heads have padding in each group."""
+def test_values_per_head_in_other_modules_are_padded_like_the_heads():
+    """For example a bias with a column per query head, where each group of query heads is padded."""
     model_rules = beside_heads("number")
     assert model_rules.units("number", 4) == model_rules.units("query", 4)
     assert beside_heads("width").units("width", 4).local_size(0) == 8
@@ -189,8 +189,8 @@ def test_numbers_of_heads_in_other_modules_are_padded_as_the_heads_are():
         beside_heads("width", width=2, kv_heads=2).units("width", 4)
 
 
-def test_overrides_are_not_joined_with_other_modules_of_the_same_rule():
-    """A rule may list layers of several modules; the override is of one."""
+def test_override_applies_to_one_module_of_a_rule():
+    """A rule may match layers of several modules, and an override only one of them."""
     rule, kv = Rule("{block.q,mlp.up}", "colwise", "number"), Rule("mlp.down", "rowwise", "width")
     family = Family("made up", units=UNITS_OF, rules=(rule, kv), modules=(ModuleRule("**.block", norms="kv"),))
     used = {rule: frozenset({"block.q"}), kv: frozenset({"mlp.down"})}
@@ -198,8 +198,8 @@ def test_overrides_are_not_joined_with_other_modules_of_the_same_rule():
     assert "mlp" not in set(_matched_modules(model_rules, re.compile(model_rules.regex("**.block"))))
 
 
-def test_units_of_which_no_rule_tells_the_layout_are_not_padded():
-    """With padding at the end, the values of heads would be beside other heads."""
+def test_units_of_unknown_order_are_not_padded():
+    """With padding at the end, values would belong to other heads."""
     model_rules = model_rules_of(ModuleRule("elsewhere", slices={"slopes": InputRule(0, "number")}), q="query", k="kv")
     with pytest.raises(PlanError, match=r"unit number: 6 is not a multiple of 4, and is not padded: no rule"):
         model_rules.units("number", 4)
@@ -207,7 +207,7 @@ def test_units_of_which_no_rule_tells_the_layout_are_not_padded():
 
 
 def minimax(query_heads: int, kv_heads: int, pad: int = 1) -> Resolver:
-    """The rules of the family over attention and linear attention of so many heads, with padding."""
+    """The rules of the family for attention and linear attention with these numbers of heads, with padding."""
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     rows = dict(zip(names, (query_heads, kv_heads, kv_heads, query_heads), strict=True))
     shapes = {name: (4 * count, 16) if name != "o_proj" else (16, 4 * count) for name, count in rows.items()}
@@ -219,8 +219,8 @@ def minimax(query_heads: int, kv_heads: int, pad: int = 1) -> Resolver:
 
 
 @pytest.mark.parametrize(("heads", "tp"), [((6, 2), 4), ((64, 8), 24), ((64, 8), 6), ((12, 4), 8)])
-def test_slopes_of_minimax_are_laid_out_as_its_heads(heads, tp):
-    """Of each rank, by the rules of the family: the heads of its queries, and those of its slopes."""
+def test_slopes_of_minimax_have_the_order_of_its_heads(heads, tp):
+    """Each rank has the slopes of its query heads."""
     resolver = minimax(*heads)
     placement = resolver.plan(tp).placement("model.layers.0.self_attn.out_proj.weight")
     assert placement.is_padded
@@ -230,8 +230,8 @@ def test_slopes_of_minimax_are_laid_out_as_its_heads(heads, tp):
         assert held(slopes, rank) == heads_of
 
 
-def test_configs_cannot_say_what_slopes_depend_on():
-    """As ALiBi: with more heads in the config, every head would get another slope."""
+def test_slopes_that_depend_on_the_number_of_heads_are_not_padded_in_configs():
+    """As with ALiBi: more heads in the config would change the slope of every head."""
     names = [f"model.layers.0.self_attn.{name}.weight" for name in ("qkv_proj", "out_proj")]
     with pytest.raises(PlanError, match="self_attn have a value for each head that depends on their number"):
         change_config(minimax(6, 2, pad=4), names, may_add=True)
@@ -246,8 +246,8 @@ def test_configs_cannot_say_what_slopes_depend_on():
         ({"q": "query", "k": "kv", "up": "width"}, "which query head has which KV head is unknown"),
     ],
 )
-def test_units_of_which_it_is_not_known_are_not_padded(rules, message):
-    """Each would have the right shapes, and query heads with the keys of others."""
+def test_units_with_unknown_kv_heads_are_not_padded(rules, message):
+    """Shapes would be correct, but query heads would use the keys of other heads."""
     assert all(message in padding.refusal for padding in paddings(**rules).values())
 
 
@@ -258,13 +258,13 @@ def test_units_of_which_it_is_not_known_are_not_padded(rules, message):
 @given(
     heads=heads, intermediate=st.integers(1, 40), layers=st.integers(1, 2), tp=tps, other=tps, parts=st.integers(1, 2)
 )
-def test_merge_and_reshard_give_the_bytes_of_the_source(heads, intermediate, layers, tp, other, parts):
+def test_merge_and_reshard_restore_the_bytes_of_the_source(heads, intermediate, layers, tp, other, parts):
     kv_heads, group = heads
     config = llama_config(
         layers=layers, hidden=16, heads=kv_heads * group, kv_heads=kv_heads, intermediate=intermediate, vocab=7
     )
     config["head_dim"] = 4
-    assume(intermediate != kv_heads or group == 1)  # which might be one number for each KV head
+    assume(intermediate != kv_heads or group == 1)  # which could be one value per KV head
     with TemporaryDirectory() as name:
         folder = Path(name)
         source = write_checkpoint(folder / "source", config=config, parts=parts)
@@ -279,13 +279,13 @@ def test_merge_and_reshard_give_the_bytes_of_the_source(heads, intermediate, lay
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, as whole numbers: random bytes are no numbers that equal themselves."""
+    """The tensors of a file as integers, as random bytes may be NaN, which is not equal to itself."""
     with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name).view(torch.int16) for name in file.keys()}
 
 
-def test_files_by_hand(tmp_path):
-    """8 query heads of 2 KV heads on 6 ranks: of each 4, which 6 places are for, 3 ranks have 2, 2 and none."""
+def test_rank_files_equal_hand_written_shards(tmp_path):
+    """8 query heads with 2 KV heads on 6 ranks: of the 4 heads of a group, padded to 6, 3 ranks have 2, 2 and 0."""
     source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
     report = shardconv.split(source, tmp_path / "split", tp=6, pad=True)
     assert [astuple(unit) for unit in report.padding.units if unit.name == "query_head"] == [("query_head", 8, 12)]
@@ -303,7 +303,7 @@ def test_files_by_hand(tmp_path):
 
 
 def test_padding_that_is_not_zero_is_found(tmp_path):
-    """Without checksums, too: in o_proj of the rank that has padding alone, which would change outputs."""
+    """Also without checksums: in o_proj of the rank that has only padding, where it would change outputs."""
     source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
     shardconv.split(source, tmp_path / "split", tp=6, pad=True, checksums=False)
     name, path = "model.layers.0.self_attn.o_proj.weight", tmp_path / "split" / "rank-2-of-6.safetensors"
@@ -321,9 +321,9 @@ def test_padding_that_is_not_zero_is_found(tmp_path):
 
 # --- models ---------------------------------------------------------------------------------------------------------
 
-#: Query and KV heads of which 4 ranks pad each group: whole groups would take more memory.
+#: Query and KV heads for which 4 ranks pad each group, as full groups would take more memory.
 FEW = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
-#: Layers of linear attention, whose decay has other values for each head, and of attention by heads.
+#: Layers of linear attention, whose decay differs between heads, and of attention.
 MINIMAX = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -352,14 +352,14 @@ RUN = {
     **dict.fromkeys(("cohere", "olmo2", "phi3", "falcon-7b", "falcon-40b", "gpt_oss"), (3, 6)),
     **dict.fromkeys(("llama-6-2", "minimax-6-2"), (4,)),
     "minimax": (3, 6),
-    **dict.fromkeys(("deberta-4", "mpnet-4", "t5-4"), (12,)),  # heads with padding behind each, beside numbers of heads
+    **dict.fromkeys(("deberta-4", "mpnet-4", "t5-4"), (12,)),  # each head is padded, next to values per head
     "llama": (3, 5, 6, 12),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Run a check on up to six processes."""
+    """Runs a check on up to six processes."""
     with ranks_in(tmp_path_factory.mktemp("ranks"), 6) as run:
         yield run
 
@@ -371,7 +371,7 @@ def twelve_ranks(tmp_path_factory):
 
 
 def written(folder: Path, name: str) -> tuple[type, Path]:
-    """A model's class, and the model as a checkpoint."""
+    """The class of a model, and its checkpoint."""
     transformers.logging.disable_progress_bar()
     model = (MODELS | OTHERS)[name].build(SCALE)
     model.save_pretrained(folder)
@@ -379,8 +379,8 @@ def written(folder: Path, name: str) -> tuple[type, Path]:
 
 
 @pytest.mark.parametrize(("name", "tp"), [(name, tp) for name, tps in RUN.items() for tp in tps])
-def test_models_compute_what_they_did(name, tp, tmp_path, request):
-    """Outputs, greedy tokens with a cache, and gradients; loaded from files, and converted in memory."""
+def test_padded_models_compute_the_same(name, tp, tmp_path, request):
+    """Compares outputs, cached greedy tokens and gradients, of loaded models and of models converted in memory."""
     run = request.getfixturevalue("twelve_ranks" if tp == 12 else "ranks")
     kind, source = written(tmp_path / "source", name)
     write_reference(kind, source, tmp_path / "reference.pt")
@@ -400,7 +400,7 @@ def test_models_compute_what_they_did(name, tp, tmp_path, request):
 
 
 def check_training(axis, name):
-    """A few steps: parameters are those of the unsharded model, and padding is still zero; how much this rank has."""
+    """Train a few steps: parameters equal those of the unsharded model, and padding stays zero. Returns its size."""
     model, expected = MODELS[name].build(SCALE).eval(), MODELS[name].build(SCALE).eval()
     shardconv.convert_model(model, pad=True, group=axis.group)
     ids = torch.arange(24).view(2, 12)
@@ -431,7 +431,7 @@ def test_padding_stays_zero_in_training(ranks, name, tp):
 
 
 def check_distributed_checkpoint(axis, folder):
-    """What is saved of a padded model is the unsharded one, without padding; and loads into a padded one."""
+    """Save a padded model without padding, and load the result into a padded model."""
     model, expected = MODELS["llama-biases"].build(SCALE), MODELS["llama-biases"].build(SCALE).state_dict()
     shardconv.convert_model(model, pad=True, group=axis.group)
     dcp.save(as_dtensor(model), checkpoint_id=folder)
@@ -450,7 +450,7 @@ def test_distributed_checkpoints_have_no_padding(ranks, tmp_path):
 
 
 def check_full_input(axis):
-    """A row layer takes a full input, too, of which each rank keeps its features."""
+    """A row parallel layer accepts a full input, of which each rank uses its features."""
     plain = nn.Linear(8, 3)
     layer = copy.deepcopy(plain)
     placement = shard_dim(1, [Unit(8, pad=True)], axis.size)
@@ -465,14 +465,14 @@ def check_full_input(axis):
     assert torch.allclose(full.grad, again.grad, atol=1e-5)
 
 
-def test_row_layers_take_full_inputs(ranks):
+def test_row_parallel_layers_accept_full_inputs(ranks):
     ranks("three", check_full_input)
 
 
 # --- what is said, and what is refused ------------------------------------------------------------------------------
 
 
-def test_reshard_pads_only_when_asked(tmp_path):
+def test_reshard_pads_only_on_request(tmp_path):
     source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
     shardconv.split(source, tmp_path / "three", tp=3, pad=True)
     report = shardconv.reshard(tmp_path / "three", tmp_path / "two", tp=2)
@@ -483,8 +483,8 @@ def test_reshard_pads_only_when_asked(tmp_path):
         shardconv.reshard(tmp_path / "three", tmp_path / "six", tp=6)
 
 
-def test_the_cost_is_that_of_the_files(tmp_path):
-    """The bytes of tensors in rank files, against those without padding."""
+def test_reported_cost_is_that_of_the_files(tmp_path):
+    """Compares the bytes of tensors in rank files with and without padding."""
     source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
     report = shardconv.split(source, tmp_path / "three", tp=3, pad=True)
     held_bytes = zero_bytes = 0
@@ -508,7 +508,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_padded(case, tmp_path):
+def test_padding_is_refused(case, tmp_path):
     options, config, message = REFUSED[case]
     config = {**llama_config(layers=1), **(config or {})}
     source = write_checkpoint(tmp_path / "source", config=config)
@@ -516,7 +516,7 @@ def test_what_is_not_padded(case, tmp_path):
         shardconv.split(source, tmp_path / "split", tp=3, pad=True, **options)
 
 
-#: A model type, and what is said at tp 3.
+#: Model type to the message at tp 3.
 UNITS = {
     "a convolution over the channels": ("mamba2", "computes along the dim that would be padded"),
     "heads that differ from layer to layer": ("gemma4_text", "differs between tensors"),
@@ -535,8 +535,8 @@ def test_models_that_are_not_padded(case, tmp_path):
     assert not (tmp_path / "split").exists()
 
 
-def test_one_number_for_each_head_is_padded_as_heads_are(tmp_path):
-    """MPNet's bias has a column for each head, in another module than the heads; widths are padded further."""
+def test_one_value_per_head_is_padded_like_the_heads(tmp_path):
+    """MPNet's bias has a column per head, in another module than the heads; widths are padded further."""
     model = small(model_class("masked language models", "mpnet"))
     model.save_pretrained(tmp_path / "source")
     report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=3, pad=True)
@@ -557,7 +557,7 @@ def test_block_scales_are_not_padded(checkpoint, tmp_path):
         shardconv.split(checkpoint("deepseek_v3-hub"), tmp_path / "split", tp=3, pad=True)
 
 
-def test_a_manifest_that_does_not_speak_of_padding_has_none(tmp_path):
+def test_manifest_without_the_key_pad_has_no_padding(tmp_path):
     source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
     shardconv.split(source, tmp_path / "two", tp=2)
     assert '"pad":1' not in (tmp_path / "two" / "shardconv.json").read_text()
@@ -566,7 +566,7 @@ def test_a_manifest_that_does_not_speak_of_padding_has_none(tmp_path):
     assert (manifest["request"]["pad"], manifest["plan"]["rules"]["pad"]) == (1, 1)
 
 
-def test_commands_say_what_padding_costs(tmp_path):
+def test_commands_report_the_cost_of_padding(tmp_path):
     source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
     costs = {one.tp: f"{one.memory:.1%}" for one in shardconv.report_plan(source).padded_tp}
     listed = call("plan", source).out

@@ -1,4 +1,4 @@
-"""Placements against plain numpy slicing, and cuts against the definition of each rule."""
+"""Placements compared with numpy slices and with the definition of each rule."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ tps = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
 
 
 def held(placement: Placement, rank: int) -> list[int | None]:
-    """The elements of a rank's shard, one by one; None for padding."""
+    """The elements of a rank's shard; None for padding."""
     elements: list[int | None] = []
     for entry in placement.ranks[rank]:
         elements += [None] * entry.size if isinstance(entry, Padding) else range(entry.start, entry.stop)
@@ -19,15 +19,15 @@ def held(placement: Placement, rank: int) -> list[int | None]:
 
 
 @given(per_rank=st.integers(1, 5), size=st.integers(1, 4), tp=tps)
-def test_plain_cut_is_numpys(per_rank, size, tp):
+def test_even_shards_equal_numpy_split(per_rank, size, tp):
     placement = shard_dim(0, [Unit(per_rank * tp, size)], tp)
     chunks = np.split(np.arange(per_rank * tp * size), tp)
     assert [held(placement, rank) for rank in range(tp)] == [list(chunk) for chunk in chunks]
 
 
 @given(heads=st.sampled_from([1, 2, 4, 8]), size=st.integers(1, 4), tp=st.sampled_from([8, 16, 32]))
-def test_few_kv_heads_are_repeated_in_place(heads, size, tp):
-    """Rank r holds head r // (tp / heads): numpy's repeat, not its tile."""
+def test_fewer_kv_heads_than_ranks_are_replicated(heads, size, tp):
+    """Rank r holds head r // (tp / heads), as in numpy.repeat, not numpy.tile."""
     placement = shard_dim(0, [Unit(heads, size, copies=True)], tp)
     repeated = np.repeat(np.arange(heads * size).reshape(heads, size), tp // heads, axis=0)
     assert [held(placement, rank) for rank in range(tp)] == [list(row) for row in repeated]
@@ -45,7 +45,7 @@ def test_chunks_of_a_fused_dim(sizes, tp):
 
 
 @given(rows=st.integers(1, 70), tp=tps)
-def test_padded_rows_are_a_padded_array(rows, tp):
+def test_padded_rows_equal_numpy_pad(rows, tp):
     placement = shard_dim(0, [Unit(rows, pad=True)], tp)
     per_rank = -(-rows // tp)
     padded = [*range(rows), *[None] * (per_rank * tp - rows)]
@@ -57,7 +57,7 @@ def test_padded_rows_are_a_padded_array(rows, tp):
 
 
 @given(sizes=st.lists(st.integers(1, 3), min_size=2, max_size=4), tp=tps)
-def test_fused_parts_are_cut_one_by_one(sizes, tp):
+def test_segments_are_sharded_one_by_one(sizes, tp):
     placement = shard_dim(0, [Unit(size * tp, 2) for size in sizes], tp)
     parts = np.split(np.arange(sum(sizes) * tp * 2), np.cumsum([size * tp * 2 for size in sizes])[:-1])
     for rank in range(tp):
@@ -66,7 +66,7 @@ def test_fused_parts_are_cut_one_by_one(sizes, tp):
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
 def test_groups_with_more_ranks_than_groups(tp):
-    """Four groups of [4 query heads, k, v]: ranks that share a group share its queries and copy its k and v."""
+    """Four groups of [4 query heads, k, v]: ranks of a group divide its queries and replicate its k and v."""
     groups, queries, size = 4, 4, 3
     placement = shard_dim(
         0, [Unit(queries, size), Unit(1, size, copies=True), Unit(1, size, copies=True)], tp, groups=groups
@@ -87,7 +87,7 @@ def test_groups_with_more_ranks_than_groups(tp):
 @pytest.mark.parametrize(
     ("unit", "tp"), [(Unit(6), 4), (Unit(6, copies=True), 4), (Unit(3, copies=True), 8), (Unit(71, 64), 2)]
 )
-def test_what_does_not_divide_is_refused(unit, tp):
+def test_units_that_do_not_divide_are_refused(unit, tp):
     with pytest.raises(IndivisibleError, match=f"{unit.count} is not a multiple of {tp}"):
         shard_dim(0, [unit], tp)
 
@@ -103,7 +103,7 @@ def test_what_does_not_divide_is_refused(unit, tp):
         ((Interval(0, 4), Padding(0)),),  # empty
     ],
 )
-def test_pieces_that_are_no_placement(ranks):
+def test_invalid_intervals_are_refused(ranks):
     with pytest.raises(ValueError, match=r"overlaps|no rank holds|empty"):
         Placement(0, 4, ranks)
 
@@ -123,6 +123,6 @@ def test_json_round_trip(tp, parts):
 
 
 @pytest.mark.parametrize("data", [{}, {"dim": 0, "size": 4, "ranks": [[[0]]]}, {"dim": 0, "size": 4, "ranks": [["x"]]}])
-def test_json_that_is_no_placement(data):
+def test_json_that_is_not_a_placement_is_refused(data):
     with pytest.raises(ValueError, match=r"placement|unpack|element"):
         Placement.from_json(data)

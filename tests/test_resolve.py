@@ -1,4 +1,4 @@
-"""Where rules and tensors meet: scales and their weights, patterns with numbers, values that are none."""
+"""Rules applied to tensors: scales and their weights, patterns with numbers, invalid values."""
 
 import json
 
@@ -16,7 +16,7 @@ from shardconv.plan.submodels import rules_for
 
 
 def fp8(path, plan: str, tmp_path, *, rows: int = 256, columns: int = 1024) -> dict[str, object]:
-    """A bare fp8 weight with its block scales, and a plan file for it."""
+    """Write an FP8 weight with its block scales, without a config, and a plan file for it."""
     specs = {
         "down.weight": ("F8_E4M3", (rows, columns)),
         "down.weight_scale_inv": ("F32", (-(-rows // 128), -(-columns // 128))),
@@ -32,7 +32,7 @@ def fp8(path, plan: str, tmp_path, *, rows: int = 256, columns: int = 1024) -> d
 
 
 @pytest.mark.parametrize("pattern", ["down", "down.*"])
-def test_a_scale_is_cut_as_its_weight_is(pattern, tmp_path):
+def test_scale_is_sharded_like_its_weight(pattern, tmp_path):
     source = tmp_path / "m.safetensors"
     options = fp8(source, f'[rules]\n"{pattern}" = {{ style = "rowwise" }}', tmp_path)
     plan = shardconv.make_plan(source, tp=2, **options)
@@ -48,7 +48,7 @@ def test_a_scale_is_cut_as_its_weight_is(pattern, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["down.weight", "down.weight_scale_inv"])
-def test_a_scale_and_its_weight_have_one_rule(name, tmp_path):
+def test_different_rules_for_a_scale_and_its_weight_are_refused(name, tmp_path):
     source = tmp_path / "m.safetensors"
     options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
     with pytest.raises(shardconv.PlanError, match="write a rule for their module, 'down'"):
@@ -60,15 +60,15 @@ def test_a_scale_and_its_weight_have_one_rule(name, tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "layers"), [("1*", [1]), ("*0", [0]), ("{0,1}", [0, 1]), ("1", [1]), ("*", [0, 1])]
 )
-def test_patterns_with_numbers_match_these_layers_only(pattern, layers, checkpoint):
+def test_patterns_with_numbers_match_only_those_layers(pattern, layers, checkpoint):
     name = "model.layers.{}.mlp.down_proj"
     plan = shardconv.make_plan(checkpoint("llama"), tp=2, replicate=(name.format(pattern),))
     whole = [layer for layer in (0, 1) if plan.placement(f"{name.format(layer)}.weight").dim is None]
     assert whole == layers
 
 
-def test_a_rule_whose_condition_fails_is_not_forgotten(checkpoint, tmp_path):
-    """The family has a rule of the same pattern, which matches; the user's own does not count."""
+def test_rule_whose_condition_is_false_matches_no_tensor(checkpoint, tmp_path):
+    """The family has a rule with the same pattern, which matches; the rule of the plan file is an error."""
     plan = tmp_path / "plan.toml"
     plan.write_text('[rules]\n"model.layers.*.mlp.down_proj" = { style = "replicate", when = { foo = true } }')
     with pytest.raises(shardconv.PlanError, match="down_proj' matches no tensor"):
@@ -76,13 +76,13 @@ def test_a_rule_whose_condition_fails_is_not_forgotten(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("tp", [0, -1, 2.0, True, 10**9])
-def test_a_tp_that_is_none(tp, checkpoint):
+def test_invalid_tp_is_refused(tp, checkpoint):
     with pytest.raises(shardconv.PlanError, match="an integer from 1"):
         shardconv.make_plan(checkpoint("llama"), tp=tp)
 
 
 @pytest.mark.parametrize("block", [[0, 0], 128, ["a", "b"], [128], [128, 128, 128]])
-def test_block_sizes_that_are_none(block, tmp_path):
+def test_invalid_block_sizes_are_refused(block, tmp_path):
     source = tmp_path / "m.safetensors"
     options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
@@ -91,7 +91,7 @@ def test_block_sizes_that_are_none(block, tmp_path):
         shardconv.make_plan(source, tp=2, **options)
 
 
-def test_experts_in_one_tensor_are_not_planned_by_name(tmp_path):
+def test_packed_experts_are_not_planned_by_name(tmp_path):
     """The name does not determine which of three dims is the output."""
     source = tmp_path / "m.safetensors"
     header = {"experts.down_proj": {"dtype": "U8", "shape": [4, 8, 6], "data_offsets": [0, 192]}}
@@ -101,8 +101,8 @@ def test_experts_in_one_tensor_are_not_planned_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("config", [{"model_type": "my_vlm", "hidden_size": 64, "num_attention_heads": 8}, None])
-def test_two_towers_of_which_the_config_describes_one(tmp_path, config):
-    """By name alone the heads of one would be taken for those of the other, and cut in the middle."""
+def test_config_that_describes_one_of_two_towers(tmp_path, config):
+    """Its head counts are not used for the other tower, where boundaries would be inside of heads."""
     names = [f"{tower}.layers.0.self_attn.{name}_proj.weight" for tower in ("text", "vision") for name in "qkvo"]
     write_weights(tmp_path / "model.safetensors", dict.fromkeys(names, ("BF16", (64, 64))))
     if config is not None:
@@ -116,7 +116,7 @@ def test_two_towers_of_which_the_config_describes_one(tmp_path, config):
 
 
 @pytest.mark.parametrize("pattern", ["{model.normX", "model.norm}", "model.{norm,{a}}"])
-def test_patterns_with_a_brace_too_many(checkpoint, tmp_path, pattern):
+def test_patterns_with_unbalanced_braces_are_refused(checkpoint, tmp_path, pattern):
     plan = tmp_path / "plan.toml"
     plan.write_text(f'[rules]\n"{pattern}" = {{ style = "replicate" }}')
     with pytest.raises(shardconv.PlanError, match=r"braces are unbalanced"):
@@ -125,7 +125,7 @@ def test_patterns_with_a_brace_too_many(checkpoint, tmp_path, pattern):
         shardconv.make_plan(checkpoint("llama"), tp=2, replicate=[pattern])
 
 
-def test_a_very_long_expression(checkpoint, tmp_path):
+def test_very_long_expression_is_refused(checkpoint, tmp_path):
     plan = tmp_path / "plan.toml"
     count = "+".join("1" * 5000)
     plan.write_text(f'[units]\nu = {{ count = "{count}" }}')
@@ -133,13 +133,13 @@ def test_a_very_long_expression(checkpoint, tmp_path):
         shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
 
 
-def test_a_checkpoint_of_nothing(tmp_path):
+def test_checkpoint_without_tensors(tmp_path):
     report = shardconv.report_plan(write_weights(tmp_path / "m.safetensors", {}), tp=2)
     assert (report.rank_bytes, report.tensors) == ((0, 0), ())
 
 
-def test_defaults_that_double_are_evaluated_once(checkpoint, tmp_path):
-    """Else each level would take twice as long as the one below it."""
+def test_defaults_are_evaluated_once(checkpoint, tmp_path):
+    """Otherwise the time would double with each level."""
     plan = tmp_path / "plan.toml"
     levels = "".join(f'a{n} = "a{n + 1} + a{n + 1}"\n' for n in range(200))
     rules = '[units]\nu = { count = "a0" }\n[rules]\n"lm_head" = { style = "colwise", unit = "u" }'
@@ -148,8 +148,8 @@ def test_defaults_that_double_are_evaluated_once(checkpoint, tmp_path):
         shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
 
 
-def test_channels_of_a_convolution_and_heads_told_by_the_layer_beside(tmp_path):
-    """Channels in parts are cut along dim 0; two layers whose heads differ in size are each cut between their own."""
+def test_segments_of_a_convolution_and_head_counts_by_the_rows_of_another_layer(tmp_path):
+    """Segments of channels are sharded along dim 0; layers with heads of two sizes are split between their heads."""
     weights = {"conv": ("F32", (12, 1, 3))}
     for layer, size in enumerate((4, 8)):
         weights[f"layers.{layer}.q_proj.weight"] = ("F32", (4 * size, 6))
@@ -177,16 +177,16 @@ def test_channels_of_a_convolution_and_heads_told_by_the_layer_beside(tmp_path):
         assert [entries[0].start for entries in keys.ranks] == [0, 0, size, size]
 
 
-def test_configs_in_configs_end():
-    """Each level of this one would double the work."""
+def test_depth_of_nested_configs_is_limited():
+    """Otherwise the work would double with each level."""
     config = {"model_type": "llava"}
-    for level in range(40):  # of two types: one in its own would be its text
+    for level in range(40):  # alternating types, as a nested config of the same type is the text model
         config = {"model_type": "llava" if level % 2 else "llava_next", "text_config": config}
     with pytest.raises(PlanError, match="submodels are nested too deep"):
         resolve({"lm_head.weight": TensorSpec("F32", (8, 8))}, config, PlanRequest())
 
 
-def test_a_part_may_name_its_family():
+def test_submodel_may_name_its_family():
     text = {"model_type": "another", "num_attention_heads": 4, "v_head_dim": 8}
     tensors = {
         "language_model.model.blocks.0.self_attn.o_proj.weight": TensorSpec("F32", (64, 32)),
@@ -197,12 +197,12 @@ def test_a_part_may_name_its_family():
 
 
 @pytest.mark.parametrize("part", ["3", "{ config = 'text_config' }", "{ config = 'text_config', kind = 'llama' }"])
-def test_parts_that_are_none(part):
+def test_invalid_submodels_are_refused(part):
     with pytest.raises(PlanError, match=r"part 'text': .* expected a config field, or config and family"):
         parse_plan_file("plan.toml", f"[parts]\ntext = {part}\n")
 
 
-def test_norms_with_a_row_for_each_head_are_cut_by_rows():
+def test_norms_with_a_row_for_each_head_are_sharded_by_rows():
     config = {"model_type": "chameleon", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
     names = ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
     tensors = {
@@ -213,8 +213,8 @@ def test_norms_with_a_row_for_each_head_are_cut_by_rows():
     assert held == [(0, 1)] * 4
 
 
-def test_parts_that_repeat_are_cut_each(tmp_path):
-    """Experts below each other in one matrix, whose sizes a config in the config has."""
+def test_repeated_segments_are_sharded_one_by_one(tmp_path):
+    """Experts are concatenated in one matrix; a nested config has their sizes."""
     write_weights(tmp_path / "model.safetensors", {"w1": ("F32", (3 * 8, 4))})
     write_config(tmp_path, {"model_type": "mine", "ffn": {"moe": {"experts": 3}, "width": 8}})
     plan = tmp_path / "plan.toml"
@@ -229,7 +229,7 @@ def test_parts_that_repeat_are_cut_each(tmp_path):
         shardconv.make_plan(tmp_path, tp=2, plan=plan)
 
 
-def test_fields_in_configs_have_defaults_and_conditions(tmp_path):
+def test_fields_of_nested_configs_have_defaults_and_conditions(tmp_path):
     write_weights(tmp_path / "model.safetensors", {"w1": ("F32", (8, 4))})
     write_config(tmp_path, {"model_type": "mine", "ffn": {"kind": "glu"}})
     plan = tmp_path / "plan.toml"
@@ -240,14 +240,14 @@ def test_fields_in_configs_have_defaults_and_conditions(tmp_path):
 
 
 @pytest.mark.parametrize("expression", ["a.b()", "a[0].b", "(a + b).c", "1 .real", "a..b"])
-def test_expressions_of_more_than_fields(checkpoint, tmp_path, expression):
+def test_invalid_expressions_are_refused(checkpoint, tmp_path, expression):
     plan = tmp_path / "plan.toml"
     plan.write_text(f'[units]\nu = {{ count = "{expression}" }}')
     with pytest.raises(shardconv.PlanError, match="is not an expression"):
         shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
 
 
-def test_a_rule_with_dims_leaves_whole_what_has_fewer():
+def test_rule_with_dims_replicates_tensors_with_fewer_dims():
     shapes = {"kernel": (6, 3, 3, 3), "matrix": (5, 4), "token": (1, 4, 6), "scale": (6,), "count": ()}
     specs = {name: TensorSpec("F32", shape) for name, shape in shapes.items()}
     rule = '[rules]\n"**.*" = { style = "gathered", pad = true, dims = 2 }'
@@ -256,7 +256,7 @@ def test_a_rule_with_dims_leaves_whole_what_has_fewer():
     assert cut == {"kernel": 0, "matrix": 0, "token": None, "scale": None, "count": None}
 
 
-#: Configs as hubs have them, which are not what save_pretrained of today writes, and some names beside them.
+#: Configs of checkpoints on the Hub, which differ from those that save_pretrained writes, and some tensor names.
 _TEXT = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 _HUB = {
     "qwen2_vl": ({**_TEXT, "vision_config": {"num_heads": 4, "embed_dim": 64}}, ("model.", "visual.")),
@@ -279,7 +279,7 @@ _HUB = {
 
 
 @pytest.mark.parametrize("model_type", _HUB)
-def test_configs_as_hubs_have_them(model_type):
+def test_configs_of_checkpoints_on_the_hub(model_type):
     config, (text, vision) = _HUB[model_type]
     shapes = {
         f"{text}layers.0.mlp.up_proj.weight": (96, 64),
@@ -311,15 +311,15 @@ def stages(heads, tp, *, config=None, plan=STAGES, pad=0):
     return [(found.tensors[name].style, found.placement(name)) for name in names]
 
 
-def test_a_stage_whose_heads_do_not_divide_is_not_sharded_by_heads():
-    """One head, 2, 8: on 4 ranks only the last are sharded by heads, and the others evenly."""
+def test_stage_whose_heads_do_not_divide_is_sharded_evenly():
+    """Stages with 1, 2 and 8 heads on 4 ranks: only the last is sharded by heads, the others evenly."""
     found = stages([1, 2, 8], 4)
     assert [style for style, _ in found] == ["colwise_gather_output"] * 4 + ["colwise", "rowwise"]
     assert [placement.dim for _, placement in found] == [0, 0, 0, 0, 0, 1]
     assert [style for style, _ in stages((1, 2, 8), 2)][2:] == ["colwise", "rowwise"] * 2
 
 
-def test_units_that_may_stay_whole_are_not_padded():
+def test_units_with_whole_are_not_padded():
     found = stages([2, 8], 3, config={"model_type": "new", "num_heads": [2, 8]})
     assert [style for style, _ in found] == ["colwise_gather_output"] * 4
     assert all(placement.is_padded for _, placement in found)  # 16 rows over 3 ranks
@@ -334,12 +334,12 @@ def test_units_that_may_stay_whole_are_not_padded():
         ({"num_heads": ["4", 4]}, "expected a list with an integer at index 0"),
     ],
 )
-def test_a_list_without_a_number_for_a_stage_is_refused(config, message):
+def test_list_without_an_integer_for_a_stage_is_refused(config, message):
     with pytest.raises(PlanError, match=message):
         stages([4, 4], 2, config={"model_type": "new", **config})
 
 
-def test_a_name_without_a_stage_is_refused():
+def test_name_without_a_stage_is_refused():
     plan = STAGES.replace('"encoder.stages.*.layers.*.q"', '"q"')
     request = PlanRequest(plan_file=("mine.toml", plan.rpartition('"encoder')[0]))
     specs = {"q.weight": TensorSpec("F32", (16, 24))}
@@ -361,6 +361,6 @@ def test_a_name_without_a_stage_is_refused():
         ("num_heads[stage]", "num_heads[layer]", "is not an expression of config fields"),
     ],
 )
-def test_units_that_may_stay_whole_need_another_style(old, new, message):
+def test_units_with_whole_need_another_style(old, new, message):
     with pytest.raises(PlanError, match=message):
         stages([4, 4], 2, plan=STAGES.replace(old, new))

@@ -1,4 +1,4 @@
-"""Split, merge and reshard from Python: every dtype and shape that the format has, and what rank files look like."""
+"""split, merge and reshard from Python: every dtype and shape of the format, and the rank files."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from shardconv.checkpoint import copy, split
 from shardconv.checkpoint.header import DTYPE_BITS, num_bytes, read_header
 from tests.build import contents, llama_config, safetensors_bytes, write_checkpoint
 
-#: Rules for tensors that are only dtypes and shapes.
+#: Rules for tensors that do not belong to a model.
 PLAN = """
 [rules]
 "rows.*" = { style = "colwise" }
@@ -28,7 +28,7 @@ PLAN = """
 
 
 def write_all_dtypes(path: Path) -> bytes:
-    """A file with every dtype, each cut in every way, and with scalars, empty tensors and integer buffers."""
+    """Write a file with every dtype, each sharded in every way, and with scalars, empty tensors and integer buffers."""
     rng = np.random.default_rng(0)
     specs = {}
     for dtype in DTYPE_BITS:
@@ -54,7 +54,7 @@ def write_all_dtypes(path: Path) -> bytes:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_every_dtype_comes_back(tmp_path, tp):
+def test_merge_restores_every_dtype(tmp_path, tp):
     source = tmp_path / "all.safetensors"
     data = write_all_dtypes(source)
     plan = tmp_path / "plan.toml"
@@ -72,13 +72,13 @@ def test_every_dtype_comes_back(tmp_path, tp):
 
 
 def quantized(folder):
-    """A config that accounts for dtypes of quantized values."""
+    """Write a config that allows dtypes of quantized values."""
     path = folder / "config.json"
     path.write_text('{"quantization_config": {"quant_method": "fp8"}}')
     return path
 
 
-def test_a_cut_inside_a_byte_is_refused(tmp_path):
+def test_boundary_inside_a_byte_is_refused(tmp_path):
     source = tmp_path / "packed.safetensors"
     source.write_bytes(
         safetensors_bytes({"columns.a": {"dtype": "F4", "shape": [3, 6], "data_offsets": [0, 9]}}, bytes(9))
@@ -91,8 +91,8 @@ def test_a_cut_inside_a_byte_is_refused(tmp_path):
         shardconv.split(source, tmp_path / "out", tp=2, plan=plan, config=quantized(tmp_path))
 
 
-def test_the_reference_library_reads_rank_files(tmp_path):
-    """What numpy makes of the source is what safetensors reads from the ranks: row and column cuts, copies, padding."""
+def test_safetensors_reads_rank_files(tmp_path):
+    """Shards read by safetensors equal numpy slices of the source: row and column shards, replicas, padding."""
     source = write_checkpoint(tmp_path / "model", dtype="F32")
     shardconv.split(source, tmp_path / "out", tp=4)
     with safe_open(source / "model.safetensors", "numpy") as file:
@@ -120,8 +120,8 @@ def test_the_reference_library_reads_rank_files(tmp_path):
 
 
 @pytest.mark.parametrize(("old", "new"), [(6, 4), (4, 6), (2, 3), (3, 2), (1, 12), (12, 1), (6, 6)])
-def test_reshard_is_the_split_of_the_source(tmp_path, monkeypatch, old, new):
-    """Also where neither size divides the other, and with stripes and blocks that end in the middle of rows."""
+def test_reshard_equals_a_split_of_the_source(tmp_path, monkeypatch, old, new):
+    """Includes sizes of which neither divides the other, and stripes and blocks that end in the middle of a row."""
     monkeypatch.setattr(split, "STRIPE_BYTES", 5000)
     monkeypatch.setattr(copy, "_BLOCK_BYTES", 700)
     config = llama_config(hidden=96, heads=12, kv_heads=12, intermediate=120)
@@ -143,7 +143,7 @@ def test_reshard_is_the_split_of_the_source(tmp_path, monkeypatch, old, new):
     tps=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
     dtype=st.sampled_from(["BF16", "F32"]),
 )
-def test_any_llama_comes_back(tmp_path_factory, heads, kv_heads, vocab, parts, tps, dtype):
+def test_merge_restores_llama_models_of_any_size(tmp_path_factory, heads, kv_heads, vocab, parts, tps, dtype):
     folder = tmp_path_factory.mktemp("case")
     config = llama_config(hidden=heads * 4, heads=heads, kv_heads=kv_heads, intermediate=24, vocab=vocab)
     source = write_checkpoint(folder / "model", parts=parts, config=config, dtype=dtype)
@@ -153,7 +153,7 @@ def test_any_llama_comes_back(tmp_path_factory, heads, kv_heads, vocab, parts, t
     assert contents(folder / "back") == contents(source)
 
 
-def test_parts_merge_into_one_file_that_holds_the_same_tensors(tmp_path):
+def test_merge_into_one_file_keeps_all_tensors(tmp_path):
     source = write_checkpoint(tmp_path / "model", parts=3, dtype="F32")
     shardconv.split(source, tmp_path / "out", tp=2)
     report = shardconv.merge(tmp_path / "out", tmp_path / "one.safetensors")
@@ -166,7 +166,7 @@ def test_parts_merge_into_one_file_that_holds_the_same_tensors(tmp_path):
         assert {name: file.get_tensor(name).tobytes() for name in file.keys()} == expected
 
 
-def test_a_split_for_one_rank_keeps_the_tensors_as_they_are(tmp_path):
+def test_split_for_one_rank_keeps_tensors_unchanged(tmp_path):
     source = write_checkpoint(tmp_path / "model")
     shardconv.split(source, tmp_path / "out", tp=1)
     ours, theirs = read_header(tmp_path / "out" / "rank-0-of-1.safetensors"), read_header(source / "model.safetensors")
@@ -176,7 +176,7 @@ def test_a_split_for_one_rank_keeps_the_tensors_as_they_are(tmp_path):
     ).read_bytes()[theirs.data_offset :]
 
 
-def test_rank_names_have_equal_length_and_are_no_parts(tmp_path):
+def test_names_of_rank_files_have_equal_length_and_are_not_names_of_source_files(tmp_path):
     config = llama_config(hidden=48, heads=12, kv_heads=12, intermediate=24, vocab=24)
     source = write_checkpoint(tmp_path / "model", config=config)
     shardconv.split(source, tmp_path / "out", tp=12)
@@ -184,7 +184,7 @@ def test_rank_names_have_equal_length_and_are_no_parts(tmp_path):
     assert names == [f"rank-{rank:02}-of-12.safetensors" for rank in range(12)]
 
 
-def test_the_true_vocabulary_is_in_the_manifest(tmp_path):
+def test_manifest_has_the_vocabulary_size_without_padding(tmp_path):
     source = write_checkpoint(tmp_path / "model")
     shardconv.split(source, tmp_path / "out", tp=4)
     plan = json.loads((tmp_path / "out" / "shardconv.json").read_text())["plan"]
@@ -193,7 +193,7 @@ def test_the_true_vocabulary_is_in_the_manifest(tmp_path):
     assert placement["ranks"][3] == [[99, 131], 1]
 
 
-def test_a_report_says_what_the_disk_says(tmp_path):
+def test_report_agrees_with_the_files(tmp_path):
     source = write_checkpoint(tmp_path / "model", parts=2)
     report = shardconv.split(source, tmp_path / "out", tp=4)
     files = sorted((tmp_path / "out").glob("rank-*"))
@@ -208,7 +208,7 @@ def test_a_report_says_what_the_disk_says(tmp_path):
         }
 
 
-def test_progress_ends_at_the_whole(tmp_path):
+def test_progress_ends_at_the_total(tmp_path):
     source = write_checkpoint(tmp_path / "model")
     calls = []
     report = shardconv.split(source, tmp_path / "out", tp=2, progress=lambda done, total: calls.append((done, total)))
@@ -220,7 +220,7 @@ def mode_of(path: Path) -> int:
 
 
 def mode_after_cp(path: Path, folder: Path) -> int:
-    """The permissions that ``cp`` gives to a copy under the umask of this process."""
+    """The permissions of a copy by ``cp`` under the umask of this process."""
     copy = folder / f"cp-of-{path.name}"
     subprocess.run(["cp", path, copy], check=True)
     mode = mode_of(copy)
@@ -238,8 +238,8 @@ def umask(request) -> Iterator[None]:
 @pytest.mark.usefixtures("umask")
 @pytest.mark.parametrize("weights", [0o600, 0o644, 0o444, 0o400, 0o664, 0o755], ids=oct)
 @pytest.mark.parametrize("index", [0o644, 0o600], ids=oct)
-def test_files_have_the_permissions_that_cp_would_give_them(tmp_path, weights, index):
-    """safetensors writes weights that only the owner may read, beside an index and a config that all may read."""
+def test_files_have_the_permissions_of_a_copy_by_cp(tmp_path, weights, index):
+    """safetensors writes weights that only the owner may read, and an index and a config that everyone may read."""
     source = write_checkpoint(tmp_path / "model", parts=2)
     (source / "run.sh").write_text("#!/bin/sh")
     for path in source.iterdir():
@@ -263,8 +263,8 @@ def test_files_have_the_permissions_that_cp_would_give_them(tmp_path, weights, i
         assert modes.keys() == {"config.json", "run.sh", "tokenizer.json"}
 
 
-def test_rank_files_have_the_permissions_that_all_files_of_the_source_have(tmp_path):
-    """A rank file has bytes of each, so only those may read it who may read all."""
+def test_permissions_of_rank_files_are_common_to_all_source_files(tmp_path):
+    """A rank file has bytes of every source file, so only users who may read all of them may read it."""
     source = write_checkpoint(tmp_path / "model", parts=3)
     for path, mode in zip(sorted(source.glob("*.safetensors")), [0o644, 0o640, 0o604], strict=True):
         path.chmod(mode)
@@ -273,8 +273,8 @@ def test_rank_files_have_the_permissions_that_all_files_of_the_source_have(tmp_p
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o500, 0o755], ids=oct)
-def test_a_private_folder_stays_private(tmp_path, mode):
-    """``cp -r`` keeps it so; its owner has to be able to write into the new one."""
+def test_private_folder_stays_private(tmp_path, mode):
+    """As with ``cp -r``; the owner of the new folder has to be able to write into it."""
     source = write_checkpoint(tmp_path / "model")
     source.chmod(mode)
     shardconv.split(source, tmp_path / "split", tp=2)
@@ -283,14 +283,14 @@ def test_a_private_folder_stays_private(tmp_path, mode):
     assert {mode_of(tmp_path / name) for name in ("split", "again", "back")} == {mode | 0o700}
 
 
-def test_manifest_is_not_readable_by_more_than_the_config_and_the_index_in_it(tmp_path):
+def test_manifest_is_readable_only_by_those_who_may_read_config_and_index(tmp_path):
     source = write_checkpoint(tmp_path / "model", parts=2)
     (source / "config.json").chmod(0o600)
     shardconv.split(source, tmp_path / "out", tp=2)
     assert mode_of(tmp_path / "out" / "shardconv.json") == 0o600
 
 
-def test_manifest_of_one_file_is_not_readable_by_more_than_that_file(tmp_path):
+def test_manifest_of_one_file_is_readable_only_by_those_who_may_read_the_file(tmp_path):
     source = write_checkpoint(tmp_path / "model")
     (source / "model.safetensors").chmod(0o600)
     shardconv.split(source, tmp_path / "out", tp=2)

@@ -1,7 +1,7 @@
 """A split checkpoint runs, reshards and reports by the plan in its manifest, whatever families are installed.
 
-The reference is the unsharded model, and for bytes the source. Logits to 1e-4 of the largest: sums over features are
-taken rank by rank.
+Outputs are compared with the unsharded model, bytes with the source. Logits may differ by 1e-4 of the largest, as sums
+over features are computed per rank.
 """
 
 import json
@@ -38,7 +38,7 @@ DATA = Path(__file__).parent / "data"
 
 @contextmanager
 def installed(folder):
-    """Other families than the installed ones: those in a folder."""
+    """Replace the installed families by those in a folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(family_file, "_FOLDER", folder)
         family_file.clear_cache()
@@ -47,7 +47,7 @@ def installed(folder):
 
 
 def changed_families(folder, model_type, text):
-    """The installed families, and one for a type that has these rules before those of its family."""
+    """Write the installed families, and add rules for a model type before those of its family."""
     shutil.copytree(family_file._FOLDER, folder)
     family = family_for(model_type)
     for path in folder.glob("*.toml"):  # the type is no other family's
@@ -80,7 +80,7 @@ CHANGED = {
 
 
 def check_equal(axis, kind, source, split, families):
-    """On a rank whose installed families are those in a folder: the outputs are the unsharded model's."""
+    """Check outputs on a rank whose installed families are those in a folder."""
     transformers.logging.set_verbosity_error()
     plain = getattr(transformers, kind).from_pretrained(source, dtype=torch.float32).eval()
     inputs = example_inputs(plain)
@@ -107,7 +107,7 @@ def check_warned(axis, split):
 
 
 def to_format_1(folder):
-    """A manifest as version 1 had it: placements and reasons, and no rules."""
+    """Convert a manifest to version 1, which has placements and reasons but no rules."""
 
     def change(data):
         plan = data["plan"]
@@ -129,8 +129,8 @@ def to_format_1(folder):
 
 
 @pytest.mark.parametrize("what", CHANGED)
-def test_a_family_that_changed_after_the_split(ranks, tmp_path, what):
-    """Of format 3 the outputs are the unsharded model's; of format 1, where a placement or style differs, refused.
+def test_family_that_changed_after_the_split(ranks, tmp_path, what):
+    """With format 3 outputs stay equal; with format 1 a changed placement or style is refused.
 
     Format 1 has no module overrides to compare: a warning says that the installed ones are used.
     """
@@ -150,7 +150,7 @@ def test_a_family_that_changed_after_the_split(ranks, tmp_path, what):
 
 
 def test_no_family_is_read_for_a_split_checkpoint(ranks, tmp_path):
-    """Every command works where no families are installed at all; KV heads are replicated, the vocabulary is padded."""
+    """Every command works without installed families; KV heads are replicated, the vocabulary is padded."""
     model = small(model_class("causal language models", "llama"))
     model.resize_token_embeddings(131)
     model.save_pretrained(tmp_path / "source")
@@ -171,12 +171,12 @@ def test_no_family_is_read_for_a_split_checkpoint(ranks, tmp_path):
 
 
 def check_planner_changed(axis, split):
-    """Stored rules that give other placements than the stored ones: a planner that changed."""
+    """Check that stored rules which give other placements than the stored ones are refused."""
     with pytest.raises(shardconv.SplitCheckpointError, match=r"planned differently: .*o_proj.* was split as rowwise"):
         shardconv.load(split, device="cpu", group=axis)
 
 
-def test_a_planner_that_changed_after_the_split(ranks, tmp_path):
+def test_planner_that_changed_after_the_split(ranks, tmp_path):
     model = small(model_class("causal language models", "llama"))
     model.save_pretrained(tmp_path / "source")
     shardconv.split(tmp_path / "source", tmp_path / "split", tp=2)
@@ -194,7 +194,7 @@ def test_a_planner_that_changed_after_the_split(ranks, tmp_path):
 
 @pytest.mark.parametrize("name", ["format-1", "format-2"])
 def test_older_formats_are_read(ranks, tmp_path, name):
-    """Written by the versions that had them: merged, verified, resharded, reported and run."""
+    """Checkpoints written by older versions are merged, verified, resharded, reported and run."""
     split, source = DATA / name, DATA / "source"
     assert shardconv.verify(split, against=source).differences == ()
     assert shardconv.merge(split, tmp_path / "back").is_identical
@@ -210,7 +210,7 @@ def test_older_formats_are_read(ranks, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", family_names())
-def test_every_rule_survives_its_table(name):
+def test_every_rule_equals_its_parsed_table(name):
     """Parsing is the inverse of writing, for every unit, rule and module override of every family."""
     family = load_family(name)
     for own, unit in family.units.items():
@@ -222,7 +222,7 @@ def test_every_rule_survives_its_table(name):
             assert to_table(again) == to_table(rule, without=("block",))
 
 
-def test_a_stored_rule_set_holds_only_the_fields_that_its_rules_read():
+def test_stored_rules_have_only_the_config_fields_that_they_read():
     config = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
     rules = rules_for(load_family("llama"), {**config, "secret": "x", "rope_theta": 1e6})
     stored = json.loads(json.dumps(rules.to_json()))
@@ -230,8 +230,8 @@ def test_a_stored_rule_set_holds_only_the_fields_that_its_rules_read():
     assert RuleSet.from_json(stored).to_json() == stored
 
 
-def test_what_is_uncertain_is_stored():
-    """Of a file without a config: the stored rules allow the same sizes, and refuse the others for the same reason."""
+def test_assumed_head_dim_is_stored():
+    """For a file without a config, stored rules support the same tp sizes, and refuse others for the same reason."""
     shapes = {"q_proj": (4096, 64), "k_proj": (1024, 64), "v_proj": (1024, 64), "o_proj": (64, 4096)}
     specs = {f"model.layers.0.self_attn.{name}.weight": TensorSpec("F32", shape) for name, shape in shapes.items()}
     resolver = resolve(specs, None, PlanRequest()).resolver
@@ -245,7 +245,7 @@ def test_what_is_uncertain_is_stored():
 
 
 def test_plan_of_a_split_checkpoint(tmp_path):
-    """The same form, and the same lines, as for the source; with ``--tp`` what a reshard would write."""
+    """The report has the form and the lines of that for the source; with ``--tp`` it is that of a reshard."""
     shardconv.split(DATA / "source", tmp_path / "split", tp=2)
     for tp in ([], ["--tp", 2], ["--tp", 4]):
         ours = call("plan", tmp_path / "split", *tp)
