@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from shardconv.checkpoint.merge import MergeReport, merge
     from shardconv.checkpoint.pad import PadReport, pad
-    from shardconv.checkpoint.planning import PlanOptions, PlanReport, TensorReport, make_plan, report_plan
+    from shardconv.checkpoint.plan_report import PlanReport, TensorReport, report_plan
+    from shardconv.checkpoint.planning import PlanOptions, make_plan
     from shardconv.checkpoint.reshard import ReshardReport, reshard
     from shardconv.checkpoint.split import SplitReport, split
     from shardconv.checkpoint.verify import VerifyReport, verify
@@ -73,7 +74,8 @@ _HOMES = {
     "shardconv.checkpoint.merge": ("MergeReport", "merge"),
     "shardconv.checkpoint.pad": ("PadReport", "pad"),
     "shardconv.checkpoint.unpad": ("UnpadReport", "unpad"),
-    "shardconv.checkpoint.planning": ("PlanOptions", "PlanReport", "TensorReport", "make_plan", "report_plan"),
+    "shardconv.checkpoint.plan_report": ("PlanReport", "TensorReport", "report_plan"),
+    "shardconv.checkpoint.planning": ("PlanOptions", "make_plan"),
     "shardconv.checkpoint.reshard": ("ReshardReport", "reshard"),
     "shardconv.checkpoint.split": ("SplitReport", "split"),
     "shardconv.checkpoint.verify": ("VerifyReport", "verify"),

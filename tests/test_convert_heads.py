@@ -22,7 +22,8 @@ from shardconv.convert.products import multiplying
 from shardconv.errors import PlanError
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
-from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_dim
+from shardconv.plan.placement import Interval, Padding, Placement
+from shardconv.plan.units import Unit, shard_dim
 
 HEADS, SIZE = 4, 3
 WIDTH = HEADS * SIZE

@@ -28,8 +28,8 @@ from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.errors import PlanError
 from shardconv.hf.inputs import example_inputs
 from shardconv.layers.sharding import take_shard
-from shardconv.plan.placement import Unit, shard_dim
 from shardconv.plan.request import PlanRequest
+from shardconv.plan.units import Unit, shard_dim
 
 SCALE = 0.3  # so that attention is neither even nor of one token
 #: Those whose config and weights a model can be made of.

@@ -14,7 +14,8 @@ from shardconv.checkpoint.fileio import InputFiles, OutputFiles
 from shardconv.checkpoint.geometry import geometry, unsharded
 from shardconv.checkpoint.shards import Comparer, ShardReader, ShardWriter
 from shardconv.errors import IntegrityError
-from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_dim
+from shardconv.plan.placement import Interval, Padding, Placement
+from shardconv.plan.units import Unit, shard_dim
 
 DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32, "C64": np.uint64}
 

@@ -25,10 +25,11 @@ from shardconv.engines.weights import RankSource, open_rank, rank_weights
 from shardconv.errors import PlanError, ShardconvError, SourceError, WorldSizeError
 from shardconv.plan.engines import Engine
 from shardconv.plan.family_file import family_for
-from shardconv.plan.placement import IndivisibleError, Interval, Padding, Unit, shard_dim
+from shardconv.plan.placement import Interval, Padding
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for
+from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 
 
 @given(st.integers(1, 10_000), st.integers(1, 8))

@@ -3,8 +3,9 @@
 import json
 
 from shardconv.checkpoint.layout import lay_out_ranks
-from shardconv.plan.placement import Interval, Placement, Unit, shard_dim
+from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
+from shardconv.plan.units import Unit, shard_dim
 
 HOW = "colwise", (), Reason("test", "*")
 

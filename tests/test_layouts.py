@@ -30,9 +30,10 @@ from shardconv.errors import PlanError, SplitCheckpointError, UsageError
 from shardconv.layouts import choice
 from shardconv.layouts.layout import Constant, FileLayout, FileTensor
 from shardconv.layouts.rules import Group, file_tensors
-from shardconv.plan.placement import Placement, Unit, shard_dim
+from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
+from shardconv.plan.units import Unit, shard_dim
 
 LAYER, VOCAB = "model.layers.0", 256
 SCALES = ("_k_scale", "_prob_scale", "_q_scale", "_v_scale")

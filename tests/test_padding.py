@@ -29,11 +29,12 @@ from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.module_override import InputRule, ModuleRule
 from shardconv.plan.padded_config import change_config
 from shardconv.plan.padding import Heads, UnitPadding, _matched_modules, unit_paddings
-from shardconv.plan.placement import Interval, Placement, Unit, shard_dim
+from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import Resolver
 from shardconv.plan.rule import Rule, UnitRule
+from shardconv.plan.units import Unit, shard_dim
 from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT
 from shardconv.tensor import as_dtensor

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardconv.plan.placement import IndivisibleError, Interval, Padding, Placement, Unit, shard_dim
+from shardconv.plan.placement import Interval, Padding, Placement
+from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 
 tps = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
 

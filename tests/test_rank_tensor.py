@@ -16,7 +16,8 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 from shardconv.engines.rank_tensor import HeldShard, RankTensor, positions_of
 from shardconv.errors import NotHeldError
 from shardconv.layers.sharding import take_shard
-from shardconv.plan.placement import Placement, Unit, shard_dim
+from shardconv.plan.placement import Placement
+from shardconv.plan.units import Unit, shard_dim
 
 
 def rank_tensor(full, placement, rank, reads=None):

@@ -158,12 +158,12 @@ def test_an_ignored_signal_stays_ignored(made):
     patch = """
 import atexit, os, signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-import shardconv.checkpoint.planning
-report_plan = shardconv.checkpoint.planning.report_plan
+import shardconv.checkpoint.plan_report
+report_plan = shardconv.checkpoint.plan_report.report_plan
 def interrupted(*arguments, **options):
     os.kill(os.getpid(), signal.SIGINT)
     return report_plan(*arguments, **options)
-shardconv.checkpoint.planning.report_plan = interrupted
+shardconv.checkpoint.plan_report.report_plan = interrupted
 """
     result = finish(start("plan", made / "tiny", "--tp", 2, patch=patch))
     assert (result.code, result.err) == (0, ""), result

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
+from shardconv.checkpoint.destination import check_disjoint, check_target
 from shardconv.checkpoint.fileio import InputFiles, create, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.manifest import Manifest
@@ -19,7 +20,7 @@ from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
 from shardconv.checkpoint.shards import ShardReader
 from shardconv.checkpoint.source import Source, open_source
-from shardconv.checkpoint.staging import check_disjoint, check_target, staging
+from shardconv.checkpoint.staging import staging
 from shardconv.checkpoint.write import auxiliary_bytes, copy_auxiliary, copy_files
 from shardconv.errors import SourceError, UsageError
 from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config

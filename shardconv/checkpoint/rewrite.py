@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint.copy import Progress
+from shardconv.checkpoint.destination import check_disjoint, check_target
 from shardconv.checkpoint.fileio import permissions
 from shardconv.checkpoint.layout import Layout
 from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.staging import check_disjoint, check_target, staging
+from shardconv.checkpoint.staging import staging
 from shardconv.checkpoint.write import (
     Checksums,
     Identify,

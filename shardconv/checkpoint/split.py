@@ -8,6 +8,7 @@ from typing import Unpack
 
 from shardconv import __version__
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
+from shardconv.checkpoint.destination import check_disjoint, check_target
 from shardconv.checkpoint.fileio import InputFiles, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.json_files import read_json
@@ -18,7 +19,7 @@ from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.shards import ShardReader
 from shardconv.checkpoint.source import Source
-from shardconv.checkpoint.staging import check_disjoint, check_target, staging
+from shardconv.checkpoint.staging import staging
 from shardconv.checkpoint.write import auxiliary_bytes, copy_auxiliary, copy_files
 from shardconv.errors import SourceError
 from shardconv.layouts.choice import choose_layout

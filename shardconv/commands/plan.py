@@ -18,7 +18,7 @@ from shardconv.exits import ImportPhase
 from shardconv.formatting import ranges, size, sizes
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.planning import PlanReport, TensorReport
+    from shardconv.checkpoint.plan_report import PlanReport, TensorReport
     from shardconv.plan.tp_sizes import BlockedTp
     from shardconv.proof.prove import ProofReport
 
@@ -58,7 +58,7 @@ def plan(
     **options: Any,  # noqa: ANN401
 ) -> None:
     """Show how SRC would be sharded, why, and for which tp sizes. Reads headers and config only."""
-    from shardconv.checkpoint.planning import report_plan
+    from shardconv.checkpoint.plan_report import report_plan
 
     console = Console(as_json=as_json, quiet=quiet)
     flags = CostFlags.taken(options)

@@ -17,7 +17,7 @@ from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.layers.embedding import ParallelEmbedding
 from shardconv.layers.linear import ParallelLinear, VocabParallelClassifier, weight_dim
 from shardconv.layers.sharding import ParallelModule
-from shardconv.plan.placement import IndivisibleError
+from shardconv.plan.units import IndivisibleError
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -37,7 +37,8 @@ from shardconv.errors import PlanError
 from shardconv.layers.sharding import ParallelModule, take_shard
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.module_override import InputRule, ModuleRule
-from shardconv.plan.placement import Placement, shard_dim
+from shardconv.plan.placement import Placement
+from shardconv.plan.units import shard_dim
 
 
 def overrides_of(

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.layers.sharding import description, take_shard
-from shardconv.plan.placement import Placement, Unit, shard_dim
+from shardconv.plan.placement import Placement
+from shardconv.plan.units import Unit, shard_dim
 
 #: Fills a tensor in place.
 Initializer = Callable[[Tensor], Any]

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from shardconv.distributed import Axis, GroupLike, as_axis, copy_to_tp, reduce_from_tp
 from shardconv.layers.features import output_placement
 from shardconv.layers.tags import check_tag
-from shardconv.plan.placement import Placement, Unit, shard_dim
+from shardconv.plan.placement import Placement
+from shardconv.plan.units import Unit, shard_dim
 
 
 def parallel_cross_entropy(

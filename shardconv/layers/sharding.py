@@ -15,7 +15,8 @@ from torch.overrides import wrap_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
-from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, intervals, shard_dim
+from shardconv.plan.placement import Interval, Placement, intervals
+from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 
 #: Placement and ranks of parameters that are shards. Not attributes, so that torch.save stores ordinary tensors.
 _described: Any = WeakTensorKeyDictionary()

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from shardconv.errors import PlanError
-from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
+from shardconv.plan.placement import Interval, Placement
+from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 
 #: A tensor of any library.
 Tensor = TypeVar("Tensor")

@@ -11,8 +11,9 @@ from shardconv.plan.family import Family
 from shardconv.plan.matcher import name_regex
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.padding import UNKNOWN, UnitPadding, padding_of, unit_paddings
-from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
+from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.rule import Rule
+from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,8 +13,8 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardconv.errors import PlanError
-from shardconv.plan.placement import Unit, round_up
 from shardconv.plan.rule import CHOICE, STYLES, Rule
+from shardconv.plan.units import Unit, round_up
 
 if TYPE_CHECKING:
     from shardconv.plan.model_rules import ModelRules

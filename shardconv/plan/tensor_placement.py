@@ -16,11 +16,12 @@ from shardconv.plan.experts import place_expert
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.padding import UnitPadding
-from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
+from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import Reason, TensorPlan, TensorSpec
 from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import TensorGroup
+from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 
 #: Config fields about attention heads, which are assumed where there is no config.
 HEAD_FIELDS = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim"})

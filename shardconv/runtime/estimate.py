@@ -16,7 +16,8 @@ from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.header import Header, TensorInfo, num_bytes
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source, rank_bytes, tensor_reports
+from shardconv.checkpoint.plan_report import rank_bytes, tensor_reports
+from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.source import Source, standalone_config
 from shardconv.checkpoint.source_files import SourceFile
 from shardconv.convert.model import DTYPE_NAMES

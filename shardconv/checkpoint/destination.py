@@ -1,0 +1,99 @@
+"""Checks of destinations: only a checkpoint is replaced, only on request, and never the source."""
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from shardconv.checkpoint.layout import MANIFEST_NAME
+from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.errors import OutputError, SplitCheckpointError
+
+_IN_SPLIT = re.compile(re.escape(MANIFEST_NAME) + r"|(rank-\d+-of-\d+|model-rank-\d+-part-\d+)\.safetensors")
+_IN_MERGED = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
+
+
+def check_destination(path: Path, *, is_folder: bool, overwrite: bool, auxiliary_files: Collection[str] = ()) -> None:
+    """Check that a destination may be written.
+
+    Args:
+        path: the destination.
+        is_folder: whether a folder will be written.
+        overwrite: whether an existing checkpoint may be replaced.
+        auxiliary_files: names of the auxiliary files that will be written.
+
+    Raises:
+        OutputError: if the destination must not be replaced.
+    """
+    if not os.path.lexists(path):
+        return
+    got_folder = path.is_dir() and not path.is_symlink()
+    if got_folder and not any(path.iterdir()):
+        return
+    if got_folder != is_folder:
+        got, expected = ("folder", "file") if got_folder else ("link" if path.is_symlink() else "file", "folder")
+        raise OutputError(f"{path}: exists (got a {got}, expected a {expected}): choose another path with -o")
+    if not overwrite:
+        raise OutputError(f"{path}: exists: choose another path with -o, or pass --overwrite")
+    if got_folder:
+        _check_replaceable(path, auxiliary_files)
+
+
+def check_target(
+    path: Path, *, is_folder: bool, overwrite: bool, dry_run: bool, auxiliary_files: Collection[str] = ()
+) -> bool:
+    """Check a destination like :func:`check_destination`; a dry run does not require ``overwrite``.
+
+    Returns:
+        Whether the destination exists and requires ``overwrite``.
+    """
+    check_destination(path, is_folder=is_folder, overwrite=overwrite or dry_run, auxiliary_files=auxiliary_files)
+    got_folder = path.is_dir() and not path.is_symlink()
+    return os.path.lexists(path) and not (got_folder and not any(path.iterdir()))
+
+
+def _check_replaceable(folder: Path, auxiliary_files: Collection[str]) -> None:
+    """Check that a folder holds a checkpoint and nothing else."""
+    is_split = (folder / MANIFEST_NAME).is_file()
+    if not is_split and not any(child.suffix == ".safetensors" for child in folder.iterdir()):
+        raise OutputError(
+            f"{folder}: does not hold a checkpoint, so it is not overwritten: remove it, or choose another path with -o"
+        )
+    if is_split:
+        with suppress(SplitCheckpointError):
+            auxiliary_files = read_manifest(folder).auxiliary_files
+    weights = _IN_SPLIT if is_split else _IN_MERGED
+    for name in _files(folder):
+        if name not in auxiliary_files and not weights.fullmatch(name):
+            raise OutputError(
+                f"{folder}: holds {name}, which is not part of a checkpoint: remove it, or choose another path with -o"
+            )
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """The relative names of all files and links under a folder."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise OutputError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    for root, folders, files in os.walk(folder, onerror=refuse):
+        links = [name for name in folders if Path(root, name).is_symlink()]
+        yield from (Path(root, name).relative_to(folder).as_posix() for name in sorted(links + files))
+
+
+def check_disjoint(target: Path, sources: Iterable[Path]) -> None:
+    """Check that a destination is not in a source and does not contain one, so that replacing it destroys no source.
+
+    Raises:
+        OutputError: if they overlap.
+    """
+    destination = target.resolve()
+    for source in dict.fromkeys(path.resolve() for path in sources):
+        if destination == source:
+            raise OutputError(f"{target}: is the source: choose another path with -o")
+        if destination.is_relative_to(source):
+            raise OutputError(f"{target}: is in the source {source}: choose another path with -o")
+        if source.is_relative_to(destination):
+            raise OutputError(f"{target}: contains the source {source}: choose another path with -o")

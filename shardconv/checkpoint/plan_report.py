@@ -1,0 +1,171 @@
+"""Reports on the plans of checkpoints, and on the supported tensor parallel sizes."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Unpack
+
+from shardconv.checkpoint.header import num_bytes
+from shardconv.checkpoint.manifest_file import is_split, read_manifest
+from shardconv.checkpoint.paths import local_path
+from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
+from shardconv.checkpoint.stored_plan import resolver_of
+from shardconv.errors import UsageError
+from shardconv.layouts.layout import NATIVE
+from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, TpSizes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReport:
+    """Placement of one tensor: its full shape, and the shape and bytes of each rank's shard.
+
+    ``shard_shapes`` and ``shard_bytes`` have one entry per rank.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    placement: str
+    reason: str
+    shard_shapes: tuple[tuple[int, ...], ...]
+    shard_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """Report of ``shardconv plan``.
+
+    Attributes:
+        source: the path.
+        family: the model family whose rules were used.
+        tp: the tp size of the plan; None for a report on supported sizes only.
+        num_tensors: number of tensors.
+        num_bytes: bytes of all tensors.
+        assumed: assumptions of the plan.
+        left_out: name to reason of files of the source that are left out; names of hidden folders end with /.
+        supported_tp: the supported tp sizes.
+        blocked_tp: the unsupported sizes of :data:`~shardconv.plan.tp_sizes.CANDIDATE_TPS`, each with the first tensor
+            that blocks it, and the reason.
+        padded_tp: the unsupported sizes that are supported with ``pad``, and the cost of padding.
+        padding: padded units of the plan for ``tp``, and their cost.
+        rank_bytes: for each rank the bytes of its tensors.
+        tensors: the placement of each tensor.
+        layout: of the rank files of a split checkpoint; native for a source.
+    """
+
+    source: str
+    family: str | None
+    tp: int | None
+    num_tensors: int
+    num_bytes: int
+    assumed: tuple[str, ...]
+    left_out: Mapping[str, str]
+    supported_tp: tuple[int, ...]
+    blocked_tp: tuple[BlockedTp, ...]
+    padded_tp: tuple[PaddedTp, ...]
+    padding: PaddingReport
+    rank_bytes: tuple[int, ...]
+    tensors: tuple[TensorReport, ...]
+    layout: str = NATIVE.name
+
+
+def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOptions]) -> PlanReport:
+    """Report the plan and the supported tp sizes of a checkpoint; arguments and errors as in :func:`make_plan`.
+
+    For a split checkpoint, reports the plan in its manifest, or with another ``tp`` the plan of a reshard.
+    """
+    if is_split(path := local_path(src)):
+        return _report_stored(path, tp, options)
+    source, _, (resolver, assumed), _ = plan_source(src, **options)
+    sizes = resolver.tp_sizes()
+    tp_plan = None if tp is None else resolver.plan(tp, assumed=assumed)
+    tensors = () if tp_plan is None else tensor_reports(source.specs, tp_plan)
+    return PlanReport(
+        source=str(src),
+        family=resolver.rules.family,
+        tp=tp,
+        num_tensors=sum(len(file.header.tensors) for file in source.files),
+        num_bytes=source.num_bytes,
+        assumed=assumed,
+        left_out=source.left_out,
+        supported_tp=sizes.supported,
+        blocked_tp=sizes.blocked,
+        padded_tp=sizes.padded,
+        padding=NO_PADDING if tp is None else resolver.padding(tp),
+        rank_bytes=() if tp_plan is None else rank_bytes(tensors, tp_plan.tp),
+        tensors=tensors,
+    )
+
+
+def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanReport:
+    """Report the plan of a split checkpoint."""
+    pad = options.pop("pad", False)  # an option of reshard, too
+    if changed := sorted(name for name, value in options.items() if value != _DEFAULTS[name]):
+        named = ", ".join("--for" if name == "engine" else name for name in changed)
+        raise UsageError(
+            f"{folder}: is a split checkpoint, and {named} cannot change its stored plan: pass the source instead"
+        )
+    manifest = read_manifest(folder)
+    plan, specs = manifest.plan, manifest.source_tensors
+    sizes = TpSizes((), ())
+    assumed, padding = plan.assumed, NO_PADDING
+    if plan.rules is not None or tp not in (None, plan.tp):
+        stored = resolver_of(manifest, manifest.request.engine)
+        resolver = stored if tp in (None, plan.tp) else stored.padded(int(pad))
+        sizes = resolver.tp_sizes()
+        plan = plan if tp in (None, plan.tp) else resolver.plan(tp, assumed=plan.assumed)
+        padding = resolver.padding(plan.tp)
+    if manifest.plan.rules is None:
+        assumed = (*assumed, "a manifest of format 1 or 2 does not store rules: other tp sizes use the installed rules")
+    tensors = tensor_reports(specs, plan)
+    return PlanReport(
+        source=str(folder),
+        family=plan.family,
+        tp=plan.tp,
+        num_tensors=len(specs),
+        num_bytes=sum(num_bytes(spec.dtype, spec.shape) for spec in specs.values()),
+        assumed=assumed,
+        left_out={},
+        supported_tp=sizes.supported,
+        blocked_tp=sizes.blocked,
+        padded_tp=sizes.padded,
+        padding=padding,
+        rank_bytes=rank_bytes(tensors, plan.tp),
+        tensors=tensors,
+        layout=manifest.layout.name,
+    )
+
+
+#: Defaults of :class:`PlanOptions`.
+_DEFAULTS: dict[str, object] = {
+    "plan": "auto", "family": None, "replicate": (), "head_dim": None, "experts": "tensor", "engine": None,
+    "pad": False, "config": None, "follow_links": False, "ignore": (),
+}  # fmt: skip
+
+
+def rank_bytes(tensors: Iterable[TensorReport], tp: int) -> tuple[int, ...]:
+    """For each of ``tp`` ranks the bytes of its tensors."""
+    counts = Counter(tensor.shard_bytes for tensor in tensors)  # faster: many tensors have equal shards
+    return tuple(sum(sizes[rank] * count for sizes, count in counts.items()) for rank in range(tp))
+
+
+def tensor_reports(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[TensorReport, ...]:
+    """The placement of each tensor of a checkpoint."""
+    cache: dict[tuple[int, TensorSpec], TensorReport] = {}  # of the first tensor with this plan and shape
+    reports = []
+    for name, spec in specs.items():
+        planned = plan.tensors[name]
+        if (first := cache.get((id(planned), spec))) is None:
+            shapes = tuple(planned.placement.shard_shape(spec.shape, rank) for rank in range(plan.tp))
+            sizes = tuple(num_bytes(spec.dtype, shape) for shape in shapes)
+            placement, reason = planned.placement.describe(), planned.describe()
+            first = TensorReport(name, spec.dtype, spec.shape, placement, reason, shapes, sizes)
+            cache[id(planned), spec] = first
+        reports.append(
+            TensorReport(
+                name, spec.dtype, spec.shape, first.placement, first.reason, first.shard_shapes, first.shard_bytes
+            )
+        )
+    return tuple(reports)
