@@ -146,7 +146,7 @@ def check_refused(axis):
     fails(nn.Linear(2, 2), "has no config")
     fails(replace(MODELS["llama"], config={"num_attention_heads": 2, "num_key_value_heads": 2}).build(),
           "2 is not a multiple of 4.*Use --tp", shardconv.PlanError)  # fmt: skip
-    fails(MODELS["llama"].build(), "no rule of family gpt2 covers", shardconv.PlanError, "gpt2")
+    fails(MODELS["llama"].build(), "no rule of family gpt2 matches", shardconv.PlanError, "gpt2")
     fails(MODELS["llama"].build(), "there is no family 'lama'", shardconv.PlanError, "lama")
     odd = MODELS["llama"].build()
     odd.model.layers[1].mlp.up_proj.__class__ = Doubled

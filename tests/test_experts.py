@@ -70,7 +70,7 @@ def test_refused(made, tmp_path):
         shardconv.make_plan(folder / "source", tp=4, experts="expert")
     with pytest.raises(PlanError, match="expected one of tensor, expert"):
         shardconv.make_plan(folder / "source", tp=2, experts="experts")
-    with pytest.raises(PlanError, match="shards this expert, and --experts expert distributes whole experts"):
+    with pytest.raises(PlanError, match="shards this expert, and --experts expert distributes full experts"):
         shardconv.make_plan(folder / "source", tp=2, experts="expert", replicate=("**.experts.*.w2",))
     _, folder = made("llama")
     with pytest.raises(PlanError, match="the checkpoint has no tensors of experts"):

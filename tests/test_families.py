@@ -679,7 +679,7 @@ def test_replicate_names_or_patterns(checkpoint):
 
 
 def test_family_option(checkpoint):
-    with pytest.raises(PlanError, match="no rule of family gpt2 covers it"):
+    with pytest.raises(PlanError, match="no rule of family gpt2 matches it"):
         shardconv.make_plan(checkpoint("llama"), tp=2, family="gpt2")
     with pytest.raises(PlanError, match=r"there is no family 'lama' \(similar names: llama"):
         shardconv.make_plan(checkpoint("llama"), tp=2, family="lama")

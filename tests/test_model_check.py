@@ -124,7 +124,7 @@ WRONG = {
 
 #: What a plan refuses, by the message.
 BY_PLAN = {
-    "renamed": "no rule of family llama covers it",
+    "renamed": "no rule of family llama matches it",
     "with and without a prefix": "with and without the prefix",
     **dict.fromkeys(("scale", "block scale", "zeros"), "no quantization_config describes it"),
 }

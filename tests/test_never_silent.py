@@ -285,7 +285,7 @@ Q, UP, DOWN, NORM = (
 )
 BIAS = f"{LAYER}.self_attn.q_proj.bias"
 QKV = f"{LAYER}.self_attn.qkv_proj.weight (colwise instead of packed_colwise)"
-NO_RULE = "no rule of family llama covers it"
+NO_RULE = "no rule of family llama matches it"
 
 GROUPS = "the shards of groups are compared with the heads of queries in test_padding"
 OTHER_NAMES = "the names and shapes of its files are compared in test_layouts and test_vllm_layout"

@@ -241,10 +241,10 @@ def test_slopes_that_depend_on_the_number_of_heads_are_not_padded_in_configs():
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"q": "query", "k": "few"}, "which heads belong together is unknown"),
-        ({"q": "query", "k": "few", "v": "kv"}, "which query head has which KV head is unknown"),
+        ({"q": "query", "k": "few"}, "the correspondence of heads is unknown"),
+        ({"q": "query", "k": "few", "v": "kv"}, "the KV head of each query head is unknown"),
         ({"q": "query", "k": "by_tensor"}, "differs between tensors"),
-        ({"q": "query", "k": "kv", "up": "width"}, "which query head has which KV head is unknown"),
+        ({"q": "query", "k": "kv", "up": "width"}, "the KV head of each query head is unknown"),
     ],
 )
 def test_units_with_unknown_kv_heads_are_not_padded(rules, message):
@@ -521,7 +521,7 @@ def test_padding_is_refused(case, tmp_path):
 UNITS = {
     "a convolution over the channels": ("mamba2", "computes along the dim that would be padded"),
     "heads that differ from layer to layer": ("gemma4_text", "differs between tensors"),
-    "halves of heads": ("diffllama", "which query head has which KV head is unknown"),
+    "halves of heads": ("diffllama", "the KV head of each query head is unknown"),
 }
 
 

@@ -343,7 +343,7 @@ def test_name_without_a_stage_is_refused():
     plan = STAGES.replace('"encoder.stages.*.layers.*.q"', '"q"')
     request = PlanRequest(plan_file=("mine.toml", plan.rpartition('"encoder')[0]))
     specs = {"q.weight": TensorSpec("F32", (16, 24))}
-    with pytest.raises(PlanError, match="has no number of a stage"):
+    with pytest.raises(PlanError, match="does not contain the number of a stage"):
         resolve(specs, {"model_type": "new", "num_heads": [4]}, request).resolver.plan(2)
 
 

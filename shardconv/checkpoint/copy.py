@@ -173,7 +173,7 @@ class CopyJob:
         """
         if threads is not None and threads < 1:
             raise UsageError(f"threads is invalid (got {threads}, expected at least 1)")
-        _Run(self, progress).run(threads or min(_MAX_THREADS, os.cpu_count() or 1))
+        _CopyThreads(self, progress).run(threads or min(_MAX_THREADS, os.cpu_count() or 1))
 
     def copy_stripe(self, number: int, scratch: Scratch, advance: Callable[[int], None]) -> None:
         """Copy one stripe with the buffers of the calling thread."""
@@ -216,8 +216,8 @@ class CopyJob:
             start = stop
 
 
-class _Run:
-    """One run of a job: its threads, their progress, and whether they should stop."""
+class _CopyThreads:
+    """The threads of one job, their progress, and whether they should stop."""
 
     def __init__(self, job: CopyJob, progress: Progress | None) -> None:
         self._job = job

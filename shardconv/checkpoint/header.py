@@ -242,7 +242,7 @@ def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
 
 @lru_cache
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor, checked like in the reference library: no intermediate product may exceed 64 bits.
+    """Bytes of a tensor, checked as in the reference library: no intermediate product may exceed 64 bits.
 
     Raises:
         ValueError: if a product overflows, or if the tensor ends inside a byte.

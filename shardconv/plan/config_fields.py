@@ -84,7 +84,7 @@ class Fields:
         if values is None:
             raise PlanError(f"config field {name} {self._missing}: pass --config FILE with it")
         if type(index) is not int:
-            raise PlanError(f"{name}[{STAGE}]: the name of the tensor or module has no number of a stage")
+            raise PlanError(f"{name}[{STAGE}]: the name of the tensor or module does not contain the number of a stage")
         if not isinstance(values, list | tuple) or index >= len(values) or type(values[index]) is not int:
             raise PlanError(
                 f"config field {name} is {values!r:.60} (expected a list with an integer at index {index}): pass "

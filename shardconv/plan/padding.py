@@ -85,12 +85,12 @@ class UnitPadding:
 
 
 #: For a unit that a module override names, and no rule of a module that the override matches.
-UNKNOWN = UnitPadding(refusal="no rule determines which units it is padded with")
+UNKNOWN = UnitPadding(refusal="no rule determines the units that it is padded with")
 
 
 #: For a unit whose count equals the number of KV heads of other modules, or that of heads of several kinds.
 AMBIGUOUS = UnitPadding(
-    refusal="its count equals that of heads of other modules, and which of them it is for is unknown"
+    refusal="its count equals that of heads of other modules, so the heads that it belongs to are ambiguous"
 )
 
 
@@ -266,7 +266,7 @@ def _heads(linked: _LinkedUnits, model_rules: "ModelRules") -> tuple[Heads | Non
     queries = {counts[name] for name in outer if not units[name].copies}
     queries |= {next(iter(kv_heads)) * group for group in inner}
     if len(kv_heads) != 1 or len(queries) > 1 or min(kv_heads) < 1 or any(q % min(kv_heads) for q in queries):
-        return None, f"which query head has which KV head is unknown ({_format_counts(counts)})"
+        return None, f"the KV head of each query head is unknown ({_format_counts(counts)})"
     return Heads(min(kv_heads), max(queries, default=min(kv_heads)) // min(kv_heads)), ""
 
 
@@ -276,7 +276,7 @@ def _refusal_without_kv(names: set[str], model_rules: "ModelRules") -> str:
     counts = {name: count for name, (count, size) in sizes.items() if size > _MAX_PAIR}
     if unknown := [name for name in counts if (model_rules.family.units or {})[name].count is None]:
         return f"the number of {unknown[0]} units differs between tensors"
-    return f"which heads belong together is unknown ({_format_counts(counts)})" if len({*counts.values()}) > 1 else ""
+    return f"the correspondence of heads is unknown ({_format_counts(counts)})" if len({*counts.values()}) > 1 else ""
 
 
 def _format_counts(counts: Mapping[str, int]) -> str:

@@ -133,7 +133,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
         request: the options of the user.
 
     Raises:
-        PlanError: if the rules do not cover every tensor.
+        PlanError: if no rule matches a tensor, or options do not fit together.
     """
     check_quantization(tensors, config)
     user = parse_plan_file(*request.plan_file) if request.plan_file else None

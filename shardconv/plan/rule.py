@@ -32,7 +32,7 @@ STYLES = {
     "replicated_with_grad_allreduce": Style(weight=None, bias=None),
 }
 
-#: Styles whose rules may have parts or a unit.
+#: Styles without ``packed`` whose rules may have parts.
 _MAY_HAVE_PARTS = ("colwise_gather_output", "by_rows")
 
 #: Names in expressions that are not config fields: sizes of the tensor or of the layer beside it.
@@ -88,10 +88,10 @@ class Rule:
         style: a key of :data:`STYLES`.
         unit: the unit that boundaries respect; None for single elements.
         parts: for packed styles, the unit of each segment.
-        part: the tensor holds only this segment, from 0; or an even share of all, if its size is another.
+        part: index of the only segment in the tensor, from 0; if its size differs, of an even chunk of all segments.
         groups: number of groups of segments; with at least as many as ranks, each is on one rank.
         repeats: number of repetitions of the segments, each of which is sharded.
-        pad: pad a size that does not divide with zeros.
+        pad: pad a size that tp does not divide with zeros.
         transposed: the weight is stored (in, out), as Conv1D stores it.
         beside: a layer of the same module whose number of ``rows`` the expressions of units may read.
         size: the required size of the last dim, where only the size distinguishes tensors of the same name.

@@ -37,9 +37,9 @@ class TensorGroup:
         leaf: ``weight``, ``bias`` or ``weight_scale_inv``: which tensor of its module each is.
         spec: dtype and shape.
         weight: the weight that a block scale belongs to; None for other tensors.
-        rows: rows of the weight of the layer that the rule names with ``beside``; None without one.
+        rows: rows of the weight of the layer ``beside`` of the rule; None without one.
         stage: the stage of the model, where the units of the rule differ by stage.
-        expert: which expert's, where experts are distributed over ranks.
+        expert: the expert that it belongs to, if experts are distributed over ranks.
     """
 
     name: str
@@ -63,7 +63,7 @@ class TensorGroup:
         return sharded_dim_of(self.rule, self.leaf, self.sized.shape, self.name)
 
     def fields(self) -> Fields:
-        """What the expressions of the rule read: the config, ``features`` (the sharded dim) and ``rows``."""
+        """The fields that the rule's expressions read: the config, ``features`` (the sharded dim) and ``rows``."""
         dim = self.dim
         sizes = {"features": None if dim is None else self.sized.shape[dim], "rows": self.rows}
         return self.model_rules.fields(self.stage, **{field: size for field, size in sizes.items() if size is not None})
@@ -81,7 +81,7 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
     experts = find_experts({name: spec.shape for name, spec in tensors.items()}) if rules.experts == "expert" else {}
     groups: dict[tuple[object, ...], TensorGroup] = {}
     group_of: dict[str, TensorGroup] = {}
-    uncovered: list[str] = []
+    unmatched: list[str] = []
     for name, spec in tensors.items():
         match, weight = matcher.match(name), None
         if name.endswith(SCALE):
@@ -89,7 +89,7 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
         if prod(spec.shape) <= 1 and (match is None or weight is not None):
             match = None
         elif match is None:
-            uncovered.append(name)
+            unmatched.append(name)
             continue
         rule, model_rules = no_match if match is None else ruled[match.pattern_index]
         rows = _rows_beside(name, rule.beside, tensors) if rule.beside else None
@@ -101,10 +101,10 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
             group = groups[key] = TensorGroup(name, rule, model_rules, leaf, *key[1:])
             _check_expert(group)
         group_of[name] = group
-    if uncovered:
+    if unmatched:
         used = {group.rule for group in groups.values()}
         unused = [rule for rule, _ in ruled if rule.by_user and not rule.optional and rule not in used]
-        raise PlanError(_uncovered(uncovered, tensors, rules.family, unused))
+        raise PlanError(_no_rule_message(unmatched, tensors, rules.family, unused))
     return group_of
 
 
@@ -157,7 +157,7 @@ def sharded_dim_of(rule: Rule, leaf: str, shape: tuple[int, ...], name: str) -> 
 def _check_expert(group: TensorGroup) -> None:
     if group.expert is not None and group.rule.by_user:
         raise PlanError(
-            f"{group.name}: rule {group.rule.pattern!r} shards this expert, and --experts expert distributes whole "
+            f"{group.name}: rule {group.rule.pattern!r} shards this expert, and --experts expert distributes full "
             f"experts over ranks: remove one of the two"
         )
 
@@ -181,18 +181,20 @@ def _scale_match(
     """The match of a block scale, which is that of its weight; and its weight."""
     weight_name = name.removesuffix("_scale_inv")
     if weight_name not in tensors:
-        raise PlanError(f"{name}: there is no weight beside this scale")
+        raise PlanError(f"{name}: there is no weight next to this scale")
     match = matcher.match(weight_name)
     if scale_match is not None and match is not None and scale_match.pattern_index != match.pattern_index:
         rule, weights_rule = (ruled[each.pattern_index][0].pattern for each in (scale_match, match))
         raise PlanError(
             f"{name}: rule {rule!r} matches this scale, but {weights_rule!r} its weight, and both have to be sharded "
-            f"alike: write a rule for their module, {weight_name.removesuffix('.weight')!r}"
+            f"alike: add a rule for their module, {weight_name.removesuffix('.weight')!r}"
         )
     return (None if match is None else Match(match.pattern_index, "weight_scale_inv")), tensors[weight_name]
 
 
-def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: str, unused: Sequence[Rule]) -> str:
+def _no_rule_message(
+    names: Sequence[str], tensors: Mapping[str, TensorSpec], family: str, unused: Sequence[Rule]
+) -> str:
     """The error for tensors that no rule matches, which names the first fused tensor if there is one.
 
     Args:
@@ -207,7 +209,7 @@ def _uncovered(names: Sequence[str], tensors: Mapping[str, TensorSpec], family: 
     if FUSED.search(name):
         fused = "; by its name it is a fused tensor, and the order of its segments is unknown"
     others = f" ({len(names) - 1} more like it)" if len(names) > 1 else ""
-    no_rule = f"no rule of family {family} covers it"
+    no_rule = f"no rule of family {family} matches it"
     if family == NAMES_FAMILY:
         no_rule = "no family is known for this model, and its name alone does not determine how to shard it"
     problem = f"{name} ({spec.dtype} {list(spec.shape)}): {no_rule}{others}{fused}"

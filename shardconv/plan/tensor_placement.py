@@ -214,8 +214,8 @@ class GroupPlanner:
         units = " and ".join(dict.fromkeys(map(str, names)))
         raise PlanError(
             f"{group.name}: dim {dim} has {size} elements; rule {group.rule.pattern!r} of {group.rule.origin}, with "
-            f"units {units}, and the config ({read}) expect {expected // chunks}: the config is not this "
-            f"checkpoint's, or the family, or a plan file, does not fit it; pass --config, --family or another --plan"
+            f"units {units}, and the config ({read}) expect {expected // chunks}: the config is of "
+            f"another checkpoint, or the family or plan file does not fit: pass --config, --family or another --plan"
         )
 
     def _units(self, size: int) -> tuple[tuple[str | None, ...], list[Unit], int]:
