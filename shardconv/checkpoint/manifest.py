@@ -123,7 +123,7 @@ class Manifest:
 
     @cached_property
     def identity(self) -> str | None:
-        """The digest of all checksums. Each rank file stores it in its header, so files of another split are detected.
+        """The checksum of all checksums, which rank files store in their headers, so that files of others are detected.
 
         Zeros while the checksums are unknown; None without checksums, and in formats 1 and 2.
         """

@@ -94,7 +94,7 @@ class SourceFileJson(TypedDict):
 
 
 class SourceJson(TypedDict):
-    """What a manifest stores of the source; ``index`` is a pair of name and text."""
+    """The source, as a manifest stores it; ``index`` is a pair of name and text."""
 
     name: str
     is_folder: bool
@@ -165,7 +165,7 @@ def checksum(body: Mapping[str, object]) -> str:
 
 
 def identity_of(checksums: Sequence[Sequence[str]]) -> str:
-    """The digest of all checksums of a split checkpoint, which its rank files store in their headers."""
+    """The checksum of all checksums of a split checkpoint, which its rank files store in their headers."""
     return xxhash.xxh3_128_hexdigest("\n".join(" ".join(rank) for rank in checksums).encode())
 
 

@@ -210,7 +210,7 @@ def _write_files(
     config_mode = permissions([source.auxiliary_files[CONFIG_NAME]])
     original = _text_of(source.auxiliary_files[CONFIG_NAME], source.config)
     reader = ShardReader(manifest.source_layout.shards, inputs, labels=labels, names=list(manifest.tensors))
-    digests = copy_files(
+    stripe_checksums = copy_files(
         reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
         identify=lambda _: layout.prefixes, threads=threads, progress=progress,
     )  # fmt: skip
@@ -221,7 +221,7 @@ def _write_files(
         with create(folder / manifest.index[0], inputs.mode) as file:
             file.write(_index(manifest.index[1], planned.num_bytes).encode())
     mode = inputs.mode & config_mode  # the manifest contains the config
-    write_padding(replace(manifest, auxiliary_files=copied), digests, original, folder, mode=mode)
+    write_padding(replace(manifest, auxiliary_files=copied), stripe_checksums, original, folder, mode=mode)
 
 
 def _text_of(path: Path, expected: dict[str, object] | None) -> str:

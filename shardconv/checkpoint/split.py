@@ -164,7 +164,7 @@ def _write(
     ):
         labels = [file.name for file in source.files]
         reader = ShardReader(source_layout.shards, inputs, labels=labels, names=list(manifest.tensors))
-        digests = copy_files(
+        stripe_checksums = copy_files(
             reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
             identify=manifest.prefixes_with if checksums else None, threads=threads, progress=progress,
         )  # fmt: skip
@@ -174,7 +174,9 @@ def _write(
                 f"{source.auxiliary_files[CONFIG_NAME]}: changed after the plan was made: run the command again"
             )
         mode = _manifest_mode(source, inputs.mode)
-        write_manifest(manifest.written(digests, auxiliary_files), folder, f"shardconv {__version__}", mode=mode)
+        write_manifest(
+            manifest.written(stripe_checksums, auxiliary_files), folder, f"shardconv {__version__}", mode=mode
+        )
 
 
 def _manifest_mode(source: Source, weights_mode: int) -> int:

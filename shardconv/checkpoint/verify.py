@@ -156,11 +156,11 @@ def _other_weights(manifest: Manifest, folder: Path) -> tuple[str, ...]:
 def auxiliary_differences(manifest: Manifest, folder: Path) -> list[str]:
     """Messages for the missing or changed auxiliary files of a split checkpoint."""
     differences = []
-    for name, digest in manifest.auxiliary_files.items():
+    for name, expected in manifest.auxiliary_files.items():
         path = folder / name
         if not is_regular_file(path, folder):
             differences.append(f"{name}: is missing, not a regular file, or a link out of its folder")
-        elif checksum_file(path) != digest:
+        elif checksum_file(path) != expected:
             differences.append(f"{name}: differs from its checksum")
     return differences
 

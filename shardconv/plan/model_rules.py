@@ -23,10 +23,10 @@ class ModelRules:
     Attributes:
         family: the rules.
         config: the config that the rules read; None without a config.
-        at: the pattern of the module at which the submodel is; "" for the model itself.
+        at: the pattern of the submodel's module; "" for the model itself.
         pad: counts that tp does not divide are padded to a multiple of this and of tp; 0 for no padding.
-        used: each rule that matches a tensor to the names of the layers and parameters that it matches, which determine
-            the padding; None for all rules.
+        used: rule to the names of the layers and parameters that it matches, without rules that match nothing; None if
+            tensors are not known. Determines which units are padded together.
         stage: index of the stage that ``field[stage]`` reads; None if it follows from names.
     """
 

@@ -1,4 +1,4 @@
-"""Module overrides: what a module that computes with a rank's shard has otherwise than the unsharded one."""
+"""Module overrides: attributes, inputs and collectives of modules that differ from those of the unsharded model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
