@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 from shardconv.plan.config_fields import check_expression, fields_in, lookup
-from shardconv.plan.engines import ENGINE, Engine
+from shardconv.plan.engines import ENGINE, OWN, Engine
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import NAMES_FAMILY, PLAN_FILE, TRANSFORMERS, Family, units_named
 from shardconv.plan.module_override import ModuleRule
@@ -34,6 +34,7 @@ class RuleSet:
             have to be valid for smaller head sizes, too.
         scale_block: rows and columns of a block with one scale, as in the config.
         vocab_multiple: the vocabulary is padded to a multiple of this before it is sharded.
+        engine: name of the engine whose rules are included; None for shardconv's own runtime.
     """
 
     family: str
@@ -42,6 +43,7 @@ class RuleSet:
     uncertain: str = ""
     scale_block: Any = None
     vocab_multiple: int = 1
+    engine: str | None = None
 
     @property
     def pad(self) -> int:
@@ -83,7 +85,8 @@ class RuleSet:
             return replace(scope, family=replace(scope.family, rules=(*users, *engine_rules, *others)))
 
         scopes = tuple(map(with_engine, self.without_engine().scopes))
-        return replace(self, scopes=scopes, vocab_multiple=engine.vocab_multiple)
+        name = None if engine is OWN else engine.name
+        return replace(self, scopes=scopes, vocab_multiple=engine.vocab_multiple, engine=name)
 
     def without_engine(self) -> Self:
         """The rules without those of an engine, as shardconv's own runtime uses them."""
@@ -92,7 +95,7 @@ class RuleSet:
             rules = tuple(rule for rule in scope.family.rules if not rule.origin.startswith(ENGINE))
             return replace(scope, family=replace(scope.family, rules=rules))
 
-        return replace(self, scopes=tuple(map(without_rules, self.scopes)))
+        return replace(self, scopes=tuple(map(without_rules, self.scopes)), engine=None)
 
     def without_overrides(self, blocks: Container[str]) -> Self:
         """The rules without the module overrides of ``blocks``."""
@@ -113,6 +116,7 @@ class RuleSet:
             "vocab_multiple": self.vocab_multiple,
             "scopes": [_scope_to_json(scope) for scope in self.scopes],
             **({"pad": self.pad} if self.pad else {}),
+            **({"engine": self.engine} if self.engine else {}),
         }
 
     @classmethod
@@ -134,7 +138,10 @@ class RuleSet:
         pad = data.get("pad", 0)
         if type(pad) is not int or not 0 <= pad <= MAX_MULTIPLE:
             raise ValueError(f"pad is {pad!r:.60} (expected an integer from 0 to {MAX_MULTIPLE})")
-        rules = cls(data["family"], scopes, data["experts"], data["uncertain"], data["scale_block"], multiple)
+        engine = data.get("engine")
+        if engine is not None and not isinstance(engine, str):
+            raise ValueError(f"engine is {engine!r:.60} (expected a name)")
+        rules = cls(data["family"], scopes, data["experts"], data["uncertain"], data["scale_block"], multiple, engine)
         return rules.with_padding(pad)
 
 
