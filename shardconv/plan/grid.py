@@ -1,0 +1,130 @@
+"""Grid: which elements of a logical matrix each element of a stored tensor covers.
+
+A quantized weight is stored as several tensors: packed values, scales, zero points, indices of groups. Each covers the
+logical matrix, the weight without quantization, by a grid of blocks: 8 values in a word of 32 bits, 128 in a group with
+one scale. The planner places the logical matrix, and the placement of each stored tensor follows from its grid.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypedDict
+
+from shardconv.plan.placement import Interval, IntervalOrPadding, Padding, Placement
+from shardconv.plan.units import IndivisibleError
+
+
+class GridDim(NamedTuple):
+    """How one dim of a stored tensor covers one dim of the logical matrix.
+
+    Attributes:
+        dim: the dim of the logical matrix, from 0; None if the stored dim covers none, as the bytes of a block.
+        elements: elements of the logical matrix in a block.
+        entries: entries of the stored tensor for a block.
+        kind: what the block is, for messages: ``group``, ``scale block``, ``word``.
+    """
+
+    dim: int | None
+    elements: int = 1
+    entries: int = 1
+    kind: str = ""
+
+
+#: A dim that covers no dim of the logical matrix.
+NO_DIM = GridDim(None)
+
+#: What the values of a stored tensor are: numbers that do not depend on the rank; indices of groups along the only dim;
+#: or the shape of the logical matrix.
+PLAIN, GROUP_INDEX, SHAPE = "plain", "group_index", "shape"
+
+
+class Grid(NamedTuple):
+    """The grid of one stored tensor over its logical matrix.
+
+    Attributes:
+        suffix: end of the name of the stored tensor.
+        replacement: what the name of the logical matrix has instead.
+        shape: of the logical matrix.
+        dims: one for each dim of the stored tensor.
+        values: one of :data:`PLAIN`, :data:`GROUP_INDEX` and :data:`SHAPE`.
+        group: for :data:`GROUP_INDEX` the elements in a group; 0 for indices that are the same on every rank.
+    """
+
+    suffix: str
+    replacement: str
+    shape: tuple[int, ...]
+    dims: tuple[GridDim, ...]
+    values: str = PLAIN
+    group: int = 0
+
+    def logical_name(self, name: str) -> str:
+        """The name of the logical matrix of the stored tensor ``name``."""
+        return name.removesuffix(self.suffix) + self.replacement
+
+    def place(self, placement: Placement, stored: Sequence[int]) -> Placement:
+        """The placement of the stored tensor.
+
+        Args:
+            placement: of the logical matrix.
+            stored: shape of the stored tensor.
+
+        Raises:
+            IndivisibleError: if a boundary would be inside a block.
+        """
+        covering = [at for at, dim in enumerate(self.dims) if dim.dim is not None and dim.dim == placement.dim]
+        if placement.dim is None or not covering:
+            return Placement.replicated(placement.tp)
+        grid_dim = self.dims[covering[0]]
+        size = stored[covering[0]]
+        ranks = tuple(
+            tuple(self._entry(entry, grid_dim, placement, size) for entry in entries) for entries in placement.ranks
+        )
+        return Placement(covering[0], size, ranks)
+
+    def edits(self, placement: Placement) -> tuple[tuple[int, ...], ...] | None:
+        """What is subtracted from the stored values on each rank: one number for all of them, or one for each.
+
+        Args:
+            placement: of the logical matrix.
+
+        Returns:
+            One tuple per rank; None if the values do not depend on the rank.
+        """
+        if self.values == PLAIN or placement.dim is None:
+            return None
+        if self.values == SHAPE:
+            lost = [self.shape[placement.dim] - placement.local_size(rank) for rank in range(placement.tp)]
+            return tuple(tuple(one * (at == placement.dim) for at in range(len(self.shape))) for one in lost)
+        if not self.group or self.dims[0].dim != placement.dim:
+            return None
+        return tuple((_first(entries) // self.group,) for entries in placement.ranks)
+
+    def _entry(
+        self, entry: IntervalOrPadding, grid_dim: GridDim, placement: Placement, size: int
+    ) -> IntervalOrPadding:
+        """The entry of the stored dim for an entry of the logical dim."""
+        elements, entries = grid_dim.elements, grid_dim.entries
+        edges = (entry.size,) if isinstance(entry, Padding) else (entry.start, entry.stop)
+        if any(edge % elements and edge != placement.size for edge in edges):
+            kind = "input" if placement.dim == len(self.shape) - 1 else "output"
+            raise IndivisibleError(
+                f"{placement.size} / {placement.tp} = {entry.size} {kind} features per rank is not a multiple of the "
+                f"{elements}-wide {grid_dim.kind}"
+            )
+        if isinstance(entry, Padding):
+            return Padding(entry.size // elements * entries)
+        return Interval(entry.start // elements * entries, min(-(-entry.stop // elements) * entries, size))
+
+
+class GridJson(TypedDict):
+    """JSON form of a :class:`Grid`."""
+
+    suffix: str
+    replacement: str
+    shape: list[int]
+    dims: list[list[int | str | None]]
+    values: str
+    group: int
+
+
+def _first(entries: Sequence[IntervalOrPadding]) -> int:
+    """The first element of a rank."""
+    return next((entry.start for entry in entries if isinstance(entry, Interval)), 0)
