@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
     if dist.get_rank() == 0:
         save_file(Mlp().state_dict(), checkpoint)
         plan.write_text(PLAN)
-        print(shardconv.split(checkpoint, split, tp=2, plan=plan))
+        print(shardconv.split(checkpoint, split, tp=2, rules=plan))
     dist.barrier()
     model = shardconv.load(split, model=Mlp, device="cpu")
     plain = Mlp()

@@ -17,14 +17,19 @@ from command import ENVIRONMENT, call, finish, run, start
 import shardconv
 from shardconv import console, exits
 from shardconv.checkpoint.copy import CopyJob
+from shardconv.checkpoint.merge import MergeReport
+from shardconv.checkpoint.planning import PlanReport, TensorReport
+from shardconv.checkpoint.reshard import ReshardReport
+from shardconv.checkpoint.split import SplitReport
+from shardconv.checkpoint.verify import VerifyReport
 
 PACKAGE = Path(shardconv.__file__).parent
 REPORTS = {
-    "split": shardconv.SplitReport,
-    "merge": shardconv.MergeReport,
-    "reshard": shardconv.ReshardReport,
-    "verify": shardconv.VerifyReport,
-    "plan": shardconv.PlanReport,
+    "split": SplitReport,
+    "merge": MergeReport,
+    "reshard": ReshardReport,
+    "verify": VerifyReport,
+    "plan": PlanReport,
 }
 
 
@@ -64,7 +69,7 @@ def test_json_is_the_report(commands, command):
     assert list(report) == [field.name for field in dataclasses.fields(REPORTS[command])]
     assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
     if command == "plan":
-        names = [field.name for field in dataclasses.fields(shardconv.TensorReport)]
+        names = [field.name for field in dataclasses.fields(TensorReport)]
         assert all(list(tensor) == names for tensor in report["tensors"])
 
 

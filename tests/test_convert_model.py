@@ -135,15 +135,15 @@ def test_tied_head(ranks):
 
 
 def check_refused(axis):
-    def fails(model, message, error=ValueError, policy="auto"):
+    def fails(model, message, error=ValueError, rules="auto"):
         before = copy.deepcopy(model.state_dict())
         classes = [type(module) for module in model.modules()]
         with pytest.raises(error, match=message):
-            shardconv.convert_model(model, policy, group=axis)
+            shardconv.convert_model(model, rules, group=axis)
         assert classes == [type(module) for module in model.modules()]
         assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
-    fails(nn.Linear(2, 2), "has no config")
+    fails(nn.Linear(2, 2), "does not have a config")
     fails(replace(MODELS["llama"], config={"num_attention_heads": 2, "num_key_value_heads": 2}).build(),
           "2 is not a multiple of 4.*Use --tp", shardconv.PlanError)  # fmt: skip
     fails(MODELS["llama"].build(), "no rule of family gpt2 matches", shardconv.PlanError, "gpt2")

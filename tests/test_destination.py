@@ -334,7 +334,7 @@ def test_destination_that_holds_what_the_source_links_to(made, target):
 def test_overwrite_spares_the_plan_file_that_is_read(made, target):
     shutil.copytree(made / "split", target)
     (target / "plan.toml").write_text('[rules]\n"lm_head" = { style = "replicate" }')
-    result = call("split", made / "source", "--tp", "2", "-o", target, "--plan", target / "plan.toml", "--overwrite")
+    result = call("split", made / "source", "--tp", "2", "-o", target, "--rules", target / "plan.toml", "--overwrite")
     assert result.code == 1
     assert "plan.toml: choose another path" in result.err
     assert (target / "plan.toml").is_file()

@@ -448,7 +448,7 @@ def test_config_of_another_checkpoint_is_refused(name, fields, checkpoint, tmp_p
 
 @pytest.mark.parametrize("name", ["phi3", "gpt2", "gpt_neox", "falcon-7b", "qwen3_moe-packed"])
 def test_fused_tensors_without_a_family_are_refused(name, checkpoint, tmp_path):
-    with pytest.raises(PlanError, match=r"by its name it is a fused tensor.*--plan.*--replicate"):
+    with pytest.raises(PlanError, match=r"by its name it is a fused tensor.*--rules.*--replicate"):
         shardconv.make_plan(altered(checkpoint(name), tmp_path, {"model_type": "unheard_of"}), tp=2)
 
 
@@ -593,9 +593,9 @@ JSON_PLAN = json.dumps({
 def test_plan_file_takes_precedence_over_the_family(name, text, checkpoint, tmp_path):
     """Its rules may use the units of the family, and are tried first."""
     (tmp_path / name).write_text(text)
-    shardconv.split(checkpoint("llama"), tmp_path / "split", tp=2, plan=tmp_path / name)
+    shardconv.split(checkpoint("llama"), tmp_path / "split", tp=2, rules=tmp_path / name)
     check_shards(checkpoint("llama"), tmp_path / "split", 2, LLAMA | {r"down_proj\.weight": whole})
-    plan = shardconv.make_plan(checkpoint("llama"), tp=2, plan=tmp_path / name)
+    plan = shardconv.make_plan(checkpoint("llama"), tp=2, rules=tmp_path / name)
     assert plan.family == "llama"
     assert plan.tensors["model.layers.1.mlp.down_proj.weight"].reason.origin == f"plan file {name}"
     shardconv.reshard(tmp_path / "split", tmp_path / "split4", tp=4)
@@ -606,8 +606,8 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
     """Its own rules must match a tensor; inherited rules need not."""
     unknown = altered(checkpoint("phi3"), tmp_path, {"model_type": "unheard_of"})
     (tmp_path / "mine.toml").write_text('inherits = "phi3"\n[rules]\n"lm_head" = { style = "replicate" }\n')
-    plan = shardconv.make_plan(unknown, tp=2, plan=tmp_path / "mine.toml")
-    known = shardconv.make_plan(unknown, tp=2, family="phi3", replicate=("lm_head",))
+    plan = shardconv.make_plan(unknown, tp=2, rules=tmp_path / "mine.toml")
+    known = shardconv.make_plan(unknown, tp=2, rules="phi3", replicate=("lm_head",))
     assert plan.assumed == (
         "rules of mine.toml are tried first; shardconv plan --prove compares outputs",
         "mine.toml replaces rules of the family for 1 tensors: lm_head.weight (replicate instead of embedding_rowwise)",
@@ -665,7 +665,7 @@ def test_invalid_plan_files_are_refused(text, message, checkpoint, tmp_path):
     (tmp_path / "mine.toml").write_text(text)
     source = altered(checkpoint("llama"), tmp_path, {"head_dim": None} if "head_dim =" in text else {})
     with pytest.raises(PlanError, match=message or "refer to each other in a cycle"):
-        shardconv.make_plan(source, tp=2, plan=tmp_path / "mine.toml")
+        shardconv.make_plan(source, tp=2, rules=tmp_path / "mine.toml")
 
 
 def test_replicate_names_or_patterns(checkpoint):
@@ -680,9 +680,9 @@ def test_replicate_names_or_patterns(checkpoint):
 
 def test_family_option(checkpoint):
     with pytest.raises(PlanError, match="no rule of family gpt2 matches it"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, family="gpt2")
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules="gpt2")
     with pytest.raises(PlanError, match=r"there is no family 'lama' \(similar names: llama"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, family="lama")
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules="lama")
 
 
 def test_transformers_saves_a_tensor_for_each_expert(checkpoint):

@@ -129,7 +129,7 @@ def test_norms_of_a_submodel():
 def test_rules_of_the_user_come_before_those_of_an_engine(norms, tmp_path):
     plan = tmp_path / "plan.toml"
     plan.write_text('[rules]\n"model.layers.*.self_attn.q_norm" = { style = "colwise" }\n')
-    made = make_plan(norms, tp=2, engine="vllm", plan=plan)
+    made = make_plan(norms, tp=2, engine="vllm", rules=plan)
     assert made.placement("model.layers.0.self_attn.q_norm.weight").dim == 0
     assert made.placement("model.layers.0.self_attn.k_norm.weight").dim is None
 

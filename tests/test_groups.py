@@ -76,7 +76,7 @@ def check_part_of_the_world(_):
         with pytest.raises(ValueError, match=r"global rank 2 of this process is not in ranks=\[0, 1, 3"):
             init_parallel(tensor=3, ranks=[0, 1, 3])
         with pytest.raises(RuntimeError, match="parallel groups are not initialized"):
-            shardconv.current_groups()
+            shardconv.distributed.current_groups()
     else:
         with parallel(tensor=3, ranks=[0, 1, 3]) as groups:
             assert names_of(groups.tensor) == [0, 1, 3]

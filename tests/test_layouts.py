@@ -301,7 +301,7 @@ REFUSED = {
     ),
     "experts distributed over ranks": ("mixtral", None, {"experts": "expert"}, "which --experts changes"),
     "a replicated tensor": ("llama", None, {"replicate": ("lm_head.weight",)}, "which --replicate changes"),
-    "another family": ("llama", None, {"family": "llama"}, "which --family changes"),
+    "another family": ("llama", None, {"rules": "llama"}, "which --rules changes"),
     "an unknown layout": ("llama", None, {"layout": "sglang"}, "'sglang' is unknown .*native, dcp, vllm"),
 }  # fmt: skip
 

@@ -209,7 +209,7 @@ def test_code_in_the_checkpoint_is_not_run(ranks, home, tmp_path):
     source = shutil.copytree(source_and_split(home, "llama", 2)[0], tmp_path / "source")
     change_config(source, {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"}})
     (source / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    shardconv.split(source, tmp_path / "split", tp=2, family="llama")
+    shardconv.split(source, tmp_path / "split", tp=2, rules="llama")
     ranks("pairs", check_fails, tmp_path / "split", ["code in the checkpoint \\(evil.Evil, .*--trust-remote-code"])
     assert not (tmp_path / "ran").exists()
 
@@ -245,7 +245,7 @@ def test_code_in_the_checkpoint_that_is_trusted(ranks, home, tmp_path, monkeypat
     auto_map = {"AutoConfig": "code_of_mine.MineConfig", "AutoModelForCausalLM": "code_of_mine.MineForCausalLM"}
     change_config(own, {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": auto_map})
     (own / "code_of_mine.py").write_text(OWN_CODE)
-    shardconv.split(own, tmp_path / "split", tp=2, family="llama")
+    shardconv.split(own, tmp_path / "split", tp=2, rules="llama")
     ranks("pairs", check_own_code, source, tmp_path / "split")
 
 
@@ -340,7 +340,7 @@ def test_own_module(ranks, tmp_path):
     torch.manual_seed(0)
     save_file(Mlp().state_dict(), tmp_path / "mlp.safetensors")
     (tmp_path / "plan.toml").write_text(PLAN)
-    shardconv.split(tmp_path / "mlp.safetensors", tmp_path / "split", tp=2, plan=tmp_path / "plan.toml")
+    shardconv.split(tmp_path / "mlp.safetensors", tmp_path / "split", tp=2, rules=tmp_path / "plan.toml")
     ranks("pairs", check_own, tmp_path / "mlp.safetensors", tmp_path / "split")
 
 

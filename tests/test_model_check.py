@@ -193,7 +193,6 @@ def test_tied_embeddings(llama):
 def test_from_the_library(llama):
     found = shardconv.check_source(llama)
     assert (found.model, found.is_right) == ("LlamaForCausalLM", True)
-    assert shardconv.ModelCheck is type(found)
     rewritten(llama, drop("model.norm.weight"))
     with pytest.raises(shardconv.SourceError, match=r"1 missing: model.norm.weight"):
         shardconv.check_source(llama)
@@ -212,7 +211,7 @@ def test_the_plain_case(llama, tmp_path):
 
 def test_models_that_transformers_does_not_have(llama):
     change_config(llama, {"model_type": "mine"})
-    result = call("split", llama, "--tp", "2", "--check-model", "--family", "llama")
+    result = call("split", llama, "--tp", "2", "--check-model", "--rules", "llama")
     assert (result.code, "(got model_type 'mine'" in result.err) == (1, True)
     with pytest.raises(RunError, match="does not name a model class of transformers"):
         check_model({}, {})

@@ -193,7 +193,7 @@ def verdict(ranks, folder, model_type, text):
     plan.write_text(text)
     model = small(model_class(KIND_OF[model_type], model_type))
     model.save_pretrained(folder / "source")
-    split(folder / "source", folder / "split", tp=2, plan=plan)
+    split(folder / "source", folder / "split", tp=2, rules=plan)
     return compared(ranks, "pair", type(model), folder, PlanRequest(plan_file=(plan.name, text)))
 
 

@@ -592,7 +592,7 @@ def split_of(case: Case, source: Path, split: Path) -> Path:
 
 
 def options_of(case: Case, source: Path) -> list[Any]:
-    return [*case.options, *(["--plan", source.with_name("plan.toml")] if case.has_plan else [])]
+    return [*case.options, *(["--rules", source.with_name("plan.toml")] if case.has_plan else [])]
 
 
 # --- the commands ---------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_scatter_and_gather(ranks, layout, dim):
 def check_groups(axis):
     groups = init_parallel(tensor=2, data=2)
     rank = dist.get_rank()
-    assert groups is shardconv.current_groups()
+    assert groups is shardconv.distributed.current_groups()
     assert (groups.tensor.rank, groups.tensor.size, groups.tensor.ranks) == (rank % 2, 2, ((0, 1), (2, 3))[rank // 2])
     assert (groups.data.rank, groups.data.ranks) == (rank // 2, ((0, 2), (1, 3))[rank % 2])
     assert (groups.pipeline.rank, groups.pipeline.size) == (0, 1)
@@ -116,7 +116,7 @@ def test_groups(ranks):
 def test_one_process_alone():
     """Without torch.distributed all operations are the identity."""
     with pytest.raises(RuntimeError, match=r"call shardconv\.init_parallel"):
-        shardconv.current_groups()
+        shardconv.distributed.current_groups()
     x = torch.randn(3, 4, requires_grad=True)
     for operation in (copy_to_tp, reduce_from_tp, scatter_to_tp, gather_from_tp):
         assert operation(x) is x

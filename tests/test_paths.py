@@ -9,6 +9,7 @@ from command import call
 
 import shardconv
 from shardconv.checkpoint.paths import local_path
+from shardconv.errors import UsageError
 
 URLS = {
     "s3://bucket/out": "aws s3 cp --recursive",
@@ -48,7 +49,7 @@ def made(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("given", [str, Path], ids=["str", "Path"])
 @pytest.mark.parametrize("url", URLS)
 def test_urls_are_refused_with_what_downloads_them(url, given):
-    with pytest.raises(shardconv.UsageError) as caught:
+    with pytest.raises(UsageError) as caught:
         local_path(given(url))
     assert str(caught.value).startswith(f"{url}: " if not url.startswith("file") else "file://")
     assert URLS[url] in str(caught.value)
@@ -67,7 +68,7 @@ S3 = "s3://bucket/x"
     [
         ["split", S3, "--tp", "2"],
         ["split", "{tiny}", "--tp", "2", "-o", S3],
-        ["split", "{tiny}", "--tp", "2", "--plan", S3],
+        ["split", "{tiny}", "--tp", "2", "--rules", S3],
         ["split", "{tiny}", "--tp", "2", "--config", S3],
         ["merge", S3],
         ["merge", "{tiny}-tp2", "-o", S3],
@@ -76,7 +77,7 @@ S3 = "s3://bucket/x"
         ["verify", S3],
         ["verify", "{tiny}-tp2", "--against", S3],
         ["plan", S3],
-        ["plan", "{tiny}", "--plan", S3],
+        ["plan", "{tiny}", "--rules", S3],
         ["plan", "{tiny}", "--config", S3],
         ["plan", S3, "--cost"],
         ["plan", S3, "--prove"],
@@ -101,7 +102,7 @@ def test_every_command_refuses_a_url(made, tmp_path, monkeypatch, arguments):
     [
         lambda tiny, url: shardconv.split(url, tp=2),
         lambda tiny, url: shardconv.split(tiny, url, tp=2),
-        lambda tiny, url: shardconv.split(tiny, tp=2, plan=url),
+        lambda tiny, url: shardconv.split(tiny, tp=2, rules=url),
         lambda tiny, url: shardconv.split(tiny, tp=2, config=url),
         lambda tiny, url: shardconv.merge(url),
         lambda tiny, url: shardconv.merge(f"{tiny}-tp2", url),
@@ -122,7 +123,7 @@ def test_every_command_refuses_a_url(made, tmp_path, monkeypatch, arguments):
 )
 def test_every_function_refuses_a_url(made, tmp_path, monkeypatch, function, url):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(shardconv.UsageError, match="s3://bucket/x: is a URL"):
+    with pytest.raises(UsageError, match="s3://bucket/x: is a URL"):
         function(made / "tiny", url)
     assert list(tmp_path.iterdir()) == []
 

@@ -297,7 +297,7 @@ def is_near(found, expected):
 def check_case(axis, name):
     model, policy = CASES[name]
     before = model.build(SCALE).eval()
-    after = shardconv.convert_model(copy.deepcopy(before), policy=policy, group=axis)
+    after = shardconv.convert_model(copy.deepcopy(before), rules=policy, group=axis)
     expected, found = outputs_of(before, given(name)), outputs_of(after, given(name))
     assert expected.keys() == found.keys()
     assert is_near(found, expected)

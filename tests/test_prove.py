@@ -41,9 +41,9 @@ def test_a_right_plan_is_proven(tmp_path):
     tensors["model.layers.0.extra.weight"] = tensors["model.norm.weight"].clone()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     plan.write_text('[rules]\n"**.extra" = { style = "replicate" }\n')
-    result = call("plan", source, "--plan", plan, "--prove")
+    result = call("plan", source, "--rules", plan, "--prove")
     assert (result.code, "1 unused: model.layers.0.extra.weight" in result.err) == (1, True), result.err
-    result = run("plan", source, "--plan", plan, "--prove", "--no-check-model", "--json")
+    result = run("plan", source, "--rules", plan, "--prove", "--no-check-model", "--json")
     assert result.code == 0, result.err
     report = json.loads(result.out)
     assert (report["is_proven"], report["model"], report["note"]) == (True, "LlamaForCausalLM", "")
@@ -58,7 +58,7 @@ def test_a_wrong_plan_is_not(tmp_path):
     plan.write_text(
         '[units]\npart = {}\n[rules]\n"**.q_proj" = { style = "packed_colwise", parts = ["part", "part"] }\n'
     )
-    result = run("plan", DEMO, "--plan", plan, "--prove", "--tp", "2")
+    result = run("plan", DEMO, "--rules", plan, "--prove", "--tp", "2")
     assert (result.code, "tp 2: DIFFERENT" in result.out, "not proven" in result.out) == (3, True, True), result.err
 
 
@@ -79,10 +79,10 @@ def test_plans_that_are_right_for_small_models_only(ranks, tmp_path, seen_at):
     made = small_model(config)
     made.save_pretrained(tmp_path / "source")
     for tp, layout in {2: "pair", 4: "four"}.items():
-        shardconv.split(tmp_path / "source", tmp_path / "split", tp=tp, plan=plan, overwrite=True)
+        shardconv.split(tmp_path / "source", tmp_path / "split", tp=tp, rules=plan, overwrite=True)
         request = PlanRequest(plan_file=(plan.name, plan.read_text()))
         assert_equal(ranks, type(made), tmp_path, request, layout)
-    report = shardconv.prove(DEMO, plan=plan)
+    report = shardconv.prove(DEMO, rules=plan)
     assert not report.is_proven
     proof = report.proofs[-1]
     assert (proof.tp, proof.output, proof.is_right) == (seen_at, None, False)
@@ -205,8 +205,8 @@ def test_a_proposal_is_right(ranks, tmp_path, model_type):
     more = '"**.experts.*.{gate_proj,up_proj}" = { style = "colwise", optional = true }\n'
     more += '"**.experts.*.down_proj" = { style = "rowwise", optional = true }\n'
     plan = tmp_path / "plan.toml"
-    plan.write_text(result.out.replace("[rules]\n", f"[rules]\n{more}"))
-    shardconv.split(source, tmp_path / "split", tp=2, plan=plan, family=NAMES_FAMILY)
+    plan.write_text(f'inherits = "{NAMES_FAMILY}"\n' + result.out.replace("[rules]\n", f"[rules]\n{more}"))
+    shardconv.split(source, tmp_path / "split", tp=2, rules=plan)
     request = PlanRequest(NAMES_FAMILY, plan_file=(plan.name, plan.read_text()))
     assert_equal(ranks, type(model), tmp_path, request)
 
@@ -222,7 +222,7 @@ def test_a_proposal_as_json():
 def test_plans_of_transformers(ranks, tmp_path, model_type):
     model = small(model_class(CAUSAL, model_type))
     model.save_pretrained(tmp_path / "source")
-    report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=2, family=TRANSFORMERS)
+    report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=2, rules=TRANSFORMERS)
     assert (report.family, "transformers' own plan" in report.assumed[0]) == (TRANSFORMERS, True)
     assert_equal(ranks, type(model), tmp_path, PlanRequest(TRANSFORMERS))
 
@@ -241,7 +241,7 @@ def test_no_plan_of_transformers(tmp_path):
     assert transformers_family("no such type") is None
     small(model_class(CAUSAL, "gpt2")).save_pretrained(tmp_path)
     with pytest.raises(PlanError, match="there is no family 'transformers'"):
-        shardconv.make_plan(tmp_path, tp=2, family=TRANSFORMERS)
+        shardconv.make_plan(tmp_path, tp=2, rules=TRANSFORMERS)
 
 
 def test_what_is_barred_is_no_measure():

@@ -28,7 +28,7 @@ def fp8(path, plan: str, tmp_path, *, rows: int = 256, columns: int = 1024) -> d
     path.write_bytes(safetensors_bytes(header, bytes(end)))
     (tmp_path / "plan.toml").write_text(plan)
     (tmp_path / "fp8.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
-    return {"plan": tmp_path / "plan.toml", "config": tmp_path / "fp8.json"}
+    return {"rules": tmp_path / "plan.toml", "config": tmp_path / "fp8.json"}
 
 
 @pytest.mark.parametrize("pattern", ["down", "down.*"])
@@ -51,9 +51,9 @@ def test_scale_is_sharded_like_its_weight(pattern, tmp_path):
 def test_different_rules_for_a_scale_and_its_weight_are_refused(name, tmp_path):
     source = tmp_path / "m.safetensors"
     options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
-    with pytest.raises(shardconv.PlanError, match="write a rule for their module, 'down'"):
+    with pytest.raises(shardconv.PlanError, match="add a rule for their module, 'down'"):
         shardconv.make_plan(source, tp=2, replicate=(name,), **options)
-    plan = shardconv.make_plan(source, tp=2, replicate="d*n", family="llama", config=options["config"])
+    plan = shardconv.make_plan(source, tp=2, replicate="d*n", rules="llama", config=options["config"])
     assert plan.placement("down.weight").dim is None
 
 
@@ -72,7 +72,7 @@ def test_rule_whose_condition_is_false_matches_no_tensor(checkpoint, tmp_path):
     plan = tmp_path / "plan.toml"
     plan.write_text('[rules]\n"model.layers.*.mlp.down_proj" = { style = "replicate", when = { foo = true } }')
     with pytest.raises(shardconv.PlanError, match="down_proj' matches no tensor"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
 
 
 @pytest.mark.parametrize("tp", [0, -1, 2.0, True, 10**9])
@@ -107,9 +107,7 @@ def test_config_that_describes_one_of_two_towers(tmp_path, config):
     write_weights(tmp_path / "model.safetensors", dict.fromkeys(names, ("BF16", (64, 64))))
     if config is not None:
         write_config(tmp_path, config)
-    with pytest.raises(
-        shardconv.PlanError, match=r"Pass --head-dim, or --plan FILE with rules.*1 is not a multiple of 2"
-    ):
+    with pytest.raises(shardconv.PlanError, match=r"Pass --head-dim, or --rules FILE.*1 is not a multiple of 2"):
         shardconv.make_plan(tmp_path, tp=2)
     plan = shardconv.make_plan(tmp_path, tp=2, head_dim=32)
     assert plan.placement(names[4]).shard_shape((64, 64), 0) == (32, 64)
@@ -120,7 +118,7 @@ def test_patterns_with_unbalanced_braces_are_refused(checkpoint, tmp_path, patte
     plan = tmp_path / "plan.toml"
     plan.write_text(f'[rules]\n"{pattern}" = {{ style = "replicate" }}')
     with pytest.raises(shardconv.PlanError, match=r"braces are unbalanced"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
     with pytest.raises(shardconv.PlanError, match=r"--replicate.*braces are unbalanced"):
         shardconv.make_plan(checkpoint("llama"), tp=2, replicate=[pattern])
 
@@ -130,7 +128,7 @@ def test_very_long_expression_is_refused(checkpoint, tmp_path):
     count = "+".join("1" * 5000)
     plan.write_text(f'[units]\nu = {{ count = "{count}" }}')
     with pytest.raises(shardconv.PlanError, match="is not an expression, or too long"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
 
 
 def test_checkpoint_without_tensors(tmp_path):
@@ -145,7 +143,7 @@ def test_defaults_are_evaluated_once(checkpoint, tmp_path):
     rules = '[units]\nu = { count = "a0" }\n[rules]\n"lm_head" = { style = "colwise", unit = "u" }'
     plan.write_text(f"[config]\n{levels}a200 = 1\n{rules}")
     with pytest.raises(shardconv.PlanError, match="elements; rule 'lm_head'"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
 
 
 def test_segments_of_a_convolution_and_head_counts_by_the_rows_of_another_layer(tmp_path):
@@ -169,7 +167,7 @@ def test_segments_of_a_convolution_and_head_counts_by_the_rows_of_another_layer(
         "layers.*.k_proj" = { style = "colwise", unit = "key", beside = "q_proj" }
         """
     )
-    planned = shardconv.make_plan(tmp_path, tp=4, plan=plan)
+    planned = shardconv.make_plan(tmp_path, tp=4, rules=plan)
     assert [(entry.start, entry.stop) for entry in planned.placement("conv").ranks[1]] == [(1, 2), (6, 8)]
     for layer, size in enumerate((4, 8)):
         assert planned.placement(f"layers.{layer}.q_proj.weight").shard_shape((4 * size, 6), 3) == (size, 6)
@@ -220,13 +218,13 @@ def test_repeated_segments_are_sharded_one_by_one(tmp_path):
     plan = tmp_path / "plan.toml"
     rule = '"w1" = { style = "packed_colwise", parts = ["ffn"], repeats = "ffn.moe.experts" }'
     plan.write_text(f'[units]\nffn = {{ count = "ffn.width" }}\n[rules]\n{rule}')
-    placement = shardconv.make_plan(tmp_path, tp=2, plan=plan).placement("w1")
+    placement = shardconv.make_plan(tmp_path, tp=2, rules=plan).placement("w1")
     assert placement.ranks == (((0, 4), (8, 12), (16, 20)), ((4, 8), (12, 16), (20, 24)))
     with pytest.raises(shardconv.PlanError, match="8 is not a multiple of 3"):
-        shardconv.make_plan(tmp_path, tp=3, plan=plan)
+        shardconv.make_plan(tmp_path, tp=3, rules=plan)
     plan.write_text(plan.read_text().replace("ffn.width", "ffn.height"))
     with pytest.raises(shardconv.PlanError, match=r"config field ffn\.height is missing"):
-        shardconv.make_plan(tmp_path, tp=2, plan=plan)
+        shardconv.make_plan(tmp_path, tp=2, rules=plan)
 
 
 def test_fields_of_nested_configs_have_defaults_and_conditions(tmp_path):
@@ -236,7 +234,7 @@ def test_fields_of_nested_configs_have_defaults_and_conditions(tmp_path):
     whole = '{ style = "replicate", when = { "ffn.kind" = "mlp" }, optional = true }'
     rules = f'"w1" = [{whole}, {{ style = "colwise", unit = "ffn" }}]'
     plan.write_text(f'[config]\n"ffn.width" = 8\n[units]\nffn = {{ count = "ffn.width" }}\n[rules]\n{rules}')
-    assert shardconv.make_plan(tmp_path, tp=2, plan=plan).placement("w1").ranks == (((0, 4),), ((4, 8),))
+    assert shardconv.make_plan(tmp_path, tp=2, rules=plan).placement("w1").ranks == (((0, 4),), ((4, 8),))
 
 
 @pytest.mark.parametrize("expression", ["a.b()", "a[0].b", "(a + b).c", "1 .real", "a..b"])
@@ -244,7 +242,7 @@ def test_invalid_expressions_are_refused(checkpoint, tmp_path, expression):
     plan = tmp_path / "plan.toml"
     plan.write_text(f'[units]\nu = {{ count = "{expression}" }}')
     with pytest.raises(shardconv.PlanError, match="is not an expression"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, plan=plan)
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
 
 
 def test_rule_with_dims_replicates_tensors_with_fewer_dims():

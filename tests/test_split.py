@@ -59,7 +59,7 @@ def test_merge_restores_every_dtype(tmp_path, tp):
     data = write_all_dtypes(source)
     plan = tmp_path / "plan.toml"
     plan.write_text(PLAN)
-    shardconv.split(source, tmp_path / "out", tp=tp, plan=plan, config=quantized(tmp_path))
+    shardconv.split(source, tmp_path / "out", tp=tp, rules=plan, config=quantized(tmp_path))
     assert shardconv.merge(tmp_path / "out", tmp_path / "back.safetensors").is_identical
     assert (tmp_path / "back.safetensors").read_bytes() == data
     assert shardconv.verify(tmp_path / "out", against=source).differences == ()
@@ -88,7 +88,7 @@ def test_boundary_inside_a_byte_is_refused(tmp_path):
     with pytest.raises(
         shardconv.PlanError, match=r"columns\.a: a boundary of F4 would be inside a byte.*Use --tp 1, 3"
     ):
-        shardconv.split(source, tmp_path / "out", tp=2, plan=plan, config=quantized(tmp_path))
+        shardconv.split(source, tmp_path / "out", tp=2, rules=plan, config=quantized(tmp_path))
 
 
 def test_safetensors_reads_rank_files(tmp_path):

@@ -251,6 +251,6 @@ def test_plan_of_a_split_checkpoint(tmp_path):
         ours = call("plan", tmp_path / "split", *tp)
         theirs = call("plan", DATA / "source", *(tp or ["--tp", 2]))
         assert (ours.code, ours.out.splitlines()[1:]) == (0, theirs.out.splitlines()[1:])
-    result = call("plan", tmp_path / "split", "--family", "gpt2")
+    result = call("plan", tmp_path / "split", "--rules", "gpt2")
     assert result.code == 2
-    assert "family cannot change its stored plan" in result.err
+    assert "rules cannot change its stored plan" in result.err

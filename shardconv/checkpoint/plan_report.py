@@ -14,6 +14,7 @@ from shardconv.checkpoint.stored_plan import resolver_of
 from shardconv.errors import UsageError
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.rules import AUTO
 from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, TpSizes
 
 
@@ -140,7 +141,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
 
 #: Defaults of :class:`PlanOptions`.
 _DEFAULTS: dict[str, object] = {
-    "plan": "auto", "family": None, "replicate": (), "head_dim": None, "experts": "tensor", "engine": None,
+    "rules": AUTO, "replicate": (), "head_dim": None, "experts": "tensor", "engine": None,
     "pad": False, "config": None, "follow_links": False, "ignore": (),
 }  # fmt: skip
 

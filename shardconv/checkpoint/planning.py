@@ -1,6 +1,6 @@
 """Plans of checkpoints on disk: options, source and rules."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
@@ -13,6 +13,8 @@ from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
 from shardconv.plan.request import PlanRequest, Resolution, resolve
+from shardconv.plan.resolve import Resolver
+from shardconv.plan.rules import AUTO, Rules, plan_file_of, request_of
 
 #: A path that a user passes.
 StrPath = str | Path
@@ -22,8 +24,7 @@ class PlanOptions(TypedDict, total=False):
     """Options for reading and planning a source.
 
     Attributes:
-        plan: a plan file whose rules take precedence over the family's; "auto" for none.
-        family: the family to use instead of the one for the config.
+        rules: "auto", a family name, a plan file or a Plan: see :data:`~shardconv.plan.rules.Rules`.
         replicate: names or patterns of tensors to replicate.
         head_dim: the head size, if there is no config.
         experts: "tensor" to shard each expert over all ranks, "expert" to distribute the experts over the ranks.
@@ -35,8 +36,7 @@ class PlanOptions(TypedDict, total=False):
         ignore: glob patterns, relative to the folder, of weights and auxiliary files to leave out.
     """
 
-    plan: StrPath
-    family: str | None
+    rules: Rules
     replicate: tuple[str, ...]
     head_dim: int | None
     experts: str
@@ -59,8 +59,7 @@ class PlannedSource(NamedTuple):
 def plan_source(
     src: StrPath | Source,
     *,
-    plan: StrPath = "auto",
-    family: str | None = None,
+    rules: Rules = AUTO,
     replicate: tuple[str, ...] = (),
     head_dim: int | None = None,
     experts: str = "tensor",
@@ -83,12 +82,50 @@ def plan_source(
     else:
         config_path = None if config is None else local_path(config)
         source = open_source(local_path(src), config=config_path, follow_links=follow_links, ignore=as_names(ignore))
-    plan_file = None if plan == "auto" else _read_plan_file(local_path(plan))
-    user_request = PlanRequest(family, plan_file, as_names(replicate), head_dim, experts, engine, pad=int(pad))
-    request = request_for(user_request, layout)
     paths = (source.path, *(file.path for file in source.files), *source.auxiliary_files.values())
-    resolution = resolve(source.specs, with_settings(source), request)
-    return PlannedSource(source, request, resolution, paths if plan_file is None else (*paths, Path(plan)))
+    if isinstance(rules, Plan):
+        options = {
+            "replicate": as_names(replicate), "head_dim": head_dim, "experts": experts, "engine": engine, "pad": pad
+        }  # fmt: skip
+        request, resolution = _resolution_of(rules, source, options)
+        return PlannedSource(source, request_for(request, layout), resolution, paths)
+    if (plan_file := plan_file_of(rules)) is not None:
+        local_path(str(rules))
+        paths = (*paths, plan_file)
+    named = _named(rules)
+    user_request = PlanRequest(
+        named.family, named.plan_file, as_names(replicate), head_dim, experts, engine, pad=int(pad)
+    )
+    request = request_for(user_request, layout)
+    return PlannedSource(source, request, resolve(source.specs, with_settings(source), request), paths)
+
+
+def _named(rules: Rules) -> PlanRequest:
+    """The request for a family or plan file; refuses policies, which apply to modules."""
+    try:
+        return request_of(rules)
+    except TypeError as error:
+        raise UsageError(
+            f"{error}: a policy matches modules by class, which a checkpoint does not have: use it with convert_model, "
+            f"or write its rules to a plan file"
+        ) from error
+
+
+def _resolution_of(plan: Plan, source: Source, options: Mapping[str, object]) -> tuple[PlanRequest, Resolution]:
+    """The request and rules of a plan that a user passes.
+
+    Raises:
+        UsageError: if other options change the plan.
+        PlanError: if the plan does not store its rules, or they give other placements for this source.
+    """
+    if changed := [name for name, value in options.items() if value != getattr(PlanRequest(), name)]:
+        raise UsageError(f"{changed[0]} cannot change a plan (rules is a Plan): make another one with make_plan")
+    if plan.rules is None:
+        raise PlanError("the plan is from a manifest of format 1 or 2, which does not store rules: make it again")
+    resolver = Resolver(source.specs, plan.rules).padded(plan.rules.pad)
+    if (name := plan.first_difference(resolver.plan(plan.tp))) is not None:
+        raise PlanError(f"{name}: the plan was made for another checkpoint, or was changed: make it again")
+    return PlanRequest(engine=plan.rules.engine, pad=plan.rules.pad), Resolution(resolver, plan.assumed)
 
 
 def request_for(request: PlanRequest, layout: str) -> PlanRequest:
@@ -115,7 +152,7 @@ def request_for(request: PlanRequest, layout: str) -> PlanRequest:
 
 #: The fields of a request that change the plan, and their options.
 _PLAN_OPTIONS = {
-    "family": "--family", "plan_file": "--plan", "replicate": "--replicate", "head_dim": "--head-dim",
+    "family": "--rules", "plan_file": "--rules", "replicate": "--replicate", "head_dim": "--head-dim",
     "experts": "--experts", "pad": "--pad",
 }  # fmt: skip
 
@@ -123,15 +160,6 @@ _PLAN_OPTIONS = {
 def as_names(names: str | Sequence[str]) -> tuple[str, ...]:
     """Convert a single name or a sequence of names to a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _read_plan_file(path: Path) -> tuple[str, str]:
-    try:
-        return path.name, path.read_text("utf-8")
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path}: is not UTF-8") from error
 
 
 def make_plan(src: StrPath, *, tp: int, **options: Unpack[PlanOptions]) -> Plan:

@@ -16,7 +16,10 @@ from shardconv.checkpoint.rewrite import Rewrite
 
 @dataclass(frozen=True, slots=True)
 class UnpadReport:
-    """Result of unpadding, or with ``dry_run`` the expected result; attributes as in :class:`~shardconv.PadReport`."""
+    """Result of unpadding, or with ``dry_run`` the expected result.
+
+    The attributes are those of :class:`~shardconv.checkpoint.pad.PadReport`.
+    """
 
     path: str
     num_tensors: int

@@ -56,8 +56,13 @@ def engine_option(default: str) -> Callable[[Command], Command]:
 
 pad_option = click.option("--pad", is_flag=True, help="Pad heads and widths that tp does not divide with zeros.")
 plan_options = together(
-    click.option("--plan", type=PATH, help="TOML or JSON file with rules that are tried before the family's."),
-    click.option("--family", metavar="NAME", help="Use this family instead of that of the config's model_type."),
+    click.option(
+        "--rules",
+        default="auto",
+        metavar="NAME|FILE",
+        help="Use this family, or try the rules of this plan file (TOML or JSON) before the family's. [default: the "
+        "family of the config's model_type]",
+    ),
     click.option("--replicate", metavar="NAME", multiple=True, help="Replicate this tensor. Repeatable."),
     click.option(
         "--head-dim",

@@ -50,7 +50,6 @@ def plan(
     *,
     as_json: bool,
     quiet: bool,
-    plan: Path | None,
     show_all: bool,
     prove: bool,
     propose: bool,
@@ -67,7 +66,7 @@ def plan(
     if src is None or (flags.measure_link and link is None):
         return
     if flags.cost:
-        show_cost(src, console, flags, link, plan=plan or "auto", **options)
+        show_cost(src, console, flags, link, **options)
         return
     checked = check_source(src, options) if check_model and not prove else None
     if propose:
@@ -78,9 +77,9 @@ def plan(
         console.document(propose_plan(src, **reading), tomllib.loads)
         return
     if prove:
-        _prove(src, console, plan=plan or "auto", check_model=check_model is not False, **options)
+        _prove(src, console, check_model=check_model is not False, **options)
         return
-    report = report_plan(src, plan=plan or "auto", **options)
+    report = report_plan(src, **options)
     found = [*notes(report.assumed, report.left_out), *model_notes(checked)]
     console.report(report, _plan_lines(report, found), quiet_warnings=notes(report.assumed, {}))
     if report.tp is not None:

@@ -36,7 +36,6 @@ def split(
     *,
     as_json: bool,
     quiet: bool,
-    plan: Path | None,
     check_model: bool,
     layout: str | None,
     **options: Any,  # noqa: ANN401
@@ -47,7 +46,7 @@ def split(
     console = Console(as_json=as_json, quiet=quiet)
     checked = check_source(src, options) if check_model else None
     with console.progress("split") as progress:
-        report = run(src, output, plan=plan or "auto", layout=layout or "native", progress=progress, **options)
+        report = run(src, output, layout=layout or "native", progress=progress, **options)
     verb = "would be written" if report.dry_run else rate(report.source_bytes, report.seconds)
     warnings = notes(report.assumed, report.left_out)
     console.report(

@@ -5,9 +5,10 @@ Owns how a request becomes rules over the model's tensors. The plan is made from
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from shardconv.plan.policy import Policy
 from shardconv.plan.quantization import check_quantization
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolve import Resolver
+from shardconv.plan.rules import AUTO, Rules, request_of
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_groups import SCALAR
 
@@ -47,7 +49,7 @@ Request = Plan | PlanRequest | tuple[type[Policy], ...]
 
 def convert_model(
     model: ModuleT,
-    policy: str | type[Policy] | Sequence[type[Policy]] = "auto",
+    rules: Rules = AUTO,
     *,
     experts: str = "tensor",
     pad: bool = False,
@@ -65,9 +67,9 @@ def convert_model(
     Args:
         model: a model of transformers, with its values in memory, the same on every rank, or on the meta device; with
             policies, any module.
-        policy: ``auto`` for the family of the model's type, or the name of a family; or a class derived from
-            :class:`~shardconv.Policy`, or several. Parameters that no policy names are then replicated, and their
-            first gradients are compared over the ranks.
+        rules: which rules to use, see :data:`~shardconv.plan.rules.Rules`: "auto", a family name, a plan file, a Plan,
+            or a class derived from :class:`~shardconv.Policy`, or several. Parameters that no policy names are
+            replicated, and their first gradients are compared over the ranks.
         experts: "tensor" to shard each expert over all ranks, "expert" for whole experts on each rank.
         pad: pad heads and widths that do not divide.
         group: see :func:`~shardconv.distributed.as_axis`.
@@ -80,7 +82,7 @@ def convert_model(
             fit the model.
         ValueError: if the class of a module is not supported, or the ranks hold different values. The model is then
             unchanged.
-        TypeError: if ``policy`` is none of those.
+        TypeError: if ``rules`` is none of those.
 
     Example:
         >>> from shardconv import Layer, Policy
@@ -105,20 +107,37 @@ def convert_model(
         )
     """
     config: Any = getattr(model, "config", None)
-    if isinstance(policy, str):
-        request: Request = PlanRequest(None if policy == "auto" else policy, experts=experts, pad=int(pad))
-    elif experts != "tensor":
-        raise ValueError(f"experts = {experts!r} with a policy: name the experts in the policy")
-    elif pad:
-        raise ValueError("pad = True with a policy: only families know heads and their groups")
-    else:
-        request = policies_in(policy)
-    if config is None and isinstance(policy, str):
-        raise ValueError(f"{type(model).__name__} has no config, from which its family would be known")
     axis = as_axis(group)
+    request = _request(rules, axis.size, experts=experts, pad=pad)
+    if config is None and isinstance(request, PlanRequest):
+        raise ValueError(f"{type(model).__name__} does not have a config, which determines its family")
     convert_by(model, config.to_dict() if hasattr(config, "to_dict") else {}, request, axis)
     finish(model, axis)
     return model
+
+
+def _request(rules: Rules, tp: int, *, experts: str, pad: bool) -> Request:
+    """The request for the ``rules`` that a user passes.
+
+    Raises:
+        PlanError: if the plan is for another tensor parallel size or does not store its rules, or the plan file cannot
+            be read.
+        ValueError: if other arguments change a plan or policies.
+    """
+    if isinstance(rules, str | Path):
+        return replace(request_of(rules), experts=experts, pad=int(pad))
+    if experts != "tensor":
+        raise ValueError(f"experts is {experts!r} with a plan or a policy: name the experts in it")
+    if pad:
+        raise ValueError("pad is True with a plan or a policy: make the plan with pad=True; policies do not pad")
+    if not isinstance(rules, Plan):
+        return policies_in(rules)
+    if rules.tp != tp or rules.rules is None:
+        raise PlanError(
+            f"the plan is for {rules.tp} ranks{'' if rules.rules else ', and does not store its rules'} (expected a "
+            f"plan for {tp}): make it with make_plan(..., tp={tp})"
+        )
+    return replace(rules, rules=rules.rules.without_engine())
 
 
 def convert_by(
@@ -191,7 +210,7 @@ def _resolver(
     if resolver.rules.family == NAMES_FAMILY and not resolver.rules.has_plan_file:
         raise PlanError(
             f"no family is known for model type {config.get('model_type')!r}: tensors may be sharded by their names, "
-            f"but the module overrides of such a model are unknown. Pass policy="
+            f"but the module overrides of such a model are unknown. Pass rules="
         )
     return resolver, None
 

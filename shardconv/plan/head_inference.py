@@ -34,7 +34,7 @@ def with_heads(
     if len(towers) > 1:
         config = {field: value for field, value in (config or {}).items() if field not in HEAD_FIELDS}
         cause = f"it may differ between {' and '.join(towers)}"
-        remedy = "--head-dim, or --plan FILE with rules"
+        remedy = "--head-dim, or --rules FILE"
     if head_dim is not None and head_dim < 1:
         raise PlanError(f"--head-dim is {head_dim} (expected at least 1)")
     if head_dim is None and len(towers) < 2 and (inferred := _head_dim_by_shape(tensors)):
@@ -97,5 +97,5 @@ def check_pairs(tensors: Mapping[str, TensorSpec]) -> None:
             if other is not None and other.shape[-1:] != spec.shape[-2:-1]:
                 raise PlanError(
                     f"{name} of shape {list(spec.shape)}: its output features are not the input features of {partner} "
-                    f"of shape {list(other.shape)}, so the names do not determine the sharding: pass --family or --plan"
+                    f"of shape {list(other.shape)}, so the names do not determine the sharding: pass --rules"
                 )

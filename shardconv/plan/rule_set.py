@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NotRequired, Self, TypedDict
 
 from shardconv.plan.config_fields import check_expression, fields_in, lookup
-from shardconv.plan.engines import ENGINE, Engine
+from shardconv.plan.engines import ENGINE, SHARDCONV, Engine
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import NAMES_FAMILY, PLAN_FILE, TRANSFORMERS, Family, units_named
 from shardconv.plan.model_rules import ModelRules
@@ -49,6 +49,7 @@ class RuleSetJson(TypedDict):
     vocab_multiple: NotRequired[int]
     scopes: list[ModelRulesJson]
     pad: NotRequired[int]
+    engine: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +64,7 @@ class RuleSet:
             have to be valid for smaller head sizes, too.
         scale_block: rows and columns of a block with one scale, as in the config.
         vocab_multiple: the vocabulary is padded to a multiple of this before it is sharded.
+        engine: name of the engine whose rules are included; None for shardconv's own runtime.
     """
 
     family: str
@@ -71,6 +73,7 @@ class RuleSet:
     uncertain: str = ""
     scale_block: object = None
     vocab_multiple: int = 1
+    engine: str | None = None
 
     @property
     def pad(self) -> int:
@@ -112,7 +115,8 @@ class RuleSet:
             return replace(model_rules, family=replace(model_rules.family, rules=(*users, *engine_rules, *others)))
 
         models = tuple(map(with_engine, self.without_engine().models))
-        return replace(self, models=models, vocab_multiple=engine.vocab_multiple)
+        name = None if engine is SHARDCONV else engine.name
+        return replace(self, models=models, vocab_multiple=engine.vocab_multiple, engine=name)
 
     def without_engine(self) -> Self:
         """The rules without those of an engine, as shardconv's own runtime uses them."""
@@ -121,7 +125,7 @@ class RuleSet:
             rules = tuple(rule for rule in model_rules.family.rules if not rule.origin.startswith(ENGINE))
             return replace(model_rules, family=replace(model_rules.family, rules=rules))
 
-        return replace(self, models=tuple(map(without_rules, self.models)))
+        return replace(self, models=tuple(map(without_rules, self.models)), engine=None)
 
     def without_overrides(self, blocks: Container[str]) -> Self:
         """The rules without the module overrides of ``blocks``."""
@@ -144,6 +148,8 @@ class RuleSet:
         }
         if self.pad:
             data["pad"] = self.pad
+        if self.engine:
+            data["engine"] = self.engine
         return data
 
     @classmethod
@@ -165,7 +171,10 @@ class RuleSet:
         pad = data.get("pad", 0)
         if type(pad) is not int or not 0 <= pad <= MAX_MULTIPLE:
             raise ValueError(f"pad is {pad!r:.60} (expected an integer from 0 to {MAX_MULTIPLE})")
-        rules = cls(data["family"], models, data["experts"], data["uncertain"], data["scale_block"], multiple)
+        engine = data.get("engine")
+        if engine is not None and not isinstance(engine, str):
+            raise ValueError(f"engine is {engine!r:.60} (expected a name)")
+        rules = cls(data["family"], models, data["experts"], data["uncertain"], data["scale_block"], multiple, engine)
         return rules.with_padding(pad)
 
 

@@ -216,6 +216,6 @@ def _no_rule_message(
     if unused:
         return f"{problem}; rule {unused[0].pattern!r} of {unused[0].origin} matches no tensor: correct its pattern"
     return (
-        f"{problem}: pass --family NAME, or --plan FILE with a rule for it, or --replicate {pattern_for(name)!r} to "
-        f"replicate it"
+        f"{problem}: pass --rules with a family or a plan file that has a rule for it, or --replicate "
+        f"{pattern_for(name)!r} to replicate it"
     )

@@ -112,7 +112,7 @@ class GroupPlanner:
         except PlanError as error:
             if self._rules.family != NAMES_FAMILY or self._rules.has_plan_file:
                 raise
-            raise PlanError(f"{error}. No family is known for this model: pass --family or --plan") from error
+            raise PlanError(f"{error}. No family is known for this model: pass --rules") from error
         return TensorPlan(placement, rule.style, rule.units, Reason(rule.origin, rule.pattern, self._fields_read()))
 
     def padding(self, tp: int) -> tuple[int, int]:
@@ -189,14 +189,14 @@ class GroupPlanner:
         if rule.size is not None and spec.shape[-1:] != (expected := self._fields.evaluate(rule.size),):
             raise PlanError(
                 f"{group.name}: shape {list(spec.shape)} does not end in {rule.size} = {expected}, so rule "
-                f"{rule.pattern!r} is not meant for it: pass --family, or --plan FILE with a rule for it"
+                f"{rule.pattern!r} is not meant for it: pass a family or a plan file with a rule for it as --rules"
             )
         if (dim := group.dim) is None:
             return Placement.replicated(tp)
         if len(spec.shape) > 2 and rule.origin == f"family {NAMES_FAMILY}":
             raise PlanError(
                 f"{group.name} of shape {list(spec.shape)}: its name does not determine which dim to shard: pass "
-                f"--family, or --plan FILE with a rule for it"
+                f"--rules with a family, or with a plan file that has a rule for it"
             )
         names, units, chunks = self._units(spec.shape[dim])
         groups = self._fields.evaluate(rule.groups)
@@ -215,7 +215,7 @@ class GroupPlanner:
         raise PlanError(
             f"{group.name}: dim {dim} has {size} elements; rule {group.rule.pattern!r} of {group.rule.origin}, with "
             f"units {units}, and the config ({read}) expect {expected // chunks}: the config is of "
-            f"another checkpoint, or the family or plan file does not fit: pass --config, --family or another --plan"
+            f"another checkpoint, or the family or plan file does not fit: pass --config or other --rules"
         )
 
     def _units(self, size: int) -> tuple[tuple[str | None, ...], list[Unit], int]:

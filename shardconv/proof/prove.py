@@ -304,7 +304,7 @@ def propose_plan(
     units = _units(proposal.units, family_of(_checked_config(source)))
     blocks = {path: [_mount(path, name, mounts) for name in names] for path, names in proposal.blocks.items()}
     missing = _kinds(name for name in source.specs if covered.match(name) is None)
-    head = [f"# Proposed for {type(model).__name__}; shardconv plan SRC --plan THIS --prove tells whether it is right."]
+    head = [f"# Proposed for {type(model).__name__}; check it with shardconv plan SRC --rules THIS --prove."]
     head += [f"# On disk, and not in memory, so that no rule is proposed: {name}" for name in sorted(missing)]
     return "\n".join([*head, "", to_toml(replace(proposal, units=units, rules=rules, blocks=blocks))])
 
