@@ -18,7 +18,7 @@ import shardconv
 from shardconv import console, exits
 from shardconv.checkpoint.copy import CopyJob
 from shardconv.checkpoint.merge import MergeReport
-from shardconv.checkpoint.planning import PlanReport, TensorReport
+from shardconv.checkpoint.plan_report import PlanReport, TensorReport
 from shardconv.checkpoint.reshard import ReshardReport
 from shardconv.checkpoint.split import SplitReport
 from shardconv.checkpoint.verify import VerifyReport

@@ -10,7 +10,7 @@ from models import MODELS
 from test_policy import LlamaMlpPolicy
 
 import shardconv
-from shardconv.checkpoint.planning import report_plan
+from shardconv.checkpoint.plan_report import report_plan
 from shardconv.errors import UsageError
 
 PLAN_FILE = 'inherits = "llama"\n[rules]\n"lm_head" = { style = "replicate" }\n'
