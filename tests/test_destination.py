@@ -1,6 +1,6 @@
-"""What is at the destination, or comes to it meanwhile: files, folders, links, the source, and other runs.
+"""Destinations that exist, or that appear during a run: files, folders, links, the source, and other runs.
 
-Only a checkpoint is replaced, and only with --overwrite; all else is kept, and one message says why.
+Only a checkpoint is replaced, and only with --overwrite; everything else is kept, with one message.
 """
 
 import errno
@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")
         (put_dangling_link, [], "exists (got a link, expected a folder)"),
     ],
 )
-def test_destination_that_is_kept(job, target, put, options, message):
+def test_existing_destination_is_kept(job, target, put, options, message):
     put(target)
     before = beside(target), contents(target.parent.parent)
     result = job.call(target, *options)
@@ -70,8 +70,8 @@ def test_destination_that_is_kept(job, target, put, options, message):
     ],
 )
 @pytest.mark.parametrize("options", [[], ["--overwrite"]], ids=["", "overwrite"])
-def test_dry_run_for_a_destination_that_overwrite_would_not_replace(job, target, put, message, options):
-    """Then another name is needed, whatever the options."""
+def test_dry_run_refuses_a_destination_that_overwrite_does_not_replace(job, target, put, message, options):
+    """The message asks for another path with any options."""
     put(target)
     before = beside(target), contents(target.parent.parent)
     result = job.call(target, "--dry-run", *options)
@@ -81,7 +81,7 @@ def test_dry_run_for_a_destination_that_overwrite_would_not_replace(job, target,
 
 
 def test_dry_run_for_an_empty_folder(job, target):
-    """It is taken without --overwrite."""
+    """An empty folder does not require --overwrite."""
     target.mkdir()
     result = job.call(target, "--dry-run", "--json")
     assert json.loads(result.out)["destination_exists"] is False
@@ -101,7 +101,7 @@ def test_destination_in_a_file(job, target):
     assert contents(target.parent) == {"file": b"x"}
 
 
-def test_folders_above_the_destination_are_made(job, target):
+def test_parent_folders_are_created(job, target):
     assert job.call(target / "a" / "b").code == 0
     assert contents(target / "a" / "b") == job.expected
 
@@ -120,7 +120,7 @@ def test_overwrite(job, target, put):
     ["NOTES.md", "extra/mine.txt", "other/deep/x", ".hidden", ".ssh/key", "extra/model.safetensors", "pipe", "link"],
 )
 @pytest.mark.parametrize("is_its_own", [False, True], ids=["other", "own"])
-def test_overwrite_keeps_a_folder_with_what_is_no_part_of_a_checkpoint(job, target, name, is_its_own):
+def test_overwrite_keeps_a_folder_with_other_files(job, target, name, is_its_own):
     if is_its_own:
         job.function(job.source, target)
     else:
@@ -147,7 +147,7 @@ def test_overwrite_keeps_a_folder_with_what_is_no_part_of_a_checkpoint(job, targ
 
 
 def test_overwrite_a_split_checkpoint(job, made, target):
-    """Its own auxiliary files may go, whatever they are called; what came to it later may not."""
+    """Auxiliary files in its manifest are replaced; a folder with other files is kept."""
     source = shutil.copytree(made / "source", target.parent.parent / "other")
     (source / "special.txt").write_text("x")
     split(source, target, tp=2)
@@ -179,7 +179,7 @@ def test_overwrite_a_folder_that_cannot_be_read(job, target, monkeypatch):
 @pytest.mark.parametrize(
     ("owner", "name", "after"), [(os, "pwrite", 0), (os, "pwrite", 9), (Path, "rename", 0), (write, "create", 0)]
 )
-def test_overwrite_keeps_the_old_one_when_the_new_fails(job, target, monkeypatch, owner, name, after):
+def test_overwrite_keeps_the_checkpoint_if_the_run_fails(job, target, monkeypatch, owner, name, after):
     put_checkpoint(target)
     before = contents(target.parent)
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), after))
@@ -187,7 +187,7 @@ def test_overwrite_keeps_the_old_one_when_the_new_fails(job, target, monkeypatch
     assert contents(target.parent) == before
 
 
-def test_overwrite_brings_the_old_one_back_when_the_new_cannot_take_its_place(job, target, monkeypatch):
+def test_overwrite_restores_the_checkpoint_if_the_rename_fails(job, target, monkeypatch):
     put_checkpoint(target)
     before = contents(target.parent)
     rename = Path.rename
@@ -202,7 +202,7 @@ def test_overwrite_brings_the_old_one_back_when_the_new_cannot_take_its_place(jo
     assert contents(target.parent) == before
 
 
-def test_overwrite_waits_for_the_disk_before_the_old_one_goes(job, target, monkeypatch):
+def test_overwrite_flushes_the_result_before_it_removes_the_checkpoint(job, target, monkeypatch):
     put_checkpoint(target)
     replaced = target.parent / ".result.partial" / "replaced"
     synced: list[tuple[Path, bool]] = []
@@ -216,14 +216,14 @@ def test_overwrite_waits_for_the_disk_before_the_old_one_goes(job, target, monke
 
 
 def when_all_is_written(monkeypatch, action: Callable[[], object]) -> None:
-    """Do something between the writing and the publishing."""
+    """Call a function after all files are written and before they are published."""
     publish = staging._publish
     monkeypatch.setattr(staging, "_publish", lambda *arguments: (action(), publish(*arguments)))
 
 
 @pytest.mark.parametrize("put", [put_file, put_notes, put_checkpoint, put_link, put_dangling_link])
-def test_destination_that_appears_meanwhile_is_kept(job, target, monkeypatch, put):
-    """Nobody asked for it to be overwritten, and when the run began it was not there."""
+def test_destination_that_appears_during_the_run_is_kept(job, target, monkeypatch, put):
+    """It did not exist when the run began, and --overwrite was not passed."""
     same = target.parent.parent / "same" / "out" / "result"
     same.parent.mkdir(parents=True)
     put(same)
@@ -236,12 +236,12 @@ def test_destination_that_appears_meanwhile_is_kept(job, target, monkeypatch, pu
     assert target.is_symlink() == same.is_symlink()
 
 
-def test_empty_folder_that_appears_meanwhile(job, target, monkeypatch):
+def test_empty_folder_that_appears_during_the_run_is_replaced(job, target, monkeypatch):
     when_all_is_written(monkeypatch, target.mkdir)
     check_done(job.call(target), job, target)
 
 
-def test_overwrite_looks_again_at_what_it_replaces(job, target, monkeypatch):
+def test_overwrite_checks_the_destination_again_before_it_replaces_it(job, target, monkeypatch):
     put_checkpoint(target)
     flush = staging._flush
     monkeypatch.setattr(staging, "_flush", lambda path: (flush(path), (target / "notes.txt").write_text("mine")))
@@ -250,8 +250,8 @@ def test_overwrite_looks_again_at_what_it_replaces(job, target, monkeypatch):
     assert contents(target)["notes.txt"] == b"mine"
 
 
-def test_overwrite_loses_nothing_when_another_takes_the_place(job, target, monkeypatch):
-    """Between its two renames; then both are kept, and a later run does not clear them either."""
+def test_overwrite_keeps_both_if_another_process_writes_the_destination(job, target, monkeypatch):
+    """A file appears between its two renames: both are kept, also by later runs."""
     put_checkpoint(target)
     old = contents(target)
     rename = Path.rename
@@ -278,7 +278,7 @@ def test_overwrite_loses_nothing_when_another_takes_the_place(job, target, monke
         (put_file, "Not a directory"),
     ],
 )
-def test_what_the_user_has_under_the_name_that_is_needed(job, target, put, message):
+def test_user_files_with_the_name_of_the_staging_folder_are_kept(job, target, put, message):
     put(target.parent / ".result.partial")
     before = contents(target.parent)
     result = job.call(target)
@@ -287,8 +287,8 @@ def test_what_the_user_has_under_the_name_that_is_needed(job, target, put, messa
     assert contents(target.parent) == before
 
 
-def test_empty_folder_with_the_name_that_is_needed(job, target):
-    """As a run leaves it that is killed before it sets its marker."""
+def test_empty_folder_with_the_name_of_the_staging_folder_is_used(job, target):
+    """A run that is killed before it writes the marker leaves such a folder."""
     (target.parent / ".result.partial").mkdir()
     check_done(job.call(target), job, target)
 
@@ -307,8 +307,8 @@ def test_destination_in_the_source(job, tmp_path, name, options):
     assert contents(tmp_path) == before
 
 
-def test_destination_that_holds_the_source(job, target):
-    """As it also holds a checkpoint, --overwrite would remove the source with it."""
+def test_destination_that_contains_the_source(job, target):
+    """It also holds a checkpoint, so --overwrite would remove the source."""
     put_checkpoint(target)
     source = shutil.copytree(job.source, target / "source")
     before = contents(target.parent)
@@ -318,7 +318,7 @@ def test_destination_that_holds_the_source(job, target):
     assert contents(target.parent) == before
 
 
-def test_destination_that_holds_what_the_source_links_to(made, target):
+def test_destination_that_contains_the_target_of_a_source_link(made, target):
     source = target.parent / "source"
     shutil.copytree(made / "source", target)
     source.mkdir()
@@ -331,7 +331,7 @@ def test_destination_that_holds_what_the_source_links_to(made, target):
     assert contents(target.parent) == before
 
 
-def test_overwrite_spares_the_plan_file_that_is_read(made, target):
+def test_overwrite_refuses_a_destination_with_the_plan_file(made, target):
     shutil.copytree(made / "split", target)
     (target / "plan.toml").write_text('[rules]\n"lm_head" = { style = "replicate" }')
     result = call("split", made / "source", "--tp", "2", "-o", target, "--rules", target / "plan.toml", "--overwrite")
@@ -419,8 +419,8 @@ def test_file_systems_without_locks(job, target, monkeypatch):
     check_done(job.call(target, "--overwrite"), job, target)
 
 
-def test_the_folder_that_is_worked_in_is_replaced(job, target, monkeypatch):
-    """By someone who takes it for the remains of a killed run, and starts another."""
+def test_staging_folder_that_is_replaced_during_the_run(job, target, monkeypatch):
+    """A user removes it during the run, and starts another run."""
     partial = target.parent / ".result.partial"
     copy = CopyJob.run
 

@@ -1,6 +1,6 @@
-"""Runs that fail: killed, interrupted, out of space, by errors of the system, or over a source that changes.
+"""Runs that fail: killed, interrupted, out of space, with system errors, or with a source that changes.
 
-Each ends in one message and leaves nothing behind; what SIGKILL leaves is cleared by the same command, run again.
+Each prints one message and leaves no files; the files of a run killed by SIGKILL are removed by the next run.
 """
 
 import itertools
@@ -33,7 +33,7 @@ AUDITED = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "ope
 
 
 def kill_before(step: int, folder: Path) -> None:
-    """Have this process killed before its n-th step that changes something on disk."""
+    """Kill this process before its n-th step that changes the disk."""
     steps = itertools.count(1)
 
     def count(event: str, arguments: tuple[Any, ...]) -> None:
@@ -52,7 +52,7 @@ def kill_before(step: int, folder: Path) -> None:
 
 
 def status_of_child(function: Callable[[], int]) -> int:
-    """Run a function in a forked process, which costs far less than to start Python; gives its exit status."""
+    """Run a function in a forked process, which is faster than starting Python; returns its exit status."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # numpy's idle threads do no harm
         pid = os.fork()
@@ -94,7 +94,7 @@ def test_killed_before_every_step(job, target, is_there):
 
 
 def start_slowly(job: Job, target: Path, delay: float) -> subprocess.Popen[str]:
-    """Start a command, and come back when it has been writing for a while."""
+    """Start a command, and return after it has been writing for a while."""
     process = start(*job.arguments, "-o", target, "--threads", "1", patch=SLOW)
     while not list(target.parent.glob(".*.partial/result/*")):
         assert process.poll() is None
@@ -131,7 +131,7 @@ def test_signalled(job, target, number, code, message):
 
 @pytest.fixture
 def mount(tmp_path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a file system of so many bytes, where that is permitted."""
+    """Mounts a file system of a given size, if that is permitted."""
     place = tmp_path / "mounted"
     place.mkdir()
     program = shutil.which("mount")
@@ -147,20 +147,20 @@ def mount(tmp_path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", place], check=True)
 
 
-def test_no_room_and_known_before(job, mount):
+def test_too_little_space_is_found_before_the_copy(job, mount):
     target = mount(40_000)
     check_failed(job.call(target), target, "the disk has too little free space")
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9, 0.999])
-def test_disk_full_and_not_known_before(job, mount, monkeypatch, share):
-    """Others write to the disk, too: the room can go while the copy runs."""
+def test_full_disk_during_the_copy(job, mount, monkeypatch, share):
+    """Other processes may fill the disk while the copy runs."""
     target = mount(int(sum(map(len, job.expected.values())) * share))
     monkeypatch.setattr(staging, "_check_room", lambda *_: None)
     check_failed(job.call(target), target, "the disk is full: free some space (no files were left behind)")
 
 
-def test_files_of_that_size_are_not_allowed(job, target):
+def test_limit_of_file_sizes(job, target):
     patch = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
     check_failed(run(*job.arguments, "-o", target, patch=patch), target, "File too large")
 
@@ -187,7 +187,7 @@ def test_auxiliary_file_that_cannot_be_copied(job, target, monkeypatch):
     check_failed(job.call(target), target, "Input/output error")
 
 
-def test_a_bug_is_one_line_too(job, target, monkeypatch):
+def test_unexpected_error_is_one_line(job, target, monkeypatch):
     def raise_it(*_: Any) -> None:
         raise RuntimeError("boo")
 
@@ -231,14 +231,14 @@ def test_source_that_changes(job, tmp_path, target, monkeypatch, change, message
     assert beside(target) == []
 
 
-def test_part_that_goes_between_the_plan_and_the_copy(made, tmp_path, target, monkeypatch):
+def test_source_file_removed_between_plan_and_copy(made, tmp_path, target, monkeypatch):
     source = shutil.copytree(made / "source", tmp_path / "copy")
     path = source / part_names(2)[1]
     monkeypatch.setattr("shardconv.checkpoint.split.check_disjoint", lambda *_: path.unlink())
     check_failed(call("split", source, "--tp", "2", "-o", target), target, f"{path}: cannot be opened")
 
 
-def test_config_that_changes_between_the_plan_and_the_copy(made, tmp_path, target, monkeypatch):
+def test_config_changed_between_plan_and_copy(made, tmp_path, target, monkeypatch):
     source = shutil.copytree(made / "source", tmp_path / "copy")
     path = source / "config.json"
     monkeypatch.setattr("shardconv.checkpoint.split.check_disjoint", lambda *_: path.write_text("{}"))
@@ -248,21 +248,21 @@ def test_config_that_changes_between_the_plan_and_the_copy(made, tmp_path, targe
 # --- systems that differ --------------------------------------------------------------------------------------------
 
 
-def test_without_the_calls_that_not_every_system_has(job, target, monkeypatch):
+def test_systems_without_optional_calls(job, target, monkeypatch):
     monkeypatch.setattr(fileio, "_preadv", fileio._pread_into)
     monkeypatch.setattr(fileio, "_fadvise", None)
     check_done(job.call(target), job, target)
 
 
 @pytest.mark.parametrize("preadv", [fileio._preadv, fileio._pread_into], ids=["preadv", "pread"])
-def test_reads_and_writes_that_move_a_few_bytes(job, target, monkeypatch, preadv):
+def test_short_reads_and_writes(job, target, monkeypatch, preadv):
     write = os.pwrite
     monkeypatch.setattr(fileio, "_preadv", lambda file, buffers, at: preadv(file, [buffers[0][:97]], at))
     monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:89], at))
     check_done(job.call(target), job, target)
 
 
-def test_full_sync_where_the_system_has_it(tmp_path, monkeypatch):
+def test_full_sync_on_systems_that_have_it(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     calls: list[int] = []
     monkeypatch.setattr(staging.fcntl, "F_FULLFSYNC", 51, raising=False)

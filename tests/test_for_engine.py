@@ -34,7 +34,7 @@ from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 
 @given(st.integers(1, 10_000), st.integers(1, 8))
 def test_vocabulary_is_padded_as_vllm_pads_it(vocabulary, tp):
-    """vLLM 0.32: ``pad_vocab_size`` to a multiple of 64, which then has to divide; a rank has equal rows."""
+    """vLLM 0.32 pads with ``pad_vocab_size`` to a multiple of 64, which tp has to divide; ranks have equal rows."""
     padded = (vocabulary + 63) // 64 * 64
     unit = Unit(vocabulary, pad=True, multiple=64)
     if padded % tp:
@@ -55,7 +55,7 @@ def source(tmp_path_factory):
 
 
 def test_boundaries_of_vllm(source, tmp_path):
-    """The files of ranks have 48 rows each, the reshard is the split, and the merge is the source."""
+    """Rank files have 48 rows each; reshard equals a split, and merge restores the source."""
     shardconv.split(source, tmp_path / "four", tp=4, engine="vllm")
     full = {name: tensor for path in source.glob("*.safetensors") for name, tensor in load_file(path).items()}
     for rank in range(4):
@@ -70,7 +70,7 @@ def test_boundaries_of_vllm(source, tmp_path):
     assert contents(tmp_path / "merged") == contents(source)
 
 
-def test_tp_that_the_engine_cannot_serve(source):
+def test_tp_that_the_engine_does_not_support(source):
     with pytest.raises(
         PlanError, match=r"embed_tokens.weight: 192 \(131 padded to a multiple of 64\) is not a multiple"
     ):
@@ -101,7 +101,7 @@ def norms(tmp_path_factory):
 
 
 def test_norms_over_heads(norms, tmp_path):
-    """Full in a rank file for vLLM, and sharded when shardconv runs it; the outputs are the unsharded model's."""
+    """Replicated in rank files for vLLM, and sharded when shardconv runs them; outputs equal the unsharded model's."""
     shardconv.split(norms, tmp_path / "own", tp=2)
     shardconv.split(norms, tmp_path / "vllm", tp=2, engine="vllm")
     name = "model.layers.0.self_attn.q_norm.weight"
@@ -114,7 +114,7 @@ def test_norms_over_heads(norms, tmp_path):
 
 
 def test_norms_of_a_submodel():
-    """The rules of an engine are those of each submodel's type."""
+    """The rules of an engine apply to the model type of each submodel."""
     text = {"model_type": "gemma4_text", "num_hidden_layers": 1, "hidden_size": 64}
     own = Engine("own", replicated={"gemma4_text": ("**.per_layer_projection",)})
     for config in (text, {"model_type": "gemma4", "text_config": text}):
@@ -135,7 +135,7 @@ def test_rules_of_the_user_come_before_those_of_an_engine(norms, tmp_path):
 
 
 def test_model_type_that_is_not_a_name(source, tmp_path):
-    """As it was before engines had rules for types: planned by the names of tensors."""
+    """A model_type that is not a string is planned by the names of tensors."""
     folder = shutil.copytree(source, tmp_path / "source")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": ["llama"]}))
@@ -154,8 +154,8 @@ def test_reshard_for_an_engine(source, tmp_path):
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("engine", [None, "vllm"])
-def test_readers_give_the_shards(tp, engine, tmp_path):
-    """From a rank file and from the source, also where a row of a shard is wide enough to be read by itself."""
+def test_readers_return_the_shards(tp, engine, tmp_path):
+    """From a rank file and from the source, including shards whose rows are wide enough to be read one by one."""
     config = llama_config(layers=1, hidden=64, intermediate=4096 * tp)
     source = write_checkpoint(tmp_path / "source", parts=2, config=config)
     shardconv.split(source, tmp_path / "split", tp=tp, engine=engine)
@@ -175,7 +175,7 @@ def test_readers_give_the_shards(tp, engine, tmp_path):
 
 
 def test_source_is_read_by_ranges(tmp_path):
-    """Of a row-parallel weight, the rank's columns and no others."""
+    """Of a row parallel weight, only the rank's columns are read."""
     config = llama_config(layers=1, hidden=64, intermediate=8192)
     opened = open_source(write_checkpoint(tmp_path / "source", config=config))
     name = "model.layers.0.mlp.down_proj.weight"
@@ -211,8 +211,8 @@ def flip_last_bit(path):
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_an_engine_does_not_load(source, tmp_path, what):
-    """Before any tensor is given to the engine."""
+def test_engine_refuses_unsupported_checkpoints(source, tmp_path, what):
+    """Before the engine gets any tensor."""
     change, said = REFUSED[what]
     split, other = tmp_path / "split", tmp_path / "other"
     shardconv.split(source, split, tp=2, engine="vllm")
@@ -229,7 +229,7 @@ def test_another_tensor_parallel_size(source, tmp_path):
 
 
 def test_remedies(source, tmp_path):
-    """They differ by what is loaded."""
+    """Remedies in messages differ by the kind of checkpoint."""
     shardconv.split(source, tmp_path / "own", tp=2)
     shardconv.split(source, tmp_path / "vllm", tp=2, engine="vllm")
     own, vllm, full = (

@@ -1,4 +1,4 @@
-"""Rank files: what lies where in them; that the copy engine and safetensors agree with it is tested elsewhere."""
+"""Layout of rank files: their headers and the offsets of shards."""
 
 import json
 
@@ -10,8 +10,8 @@ from shardconv.plan.units import Unit, shard_dim
 HOW = "colwise", (), Reason("test", "*")
 
 
-def test_a_header_for_all_ranks_whose_shards_have_equal_shapes():
-    """Else those of a checkpoint with very many tensors, on many ranks, would take gigabytes."""
+def test_ranks_with_equal_shapes_share_a_header():
+    """Otherwise headers of very many tensors on many ranks would take gigabytes."""
     names = [f"experts.{number}.up.weight" for number in range(50)]
     tensors = dict.fromkeys(names, TensorSpec("F32", (64, 4)))
     plan = Plan(16, "test", dict.fromkeys(names, TensorPlan(shard_dim(0, [Unit(64)], 16), *HOW)))
@@ -19,8 +19,8 @@ def test_a_header_for_all_ranks_whose_shards_have_equal_shapes():
     assert {id(header) for header in layout.headers} == {id(layout.headers[0])}
 
 
-def test_ranks_whose_shards_have_different_shapes():
-    """No rule makes such a placement, and nothing depends on that."""
+def test_ranks_with_different_shapes():
+    """No rule makes such a placement, but the layout supports it."""
     uneven = Placement(0, 5, ((Interval(0, 1),), (Interval(1, 4),), (Interval(4, 5),)))
     tensors = {"a": TensorSpec("F32", (5, 2)), "b": TensorSpec("U8", (3,))}
     plans = {"a": TensorPlan(uneven, *HOW), "b": TensorPlan(Placement.replicated(3), *HOW)}

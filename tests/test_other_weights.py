@@ -1,4 +1,4 @@
-"""Weights in a source's folder that are not part of the checkpoint: left out only if that is known to be right."""
+"""Weights in a source's folder that are not part of the checkpoint, which are left out only if that is safe."""
 
 import ast
 import json
@@ -53,7 +53,7 @@ def refusal(path: Path, **options) -> str:
 
 
 def ignore_options(message: str) -> list[str]:
-    """The patterns of the options in a message, as a shell gives them to the command."""
+    """The patterns of the options in a message, parsed as by a shell."""
     words = shlex.split(message[message.index("--ignore") :].partition(", or pass")[0].partition(" to split")[0])
     assert words[::2] == ["--ignore"] * (len(words) // 2)
     return words[1::2]
@@ -76,7 +76,7 @@ def ignore_options(message: str) -> list[str]:
         "step/[1].pt",
     ],
 )
-def test_weights_of_which_nothing_is_known(folder, name):
+def test_unknown_weights_are_refused(folder, name):
     put(folder, name)
     own = INDEX if (folder / INDEX).exists() else "model.safetensors"
     message = refusal(folder)
@@ -88,8 +88,8 @@ def test_weights_of_which_nothing_is_known(folder, name):
     assert dict(source.specs) == SPECS
 
 
-def test_many_weights(folder):
-    """The message names some, and its options all of them and nothing else."""
+def test_message_for_many_weights(folder):
+    """The message names some of them, and its options match all of them and no other file."""
     names = [f"original/consolidated.{number:02}.pth" for number in range(8)] + ["a.gguf", "sub/b.gguf", "c.h5"]
     for name in names:
         put(folder, name)
@@ -103,13 +103,13 @@ def test_many_weights(folder):
     assert "original/params.json" in source.auxiliary_files
 
 
-def test_options_in_a_message_never_name_files_of_the_checkpoint(folder):
+def test_proposed_options_do_not_match_files_of_the_checkpoint(folder):
     for name in ("a.safetensors", "b.safetensors"):
         write_weights(folder / name, {"x": ("U8", (1,))})
     assert ignore_options(refusal(folder)) == ["a.safetensors", "b.safetensors"]
 
 
-def test_naming_the_index_leaves_out_other_checkpoints(tmp_path):
+def test_index_as_source_leaves_out_other_checkpoints(tmp_path):
     folder = write_checkpoint(tmp_path / "model", parts=3)
     for name in ("model.gguf", "consolidated.safetensors", "original/x.pth"):
         put(folder, name)
@@ -156,7 +156,7 @@ REASON = "duplicate of the checkpoint in another format"
 
 
 def test_index_over_files_of_the_same_tensors(folder, monkeypatch):
-    """Nothing has to be read but the index."""
+    """Only the index is read."""
     monkeypatch.setattr(duplicates, "_list", lambda paths: [] if not paths else pytest.fail("torch is not needed"))
     files = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
     for name in files:
@@ -185,7 +185,7 @@ def test_index_that_is_damaged(folder, text):
 
 
 def test_files_of_the_same_tensors(single):
-    """All of them, or some: there is nothing in the files that the checkpoint does not have."""
+    """Duplicates of all tensors, or of some."""
     held = tensors()
     torch.save(held, single / "pytorch_model.bin")
     del held["lm_head.weight"]
@@ -194,7 +194,7 @@ def test_files_of_the_same_tensors(single):
 
 
 def test_files_of_the_same_tensors_under_an_index_with_a_tied_one(tmp_path):
-    """lm_head is the embedding: safetensors files do not have it, and files of PyTorch's do."""
+    """lm_head is the embedding: files of PyTorch store it, and safetensors files do not."""
     specs = {name: spec for name, spec in SPECS.items() if name != "lm_head.weight"}
     folder = tmp_path / "model"
     folder.mkdir()
@@ -276,7 +276,7 @@ def test_what_is_not_a_regular_file_is_not_opened(single, tmp_path):
 
 
 def test_without_torch(single, monkeypatch):
-    """Then nothing is proven, and the message says why."""
+    """Duplicates are not proven, and the message has the reason."""
     torch.save(tensors(), single / "pytorch_model.bin")
     monkeypatch.setattr(duplicates, "_LISTING", "import a_module_that_is_not_there")
     assert "pytorch_model.bin (torch cannot list it (ModuleNotFoundError: " in refusal(single)
@@ -286,13 +286,13 @@ def test_without_torch(single, monkeypatch):
 
 
 def code_of(message: str) -> list[str]:
-    """The lines of Python at the end of a message; they have to be that."""
+    """The lines of Python code at the end of a message."""
     lines = message.splitlines()[-2:]
     ast.parse("\n".join(lines))
     return lines
 
 
-def test_adapter_beside_a_base_model(folder, tmp_path):
+def test_adapter_next_to_a_base_model(folder, tmp_path):
     put_adapter(folder)
     message = refusal(folder)
     assert "holds a PEFT adapter (adapter_config.json, adapter_model.safetensors) next to the base model" in message
@@ -306,14 +306,14 @@ def test_adapter_beside_a_base_model(folder, tmp_path):
     assert sorted(source.auxiliary_files) == ["config.json", "tokenizer.json"]
 
 
-def test_adapter_that_is_named_by_its_config_alone(single):
-    """transformers looks for the config."""
+def test_adapter_is_identified_by_its_config(single):
+    """transformers applies an adapter if its config exists."""
     (single / "adapter_config.json").write_text("{}")
     assert "holds a PEFT adapter (adapter_config.json) next to the base model" in refusal(single)
 
 
-def test_adapter_beside_an_index_that_is_named(tmp_path):
-    """The index names the weights of the model, and the adapter's config would still go along."""
+def test_adapter_next_to_an_index_as_source(tmp_path):
+    """The index lists the weights of the model, but the adapter's config would be copied."""
     folder = write_checkpoint(tmp_path / "model", parts=3)
     put_adapter(folder)
     assert "holds a PEFT adapter" in refusal(folder / INDEX)
@@ -329,7 +329,7 @@ def test_adapter_beside_an_index_that_is_named(tmp_path):
         ("{", "AutoPeftModel"),
     ],
 )
-def test_lone_adapter(tmp_path, config, kind):
+def test_adapter_without_a_base_model(tmp_path, config, kind):
     folder = tmp_path / "adapter"
     put_adapter(folder)
     put(folder, "optimizer.pt")
@@ -342,7 +342,7 @@ def test_lone_adapter(tmp_path, config, kind):
 
 
 def test_adapter_on_the_command_line(folder, tmp_path, monkeypatch):
-    """The split without it is the split of the base model alone, and both reports name what was left out."""
+    """The split without the adapter equals that of the base model; reports list the files that are left out."""
     monkeypatch.chdir(tmp_path)
     shardconv.split(folder, "expected", tp=2)
     put_adapter(folder)
@@ -405,7 +405,7 @@ def test_ignored_config(folder):
 
 
 @pytest.mark.timeout(20)
-def test_what_is_ignored_is_not_opened(single):
+def test_ignored_files_are_not_opened(single):
     os.mkfifo(single / "pipe")
     (single / "out").symlink_to("/etc/hostname")
     assert sorted(open_source(single, ignore=("pipe", "out")).left_out) == ["out", "pipe"]
@@ -427,7 +427,7 @@ def test_pattern_that_matches_a_file_of_the_checkpoint(tmp_path):
         open_source(folder / INDEX, ignore=("*.index.json",))
 
 
-def test_ignore_is_for_folders(single):
+def test_ignore_requires_a_folder(single):
     with pytest.raises(UsageError, match=r"--ignore 'x': only applies to folders"):
         open_source(single / "model.safetensors", ignore=("x",))
 
@@ -444,14 +444,14 @@ def test_ignore_on_the_command_line(single, tmp_path, monkeypatch, command):
     assert wrong.code == 2
 
 
-def test_a_single_pattern_needs_no_sequence(single, tmp_path):
+def test_ignore_accepts_a_single_pattern(single, tmp_path):
     put(single, "model.gguf")
     assert list(shardconv.split(single, tmp_path / "out", tp=2, ignore="model.gguf").left_out) == ["model.gguf"]
     put(single, "another.h5")
     assert shardconv.verify(tmp_path / "out", against=single, ignore="another.h5").differences == ()
 
 
-def test_proposals_take_the_options_too(single):
+def test_propose_accepts_the_options(single):
     put(single, "model.gguf")
     with pytest.raises(SourceError, match=r"model\.gguf"):
         shardconv.propose_plan(single)
@@ -461,8 +461,8 @@ def test_proposals_take_the_options_too(single):
 # --- verify --against -----------------------------------------------------------------------------------------------
 
 
-def test_verify_knows_what_was_ignored(folder, tmp_path):
-    """By the patterns of the split: files that match them since are no difference either, and others are."""
+def test_verify_uses_the_patterns_of_the_split(folder, tmp_path):
+    """Later files that match them are not differences; other files are."""
     put(folder, "model.gguf")
     put(folder, "notes/a.txt")
     out = tmp_path / "out"
@@ -486,7 +486,7 @@ def test_verify_knows_what_was_ignored(folder, tmp_path):
     assert shardconv.verify(out, against=folder).left_out == {}
 
 
-def test_verify_refuses_what_split_would(single, tmp_path):
+def test_verify_refuses_the_same_sources_as_split(single, tmp_path):
     shardconv.split(single, tmp_path / "out", tp=2)
     put_adapter(single)
     with pytest.raises(SourceError, match="holds a PEFT adapter"):
@@ -500,13 +500,13 @@ def test_verify_against_a_file_after_a_split_that_ignored_something(single, tmp_
     assert report.is_compared
 
 
-def test_verify_takes_patterns_only_for_a_source(single, tmp_path):
+def test_verify_requires_a_source_for_patterns(single, tmp_path):
     shardconv.split(single, tmp_path / "out", tp=2)
     with pytest.raises(UsageError, match="--ignore requires --against"):
         shardconv.verify(tmp_path / "out", ignore=("x",))
 
 
-def test_merge_gives_the_folder_without_what_was_ignored(folder, tmp_path):
+def test_merge_restores_the_folder_without_ignored_files(folder, tmp_path):
     expected = {path.name: path.read_bytes() for path in folder.iterdir()}
     put(folder, "model.gguf")
     shardconv.split(folder, tmp_path / "out", tp=2, ignore=("model.gguf",))
@@ -530,7 +530,7 @@ def test_pytorch_folder(tmp_path):
     assert code_of(refusal(folder)) == code_of(refusal(folder / "pytorch_model.bin")) == expected
 
 
-def test_the_lines_for_a_pytorch_folder_work(tmp_path, monkeypatch):
+def test_proposed_code_for_a_pytorch_folder_works(tmp_path, monkeypatch):
     import transformers  # noqa: PLC0415 - it takes seconds
 
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=8)
@@ -549,7 +549,7 @@ def test_the_lines_for_a_pytorch_folder_work(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "model.pt", "model.pth", "model.ckpt", "pytorch_model.bin"])
-def test_the_lines_for_a_lone_file_work(tmp_path, monkeypatch, name):
+def test_proposed_code_for_a_single_file_works(tmp_path, monkeypatch, name):
     held = {"a.weight": torch.arange(6.0).view(2, 3).T, "b.weight": torch.ones(2)}
     torch.save({**held, "tied": held["b.weight"]}, tmp_path / name)
     monkeypatch.chdir(tmp_path)

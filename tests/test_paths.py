@@ -1,4 +1,4 @@
-"""What is given as a path: local paths, and neither URLs nor names of the Hugging Face Hub."""
+"""Paths of users: local paths are accepted, URLs and names on the Hugging Face Hub are refused."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("given", [str, Path], ids=["str", "Path"])
 @pytest.mark.parametrize("url", URLS)
-def test_urls_are_refused_with_what_downloads_them(url, given):
+def test_urls_are_refused_with_a_download_command(url, given):
     with pytest.raises(UsageError) as caught:
         local_path(given(url))
     assert str(caught.value).startswith(f"{url}: " if not url.startswith("file") else "file://")
@@ -56,7 +56,7 @@ def test_urls_are_refused_with_what_downloads_them(url, given):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_paths_are_paths(path):
+def test_local_paths_are_accepted(path):
     assert local_path(path) == local_path(Path(path)) == Path(path)
 
 

@@ -1,4 +1,4 @@
-"""Quantized checkpoints that nothing describes are refused, by their tensors or by settings beside config.json."""
+"""Quantized checkpoints without quantization_config are refused, by tensors or by settings next to config.json."""
 
 import json
 
@@ -34,7 +34,7 @@ QUANTIZED = {
 
 
 @pytest.mark.parametrize("what", QUANTIZED)
-def test_quantized_tensors_that_no_settings_describe(what):
+def test_quantized_tensors_without_settings_are_refused(what):
     specs = {name: TensorSpec(*spec) for name, spec in QUANTIZED[what].items()}
     with pytest.raises(PlanError, match=r"no quantization_config describes it .*hf_quant_config.json.* pass --config"):
         check_quantization(specs, {"model_type": "llama"})
@@ -65,8 +65,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("file", SETTINGS)
-def test_settings_beside_the_config(tmp_path, file):
-    """Named in the message, for every command that reads a source."""
+def test_settings_next_to_the_config(tmp_path, file):
+    """Every command that reads a source names the file in its message."""
     header, end = {}, 0
     for name, (dtype, shape) in QUANTIZED["fp8 by ModelOpt"].items():
         start, end = end, end + num_bytes(dtype, shape)

@@ -1,4 +1,4 @@
-"""Folders as vLLM's save_sharded_state writes them, made by torch alone: what merge makes of them, and what it refuses.
+"""Folders as saved by vLLM's save_sharded_state, made with torch: merge, verify and reshard, and refused folders.
 
 All comparisons are exact.
 """
@@ -38,7 +38,7 @@ def sources(tmp_path_factory):
 
 
 def heads_of(tensor, tp, rank):
-    """The rows of a rank's KV heads: two heads, which four ranks hold twice."""
+    """The rows of a rank's KV heads, of two in total; four ranks replicate them."""
     head = rank * 2 // tp
     return tensor.unflatten(0, (2, -1))[head : head + max(2 // tp, 1)].flatten(0, 1)
 
@@ -49,7 +49,7 @@ def vocabulary_of(tensor, tp, rank):
 
 
 def state_dict(full, tp, rank):
-    """What a rank of vLLM has of the full tensors, in the order of its modules, without aliases."""
+    """The tensors of a rank of vLLM, in the order of its modules, without aliases."""
     own = {}
     for name, tensor in full.items():
         module, _, leaf = name.rpartition(".")
@@ -73,7 +73,7 @@ def state_dict(full, tp, rank):
 
 
 def save(source, folder, tp, max_size=100_000, full=None):
-    """A folder that vLLM saved, with several files per rank."""
+    """Write a folder as vLLM saves it, with several files per rank."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     for rank in range(tp):
         part, size, number = {}, 0, 0
@@ -120,7 +120,7 @@ def test_one_file_per_rank_and_a_file_as_destination(sources, tmp_path):
 
 
 def test_another_dtype_is_noted(sources, tmp_path):
-    """vLLM served the F32 checkpoint in BF16: that is what it saved, and config.json stays as it is."""
+    """vLLM converted an F32 checkpoint to BF16 and saved that; config.json is unchanged."""
     full = {name: tensor.bfloat16() for name, tensor in read(sources["llama"]).items()}
     folder = save(sources["llama"], tmp_path / "saved", 2, full=full)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
@@ -160,7 +160,7 @@ def test_verify_against_the_source(sources, tmp_path):
 
 
 def test_verify_without_a_source(sources, tmp_path):
-    """It proves nothing but that copies are equal and padding is zero, and reports that."""
+    """Checks, and reports, only that replicas are equal and padding is zero."""
     folder = save(sources["llama"], tmp_path / "saved", 4)
     result = call("verify", folder)
     assert (result.code, "there are no checksums: the checkpoint was saved by vllm" in result.out) == (0, True)
@@ -173,7 +173,7 @@ def test_verify_without_a_source(sources, tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "llama, tied"])
 @pytest.mark.parametrize(("tp", "layout"), [(2, "native"), (2, "vllm"), (4, None)])
 def test_reshard(sources, tmp_path, kind, tp, layout):
-    """The rank files are those of a split of the source."""
+    """The rank files equal those of a split of the source."""
     folder = save(sources[kind], tmp_path / "saved", 4)
     report = shardconv.reshard(folder, tmp_path / "new", tp=tp, layout=layout)
     assert (report.layout, report.old_layout) == (layout or "vllm", "vllm")
@@ -327,7 +327,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refusals(sources, tmp_path, what):
+def test_unsupported_folders_are_refused(sources, tmp_path, what):
     kind, damage, message = REFUSED[what]
     folder = save(sources[kind], tmp_path / "saved", 4)
     damage(folder)
@@ -346,8 +346,8 @@ def test_a_link_out_of_the_folder(sources, tmp_path):
         shardconv.merge(folder, tmp_path / "merged")
 
 
-def test_a_fused_tensor_that_may_be_the_checkpoints_own(tmp_path, monkeypatch):
-    """glm4 stores q, k and v, and phi3 qkv: a family of both does not give the names."""
+def test_fused_tensor_that_the_checkpoint_may_have_is_refused(tmp_path, monkeypatch):
+    """glm4 stores q, k and v, and phi3 stores qkv: a family of both does not determine the names."""
     monkeypatch.setitem(choice._file("vllm")["types"], "phi3", ["attention", "vocabulary"])
     source = Model("phi3", {**DENSE, "vocab_size": 256}).write(tmp_path / "source")
     shardconv.split(source, tmp_path / "saved", tp=2, layout="vllm")
