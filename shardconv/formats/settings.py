@@ -1,0 +1,245 @@
+"""Quantization settings: which format a checkpoint has, and the sizes of its groups, blocks and words.
+
+Settings are ``quantization_config`` of config.json, or one of the files beside it that ``checkpoint/quantization_files``
+reads. Settings that are not understood are refused: a layer that is read with other sizes has wrong values.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from shardconv.errors import PlanError
+from shardconv.formats.format import Format, formats
+
+#: Elements and entries of a block.
+Block = tuple[int, int]
+
+_WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The format of some layers, with its sizes.
+
+    Attributes:
+        format: the format.
+        blocks: name of a block in ``formats.toml`` to its elements and entries; a group of 0 elements is a whole row.
+        strategy: of the scales, a key of :data:`~shardconv.formats.format.SCALE_DIMS`; "" if shapes show it.
+        is_symmetric: whether there are no zero points.
+        targets: names or patterns (``re:``) of layers, or ``Linear`` for all.
+    """
+
+    format: Format
+    blocks: Mapping[str, Block] = field(default_factory=dict)
+    strategy: str = ""
+    is_symmetric: bool = True
+    targets: tuple[str, ...] = ("Linear",)
+
+    def applies_to(self, layer: str) -> bool:
+        """Whether the layer of this name is a target."""
+        return any(target == "Linear" or matches(target, layer) for target in self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The quantization settings of a checkpoint.
+
+    Attributes:
+        method: ``quant_method``.
+        schemes: the formats of its layers, of which the first that applies counts.
+        ignored: names or patterns of layers that are not quantized.
+    """
+
+    method: str
+    schemes: tuple[Scheme, ...]
+    ignored: tuple[str, ...] = ()
+
+
+def matches(target: str, layer: str) -> bool:
+    """Whether a name or pattern of settings matches a layer; ``re:`` begins a regular expression.
+
+    Other names match the layer itself, modules in it, and the end of its name, as the libraries compare them.
+    """
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), layer) is not None
+    return target == layer or layer.endswith(f".{target}") or f".{target}." in f".{layer}."
+
+
+def read_settings(table: Mapping[str, object]) -> Settings:
+    """Read quantization settings.
+
+    Raises:
+        PlanError: if the method, or a value of a setting, is not supported.
+    """
+    method = str(table.get("quant_method", ""))
+    if not method and "config_groups" in table:
+        method = "compressed-tensors"
+    reader = _READERS.get(method.lower())
+    if reader is None:
+        reason = _REFUSED.get(method.lower(), "its format is not known")
+        raise PlanError(
+            f"quantization {method!r:.60} is not supported: {reason} (supported: {', '.join(_READERS)}): split the "
+            f"unquantized checkpoint, or ignore a file with settings that do not apply (--ignore FILE)"
+        )
+    ignored = [*_names(table, "modules_to_not_convert"), *_names(table, "ignored_layers"), *_names(table, "ignore")]
+    return Settings(method, tuple(reader(table)), tuple(ignored))
+
+
+def _gptq(table: Mapping[str, object]) -> Iterator[Scheme]:
+    bits = _choice(table, "bits", (2, 3, 4, 8))
+    _choice(table, "checkpoint_format", ("gptq", "gptq_v2", ""), table.get("format", ""))
+    name = "gptq_act_order" if table.get("desc_act") is True and _group(table)[0] else "gptq"
+    if table.get("dynamic"):
+        raise PlanError("GPTQ with settings per layer (dynamic) is not supported: split the unquantized checkpoint")
+    yield Scheme(formats()[name], {"word": _word(bits), "group": _group(table)}, is_symmetric=False)
+
+
+def _awq(table: Mapping[str, object]) -> Iterator[Scheme]:
+    bits = _choice({"bits": table.get("bits", table.get("w_bit"))}, "bits", (4,))
+    version = str(table.get("version", table.get("format", "gemm"))).lower()
+    if version != "gemm":
+        raise PlanError(f"AWQ version {version!r:.40} is not supported (expected gemm): split the unquantized checkpoint")
+    group = _group({"group_size": table.get("group_size", table.get("q_group_size", 128))})
+    yield Scheme(formats()["awq"], {"word": _word(bits), "group": group}, is_symmetric=False)
+
+
+def _compressed_tensors(table: Mapping[str, object]) -> Iterator[Scheme]:
+    groups = table.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise PlanError("compressed-tensors: config_groups is missing: pass --config FILE with it")
+    for key in ("sparsity_config", "transform_config"):
+        if isinstance(found := table.get(key), Mapping) and found and found.get("format") != "dense":
+            raise PlanError(f"compressed-tensors: {key} is not supported: split the checkpoint without it")
+    for name, group in groups.items():
+        if not isinstance(group, Mapping):
+            raise PlanError(f"compressed-tensors: config_groups.{name} is not a table (got {group!r:.40})")
+        yield _scheme_of_group(str(name), group, str(table.get("format", "")))
+
+
+def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Scheme:
+    weights = group.get("weights")
+    kind = str(group.get("format") or default)
+    if not isinstance(weights, Mapping):
+        raise PlanError(f"compressed-tensors: config_groups.{name} has no weights: it is not supported")
+    if kind not in _COMPRESSED:
+        raise PlanError(f"compressed-tensors: format {kind!r:.40} is not supported (expected {', '.join(_COMPRESSED)})")
+    strategy = {"tensor_group": "group"}.get(str(weights.get("strategy")), str(weights.get("strategy")))
+    blocks: dict[str, Block] = {"pair": (2, 1)}
+    if kind == "pack-quantized":
+        blocks["word"] = _word(_choice(weights, "num_bits", (1, 2, 3, 4, 5, 6, 7, 8)))
+    if strategy == "group":
+        blocks["group"] = (_positive(weights, "group_size"), 1)
+    elif strategy == "block":
+        blocks |= _rows_and_columns(weights.get("block_structure"))
+    elif strategy not in ("tensor", "channel"):
+        raise PlanError(f"compressed-tensors: strategy {strategy!r:.40} of config_groups.{name} is not supported")
+    targets = tuple(_names(group, "targets"))
+    return Scheme(formats()[kind], blocks, strategy, weights.get("symmetric", True) is not False, targets)
+
+
+_COMPRESSED = (
+    "pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+)  # fmt: skip
+
+
+def _fp8(table: Mapping[str, object]) -> Iterator[Scheme]:
+    if (dtype := table.get("expert_dtype", "fp8")) != "fp8":
+        raise PlanError(f"FP8 with experts of {dtype!r:.20} is not supported: split the unquantized checkpoint")
+    size = table.get("weight_block_size")
+    yield Scheme(formats()["fp8"], {} if size is None else _rows_and_columns(size))
+
+
+def _modelopt(table: Mapping[str, object]) -> Iterator[Scheme]:
+    algorithm = str(table.get("quant_algo", "")).upper()
+    if algorithm == "FP8":
+        yield Scheme(formats()["modelopt_fp8"])
+    elif algorithm == "NVFP4":
+        yield Scheme(formats()["modelopt_nvfp4"], {"pair": (2, 1), "group": _group({"group_size": 16, **table})})
+    else:
+        raise PlanError(f"ModelOpt's {algorithm!r:.40} is not supported (expected FP8 or NVFP4)")
+
+
+def _mxfp4(_table: Mapping[str, object]) -> Iterator[Scheme]:
+    yield Scheme(formats()["mxfp4"], {"group": (32, 1)})
+
+
+def _fbgemm(_table: Mapping[str, object]) -> Iterator[Scheme]:
+    yield Scheme(formats()["fbgemm_fp8"])
+
+
+def _bitsandbytes(table: Mapping[str, object]) -> Iterator[Scheme]:
+    if table.get("load_in_8bit") is not True:
+        raise PlanError(
+            "bitsandbytes with 4 bits is not supported: its tensors are flat, and quant_state holds the shape of the "
+            "full weight as text: split the unquantized checkpoint and quantize when it is loaded"
+        )
+    yield Scheme(formats()["bitsandbytes_int8"])
+
+
+_READERS: dict[str, Callable[[Mapping[str, object]], Iterator[Scheme]]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "bitsandbytes": _bitsandbytes,
+}
+
+#: Methods that are known and refused, with the reason.
+_REFUSED = {
+    "torchao": "the header of its files holds the block sizes of full tensors",
+    "hqq": "its tensors are packed over both dims of the weight",
+    "quanto": "its packed tensors interleave the rows of the full weight",
+    "eetq": "its weights are interleaved for the kernels of one GPU",
+    "aqlm": "its codebooks are shared by all rows",
+    "bitnet": "its weights are packed over the rows of the full weight",
+    "auto-round": "its packing depends on a backend that the checkpoint does not name",
+}
+
+
+def _word(bits: int) -> Block:
+    """Elements and entries of the smallest number of full words of 32 bits."""
+    return (_WORD_BITS // bits, 1) if _WORD_BITS % bits == 0 else (_WORD_BITS, bits)
+
+
+def _group(table: Mapping[str, object]) -> Block:
+    """Elements of a group with one scale; 0 for one group over all input features."""
+    size = table.get("group_size", 128)
+    if type(size) is not int or (size < 1 and size != -1):
+        raise PlanError(f"group_size is {size!r:.40} (expected a positive integer or -1)")
+    return (max(size, 0), 1)
+
+
+def _rows_and_columns(value: object) -> dict[str, Block]:
+    sizes = re.split("[x, ]+", value) if isinstance(value, str) else value
+    if not isinstance(sizes, list | tuple) or len(sizes) != 2:
+        raise PlanError(f"block size is {value!r:.40} (expected rows and columns): pass --config FILE with it")
+    rows, columns = (int(size) if isinstance(size, str) and size.isdecimal() else size for size in sizes)
+    if type(rows) is not int or type(columns) is not int or min(rows, columns) < 1:
+        raise PlanError(f"block size is {value!r:.40} (expected two positive integers): pass --config FILE with it")
+    return {"rows": (rows, 1), "columns": (columns, 1)}
+
+
+def _positive(table: Mapping[str, object], key: str) -> int:
+    value = table.get(key)
+    if type(value) is not int or value < 1:
+        raise PlanError(f"quantization_config: {key} is {value!r:.40} (expected a positive integer)")
+    return value
+
+
+def _choice(table: Mapping[str, object], key: str, choices: tuple[int | str, ...], default: object = None) -> int:
+    value = table.get(key, default)
+    if value not in choices or isinstance(value, bool):
+        raise PlanError(f"quantization_config: {key} is {value!r:.40} (expected {', '.join(map(str, choices))})")
+    return value if isinstance(value, int) else 0
+
+
+def _names(table: Mapping[str, object], key: str) -> list[str]:
+    value = table.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise PlanError(f"quantization_config: {key} is {value!r:.60} (expected a list of names)")
+    return value
