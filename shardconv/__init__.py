@@ -65,7 +65,9 @@ if TYPE_CHECKING:
     from shardconv.plan.policy import Layer, Policy
     from shardconv.plan.sizes import BlockedTp, PaddedTp, PaddedUnit, PaddingReport
     from shardconv.proof.model_check import ModelCheck, check_source
-    from shardconv.proof.prove import Proof, ProofReport, propose_plan, prove
+    from shardconv.proof.propose import propose_plan
+    from shardconv.proof.prove import prove
+    from shardconv.proof.report import Proof, ProofReport
     from shardconv.runtime import load
     from shardconv.runtime.estimate import CostReport, estimate_cost
 
@@ -125,7 +127,9 @@ _HOMES = {
     "shardconv.plan.policy": ("Layer", "Policy"),
     "shardconv.plan.sizes": ("BlockedTp", "PaddedTp", "PaddedUnit", "PaddingReport"),
     "shardconv.proof.model_check": ("ModelCheck", "check_source"),
-    "shardconv.proof.prove": ("Proof", "ProofReport", "propose_plan", "prove"),
+    "shardconv.proof.propose": ("propose_plan",),
+    "shardconv.proof.prove": ("prove",),
+    "shardconv.proof.report": ("Proof", "ProofReport"),
     "shardconv.runtime": ("load",),
     "shardconv.runtime.estimate": ("CostReport", "estimate_cost"),
 }

@@ -35,7 +35,7 @@ from shardconv.plan.resolve import Resolver
 from shardconv.plan.rule import Rule, UnitRule
 from shardconv.plan.scope import Scope
 from shardconv.proof.compare import write_reference
-from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT
+from shardconv.proof.report import GRADIENT_LIMIT, OUTPUT_LIMIT
 from shardconv.tensor import as_dtensor
 
 SCALE = 0.3  # so that attention is neither even nor of one token

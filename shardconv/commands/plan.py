@@ -20,7 +20,7 @@ from shardconv.formatting import ranges, size, sizes
 if TYPE_CHECKING:
     from shardconv.checkpoint.planning import PlanReport, TensorReport
     from shardconv.plan.sizes import BlockedTp
-    from shardconv.proof.prove import ProofReport
+    from shardconv.proof.report import ProofReport
 
 
 #: The largest tensor parallel size with padding that is shown to people.
@@ -71,9 +71,9 @@ def plan(
         return
     checked = check_source(src, options) if check_model and not prove else None
     if propose:
-        from shardconv.proof.prove import propose_plan
-
         gc.enable()
+        with ImportPhase():
+            from shardconv.proof.propose import propose_plan
         reading = {name: options[name] for name in ("config", "follow_links", "ignore")}
         console.document(propose_plan(src, **reading), tomllib.loads)
         return
@@ -112,8 +112,10 @@ def _proof_lines(report: "ProofReport") -> list[str]:
         tokens = {True: ", greedy tokens equal", False: ", greedy tokens DIFFERENT", None: ""}[proof.tokens]
         gradients = "" if proof.gradient is None else f", gradients to {proof.gradient:.0e}"
         found = "" if proof.output is None else f"outputs to {proof.output:.0e}{gradients} of the largest{tokens}; "
-        verdict = "right" if proof.is_right else "DIFFERENT" if found else "DOES NOT RUN"
-        lines.append(f"tp {proof.tp}: {verdict}: {found}{proof.cut:.0%} of the bytes of matrices are sharded")
+        verdict = "right" if proof.is_right else "DIFFERENT" if found else "FAILED TO RUN"
+        lines.append(
+            f"tp {proof.tp}: {verdict}: {found}{proof.sharded_fraction:.0%} of the elements of matrices are sharded"
+        )
     return lines
 
 
@@ -122,7 +124,7 @@ def _gaps(report: "ProofReport") -> list[str]:
     lines = list(dict.fromkeys(f"tp {proof.tp}: {proof.note}" for proof in report.proofs if proof.note))
     lines += [report.note] if report.note else []
     lines += [f"not tried: {text}" for text in report.skipped]
-    lines += [f"not reached, as the small model has no such tensor: {name}" for name in report.unreached]
+    lines += [f"not covered, as the small model does not have this tensor: {name}" for name in report.unreached]
     if {proof.tp for proof in report.proofs} - set(report.supported_tp):
         lines.append(f"supported tp of {report.source} itself: {', '.join(map(str, report.supported_tp)) or 'none'}")
     return lines
@@ -131,7 +133,7 @@ def _gaps(report: "ProofReport") -> list[str]:
 def _verdict(report: "ProofReport") -> str:
     tried = ", ".join(str(proof.tp) for proof in report.proofs)
     if report.is_proven:
-        return f"proven for tp {tried}{', except for the tensors that were not reached' if report.unreached else ''}"
+        return f"proven for tp {tried}{', except for the tensors that are not covered' if report.unreached else ''}"
     return "not proven: do not split by this plan" if tried else "neither proven nor refuted: nothing was tried"
 
 
