@@ -11,12 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from shardconv.exits import describe
 from shardconv.formatting import size
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 #: Seconds between two lines of progress where there is no terminal.
 _LINE_SECONDS = 10.0
@@ -47,7 +50,7 @@ class Console:
 
     def report(
         self,
-        report: Any,  # noqa: ANN401 - any report dataclass
+        report: "DataclassInstance",
         lines: Sequence[str],
         *,
         quiet_lines: Sequence[str] = (),
@@ -80,7 +83,7 @@ class Console:
             click.echo(text, nl=False)
             sys.stdout.flush()
 
-    def document(self, text: str, parse: Callable[[str], Any]) -> None:
+    def document(self, text: str, parse: Callable[[str], object]) -> None:
         """Print the text of a file, or as JSON what it holds."""
         click.echo(json.dumps(parse(text)) if self._as_json else text, nl=self._as_json)
 

@@ -3,20 +3,20 @@
 import gc
 import math
 import os
-from collections.abc import MutableMapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
-from shardconv.commands.options import together
+from shardconv.commands.options import PlanFlags, together
 from shardconv.console import Console
 from shardconv.errors import UsageError
 from shardconv.exits import ImportPhase
 from shardconv.formatting import counted, duration, ranges, size
 
 if TYPE_CHECKING:
+    from shardconv.checkpoint.planning import StrPath
     from shardconv.runtime.estimate import CostReport, TpCost, Traffic
     from shardconv.tensor.cost import Link
     from shardconv.tensor.link import LinkReport
@@ -66,11 +66,6 @@ class CostFlags:
     alpha: float | None
     beta: float | None
     measure_link: bool
-
-    @classmethod
-    def taken(cls, options: MutableMapping[str, Any]) -> Self:
-        """Remove them from all options, and return them."""
-        return cls(**{field.name: options.pop(field.name) for field in fields(cls)})
 
     def check(self, src: Path | None, **others: bool) -> None:
         """Refuse options that contradict each other.
@@ -164,7 +159,8 @@ def show_cost(
     link: "Link | None",
     *,
     tp: int | None,
-    **options: Any,  # noqa: ANN401
+    plan: "StrPath",
+    **options: Unpack[PlanFlags],
 ) -> None:
     """Print memory and communication cost.
 
@@ -174,6 +170,7 @@ def show_cost(
         flags: the values of :data:`cost_options`.
         link: the measured link; None for that of ``flags``.
         tp: the tensor parallel size; None for all that are supported.
+        plan: a plan file, or "auto".
         options: of the plan.
     """
     gc.enable()
@@ -187,6 +184,7 @@ def show_cost(
             seq=flags.seq,
             link=link or flags.link,
             progress=progress,
+            plan=plan,
             **options,
         )
     bound = [] if tp else [f"tp: the supported sizes up to {MAX_TP}; --tp N counts another"]

@@ -5,20 +5,20 @@ import re
 import sys
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
 from shardconv.commands.check_source import CHECK_MODEL, check_source
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
 from shardconv.commands.notes import layout_note, model_notes, notes, padding_notes
-from shardconv.commands.options import PATH, output_options, plan_options
+from shardconv.commands.options import PATH, PlanFlags, output_options, plan_options
 from shardconv.console import Console
 from shardconv.exits import ImportPhase
 from shardconv.formatting import ranges, size, sizes
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.planning import PlanReport, TensorReport
+    from shardconv.checkpoint.planning import PlanReport, StrPath, TensorReport
     from shardconv.plan.sizes import BlockedTp
     from shardconv.proof.report import ProofReport
 
@@ -55,32 +55,41 @@ def plan(
     prove: bool,
     propose: bool,
     check_model: bool | None,
-    **options: Any,  # noqa: ANN401
+    tp: int | None,
+    cost: bool,
+    batch: int | None,
+    seq: int | None,
+    alpha: float | None,
+    beta: float | None,
+    measure_link: bool,
+    **options: Unpack[PlanFlags],
 ) -> None:
     """Show how SRC would be sharded, why, and for which tp sizes. Reads headers and config only."""
     from shardconv.checkpoint.planning import report_plan
 
     console = Console(as_json=as_json, quiet=quiet)
-    flags = CostFlags.taken(options)
+    flags = CostFlags(cost, batch, seq, alpha, beta, measure_link)
     flags.check(src, all=show_all, prove=prove, propose=propose, check_model=bool(check_model))
     link = measured_link(console, is_reported=src is None) if flags.measure_link else None
     if src is None or (flags.measure_link and link is None):
         return
     if flags.cost:
-        show_cost(src, console, flags, link, plan=plan or "auto", **options)
+        show_cost(src, console, flags, link, tp=tp, plan=plan or "auto", **options)
         return
     checked = check_source(src, options) if check_model and not prove else None
     if propose:
         gc.enable()
         with ImportPhase():
             from shardconv.proof.propose import propose_plan
-        reading = {name: options[name] for name in ("config", "follow_links", "ignore")}
-        console.document(propose_plan(src, **reading), tomllib.loads)
+        text = propose_plan(
+            src, config=options["config"], follow_links=options["follow_links"], ignore=options["ignore"]
+        )
+        console.document(text, tomllib.loads)
         return
     if prove:
-        _prove(src, console, plan=plan or "auto", check_model=check_model is not False, **options)
+        _prove(src, console, tp=tp, plan=plan or "auto", check_model=check_model is not False, **options)
         return
-    report = report_plan(src, plan=plan or "auto", **options)
+    report = report_plan(src, tp=tp, plan=plan or "auto", **options)
     found = [*notes(report.assumed, report.left_out), *model_notes(checked)]
     console.report(report, _plan_lines(report, found), quiet_warnings=notes(report.assumed, {}))
     if report.tp is not None:
@@ -89,12 +98,20 @@ def plan(
         )
 
 
-def _prove(src: Path, console: Console, *, tp: int | None, **options: Any) -> None:  # noqa: ANN401
+def _prove(
+    src: Path,
+    console: Console,
+    *,
+    tp: int | None,
+    plan: "StrPath",
+    check_model: bool,
+    **options: Unpack[PlanFlags],
+) -> None:
     """Prove the plan. Exits 3 where the sharded model differs from the unsharded one."""
     gc.enable()
     with ImportPhase():
         from shardconv.proof.prove import prove
-    report = prove(src, tps=() if tp is None else (tp,), **options)
+    report = prove(src, tps=() if tp is None else (tp,), plan=plan, check_model=check_model, **options)
     gaps, verdict = _gaps(report), _verdict(report)
     console.report(
         report,
@@ -161,7 +178,7 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
 
 
 def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]:
-    groups: dict[tuple[Any, ...], list[TensorReport]] = {}
+    groups: dict[tuple[str, str, tuple[int, ...], str, str], list[TensorReport]] = {}
     for tensor in report.tensors:
         name = tensor.name if show_all else _LAYER_NUMBER.sub(".*", tensor.name)
         groups.setdefault((name, tensor.dtype, tensor.shape, tensor.placement, tensor.reason), []).append(tensor)
