@@ -1,4 +1,4 @@
-"""``shardconv plan --cost`` and ``--measure-link``: options in, tables out."""
+"""``shardconv plan --cost`` and ``--measure-link``: their options and their output."""
 
 import gc
 import math
@@ -93,7 +93,7 @@ class CostFlags:
 
     @property
     def link(self) -> "Link":
-        """The link of --alpha and --beta, with the defaults of Link for what is not given."""
+        """The link of --alpha and --beta, with the defaults of Link for options that were not passed."""
         from shardconv.tensor.cost import Link
 
         given = {"alpha": self.alpha, "beta": self.beta}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardconv.proof.report import ProofReport
 
 
-#: The largest tensor parallel size with padding that is shown to people.
+#: The largest tensor parallel size with padding in the output without --json.
 _LISTED = 16
 
 #: The number of a layer or expert in a tensor's name, with the dot before it.
@@ -137,7 +137,7 @@ def _proof_lines(report: "ProofReport") -> list[str]:
 
 
 def _gaps(report: "ProofReport") -> list[str]:
-    """What the proofs do not cover."""
+    """Limits of the proofs: sizes that were skipped, smaller heads, and tensors that are not covered."""
     lines = list(dict.fromkeys(f"tp {proof.tp}: {proof.note}" for proof in report.proofs if proof.note))
     lines += [report.note] if report.note else []
     lines += [f"not tried: {text}" for text in report.skipped]

@@ -1,4 +1,4 @@
-"""``shardconv run``: start the ranks, or join them as one, and print what the model generates."""
+"""``shardconv run``: start one process per rank, or run one rank under torchrun, and print the generated text."""
 
 import gc
 import json
@@ -139,7 +139,7 @@ def _run_rank(
 
 
 def _show(report: "RunReport", console: Console, *, is_text: bool, temperature: float) -> None:
-    """Print all but the text of a single prompt, which was printed as it came."""
+    """Print the report, except for the text of a single prompt, which was printed while it was generated."""
     if is_text and len(report.outputs) == 1 and report.first_token_seconds is not None:
         console.report(report, [])
     else:

@@ -14,12 +14,14 @@ class Config(Protocol):
     """A ``PreTrainedConfig``: the fields that all model types have, and others by name."""
 
     model_type: str
+    is_decoder: bool
+    is_encoder_decoder: bool
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, as ``config.json`` has them."""
 
-    def get_text_config(self) -> "Config":
-        """The config of the text submodel; the config itself if there is none."""
+    def get_text_config(self, *, decoder: bool = False) -> "Config":
+        """The config of the text submodel, or of its decoder; the config itself if there is none."""
 
     def __getattr__(self, name: str) -> Any:
         """A field that only some model types have."""
@@ -53,7 +55,7 @@ class Model(nn.Module):
     def _load_pretrained_model(cls, *arguments: object) -> tuple[Any, object]:
         raise NotImplementedError
 
-    def save_pretrained(self, path: object) -> None:
+    def save_pretrained(self, path: object, **options: object) -> None:
         """Write config and weights to a folder."""
 
     def can_generate(self) -> bool:

@@ -5,7 +5,6 @@ Owns the comparison and its messages. Nothing is read but headers and config, an
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
@@ -92,7 +91,7 @@ def check_source(
     return require_model(source.config or {}, source.specs, str(src))
 
 
-def require_model(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], path: str) -> ModelCheck:
+def require_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec], path: str) -> ModelCheck:
     """:func:`check_model`, where differences are an error that names the checkpoint by ``path``.
 
     Raises:
@@ -109,7 +108,7 @@ def require_model(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], pa
     return found
 
 
-def require_padded(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+def require_padded(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> None:
     """Check that transformers takes the config of a padded checkpoint, and that its model has the padded tensors.
 
     Raises:
@@ -130,7 +129,7 @@ def require_padded(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -
         )
 
 
-def check_model(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> ModelCheck:
+def check_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> ModelCheck:
     """Compare tensors with those of the model class that a config names.
 
     Args:
@@ -160,7 +159,7 @@ def check_model(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> M
     )
 
 
-def _without_block_scales(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> list[str]:
+def _without_block_scales(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> list[str]:
     """All names, except those of the scales of fp8 weights where the config says that weights are quantized so."""
     settings = config.get("quantization_config")
     if not isinstance(settings, dict) or settings.get("quant_method") != "fp8":

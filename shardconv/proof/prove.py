@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Unpack
+from typing import Unpack
 
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.source import Source, open_source
@@ -83,7 +83,7 @@ def prove(
     )
 
 
-def require_config(source: Source) -> Mapping[str, Any]:
+def require_config(source: Source) -> Mapping[str, object]:
     """The config of a source, which names the class of the small model.
 
     Raises:

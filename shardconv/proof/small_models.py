@@ -6,7 +6,6 @@ Owns the choice between real and small heads, and the test whether a small model
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from shardconv.errors import RunError
 from shardconv.hf.build import small_model
@@ -35,7 +34,7 @@ def heads_for(tps: Sequence[int]) -> int:
 
 
 def write_small_model(
-    config: Mapping[str, Any], folder: Path, *, heads: int | None = None, has_real_counts: bool = False
+    config: Mapping[str, object], folder: Path, *, heads: int | None = None, has_real_counts: bool = False
 ) -> tuple[Model, str]:
     """Build a small model, save it, run it, and save the results.
 
@@ -79,7 +78,7 @@ def _saved(model: Model, folder: Path) -> Model:
     return model
 
 
-def _smaller_heads(config: Mapping[str, Any], model: Model) -> str:
+def _smaller_heads(config: Mapping[str, object], model: Model) -> str:
     found = head_sizes(model.config.to_dict())
     real = head_sizes(model_class(config).config.to_dict())
     smaller = [
