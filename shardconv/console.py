@@ -21,7 +21,7 @@ from shardconv.formatting import size
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-#: Seconds between two lines of progress where there is no terminal.
+#: Seconds between two lines of progress if stderr is not a terminal.
 _LINE_SECONDS = 10.0
 
 Progress = Callable[[int, int], None]

@@ -75,10 +75,10 @@ def positions_of(placement: Placement, rank: int) -> Tensor:
     """Return the index in a rank's shard of each index of the sharded dim, -1 if not held: [placement.size]."""
     positions = torch.full((placement.size,), -1, device=_CPU)  # engines change the default device
     local = 0
-    for piece in placement.ranks[rank]:
-        if isinstance(piece, Interval):
-            positions[piece.start : piece.stop] = torch.arange(local, local + piece.size, device=_CPU)
-        local += piece.size
+    for interval in placement.ranks[rank]:
+        if isinstance(interval, Interval):  # else padding
+            positions[interval.start : interval.stop] = torch.arange(local, local + interval.size, device=_CPU)
+        local += interval.size
     return positions
 
 

@@ -14,7 +14,7 @@ from shardconv.hf.isolation import isolated
 from shardconv.hf.protocols import Config, Model
 from shardconv.hf.small import SAME, small_fields
 
-#: The most parameters of a small model. One with more has a field that makes it large and is not known.
+#: The most parameters of a small model. A larger one has a config field that small.toml does not cover.
 MAX_NUMEL = 20_000_000
 
 #: Ends of the names of classes that generate text with a decoder.
@@ -85,13 +85,12 @@ def build_small(kind: type[Model], config: Config) -> Model:
 def initialize(model: nn.Module, *, std: float = 0.2) -> None:
     """Set trainable parameters to random values that are large enough for each to affect the outputs.
 
-    Vectors that were about one, as the weights of norms, stay about one. Matrices that are wide in both dims get
-    smaller values, so that activations stay as large as in narrow ones. Running means and variances of batch norms are
-    set, too.
+    Vectors of about one, such as the weights of norms, stay about one. Matrices that are wide in both dims get smaller
+    values, so that activations do not grow with the width. Also sets running means and variances of batch norms.
     """
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        if not parameter.requires_grad:  # computed, as sines are, and not in a checkpoint
+        if not parameter.requires_grad:  # constants such as sinusoidal positions, which checkpoints do not have
             continue
         is_scale = parameter.dim() < 2 and parameter.numel() and parameter.mean() > 0.5
         width = min(parameter.shape[-2:]) if parameter.dim() > 1 else 0

@@ -16,32 +16,32 @@ _COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_h
 _WIDTHS = ("embed_dim", "hidden_size", "d_model", "n_embd", "emb_dim", "dim")
 
 
-def real_heads(config: Mapping[str, object], *, is_whole: bool = True) -> dict[str, object]:
+def real_heads(config: Mapping[str, object], *, is_submodel: bool = False) -> dict[str, object]:
     """The fields that give a small model heads with as many features as the real model has.
 
     A rule can be right for small heads only, such as one with a number in it. If no field sets the size of heads, the
-    whole model gets wider. A submodel keeps its width, as it would not fit the others otherwise, and so its heads stay
-    small; :func:`head_sizes` shows which.
+    model gets wider. A submodel keeps its width, to fit the other submodels, so its heads stay small;
+    :func:`head_sizes` shows which.
 
     Args:
         config: of the real model.
-        is_whole: whether it is the config of the whole model rather than of a submodel.
+        is_submodel: whether it is the config of a submodel.
     """
     numbers = {name: value for name, value in config.items() if type(value) is int}
     own: dict[str, object] = {}
     if any(name in numbers for name in _HEAD_FIELDS):
         kept = [name for name in numbers if _is_like(name, *_HEAD_FIELDS) and not name.startswith("mamba")]
         own = {name: numbers[name] for name in kept}
-    elif is_whole and (size := _head_size(config)):
+    elif not is_submodel and (size := _head_size(config)):
         heads = _first(numbers, _COUNTS)
         count = fields_of_type(config.get("model_type")).get(heads) or small_value(heads, numbers[heads])
         own = {name: size * (count or numbers[heads]) for name in numbers if _is_like(name, "hidden_size")}
         own |= {"head_dim": size} if "head_dim" in config else {}
-    nested = {name: real_heads(value, is_whole=False) for name, value in submodels(config)}
+    nested = {name: real_heads(value, is_submodel=True) for name, value in submodels(config)}
     return own | {name: fields for name, fields in nested.items() if fields}
 
 
-def real_counts(config: Mapping[str, object], head_size: int = 0, *, is_whole: bool = True) -> dict[str, object]:
+def real_counts(config: Mapping[str, object], head_size: int = 0, *, is_submodel: bool = False) -> dict[str, object]:
     """The fields that give a small model as many query and KV heads as the real model has.
 
     The numbers of heads determine which heads are padded. The model gets wider if its width has to be a multiple of the
@@ -51,18 +51,18 @@ def real_counts(config: Mapping[str, object], head_size: int = 0, *, is_whole: b
     Args:
         config: of the real model.
         head_size: features per head if no field sets it; by default that of small models.
-        is_whole: whether it is the config of the whole model rather than of a submodel.
+        is_submodel: whether it is the config of a submodel.
     """
     numbers = {name: value for name, value in config.items() if type(value) is int}
     own: dict[str, object] = {name: numbers[name] for name in numbers if _is_like(name, *_HEADS)}
     heads, width = numbers.get(_first(numbers, _COUNTS), 0), small_value("hidden_size", 0)
     has_head_size = any(name in numbers for name in _HEAD_FIELDS)
-    if not is_whole and heads and width % heads and not has_head_size:
+    if is_submodel and heads and width % heads and not has_head_size:
         own = {}
-    elif is_whole and heads and (not has_head_size or width % heads):
+    elif not is_submodel and heads and (not has_head_size or width % heads):
         size = small_value("head_dim", 0) if has_head_size or not head_size else head_size
         own |= {name: size * heads for name in numbers if _is_like(name, "hidden_size")}
-    nested = {name: real_counts(value, is_whole=False) for name, value in submodels(config)}
+    nested = {name: real_counts(value, is_submodel=True) for name, value in submodels(config)}
     return own | {name: fields for name, fields in nested.items() if fields}
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: The number of heads of most small models.
 HEADS = 4
 
-#: In place of a number of heads: as many as the real model has.
+#: Instead of a number of heads: as many as the real model has.
 SAME = -1
 
 #: The size of the vocabulary of a small model, by ``small.toml``.
@@ -100,7 +100,7 @@ def _field(
     if isinstance(value, Mapping):
         return _small_mapping(config, name, own, tokens, layers)
     if layers and isinstance(value, list) and _is_indices(name, value, _count(config)):
-        return [place for place, layer in enumerate(layers) if layer in value]
+        return [index for index, layer in enumerate(layers) if layer in value]
     if layers and isinstance(value, list) and len(value) == _count(config):
         chosen = [value[layer] for layer in layers]
         return chosen if (small := small_value(name, chosen)) is None else small
@@ -131,7 +131,7 @@ def _small_tokens(config: Mapping[str, object]) -> dict[int, int]:
         for name, value in one.items():
             if isinstance(name, str) and _TOKEN.fullmatch(name) and name not in _TEXT_TOKENS and type(value) is int:
                 large |= {value} if value >= _VOCABULARY else set()
-    return {value: _VOCABULARY - 1 - place for place, value in enumerate(sorted(large))}
+    return {value: _VOCABULARY - 1 - index for index, value in enumerate(sorted(large))}
 
 
 def _count_name(config: Mapping[str, object]) -> str:
@@ -174,15 +174,15 @@ def _layers(config: Mapping[str, object]) -> list[int]:
 
 def _small_per_layer(config: Mapping[str, Any], own: Mapping[str, Any], layers: list[int]) -> dict[int, dict[str, Any]]:
     """Fields of single layers, in the same ratio to those of all layers as in the real model."""
-    places = {layer: place for place, layer in enumerate(layers or range(2))}
+    indices = {layer: index for index, layer in enumerate(layers or range(2))}
     fields: dict[int, dict[str, Any]] = {}
     for key, values in config["per_layer_config"].items():
-        if int(key) in places:
-            of_layer = fields.setdefault(places[int(key)], {})
+        if int(key) in indices:
+            of_layer = fields.setdefault(indices[int(key)], {})
             for name, value in values.items():
-                small, whole = own.get(name, small_value(name, config.get(name))), config.get(name)
-                scales = type(value) is int and type(small) is int and whole
-                of_layer[name] = max(1, small * value // whole) if scales else value
+                small, of_all = own.get(name, small_value(name, config.get(name))), config.get(name)
+                scales = type(value) is int and type(small) is int and of_all
+                of_layer[name] = max(1, small * value // of_all) if scales else value
     return fields
 
 

@@ -46,7 +46,7 @@ def load_shards(
 
     def build(self: Model, *arguments: Any, **options: Any) -> None:
         kind.__init__(self, *arguments, **options)
-        self.__class__ = kind  # which the conversion may change
+        self.__class__ = kind  # the conversion may change it
         convert(self)
 
     model: Model
@@ -108,7 +108,7 @@ def load_unsharded(kind: type[Model], folder: Path, *, unused: Sequence[str] = (
 
 
 def check_report(report: Mapping[str, Any], kind: str, path: Path, unused: Sequence[str] = ()) -> None:
-    """Refuse a model that transformers did not fill with exactly the tensors of a checkpoint.
+    """Refuse a model if its parameters are not exactly the tensors of the checkpoint.
 
     Args:
         report: the loading info of ``from_pretrained``.

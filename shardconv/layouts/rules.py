@@ -121,9 +121,9 @@ class Rule:
 
     def find(self, name: str) -> tuple[int, Match] | None:
         """The index of the first source that a name matches, and the match."""
-        for place, source in enumerate(self.sources):
+        for index, source in enumerate(self.sources):
             if (match := source.match(name)) is not None:
-                return place, match
+                return index, match
         return None
 
     def file_tensor(
@@ -142,9 +142,9 @@ class Rule:
         target = self.target.name(Match(texts, 0))
         count = 1 + max(expert for expert, _ in members)
         expected = list(product(range(count), range(len(self.sources))))
-        for expert, place in expected:
-            if (expert, place) not in members:
-                missing = self.sources[place].name(Match(texts, expert))
+        for expert, index in expected:
+            if (expert, index) not in members:
+                missing = self.sources[index].name(Match(texts, expert))
                 raise PlanError(
                     f"{missing}: is missing (got {next(iter(members.values()))}, expected all members of {target}): "
                     f"{REMEDY}"
@@ -155,7 +155,7 @@ class Rule:
                 f"{target}: the source has {count} experts (expected {config_count!r:.20} by config.json): {REMEDY}"
             )
         stack = count if self.sources[0].is_expert else 0
-        return FileTensor(target, tuple(members[place] for place in expected), stack, self.squeeze)
+        return FileTensor(target, tuple(members[key] for key in expected), stack, self.squeeze)
 
 
 @dataclass(frozen=True, slots=True)

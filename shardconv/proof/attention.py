@@ -50,7 +50,7 @@ _WIDTHS = (
 )
 _SIZES = ("head_dim", "attention_head_size", "d_kv", "key_value_proj_dim", "head_size", "d_head", "dim_head")
 
-#: Names of config fields, likewise.
+#: Names of config fields with the number of heads, the number of KV heads, and the width of the model.
 _HEAD_FIELDS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads",
     "attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",

@@ -25,11 +25,11 @@ def text_inputs(
         return {"decoder_input_ids": random_tokens(model, (BATCH, LENGTH), generator)}
     ids = random_tokens(model, (BATCH, LENGTH), generator)
     kinds = torch.zeros_like(ids)
-    for place, (what, token) in enumerate(_places(model, given)):
-        count = _count(model, what, given)
-        spot = torch.full((BATCH, count), token)
-        ids = torch.cat([ids[:, :2], spot, ids[:, 2:]], dim=1)
-        kinds = torch.cat([kinds[:, :2], torch.full_like(spot, 1 + 2 * place), kinds[:, 2:]], dim=1)
+    for index, (modality, token) in enumerate(_placeholders(model, given)):
+        count = _count(model, modality, given)
+        placeholders = torch.full((BATCH, count), token)
+        ids = torch.cat([ids[:, :2], placeholders, ids[:, 2:]], dim=1)
+        kinds = torch.cat([kinds[:, :2], torch.full_like(placeholders, 1 + 2 * index), kinds[:, 2:]], dim=1)
     text = {"input_ids": ids}
     if given and "mm_token_type_ids" in names:
         text["mm_token_type_ids"] = kinds
@@ -63,25 +63,25 @@ def _special(config: Mapping[str, object]) -> Iterable[int]:
             yield value
 
 
-def _places(model: Model, given: Mapping[str, Tensor]) -> Iterable[tuple[str, int]]:
+def _placeholders(model: Model, given: Mapping[str, Tensor]) -> Iterable[tuple[str, int]]:
     """The kinds of inputs that have placeholder tokens in the text, each with its token."""
-    for what, inputs in (("image", IMAGE_INPUTS), ("audio", AUDIO_INPUTS)):
+    for modality, inputs in (("image", IMAGE_INPUTS), ("audio", AUDIO_INPUTS)):
         if given.keys() & inputs:
-            for name in (f"{what}_token_id", f"{what}_token_index", f"{what}_token"):
+            for name in (f"{modality}_token_id", f"{modality}_token_index", f"{modality}_token"):
                 if type(token := getattr(model.config, name, None)) is int:
-                    yield what, token
+                    yield modality, token
                     break
 
 
 @torch.no_grad()
-def _count(model: Model, what: str, given: Mapping[str, Tensor]) -> int:
+def _count(model: Model, modality: str, given: Mapping[str, Tensor]) -> int:
     """The number of placeholder tokens of an image or recording: that of the features that the model computes."""
-    features = _method(model, f"get_{what}_features")
+    features = _method(model, f"get_{modality}_features")
     if features is None:
         return 0
     takes = inspect.signature(features).parameters
     everything = any(one.kind is one.VAR_KEYWORD for one in takes.values())
-    wanted = IMAGE_INPUTS if what == "image" else AUDIO_INPUTS
+    wanted = IMAGE_INPUTS if modality == "image" else AUDIO_INPUTS
     found = features(**{name: given[name] for name in given if name in takes or (everything and name in wanted)})
     return sum(one.numel() // one.shape[-1] for one in _feature_tensors(found)) // BATCH
 
