@@ -151,7 +151,7 @@ def _verdict(report: "ProofReport") -> str:
     tried = ", ".join(str(proof.tp) for proof in report.proofs)
     if report.is_proven:
         return f"proven for tp {tried}{', except for the tensors that are not covered' if report.unreached else ''}"
-    return "not proven: do not split by this plan" if tried else "neither proven nor refuted: nothing was tried"
+    return "not proven: do not split with this plan" if tried else "not proven: no tensor parallel size was tried"
 
 
 def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
