@@ -18,9 +18,10 @@ def import_transformers(submodule: str = "") -> Any:
         RunError: if transformers is not installed.
     """
     try:
-        return import_module(f"transformers.{submodule}".rstrip("."))
+        import transformers  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
+    return import_module(f"transformers.{submodule}") if submodule else transformers
 
 
 def hide_progress() -> None:
