@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from shardconv.plan.plan import Plan
     from shardconv.plan.policy import Layer, Policy
     from shardconv.proof.model_check import check_source
-    from shardconv.proof.prove import propose_plan, prove
+    from shardconv.proof.propose import propose_plan
+    from shardconv.proof.prove import prove
     from shardconv.runtime import load
     from shardconv.runtime.estimate import estimate_cost
 
@@ -93,7 +94,8 @@ _HOMES = {
     "shardconv.plan.plan": ("Plan",),
     "shardconv.plan.policy": ("Layer", "Policy"),
     "shardconv.proof.model_check": ("check_source",),
-    "shardconv.proof.prove": ("propose_plan", "prove"),
+    "shardconv.proof.propose": ("propose_plan",),
+    "shardconv.proof.prove": ("prove",),
     "shardconv.runtime": ("load",),
     "shardconv.runtime.estimate": ("estimate_cost",),
 }

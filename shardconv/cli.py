@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
@@ -42,7 +42,7 @@ def main() -> NoReturn:
     open_streams()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's linear algebra would start threads that nothing uses
     gc.disable()  # headers and plans are many objects and no cycles; a collection takes as long as the plan itself
-    code: Any = 0
+    code: str | int | None = 0
     try:
         cli.main(prog_name="shardconv", standalone_mode=False)
     except SystemExit as exit_:

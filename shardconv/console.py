@@ -1,7 +1,7 @@
 """Output: results on stdout, everything else on stderr. No other module prints.
 
-Owns the human and the ``--json`` form of reports, and the progress bar. rich is imported only where a terminal shows
-its style. Knows reports as dataclasses only.
+Owns the text and the ``--json`` form of reports, and the progress bar. Imports rich only for tables and for bars on a
+terminal. Reports are dataclasses.
 """
 
 import dataclasses
@@ -11,14 +11,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from shardconv.exits import describe
 from shardconv.formatting import size
 
-#: Seconds between two lines of progress where there is no terminal.
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+#: Seconds between two lines of progress if stderr is not a terminal.
 _LINE_SECONDS = 10.0
 
 Progress = Callable[[int, int], None]
@@ -47,7 +50,7 @@ class Console:
 
     def report(
         self,
-        report: Any,  # noqa: ANN401 - any report dataclass
+        report: "DataclassInstance",
         lines: Sequence[str],
         *,
         quiet_lines: Sequence[str] = (),
@@ -59,7 +62,7 @@ class Console:
             report: the dataclass.
             lines: the result for people.
             quiet_lines: the result with ``quiet``.
-            quiet_warnings: what may be wrong, among ``lines``; with ``quiet`` it is printed on stderr.
+            quiet_warnings: the warnings among ``lines``; with ``quiet`` they are printed on stderr.
         """
         if self._as_json:
             click.echo(json.dumps(dataclasses.asdict(report)))
@@ -70,22 +73,22 @@ class Console:
             self.warn(quiet_warnings)
 
     def warn(self, lines: Sequence[str]) -> None:
-        """Print on stderr what may be wrong; ``quiet`` does not silence it."""
+        """Print warnings on stderr, also with ``quiet``."""
         if lines:
             click.echo("\n".join(lines), err=True)
 
     def stream(self, text: str) -> None:
-        """Print a piece of a result for people, as it comes."""
+        """Print a piece of a result at once, unless the output is JSON."""
         if not self._as_json:
             click.echo(text, nl=False)
             sys.stdout.flush()
 
-    def document(self, text: str, parse: Callable[[str], Any]) -> None:
-        """Print the text of a file, or as JSON what it holds."""
+    def document(self, text: str, parse: Callable[[str], object]) -> None:
+        """Print the text of a file; with ``--json`` its content as JSON."""
         click.echo(json.dumps(parse(text)) if self._as_json else text, nl=self._as_json)
 
     def note(self, lines: Sequence[str]) -> None:
-        """Print figures that belong to no result, for people, on stderr."""
+        """Print measurements and other notes on stderr, except with ``quiet``."""
         if not self._quiet and lines:
             click.echo("\n".join(lines), err=True)
 
@@ -109,8 +112,8 @@ class Console:
         """A callback for progress: a bar on a terminal, a line every ten seconds elsewhere.
 
         Args:
-            what: what is going on, in a word.
-            counts: whether things are counted, and not bytes.
+            what: name of the activity.
+            counts: whether amounts are counts instead of bytes.
         """
         if self._quiet:
             return nullcontext()

@@ -7,7 +7,7 @@
     ├── SplitCheckpointError      1   the split checkpoint is incomplete or its manifest cannot be read
     │   └── IntegrityError        1   checksums or replicated shards differ, or padding is not zero
     ├── OutputError               1   the destination exists, is in use, or has no room
-    └── RunError                  1   wrong number of processes, or a model that cannot be built, filled or run
+    └── RunError                  1   wrong number of processes, or a model that cannot be built, loaded or run
         ├── PeerError             1   another rank failed and reported why
         └── NotHeldError          1   an engine reads elements of a tensor that are not on this rank
 
@@ -51,7 +51,7 @@ class OutputError(ShardconvError):
 
 
 class RunError(ShardconvError):
-    """A model cannot be run: wrong number of processes, or it cannot be built or filled."""
+    """A model cannot be run: wrong number of processes, or it cannot be built or loaded."""
 
 
 class PlanWarning(UserWarning):

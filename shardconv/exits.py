@@ -12,6 +12,7 @@ from types import FrameType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing takes longer to import than the modules above
+    from collections.abc import Callable
     from typing import NoReturn
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -157,7 +158,7 @@ def _exit(number: int, _: FrameType | None) -> None:
         os._exit(code)
 
 
-def _install(handler: object) -> None:
+def _install(handler: "Callable[[int, FrameType | None], object]") -> None:
     for number in _NUMBERS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # a shell lets background jobs ignore SIGINT
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""A rank exits when the process that started it does, for whatever reason. Imports nothing slow."""
+"""Exit a rank when the process that started it exits, for any reason. Imports nothing slow."""
 
 import os
 import threading

@@ -36,7 +36,10 @@ from shardconv.plan.family_file import family_names, load_family
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import Comparison, compare, write_reference
-from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT, PROOF_TPS, REFERENCE, cut_share
+from shardconv.proof.prove import PROOF_TPS
+from shardconv.proof.ranks import sharded_fraction
+from shardconv.proof.report import GRADIENT_LIMIT, OUTPUT_LIMIT
+from shardconv.proof.small_models import REFERENCE
 
 vision.declare_operators()
 
@@ -165,7 +168,7 @@ def default_cut(plain: Any) -> float | None:
     try:
         with torch.device("meta"):
             model = plain(plain.config_class(**default_config(plain.config_class)))
-        return cut_share(specs_in_memory(model), plan_in_memory(model, 2))
+        return sharded_fraction(specs_in_memory(model), plan_in_memory(model, 2))
     except Exception:  # noqa: BLE001 - whatever it was: the small model stands in
         return None
 
@@ -225,7 +228,7 @@ def try_type(
         attention, reasons = attention_kinds(model, plan_in_memory(model, tp))
         if cut is None:
             opened = open_source(source)
-            cut = cut_share(opened.specs, resolve(opened.specs, opened.config, PlanRequest()).resolver.plan(tp))
+            cut = sharded_fraction(opened.specs, resolve(opened.specs, opened.config, PlanRequest()).resolver.plan(tp))
             notes.append("share of the small model")
         try:
             found = worst(run(LAYOUTS[tp], check, type(model).__name__, source, place, PlanRequest(), reference))

@@ -14,7 +14,7 @@ import shardconv
 from shardconv.errors import PlanError
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
-from shardconv.proof.prove import REFERENCE
+from shardconv.proof.small_models import REFERENCE
 
 CAUSAL = "causal language models"
 #: One by one on the hub; packed with biases; packed with shared experts beside them; two names on disk and in memory.

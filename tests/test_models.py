@@ -21,7 +21,8 @@ from shardconv.plan.family_file import family_names, load_family
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import write_reference
-from shardconv.proof.prove import REFERENCE, cut_share
+from shardconv.proof.ranks import sharded_fraction
+from shardconv.proof.small_models import REFERENCE
 
 KIND_OF = {model_type: kind for kind, names in reversed(KINDS.items()) for model_type in names}
 
@@ -56,7 +57,7 @@ def test_eight_ranks(tmp_path):
             opened = open_source(folder / "source")
             plan = resolve(opened.specs, opened.config, PlanRequest()).resolver.plan(8)
             assert any(planned.placement.has_replicas for planned in plan.tensors.values())
-            assert cut_share(opened.specs, plan) > 0.9
+            assert sharded_fraction(opened.specs, plan) > 0.9
             assert compared(eight_ranks, "eight", type(made), folder, PlanRequest()) == "right"
         for model_type in ("mamba2", "swin"):  # which may be cut for more ranks than it has heads
             row = try_type(eight_ranks, tmp_path, KIND_OF[model_type], model_type, [8], at_default_size=False)

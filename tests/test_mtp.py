@@ -17,7 +17,7 @@ from shardconv.plan.family_file import parse_plan_file
 from shardconv.plan.matcher import name_regex
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
-from shardconv.proof.prove import REFERENCE
+from shardconv.proof.small_models import REFERENCE
 
 QWEN = {
     "mtp.fc.weight": 2,

@@ -32,6 +32,8 @@ from shardconv.checkpoint.split import split_by
 from shardconv.errors import ShardconvError
 from shardconv.layouts.layout import NATIVE
 from shardconv.proof import prove
+from shardconv.proof.ranks import SPLIT, sharded_fraction
+from shardconv.proof.small_models import REFERENCE, SMALL
 from shardconv.runtime.run import RunOptions, check_run, run_rank
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
@@ -824,19 +826,20 @@ FOREIGN = re.compile(r"Traceback|internal error|(?m:^(rank \d+: )?\w*(Error|Exce
 def _proofs_on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
     """Run proofs on existing processes, as starting them takes seconds."""
 
-    def proofs(folder: Path, source: Any, plans: Mapping[int, Any], request: Any) -> tuple[prove.Proof, ...]:
+    def proofs(folder: Path, source: Any, plans: Mapping[int, Any], request: Any) -> tuple[shardconv.Proof, ...]:
         made = []
         kind = source.config["architectures"][0]
         for tp, plan in plans.items():
-            place = folder / prove.SPLIT.format(tp=tp)
+            place = folder / SPLIT.format(tp=tp)
             split_by(source, place, plan, request)
-            reference = folder / prove.REFERENCE
-            found = worst(ranks(LAYOUTS[tp], check, kind, folder / prove.SMALL, place, request, reference))
+            reference = folder / REFERENCE
+            found = worst(ranks(LAYOUTS[tp], check, kind, folder / SMALL, place, request, reference))
             output, tokens, gradient, note, _ = (None, None, None, found, None) if isinstance(found, str) else found
-            made.append(prove.Proof(tp, output, tokens, gradient, prove.cut_share(source.specs, plan), note))
+            fraction = sharded_fraction(source.specs, plan)
+            made.append(shardconv.Proof(tp, output, tokens, gradient, fraction, note))
         return tuple(made)
 
-    monkeypatch.setattr(prove, "_proofs", proofs)
+    monkeypatch.setattr(prove, "prove_all", proofs)
 
 
 def pairs() -> list[Any]:

@@ -36,7 +36,7 @@ from shardconv.plan.resolve import Resolver
 from shardconv.plan.rule import Rule, UnitRule
 from shardconv.plan.units import Unit, shard_dim
 from shardconv.proof.compare import write_reference
-from shardconv.proof.prove import GRADIENT_LIMIT, OUTPUT_LIMIT
+from shardconv.proof.report import GRADIENT_LIMIT, OUTPUT_LIMIT
 from shardconv.tensor import as_dtensor
 
 SCALE = 0.3  # so that attention is neither uniform nor on one token

@@ -27,7 +27,8 @@ from shardconv.plan.family_file import expand_family, parse_plan_file
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.transformers_plan import transformers_family
 from shardconv.proof.compare import Reference, _difference, write_reference
-from shardconv.proof.prove import REFERENCE, _heads_for, _model_to_try, _skipped
+from shardconv.proof.prove import _skipped
+from shardconv.proof.small_models import REFERENCE, heads_for, write_small_model
 
 CAUSAL = "causal language models"
 DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
@@ -50,7 +51,9 @@ def test_a_right_plan_is_proven(tmp_path):
     assert report["unreached"] == ["model.layers.*.extra.weight"]
     assert report["supported_tp"][:4] == [1, 2, 4, 8]
     assert [proof["tp"] for proof in report["proofs"]] == [2, 4]
-    assert all(proof["tokens"] and proof["output"] < 1e-4 and proof["cut"] > 0.99 for proof in report["proofs"])
+    assert all(
+        proof["tokens"] and proof["output"] < 1e-4 and proof["sharded_fraction"] > 0.99 for proof in report["proofs"]
+    )
 
 
 def test_a_wrong_plan_is_not(tmp_path):
@@ -86,7 +89,7 @@ def test_plans_that_are_right_for_small_models_only(ranks, tmp_path, seen_at):
     assert not report.is_proven
     proof = report.proofs[-1]
     assert (proof.tp, proof.output, proof.is_right) == (seen_at, None, False)
-    assert re.search(r"does not run: RuntimeError: shape '\[2, 7, -1, 32\]' is invalid", proof.note)
+    assert re.search(r"fails to run: RuntimeError: shape '\[2, 7, -1, 32\]' is invalid", proof.note)
     assert all(other.is_right for other in report.proofs[:-1])
 
 
@@ -94,7 +97,7 @@ def test_heads_that_cannot_be_as_large_are_named(tmp_path):
     """xLSTM's, with its own, would be of a model that is not small."""
     plain = model_class(CAUSAL, "xlstm")
     config = {**default_config(plain.config_class), "architectures": [plain.__name__]}
-    assert _model_to_try(config, tmp_path)[1] == "the small model has heads of 16 features instead of 512"
+    assert write_small_model(config, tmp_path)[1] == "the small model has heads of 16 features instead of 512"
 
 
 def test_nothing_of_the_callers_settings_counts(tmp_path):
@@ -110,7 +113,7 @@ def test_nothing_of_the_callers_settings_counts(tmp_path):
                 settings.enter_context(torch.device("meta"))
                 settings.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(torch.float64)
-            made.append(_model_to_try(config, folder)[0])
+            made.append(write_small_model(config, folder)[0])
         references.append(Reference(*torch.load(folder / REFERENCE)))
     assert (torch.get_rng_state().equal(states[0]), random.getstate() == states[1]) == (True, True)
     assert np.random.get_state()[1].tolist() == states[2]
@@ -153,7 +156,7 @@ def test_a_bare_file_needs_a_config(tmp_path, option):
 )
 def test_a_small_model_has_heads_for_a_tp(tp, heads, kv_heads):
     """Of the same size as else; where no field says it, the model is wider."""
-    count = _heads_for([tp])
+    count = heads_for([tp])
     config = json.loads((DEMO / "config.json").read_text())
     attention = small_model(config, has_real_heads=True, heads=count).model.layers[0].self_attn
     width = 96 if tp == 3 else 64  # which the number of heads has to divide
@@ -267,7 +270,7 @@ def test_with_padding_the_small_model_has_as_many_heads_as_the_source(case, tmp_
     model_type, fields = COUNTS[case]
     kind = model_class("images and text" if "text_config" in fields else CAUSAL, model_type)
     config = {**kind.config_class(**fields).to_dict(), "architectures": [kind.__name__]}
-    small = _model_to_try(config, tmp_path, has_real_counts=True)[0].config.to_dict()
+    small = write_small_model(config, tmp_path, has_real_counts=True)[0].config.to_dict()
     for path, value in fields.items():
         for name, number in value.items() if isinstance(value, dict) else [(path, value)]:
             if "heads" in name:
@@ -283,12 +286,12 @@ def test_other_numbers_of_heads_are_no_proof(tmp_path, monkeypatch):
             raise RunError("it cannot be built")
         return small_model(config, heads=heads, **options)
 
-    monkeypatch.setattr("shardconv.hf.build.small_model", without_counts)
+    monkeypatch.setattr("shardconv.proof.small_models.small_model", without_counts)
     report = shardconv.prove(source, tps=(4, 2), pad=True, check_model=False)
     assert [proof.tp for proof in report.proofs] == [2]
     assert report.skipped == (
-        "tp 4: not tried: which places have padding depends on the numbers of query and KV heads, which are 6/2 in the "
-        "source and none that are padded in the small model",
+        "tp 4: the positions of padding depend on the numbers of query and KV heads, which are 6/2 in the source and "
+        "none that are padded in the small model",
     )
 
 

@@ -130,7 +130,7 @@ def test_row_parallel_tensor_costs_its_shard():
     placement, shards = shard_dim(1, [Unit(6)], 2), []
     lazy, _ = rank_tensor(full, placement, 1)
     shard = take_shard(full, placement, 1).contiguous()
-    lazy._shard.__dict__["read"] = lambda: shards.append(1) or shard
+    lazy.shard.__dict__["read"] = lambda: shards.append(1) or shard
     held = lazy.narrow(1, 3, 3).held()
     assert held.data_ptr() == shard.data_ptr()
     assert torch.equal(held, full[:, 3:])

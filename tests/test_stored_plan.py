@@ -31,7 +31,7 @@ from shardconv.plan.resolve import Resolver
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for
-from shardconv.proof.compare import numbers
+from shardconv.proof.outputs import float_tensors
 
 DATA = Path(__file__).parent / "data"
 
@@ -85,10 +85,10 @@ def check_equal(axis, kind, source, split, families):
     plain = getattr(transformers, kind).from_pretrained(source, dtype=torch.float32).eval()
     inputs = example_inputs(plain)
     with torch.no_grad():
-        expected = numbers(plain(**{name: value.clone() for name, value in inputs.items()}))
+        expected = float_tensors(plain(**{name: value.clone() for name, value in inputs.items()}))
         with installed(families):
             loaded = shardconv.load(split, device="cpu", dtype=torch.float32, group=axis)
-        found = numbers(loaded(**inputs))
+        found = float_tensors(loaded(**inputs))
     for name, value in expected.items():
         assert (found[name] - value).abs().max() <= 1e-4 * value.abs().max(), name
 

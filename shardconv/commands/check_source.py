@@ -2,8 +2,9 @@
 
 import gc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from shardconv.commands.options import SourceFlags
 from shardconv.exits import ImportPhase
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 CHECK_MODEL = "Compare names and shapes of tensors with those of the model class in transformers first."
 
 
-def check_source(src: Path, options: dict[str, Any]) -> "ModelCheck":
+def check_source(src: Path, options: SourceFlags) -> "ModelCheck":
     """Compare a source with the model that its config names; ``options`` are the command's."""
     gc.enable()
     with ImportPhase():

@@ -1,16 +1,15 @@
-"""``shardconv plan --cost`` and ``--measure-link``: options in, tables out."""
+"""``shardconv plan --cost`` and ``--measure-link``: their options and their output."""
 
 import gc
 import math
 import os
-from collections.abc import MutableMapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
-from shardconv.commands.options import together
+from shardconv.commands.options import PlanFlags, together
 from shardconv.console import Console
 from shardconv.errors import UsageError
 from shardconv.exits import ImportPhase
@@ -67,11 +66,6 @@ class CostFlags:
     beta: float | None
     measure_link: bool
 
-    @classmethod
-    def taken(cls, options: MutableMapping[str, Any]) -> Self:
-        """Remove them from all options, and return them."""
-        return cls(**{field.name: options.pop(field.name) for field in fields(cls)})
-
     def check(self, src: Path | None, **others: bool) -> None:
         """Refuse options that contradict each other.
 
@@ -98,7 +92,7 @@ class CostFlags:
 
     @property
     def link(self) -> "Link":
-        """The link of --alpha and --beta, with the defaults of Link for what is not given."""
+        """The link of --alpha and --beta, with the defaults of Link for options that were not passed."""
         from shardconv.tensor.cost import Link
 
         given = {"alpha": self.alpha, "beta": self.beta}
@@ -164,7 +158,7 @@ def show_cost(
     link: "Link | None",
     *,
     tp: int | None,
-    **options: Any,  # noqa: ANN401
+    **options: Unpack[PlanFlags],
 ) -> None:
     """Print memory and communication cost.
 

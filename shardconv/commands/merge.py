@@ -1,12 +1,12 @@
 """``shardconv merge``: write the source of a split checkpoint."""
 
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import click
 
 from shardconv.commands.notes import dry_run_notes
-from shardconv.commands.options import PATH, output_options, write_options
+from shardconv.commands.options import PATH, WriteFlags, output_options, write_options
 from shardconv.console import Console
 from shardconv.formatting import rate, size
 
@@ -18,7 +18,7 @@ from shardconv.formatting import rate, size
 )
 @write_options
 @output_options
-def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
+def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[WriteFlags]) -> None:
     """Merge the split checkpoint DIR into its source, byte for byte.
 
     DIR may also be a folder that vLLM saved with save_sharded_state.

@@ -1,8 +1,9 @@
 """Options of several commands: names, types and help texts."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypedDict, TypeVar
 
 import click
 
@@ -10,7 +11,34 @@ from shardconv.checkpoint.paths import local_path
 from shardconv.layouts.choice import LAYOUTS
 from shardconv.plan.engines import ENGINES, SHARDCONV
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Command = TypeVar("Command", bound=Callable[..., object])
+
+
+class SourceFlags(TypedDict):
+    """Values of the options with which a source is read."""
+
+    config: Path | None
+    follow_links: bool
+    ignore: tuple[str, ...]
+
+
+class PlanFlags(SourceFlags):
+    """Values of :data:`plan_options`."""
+
+    rules: str
+    replicate: tuple[str, ...]
+    head_dim: int | None
+    experts: str
+    engine: str | None
+    pad: bool
+
+
+class WriteFlags(TypedDict):
+    """Values of :data:`write_options`."""
+
+    overwrite: bool
+    dry_run: bool
+    threads: int | None
 
 
 def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -27,9 +55,11 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 class _LocalPath(click.Path):
     """A path that is not a URL."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
         """Check the text before it becomes a Path, which would drop a slash of a URL."""
-        return super().convert(local_path(value), param, ctx)
+        return super().convert(local_path(os.fspath(value)), param, ctx)
 
 
 PATH = _LocalPath(path_type=Path)

@@ -3,12 +3,12 @@
 import gc
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
 from shardconv.commands.notes import dry_run_notes, notes, padding_notes
-from shardconv.commands.options import PATH, ignore_option, output_options, write_options
+from shardconv.commands.options import PATH, WriteFlags, ignore_option, output_options, write_options
 from shardconv.console import Console
 from shardconv.exits import ImportPhase
 from shardconv.formatting import rate, size
@@ -55,7 +55,9 @@ def pad(
     as_json: bool,
     quiet: bool,
     check_model: bool,
-    **options: Any,  # noqa: ANN401
+    follow_links: bool,
+    ignore: tuple[str, ...],
+    **options: Unpack[WriteFlags],
 ) -> None:
     """Pad the Hugging Face checkpoint SRC with zeros and change its config, for engines that read such checkpoints.
 
@@ -67,7 +69,17 @@ def pad(
     console = Console(as_json=as_json, quiet=quiet)
     with console.progress("pad") as progress:
         tp, vocab_multiple = multiples
-        report = run(src, output, tp=tp, vocab_multiple=vocab_multiple, check=check, progress=progress, **options)
+        report = run(
+            src,
+            output,
+            tp=tp,
+            vocab_multiple=vocab_multiple,
+            check=check,
+            follow_links=follow_links,
+            ignore=ignore,
+            progress=progress,
+            **options,
+        )
     verb = "would be written" if report.dry_run else rate(report.source_bytes, report.seconds)
     changes = [f"{one.field} from {one.before} to {one.after}" for one in report.config if one.before is not None]
     added = [f"{one.field} = {one.after}" for one in report.config if one.before is None]
@@ -98,7 +110,7 @@ def _check() -> "Check":
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="Folder to write. [default: NAME-unpadded here]")
 @write_options
 @output_options
-def unpad(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
+def unpad(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[WriteFlags]) -> None:
     """Restore the checkpoint that shardconv pad read to write DIR, byte for byte."""
     from shardconv.checkpoint.unpad import unpad as run
 

@@ -5,14 +5,14 @@ import re
 import sys
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
 from shardconv.commands.check_source import CHECK_MODEL, check_source
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
 from shardconv.commands.notes import layout_note, model_notes, notes, padding_notes
-from shardconv.commands.options import PATH, output_options, plan_options
+from shardconv.commands.options import PATH, PlanFlags, output_options, plan_options
 from shardconv.console import Console
 from shardconv.exits import ImportPhase
 from shardconv.formatting import ranges, size, sizes
@@ -20,10 +20,10 @@ from shardconv.formatting import ranges, size, sizes
 if TYPE_CHECKING:
     from shardconv.checkpoint.plan_report import PlanReport, TensorReport
     from shardconv.plan.tp_sizes import BlockedTp
-    from shardconv.proof.prove import ProofReport
+    from shardconv.proof.report import ProofReport
 
 
-#: The largest tensor parallel size with padding that is shown to people.
+#: The largest tensor parallel size with padding in the output without --json.
 _LISTED = 16
 
 #: The number of a layer or expert in a tensor's name, with the dot before it.
@@ -54,32 +54,41 @@ def plan(
     prove: bool,
     propose: bool,
     check_model: bool | None,
-    **options: Any,  # noqa: ANN401
+    tp: int | None,
+    cost: bool,
+    batch: int | None,
+    seq: int | None,
+    alpha: float | None,
+    beta: float | None,
+    measure_link: bool,
+    **options: Unpack[PlanFlags],
 ) -> None:
     """Show how SRC would be sharded, why, and for which tp sizes. Reads headers and config only."""
     from shardconv.checkpoint.plan_report import report_plan
 
     console = Console(as_json=as_json, quiet=quiet)
-    flags = CostFlags.taken(options)
+    flags = CostFlags(cost, batch, seq, alpha, beta, measure_link)
     flags.check(src, all=show_all, prove=prove, propose=propose, check_model=bool(check_model))
     link = measured_link(console, is_reported=src is None) if flags.measure_link else None
     if src is None or (flags.measure_link and link is None):
         return
     if flags.cost:
-        show_cost(src, console, flags, link, **options)
+        show_cost(src, console, flags, link, tp=tp, **options)
         return
     checked = check_source(src, options) if check_model and not prove else None
     if propose:
-        from shardconv.proof.prove import propose_plan
-
         gc.enable()
-        reading = {name: options[name] for name in ("config", "follow_links", "ignore")}
-        console.document(propose_plan(src, **reading), tomllib.loads)
+        with ImportPhase():
+            from shardconv.proof.propose import propose_plan
+        text = propose_plan(
+            src, config=options["config"], follow_links=options["follow_links"], ignore=options["ignore"]
+        )
+        console.document(text, tomllib.loads)
         return
     if prove:
-        _prove(src, console, check_model=check_model is not False, **options)
+        _prove(src, console, tp=tp, check_model=check_model is not False, **options)
         return
-    report = report_plan(src, **options)
+    report = report_plan(src, tp=tp, **options)
     found = [*notes(report.assumed, report.left_out), *model_notes(checked)]
     console.report(report, _plan_lines(report, found), quiet_warnings=notes(report.assumed, {}))
     if report.tp is not None:
@@ -88,12 +97,19 @@ def plan(
         )
 
 
-def _prove(src: Path, console: Console, *, tp: int | None, **options: Any) -> None:  # noqa: ANN401
+def _prove(
+    src: Path,
+    console: Console,
+    *,
+    tp: int | None,
+    check_model: bool,
+    **options: Unpack[PlanFlags],
+) -> None:
     """Prove the plan. Exits 3 where the sharded model differs from the unsharded one."""
     gc.enable()
     with ImportPhase():
         from shardconv.proof.prove import prove
-    report = prove(src, tps=() if tp is None else (tp,), **options)
+    report = prove(src, tps=() if tp is None else (tp,), check_model=check_model, **options)
     gaps, verdict = _gaps(report), _verdict(report)
     console.report(
         report,
@@ -111,17 +127,19 @@ def _proof_lines(report: "ProofReport") -> list[str]:
         tokens = {True: ", greedy tokens equal", False: ", greedy tokens DIFFERENT", None: ""}[proof.tokens]
         gradients = "" if proof.gradient is None else f", gradients to {proof.gradient:.0e}"
         found = "" if proof.output is None else f"outputs to {proof.output:.0e}{gradients} of the largest{tokens}; "
-        verdict = "right" if proof.is_right else "DIFFERENT" if found else "DOES NOT RUN"
-        lines.append(f"tp {proof.tp}: {verdict}: {found}{proof.cut:.0%} of the bytes of matrices are sharded")
+        verdict = "right" if proof.is_right else "DIFFERENT" if found else "FAILED TO RUN"
+        lines.append(
+            f"tp {proof.tp}: {verdict}: {found}{proof.sharded_fraction:.0%} of the elements of matrices are sharded"
+        )
     return lines
 
 
 def _gaps(report: "ProofReport") -> list[str]:
-    """What the proofs do not cover."""
+    """Limits of the proofs: sizes that were skipped, smaller heads, and tensors that are not covered."""
     lines = list(dict.fromkeys(f"tp {proof.tp}: {proof.note}" for proof in report.proofs if proof.note))
     lines += [report.note] if report.note else []
     lines += [f"not tried: {text}" for text in report.skipped]
-    lines += [f"not reached, as the small model has no such tensor: {name}" for name in report.unreached]
+    lines += [f"not covered, as the small model does not have this tensor: {name}" for name in report.unreached]
     if {proof.tp for proof in report.proofs} - set(report.supported_tp):
         lines.append(f"supported tp of {report.source} itself: {', '.join(map(str, report.supported_tp)) or 'none'}")
     return lines
@@ -130,8 +148,8 @@ def _gaps(report: "ProofReport") -> list[str]:
 def _verdict(report: "ProofReport") -> str:
     tried = ", ".join(str(proof.tp) for proof in report.proofs)
     if report.is_proven:
-        return f"proven for tp {tried}{', except for the tensors that were not reached' if report.unreached else ''}"
-    return "not proven: do not split by this plan" if tried else "neither proven nor refuted: nothing was tried"
+        return f"proven for tp {tried}{', except for the tensors that are not covered' if report.unreached else ''}"
+    return "not proven: do not split with this plan" if tried else "not proven: no tensor parallel size was tried"
 
 
 def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
@@ -158,7 +176,7 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
 
 
 def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]:
-    groups: dict[tuple[Any, ...], list[TensorReport]] = {}
+    groups: dict[tuple[str, str, tuple[int, ...], str, str], list[TensorReport]] = {}
     for tensor in report.tensors:
         name = tensor.name if show_all else _LAYER_NUMBER.sub(".*", tensor.name)
         groups.setdefault((name, tensor.dtype, tensor.shape, tensor.placement, tensor.reason), []).append(tensor)

@@ -13,7 +13,7 @@ from shardconv.commands.options import PATH
 def prove_rank(folder: Path) -> None:
     """Run one rank of a proof."""
     gc.enable()
-    from shardconv.proof.prove import prove_rank as run
+    from shardconv.proof.ranks import prove_rank as run
     from shardconv.runtime.launch import join, leave
 
     join()

@@ -1,13 +1,14 @@
 """``shardconv reshard``: write a split checkpoint for another tp or layout."""
 
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import click
 
 from shardconv.commands.notes import dry_run_notes, engine_note, layout_note, padding_notes
 from shardconv.commands.options import (
     PATH,
+    WriteFlags,
     checksum_option,
     engine_option,
     layout_option,
@@ -20,6 +21,16 @@ from shardconv.console import Console
 from shardconv.formatting import counted, rate, sizes
 
 
+class _ReshardFlags(WriteFlags):
+    """Values of the options of ``shardconv reshard``."""
+
+    tp: int
+    engine: str | None
+    pad: bool
+    checksums: bool
+    layout: str | None
+
+
 @click.command()
 @click.argument("src", type=PATH, metavar="DIR")
 @tp_option
@@ -30,7 +41,7 @@ from shardconv.formatting import counted, rate, sizes
 @checksum_option
 @layout_option("[default: that of DIR]")
 @output_options
-def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
+def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_ReshardFlags]) -> None:
     """Rewrite the split checkpoint DIR for another tensor parallel size or layout."""
     from shardconv.checkpoint.reshard import reshard as run
 

@@ -1,4 +1,4 @@
-"""``shardconv run``: start the ranks, or join them as one, and print what the model generates."""
+"""``shardconv run``: start one process per rank, or run one rank under torchrun, and print the generated text."""
 
 import gc
 import json
@@ -7,7 +7,7 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
@@ -19,6 +19,21 @@ from shardconv.formatting import counted, size
 
 if TYPE_CHECKING:
     from shardconv.runtime.run import RunOptions, RunReport
+
+
+class _RunFlags(TypedDict):
+    """Values of the options that :class:`~shardconv.runtime.run.RunOptions` has, too."""
+
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    device: str | None
+    dtype: str | None
+    chat: bool
+    check: Path | None
+    verify: bool
+    unused: tuple[str, ...]
+    trust_remote_code: bool
 
 
 @click.command()
@@ -71,7 +86,7 @@ def run(
     *,
     as_json: bool,
     quiet: bool,
-    **options: Any,  # noqa: ANN401
+    **options: Unpack[_RunFlags],
 ) -> None:
     """Run the split checkpoint DIR, one process per rank. Starts the processes, unless torchrun has."""
     gc.enable()
@@ -90,7 +105,7 @@ def run(
 
 
 def _run_options(
-    src: Path, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: dict[str, Any]
+    src: Path, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: _RunFlags
 ) -> tuple[tuple[str, ...], "RunOptions"]:
     """The prompts, if any are given, and the options; a check without tokenizer and prompt takes token ids."""
     from shardconv.hf.tokenizer import has_tokenizer
@@ -101,7 +116,7 @@ def _run_options(
 
 
 def _run_rank(
-    src: Path, prompt: tuple[str, ...], token_ids: tuple[str, ...], console: Console, options: dict[str, Any]
+    src: Path, prompt: tuple[str, ...], token_ids: tuple[str, ...], console: Console, options: _RunFlags
 ) -> None:
     default_signals()  # a rank has nothing to clean up
     from shardconv.runtime.launch import join, leave
@@ -124,7 +139,7 @@ def _run_rank(
 
 
 def _show(report: "RunReport", console: Console, *, is_text: bool, temperature: float) -> None:
-    """Print all but the text of a single prompt, which was printed as it came."""
+    """Print the report, except for the text of a single prompt, which was printed while it was generated."""
     if is_text and len(report.outputs) == 1 and report.first_token_seconds is not None:
         console.report(report, [])
     else:

@@ -1,7 +1,7 @@
 """``shardconv split``: write one rank file per rank."""
 
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import click
 
@@ -9,6 +9,8 @@ from shardconv.commands.check_source import CHECK_MODEL, check_source
 from shardconv.commands.notes import dry_run_notes, engine_note, layout_note, model_notes, notes, padding_notes
 from shardconv.commands.options import (
     PATH,
+    PlanFlags,
+    WriteFlags,
     checksum_option,
     layout_option,
     output_options,
@@ -18,6 +20,13 @@ from shardconv.commands.options import (
 )
 from shardconv.console import Console
 from shardconv.formatting import counted, rate, size, sizes
+
+
+class _SplitFlags(PlanFlags, WriteFlags):
+    """Values of the options of ``shardconv split`` that :func:`shardconv.split` has, too."""
+
+    tp: int
+    checksums: bool
 
 
 @click.command()
@@ -38,7 +47,7 @@ def split(
     quiet: bool,
     check_model: bool,
     layout: str | None,
-    **options: Any,  # noqa: ANN401
+    **options: Unpack[_SplitFlags],
 ) -> None:
     """Split the checkpoint SRC (a .safetensors file, an index, or a folder) for N ranks."""
     from shardconv.checkpoint.split import split as run

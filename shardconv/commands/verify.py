@@ -3,7 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 _MAX_LINES = 20
 
 
+class _VerifyFlags(TypedDict):
+    """Values of the options that :func:`shardconv.verify` has, too."""
+
+    against: Path | None
+    follow_links: bool
+    ignore: tuple[str, ...]
+    threads: int | None
+
+
 @click.command()
 @click.argument("src", type=PATH, metavar="DIR")
 @click.option("--against", type=PATH, metavar="SRC", help="Also compare every byte with this source.")
@@ -33,7 +42,7 @@ _MAX_LINES = 20
 )
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Number of reading threads.")
 @output_options
-def verify(src: Path, *, engine: str | None, as_json: bool, quiet: bool, **options: Any) -> None:  # noqa: ANN401
+def verify(src: Path, *, engine: str | None, as_json: bool, quiet: bool, **options: Unpack[_VerifyFlags]) -> None:
     """Verify the split checkpoint DIR against its checksums and its source. Exits 3 on a difference."""
     from shardconv.checkpoint.verify import verify as run
 

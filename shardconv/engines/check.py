@@ -10,9 +10,10 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from shardconv.checkpoint.header import Header
 from shardconv.checkpoint.manifest import Manifest
@@ -20,9 +21,12 @@ from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.engines.construct import construct, one_rank
+from shardconv.engines.construct import EngineModel, construct, one_rank
 from shardconv.engines.weights import open_rank, rank_weights
 from shardconv.errors import NotHeldError, RunError, UsageError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 #: The dtypes between which vLLM converts when it loads a rank file.
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -93,7 +97,7 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
         yield f"rank {rank}: vLLM raises {type(error).__name__}: {text:.300}"
 
 
-def _construct(config: Any, folder: Path) -> Any:
+def _construct(config: "VllmConfig", folder: Path) -> EngineModel:
     try:
         return construct(config)
     except NotImplementedError as error:
@@ -102,18 +106,19 @@ def _construct(config: Any, folder: Path) -> Any:
         raise RunError(f"{folder} cannot be checked: vLLM cannot construct this model on the meta device") from error
 
 
-def _state(model: Any) -> dict[str, Any]:
+def _state(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that vLLM expects in a rank file; a tensor with several names has the alphabetically first."""
     state = model.state_dict()
-    names: dict[Any, str] = {}
+    storages = {name: tensor.untyped_storage() for name, tensor in state.items()}  # kept, so that no id is used again
+    names: dict[tuple[object, ...], str] = {}
     for name in sorted(state):
         tensor = state[name]
-        memory = tensor.untyped_storage()._cdata  # noqa: SLF001 - tensors on the meta device have no address
+        memory = id(storages[name])  # tensors on the meta device have no address
         names.setdefault((memory, tensor.storage_offset(), tensor.shape, tensor.stride()), name)
     return {name: state[name] for name in names.values()}
 
 
-def _tensor_differences(header: Header, state: Mapping[str, Any]) -> Iterator[str]:
+def _tensor_differences(header: Header, state: Mapping[str, Tensor]) -> Iterator[str]:
     """Compare names, shapes and dtypes of a rank file with vLLM's model; vLLM converts between float dtypes."""
     for name in sorted(header.tensors.keys() - state.keys()):
         yield f"{name} is in the rank file, but not in vLLM's model"
@@ -128,7 +133,7 @@ def _tensor_differences(header: Header, state: Mapping[str, Any]) -> Iterator[st
             yield f"{name} has dtype {info.dtype} (expected {expected})"
 
 
-def _missing(model: Any, folder: Path, tp: int, rank: int) -> list[str]:
+def _missing(model: EngineModel, folder: Path, tp: int, rank: int) -> list[str]:
     """Return the parameters that vLLM's loaders do not fill."""
     source = open_rank(folder, tp=tp, rank=rank, engine="vllm", verify=False)
     loaded = model.load_weights(rank_weights(source, rank, dry_run=True))

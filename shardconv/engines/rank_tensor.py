@@ -1,37 +1,47 @@
 """Rank tensors: lazy tensors of the full shape that have the elements of one rank only.
 
 An engine's weight loaders select a rank's elements of full tensors by views: slices, ``narrow``, ``chunk``, ``select``.
-Views of a rank tensor read nothing. Any other operation reads the elements of its view, if this rank holds all of them,
-and raises otherwise.
+Views of a rank tensor read nothing. Every other operation reads the elements of its view, if this rank holds all of
+them, and raises otherwise.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C import _disabled_torch_function_impl
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_any, tree_map_only
 
 from shardconv.errors import NotHeldError
 from shardconv.plan.placement import Interval, Placement
 
-aten = torch.ops.aten
+#: Positional and keyword arguments of an operation, of any type.
+_Arguments: TypeAlias = tuple[Any, ...]
+_Options: TypeAlias = dict[str, Any]
+
 _CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+def _operations(*names: str) -> frozenset[OpOverload]:
+    return frozenset(getattr(aten, name).default for name in names)
+
 
 #: Operations that copy each element, but do not have the tag pointwise.
-_COPIES = {aten.clone.default, aten._to_copy.default}  # noqa: SLF001 - names of operators
+_COPIES = _operations("clone", "_to_copy")
 #: Views for which ``is_view`` is False.
-_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}  # noqa: SLF001 - likewise
+_VIEWS = _operations("_unsafe_view", "_reshape_alias")
 #: Views whose values are not values of the tensor: computed from the held elements.
-_COMPUTED = {aten._conj.default, aten._neg_view.default}  # noqa: SLF001 - likewise
+_COMPUTED = _operations("_conj", "_neg_view")
 #: Operations that use shape, dtype and device of a tensor, but not its values.
-_LIKE = {
-    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
-}  # fmt: skip
+_LIKE = _operations(
+    "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +75,10 @@ def positions_of(placement: Placement, rank: int) -> Tensor:
     """Return the index in a rank's shard of each index of the sharded dim, -1 if not held: [placement.size]."""
     positions = torch.full((placement.size,), -1, device=_CPU)  # engines change the default device
     local = 0
-    for piece in placement.ranks[rank]:
-        if isinstance(piece, Interval):
-            positions[piece.start : piece.stop] = torch.arange(local, local + piece.size, device=_CPU)
-        local += piece.size
+    for interval in placement.ranks[rank]:
+        if isinstance(interval, Interval):  # else padding
+            positions[interval.start : interval.stop] = torch.arange(local, local + interval.size, device=_CPU)
+        local += interval.size
     return positions
 
 
@@ -161,14 +171,14 @@ class RankTensor(Tensor):
         device: device of the tensor; by default the CPU.
     """
 
-    _shard: HeldShard
+    shard: HeldShard
     _view: Tensor
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001 - as torch's subclasses do
+    __torch_function__: Any = _disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls: type[Self], shard: HeldShard, view: Tensor, device: torch.device | None = None) -> Self:
         """Create a tensor without storage."""
-        tensor: Self = Tensor._make_wrapper_subclass(  # noqa: SLF001 - the only way
+        tensor: Self = Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch has no public constructor of tensors without storage
             cls,
             view.shape,
             view.stride(),
@@ -176,7 +186,7 @@ class RankTensor(Tensor):
             dtype=view.dtype,
             device=device or _CPU,
         )
-        tensor._shard, tensor._view = shard, view
+        tensor.shard, tensor._view = shard, view
         return tensor
 
     @classmethod
@@ -186,7 +196,7 @@ class RankTensor(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         """The name, shape and dtype; values are not read."""
-        return f"RankTensor({self._shard.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
+        return f"RankTensor({self.shard.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
     def data_ptr(self) -> int:
         """Raise TypeError: a rank tensor has no storage.
@@ -198,7 +208,7 @@ class RankTensor(Tensor):
             f"{self!r} does not have an address: select the elements of this rank by narrow, and clone them"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise TypeError: pickling would read the shard.
 
         Raises:
@@ -208,8 +218,8 @@ class RankTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: OpOverload, types: object, args: _Arguments = (), kwargs: _Options | None = None
+    ) -> object:
         """Apply views and elementwise operations lazily; read the elements for others."""
         kwargs = kwargs or {}
         if func is aten.as_strided.default:
@@ -231,7 +241,7 @@ class RankTensor(Tensor):
 
     def is_along(self, dim: int) -> bool:
         """Whether this is a full tensor, not a view of some of its elements, that is sharded along ``dim``."""
-        return self._shard.dim == dim and self._shard.shape == self.shape and self._view.is_contiguous()
+        return self.shard.dim == dim and self.shard.shape == self.shape and self._view.is_contiguous()
 
     def held(self) -> Tensor:
         """Read the elements, [*self.shape]; a view of the shard where possible.
@@ -239,7 +249,7 @@ class RankTensor(Tensor):
         Raises:
             NotHeldError: if this rank does not hold all of them.
         """
-        shard = self._shard
+        shard = self.shard
         if self.numel() == 0:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         selection = self._selection()
@@ -249,16 +259,16 @@ class RankTensor(Tensor):
         return _gather(shard, selection, positions).view(self.dtype).reshape(self.shape)
 
     def _selection(self) -> _Selection:
-        selection = _select(self._view, self._shard)
+        selection = _select(self._view, self.shard)
         if selection is None:
             raise NotHeldError(
-                f"{self._shard.name}: a view of shape {list(self.shape)} mixes elements of dim {self._shard.dim} with "
-                f"those of other dims: {self._shard.remedy}"
+                f"{self.shard.name}: a view of shape {list(self.shape)} mixes elements of dim {self.shard.dim} with "
+                f"those of other dims: {self.shard.remedy}"
             )
         return selection
 
     def _missing(self, index: Tensor) -> str:
-        shard, first, last = self._shard, int(index.min()), int(index.max())
+        shard, first, last = self.shard, int(index.min()), int(index.max())
         local = (shard.positions >= 0).nonzero().flatten()
         held = f"[{int(local[0])}, {int(local[-1]) + 1})" if len(local) else "nothing"
         return (
@@ -266,22 +276,22 @@ class RankTensor(Tensor):
             f"of {shard.shape[shard.dim]}: {shard.remedy}"
         )
 
-    def viewed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def viewed(self, func: OpOverload, args: _Arguments, kwargs: _Options) -> object:
         """Return a view, without reading; for a view as a dtype of another size, read the elements first."""
         views = func(self._view, *args, **kwargs)
         if isinstance(views, Tensor) and views.dtype.itemsize != self.dtype.itemsize:
             return func(self.held(), *args, **kwargs)
-        return tree_map_only(Tensor, lambda view: RankTensor(self._shard, view, self.device), views)
+        return tree_map_only(Tensor, lambda view: RankTensor(self.shard, view, self.device), views)
 
-    def mapped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def mapped(self, func: OpOverload, args: _Arguments, kwargs: _Options) -> Tensor:
         """Apply an elementwise operation lazily: to the held elements, when they are read."""
-        selection = None if self.numel() == 0 else _select(self._view, self._shard)
+        selection = None if self.numel() == 0 else _select(self._view, self.shard)
         span = None if selection is None else _span(selection.dims)
         if selection is None or span is None:
             mapped: Tensor = func(self.held(), *args, **kwargs)
             return mapped
         before, after = selection.dims[: span[0]], selection.dims[span[1] :]
-        shard, positions, dtype = self._shard, self._shard.positions[selection.indices].flatten(), self.dtype
+        shard, positions, dtype = self.shard, self.shard.positions[selection.indices].flatten(), self.dtype
         held = positions[positions >= 0]
         held_selection = selection._replace(dims=(*before, _Dim(len(held), 1, 1), *after))
 
@@ -306,7 +316,7 @@ def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     lazy = [tensor for tensor in copies if isinstance(tensor, RankTensor) and tensor.is_along(dim)]
     if len(lazy) != len(copies) or any(tensor.dtype != joined.dtype for tensor in copies):
         return torch.cat([tensor.held() if isinstance(tensor, RankTensor) else tensor for tensor in copies], dim)
-    shards = [tensor._shard for tensor in lazy]  # noqa: SLF001 - a class of this module
+    shards = [tensor.shard for tensor in lazy]
     positions, held = [], 0
     for shard in shards:
         positions.append(torch.where(shard.positions < 0, -1, shard.positions + held))
@@ -320,21 +330,26 @@ def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return RankTensor.of(result, joined.dtype, copies[0].device)
 
 
-def _is_of_one_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_of_one_tensor(func: OpOverload, args: _Arguments, kwargs: _Options) -> bool:
     """Whether an operation is elementwise, functional, and has one tensor argument."""
     if torch.Tag.pointwise not in func.tags or not isinstance(args[0], RankTensor):
         return False
-    is_functional = not any(argument.alias_info is not None for argument in func._schema.arguments)  # noqa: SLF001 - as below
+    is_functional = not any(argument.alias_info is not None for argument in _arguments(func))
     return is_functional and not tree_any(lambda value: isinstance(value, Tensor), (args[1:], kwargs))
 
 
-def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_writes(func: OpOverload, args: _Arguments, kwargs: _Options) -> None:
     """Raise TypeError if an operation writes into a rank tensor."""
-    passed = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs  # noqa: SLF001
-    for argument in func._schema.arguments:  # noqa: SLF001 - there is no public attribute
+    passed = dict(zip((argument.name for argument in _arguments(func)), args, strict=False)) | kwargs
+    for argument in _arguments(func):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written and tree_any(lambda value: isinstance(value, RankTensor), passed.get(argument.name)):
             raise TypeError(
                 f"{func} writes into a rank tensor, which is read-only: select the elements of this rank by narrow, "
                 f"and write into a clone of them"
             )
+
+
+def _arguments(func: OpOverload) -> Sequence[torch.Argument]:
+    """The declared arguments of an operation."""
+    return func._schema.arguments  # noqa: SLF001 - there is no public attribute

@@ -7,13 +7,13 @@ import time
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import LoadConfig, ModelConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
+from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from shardconv.engines.weights import open_rank, rank_weights
@@ -38,7 +38,7 @@ class ShardconvModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
-        extra: Any = load_config.model_loader_extra_config or {}
+        extra: object = load_config.model_loader_extra_config or {}
         if not isinstance(extra, dict) or set(extra) - {_VERIFY} or type(extra.get(_VERIFY, True)) is not bool:
             raise ValueError(
                 f'model_loader_extra_config is not supported (got {extra!r}, expected {{"{_VERIFY}": true or false}})'
@@ -69,3 +69,8 @@ class ShardconvModelLoader(DefaultModelLoader):  # type: ignore[misc]
             name, subfolder=None, revision=model_config.revision, fall_back_to_pt=False, allow_patterns_overrides=None
         )
         return Path(folder)
+
+
+def register_loader(load_format: str) -> None:
+    """Register the loader with vLLM as a value of ``--load-format``."""
+    register_model_loader(load_format)(ShardconvModelLoader)

@@ -9,8 +9,6 @@ LOAD_FORMAT = "shardconv"
 
 def register() -> None:
     """Register the load format with vLLM."""
-    from vllm.model_executor.model_loader import register_model_loader  # noqa: PLC0415 - an extra
+    from shardconv.engines.vllm_loader import register_loader  # noqa: PLC0415 - imports vLLM, which is an extra
 
-    from shardconv.engines.vllm_loader import ShardconvModelLoader  # noqa: PLC0415 - which imports vLLM
-
-    register_model_loader(LOAD_FORMAT)(ShardconvModelLoader)
+    register_loader(LOAD_FORMAT)

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,16 +11,17 @@ from shardconv.errors import RunError
 from shardconv.hf.classes import model_class
 from shardconv.hf.heads import head_sizes, merge_fields, real_counts, real_heads, with_heads
 from shardconv.hf.isolation import isolated
+from shardconv.hf.protocols import Config, Model
 from shardconv.hf.small import SAME, small_fields
 
-#: The most parameters of a small model. One with more has a field that makes it large and is not known.
+#: The most parameters of a small model. A larger one has a config field that small.toml does not cover.
 MAX_NUMEL = 20_000_000
 
 #: Ends of the names of classes that generate text with a decoder.
 _DECODERS = ("CausalLM", "LMHeadModel", "WithLMHead")
 
 
-def build_on_meta(kind: Any, config: Any, *, dtype: torch.dtype | None = None) -> Any:
+def build_on_meta(kind: type[Model], config: Config, *, dtype: torch.dtype | None = None) -> Model:
     """Build a model on the meta device, in eval mode, from a copy of the config.
 
     Args:
@@ -30,11 +30,11 @@ def build_on_meta(kind: Any, config: Any, *, dtype: torch.dtype | None = None) -
         dtype: of the parameters; by default that of the config.
     """
     with torch.device("meta"):
-        model = kind._from_config(copy.deepcopy(config), dtype=dtype)  # noqa: SLF001 - what from_config of the auto classes calls
+        model = kind._from_config(copy.deepcopy(config), dtype=dtype)  # noqa: SLF001 - transformers has no public way
     return model.eval()
 
 
-def small_model(config: Mapping[str, Any], *, has_real_heads: bool = False, heads: int | None = None) -> Any:
+def small_model(config: Mapping[str, object], *, has_real_heads: bool = False, heads: int | None = None) -> Model:
     """Build a small, randomly initialized model of the class that a config names.
 
     Args:
@@ -59,7 +59,7 @@ def small_model(config: Mapping[str, Any], *, has_real_heads: bool = False, head
 
 
 @isolated()
-def build_small(kind: Any, config: Any) -> Any:
+def build_small(kind: type[Model], config: Config) -> Model:
     """Build a randomly initialized model in float32.
 
     Args:
@@ -76,7 +76,7 @@ def build_small(kind: Any, config: Any) -> Any:
     if numel > MAX_NUMEL:
         raise ValueError(f"a small {kind.__name__} has {numel / 1e6:.0f} million parameters: it is not small")
     torch.manual_seed(0)
-    model = kind._from_config(config).eval().float()  # noqa: SLF001 - what from_config of the auto classes calls
+    model = kind._from_config(config).eval().float()  # noqa: SLF001 - transformers has no public way
     initialize(model)
     return model
 
@@ -85,13 +85,12 @@ def build_small(kind: Any, config: Any) -> Any:
 def initialize(model: nn.Module, *, std: float = 0.2) -> None:
     """Set trainable parameters to random values that are large enough for each to affect the outputs.
 
-    Vectors that were about one, as the weights of norms, stay about one. Matrices that are wide in both dims get
-    smaller values, so that activations stay as large as in narrow ones. Running means and variances of batch norms are
-    set, too.
+    Vectors of about one, such as the weights of norms, stay about one. Matrices that are wide in both dims get smaller
+    values, so that activations do not grow with the width. Also sets running means and variances of batch norms.
     """
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        if not parameter.requires_grad:  # computed, as sines are, and not in a checkpoint
+        if not parameter.requires_grad:  # constants such as sinusoidal positions, which checkpoints do not have
             continue
         is_scale = parameter.dim() < 2 and parameter.numel() and parameter.mean() > 0.5
         width = min(parameter.shape[-2:]) if parameter.dim() > 1 else 0

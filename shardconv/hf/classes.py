@@ -9,11 +9,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.errors import RunError, one_line
 from shardconv.hf.package import import_transformers
+
+if TYPE_CHECKING:
+    from shardconv.hf.protocols import Config, Model
 
 
 class ModelClass(NamedTuple):
@@ -24,11 +27,11 @@ class ModelClass(NamedTuple):
         config: a ``PreTrainedConfig``, without the settings of quantization.
     """
 
-    kind: Any
-    config: Any
+    kind: "type[Model]"
+    config: "Config"
 
 
-def model_class(config: Mapping[str, Any], folder: Path | None = None, *, is_trusted: bool = False) -> ModelClass:
+def model_class(config: Mapping[str, object], folder: Path | None = None, *, is_trusted: bool = False) -> ModelClass:
     """Look up the class that a config names, and read the config as transformers does.
 
     Args:
@@ -55,7 +58,7 @@ def model_class(config: Mapping[str, Any], folder: Path | None = None, *, is_tru
     return _class_of_transformers(config, folder)
 
 
-def _class_of_transformers(config: Mapping[str, Any], folder: Path | None) -> ModelClass:
+def _class_of_transformers(config: Mapping[str, object], folder: Path | None) -> ModelClass:
     """A class and config class of transformers itself."""
     kind = _named_class(config, folder)
     if config.get("model_type") not in import_transformers().CONFIG_MAPPING:
@@ -63,15 +66,15 @@ def _class_of_transformers(config: Mapping[str, Any], folder: Path | None) -> Mo
     return ModelClass(kind, _read_config(config, folder, is_trusted=False))
 
 
-def _named_class(config: Mapping[str, Any], folder: Path | None) -> Any:
+def _named_class(config: Mapping[str, object], folder: Path | None) -> "type[Model]":
     """The class of transformers with the name in ``architectures``."""
-    kind = getattr(import_transformers(), _architecture(config) or "", None)
-    if not hasattr(kind, "config_class"):
+    kind: type[Model] | None = getattr(import_transformers(), _architecture(config) or "", None)
+    if kind is None or not hasattr(kind, "config_class"):
         raise _unknown(config, folder)
     return kind
 
 
-def _unknown(config: Mapping[str, Any], folder: Path | None) -> RunError:
+def _unknown(config: Mapping[str, object], folder: Path | None) -> RunError:
     """The error if transformers does not have the class or the model type."""
     remedy = (
         "pass one that does with --config FILE" if folder is None else "correct it in the source and split it again"
@@ -87,24 +90,25 @@ def _prefix(folder: Path | None) -> str:
     return "" if folder is None else f"{folder}: "
 
 
-def _code(config: Mapping[str, Any]) -> list[str]:
+def _code(config: Mapping[str, object]) -> list[str]:
     """References to classes in code of the checkpoint."""
     refs = config.get("auto_map")
     return [str(ref) for ref in refs.values()] if isinstance(refs, Mapping) else []
 
 
-def _architecture(config: Mapping[str, Any]) -> str | None:
+def _architecture(config: Mapping[str, object]) -> str | None:
     """The name of the class, which is the first of ``architectures``."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
-def _read_config(config: Mapping[str, Any], folder: Path | None, *, is_trusted: bool) -> Any:
+def _read_config(config: Mapping[str, object], folder: Path | None, *, is_trusted: bool) -> "Config":
     """The config as an object of its class."""
     transformers = import_transformers()
     try:
         with _written(config, folder) as path:
-            return transformers.AutoConfig.from_pretrained(path, trust_remote_code=is_trusted)
+            made: Config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=is_trusted)
+            return made
     except Exception as error:
         model_type, known = config.get("model_type"), transformers.CONFIG_MAPPING
         name = f"{known[model_type].__name__} of transformers" if model_type in known else "transformers"
@@ -114,7 +118,7 @@ def _read_config(config: Mapping[str, Any], folder: Path | None, *, is_trusted: 
 
 
 @contextmanager
-def _written(config: Mapping[str, Any], folder: Path | None) -> Iterator[Path]:
+def _written(config: Mapping[str, object], folder: Path | None) -> Iterator[Path]:
     """A folder with the config: transformers decodes infinite numbers only when it reads a file."""
     given = {key: value for key, value in config.items() if key != "quantization_config"}
     if folder is not None and given == config:
@@ -125,8 +129,8 @@ def _written(config: Mapping[str, Any], folder: Path | None) -> Iterator[Path]:
         yield Path(name)
 
 
-def _class_in_folder(reference: str, folder: Path) -> Any:
+def _class_in_folder(reference: str, folder: Path) -> "type[Model]":
     """A class in code of a checkpoint, as ``auto_map`` refers to it."""
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module  # noqa: PLC0415 - an extra
-
-    return get_class_from_dynamic_module(reference, folder)
+    dynamic_modules = import_transformers("dynamic_module_utils")
+    kind: type[Model] = dynamic_modules.get_class_from_dynamic_module(reference, folder)
+    return kind

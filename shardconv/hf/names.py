@@ -13,9 +13,11 @@ from torch import Tensor
 
 from shardconv.convert.classes import new_class
 from shardconv.hf.isolation import isolated
+from shardconv.hf.package import import_transformers
+from shardconv.hf.protocols import Config, Model
 
 #: Name on disk to name in memory, and the converter if transformers makes the tensor from several.
-Rename = Callable[[str], tuple[str, Any]]
+Rename = Callable[[str], tuple[str, object]]
 
 
 class NameMatch(NamedTuple):
@@ -37,7 +39,7 @@ class NameMatch(NamedTuple):
     failed: Mapping[str, str]
 
 
-def match_names(kind: Any, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> NameMatch:
+def match_names(kind: type[Model], config: Config, shapes: Mapping[str, tuple[int, ...]]) -> NameMatch:
     """Load tensors without values into a model class, and report the names and shapes that do not match.
 
     Args:
@@ -106,18 +108,16 @@ def _on_disk(names: Iterable[str], sources: Mapping[str, list[str]]) -> frozense
     return frozenset(source for name in names for source in sources.get(name, [name]))
 
 
-def _recording(kind: Any, loaded: _Loaded) -> Any:
+def _recording(kind: type[Model], loaded: _Loaded) -> type[Model]:
     """A subclass of a model class that keeps all tensors on the meta device and records what was loaded."""
-    from transformers.core_model_loading import (  # noqa: PLC0415 - an extra
-        WeightConverter,
-        WeightRenaming,
-        rename_source_key,
-    )
+    loading = import_transformers("core_model_loading")
 
-    def load(model: Any, state_dict: dict[str, Tensor], files: Any, settings: Any, *arguments: Any) -> Any:
+    def load(
+        model: Model, state_dict: dict[str, Tensor], files: object, settings: Any, *arguments: object
+    ) -> tuple[Any, object]:
         mapping = copy.deepcopy(settings.weight_mapping or [])
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        renamings = [entry for entry in mapping if isinstance(entry, loading.WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
         for converter in converters:
             if getattr(converter, "force_cpu", False):
                 converter.force_cpu = False  # for tensors too large for a device; these take no memory
@@ -127,11 +127,14 @@ def _recording(kind: Any, loaded: _Loaded) -> Any:
         loaded.info, loaded.unexpected = info, frozenset(info.unexpected_keys)
         loaded.failed = dict(info.conversion_errors)
         info.conversion_errors.clear()  # would be raised as one error without names
-        loaded.rename = lambda name: rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        loaded.rename = lambda name: loading.rename_source_key(
+            name, renamings, converters, model.base_model_prefix, known
+        )
         return info, offloaded
 
-    def skip(*_: Any) -> None:
+    def skip(*_: object) -> None:
         """Tensors on the meta device need no values."""
 
     skipped = dict.fromkeys(("_move_missing_keys_from_meta_to_device", "_initialize_missing_keys"), skip)
-    return new_class(kind, (kind,), {"_load_pretrained_model": staticmethod(load), **skipped})
+    recording: type[Model] = new_class(kind, (kind,), {"_load_pretrained_model": staticmethod(load), **skipped})
+    return recording

@@ -2,22 +2,26 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from shardconv.errors import RunError
 
 
-def import_transformers() -> Any:
-    """The package transformers.
+def import_transformers(submodule: str = "") -> Any:
+    """The package transformers, or one of its modules.
+
+    Args:
+        submodule: the name of the module in transformers.
 
     Raises:
-        RunError: if it is not installed.
+        RunError: if transformers is not installed.
     """
     try:
         import transformers  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
-    return transformers
+    return import_module(f"transformers.{submodule}") if submodule else transformers
 
 
 def hide_progress() -> None:

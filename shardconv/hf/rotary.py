@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardconv.convert.converted_model import RankConfig
 from shardconv.errors import RunError
+from shardconv.hf.package import import_transformers
 from shardconv.layers.sharding import ParallelModule
 
 
@@ -23,11 +24,10 @@ def permute_local_heads() -> Iterator[None]:
     Raises:
         RunError: while a model is loaded, if a shard does not consist of full heads.
     """
-    from transformers.core_model_loading import PermuteForRope  # noqa: PLC0415 - an extra
+    permute_class = import_transformers("core_model_loading").PermuteForRope
+    permute = permute_class.convert
 
-    permute = PermuteForRope.convert
-
-    def convert(self: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> dict[str, Any]:
+    def convert(self: Any, inputs: dict[str, object], *arguments: object, **options: Any) -> dict[str, object]:
         shared, name = options["config"], options["full_layer_name"]
         config = getattr(shared, self.subconfig_key, shared) if self.subconfig_key else shared
         rows, full = _rows(options["model"], name)
@@ -36,10 +36,10 @@ def permute_local_heads() -> Iterator[None]:
             raise RunError(f"{name}: has {rows} of {full} rows, which are not full heads ({heads} heads)")
         local = RankConfig(config, {"num_attention_heads": rows // (full // heads)})
         options["config"] = RankConfig(shared, {self.subconfig_key: local}) if self.subconfig_key else local
-        converted: dict[str, Any] = permute(self, inputs, *arguments, **options)
+        converted: dict[str, object] = permute(self, inputs, *arguments, **options)
         return converted
 
-    with patch.object(PermuteForRope, "convert", convert):
+    with patch.object(permute_class, "convert", convert):
         yield
 
 

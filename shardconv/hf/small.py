@@ -5,15 +5,18 @@ Owns the fields that make a config small (``small.toml``). Reads configs only an
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sized
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardconv.hf.protocols import Config
 
 #: The number of heads of most small models.
 HEADS = 4
 
-#: In place of a number of heads: as many as the real model has.
+#: Instead of a number of heads: as many as the real model has.
 SAME = -1
 
 #: The size of the vocabulary of a small model, by ``small.toml``.
@@ -29,7 +32,7 @@ def _table() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("small.toml").read_text("utf-8"))
 
 
-def default_config(kind: Any) -> dict[str, Any]:
+def default_config(kind: "type[Config]") -> dict[str, Any]:
     """The fields of a config class by default, with values for fields that do not have a default.
 
     Args:
@@ -38,14 +41,14 @@ def default_config(kind: Any) -> dict[str, Any]:
     return dict(kind(**_table()["complete"].get(kind.model_type, {})).to_dict())
 
 
-def fields_of_type(model_type: Any) -> dict[str, Any]:
+def fields_of_type(model_type: object) -> dict[str, Any]:
     """The fields that small models of one type need beside those of all types."""
     found: dict[str, Any] = _table()["types"].get(model_type, {})
     return found
 
 
 def small_fields(
-    config: Mapping[str, Any], own: Mapping[str, Any] | None = None, tokens: Mapping[int, int] | None = None
+    config: Mapping[str, object], own: Mapping[str, object] | None = None, tokens: Mapping[int, int] | None = None
 ) -> dict[str, Any]:
     """The fields of a config to change so that its model is small, nested configs included.
 
@@ -71,11 +74,18 @@ def small_fields(
     return {**fields, **own}
 
 
-def is_submodel(name: str, value: Any) -> bool:
+def is_submodel(name: str, value: object) -> bool:
     """Whether a field of a config is the config of a submodel."""
     if not isinstance(value, Mapping) or name == "per_layer_config":
         return False
     return name.endswith("_config") or isinstance(value.get("model_type"), str)
+
+
+def submodels(config: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """The configs of submodels, with the names of their fields."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and is_submodel(name, value):
+            yield name, value
 
 
 def _field(
@@ -90,7 +100,7 @@ def _field(
     if isinstance(value, Mapping):
         return _small_mapping(config, name, own, tokens, layers)
     if layers and isinstance(value, list) and _is_indices(name, value, _count(config)):
-        return [place for place, layer in enumerate(layers) if layer in value]
+        return [index for index, layer in enumerate(layers) if layer in value]
     if layers and isinstance(value, list) and len(value) == _count(config):
         chosen = [value[layer] for layer in layers]
         return chosen if (small := small_value(name, chosen)) is None else small
@@ -112,7 +122,7 @@ def _small_mapping(
     return None
 
 
-def _small_tokens(config: Mapping[str, Any]) -> dict[int, int]:
+def _small_tokens(config: Mapping[str, object]) -> dict[int, int]:
     """Map the ids of special tokens that a small vocabulary does not have to the last ids that it has."""
     large: set[int] = set()
     configs = [config]
@@ -121,35 +131,35 @@ def _small_tokens(config: Mapping[str, Any]) -> dict[int, int]:
         for name, value in one.items():
             if isinstance(name, str) and _TOKEN.fullmatch(name) and name not in _TEXT_TOKENS and type(value) is int:
                 large |= {value} if value >= _VOCABULARY else set()
-    return {value: _VOCABULARY - 1 - place for place, value in enumerate(sorted(large))}
+    return {value: _VOCABULARY - 1 - index for index, value in enumerate(sorted(large))}
 
 
-def _count_name(config: Mapping[str, Any]) -> str:
+def _count_name(config: Mapping[str, object]) -> str:
     """The name of the field with the number of layers."""
     names = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth")
     return next((name for name in names if type(config.get(name)) is int), names[0])
 
 
-def _count(config: Mapping[str, Any]) -> int:
+def _count(config: Mapping[str, object]) -> int:
     """The number of layers; 0 if the config does not have it."""
-    kinds = config.get("layers_block_type") or config.get("layer_types") or []
+    kinds = config.get("layers_block_type") or config.get("layer_types")
     count = config.get(_count_name(config))
-    return count if type(count) is int and count else len(kinds)
+    return count if type(count) is int and count else len(kinds) if isinstance(kinds, Sized) else 0
 
 
-def _is_indices(name: str, value: list[Any], count: int) -> bool:
+def _is_indices(name: str, value: list[object], count: int) -> bool:
     """Whether a field lists layers by their indices."""
     named = re.fullmatch(r"(?!.*feature).*(layers?|layer_(ids|ind.*)|idxs?|ind(ic|ex)es)|hybrid_layer_ids", name)
-    numbers = bool(value) and all(type(item) is int and 0 <= item < count for item in value)
-    return bool(named) and numbers and sorted(set(value)) == value
+    numbers = [item for item in value if isinstance(item, int) and type(item) is int and 0 <= item < count]
+    return bool(named) and bool(value) and len(numbers) == len(value) and sorted(set(numbers)) == value
 
 
-def _layers(config: Mapping[str, Any]) -> list[int]:
+def _layers(config: Mapping[str, object]) -> list[int]:
     """The layers to keep: one of each kind, at least two; none if the config does not list kinds of layers."""
     count = _count(config)
     if not count:
         return []
-    kinds: list[list[Any]] = []
+    kinds: list[list[object]] = []
     for name, value in config.items():
         if isinstance(value, list) and _is_indices(name, value, count):
             kinds.append([layer in value for layer in range(count)])
@@ -164,15 +174,15 @@ def _layers(config: Mapping[str, Any]) -> list[int]:
 
 def _small_per_layer(config: Mapping[str, Any], own: Mapping[str, Any], layers: list[int]) -> dict[int, dict[str, Any]]:
     """Fields of single layers, in the same ratio to those of all layers as in the real model."""
-    places = {layer: place for place, layer in enumerate(layers or range(2))}
+    indices = {layer: index for index, layer in enumerate(layers or range(2))}
     fields: dict[int, dict[str, Any]] = {}
     for key, values in config["per_layer_config"].items():
-        if int(key) in places:
-            of_layer = fields.setdefault(places[int(key)], {})
+        if int(key) in indices:
+            of_layer = fields.setdefault(indices[int(key)], {})
             for name, value in values.items():
-                small, whole = own.get(name, small_value(name, config.get(name))), config.get(name)
-                scales = type(value) is int and type(small) is int and whole
-                of_layer[name] = max(1, small * value // whole) if scales else value
+                small, of_all = own.get(name, small_value(name, config.get(name))), config.get(name)
+                scales = type(value) is int and type(small) is int and of_all
+                of_layer[name] = max(1, small * value // of_all) if scales else value
     return fields
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shardconv.errors import RunError, one_line
+from shardconv.hf.package import import_transformers
 
 #: Files from which a tokenizer of any kind is read.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*.model", "*.tiktoken", "vocab*", "*vocab.*")
@@ -42,10 +43,9 @@ def load_tokenizer(path: Path, *, is_trusted: bool) -> Any:
         RunError: if there is no tokenizer, it cannot be loaded, or it does not have a vocabulary.
     """
     check_tokenizer(path)
-    from transformers import AutoTokenizer  # noqa: PLC0415 - an extra
-
+    auto_class = import_transformers().AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=is_trusted)
+        tokenizer = auto_class.from_pretrained(path, trust_remote_code=is_trusted)
     except Exception as error:  # tokenizers raises Exception itself
         raise RunError(f"{path}: the tokenizer cannot be loaded: {_REMEDY} Got {one_line(error)}") from error
     names = [str(name) for name in getattr(tokenizer, "vocab_files_names", {}).values()]
@@ -61,8 +61,6 @@ def text_streamer(tokenizer: Any, write: Callable[[str], None]) -> Any:
         tokenizer: decodes tokens.
         write: is called with each piece of text; the last one ends with a newline.
     """
-    from transformers import TextStreamer  # noqa: PLC0415 - an extra
-
-    streamer: Any = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = import_transformers().TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     streamer.on_finalized_text = lambda text, stream_end=False: write(text + "\n" * stream_end)
     return streamer

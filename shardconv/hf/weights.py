@@ -15,6 +15,7 @@ from shardconv.convert.classes import new_class
 from shardconv.errors import RunError, one_line
 from shardconv.hf.classes import ModelClass
 from shardconv.hf.package import import_transformers
+from shardconv.hf.protocols import Model
 from shardconv.hf.rotary import permute_local_heads
 from shardconv.plan.unused import known_unused
 
@@ -27,7 +28,7 @@ def load_shards(
     *,
     dtype: torch.dtype | None = None,
     unused: Sequence[str] = (),
-) -> Any:
+) -> Model:
     """Build a model on the meta device, convert it, and load a rank's tensors into it.
 
     Args:
@@ -43,11 +44,12 @@ def load_shards(
     """
     kind = model_class.kind
 
-    def build(self: Any, *arguments: Any, **options: Any) -> None:
+    def build(self: Model, *arguments: Any, **options: Any) -> None:
         kind.__init__(self, *arguments, **options)
-        self.__class__ = kind  # which the conversion may change
+        self.__class__ = kind  # the conversion may change it
         convert(self)
 
+    model: Model
     converted = new_class(kind, (kind,), {"__init__": build})
     try:
         with permute_local_heads():
@@ -66,7 +68,7 @@ def load_shards(
     return model
 
 
-def _read_generation_config(model: Any, folder: Path) -> None:
+def _read_generation_config(model: Model, folder: Path) -> None:
     if not ((folder / "generation_config.json").is_file() and model.can_generate()):
         return
     try:
@@ -78,7 +80,7 @@ def _read_generation_config(model: Any, folder: Path) -> None:
         ) from error
 
 
-def load_unsharded(kind: Any, folder: Path, *, unused: Sequence[str] = (), is_trusted: bool = False) -> Any:
+def load_unsharded(kind: type[Model], folder: Path, *, unused: Sequence[str] = (), is_trusted: bool = False) -> Model:
     """Load the unsharded model that ``--check`` compares with, in float32.
 
     Args:
@@ -90,6 +92,7 @@ def load_unsharded(kind: Any, folder: Path, *, unused: Sequence[str] = (), is_tr
     Raises:
         RunError: if the model cannot be loaded, a parameter has no tensor, or a tensor no parameter.
     """
+    model: Model
     try:
         model, report = kind.from_pretrained(
             folder,
@@ -105,7 +108,7 @@ def load_unsharded(kind: Any, folder: Path, *, unused: Sequence[str] = (), is_tr
 
 
 def check_report(report: Mapping[str, Any], kind: str, path: Path, unused: Sequence[str] = ()) -> None:
-    """Refuse a model that transformers did not fill with exactly the tensors of a checkpoint.
+    """Refuse a model if its parameters are not exactly the tensors of the checkpoint.
 
     Args:
         report: the loading info of ``from_pretrained``.

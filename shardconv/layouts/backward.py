@@ -7,7 +7,6 @@ result with the rank files.
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from shardconv.errors import PlanError
 from shardconv.layouts.choice import ChosenRules, rules_for
@@ -24,7 +23,7 @@ _NOT_SAVED = "for example because vLLM ran on a CPU, where it packs weights of l
 
 
 def full_tensors(
-    layout: str, rank_tensors: Mapping[str, TensorSpec], tp: int, config: Mapping[str, Any], request: PlanRequest
+    layout: str, rank_tensors: Mapping[str, TensorSpec], tp: int, config: Mapping[str, object], request: PlanRequest
 ) -> dict[str, TensorSpec]:
     """The source tensors of rank files.
 
@@ -54,7 +53,7 @@ def full_tensors(
 def _resolved(
     members: Mapping[str, tuple[str, ...]],
     rank_tensors: Mapping[str, TensorSpec],
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     request: PlanRequest,
 ) -> tuple[dict[str, TensorSpec], Resolver]:
     """Guess the shards of the source tensors, and resolve their rules.
@@ -91,7 +90,7 @@ def _full_shape(shard: tuple[int, ...], sharded: ShardedDim, tp: int) -> tuple[i
     return (*shard[: sharded.dim], size, *shard[sharded.dim + 1 :])
 
 
-def _check_layers(names: Collection[str], config: Mapping[str, Any]) -> None:
+def _check_layers(names: Collection[str], config: Mapping[str, object]) -> None:
     """Check that layers of the same type have the same tensors: vLLM saves only one of tensors that share memory."""
     layers: dict[int, set[str]] = {}
     for name in names:
@@ -99,14 +98,16 @@ def _check_layers(names: Collection[str], config: Mapping[str, Any]) -> None:
             layers.setdefault(int(match[1]), set()).add(_LAYER.sub(".*.", name, count=1))
     if not layers:
         return
-    count = config.get("num_hidden_layers", 1 + max(layers))
-    if layers.keys() != set(range(1 + max(layers))) or count != 1 + max(layers):
+    count = 1 + max(layers)
+    expected = config.get("num_hidden_layers", count)
+    if layers.keys() != set(range(count)) or expected != count:
         raise PlanError(
-            f"layers are missing (got {len(layers)} layers, the last with index {max(layers)}, expected {count})"
+            f"layers are missing (got {len(layers)} layers, the last with index {max(layers)}, expected {expected})"
         )
     layer_types = config.get("layer_types")
-    is_valid = isinstance(layer_types, list) and len(layer_types) == count
-    types = [str(layer_type) for layer_type in layer_types or ()] if is_valid else [""] * count
+    types = [""] * count
+    if isinstance(layer_types, list) and len(layer_types) == count:
+        types = [str(layer_type) for layer_type in layer_types]
     for layer, layer_type in enumerate(types):
         first = layers[types.index(layer_type)]
         for name in sorted(first ^ layers[layer]):

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, cast
 
 from shardconv.errors import PlanError, UsageError
 from shardconv.layouts.layout import DCP, NATIVE, REMEDY, FileLayout
-from shardconv.layouts.rules import Group, Rule, file_tensors
+from shardconv.layouts.rules import Group, GroupTable, Rule, file_tensors
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 
@@ -24,13 +24,31 @@ _ENGINES = ("vllm",)
 LAYOUTS = (*_FIXED, *_ENGINES)
 
 
+class LayoutTable(TypedDict):
+    """The TOML file of an engine's layout.
+
+    Attributes:
+        engine: name of the engine.
+        versions: the engine versions that read the files.
+        file_name: see :class:`~shardconv.layouts.layout.FileLayout`.
+        types: model type to names of groups.
+        groups: by name.
+    """
+
+    engine: str
+    versions: str
+    file_name: str
+    types: dict[str, list[str]]
+    groups: dict[str, GroupTable]
+
+
 class ChosenRules(NamedTuple):
     """The groups of a model type, their rules that apply to its config, all other rules, and the completed config."""
 
     groups: list[Group]
     rules: list[Rule]
     others: list[Rule]
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
 
 
 def engine_of(layout: str) -> str | None:
@@ -41,15 +59,15 @@ def engine_of(layout: str) -> str | None:
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout {layout!r} is unknown (expected one of {', '.join(LAYOUTS)})")
-    return None if layout in _FIXED else str(_file(layout)["engine"])
+    return None if layout in _FIXED else _file(layout)["engine"]
 
 
 def versions_of(layout: str) -> str | None:
     """The engine versions that read the files of a layout; None for a layout without an engine."""
-    return None if engine_of(layout) is None else str(_file(layout)["versions"])
+    return None if engine_of(layout) is None else _file(layout)["versions"]
 
 
-def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> FileLayout:
+def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None) -> FileLayout:
     """The layout of a checkpoint.
 
     Args:
@@ -82,7 +100,7 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     )
 
 
-def rules_for(name: str, config: Mapping[str, Any]) -> ChosenRules:
+def rules_for(name: str, config: Mapping[str, object]) -> ChosenRules:
     """The rules of an engine's layout for the model of a config.
 
     Raises:
@@ -98,11 +116,11 @@ def rules_for(name: str, config: Mapping[str, Any]) -> ChosenRules:
 
 
 @cache
-def _file(name: str) -> dict[str, Any]:
-    return tomllib.loads((_FOLDER / f"{name}.toml").read_text("utf-8"))
+def _file(name: str) -> LayoutTable:
+    return cast("LayoutTable", tomllib.loads((_FOLDER / f"{name}.toml").read_text("utf-8")))
 
 
-def _groups(name: str, model_type: Any) -> list[Group]:  # noqa: ANN401 - anything JSON holds
+def _groups(name: str, model_type: object) -> list[Group]:
     types = _file(name)["types"]
     if model_type is None:
         raise PlanError(f"layout {name} needs a config.json with a model_type: add one (--config), or {REMEDY}")

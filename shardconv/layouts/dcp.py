@@ -36,7 +36,7 @@ def offsets_metadata(tensors: Mapping[str, TensorSpec], placements: Mapping[str,
 
 
 def _is_readable(placement: Placement) -> bool:
-    return not placement.is_padded and all(len(pieces) <= 1 for pieces in placement.ranks)
+    return not placement.is_padded and all(len(ranges) <= 1 for ranges in placement.ranks)
 
 
 def _offsets(placement: Placement, shape: tuple[int, ...], rank: int) -> list[int]:

@@ -209,7 +209,7 @@ class FileLayout:
                 f"{plan.tp} ranks (got shards of {', '.join(map(str, sorted(set(local_rows))))} rows): {REMEDY}"
             )
 
-    def to_json(self, names: Iterable[str]) -> dict[str, Any]:
+    def to_json(self, names: Iterable[str]) -> dict[str, object]:
         """Convert to JSON data; source tensors are their indices in ``names``."""
         number = {name: at for at, name in enumerate(names)}
         equal = groupby(self.constants, key=lambda constant: (constant.dtype, constant.shape, constant.value))
@@ -275,7 +275,7 @@ class FileLayout:
         )  # fmt: skip
 
 
-def _flag(value: Any) -> bool:  # noqa: ANN401 - anything JSON holds
+def _flag(value: object) -> bool:
     if type(value) is not bool:
         raise ValueError(f"squeeze is {value!r:.40} (expected true or false)")
     return value

@@ -9,13 +9,43 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Required, Self, TypedDict
 
 from shardconv.errors import PlanError
 from shardconv.layouts.layout import REMEDY, Constant, FileTensor
 
 _CHOICE = re.compile(r"\{([^}]*)\}")
 _WILDCARD = re.compile(r"[*#]")
+
+
+class RuleTable(TypedDict, total=False):
+    """A rule of a layout file, see :class:`Rule`."""
+
+    sources: Required[list[str]]
+    when: dict[str, object]
+    given: list[str]
+    count: list[str]
+    squeeze: bool
+
+
+class ConstantTable(TypedDict, total=False):
+    """A constant of a layout file, beside every file tensor that matches ``beside``."""
+
+    beside: Required[str]
+    dtype: Required[str]
+    shape: list[int]
+    value: Required[float]
+
+
+class GroupTable(TypedDict, total=False):
+    """A group of a layout file, see :class:`Group`."""
+
+    tensors: dict[str, RuleTable | list[str]]
+    constants: dict[str, ConstantTable]
+    refuse: list[str]
+    needs: list[str]
+    padded_to: dict[str, int]
+    defaults: dict[str, object]
 
 
 class Match(NamedTuple):
@@ -74,12 +104,12 @@ class Rule:
 
     target: Pattern
     sources: tuple[Pattern, ...]
-    when: Mapping[str, Any]
+    when: Mapping[str, object]
     given: tuple[str, ...] = ()
     count: tuple[str, ...] = ()
     squeeze: bool = False
 
-    def applies(self, config: Mapping[str, Any]) -> bool:
+    def applies(self, config: Mapping[str, object]) -> bool:
         """Whether the rule applies to checkpoints with this config."""
         for name, value in self.when.items():
             actual = config.get(name, value)
@@ -91,13 +121,13 @@ class Rule:
 
     def find(self, name: str) -> tuple[int, Match] | None:
         """The index of the first source that a name matches, and the match."""
-        for place, source in enumerate(self.sources):
+        for index, source in enumerate(self.sources):
             if (match := source.match(name)) is not None:
-                return place, match
+                return index, match
         return None
 
     def file_tensor(
-        self, texts: tuple[str, ...], members: Mapping[tuple[int, int], str], config: Mapping[str, Any]
+        self, texts: tuple[str, ...], members: Mapping[tuple[int, int], str], config: Mapping[str, object]
     ) -> FileTensor:
         """The file tensor of one module.
 
@@ -112,9 +142,9 @@ class Rule:
         target = self.target.name(Match(texts, 0))
         count = 1 + max(expert for expert, _ in members)
         expected = list(product(range(count), range(len(self.sources))))
-        for expert, place in expected:
-            if (expert, place) not in members:
-                missing = self.sources[place].name(Match(texts, expert))
+        for expert, index in expected:
+            if (expert, index) not in members:
+                missing = self.sources[index].name(Match(texts, expert))
                 raise PlanError(
                     f"{missing}: is missing (got {next(iter(members.values()))}, expected all members of {target}): "
                     f"{REMEDY}"
@@ -125,7 +155,7 @@ class Rule:
                 f"{target}: the source has {count} experts (expected {config_count!r:.20} by config.json): {REMEDY}"
             )
         stack = count if self.sources[0].is_expert else 0
-        return FileTensor(target, tuple(members[place] for place in expected), stack, self.squeeze)
+        return FileTensor(target, tuple(members[key] for key in expected), stack, self.squeeze)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +192,10 @@ class Group:
     refuse: tuple[Pattern, ...]
     needs: tuple[str, ...]
     padded_to: Mapping[str, int]
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, object]
 
     @classmethod
-    def of_table(cls, table: Mapping[str, Any]) -> Self:
+    def of_table(cls, table: GroupTable) -> Self:
         """Parse a group of a layout file."""
         _check_keys(table, {"tensors", "constants", "refuse", "needs", "padded_to", "defaults"})
         return cls(
@@ -178,7 +208,7 @@ class Group:
         )
 
 
-def file_tensors(rules: Sequence[Rule], names: Iterable[str], config: Mapping[str, Any]) -> tuple[FileTensor, ...]:
+def file_tensors(rules: Sequence[Rule], names: Iterable[str], config: Mapping[str, object]) -> tuple[FileTensor, ...]:
     """The file tensors of source tensors; for each name, the first matching rule applies.
 
     Raises:
@@ -194,16 +224,16 @@ def file_tensors(rules: Sequence[Rule], names: Iterable[str], config: Mapping[st
     return tuple(rules[number].file_tensor(texts, names_of, config) for (number, texts), names_of in members.items())
 
 
-def _rules(target: str, value: Any) -> Iterator[Rule]:  # noqa: ANN401 - anything TOML holds
-    table = value if isinstance(value, dict) else {"sources": value}
+def _rules(target: str, value: RuleTable | list[str]) -> Iterator[Rule]:
+    table: RuleTable = {"sources": value} if isinstance(value, list) else value
     _check_keys(table, {"sources", "when", "given", "count", "squeeze"})
-    given, count = (tuple(table.get(key, ())) for key in ("given", "count"))
+    given, count = tuple(table.get("given", ())), tuple(table.get("count", ()))
     for first, *others in _without_choices([target, *table["sources"]]):
         when, squeeze = table.get("when", {}), table.get("squeeze", False)
         yield Rule(Pattern(first), tuple(map(Pattern, others)), when, given, count, squeeze)
 
 
-def _constants(target: str, table: Mapping[str, Any]) -> Iterator[ConstantRule]:
+def _constants(target: str, table: ConstantTable) -> Iterator[ConstantRule]:
     _check_keys(table, {"beside", "dtype", "shape", "value"})
     for (text,) in _without_choices([target]):
         constant = Constant(text, table["dtype"], tuple(table.get("shape", ())), table["value"])
@@ -217,12 +247,16 @@ def _without_choices(patterns: Sequence[str]) -> Iterator[list[str]]:
         yield list(patterns)
         return
     for texts in zip(*choices, strict=True):
-        remaining = iter(texts)
-        expanded = [_CHOICE.sub(lambda _: next(remaining), pattern, count=1) for pattern in patterns]  # noqa: B023
-        yield from _without_choices(expanded)
+        yield from _without_choices(_with_choices(patterns, texts))
 
 
-def _check_keys(table: Mapping[str, Any], known: set[str]) -> None:
+def _with_choices(patterns: Sequence[str], texts: Sequence[str]) -> list[str]:
+    """Replace the first ``{a,b}`` of each pattern that has one by the next text."""
+    remaining = iter(texts)
+    return [_CHOICE.sub(lambda _: next(remaining), pattern, count=1) for pattern in patterns]
+
+
+def _check_keys(table: Mapping[str, object], known: set[str]) -> None:
     if unknown := table.keys() - known:
         raise ValueError(
             f"unknown keys in a layout file (got {', '.join(sorted(unknown))}, expected {', '.join(known)})"

@@ -1,1 +1,1 @@
-"""Proof that a plan is right for a model: a small model of its shape, split and compared with the plain one."""
+"""Proofs of plans: compare a small sharded model with the unsharded one; and proposals of plan files."""

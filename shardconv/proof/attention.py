@@ -1,16 +1,19 @@
-"""Attention that can be cut by heads: which layers of a module are its projections, and its module overrides.
+"""Find attention modules that can be sharded by heads: their projections, units and module overrides.
 
-Owns the usual names. Whether a module with these names can be cut so, a proof has to tell.
+Owns the usual names of layers, attributes and config fields. They do not guarantee that a module can be sharded so;
+that takes a proof.
 """
 
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-#: Names of projections: query, key, value, and output.
+from shardconv.proof.plan_file import RuleTable, UnitTable
+
+#: Names of the query, key, value and output projections.
 _QUERIES = ("q_proj", "query", "q", "q_lin", "wq", "to_q", "query_proj", "q_proj_layer", "linear_q", "q_head")
 _KEYS = ("k_proj", "key", "k", "k_lin", "wk", "to_k", "key_proj", "linear_k", "k_head")
 _VALUES = ("v_proj", "value", "v", "v_lin", "wv", "to_v", "value_proj", "linear_v", "v_head")
@@ -31,7 +34,7 @@ _OUTPUTS = (
     "linear_out",
 )
 
-#: Names of attributes that count heads, kv heads, and features of all heads.
+#: Names of attributes with the number of heads, the number of KV heads, the features of all heads, and those per head.
 _HEADS = ("num_heads", "num_attn_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _WIDTHS = (
@@ -47,7 +50,7 @@ _WIDTHS = (
 )
 _SIZES = ("head_dim", "attention_head_size", "d_kv", "key_value_proj_dim", "head_size", "d_head", "dim_head")
 
-#: Fields of configs.
+#: Names of config fields with the number of heads, the number of KV heads, and the width of the model.
 _HEAD_FIELDS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads",
     "attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",
@@ -57,119 +60,163 @@ _WIDTH_FIELDS = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_di
 
 
 class Attention(NamedTuple):
-    """How one attention module is cut.
+    """The entries of a plan file for one attention module.
 
     Attributes:
         rules: by the names of layers and tensors.
         units: by name.
-        told: the values of its attributes.
-        full_width: the layer whose outputs its code takes for those of all heads; "" if it does not.
+        attributes: overrides of its attributes, as expressions.
+        full_width: the layer whose number of outputs its code expects to be that of all heads; "" if it does not.
     """
 
-    rules: dict[str, dict[str, Any]]
-    units: dict[str, dict[str, Any]]
-    told: dict[str, str]
+    rules: dict[str, RuleTable]
+    units: dict[str, UnitTable]
+    attributes: dict[str, str]
     full_width: str
 
 
+class _Projections(NamedTuple):
+    """Names of the projections of an attention module, and their widths.
+
+    Attributes:
+        query: name of the query projection.
+        key: name of the key projection.
+        value: name of the value projection.
+        output: name of the output projection.
+        width: outputs of the query projection.
+        kv_width: outputs of the key and value projections.
+        size: features per head.
+    """
+
+    query: str
+    key: str
+    value: str
+    output: str
+    width: int
+    kv_width: int
+    size: int
+
+
 def find_attention(
-    name: str, module: nn.Module, modules: Mapping[str, nn.Module], config: Mapping[str, Any]
+    name: str, module: nn.Module, modules: Mapping[str, nn.Module], config: Mapping[str, object]
 ) -> Attention | None:
-    """How a module is cut by heads, if its names tell.
+    """The entries of a plan file for a module, or None if it is not attention with usual names.
 
     Args:
         name: of the module.
-        module: that may be attention.
-        modules: all of the model, by name.
+        module: to examine.
+        modules: all modules of the model, by name.
         config: fields of the model's config.
     """
+    found = _find_projections(name, module, modules)
+    units = None if found is None else _units(name, found, config)
+    if found is None or units is None:
+        return None
+    rules: dict[str, RuleTable] = {
+        found.query: {"style": "colwise", "unit": "query_head"},
+        found.output: {"style": "rowwise", "unit": "query_head"},
+        found.key: {"style": "colwise", "unit": "kv_head"},
+        found.value: {"style": "colwise", "unit": "kv_head"},
+    }
+    rules |= dict(_norms(name, modules, found))
+    rules |= dict(_gates(name, modules, found, {*rules}))
+    if any(rule.get("unit") == "query_row" for rule in rules.values()):
+        units["query_row"] = {"count": units["query_head"]["count"]}
+    full_width = found.query.removeprefix(f"{name}.") if _reshapes_to_input_width(module) else ""
+    return Attention(rules, units, _attributes(module, found.width, units["query_head"]["size"]), full_width)
+
+
+def _find_projections(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> _Projections | None:
+    """The projections, if there are all four and full heads."""
     query, key, value = (_child(name, modules, names) for names in (_QUERIES, _KEYS, _VALUES))
     output = _child(name, modules, _OUTPUTS) or _child(f"{name.rpartition('.')[0]}.output", modules, _OUTPUTS)
     if query is None or key is None or value is None or output is None:
         return None
     width, kv_width = _width(modules[query]), _width(modules[key])
-    heads = next((getattr(module, one) for one in _HEADS if type(getattr(module, one, None)) is int), None)
-    size = next((getattr(module, one) for one in _SIZES if type(getattr(module, one, None)) is int), None)
+    heads, size = _first_int(module, _HEADS), _first_int(module, _SIZES)
     size = size or (width // heads if heads else None)
     if not size or width % size or kv_width % size or _width(modules[value]) != kv_width:
         return None
-    fields = _unit_fields(name, width // size, kv_width // size, size, config)
-    if fields is None:
-        return None
-    query_unit, kv_unit = fields
-    rules = {query: {"style": "colwise", "unit": "query_head"}, output: {"style": "rowwise", "unit": "query_head"}}
-    rules |= {one: {"style": "colwise", "unit": "kv_head"} for one in (key, value)}
-    rules |= dict(_norms(name, modules, size, width, kv_width))
-    rules |= dict(_gates(name, modules, width, width // size, {*rules}))
-    told = {one: "query_head" for one in _HEADS if type(getattr(module, one, None)) is int}
-    told |= {one: "kv_head" for one in _KV_HEADS if type(getattr(module, one, None)) is int}
-    told |= {one: f"query_head * ({query_unit['size']})" for one in _WIDTHS if getattr(module, one, None) == width}
+    return _Projections(query, key, value, output, width, kv_width, size)
+
+
+def _attributes(module: nn.Module, width: int, size: str | int) -> dict[str, str]:
+    """The overrides of the attributes that count heads or the features of all heads."""
+    attributes = {one: "query_head" for one in _HEADS if _is_int(module, one)}
+    attributes |= {one: "kv_head" for one in _KV_HEADS if _is_int(module, one)}
+    attributes |= {one: f"query_head * ({size})" for one in _WIDTHS if getattr(module, one, None) == width}
     if hasattr(module, "num_key_value_groups"):
-        told["num_key_value_groups"] = "query_head // kv_head"
-    units = {"query_head": query_unit, "kv_head": kv_unit}
-    if any(rule.get("unit") == "query_row" for rule in rules.values()):
-        units["query_row"] = {"count": query_unit["count"]}
-    return Attention(rules, units, told, query.removeprefix(f"{name}.") if _joins_to_input_width(module) else "")
+        attributes["num_key_value_groups"] = "query_head // kv_head"
+    return attributes
+
+
+def _is_int(module: nn.Module, name: str) -> bool:
+    return type(getattr(module, name, None)) is int
+
+
+def _first_int(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    """The value of the first attribute among some names that is an int."""
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if type(value) is int), None)
 
 
 def _child(name: str, modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> str | None:
+    """The first linear layer with one of some names below a module."""
     found = (f"{name}.{one}{inner}" for one in names for inner in ("", ".linear"))
     return next((one for one in found if type(modules.get(one)) is nn.Linear), None)
 
 
-def _width(layer: Any) -> int:
-    return int(layer.out_features)
+def _width(layer: nn.Module) -> int:
+    """Number of outputs of a linear layer."""
+    return layer.get_parameter("weight").shape[0]
 
 
-def _unit_fields(
-    name: str, heads: int, kv_heads: int, size: int, config: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The units, in fields of the config."""
+def _units(name: str, found: _Projections, config: Mapping[str, object]) -> dict[str, UnitTable] | None:
+    """The units of query and KV heads in terms of config fields; None if the config does not have their numbers."""
+    heads, kv_heads = found.width // found.size, found.kv_width // found.size
     fields = sorted(_HEAD_FIELDS, key=lambda one: not one.startswith(("encoder", "decoder")) or one[:7] not in name)
     count = next((one for one in fields if config.get(one) == heads), None)
-    kv_count: str | int | None = (
-        count if kv_heads == heads else next((one for one in _KV_FIELDS if config.get(one) == kv_heads), None)
-    )
-    if kv_heads == 1 and kv_count is None:
-        kv_count = 1
-    named = next((one for one in _SIZES if config.get(one) == size), None)
-    whole = next((one for one in _WIDTH_FIELDS if config.get(one) == heads * size), None)
-    if count is None or kv_count is None or (named is None and whole is None):
+    kv_field = next((one for one in _KV_FIELDS if config.get(one) == kv_heads), None)
+    kv_count = kv_field or (count if kv_heads == heads else 1 if kv_heads == 1 else None)
+    size_field = next((one for one in _SIZES if config.get(one) == found.size), None)
+    width_field = next((one for one in _WIDTH_FIELDS if config.get(one) == found.width), None)
+    if count is None or kv_count is None or (size_field is None and width_field is None):
         return None
-    unit_size = named or f"{whole} // {count}"
-    explicit: str | int = next((one for one in _KV_FIELDS if config.get(one) == kv_heads), kv_count)
-    return {"count": count, "size": unit_size}, {"count": explicit, "size": unit_size, "copies": True}
+    size = size_field or f"{width_field} // {count}"
+    return {
+        "query_head": {"count": count, "size": size},
+        "kv_head": {"count": kv_count, "size": size, "copies": True},
+    }
 
 
 def _gates(
-    name: str, modules: Mapping[str, nn.Module], width: int, heads: int, known: set[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Gates of what heads give: a linear layer, or a parameter, with something for each feature or each head."""
-    units = {width: "query_head", heads: "query_row"}
-    for own, module in modules[name].named_children():
-        if "gate" in own and f"{name}.{own}" not in known and type(module) is nn.Linear and _width(module) in units:
-            yield f"{name}.{own}", {"style": "colwise", "unit": units[_width(module)]}
+    name: str, modules: Mapping[str, nn.Module], found: _Projections, known: set[str]
+) -> Iterator[tuple[str, RuleTable]]:
+    """Rules for gates of the attention output: linear layers or parameters, with an output per feature or per head."""
+    heads = found.width // found.size
+    units = {found.width: "query_head", heads: "query_row"}
+    for child, module in modules[name].named_children():
+        if "gate" in child and f"{name}.{child}" not in known and type(module) is nn.Linear and _width(module) in units:
+            yield f"{name}.{child}", {"style": "colwise", "unit": units[_width(module)]}
     for own, parameter in modules[name].named_parameters(recurse=False):
         if parameter.shape == (heads,):
             yield f"{name}.{own}", {"style": "by_rows", "unit": "query_row"}
 
 
-def _joins_to_input_width(module: nn.Module) -> bool:
-    """Whether the code of a module reshapes to a width that it reads from its input's shape."""
+def _reshapes_to_input_width(module: nn.Module) -> bool:
+    """Whether the code of a module reshapes its output to a width that it reads from the shape of its input."""
     code = inspect.getsource(type(module).forward)
     widths = re.findall(r"(\w+) = \w+\.(?:size\(\)|shape)\n", code)
     return any(re.search(rf"\.(?:view|reshape)\([^()]*\b{width}\)", code) for width in widths)
 
 
-def _norms(
-    name: str, modules: Mapping[str, nn.Module], size: int, width: int, kv_width: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Norms inside of attention: over one head, or over all."""
+def _norms(name: str, modules: Mapping[str, nn.Module], found: _Projections) -> Iterator[tuple[str, RuleTable]]:
+    """Rules for norms inside attention: over one head, or over all heads."""
     for child, module in modules.items():
         weight = getattr(module, "weight", None)
-        if not child.startswith(f"{name}.") or weight is None or weight.dim() != 1:
+        if not child.startswith(f"{name}.") or not isinstance(weight, Tensor) or weight.dim() != 1:
             continue
-        if weight.numel() == size:
+        if weight.numel() == found.size:
             yield child, {"style": "replicated_with_grad_allreduce"}
-        elif weight.numel() in (width, kv_width):
-            yield child, {"style": "colwise", "unit": "query_head" if weight.numel() == width else "kv_head"}
+        elif weight.numel() in (found.width, found.kv_width):
+            yield child, {"style": "colwise", "unit": "query_head" if weight.numel() == found.width else "kv_head"}

@@ -1,96 +1,109 @@
-"""Which linear layer feeds which: seen in one pass of a small model.
+"""Find out which linear layer feeds which, by tracing one forward pass of a small model.
 
-Owns the marks on tensors. What a linear layer gives is marked with it; operations that work on each feature by itself
-hand the mark on. Where nothing but the next linear layer takes the features, both can be cut along them.
+The output of each linear layer is marked with that layer. Operations that keep features apart pass the marks on to
+their outputs. Two layers can be sharded along the features between them if nothing else uses those features.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Fed(NamedTuple):
-    """What a linear layer takes from another: all of its features, or one of several equal parts of them."""
-
-    layer: str
-    part: int
-    parts: int
-
-
-class Flow(NamedTuple):
-    """What was seen.
+class Features(NamedTuple):
+    """Features from a linear layer: all of its outputs, or one of several equal segments of them.
 
     Attributes:
-        fed: of each linear layer that takes only features of others, what they are.
-        escaped: the layers whose features something else takes, too.
-        called: the modules that were called; the parameters of others are used by the modules that hold them.
+        layer: name of the layer.
+        segment: index of the segment.
+        segments: number of segments; 1 for all outputs.
     """
 
-    fed: dict[str, frozenset[Fed]]
+    layer: str
+    segment: int
+    segments: int
+
+
+class LayerGraph(NamedTuple):
+    """Connections between the linear layers of a model.
+
+    Attributes:
+        inputs: for each linear layer whose inputs come from other linear layers only, these features.
+        escaped: layers whose features something else uses, too.
+        called: modules that were called. Parameters of other modules are used by the modules that contain them.
+    """
+
+    inputs: dict[str, frozenset[Features]]
     escaped: set[str]
     called: set[str]
 
 
-#: Operations that hand on each number as it is, where the last dim keeps its size.
-_KEEPING = frozenset(
+#: Operations that keep every value; they pass marks on if the size of the last dim stays the same.
+_VALUE_PRESERVING = frozenset(
     {"view", "_unsafe_view", "reshape", "clone", "detach", "_to_copy", "alias", "unsqueeze", "squeeze"}
 )
-#: Operations that cut a tensor into parts.
-_CUTTING = frozenset({"split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split"})
+#: Operations that divide a tensor into segments.
+_SPLITTING = frozenset({"split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split"})
 
 
 class _Marks(TorchDispatchMode):
-    """Sees every operation, and hands marks on."""
+    """Intercepts every operation, and passes marks from its inputs to its outputs."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # likewise
-        self._marks: dict[int, tuple[Tensor, frozenset[Fed]]] = {}  # with the tensor, so that its id is no other's
+        super().__init__()  # type: ignore[no-untyped-call] # torch does not annotate it
+        self._marks: dict[
+            int, tuple[Tensor, frozenset[Features]]
+        ] = {}  # the tensor is kept, so that its id stays taken
         self.escaped: set[str] = set()
-        self.inside = 0
+        self.num_entered = 0  # linear layers that are running
 
-    def mark(self, tensor: Tensor, fed: frozenset[Fed]) -> None:
-        self._marks[id(tensor)] = tensor, fed
+    def mark(self, tensor: Tensor, features: frozenset[Features]) -> None:
+        """Mark a tensor."""
+        self._marks[id(tensor)] = tensor, features
 
-    def of(self, tensor: Any) -> frozenset[Fed]:
+    def of(self, tensor: object) -> frozenset[Features]:
+        """The marks of a tensor."""
         return self._marks[id(tensor)][1] if id(tensor) in self._marks else frozenset()
 
-    def escape(self, fed: frozenset[Fed]) -> None:
-        self.escaped |= {one.layer for one in fed}
+    def escape(self, features: frozenset[Features]) -> None:
+        """Record that something other than a linear layer uses features."""
+        self.escaped |= {one.layer for one in features}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         output = func(*args, **(kwargs or {}))
         inputs = _tensors([*args, *(kwargs or {}).values()])
-        fed = frozenset[Fed]().union(*map(self.of, inputs))
-        if fed and not self.inside:
-            self._hand_on(func, inputs, output, fed)
+        features = frozenset[Features]().union(*map(self.of, inputs))
+        if features and not self.num_entered:
+            self._propagate(func, inputs, output, features)
         return output
 
-    def _hand_on(self, func: Any, inputs: list[Tensor], output: Any, fed: frozenset[Fed]) -> None:
-        name = func.name().partition("::")[2].partition(".")[0]
+    def _propagate(self, func: OpOverload, inputs: list[Tensor], output: object, features: frozenset[Features]) -> None:
+        name = func.__name__.partition(".")[0]
         width = next(tensor for tensor in inputs if self.of(tensor)).shape[-1:]
         if isinstance(output, Tensor):
             others = [tensor for tensor in inputs if not self.of(tensor)]
-            is_featurewise = torch.Tag.pointwise in func.tags or name == "native_dropout"
-            is_alone = all(not one.dim() or one.shape[-1] == 1 for one in others)
-            if output.shape[-1:] == width and (name in _KEEPING or (is_featurewise and is_alone)):
-                self.mark(output, fed)
+            is_pointwise = torch.Tag.pointwise in func.tags or name == "native_dropout"
+            are_broadcast = all(not one.dim() or one.shape[-1] == 1 for one in others)
+            if output.shape[-1:] == width and (name in _VALUE_PRESERVING or (is_pointwise and are_broadcast)):
+                self.mark(output, features)
                 return
-        elif name in _CUTTING and len(fed) == 1:
-            parts, whole = list(output), next(iter(fed))
-            if whole.parts == 1 and {part.shape[-1] * len(parts) for part in parts} == set(width):
-                for number, part in enumerate(parts):
-                    self.mark(part, frozenset({Fed(whole.layer, number, len(parts))}))
+        elif isinstance(output, list | tuple) and name in _SPLITTING and len(features) == 1:
+            segments, full = list(output), next(iter(features))
+            if full.segments == 1 and {segment.shape[-1] * len(segments) for segment in segments} == set(width):
+                for index, segment in enumerate(segments):
+                    self.mark(segment, frozenset({Features(full.layer, index, len(segments))}))
                 return
-        self.escape(fed)
+        self.escape(features)
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
+def _tensors(values: Iterable[object]) -> list[Tensor]:
+    """The tensors among values and in nested lists and tuples."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -101,49 +114,50 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 class _Tracer:
-    """Hooks on the modules of one model."""
+    """Forward hooks for the modules of one model."""
 
     def __init__(self) -> None:
         self.marks = _Marks()
-        self.fed: dict[str, frozenset[Fed]] = {}
+        self.inputs: dict[str, frozenset[Features]] = {}
         self.called: set[str] = set()
 
-    def enter_any(self, name: str, *_: Any) -> None:
+    def enter_module(self, name: str, *_: object) -> None:
         self.called.add(name)
 
-    def enter(self, name: str, _: nn.Module, arguments: tuple[Any, ...]) -> None:
-        taken = self.marks.of(arguments[0]) if arguments else frozenset[Fed]()
-        if name in self.fed and self.fed[name] != taken:
-            self.marks.escape(self.fed[name] | taken)
-        self.fed[name] = taken
-        self.marks.inside += 1
+    def enter_linear(self, name: str, _: nn.Module, arguments: tuple[object, ...]) -> None:
+        features = self.marks.of(arguments[0]) if arguments else frozenset[Features]()
+        if name in self.inputs and self.inputs[name] != features:
+            self.marks.escape(self.inputs[name] | features)
+        self.inputs[name] = features
+        self.marks.num_entered += 1
 
-    def leave(self, name: str, _: nn.Module, __: Any, output: Tensor) -> None:
-        self.marks.inside -= 1
-        self.marks.mark(output, frozenset({Fed(name, 0, 1)}))
+    def leave_linear(self, name: str, _: nn.Module, __: object, output: Tensor) -> None:
+        self.marks.num_entered -= 1
+        self.marks.mark(output, frozenset({Features(name, 0, 1)}))
 
 
-def trace(model: nn.Module, inputs: Mapping[str, Tensor], is_linear: Callable[[nn.Module], bool]) -> Flow:
-    """Run a model once, and see which of its linear layers feed which.
+def trace_layers(model: nn.Module, inputs: Mapping[str, Tensor], is_linear: Callable[[nn.Module], bool]) -> LayerGraph:
+    """Run a model once, and record which of its linear layers feed which.
 
     Args:
-        model: a small one.
-        inputs: what it is called with.
+        model: a small model.
+        inputs: of the model.
         is_linear: whether a module is a linear layer.
     """
     tracer = _Tracer()
-    hooks: list[Any] = []
+    hooks = []
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(partial(tracer.enter_any, name)))
+        hooks.append(module.register_forward_pre_hook(partial(tracer.enter_module, name)))
         if is_linear(module):
-            hooks.append(module.register_forward_pre_hook(partial(tracer.enter, name)))
-            hooks.append(module.register_forward_hook(partial(tracer.leave, name)))
+            hooks.append(module.register_forward_pre_hook(partial(tracer.enter_linear, name)))
+            hooks.append(module.register_forward_hook(partial(tracer.leave_linear, name)))
     try:
         with torch.no_grad(), tracer.marks:
             output = model(**inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    for value in _tensors(list(output.values())):
+    for value in _tensors(output.values()):
         tracer.marks.escape(tracer.marks.of(value))
-    return Flow({name: taken for name, taken in tracer.fed.items() if taken}, tracer.marks.escaped, tracer.called)
+    fed = {name: features for name, features in tracer.inputs.items() if features}
+    return LayerGraph(fed, tracer.marks.escaped, tracer.called)

@@ -1,11 +1,10 @@
 """Compare the names and shapes of a checkpoint with those of the model that its config names.
 
-Owns the comparison and its messages. Nothing is read but headers and config, and no memory is taken for values.
+Owns the comparison and its messages. Reads headers and config only, and allocates no memory for values.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
@@ -45,7 +44,7 @@ class ModelCheck:
 
     @property
     def is_right(self) -> bool:
-        """Whether names and shapes are the model's, apart from those that it does not need."""
+        """Whether names and shapes are those of the model, except for tensors that it does not need."""
         return not (self.unused or self.missing or self.mismatched or self.failed)
 
     def differences(self) -> str:
@@ -92,7 +91,7 @@ def check_source(
     return require_model(source.config or {}, source.specs, str(src))
 
 
-def require_model(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], path: str) -> ModelCheck:
+def require_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec], path: str) -> ModelCheck:
     """:func:`check_model`, where differences are an error that names the checkpoint by ``path``.
 
     Raises:
@@ -109,15 +108,15 @@ def require_model(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], pa
     return found
 
 
-def require_padded(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
-    """Check that transformers takes the config of a padded checkpoint, and that its model has the padded tensors.
+def require_padded(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> None:
+    """Check that transformers accepts the config of a padded checkpoint, and that its model has the padded tensors.
 
     Raises:
         PlanError: if not.
     """
     remedy = (
-        "use shardconv split --pad, whose rank files keep the true sizes, or --no-check-model for an engine that takes "
-        "this config"
+        "use shardconv split --pad, whose rank files keep the true sizes, or --no-check-model for an engine that "
+        "accepts this config"
     )
     try:
         found = check_model(config, specs)
@@ -130,7 +129,7 @@ def require_padded(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -
         )
 
 
-def check_model(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> ModelCheck:
+def check_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> ModelCheck:
     """Compare tensors with those of the model class that a config names.
 
     Args:
@@ -140,10 +139,10 @@ def check_model(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> M
     Raises:
         RunError: if transformers does not have the class, or cannot build the model.
     """
-    kind, made = model_class(config)
+    kind, full_config = model_class(config)
     names = _without_block_scales(config, specs)
     try:
-        match = match_names(kind, made, {name: specs[name].shape for name in names})
+        match = match_names(kind, full_config, {name: specs[name].shape for name in names})
     except Exception as error:
         raise RunError(
             f"transformers cannot build {kind.__name__} by this config, so its tensors cannot be compared with it: "
@@ -160,8 +159,8 @@ def check_model(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> M
     )
 
 
-def _without_block_scales(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> list[str]:
-    """All names, except those of the scales of fp8 weights where the config says that weights are quantized so."""
+def _without_block_scales(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> list[str]:
+    """All names, except those of block scales if the config has fp8 quantization."""
     settings = config.get("quantization_config")
     if not isinstance(settings, dict) or settings.get("quant_method") != "fp8":
         return list(specs)

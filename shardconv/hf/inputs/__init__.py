@@ -1,11 +1,10 @@
 """Random inputs for small models: text, images, audio, and text with placeholder tokens for images or audio.
 
-The config and the signature of ``forward`` determine most inputs. ``types.toml`` and ``special.py`` hold the rest.
+The config and the signature of ``forward`` determine most inputs. ``types.toml`` and ``special.toml`` hold the rest.
 The number of placeholder tokens is the number of features that the model computes.
 """
 
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +12,12 @@ from torch import Tensor
 from shardconv.hf.inputs.audio import audio_inputs
 from shardconv.hf.inputs.configs import is_type
 from shardconv.hf.inputs.images import image_inputs
-from shardconv.hf.inputs.special import SPECIAL
+from shardconv.hf.inputs.special import special_inputs
 from shardconv.hf.inputs.text import text_inputs
+from shardconv.hf.protocols import Model
 
 
-def example_inputs(model: Any, seed: int = 1) -> dict[str, Tensor]:
+def example_inputs(model: Model, seed: int = 1) -> dict[str, Tensor]:
     """Random inputs with which a model can be called, as ``model(**example_inputs(model))``.
 
     Args:
@@ -28,8 +28,8 @@ def example_inputs(model: Any, seed: int = 1) -> dict[str, Tensor]:
     names = inspect.signature(model.forward).parameters
     kind = str(model.config.model_type)
     given: dict[str, Tensor] = {}
-    if (special := SPECIAL.get(type(model).__name__) or SPECIAL.get(kind)) is not None:
-        given = special(model, generator)
+    if (special := special_inputs(model, generator)) is not None:
+        given = special
         if not given.keys() & {"input_ids", "decoder_input_ids"}:
             given |= text_inputs(model, names, given, generator)
         return given
@@ -40,7 +40,7 @@ def example_inputs(model: Any, seed: int = 1) -> dict[str, Tensor]:
     return given | text_inputs(model, names, given, generator)
 
 
-def can_generate_text(model: Any) -> bool:
+def can_generate_text(model: Model) -> bool:
     """Whether ``generate`` returns tokens of text for the inputs of :func:`example_inputs`."""
-    can = getattr(model, "can_generate", None)
-    return bool(can and can()) and not is_type("no_generation", model.config.model_type)
+    can_generate = getattr(model, "can_generate", None)
+    return bool(can_generate and can_generate()) and not is_type("no_generation", model.config.model_type)

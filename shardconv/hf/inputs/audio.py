@@ -1,13 +1,13 @@
 """Random audio, as waveforms or features, by the signature of ``forward`` and the config."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Container
 
 import torch
 from torch import Tensor
 
-from shardconv.hf.inputs.configs import BATCH, deep_field, first_field, is_type, part_of, type_number
+from shardconv.hf.inputs.configs import BATCH, deep_field, first_field, is_type, submodel_config, type_number
+from shardconv.hf.protocols import Config, Model
 
 #: Inputs of ``forward`` that belong to audio.
 AUDIO_INPUTS = {
@@ -21,12 +21,12 @@ AUDIO_INPUTS = {
 }
 
 
-def audio_inputs(model: Any, names: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+def audio_inputs(model: Model, names: Container[str], generator: torch.Generator) -> dict[str, Tensor]:
     """One recording per sequence, for models that take audio and no images."""
     if "pixel_values" in names:
         return {}
-    audio = part_of(model.config, "audio_config", "encoder_config", "encoder")
-    both = {"input_features", "input_values"} <= names.keys()
+    audio = submodel_config(model.config, "audio_config", "encoder_config", "encoder")
+    both = "input_features" in names and "input_values" in names
     if (
         "input_features" in names
         and not (both and hasattr(audio, "conv_stride"))
@@ -52,17 +52,17 @@ def audio_inputs(model: Any, names: Mapping[str, Any], generator: torch.Generato
     return {}
 
 
-def audio_features(config: Any, audio: Any, generator: torch.Generator) -> Tensor:
+def audio_features(config: Config, audio: Config, generator: torch.Generator) -> Tensor:
     """Random audio features, (batch, frames, features) or (batch, features, frames)."""
     width = deep_field(
         audio, ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins", "input_dim"), 80
     )
-    nested = part_of(audio, "encoder_config")
+    nested = submodel_config(audio, "encoder_config")
     width *= first_field(audio, ("num_stacked_frames",), type_number("audio_stacked_frames", nested.model_type, 1))
     frames = 2 * first_field(audio, ("max_source_positions", "n_window"), 24)
     shape = (BATCH, frames, width) if _frames_first(config, audio) else (BATCH, width, frames)
     return torch.randn(*shape, generator=generator)
 
 
-def _frames_first(config: Any, audio: Any) -> bool:
+def _frames_first(config: Config, audio: Config) -> bool:
     return not is_type("audio_features_first", config.model_type, getattr(audio, "model_type", ""))

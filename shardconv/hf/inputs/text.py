@@ -1,7 +1,7 @@
 """Random tokens of text, with placeholder tokens for images and audio."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor
 from shardconv.hf.inputs.audio import AUDIO_INPUTS
 from shardconv.hf.inputs.configs import BATCH, LENGTH, is_type
 from shardconv.hf.inputs.images import IMAGE_INPUTS
+from shardconv.hf.protocols import Model
 
 
 def text_inputs(
-    model: Any, names: Iterable[str], given: Mapping[str, Tensor], generator: torch.Generator
+    model: Model, names: Iterable[str], given: Mapping[str, Tensor], generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Random tokens for the encoder, the decoder or both, with placeholder tokens for the other inputs."""
     names, config = set(names), model.config
@@ -24,11 +25,11 @@ def text_inputs(
         return {"decoder_input_ids": random_tokens(model, (BATCH, LENGTH), generator)}
     ids = random_tokens(model, (BATCH, LENGTH), generator)
     kinds = torch.zeros_like(ids)
-    for place, (what, token) in enumerate(_places(model, given)):
-        count = _count(model, what, given)
-        spot = torch.full((BATCH, count), token)
-        ids = torch.cat([ids[:, :2], spot, ids[:, 2:]], dim=1)
-        kinds = torch.cat([kinds[:, :2], torch.full_like(spot, 1 + 2 * place), kinds[:, 2:]], dim=1)
+    for index, (modality, token) in enumerate(_placeholders(model, given)):
+        count = _count(model, modality, given)
+        placeholders = torch.full((BATCH, count), token)
+        ids = torch.cat([ids[:, :2], placeholders, ids[:, 2:]], dim=1)
+        kinds = torch.cat([kinds[:, :2], torch.full_like(placeholders, 1 + 2 * index), kinds[:, 2:]], dim=1)
     text = {"input_ids": ids}
     if given and "mm_token_type_ids" in names:
         text["mm_token_type_ids"] = kinds
@@ -37,7 +38,7 @@ def text_inputs(
     return text
 
 
-def random_tokens(model: Any, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def random_tokens(model: Model, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Random tokens of text, special tokens excluded."""
     vocabulary = min(99, vocabulary_size(model))
     special = set(_special(model.config.to_dict()))
@@ -45,7 +46,7 @@ def random_tokens(model: Any, shape: tuple[int, ...], generator: torch.Generator
     return usual[torch.randint(0, len(usual), shape, generator=generator)]
 
 
-def vocabulary_size(model: Any) -> int:
+def vocabulary_size(model: Model) -> int:
     """The size of the text vocabulary."""
     config = model.config
     for one in (getattr(config, "decoder", None), config.get_text_config(), config):
@@ -54,7 +55,7 @@ def vocabulary_size(model: Any) -> int:
     return 99
 
 
-def _special(config: Mapping[str, Any]) -> Iterable[int]:
+def _special(config: Mapping[str, object]) -> Iterable[int]:
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _special(value)
@@ -62,30 +63,30 @@ def _special(config: Mapping[str, Any]) -> Iterable[int]:
             yield value
 
 
-def _places(model: Any, given: Mapping[str, Tensor]) -> Iterable[tuple[str, int]]:
+def _placeholders(model: Model, given: Mapping[str, Tensor]) -> Iterable[tuple[str, int]]:
     """The kinds of inputs that have placeholder tokens in the text, each with its token."""
-    for what, inputs in (("image", IMAGE_INPUTS), ("audio", AUDIO_INPUTS)):
+    for modality, inputs in (("image", IMAGE_INPUTS), ("audio", AUDIO_INPUTS)):
         if given.keys() & inputs:
-            for name in (f"{what}_token_id", f"{what}_token_index", f"{what}_token"):
+            for name in (f"{modality}_token_id", f"{modality}_token_index", f"{modality}_token"):
                 if type(token := getattr(model.config, name, None)) is int:
-                    yield what, token
+                    yield modality, token
                     break
 
 
 @torch.no_grad()
-def _count(model: Any, what: str, given: Mapping[str, Tensor]) -> int:
+def _count(model: Model, modality: str, given: Mapping[str, Tensor]) -> int:
     """The number of placeholder tokens of an image or recording: that of the features that the model computes."""
-    features = _method(model, f"get_{what}_features")
+    features = _method(model, f"get_{modality}_features")
     if features is None:
         return 0
     takes = inspect.signature(features).parameters
     everything = any(one.kind is one.VAR_KEYWORD for one in takes.values())
-    wanted = IMAGE_INPUTS if what == "image" else AUDIO_INPUTS
+    wanted = IMAGE_INPUTS if modality == "image" else AUDIO_INPUTS
     found = features(**{name: given[name] for name in given if name in takes or (everything and name in wanted)})
     return sum(one.numel() // one.shape[-1] for one in _feature_tensors(found)) // BATCH
 
 
-def _method(model: Any, name: str) -> Any:
+def _method(model: Model, name: str) -> Callable[..., object] | None:
     base = getattr(model, "model", None)
     return next((getattr(one, name) for one in (model, base) if hasattr(one, name)), None)
 

@@ -1,0 +1,45 @@
+"""vLLM's tensor parallel group in a process without other ranks. Imported only in vLLM's environment."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined] # torch's type stubs do not export it
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from shardconv.engines.construct import EngineModel
+
+
+@contextmanager
+def group_of_one(folder: Path, tp: int, rank: int, arguments: Mapping[str, object]) -> Iterator[VllmConfig]:
+    """Initialize vLLM's groups for one process, with the size and rank of a larger group patched in."""
+    engine = EngineArgs(
+        model=str(folder), tensor_parallel_size=tp, enforce_eager=True, skip_tokenizer_init=True,
+        distributed_executor_backend="mp", **arguments,
+    )  # fmt: skip
+    config = engine.create_engine_config()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with set_current_vllm_config(config):
+            parallel_state.init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
+            parallel_state.initialize_model_parallel(1, backend="gloo")
+            group = parallel_state.get_tp_group()
+            with mock.patch.multiple(group, world_size=tp, rank_in_group=rank):
+                yield config
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+def construct_model(config: VllmConfig, device: str) -> EngineModel:
+    """Construct the model that vLLM runs, before its weights are loaded."""
+    with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
+        model: EngineModel = initialize_model(config)
+    return model

@@ -1,0 +1,131 @@
+"""Run the comparisons of a proof in one process per rank.
+
+Owns the folder through which the ranks of a proof get their task and return their results.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardconv.checkpoint.formats import CONFIG_NAME
+from shardconv.checkpoint.json_files import read_json
+from shardconv.checkpoint.source import Source
+from shardconv.checkpoint.split import split_by
+from shardconv.distributed import Axis, as_axis
+from shardconv.errors import RunError, ShardconvError, is_lost
+from shardconv.hf.classes import model_class
+from shardconv.plan.placement import Placement
+from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.request import PlanRequest
+from shardconv.proof.compare import compare
+from shardconv.proof.report import Proof
+from shardconv.proof.small_models import REFERENCE, SMALL
+from shardconv.runtime.launch import launch
+
+#: Names in the folder of a proof: the task of the ranks, the split small model, and the result of a rank.
+TASK, SPLIT, RESULT = "task.json", "tp{tp}", "result-{tp}-{rank}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """The result of one rank: that of :func:`~shardconv.proof.compare.compare`, or why the model failed to run."""
+
+    output: float | None = None
+    tokens: bool | None = None
+    gradient: float | None = None
+    note: str = ""
+    problem: str = ""
+
+
+def prove_all(folder: Path, small: Source, plans: Mapping[int, Plan], request: PlanRequest) -> tuple[Proof, ...]:
+    """Compare at all tensor parallel sizes, one after the other, in processes that are started once.
+
+    Args:
+        folder: with the small model and its results.
+        small: the small model.
+        plans: tensor parallel size to plan.
+        request: the options of the plans.
+    """
+    if not plans:
+        return ()
+    for tp, plan in plans.items():
+        split_by(small, folder / SPLIT.format(tp=tp), plan, request)
+    (folder / TASK).write_text(json.dumps({"request": request.to_json(), "tps": [*plans]}))
+    try:
+        launch(["prove-rank", str(folder)], max(plans))
+    except RunError:
+        if not any(result.problem for tp in plans for result in _results(folder, tp)):
+            raise
+    results = {tp: _results(folder, tp) for tp in plans}
+    return tuple(
+        _proof(tp, results[tp], sharded_fraction(small.specs, plan)) for tp, plan in plans.items() if results[tp]
+    )
+
+
+def _results(folder: Path, tp: int) -> list[RankResult]:
+    """The results of the ranks, the earliest first."""
+    paths = folder.glob(RESULT.format(tp=tp, rank="*"))
+    return [
+        RankResult(**json.loads(path.read_text())) for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)
+    ]
+
+
+def _proof(tp: int, results: list[RankResult], fraction: float) -> Proof:
+    if problems := [result.problem for result in results if result.problem]:
+        return Proof(tp, None, None, None, fraction, problems[0])
+    tokens = {result.tokens for result in results}
+    return Proof(
+        tp,
+        max(result.output for result in results if result.output is not None),
+        None if tokens == {None} else tokens == {True},
+        max((result.gradient for result in results if result.gradient is not None), default=None),
+        fraction,
+        results[0].note,
+    )
+
+
+def sharded_fraction(specs: Mapping[str, TensorSpec], plan: Plan) -> float:
+    """The fraction of the elements of matrices that is sharded."""
+    matrices = {name: math.prod(spec.shape) for name, spec in specs.items() if sum(size > 1 for size in spec.shape) > 1}
+    sharded = sum(numel for name, numel in matrices.items() if _is_sharded(plan.tensors[name].placement))
+    return sharded / max(sum(matrices.values()), 1)
+
+
+def _is_sharded(placement: Placement) -> bool:
+    """Whether no rank holds the full tensor."""
+    return placement.dim is not None and max(map(placement.local_size, range(placement.tp))) < placement.size
+
+
+def prove_rank(folder: Path) -> None:
+    """Compare on this rank at every tensor parallel size of the task, and write the results to the folder.
+
+    Raises:
+        RunError: if the sharded model fails to run.
+    """
+    task = json.loads((folder / TASK).read_text())
+    request = PlanRequest.from_json(task["request"])
+    rank = dist.get_rank()
+    for tp in task["tps"]:
+        group = dist.new_group(list(range(tp)))
+        if rank < tp:
+            result = _compare(folder, as_axis(group), request)
+            (folder / RESULT.format(tp=tp, rank=rank)).write_text(json.dumps(asdict(result)))
+            if result.problem:
+                raise RunError(result.problem)
+
+
+def _compare(folder: Path, axis: Axis, request: PlanRequest) -> RankResult:
+    kind = model_class(read_json(folder / SMALL / CONFIG_NAME)).kind
+    try:
+        found = compare(axis, kind, folder / SMALL, folder / SPLIT.format(tp=axis.size), request, folder / REFERENCE)
+    except ShardconvError:
+        raise
+    except Exception as error:
+        if is_lost(error):
+            raise
+        return RankResult(problem=f"the sharded small model fails to run: {type(error).__name__}: {error}")
+    return RankResult(found.output, found.tokens, found.gradient, found.note)
