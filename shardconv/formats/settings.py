@@ -35,6 +35,10 @@ class Scheme:
     is_symmetric: bool = True
     targets: tuple[str, ...] = ("Linear",)
 
+    def layer(self, name: str) -> str:
+        """The name of the layer whose values a tensor of this name holds."""
+        return name.removesuffix(self.format.suffix).removesuffix(".weight").rstrip("._")
+
     def applies_to(self, layer: str) -> bool:
         """Whether the layer of this name is a target."""
         return any(target == "Linear" or matches(target, layer) for target in self.targets)

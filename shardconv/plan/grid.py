@@ -44,6 +44,7 @@ class Grid(NamedTuple):
         replacement: what the name of the logical matrix has instead.
         shape: of the logical matrix.
         dims: one for each dim of the stored tensor.
+        axes: what each dim of the logical matrix is, for messages: ``output``, ``input``.
         values: one of :data:`PLAIN`, :data:`GROUP_INDEX` and :data:`SHAPE`.
         group: for :data:`GROUP_INDEX` the elements in a group; 0 for indices that are the same on every rank.
     """
@@ -52,6 +53,7 @@ class Grid(NamedTuple):
     replacement: str
     shape: tuple[int, ...]
     dims: tuple[GridDim, ...]
+    axes: tuple[str, ...]
     values: str = PLAIN
     group: int = 0
 
@@ -104,9 +106,9 @@ class Grid(NamedTuple):
         elements, entries = grid_dim.elements, grid_dim.entries
         edges = (entry.size,) if isinstance(entry, Padding) else (entry.start, entry.stop)
         if any(edge % elements and edge != placement.size for edge in edges):
-            kind = "input" if placement.dim == len(self.shape) - 1 else "output"
+            axis = self.axes[placement.dim or 0]
             raise IndivisibleError(
-                f"{placement.size} / {placement.tp} = {entry.size} {kind} features per rank is not a multiple of the "
+                f"{placement.size} / {placement.tp} = {entry.size} {axis} features per rank is not a multiple of the "
                 f"{elements}-wide {grid_dim.kind}"
             )
         if isinstance(entry, Padding):

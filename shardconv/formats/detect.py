@@ -1,0 +1,199 @@
+"""The grid of every stored tensor of a quantized checkpoint, from names, dtypes, shapes and quantization settings.
+
+Everything must fit together: each layer has the tensors of its format with the dtypes and shapes that its settings
+give, and no tensor is left that only quantized layers have. What does not fit is an error.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from shardconv.errors import PlanError
+from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, StoredTensor
+from shardconv.formats.settings import Block, Scheme, Settings, matches, read_settings
+from shardconv.plan.grid import GROUP_INDEX, NO_DIM, SHAPE, Grid, GridDim
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.quantization import CACHE_SCALE, SETTINGS_KEY
+
+#: What the axes are called in messages, and the kinds of blocks.
+_AXES = {"out": "output", "in": "input"}
+_KINDS = {"group": "group", "word": "packed word", "pair": "packed byte", "rows": "scale block", "columns": "scale block"}
+
+
+def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None) -> dict[str, TensorSpec]:
+    """The tensors, those of quantized layers with their grid.
+
+    Args:
+        tensors: name to dtype and shape.
+        config: the contents of config.json, with ``quantization_config``; None without a config.
+
+    Raises:
+        PlanError: if the quantization is not supported, or settings and tensors contradict each other.
+    """
+    table = (config or {}).get(SETTINGS_KEY)
+    if table is None:
+        return dict(tensors)
+    if not isinstance(table, Mapping):
+        raise PlanError(f"quantization_config is {table!r:.60} (expected a table): pass --config FILE with it")
+    settings = read_settings(table)
+    grids: dict[str, Grid] = {}
+    for layer in _layers(tensors, settings):
+        grids |= layer.grids()
+    for name, spec in tensors.items():
+        if name not in grids and prod(spec.shape) == 1 and CACHE_SCALE.fullmatch(name):
+            grids[name] = Grid("", "", spec.shape, (NO_DIM,) * len(spec.shape), ())
+    return {name: spec._replace(grid=grids.get(name)) for name, spec in tensors.items()}
+
+
+def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator["_Layer"]:
+    """The quantized layers: those that have the values of a format, or any other tensor of it."""
+    for name in tensors:
+        candidates = [scheme for scheme in settings.schemes if _is_values(name, tensors, scheme)]
+        if not candidates:
+            continue
+        layer = candidates[0].layer(name)
+        if ignored := next((pattern for pattern in settings.ignored if matches(pattern, layer)), None):
+            raise PlanError(f"{name} is quantized, but the settings leave {layer} unquantized ({ignored!r:.60})")
+        scheme = next((scheme for scheme in candidates if scheme.applies_to(layer)), None)
+        if scheme is None:
+            raise PlanError(f"{name} is quantized, but no group of the settings has {layer} as a target")
+        yield _Layer(name, tensors, scheme)
+
+
+def _is_values(name: str, tensors: Mapping[str, TensorSpec], scheme: Scheme) -> bool:
+    """Whether a tensor has the values of a layer in this format."""
+    form = scheme.format
+    if not name.endswith(form.suffix):
+        return False
+    if form.suffix not in ("", "weight"):  # no other tensor has this name
+        return True
+    return tensors[name].dtype in form.values.dtypes and len(tensors[name].shape) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One quantized layer.
+
+    Attributes:
+        name: of the tensor with its values.
+        tensors: of the checkpoint.
+        scheme: its format.
+    """
+
+    name: str
+    tensors: Mapping[str, TensorSpec]
+    scheme: Scheme
+
+    def grids(self) -> dict[str, Grid]:
+        """Name to grid of each stored tensor.
+
+        Raises:
+            PlanError: if a tensor is missing, or its dtype or shape is not that of the format.
+        """
+        form, stem = self.scheme.format, self.name.removesuffix(self.scheme.format.suffix)
+        shape = self._logical_shape()
+        grids = {self.name: self._grid(self.name, form.suffix, form.values, shape)}
+        for suffix, stored in form.companions.items():
+            name = stem + suffix
+            is_wanted = not (stored.optional or (stored.asymmetric and self.scheme.is_symmetric))
+            if name in self.tensors:
+                grids[name] = self._grid(name, suffix, stored, shape)
+            elif is_wanted:
+                raise PlanError(f"{self.name}: {name} is missing, which {form.name} needs: complete the checkpoint")
+        return grids
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        """The shape of the logical matrix, by the shape of the stored values.
+
+        The size of a dim that is packed into words of several entries, or whose last word is not full, is the largest
+        that fits; other tensors of the layer then have to agree.
+        """
+        spec, values = self.tensors[self.name], self.scheme.format.values
+        dims = self._dims(values, spec.shape)
+        if len(spec.shape) < len(dims):
+            raise self._error(self.name, f"has {len(spec.shape)} dims (expected at least {len(dims)})")
+        leading = len(spec.shape) - len(dims)
+        sizes = dict[str, int]()
+        for dim, size in zip(dims, spec.shape[leading:], strict=True):
+            axis, elements, entries = self._block(dim, self.name)
+            if size % entries:
+                raise self._error(self.name, f"has {size} entries of {axis} (expected a multiple of {entries})")
+            if axis != "-":
+                sizes[axis] = size // entries * elements
+        return (*spec.shape[:leading], *(sizes[axis] for axis in self.scheme.format.axes))
+
+    def _grid(self, name: str, suffix: str, stored: StoredTensor, shape: tuple[int, ...]) -> Grid:
+        """The grid of one stored tensor, whose dtype and shape are checked."""
+        form, spec = self.scheme.format, self.tensors[name]
+        if stored.dtypes and spec.dtype not in stored.dtypes:
+            raise self._error(name, f"has dtype {spec.dtype} (expected {' or '.join(stored.dtypes)})")
+        leading = len(shape) - len(form.axes)
+        axes = (*[""] * leading, *form.axes)
+        if stored.holds == SHAPE:
+            if spec.shape != (len(shape),):
+                raise self._error(name, f"has shape {list(spec.shape)} (expected {[len(shape)]})")
+            return Grid(suffix, form.weight, shape, (NO_DIM,), self._axis_names(axes), SHAPE)
+        dims = self._dims(stored, spec.shape)
+        if not dims and prod(spec.shape) == 1:
+            return Grid(suffix, form.weight, shape, (NO_DIM,) * len(spec.shape), self._axis_names(axes))
+        grid_dims = [*(GridDim(at) for at in range(leading)), *(self._grid_dim(dim, axes, name, shape) for dim in dims)]
+        expected = [_entries(dim, shape, size) for dim, size in zip(grid_dims, spec.shape, strict=False)]
+        if list(spec.shape) != expected or len(grid_dims) != len(spec.shape):
+            raise self._error(name, f"has shape {list(spec.shape)} (expected {expected} for a weight of {list(shape)})")
+        group = self.scheme.blocks.get("group", (0, 1))[0] if stored.holds == GROUP_INDEX else 0
+        return Grid(suffix, form.weight, shape, tuple(grid_dims), self._axis_names(axes), stored.holds, group)
+
+    def _dims(self, stored: StoredTensor, shape: Sequence[int]) -> tuple[str, ...]:
+        """The dims of a stored tensor; () for a number."""
+        if not isinstance(stored.dims, str):
+            return stored.dims
+        if stored.dims == "number":
+            return ()
+        table = PACKED_SCALE_DIMS if stored.dims == "packed_scale" else SCALE_DIMS
+        strategy = self.scheme.strategy or self._strategy_of(shape)
+        if strategy not in table:
+            raise self._error(self.name, f"has zero points of strategy {strategy}, which is not supported")
+        return () if strategy == "tensor" else table[strategy]
+
+    def _strategy_of(self, shape: Sequence[int]) -> str:
+        """The strategy that the shape of a scale shows, where settings have none."""
+        if prod(shape) == 1:
+            return "tensor"
+        return "channel" if shape[-1] == 1 and "columns" not in self.scheme.blocks else "block"
+
+    def _block(self, dim: str, name: str) -> tuple[str, int, int]:
+        """Axis, elements and entries of a dim as ``formats.toml`` has it."""
+        axis, _, block = dim.partition(" / ")
+        if not block:
+            return axis, 1, 1
+        if block not in self.scheme.blocks:
+            raise self._error(name, "needs a block size, which the settings do not have: pass --config FILE with it")
+        found: Block = self.scheme.blocks[block]
+        return axis, *found
+
+    def _grid_dim(self, dim: str, axes: Sequence[str], name: str, shape: Sequence[int]) -> GridDim:
+        axis, elements, entries = self._block(dim, name)
+        if axis == "-":
+            return NO_DIM
+        at = axes.index(axis)
+        if not elements:  # one group over the full dim
+            return GridDim(None, shape[at])
+        return GridDim(at, elements, entries, _KINDS.get(dim.partition(" / ")[2], ""))
+
+    @staticmethod
+    def _axis_names(axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(_AXES.get(axis, axis) for axis in axes)
+
+    def _error(self, name: str, problem: str) -> PlanError:
+        settings = ", ".join(f"{key} {elements}" for key, (elements, _) in self.scheme.blocks.items())
+        return PlanError(
+            f"{name} {problem}: quantization_config ({self.scheme.format.name}{f', {settings}' if settings else ''}) "
+            f"does not fit the tensors: pass --config FILE with that of this checkpoint"
+        )
+
+
+def _entries(dim: GridDim, shape: Sequence[int], size: int) -> int:
+    """The number of entries of a stored dim; of a dim that covers none, 1 for a group over all, else any number."""
+    if dim.dim is None:
+        return 1 if dim.elements > 1 else size
+    return -(-shape[dim.dim] // dim.elements) * dim.entries
