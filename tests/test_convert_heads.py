@@ -1,5 +1,6 @@
 """Attention modules and norms on a rank's heads, by themselves: on two ranks, against the same on all heads."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from shardconv.convert.modules import Sharded
 from shardconv.convert.norms import GlobalLayerNorm
 from shardconv.convert.overrides import extend_class
 from shardconv.convert.products import multiplying
+from shardconv.distributed import Axis
 from shardconv.errors import PlanError
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
@@ -143,7 +145,8 @@ def check_mixed_heads(axis):
     full = {"heads": HEADS}
     module.heads = HEADS // 2
     halves = cut(1, [Unit(HEADS)], 2)
-    extend_class(module, mixing_heads(("other",)), axis, unsharded={"other": halves}, full_attributes=full)
+    kind = mixing_heads(("other",), tuple(full))
+    extend_class(module, kind, axis, unsharded={"other": halves}, full_attributes=full)
     for _ in range(2):
         found = module(own)
         near(found, take_shard(expected, halves, axis.rank))
@@ -380,3 +383,38 @@ def test_modules(ranks, check):
 @pytest.mark.parametrize("mask", ["none", "tokens", "heads"])
 def test_attention(ranks, batch_first, mask):
     ranks("pair", check_attention, batch_first, mask)
+
+
+class Paused(Mixed):
+    """Waits in the method that mixes heads, until another thread has run."""
+
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def other(self, x):
+        self.entered.set()
+        assert self.may_leave.wait(60)
+        return super().other(x)
+
+
+def test_threads_of_mixed_heads():
+    """While a method reads full attributes and layers in one thread, another thread reads the local ones."""
+    axis = Axis("tensor", 0, 1, (0,), None)
+    module = with_values(Paused())
+    layer = module.proj = ParallelLinear.convert_parallel_linear(module.proj, -1, group=axis)
+    module.heads = HEADS // 2
+    kind = mixing_heads(("other",), ("heads",))
+    places = {"other": cut(1, [Unit(HEADS)], 1)}
+    extend_class(module, kind, axis, unsharded=places, full_attributes={"heads": HEADS})
+    x, found = fixed(2, WIDTH), []
+    thread = threading.Thread(target=lambda: found.append(module.other(x)))
+    thread.start()
+    try:
+        assert module.entered.wait(60)
+        assert (module.heads, module.proj, layer.gather_output) == (HEADS // 2, layer, False)
+        assert module.own(x).shape == (4, HEADS // 2)
+        module.heads = 1  # neither thread undoes this
+    finally:
+        module.may_leave.set()
+        thread.join()
+    assert found[0].shape == (2, HEADS)
+    assert module.heads == 1

@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 from shardconv.convert.classes import Recompiled, class_factory, new_class
 from shardconv.convert.modules import Sharded
 from shardconv.convert.recompile import recompiled
-from shardconv.convert.substitution import Substitutable, Substituted
+from shardconv.convert.substitution import Substitutable, Substituted, substitutable_attribute
 from shardconv.distributed import Axis, copy_to_tp, gather_from_tp, reduce_from_tp
 from shardconv.errors import PlanError
 from shardconv.layers.linear import ParallelLinear
-from shardconv.layers.sharding import ParallelModule, take_shard
+from shardconv.layers.sharding import ParallelModule, gather_shards, take_shard
 from shardconv.plan.placement import Placement
 
 _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
@@ -157,7 +157,7 @@ class SlicedOutput(ParallelModule):
         return part_of(copy_to_tp(value, group=self.axis), placement, self.axis.rank, "an output")
 
 
-class MixedHeads(ParallelModule):
+class MixedHeads(Substitutable, ParallelModule):
     """A module with methods that mix heads: they compute over all heads, and each rank uses the local ones.
 
     Attributes:
@@ -166,38 +166,42 @@ class MixedHeads(ParallelModule):
     """
 
     unsharded: Mapping[str, Placement]
-    full_attributes: Mapping[str, Any]
+    full_attributes: Mapping[str, object]
 
-    def on_all_heads(self, name: str, method: Callable[[], Tensor]) -> Tensor:
-        """The local part of a method's output; while it runs, column parallel layers gather their output."""
-        local = {attribute: getattr(self, attribute) for attribute in self.full_attributes}
-        columns = [one for one in self.children() if isinstance(one, ParallelLinear) and one.dim == -1]
-        columns = [one for one in columns if not one.gather_output]
-        try:
-            self._set(self.full_attributes, columns, gathers=True)
+    def run_unsharded(self, name: str, method: Callable[[], Tensor]) -> Tensor:
+        """The local slice of a method's output; the method reads full attributes and gathered outputs of layers."""
+        substitution: dict[tuple[nn.Module, str], object] = {}
+        substitution.update(((self, attribute), value) for attribute, value in self.full_attributes.items())
+        for child, layer in self.named_children():
+            if isinstance(layer, ParallelLinear) and layer.dim == -1 and not layer.gather_output:
+                substitution[self, child] = partial(_gathered_output, layer)
+        with Substituted(substitution):
             full = copy_to_tp(method(), group=self.axis)
-        finally:
-            self._set(local, columns, gathers=False)
         return take_shard(full, self.unsharded[name], self.axis.rank)
 
-    def _set(self, attributes: Mapping[str, Any], columns: list[ParallelLinear], *, gathers: bool) -> None:
-        for name, value in attributes.items():
-            setattr(self, name, value)
-        for layer in columns:
-            layer.gather_output = gathers
+
+def _gathered_output(layer: ParallelLinear, input: Tensor) -> Tensor:
+    return gather_shards(layer(input), layer.placements["weight"], layer.axis, dim=-1)
 
 
 @class_factory
-def mixing_heads(names: tuple[str, ...]) -> type[MixedHeads]:
-    """The class of modules in which these methods compute over all heads."""
+def mixing_heads(methods: tuple[str, ...], attributes: tuple[str, ...]) -> type[MixedHeads]:
+    """A class of modules in which some methods compute over all heads.
 
-    def over_all(name: str) -> Callable[..., Tensor]:
-        def method(self: MixedHeads, *inputs: Any, **options: Any) -> Tensor:
-            return self.on_all_heads(name, partial(getattr(super(kind, self), name), *inputs, **options))
+    Args:
+        methods: the names of the methods.
+        attributes: the names of the attributes that have other values in these methods.
+    """
+
+    def unsharded(name: str) -> Callable[..., Tensor]:
+        def method(self: MixedHeads, *inputs: object, **options: object) -> Tensor:
+            return self.run_unsharded(name, partial(getattr(super(kind, self), name), *inputs, **options))
 
         return method
 
-    kind: type[MixedHeads] = new_class(MixedHeads, (MixedHeads,), {name: over_all(name) for name in names})
+    members = {name: unsharded(name) for name in methods}
+    properties = {name: substitutable_attribute(name) for name in attributes}
+    kind: type[MixedHeads] = new_class(MixedHeads, (MixedHeads,), {**members, **properties})
     return kind
 
 

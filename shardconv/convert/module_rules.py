@@ -148,7 +148,7 @@ def _extensions_of_attention(module: nn.Module, rule: ModuleRule, scope: Scope, 
     if rule.unsharded:
         places = {name: scope.units(one.unit, axis.size, dim=one.dim) for name, one in rule.unsharded.items()}
         full = {name: getattr(module, name) for name in rule.attributes if hasattr(module, name)}
-        yield mixing_heads(tuple(places)), {"unsharded": places, "full_attributes": full}
+        yield mixing_heads(tuple(places), tuple(full)), {"unsharded": places, "full_attributes": full}
     if rule.products:
         yield multiplying(plain, tuple(rule.products.items())), {}
     if rule.full_width is not None:
