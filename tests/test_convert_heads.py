@@ -13,13 +13,13 @@ from shardconv.convert.heads import (
     ParallelMultiheadAttention,
     SlicedOutput,
     SlicedTensors,
-    mixing_heads,
     with_local_values,
+    with_unsharded_methods,
 )
 from shardconv.convert.modules import Sharded
 from shardconv.convert.norms import GlobalLayerNorm
 from shardconv.convert.overrides import extend_class
-from shardconv.convert.products import multiplying
+from shardconv.convert.products import with_parallel_products
 from shardconv.distributed import Axis
 from shardconv.errors import PlanError
 from shardconv.layers import ParallelLinear
@@ -145,7 +145,7 @@ def check_mixed_heads(axis):
     full = {"heads": HEADS}
     module.heads = HEADS // 2
     halves = cut(1, [Unit(HEADS)], 2)
-    kind = mixing_heads(("other",), tuple(full))
+    kind = with_unsharded_methods(("other",), tuple(full))
     extend_class(module, kind, axis, unsharded={"other": halves}, full_attributes=full)
     for _ in range(2):
         found = module(own)
@@ -205,7 +205,7 @@ def check_products(axis):
     (expected * fixed(2, WIDTH)).sum().backward()
     columns = cut(1, [Unit(HEADS)], 2)
     extend_class(module, Sharded, axis, styles={})
-    extend_class(module, multiplying(Attending, PRODUCTS), axis)
+    extend_class(module, with_parallel_products(Attending, PRODUCTS), axis)
     module.placements = dict.fromkeys(("q", "gate", "o"), columns)
     for name in module.placements:
         setattr(module, name, nn.Parameter(take_shard(getattr(module, name).data, columns, axis.rank)))
@@ -227,7 +227,7 @@ def check_products(axis):
 )
 def test_products_of_other_code(kind, products, message):
     with pytest.raises(ValueError, match=message):
-        multiplying(kind, products)
+        with_parallel_products(kind, products)
 
 
 class Counted(nn.Module):
@@ -402,7 +402,7 @@ def test_threads_of_mixed_heads():
     module = with_values(Paused())
     layer = module.proj = ParallelLinear.convert_parallel_linear(module.proj, -1, group=axis)
     module.heads = HEADS // 2
-    kind = mixing_heads(("other",), ("heads",))
+    kind = with_unsharded_methods(("other",), ("heads",))
     places = {"other": cut(1, [Unit(HEADS)], 1)}
     extend_class(module, kind, axis, unsharded=places, full_attributes={"heads": HEADS})
     x, found = fixed(2, WIDTH), []

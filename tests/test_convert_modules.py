@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardconv.convert.engine import Conversion, LayerSpec
-from shardconv.convert.modules import CopiedInput, ParallelDepthwise, Sharded, SummedOutput
+from shardconv.convert.modules import AllReducedOutput, InputGradientAllReduce, ParallelDepthwise, Sharded
 from shardconv.convert.norms import GroupedRMSNorm
 from shardconv.convert.overrides import Overrides, apply_overrides, extend_class, gather_on_use
 from shardconv.convert.substitution import _current
@@ -45,7 +45,7 @@ def check_copied_input(axis):
     module = Product()
     with torch.no_grad():
         module.weight += axis.rank
-    extend_class(module, CopiedInput, axis)
+    extend_class(module, InputGradientAllReduce, axis)
     x = numbers(2, 4).requires_grad_()
     scale = numbers(2, 1).requires_grad_()
     (module(x, scale=scale) * (axis.rank + 1)).sum().backward()
@@ -62,7 +62,7 @@ def check_summed_output(axis):
     rows = slice(2 * axis.rank, 2 * axis.rank + 2)
     module.weight = nn.Parameter(module.weight.detach()[rows])
     placement = even_placement(0, (4,), axis.size, what="rows")
-    extend_class(module, SummedOutput, axis, styles={})
+    extend_class(module, AllReducedOutput, axis, styles={})
     module.placements = {"weight": placement}
     plain, x = Product(), numbers(3, 4)
     expected = plain(x)

@@ -55,7 +55,7 @@ def test_eight_ranks(tmp_path):
             split(folder / "source", folder / "split", tp=8)
             opened = open_source(folder / "source")
             plan = resolve(opened.specs, opened.config, PlanRequest()).resolver.plan(8)
-            assert any(planned.placement.has_copies for planned in plan.tensors.values())
+            assert any(planned.placement.has_replicas for planned in plan.tensors.values())
             assert cut_share(opened.specs, plan) > 0.9
             assert compared(eight_ranks, "eight", type(made), folder, PlanRequest()) == "right"
         for model_type in ("mamba2", "swin"):  # which may be cut for more ranks than it has heads

@@ -76,7 +76,7 @@ class ConvertedModel(nn.Module):
         return self.get_input_embeddings()  # type: ignore[operator]
 
 
-def finish(model: Any, axis: Axis) -> Any:
+def extend_model_class(model: Any, axis: Axis) -> Any:
     """Make a model of transformers, whose layers are converted, a :class:`ConvertedModel`; return others unchanged."""
     if not hasattr(model, "save_pretrained"):
         return model
@@ -97,7 +97,7 @@ def _check_call(model: Any, _: tuple[Any, ...], options: dict[str, Any]) -> None
 
 
 #: Names of config fields that make a forward pass in training random.
-DRAWN = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob|pos_embed_(shift|rescale)")
+RANDOM_FIELDS = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob|pos_embed_(shift|rescale)")
 #: Those for which models use the generators of Python or numpy.
 _OTHER_GENERATORS = re.compile(r"layer_?drop|mask_(time|feature)_prob")
 
@@ -108,6 +108,6 @@ def _random_fields(config: Mapping[Any, Any]) -> list[str]:
     for name, value in config.items():
         if isinstance(value, Mapping):
             found += _random_fields(value)
-        elif isinstance(value, float) and value and DRAWN.search(str(name)):
+        elif isinstance(value, float) and value and RANDOM_FIELDS.search(str(name)):
             found.append(str(name))
     return found

@@ -74,7 +74,7 @@ class _LocalWidth(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class LocalNames(Recompiled, ParallelModule):
+class LocalValues(Recompiled, ParallelModule):
     """A module whose code assigns numbers to local variables that differ on a rank: see :func:`with_local_values`.
 
     Attributes:
@@ -99,7 +99,7 @@ class _Values(ast.NodeTransformer):
 
 
 @class_factory
-def with_local_values(plain: type[nn.Module], names: tuple[str, ...]) -> type[LocalNames]:
+def with_local_values(plain: type[nn.Module], names: tuple[str, ...]) -> type[LocalValues]:
     """A class derived from a module's, with its forward recompiled to read local variables from ``local_values``.
 
     Args:
@@ -113,11 +113,11 @@ def with_local_values(plain: type[nn.Module], names: tuple[str, ...]) -> type[Lo
     forward = recompiled(plain.forward, values)
     if missing := sorted(set(names) - values.found):
         raise PlanError(f"{plain.forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code")
-    made: type[LocalNames] = new_class(plain, (LocalNames, plain), {"forward": forward})
+    made: type[LocalValues] = new_class(plain, (LocalValues, plain), {"forward": forward})
     return made
 
 
-def part_of(value: Tensor, placement: Placement, rank: int, name: str) -> Tensor:
+def local_slice(value: Tensor, placement: Placement, rank: int, name: str) -> Tensor:
     """A rank's shard of a tensor along a dim that may be counted from the end.
 
     Raises:
@@ -154,10 +154,10 @@ class SlicedOutput(ParallelModule):
 
     def _sliced(self, value: Tensor) -> Tensor:
         placement = replace(self.output_units, dim=self.output_dim)
-        return part_of(copy_to_tp(value, group=self.axis), placement, self.axis.rank, "an output")
+        return local_slice(copy_to_tp(value, group=self.axis), placement, self.axis.rank, "an output")
 
 
-class MixedHeads(Substitutable, ParallelModule):
+class UnshardedMethods(Substitutable, ParallelModule):
     """A module with methods that mix heads: they compute over all heads, and each rank uses the local ones.
 
     Attributes:
@@ -185,7 +185,7 @@ def _gathered_output(layer: ParallelLinear, input: Tensor) -> Tensor:
 
 
 @class_factory
-def mixing_heads(methods: tuple[str, ...], attributes: tuple[str, ...]) -> type[MixedHeads]:
+def with_unsharded_methods(methods: tuple[str, ...], attributes: tuple[str, ...]) -> type[UnshardedMethods]:
     """A class of modules in which some methods compute over all heads.
 
     Args:
@@ -194,14 +194,14 @@ def mixing_heads(methods: tuple[str, ...], attributes: tuple[str, ...]) -> type[
     """
 
     def unsharded(name: str) -> Callable[..., Tensor]:
-        def method(self: MixedHeads, *inputs: object, **options: object) -> Tensor:
+        def method(self: UnshardedMethods, *inputs: object, **options: object) -> Tensor:
             return self.run_unsharded(name, partial(getattr(super(kind, self), name), *inputs, **options))
 
         return method
 
     members = {name: unsharded(name) for name in methods}
     properties = {name: substitutable_attribute(name) for name in attributes}
-    kind: type[MixedHeads] = new_class(MixedHeads, (MixedHeads,), {**members, **properties})
+    kind: type[UnshardedMethods] = new_class(UnshardedMethods, (UnshardedMethods,), {**members, **properties})
     return kind
 
 
@@ -212,7 +212,7 @@ class SlicedTensors(Substitutable, ParallelModule):
         """As the module's own."""
         full = {name: copy_to_tp(self.own_tensor(name), group=self.axis) for name in self.slices}
         rank = self.axis.rank
-        with Substituted({(self, name): part_of(full[name], self.slices[name], rank, name) for name in full}):
+        with Substituted({(self, name): local_slice(full[name], self.slices[name], rank, name) for name in full}):
             return super().forward(*inputs, **options)
 
 

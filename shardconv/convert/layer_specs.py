@@ -32,7 +32,7 @@ _TORCH_LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _LINEARS = ("Conv1D", "FalconLinear")
 
 
-def conversions_of(
+def plan_conversions(
     model: nn.Module, plan: Plan, kinds: Mapping[nn.Module, type[ParallelLinear]], axis: Axis
 ) -> list[Conversion]:
     """The modules that become parallel.
@@ -70,7 +70,7 @@ def _readers(
     for name, module in model.named_modules():
         layers = [replacements.get(child) for child in module.children()]
         is_read = any(
-            isinstance(layer, ParallelDepthwise) and layer.placements["weight"].has_copies for layer in layers
+            isinstance(layer, ParallelDepthwise) and layer.placements["weight"].has_replicas for layer in layers
         )
         if is_read and module not in replacements:
             plans = _own_plans(name, module, plan)

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardconv.convert.converted_model import finish
+from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.engine import Preparation, convert
 from shardconv.convert.feature_checks import check_inputs
 from shardconv.convert.gradient_check import check_first_gradients
-from shardconv.convert.layer_specs import conversions_of
-from shardconv.convert.module_rules import overrides_of
-from shardconv.convert.policy import Compiled, compile_policies, policies_in
+from shardconv.convert.layer_specs import plan_conversions
+from shardconv.convert.module_rules import module_overrides
+from shardconv.convert.policy import CompiledPolicies, as_policies, compile_policies
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.errors import PlanError
 from shardconv.plan.family import NAMES_FAMILY
@@ -112,16 +112,16 @@ def convert_model(
     elif pad:
         raise ValueError("pad = True with a policy: only families know heads and their groups")
     else:
-        request = policies_in(policy)
+        request = as_policies(policy)
     if config is None and isinstance(policy, str):
         raise ValueError(f"{type(model).__name__} has no config, from which its family would be known")
     axis = as_axis(group)
-    convert_by(model, config.to_dict() if hasattr(config, "to_dict") else {}, request, axis)
-    finish(model, axis)
+    convert_with_request(model, config.to_dict() if hasattr(config, "to_dict") else {}, request, axis)
+    extend_model_class(model, axis)
     return model
 
 
-def convert_by(
+def convert_with_request(
     model: ModuleT, config: Mapping[str, Any], request: Request, axis: Axis, *, has_values: bool = True
 ) -> ModuleT:
     """Convert a model as :func:`convert_model`, by a plan, or by one that is made for it.
@@ -166,9 +166,9 @@ def _prepare(model: nn.Module, config: Mapping[str, Any], request: Request, axis
     resolver, policies = _resolver(model, specs, config, request, axis.size)
     plan = resolver.plan(axis.size)
     _check_numbers(model, plan)
-    prepared = Preparation(conversions_of(model, plan, {} if policies is None else policies.kinds, axis))
+    prepared = Preparation(plan_conversions(model, plan, {} if policies is None else policies.kinds, axis))
     replacements = prepared.replacements()
-    overrides = [one for scope in resolver.rules.scopes for one in overrides_of(model, scope, axis, replacements)]
+    overrides = [one for scope in resolver.rules.scopes for one in module_overrides(model, scope, axis, replacements)]
     overrides += [] if policies is None else policies.overrides
     rules = json.dumps(resolver.rules.to_json(), default=repr)
     return prepared._replace(overrides=overrides, description=repr((_in_order(config), rules)))
@@ -176,7 +176,7 @@ def _prepare(model: nn.Module, config: Mapping[str, Any], request: Request, axis
 
 def _resolver(
     model: nn.Module, specs: Mapping[str, TensorSpec], config: Mapping[str, Any], request: Request, tp: int
-) -> tuple[Resolver, Compiled | None]:
+) -> tuple[Resolver, CompiledPolicies | None]:
     """The rules over the tensors of a model, and the compiled policies."""
     if isinstance(request, tuple):
         check_quantization(specs, config)

@@ -18,20 +18,20 @@ from shardconv.convert.heads import (
     GatheredOutput,
     SlicedOutput,
     SlicedTensors,
-    mixing_heads,
-    part_of,
+    local_slice,
     with_local_values,
+    with_unsharded_methods,
 )
 from shardconv.convert.modules import (
-    CopiedInput,
+    AllReducedOutput,
+    InputGradientAllReduce,
     ParallelExperts,
     SharedOutput,
-    SummedOutput,
     Unfused,
 )
 from shardconv.convert.norms import NormsOfHeads
 from shardconv.convert.overrides import Extension, Overrides
-from shardconv.convert.products import multiplying
+from shardconv.convert.products import with_parallel_products
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
 from shardconv.layers.sharding import ParallelModule, take_shard
@@ -40,7 +40,7 @@ from shardconv.plan.placement import Placement, cut
 from shardconv.plan.scope import Scope
 
 
-def overrides_of(
+def module_overrides(
     model: nn.Module, scope: Scope, axis: Axis, replacements: Mapping[nn.Module, ParallelModule]
 ) -> Iterator[Overrides]:
     """The overrides of a model's modules by the rules of a scope.
@@ -132,9 +132,9 @@ def _extensions(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -
     if rule.gathered_output:
         yield GatheredOutput, {}
     if rule.copied_input:
-        yield CopiedInput, {}
+        yield InputGradientAllReduce, {}
     if rule.summed_output:
-        yield SummedOutput, {"styles": getattr(module, "styles", {})}
+        yield AllReducedOutput, {"styles": getattr(module, "styles", {})}
 
 
 def _extensions_of_attention(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Iterator[Extension]:
@@ -148,9 +148,9 @@ def _extensions_of_attention(module: nn.Module, rule: ModuleRule, scope: Scope, 
     if rule.unsharded:
         places = {name: scope.units(one.unit, axis.size, dim=one.dim) for name, one in rule.unsharded.items()}
         full = {name: getattr(module, name) for name in rule.attributes if hasattr(module, name)}
-        yield mixing_heads(tuple(places), tuple(full)), {"unsharded": places, "full_attributes": full}
+        yield with_unsharded_methods(tuple(places), tuple(full)), {"unsharded": places, "full_attributes": full}
     if rule.products:
-        yield multiplying(plain, tuple(rule.products.items())), {}
+        yield with_parallel_products(plain, tuple(rule.products.items())), {}
     if rule.full_width is not None:
         yield FullWidth, {"full_width": scope.fields(**_output_sizes(module)).evaluate(rule.full_width)}
     if rule.functional:
@@ -228,4 +228,4 @@ def slice_features(dim: int, features: Placement, axis: Axis, value: Any) -> Any
     """The local features of an argument; its gradient is all-reduced. Other values than tensors are returned as is."""
     if not isinstance(value, Tensor):
         return value
-    return part_of(copy_to_tp(value, group=axis), replace(features, dim=dim), axis.rank, "an argument")
+    return local_slice(copy_to_tp(value, group=axis), replace(features, dim=dim), axis.rank, "an argument")

@@ -128,7 +128,7 @@ class Unfused(ParallelModule):
         pass
 
 
-class SummedOutput(Sharded):
+class AllReducedOutput(Sharded):
     """A module whose output is all-reduced.
 
     Its replicated parameters are added to the output, as a bias is: only the first rank adds them.
@@ -153,7 +153,7 @@ class SummedOutput(Sharded):
         return full if self.axis.rank == 0 else full * 0
 
 
-class ParallelExperts(SummedOutput):
+class ParallelExperts(AllReducedOutput):
     """Packed experts, each sharded over the ranks, or whole experts on each rank (expert parallel).
 
     Inputs and outputs are replicated. Expert parallel, a rank computes the tokens of other ranks' experts by its first
@@ -229,7 +229,7 @@ class SharedOutput(ParallelModule):
         return torch.cat([rest, copy_to_tp(shared, group=self.axis)], -1)
 
 
-class CopiedInput(ParallelModule):
+class InputGradientAllReduce(ParallelModule):
     """A module with a replicated input and a local output: all-reduces the gradient of the input."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
@@ -241,7 +241,7 @@ class CopiedInput(ParallelModule):
         return copy_to_tp(value, group=self.axis) if _is_numbers(value) else value
 
 
-class Gathering(ParallelModule):
+class GatherOnUse(ParallelModule):
     """A module that gathers parameters on use, as a head that reads the embedding table.
 
     Attributes:
@@ -257,7 +257,7 @@ class Gathering(ParallelModule):
             return super().forward(*inputs, **options)
 
 
-class Multiplying(Recompiled, ParallelModule):
+class ParallelProducts(Recompiled, ParallelModule):
     """A module whose methods multiply with parameters that are shards."""
 
     def product_input(self, value: Any) -> Any:

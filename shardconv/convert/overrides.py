@@ -14,8 +14,8 @@ from torch import nn
 
 from shardconv.convert.classes import converted_class
 from shardconv.convert.converted_model import RankConfig
-from shardconv.convert.modules import Gathering
-from shardconv.convert.substitution import OwnForward
+from shardconv.convert.modules import GatherOnUse
+from shardconv.convert.substitution import ForwardWithShards
 from shardconv.distributed import Axis
 from shardconv.layers.sharding import ParallelModule
 
@@ -92,8 +92,8 @@ def gather_on_use(module: nn.Module, parameters: Sequence[tuple[ParallelModule, 
         axis: the ranks.
     """
     for owner, _ in parameters:
-        owner.__class__ = converted_class(OwnForward, type(owner))
-    extend_class(module, Gathering, axis, read=tuple(parameters))
+        owner.__class__ = converted_class(ForwardWithShards, type(owner))
+    extend_class(module, GatherOnUse, axis, read=tuple(parameters))
 
 
 def _gathered_parameters(model: nn.Module, overrides: Overrides) -> list[tuple[ParallelModule, str]]:

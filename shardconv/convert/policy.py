@@ -11,7 +11,7 @@ from torch import nn
 from shardconv.convert.classes import combined_class
 from shardconv.convert.modules import ParallelConv1D
 from shardconv.convert.overrides import Overrides
-from shardconv.convert.policy_paths import Block, Found
+from shardconv.convert.policy_paths import Block, PathTarget
 from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from shardconv.plan.family import Family
@@ -19,7 +19,7 @@ from shardconv.plan.policy import WHOLE, Layer, Policy
 from shardconv.plan.rule import Rule, UnitRule
 
 
-class Compiled(NamedTuple):
+class CompiledPolicies(NamedTuple):
     """The rules and overrides of policies on one model.
 
     Attributes:
@@ -33,7 +33,7 @@ class Compiled(NamedTuple):
     overrides: list[Overrides]
 
 
-def policies_in(policy: Any) -> tuple[type[Policy], ...]:
+def as_policies(policy: Any) -> tuple[type[Policy], ...]:
     """The policies of an argument: one class, or several in a list or tuple.
 
     Raises:
@@ -48,7 +48,7 @@ def policies_in(policy: Any) -> tuple[type[Policy], ...]:
     return policies
 
 
-def compile_policies(model: nn.Module, policies: Sequence[type[Policy]], tp: int) -> Compiled:
+def compile_policies(model: nn.Module, policies: Sequence[type[Policy]], tp: int) -> CompiledPolicies:
     """The rules and overrides of policies on a model.
 
     Raises:
@@ -86,7 +86,7 @@ class _Compiler:
             self._add_attributes(block)
         self._add_classes(blocks[0])
 
-    def result(self, name: str) -> Compiled:
+    def result(self, name: str) -> CompiledPolicies:
         """The rules and overrides of all policies that were added."""
         _check_biases(self._owners, self._rules)
         _check_ties(self._model, self._rules)
@@ -98,7 +98,7 @@ class _Compiler:
                 )
         units = {part: UnitRule(int(part)) for rule in self._rules.values() for part in rule.parts}
         family = Family(name, units=units, rules=(*self._rules.values(), WHOLE))
-        return Compiled(family, self._kinds, self._overrides())
+        return CompiledPolicies(family, self._kinds, self._overrides())
 
     def _overrides(self) -> list[Overrides]:
         values: dict[nn.Module, dict[str, Any]] = {module: {} for module in self._classes}
@@ -154,7 +154,7 @@ class _Compiler:
                 raise block.error(f"replace_modules: another policy gives {old!r:.80} another class")
 
 
-def _check_fits(block: Block, layer: Layer, leaf: str, style: str, found: Found) -> None:
+def _check_fits(block: Block, layer: Layer, leaf: str, style: str, found: PathTarget) -> None:
     """Refuse a layer that the style would shard otherwise than the policy means, or whose class is not supported."""
     kind, shape = type(found.owner).__name__, list(found.value.shape)
     if leaf == "bias" or style not in ("colwise", "rowwise"):
@@ -203,7 +203,7 @@ def _check_divides(block: Block, path: str, old: Any, new: Any, tp: int) -> None
         )
 
 
-def _kind(block: Block, kind: Any, style: str, found: Found) -> type[ParallelLinear]:
+def _kind(block: Block, kind: Any, style: str, found: PathTarget) -> type[ParallelLinear]:
     """The class that a layer becomes by the policy's ``replace``."""
     if not isinstance(found.owner, nn.Linear) and type(found.owner).__name__ != "Conv1D":
         raise block.error(f"{found.name}: replace is for linear layers, not for a {type(found.owner).__name__}")

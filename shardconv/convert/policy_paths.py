@@ -16,7 +16,7 @@ _STEP = re.compile(r"([^.\[\]]+)|\[(-?\d+)\]")
 _PATH = re.compile(rf"(?:{_STEP.pattern})(?:\.[^.\[\]]+|\[-?\d+\])*")
 
 
-class Found(NamedTuple):
+class PathTarget(NamedTuple):
     """The value at the end of a path.
 
     Attributes:
@@ -55,7 +55,7 @@ class Block:
         """An error that names the policy and the module."""
         return PlanError(f"{self.policy_name}, {type(self.module).__name__} {self.name or '(the model)'}: {problem}")
 
-    def tensor(self, layer: Layer, leaf: str) -> Found | None:
+    def tensor(self, layer: Layer, leaf: str) -> PathTarget | None:
         """The weight or the bias of a layer; None if it is missing and the policy allows that.
 
         Raises:
@@ -73,7 +73,7 @@ class Block:
             raise self.error(f"{path!r} is already sharded: load the unsharded model to shard it otherwise")
         return found
 
-    def attribute(self, path: str) -> Found | None:
+    def attribute(self, path: str) -> PathTarget | None:
         """An attribute to be set; None if its module is missing and the policy allows that.
 
         A field of a module's config is found as an attribute ``config.FIELD`` of the module.
@@ -103,7 +103,7 @@ class Block:
         is_named = any(path.startswith(f"{module_path}.") for path in paths)
         return is_named and self._find(module_path) is None
 
-    def _find(self, path: str) -> Found | None:
+    def _find(self, path: str) -> PathTarget | None:
         """The value at the end of a path; None if there is none."""
         if not isinstance(path, str) or not _PATH.fullmatch(path):
             raise self.error(f"{path!r:.80} is not a path (expected names separated by dots, and [number] for lists)")
@@ -118,4 +118,4 @@ class Block:
             except (AttributeError, IndexError, TypeError):
                 return None
             names.append(last)
-        return Found(owner, names[-1], ".".join(names), found)
+        return PathTarget(owner, names[-1], ".".join(names), found)

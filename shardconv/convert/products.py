@@ -12,19 +12,19 @@ from typing import Any
 from torch import nn
 
 from shardconv.convert.classes import class_factory, new_class
-from shardconv.convert.modules import Multiplying
+from shardconv.convert.modules import ParallelProducts
 from shardconv.convert.recompile import recompiled
 
 #: Functions of two operands whose result is a product, besides the operator ``@``.
 _FUNCTIONS = ("einsum", "matmul", "bmm")
 #: Attributes of a parameter that may be read beside its products.
 _READABLE = ("dtype", "device")
-#: The method of :class:`Multiplying` that is applied to a product, by how its parameter is sharded.
+#: The method of :class:`ParallelProducts` that is applied to a product, by how its parameter is sharded.
 _OUTPUTS = {"rowwise": "product_output", "rowwise_shared": "shared_product"}
 
 
 @class_factory
-def multiplying(plain: type[nn.Module], products: tuple[tuple[str, str], ...]) -> type[Multiplying]:
+def with_parallel_products(plain: type[nn.Module], products: tuple[tuple[str, str], ...]) -> type[ParallelProducts]:
     """A class derived from a module's, with column and row parallel products with some of its parameters.
 
     Args:
@@ -44,7 +44,7 @@ def multiplying(plain: type[nn.Module], products: tuple[tuple[str, str], ...]) -
         found |= rewriter.found
     if missing := sorted({name for name, _ in products} - found):
         raise ValueError(f"{plain.__qualname__} has no product with {', '.join(missing)}: its rules are for other code")
-    made: type[Multiplying] = new_class(plain, (Multiplying, plain), changed)
+    made: type[ParallelProducts] = new_class(plain, (ParallelProducts, plain), changed)
     return made
 
 

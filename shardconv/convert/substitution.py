@@ -15,7 +15,7 @@ module while it runs, which other threads and ``state_dict()`` see.
 
 Dynamo has no guards on attributes of ``threading.local``. Compiled code must therefore not depend on a substitution
 that was made outside of it: the forward of a module whose parameters are substituted makes a substitution of its own,
-or removes that of others (:class:`OwnForward`).
+or removes that of others (:class:`ForwardWithShards`).
 
 Threads that run over the same ranks have to call collectives in the same order on all of them: run one pass at a time,
 or give each thread's model a process group of its own.
@@ -93,7 +93,7 @@ class Substituted:
         _current.values = self._before
 
 
-class OwnForward(Substitutable):
+class ForwardWithShards(Substitutable):
     """A parallel layer that computes with its shards also while other modules read its full tensors."""
 
     def forward(self, *inputs: object, **options: object) -> object:

@@ -295,7 +295,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
                 f"the placement has shards of different sizes (got {placement.describe()}, expected equal sizes)"
             )
         # padded columns get no gradient: their outputs meet padded rows of the next layer, or are masked logits
-        self._gradient_is_local = not placement.has_copies and not (sharded_dim == 1 and placement.is_padded)
+        self._gradient_is_local = not placement.has_replicas and not (sharded_dim == 1 and placement.is_padded)
         if sharded_dim == 1:
             self._num_copies = num_copies(placement)
         self.placements["weight"] = placement

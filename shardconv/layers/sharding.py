@@ -270,7 +270,7 @@ class ParallelModule(nn.Module):
             return parameter
         if placement.is_padded:
             parameter = zero_padding_gradient(parameter, placement, self.axis)
-        return sum_replica_gradients(parameter, placement, self.axis) if placement.has_copies else parameter
+        return sum_replica_gradients(parameter, placement, self.axis) if placement.has_replicas else parameter
 
     @property
     def master_weight(self) -> Tensor:

@@ -83,7 +83,7 @@ class Placement:
         return sum(piece.size for pieces in self.ranks for piece in pieces if isinstance(piece, Zeros))
 
     @property
-    def has_copies(self) -> bool:
+    def has_replicas(self) -> bool:
         """Whether the dim is sharded and some of its elements are on several ranks."""
         return sum(piece.size for pieces in self.ranks for piece in intervals(pieces)) > self.size
 
@@ -132,7 +132,7 @@ class Placement:
         properties = [f"dim {self.dim}"]
         if (count := max(len(intervals(pieces)) for pieces in self.ranks)) > 1:
             properties.append(f"{count} intervals")
-        if self.has_copies:
+        if self.has_replicas:
             properties.append("partly replicated")
         if self.is_padded:
             properties.append(f"padded from {self.size}")

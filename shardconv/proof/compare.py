@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardconv.convert.converted_model import DRAWN, finish
-from shardconv.convert.model import convert_by
+from shardconv.convert.converted_model import RANDOM_FIELDS, extend_model_class
+from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis
 from shardconv.hf.inputs import can_generate_text, example_inputs
 from shardconv.hf.isolation import isolated
@@ -137,7 +137,7 @@ def compare(axis: Axis, kind: Any, source: Path, split: Path, request: PlanReque
     plain = kind.from_pretrained(source).eval()
     if expected.is_training:
         train(plain)
-    converted = finish(convert_by(plain, plain.config.to_dict(), request, axis), axis)
+    converted = extend_model_class(convert_with_request(plain, plain.config.to_dict(), request, axis), axis)
     _step(converted, expected.inputs)
     return Comparison(output, are_equal, _gradient_error(expected.gradients, converted, axis), expected.note, cache)
 
@@ -222,7 +222,7 @@ def train(model: nn.Module) -> None:
 
 def _is_chance(name: str, value: Any) -> bool:
     """Whether a field says how much is left out, which is 0 for nothing; how far positions move is drawn alike."""
-    return type(value) is float and DRAWN.search(name) is not None and not name.startswith("pos_embed_")
+    return type(value) is float and RANDOM_FIELDS.search(name) is not None and not name.startswith("pos_embed_")
 
 
 def _configs(config: Any) -> Iterator[dict[str, Any]]:

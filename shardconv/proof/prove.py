@@ -19,7 +19,7 @@ from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, as_names, plan_source
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.split import split_by
-from shardconv.errors import PlanError, RunError, ShardconvError, is_lost
+from shardconv.errors import PlanError, RunError, ShardconvError, is_connection_error
 from shardconv.hf.classes import model_class
 from shardconv.hf.heads import head_sizes
 from shardconv.hf.small import HEADS, SAME
@@ -433,7 +433,7 @@ def prove_rank(folder: Path) -> None:
             except ShardconvError:
                 raise
             except Exception as error:
-                if is_lost(error):
+                if is_connection_error(error):
                     raise
                 problem = f"the small model, as the plan cuts it, does not run: {type(error).__name__}: {error}"
                 result.write_text(json.dumps({PROBLEM: problem}))

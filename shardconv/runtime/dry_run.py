@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardconv.convert.model import DTYPE_NAMES, convert_by
+from shardconv.convert.model import DTYPE_NAMES, convert_with_request
 from shardconv.errors import RunError
 from shardconv.hf.build import build_on_meta
 from shardconv.hf.classes import model_class
@@ -95,7 +95,7 @@ class MetaModel:
     def converted(self, request: PlanRequest, group: CountingGroup) -> Any:
         """The model, cut for the ranks of a group, by the rules that a request asks for."""
         model = build_on_meta(self._kind, self._config, dtype=self.dtype)
-        convert_by(model, self._given, request, CountedAxis.of(group), has_values=False)
+        convert_with_request(model, self._given, request, CountedAxis.of(group), has_values=False)
         group.calls.clear()  # those that compared the ranks
         return model
 

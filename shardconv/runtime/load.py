@@ -25,10 +25,10 @@ from shardconv.checkpoint.paths import leads_out, local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.stored_plan import placements_in_memory, resolver_of, runnable_plan
 from shardconv.checkpoint.verify import verify_rank
-from shardconv.convert.converted_model import finish
-from shardconv.convert.model import convert_by
+from shardconv.convert.converted_model import extend_model_class
+from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel, reduce_from_tp
-from shardconv.distributed.agreement import digest, is_alike
+from shardconv.distributed.agreement import digest, same_on_all_ranks
 from shardconv.distributed.groups import has_groups, launched_size
 from shardconv.errors import (
     PeerError,
@@ -98,7 +98,7 @@ def load(
     folder = local_path(path)
     manifest, device, axis = _meet(folder, device, group)
     plan = _agreed(axis, partial(runnable_plan, manifest, folder))
-    convert = partial(convert_by, config=manifest.config or {}, request=plan, axis=axis, has_values=False)
+    convert = partial(convert_with_request, config=manifest.config or {}, request=plan, axis=axis, has_values=False)
     is_moved = device.type != "cpu"
     steps = iter(_steps(progress, verify + is_moved))
 
@@ -167,7 +167,7 @@ def _meet(folder: Path, device: Any, group: GroupLike) -> tuple[Manifest, torch.
 
 def _check_facts(folder: Path, axis: Axis, facts: Mapping[str, Any]) -> None:
     """Check that all ranks see the same."""
-    same = is_alike([digest(json.dumps(fact, sort_keys=True).encode()) for fact in facts.values()], axis)
+    same = same_on_all_ranks([digest(json.dumps(fact, sort_keys=True).encode()) for fact in facts.values()], axis)
     if different := [name for name, is_same in zip(facts, same, strict=True) if not is_same]:
         own = ", ".join(fact for name, fact in facts.items() if name in different and isinstance(fact, str))
         raise RunError(
@@ -348,5 +348,5 @@ def _build_by_config(
 ) -> nn.Module:
     """Build, convert and fill the model of the class that the config names."""
     model = load_shards(found, tensors, convert, folder, dtype=dtype, unused=unused)
-    finish(model, axis)
+    extend_model_class(model, axis)
     return model

@@ -24,7 +24,7 @@ from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.manifest import read_manifest
 from shardconv.checkpoint.paths import hub_hint
 from shardconv.checkpoint.verify import auxiliary_differences
-from shardconv.errors import PlanWarning, RunError, ShardconvError, SplitCheckpointError, is_lost, one_line
+from shardconv.errors import PlanWarning, RunError, ShardconvError, SplitCheckpointError, is_connection_error, one_line
 from shardconv.hf.package import hide_progress, hide_warnings
 from shardconv.hf.tokenizer import check_tokenizer, text_streamer
 from shardconv.hf.weights import load_unsharded
@@ -250,7 +250,7 @@ def _plan_file_is_told(path: Path, plan_file: tuple[str, str] | None) -> Iterato
     try:
         yield
     except RuntimeError as error:
-        if plan_file is None or isinstance(error, torch.OutOfMemoryError) or is_lost(error):
+        if plan_file is None or isinstance(error, torch.OutOfMemoryError) or is_connection_error(error):
             raise
         raise RunError(
             f"{path}: cut by {plan_file[0]}, the model does not run; shardconv plan --prove tells whether that is the "
