@@ -222,7 +222,7 @@ def check_products(axis):
     [
         (Attending, (("q", "colwise"), ("w", "rowwise")), "has no product with w: its rules are for other code"),
         (Read, (("q", "colwise"),), "Read.forward: uses q otherwise than in a product"),
-        (Enclosed, (("q", "colwise"),), "uses __class__ of the code around it"),
+        (Enclosed, (("q", "colwise"),), "uses __class__ of an enclosing function"),
     ],
 )
 def test_products_of_other_code(kind, products, message):

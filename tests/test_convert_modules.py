@@ -159,11 +159,11 @@ class Norm(nn.Module):
 
 @pytest.mark.parametrize(("group_size", "held", "whole"), [(6, 6, 6), (12, 6, 12), (24, 6, 24), (2, 2, 2)])
 def test_groups_of_norms(group_size, held, whole):
-    """12 features, 6 per rank: whole groups, or an even part of one."""
+    """12 features, 6 per rank: full groups, or an equal part of one."""
     norm = converted("norm", Norm(12, group_size), GroupedRMSNorm, 0, {"weight": 12})
     assert (norm.group_size, norm.whole_group) == (held, whole)
 
 
 def test_uneven_groups_of_norms():
-    with pytest.raises(ValueError, match="norm: 6 features per rank are neither groups of 4 nor an even part of one"):
+    with pytest.raises(ValueError, match="norm: 6 features per rank are neither groups of 4 nor an equal part of one"):
         converted("norm", Norm(12, 4), GroupedRMSNorm, 0, {"weight": 12})

@@ -7,7 +7,7 @@ Modules and parameters keep their identity: whatever refers to them still does, 
 parameters stay tied. Nothing is changed before all ranks have passed all checks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ class LayerSpec(NamedTuple):
 
     kind: type[ParallelModule]
     dim: int | None
-    options: dict[str, Any]
+    options: Mapping[str, object]
 
 
 class Conversion(NamedTuple):
@@ -63,7 +63,7 @@ class Conversion(NamedTuple):
         return cls(name, module, replacement)
 
     def apply(self) -> None:
-        """Turn the module into its replacement, in place."""
+        """Change the module into its replacement, in place."""
         self.module.__class__ = type(self.replacement)
         self.module.__dict__.update(self.replacement.__dict__)
         self.replacement.describe_parameters()

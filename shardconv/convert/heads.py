@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everywhere
 from torch import Tensor, nn
+from torch.nn.functional import linear, multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from shardconv.convert.classes import Recompiled, class_factory, new_class
@@ -33,7 +33,7 @@ _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
 
 
 class FullWidth(ParallelModule):
-    """Attention whose code reshapes local heads to the width of all heads, or divides that width by the local heads.
+    """Attention whose code assumes the width of all heads when it reshapes local ones.
 
     Attributes:
         full_width: the features of all heads.
@@ -41,13 +41,13 @@ class FullWidth(ParallelModule):
 
     full_width: int
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own."""
+    def forward(self, *inputs: object, **options: object) -> object:
+        """Run the module's own forward."""
         with _LocalWidth(self.full_width, self._local_width()):
             return super().forward(*inputs, **options)
 
     def _local_width(self) -> int:
-        """The features of the local heads, with the padding of the projections."""
+        """Count the features of the local heads, with the padding of the projections."""
         layers = (one for one in self.children() if isinstance(one, ParallelLinear))
         found = (one.placements["weight"] for one in layers if "weight" in one.placements)
         widths = (one.local_size(self.axis.rank) for one in found if one.size == self.full_width and one.is_padded)
@@ -55,18 +55,24 @@ class FullWidth(ParallelModule):
 
 
 class _LocalWidth(TorchFunctionMode):
-    """Reshape to the local last dim where a reshape to the full one would fail, as the tensor has too few elements.
+    """Replace the last dim of a reshape by its local size, if the tensor has elements for local heads only.
 
-    Only for last dims that divide the full width: all heads, or one of all heads over the local ones.
+    Only last dims that divide the full width are replaced.
     """
 
     def __init__(self, full: int, local: int) -> None:
         super().__init__()
         self.full, self.local = full, local
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),  # those of any function
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func in _RESHAPES and len(args) > 1:
-            shape = tuple(args[1]) if isinstance(args[1], tuple | list) else tuple(args[1:])
+            shape = tuple(args[1]) if isinstance(args[1], tuple | list) else args[1:]
             is_width = len(shape) > 1 and shape[-1] > 0 and self.full % shape[-1] == 0
             if is_width and math.prod(shape) * self.local == args[0].numel() * self.full:
                 width, rest = divmod(shape[-1] * self.local, self.full)
@@ -75,7 +81,7 @@ class _LocalWidth(TorchFunctionMode):
 
 
 class LocalValues(Recompiled, ParallelModule):
-    """A module whose code assigns numbers to local variables that differ on a rank: see :func:`with_local_values`.
+    """A module whose code assigns numbers to local variables that differ per rank: see :func:`with_local_values`.
 
     Attributes:
         local_values: the value of each variable on this rank.
@@ -84,7 +90,7 @@ class LocalValues(Recompiled, ParallelModule):
     local_values: Mapping[str, int]
 
 
-class _Values(ast.NodeTransformer):
+class _LocalValueRewriter(ast.NodeTransformer):
     """Replace the values that are assigned to local variables by those of ``local_values``."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -100,7 +106,7 @@ class _Values(ast.NodeTransformer):
 
 @class_factory
 def with_local_values(plain: type[nn.Module], names: tuple[str, ...]) -> type[LocalValues]:
-    """A class derived from a module's, with its forward recompiled to read local variables from ``local_values``.
+    """Derive a class from a module's: its forward, recompiled, reads local variables from ``local_values``.
 
     Args:
         plain: the class of the module.
@@ -109,7 +115,7 @@ def with_local_values(plain: type[nn.Module], names: tuple[str, ...]) -> type[Lo
     Raises:
         PlanError: if its forward does not assign each of them.
     """
-    values = _Values(names)
+    values = _LocalValueRewriter(names)
     forward = recompiled(plain.forward, values)
     if missing := sorted(set(names) - values.found):
         raise PlanError(f"{plain.forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code")
@@ -118,7 +124,7 @@ def with_local_values(plain: type[nn.Module], names: tuple[str, ...]) -> type[Lo
 
 
 def local_slice(value: Tensor, placement: Placement, rank: int, name: str) -> Tensor:
-    """A rank's shard of a tensor along a dim that may be counted from the end.
+    """Take a rank's shard of a tensor along a dim that may be counted from the end.
 
     Raises:
         PlanError: if the dim does not have the elements of the placement.
@@ -133,7 +139,7 @@ def local_slice(value: Tensor, placement: Placement, rank: int, name: str) -> Te
 
 
 class SlicedOutput(ParallelModule):
-    """A replicated module with an output for each unit, of which a rank uses those of its local units.
+    """A replicated module with an output for each unit, which is sliced to the local units.
 
     Attributes:
         item: the index of this output among several; None if there is one.
@@ -145,8 +151,8 @@ class SlicedOutput(ParallelModule):
     output_dim: int
     output_units: Placement
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own."""
+    def forward(self, *inputs: object, **options: object) -> object:
+        """Run the module's own forward, and slice its output."""
         outputs = super().forward(*inputs, **options)
         if self.item is None:
             return self._sliced(outputs)
@@ -158,7 +164,7 @@ class SlicedOutput(ParallelModule):
 
 
 class UnshardedMethods(Substitutable, ParallelModule):
-    """A module with methods that mix heads: they compute over all heads, and each rank uses the local ones.
+    """A module with methods that mix heads: they compute over all heads, and their output is sliced to local heads.
 
     Attributes:
         unsharded: the placement of the heads in the output of each of these methods.
@@ -169,7 +175,7 @@ class UnshardedMethods(Substitutable, ParallelModule):
     full_attributes: Mapping[str, object]
 
     def run_unsharded(self, name: str, method: Callable[[], Tensor]) -> Tensor:
-        """The local slice of a method's output; the method reads full attributes and gathered outputs of layers."""
+        """Run a method with full attributes and gathered outputs of layers, and slice its output to local heads."""
         substitution: dict[tuple[nn.Module, str], object] = {}
         substitution.update(((self, attribute), value) for attribute, value in self.full_attributes.items())
         for child, layer in self.named_children():
@@ -186,7 +192,7 @@ def _gathered_output(layer: ParallelLinear, input: Tensor) -> Tensor:
 
 @class_factory
 def with_unsharded_methods(methods: tuple[str, ...], attributes: tuple[str, ...]) -> type[UnshardedMethods]:
-    """A class of modules in which some methods compute over all heads.
+    """Make a class of modules in which some methods compute over all heads.
 
     Args:
         methods: the names of the methods.
@@ -206,10 +212,10 @@ def with_unsharded_methods(methods: tuple[str, ...], attributes: tuple[str, ...]
 
 
 class SlicedTensors(Substitutable, ParallelModule):
-    """A module with replicated tensors that have elements for each unit, and that computes with the local ones."""
+    """A module that computes with local slices of replicated tensors, which have elements for each unit."""
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own."""
+    def forward(self, *inputs: object, **options: object) -> object:
+        """Run the module's own forward, with local slices of its tensors."""
         full = {name: copy_to_tp(self.own_tensor(name), group=self.axis) for name in self.slices}
         rank = self.axis.rank
         with Substituted({(self, name): local_slice(full[name], self.slices[name], rank, name) for name in full}):
@@ -256,23 +262,23 @@ class ParallelMultiheadAttention(Sharded):
         if is_causal and attn_mask is None:
             raise ValueError("is_causal without attn_mask: pass the causal mask, as torch's attention requires, too")
         del average_attn_weights
-        masks = [] if key_padding_mask is None else [_added(key_padding_mask, query)[:, None, None]]
+        masks = [] if key_padding_mask is None else [_additive_mask(key_padding_mask, query)[:, None, None]]
         if attn_mask is not None:
-            added = _added(attn_mask, query)
+            added = _additive_mask(attn_mask, query)
             masks.append(added if added.dim() == 2 else added.unflatten(0, (query.shape[not self.batch_first], -1)))
         mask = sum(masks[1:], masks[0]) if masks else None
         queries, keys, values = self._heads(query, key, value)
         dropout = self.dropout if self.training else 0.0
-        heads = F.scaled_dot_product_attention(queries, keys, values, mask, dropout)
+        heads = scaled_dot_product_attention(queries, keys, values, mask, dropout)
         output = heads.transpose(1, 2).flatten(2)
         return self.out_proj(output if self.batch_first else output.transpose(0, 1)), None
 
     def _heads(self, *inputs: Tensor) -> Iterator[Tensor]:
-        """Query, key and value of each head, [batch, local heads, tokens, head_dim]."""
+        """Compute query, key and value of each head, [batch, local heads, tokens, head_dim]."""
         weights = self.shard("in_proj_weight").chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.shard("in_proj_bias").chunk(3)
         for input, weight, bias in zip(inputs, weights, biases, strict=True):
-            made = F.linear(copy_to_tp(input, group=self.axis), weight, bias).unflatten(-1, (-1, self.head_dim))
+            made = linear(copy_to_tp(input, group=self.axis), weight, bias).unflatten(-1, (-1, self.head_dim))
             yield made.transpose(1, 2) if self.batch_first else made.permute(1, 2, 0, 3)
 
 
@@ -285,8 +291,8 @@ class FunctionalAttention(ParallelModule):
 
     heads: Placement
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own, without attention weights."""
+    def forward(self, *inputs: object, **options: object) -> object:
+        """Run the module's own forward, without attention weights."""
         with _LocalHeads(self.heads, self.axis):
             return super().forward(*inputs, **options)
 
@@ -301,51 +307,57 @@ class _LocalHeads(TorchFunctionMode):
         super().__init__()
         self.heads, self.axis = heads, axis
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.multi_head_attention_forward:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is not multi_head_attention_forward:
             return func(*args, **(kwargs or {}))
         call = inspect.signature(func).bind(*args, **(kwargs or {}))
         call.apply_defaults()
         return self._attend(SimpleNamespace(**call.arguments)), None
 
-    def _attend(self, call: Any) -> Tensor:
-        """[tokens, batch, features] to the same."""
+    def _attend(self, call: SimpleNamespace) -> Tensor:
+        """Compute [tokens, batch, features] from the arguments of torch's function."""
         others = (call.bias_k, call.bias_v, call.static_k, call.static_v)
         if not call.use_separate_proj_weight or call.add_zero_attn or any(one is not None for one in others):
             raise ValueError("multi_head_attention_forward: only separate weights, and no further keys, are sharded")
-        head_dim = call.embed_dim_to_check // call.num_heads
+        head_dim: int = call.embed_dim_to_check // call.num_heads
         biases = (None,) * 3 if call.in_proj_bias is None else call.in_proj_bias.chunk(3)
         weights = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
         queries, keys, values = (
-            F.linear(copy_to_tp(one, group=self.axis), weight, bias).unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3)
+            linear(copy_to_tp(one, group=self.axis), weight, bias).unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3)
             for one, weight, bias in zip((call.query, call.key, call.value), weights, biases, strict=True)
         )
         dropout = call.dropout_p if call.training else 0.0
-        found = F.scaled_dot_product_attention(queries, keys, values, self._mask(call), dropout)
+        found = scaled_dot_product_attention(queries, keys, values, self._mask(call), dropout)
         features = found.permute(2, 0, 1, 3).flatten(2)
-        output = reduce_from_tp(F.linear(features, call.out_proj_weight), group=self.axis)
+        output = reduce_from_tp(linear(features, call.out_proj_weight), group=self.axis)
         return output if call.out_proj_bias is None else output + call.out_proj_bias
 
-    def _mask(self, call: Any) -> Tensor | None:
-        """The sum of all masks, to be added to the scores of the local heads."""
+    def _mask(self, call: SimpleNamespace) -> Tensor | None:
+        """Sum all masks, to be added to the scores of the local heads."""
         padding, mask = call.key_padding_mask, call.attn_mask
-        masks = [] if padding is None else [_added(padding, call.query)[:, None, None]]
+        masks = [] if padding is None else [_additive_mask(padding, call.query)[:, None, None]]
         if mask is not None and mask.dim() == 3:
-            full = copy_to_tp(_added(mask, call.query), group=self.axis).unflatten(0, (-1, call.num_heads))
+            full = copy_to_tp(_additive_mask(mask, call.query), group=self.axis).unflatten(0, (-1, call.num_heads))
             masks.append(take_shard(full, replace(self.heads, dim=1), self.axis.rank))
         elif mask is not None:
-            masks.append(_added(mask, call.query))
+            masks.append(_additive_mask(mask, call.query))
         return sum(masks[1:], masks[0]) if masks else None
 
 
-def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask as numbers to add to scores."""
+def _additive_mask(mask: Tensor, like: Tensor) -> Tensor:
+    """Convert a mask to numbers that are added to scores."""
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
 
 
 class GatheredOutput(ParallelModule):
-    """A module over local features whose output is all-gathered."""
+    """A module over local features whose output is all-gathered along the last dim."""
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own."""
+    def forward(self, *inputs: object, **options: object) -> Tensor:
+        """Run the module's own forward, and all-gather its output."""
         return gather_from_tp(super().forward(*inputs, **options), group=self.axis)

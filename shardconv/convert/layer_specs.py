@@ -4,7 +4,6 @@ Owns which classes of modules are supported, and refuses others.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from shardconv.convert.modules import (
     Sharded,
 )
 from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNorm
+from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
 from shardconv.layers.sharding import ParallelModule
@@ -80,7 +80,7 @@ def _readers(
 
 def _own_plans(name: str, module: nn.Module, plan: Plan) -> dict[str, TensorPlan]:
     prefix = f"{name}." if name else ""
-    return {own: plan.tensors[prefix + own] for own in module._parameters if prefix + own in plan.tensors}  # noqa: SLF001
+    return {own: plan.tensors[prefix + own] for own in own_parameters(module) if prefix + own in plan.tensors}
 
 
 def _placements(plans: Mapping[str, TensorPlan]) -> dict[str, Placement]:
@@ -157,7 +157,7 @@ def _own_kind(name: str, module: nn.Module, sharded: Mapping[str, TensorPlan]) -
 
 def _linear_spec(weight: TensorPlan, *, is_transposed: bool) -> LayerSpec:
     is_column = (weight.placement.dim == 0) is not is_transposed
-    options: dict[str, Any] = {"placement": weight.placement}
+    options: dict[str, object] = {"placement": weight.placement}
     is_classifier = weight.style == "embedding_rowwise"
     if is_classifier or weight.style == "colwise_gather_output":
         options["gather_output"] = True

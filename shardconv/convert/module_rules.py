@@ -1,14 +1,13 @@
-"""The module rules of a family on the modules of a model: each becomes the overrides of a module on this rank.
+"""Per-rank overrides of the modules of a model, from the module rules of a family.
 
-Owns how units and expressions of rules become numbers, slices and classes. Changes nothing: overrides.py applies them.
+Owns how units and expressions of rules become numbers, slices and classes. Changes no module: overrides.py does.
 """
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,8 +29,9 @@ from shardconv.convert.modules import (
     Unfused,
 )
 from shardconv.convert.norms import NormsOfHeads
-from shardconv.convert.overrides import Extension, Overrides
+from shardconv.convert.overrides import Extension, InputSlice, Overrides
 from shardconv.convert.products import with_parallel_products
+from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
 from shardconv.layers.sharding import ParallelModule, take_shard
@@ -43,7 +43,7 @@ from shardconv.plan.scope import Scope
 def module_overrides(
     model: nn.Module, scope: Scope, axis: Axis, replacements: Mapping[nn.Module, ParallelModule]
 ) -> Iterator[Overrides]:
-    """The overrides of a model's modules by the rules of a scope.
+    """Yield the overrides of a model's modules by the rules of a scope.
 
     Args:
         model: the model.
@@ -62,8 +62,8 @@ def module_overrides(
             _check_gathers(rule, scope, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     for name, module in named:
         if found := [rule for regex, rule in rules if regex.fullmatch(name)]:
-            becomes = replacements.get(module, module)
-            yield _overrides(module, becomes, ModuleRule.joined(found), scope.at_stage(name), axis)
+            replacement = replacements.get(module, module)
+            yield _overrides(module, replacement, ModuleRule.joined(found), scope.at_stage(name), axis)
 
 
 def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
@@ -73,14 +73,14 @@ def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
     names = [*rule.attributes, *rule.at_most, *rule.slices, *filter(None, [rule.norms and "norms", rule.unfused])]
     names += [*rule.unsharded, *rule.products]
     for name in names:
-        if not (hasattr(ParallelExperts, name) or any(_has(module, name) for module in modules)):
+        if not (hasattr(ParallelExperts, name) or any(_has_attribute(module, name) for module in modules)):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} has no {name!r}: correct or remove it")
     for name in rule.inputs:
         if not any(name in inspect.signature(module.forward).parameters for module in modules):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} takes no {name!r}: correct or remove it")
 
 
-def _has(module: nn.Module, name: str) -> bool:
+def _has_attribute(module: nn.Module, name: str) -> bool:
     """Whether a module has an attribute; after ``config.``, whether its config has."""
     *path, last = name.split(".", 1)
     return hasattr(getattr(module, path[0], None), last) if path else hasattr(module, last)
@@ -93,10 +93,10 @@ def _check_gathers(rule: ModuleRule, scope: Scope, names: list[str]) -> None:
             raise PlanError(f"{rule.origin}: modules {rule.pattern!r}: gathers {pattern!r}, which is no parameter")
 
 
-def _overrides(module: nn.Module, becomes: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Overrides:
+def _overrides(module: nn.Module, replacement: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Overrides:
     limits = {name: (layer, size) for name, (layer, size) in rule.at_most.items() if hasattr(module, name)}
     outputs = _output_sizes(module)
-    attributes = {name: expression for name, expression in rule.attributes.items() if _has(becomes, name)}
+    attributes = {name: expression for name, expression in rule.attributes.items() if _has_attribute(replacement, name)}
     values = {name: scope.on_rank(expression, axis.size, **outputs) for name, expression in attributes.items()}
     fields = {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")}
     if missing := sorted({name for pair in limits.values() for name in pair if not hasattr(module, name)}):
@@ -138,8 +138,8 @@ def _extensions(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -
 
 
 def _extensions_of_attention(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis) -> Iterator[Extension]:
-    """Those for modules whose code, tensors or output are for all heads."""
-    plain: Any = type(module)
+    """The extensions of modules whose code, tensors or output are for all heads."""
+    plain = type(module)
     if rule.locals and rule.products:
         raise PlanError(f"{plain.__qualname__}: locals and products of one module cannot be combined")
     if rule.locals:
@@ -168,9 +168,10 @@ def _tensor_slices(module: nn.Module, rule: ModuleRule, scope: Scope, axis: Axis
     slices = {
         name: _slice(one, scope, axis.size)
         for name, one in rule.slices.items()
-        if hasattr(module, name) and _is_sharded(one, scope, axis)
+        if getattr(module, name, None) is not None and _is_sharded(one, scope, axis)
     }
-    if unknown := sorted(slices.keys() - module._parameters.keys() - module._buffers.keys()):  # noqa: SLF001
+    tensors = {*own_parameters(module), *(name for name, _ in module.named_buffers(recurse=False))}
+    if unknown := sorted(slices.keys() - tensors):
         raise PlanError(f"slices {unknown} of a {type(module).__name__}: only parameters and buffers can be sliced")
     return slices
 
@@ -186,8 +187,8 @@ def _slice(place: InputRule, scope: Scope, tp: int) -> Placement:
     return cut(place.dim, [scope.unit(name, tp, size=size) for name, size in sizes], tp)
 
 
-def _input_slice(rule: InputRule, scope: Scope, axis: Axis) -> Callable[[Any], Any]:
-    """The function that slices an argument for this rank."""
+def _input_slice(rule: InputRule, scope: Scope, axis: Axis) -> InputSlice:
+    """Choose the function that slices an argument for this rank."""
     if rule.size is None:
         return partial(slice_matrices, rule.dim, scope.units(rule.unit, axis.size, dim=rule.dim + 1), axis.rank)
     size = scope.fields().evaluate(rule.size)
@@ -197,8 +198,8 @@ def _input_slice(rule: InputRule, scope: Scope, axis: Axis) -> Callable[[Any], A
     return partial(slice_features, rule.dim, features, axis)
 
 
-def slice_matrices(dim: int, units: Placement, rank: int, value: Any) -> Any:
-    """The local matrices of an argument with one matrix for each unit.
+def slice_matrices(dim: int, units: Placement, rank: int, value: object) -> object:
+    """Slice an argument with one matrix for each unit to the local matrices.
 
     Args:
         dim: the dim that counts examples and units, or units alone.
@@ -212,20 +213,22 @@ def slice_matrices(dim: int, units: Placement, rank: int, value: Any) -> Any:
     return take_shard(value.unflatten(dim, (-1, units.size)), units, rank).flatten(dim, dim + 1)
 
 
-def slice_items(items: tuple[int, ...], features: Placement, axis: Axis, value: Any) -> Any:
-    """A list of states with the local features in some of them, unless an earlier module or pass left only these."""
+def slice_items(items: tuple[int, ...], features: Placement, axis: Axis, value: object) -> object:
+    """Slice some of a list of states to the local features, unless an earlier module or pass already has."""
     if not isinstance(value, list | tuple):
         return value
     assert features.dim is not None
     dim, local = features.dim, features.local_size(axis.rank)
     full = {place: value[place] for place in items if value[place].shape[dim] != local}
     # copies: a view would keep the full states alive
-    sliced = {place: slice_features(dim, features, axis, one).clone() for place, one in full.items()}
+    sliced = {place: _local_features(dim, features, axis, one).clone() for place, one in full.items()}
     return [sliced.get(place, one) for place, one in enumerate(value)]
 
 
-def slice_features(dim: int, features: Placement, axis: Axis, value: Any) -> Any:
-    """The local features of an argument; its gradient is all-reduced. Other values than tensors are returned as is."""
-    if not isinstance(value, Tensor):
-        return value
+def slice_features(dim: int, features: Placement, axis: Axis, value: object) -> object:
+    """Slice a tensor to the local features; its gradient is all-reduced. Other values are returned as they are."""
+    return _local_features(dim, features, axis, value) if isinstance(value, Tensor) else value
+
+
+def _local_features(dim: int, features: Placement, axis: Axis, value: Tensor) -> Tensor:
     return local_slice(copy_to_tp(value, group=axis), replace(features, dim=dim), axis.rank, "an argument")

@@ -7,7 +7,6 @@ and row parallel layers around these products.
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -25,7 +24,7 @@ _OUTPUTS = {"rowwise": "product_output", "rowwise_shared": "shared_product"}
 
 @class_factory
 def with_parallel_products(plain: type[nn.Module], products: tuple[tuple[str, str], ...]) -> type[ParallelProducts]:
-    """A class derived from a module's, with column and row parallel products with some of its parameters.
+    """Derive a class from a module's: products with some of its parameters become column or row parallel.
 
     Args:
         plain: the class of the module.
@@ -34,10 +33,10 @@ def with_parallel_products(plain: type[nn.Module], products: tuple[tuple[str, st
     Raises:
         ValueError: if a parameter is in no product, or is used otherwise.
     """
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     found: set[str] = set()
     for name, function in _methods(plain, [f"self.{own}" for own, _ in products]):
-        rewriter = _Products(dict(products))
+        rewriter = _ProductRewriter(dict(products))
         changed[name] = recompiled(function, rewriter)
         if rewriter.problem:
             raise ValueError(f"{function.__qualname__}: {rewriter.problem}: its rules are for other code")
@@ -48,8 +47,8 @@ def with_parallel_products(plain: type[nn.Module], products: tuple[tuple[str, st
     return made
 
 
-def _methods(plain: type[nn.Module], texts: Sequence[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The methods of a class and of its bases whose source has one of these texts, but for ``__init__``."""
+def _methods(plain: type[nn.Module], texts: Sequence[str]) -> Iterator[tuple[str, Callable[..., object]]]:
+    """Yield the methods of a class and its bases whose source contains one of some texts, except ``__init__``."""
     bases = [base for base in plain.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
     for name in sorted({name for base in bases for name in vars(base)} - {"__init__"}):
         function = inspect.getattr_static(plain, name)
@@ -57,7 +56,7 @@ def _methods(plain: type[nn.Module], texts: Sequence[str]) -> Iterator[tuple[str
             yield name, function
 
 
-class _Products(ast.NodeTransformer):
+class _ProductRewriter(ast.NodeTransformer):
     """Insert the collectives around products.
 
     Attributes:
@@ -86,7 +85,7 @@ class _Products(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _name(self, node: ast.expr) -> str:
-        """The parameter that an operand is, or is indexed from; "" if it is neither."""
+        """Return the parameter that an operand is, or is indexed from; "" if it is neither."""
         while isinstance(node, ast.Subscript):
             node = node.value
         match node:
@@ -112,5 +111,5 @@ class _Products(ast.NodeTransformer):
 
 
 def _call(method: str, *values: ast.expr) -> ast.Call:
-    """A call of a method of the module."""
+    """Make a call of a method of the module."""
     return ast.Call(ast.Attribute(ast.Name("self", ast.Load()), method, ast.Load()), list(values), [])

@@ -53,13 +53,13 @@ class Substitutable(nn.Module):
     slices: Mapping[str, Placement] = MappingProxyType({})
 
     def __getattr__(self, name: str) -> Any:  # any attribute, as of nn.Module
-        """The substitute, else the module's own parameter, buffer or child."""
+        """Return the substitute, else the module's own parameter, buffer or child."""
         found = _current.values.get((self, name))
         return super().__getattr__(name) if found is None else found
 
 
 def substitutable_attribute(name: str) -> property:
-    """A property for a class of modules: an attribute that can be substituted, stored in the module as before."""
+    """Make a property, for a class of modules, that can be substituted; its value is stored in the module as usual."""
 
     def read(self: nn.Module) -> object:
         found = _current.values.get((self, name))
@@ -83,7 +83,7 @@ class Substituted:
         self._values, self._without = values, without
 
     def __enter__(self) -> None:
-        """Substitute."""
+        """Add the substitutes to those of the thread."""
         self._before = _current.values
         kept = {key: value for key, value in self._before.items() if key[0] is not self._without}
         _current.values = {**kept, **self._values}

@@ -137,7 +137,8 @@ def compare(axis: Axis, kind: Any, source: Path, split: Path, request: PlanReque
     plain = kind.from_pretrained(source).eval()
     if expected.is_training:
         train(plain)
-    converted = extend_model_class(convert_with_request(plain, plain.config.to_dict(), request, axis), axis)
+    converted = convert_with_request(plain, plain.config.to_dict(), request, axis)
+    extend_model_class(converted, axis)
     _step(converted, expected.inputs)
     return Comparison(output, are_equal, _gradient_error(expected.gradients, converted, axis), expected.note, cache)
 
