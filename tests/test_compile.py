@@ -14,8 +14,9 @@ from torch import nn
 
 import shardconv
 from shardconv.convert import gather_state_dict
-from shardconv.convert.heads import FullWidth, LocalValues, ParallelMultiheadAttention, SlicedTensors
+from shardconv.convert.heads import FullWidth, LocalValues, SlicedTensors
 from shardconv.convert.modules import GatherOnUse, ParallelDepthwise, ParallelExperts, Sharded
+from shardconv.convert.multihead_attention import ParallelMultiheadAttention
 from shardconv.convert.overrides import extend_class, gather_on_use
 from shardconv.convert.substitution import ForwardWithShards, Substitutable
 from shardconv.distributed import as_axis

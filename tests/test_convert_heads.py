@@ -9,14 +9,13 @@ from torch import nn
 
 from shardconv.convert.heads import (
     FullWidth,
-    FunctionalAttention,
-    ParallelMultiheadAttention,
     SlicedOutput,
     SlicedTensors,
     with_local_values,
     with_unsharded_methods,
 )
 from shardconv.convert.modules import Sharded
+from shardconv.convert.multihead_attention import FunctionalAttention, ParallelMultiheadAttention
 from shardconv.convert.norms import GlobalLayerNorm
 from shardconv.convert.overrides import extend_class
 from shardconv.convert.products import with_parallel_products

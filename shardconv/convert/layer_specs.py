@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from shardconv.convert.engine import Conversion, LayerSpec
-from shardconv.convert.heads import ParallelMultiheadAttention
 from shardconv.convert.modules import (
     ParallelConv1D,
     ParallelDepthwise,
@@ -16,6 +15,7 @@ from shardconv.convert.modules import (
     ParallelExperts,
     Sharded,
 )
+from shardconv.convert.multihead_attention import ParallelMultiheadAttention
 from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNorm
 from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from shardconv.convert.heads import (
     FullWidth,
-    FunctionalAttention,
     GatheredOutput,
     SlicedOutput,
     SlicedTensors,
@@ -28,6 +27,7 @@ from shardconv.convert.modules import (
     SharedOutput,
     Unfused,
 )
+from shardconv.convert.multihead_attention import FunctionalAttention
 from shardconv.convert.norms import NormsOfHeads
 from shardconv.convert.overrides import Extension, InputSlice, Overrides
 from shardconv.convert.products import with_parallel_products
