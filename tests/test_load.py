@@ -398,7 +398,7 @@ def check_versions(axis, split):
     with pytest.MonkeyPatch.context() as patch:
         if axis.rank == 1:
             found = {**versions(), "torch": "9.9"}
-            patch.setattr(sys.modules["shardconv.runtime.load"], "versions", lambda: found)
+            patch.setattr(sys.modules["shardconv.runtime.ranks"], "versions", lambda: found)
         check_fails(axis, split, ["the ranks see different versions of torch .rank 0: 2", "rank 1: 9.9"])
 
 
