@@ -67,7 +67,8 @@ if TYPE_CHECKING:
     from shardconv.proof.model_check import ModelCheck, check_source
     from shardconv.proof.prove import Proof, ProofReport, propose_plan, prove
     from shardconv.runtime import load
-    from shardconv.runtime.estimate import CostReport, estimate_cost
+    from shardconv.runtime.cost_report import CostReport
+    from shardconv.runtime.estimate import estimate_cost
 
 _HOMES = {
     "shardconv.checkpoint.merge": ("MergeReport", "merge"),
@@ -127,7 +128,8 @@ _HOMES = {
     "shardconv.proof.model_check": ("ModelCheck", "check_source"),
     "shardconv.proof.prove": ("Proof", "ProofReport", "propose_plan", "prove"),
     "shardconv.runtime": ("load",),
-    "shardconv.runtime.estimate": ("CostReport", "estimate_cost"),
+    "shardconv.runtime.cost_report": ("CostReport",),
+    "shardconv.runtime.estimate": ("estimate_cost",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
