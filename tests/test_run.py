@@ -313,7 +313,7 @@ def test_prompts_that_are_not_text(single):
     command = [sys.executable, "-m", "shardconv", "run", str(single), "--device", "cpu"]
     for given, said in (
         (b"a list\ncaf\xe9\n", "prompt 2 is not UTF-8: convert it"),
-        (b"\n", "there is no prompt: give "),
+        (b"\n", "there is no prompt: pass "),
     ):
         result = subprocess.run(command, input=given, capture_output=True, check=False, timeout=100, env=ENVIRONMENT)
         assert (result.returncode, said in result.stderr.decode()) == (1, True), result.stderr
@@ -359,7 +359,7 @@ def test_generation_is_greedy_whatever_generation_config_says(single, tmp_path):
 
 @pytest.mark.parametrize(("damage", "said"), [
     ("model.safetensors", "cannot be loaded as a LlamaForCausalLM: "),
-    ("config.json", "does not have a config.json: give the folder of"),
+    ("config.json", "does not have a config.json: pass the folder of"),
 ])  # fmt: skip
 def test_a_check_against_what_is_not_complete(single, tmp_path, damage, said):
     source = shutil.copytree(DEMO, tmp_path / "source")

@@ -51,7 +51,7 @@ class ConvertedModel(PretrainedModel):
     seed_check: SeedCheck
 
     @property
-    def plain_class(self) -> type[PretrainedModel]:
+    def unsharded_class(self) -> type[PretrainedModel]:
         """The model's class in transformers."""
         return type(self).__bases__[1]
 

@@ -62,7 +62,7 @@ def _compare_on_first(run: ModelRun, outputs: Outputs, given: Inputs, values: Te
     """Compare ``values`` and greedy tokens with those of the unsharded model."""
     model, options = run.model, run.options
     unsharded: PretrainedModel = load_unsharded(
-        model.plain_class, source, unused=options.unused, is_trusted=options.trust_remote_code
+        model.unsharded_class, source, unused=options.unused, is_trusted=options.trust_remote_code
     )
     unsharded = unsharded.to(model.device).eval()
     expected = output_values(unsharded(**given))

@@ -34,7 +34,7 @@ class Codec(Protocol):
 
 
 class TextCodec:
-    """Prompts are text.
+    """A codec of prompts that are text.
 
     Args:
         path: the folder of the tokenizer.
@@ -63,7 +63,7 @@ class TextCodec:
         inputs = {"input_ids": found["input_ids"].long(), "attention_mask": found["attention_mask"]}
         if not bool(inputs["attention_mask"].any(1).all()):
             raise RunError("the tokenizer encodes a prompt to no tokens: give a longer prompt")
-        rows, largest = num_rows(model), int(inputs["input_ids"].max())
+        rows, largest = vocabulary_size(model), int(inputs["input_ids"].max())
         if rows is not None and largest >= rows:
             raise RunError(
                 f"a prompt has token {largest}, and the model's vocabulary has {rows:,} tokens: this tokenizer belongs "
@@ -84,13 +84,13 @@ class TextCodec:
 
 
 class IdCodec:
-    """Prompts and generated tokens are reported as token ids, such as ``1 2 3``."""
+    """A codec of prompts that are token ids, such as ``1 2 3``; so is its report."""
 
     tokenizer = None
 
     def encode(self, prompts: Sequence[str], model: PretrainedModel) -> dict[str, Tensor]:
         """See :class:`Codec`."""
-        rows = num_rows(model)
+        rows = vocabulary_size(model)
         ids = [parse_ids(prompt) for prompt in prompts]
         for number in (number for row in ids for number in row):
             if rows is not None and number >= rows:
@@ -120,7 +120,7 @@ def parse_ids(text: str) -> list[int]:
 
 def default_ids(model: PretrainedModel) -> str:
     """Return the default prompt: token ids at equal distances over the vocabulary, without special tokens."""
-    rows = num_rows(model)
+    rows = vocabulary_size(model)
     if rows is None:
         raise RunError(f"the vocabulary size of a {type(model).__name__} is unknown: give --token-ids")
     special = set(_special_ids(model.config.to_dict()))
@@ -154,7 +154,7 @@ def check_input(model: PretrainedModel) -> None:
         )
 
 
-def num_rows(model: PretrainedModel) -> int | None:
+def vocabulary_size(model: PretrainedModel) -> int | None:
     """Return the size of a model's vocabulary; None if its input embedding is not a table."""
     return getattr(model.get_input_embeddings(), "num_embeddings", None)
 
