@@ -14,10 +14,11 @@ from torch import nn
 
 import shardconv
 from shardconv.convert import gather_state_dict
-from shardconv.convert.heads import FullWidth, LocalNames, ParallelMultiheadAttention, SlicedTensors
-from shardconv.convert.modules import Gathering, ParallelDepthwise, ParallelExperts, Sharded
+from shardconv.convert.heads import FullWidth, LocalValues, SlicedTensors
+from shardconv.convert.modules import GatherOnUse, ParallelDepthwise, ParallelExperts, Sharded
+from shardconv.convert.multihead_attention import ParallelMultiheadAttention
 from shardconv.convert.overrides import extend_class, gather_on_use
-from shardconv.convert.substitution import OwnForward, Substitutable
+from shardconv.convert.substitution import ForwardWithShards, Substitutable
 from shardconv.distributed import as_axis
 from shardconv.distributed.new_groups import new_members_group
 from shardconv.hf.inputs import example_inputs
@@ -30,9 +31,9 @@ TYPES = {
     "mixtral": ("causal language models", ParallelExperts),
     "resnet": ("images", Sharded),
     "trocr": ("causal language models", FullWidth),
-    "codegen": ("causal language models", LocalNames),
+    "codegen": ("causal language models", LocalValues),
     "siglip": ("images beside text", ParallelMultiheadAttention),
-    "mobilebert": ("masked language models", Gathering),
+    "mobilebert": ("masked language models", GatherOnUse),
     "mamba2": ("causal language models", ParallelDepthwise),
     "minimax": ("causal language models", SlicedTensors),
 }
@@ -189,7 +190,7 @@ def check_own_forward(axis):
     """A layer whose table another module reads computes with its shard all the same, wherever it was compiled."""
     plain, model = head(axis)
     ids = torch.tensor([0, 3, 5])
-    assert isinstance(model.table, OwnForward)
+    assert isinstance(model.table, ForwardWithShards)
     assert torch.equal(model(ids), plain(ids))
     expected = plain(ids)
     calls = [lambda: (model.table(ids), plain.table(ids)), lambda: (model(ids), expected)]

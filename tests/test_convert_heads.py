@@ -1,5 +1,6 @@
 """Attention modules and norms on a rank's heads, by themselves: on two ranks, against the same on all heads."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -8,17 +9,17 @@ from torch import nn
 
 from shardconv.convert.heads import (
     FullWidth,
-    FunctionalAttention,
-    ParallelMultiheadAttention,
     SlicedOutput,
     SlicedTensors,
-    mixing_heads,
     with_local_values,
+    with_unsharded_methods,
 )
 from shardconv.convert.modules import Sharded
+from shardconv.convert.multihead_attention import FunctionalAttention, ParallelMultiheadAttention
 from shardconv.convert.norms import GlobalLayerNorm
 from shardconv.convert.overrides import extend_class
-from shardconv.convert.products import multiplying
+from shardconv.convert.products import with_parallel_products
+from shardconv.distributed import Axis
 from shardconv.errors import PlanError
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
@@ -144,7 +145,8 @@ def check_mixed_heads(axis):
     full = {"heads": HEADS}
     module.heads = HEADS // 2
     halves = shard_dim(1, [Unit(HEADS)], 2)
-    extend_class(module, mixing_heads(("other",)), axis, unsharded={"other": halves}, full_attributes=full)
+    kind = with_unsharded_methods(("other",), tuple(full))
+    extend_class(module, kind, axis, unsharded={"other": halves}, full_attributes=full)
     for _ in range(2):
         found = module(own)
         near(found, take_shard(expected, halves, axis.rank))
@@ -203,7 +205,7 @@ def check_products(axis):
     (expected * fixed(2, WIDTH)).sum().backward()
     columns = shard_dim(1, [Unit(HEADS)], 2)
     extend_class(module, Sharded, axis, styles={})
-    extend_class(module, multiplying(Attending, PRODUCTS), axis)
+    extend_class(module, with_parallel_products(Attending, PRODUCTS), axis)
     module.placements = dict.fromkeys(("q", "gate", "o"), columns)
     for name in module.placements:
         setattr(module, name, nn.Parameter(take_shard(getattr(module, name).data, columns, axis.rank)))
@@ -220,12 +222,12 @@ def check_products(axis):
     [
         (Attending, (("q", "colwise"), ("w", "rowwise")), "has no product with w: its rules are for other code"),
         (Read, (("q", "colwise"),), "Read.forward: uses q otherwise than in a product"),
-        (Enclosed, (("q", "colwise"),), "uses __class__ of the code around it"),
+        (Enclosed, (("q", "colwise"),), "uses __class__ of an enclosing function"),
     ],
 )
 def test_products_of_other_code(kind, products, message):
     with pytest.raises(ValueError, match=message):
-        multiplying(kind, products)
+        with_parallel_products(kind, products)
 
 
 class Counted(nn.Module):
@@ -381,3 +383,38 @@ def test_modules(ranks, check):
 @pytest.mark.parametrize("mask", ["none", "tokens", "heads"])
 def test_attention(ranks, batch_first, mask):
     ranks("pair", check_attention, batch_first, mask)
+
+
+class Paused(Mixed):
+    """Waits in the method that mixes heads, until another thread has run."""
+
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def other(self, x):
+        self.entered.set()
+        assert self.may_leave.wait(60)
+        return super().other(x)
+
+
+def test_threads_of_mixed_heads():
+    """While a method reads full attributes and layers in one thread, another thread reads the local ones."""
+    axis = Axis("tensor", 0, 1, (0,), None)
+    module = with_values(Paused())
+    layer = module.proj = ParallelLinear.convert_parallel_linear(module.proj, -1, group=axis)
+    module.heads = HEADS // 2
+    kind = with_unsharded_methods(("other",), ("heads",))
+    places = {"other": shard_dim(1, [Unit(HEADS)], 1)}
+    extend_class(module, kind, axis, unsharded=places, full_attributes={"heads": HEADS})
+    x, found = fixed(2, WIDTH), []
+    thread = threading.Thread(target=lambda: found.append(module.other(x)))
+    thread.start()
+    try:
+        assert module.entered.wait(60)
+        assert (module.heads, module.proj, layer.gather_output) == (HEADS // 2, layer, False)
+        assert module.own(x).shape == (4, HEADS // 2)
+        module.heads = 1  # neither thread undoes this
+    finally:
+        module.may_leave.set()
+        thread.join()
+    assert found[0].shape == (2, HEADS)
+    assert module.heads == 1

@@ -19,11 +19,11 @@ from torch import nn
 
 import shardconv
 from shardconv.convert import gather_state_dict
-from shardconv.convert.heads import LocalNames, MixedHeads
-from shardconv.convert.model import _in_order, convert_by
+from shardconv.convert.heads import LocalValues, UnshardedMethods
+from shardconv.convert.model import _sort_keys, convert_with_request
 from shardconv.convert.module_rules import slice_features, slice_items, slice_matrices
-from shardconv.convert.modules import Multiplying, ParallelExperts
-from shardconv.convert.substitution import OwnForward
+from shardconv.convert.modules import ParallelExperts, ParallelProducts
+from shardconv.convert.substitution import ForwardWithShards
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.errors import PlanError
 from shardconv.hf.inputs import example_inputs
@@ -296,10 +296,10 @@ def test_saved(ranks, tmp_path):
 #: For each way in which a class is made at run time, a type that has it.
 PICKLED = {
     "mixtral": ("causal language models", ParallelExperts),
-    "codegen": ("causal language models", LocalNames),
-    "prophetnet": ("causal language models", MixedHeads),
-    "xlnet": ("causal language models", Multiplying),
-    "mobilebert": ("masked language models", OwnForward),
+    "codegen": ("causal language models", LocalValues),
+    "prophetnet": ("causal language models", UnshardedMethods),
+    "xlnet": ("causal language models", ParallelProducts),
+    "mobilebert": ("masked language models", ForwardWithShards),
 }
 
 
@@ -370,7 +370,7 @@ def test_wrong_overrides(what):
     request = PlanRequest(plan_file=("plan.toml", f"[units]\nsingle = {{}}\n[modules]\n{override}\n"))
     before = {name: type(module) for name, module in model.named_modules()}
     with pytest.raises(PlanError, match=message):
-        convert_by(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
+        convert_with_request(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
     assert {name: type(module) for name, module in model.named_modules()} == before
 
 
@@ -379,7 +379,7 @@ def test_an_output_that_cannot_be_gathered():
     model = small(model_class("causal language models", "mixtral"))
     request = PlanRequest(plan_file=("plan.toml", '[rules]\n"**.gate" = { style = "colwise_gather_output" }\n'))
     with pytest.raises(ValueError, match="is not a linear layer"):
-        convert_by(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
+        convert_with_request(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
 
 
 def check_gathered_embedding(axis):
@@ -387,7 +387,7 @@ def check_gathered_embedding(axis):
     after = copy.deepcopy(before)
     style = '{ style = "embedding_colwise_gather_output" }'
     request = PlanRequest(plan_file=("plan.toml", f'[rules]\n"model.embed_tokens" = {style}\n'))
-    convert_by(after, after.config.to_dict(), request, axis)
+    convert_with_request(after, after.config.to_dict(), request, axis)
     width = before.config.hidden_size // axis.size
     assert after.model.embed_tokens.weight.shape == (before.config.vocab_size, width)
     ids = inputs_of(MODELS["llama"])
@@ -411,7 +411,7 @@ def test_a_linear_layer_is_no_embedding():
     style = '{ style = "embedding_colwise_gather_output" }'
     request = PlanRequest(plan_file=("plan.toml", f'[rules]\n"**.up_proj" = {style}\n'))
     with pytest.raises(ValueError, match="is not an embedding"):
-        convert_by(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
+        convert_with_request(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
 
 
 def check_features(axis):
@@ -450,5 +450,5 @@ def test_the_order_of_keys_is_no_difference():
     """Configs whose keys stand in the order of a set differ so from rank to rank."""
     one, other = {"rope": {"full": 1, "sliding": [{"a": 1, 0: 2}]}}, {"rope": {"sliding": [{0: 2, "a": 1}], "full": 1}}
     assert repr(one) != repr(other)
-    assert repr(_in_order(one)) == repr(_in_order(other))
-    assert repr(_in_order(one)) != repr(_in_order({"rope": {"full": 1, "sliding": [{"a": 1, 0: 3}]}}))
+    assert repr(_sort_keys(one)) == repr(_sort_keys(other))
+    assert repr(_sort_keys(one)) != repr(_sort_keys({"rope": {"full": 1, "sliding": [{"a": 1, 0: 3}]}}))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardconv.convert.engine import Conversion, LayerSpec
-from shardconv.convert.modules import CopiedInput, ParallelDepthwise, Sharded, SummedOutput
+from shardconv.convert.modules import AllReducedOutput, InputGradientAllReduce, ParallelDepthwise, Sharded
 from shardconv.convert.norms import GroupedRMSNorm
 from shardconv.convert.overrides import Overrides, apply_overrides, extend_class, gather_on_use
 from shardconv.convert.substitution import _current
@@ -45,7 +45,7 @@ def check_copied_input(axis):
     module = Product()
     with torch.no_grad():
         module.weight += axis.rank
-    extend_class(module, CopiedInput, axis)
+    extend_class(module, InputGradientAllReduce, axis)
     x = numbers(2, 4).requires_grad_()
     scale = numbers(2, 1).requires_grad_()
     (module(x, scale=scale) * (axis.rank + 1)).sum().backward()
@@ -62,7 +62,7 @@ def check_summed_output(axis):
     rows = slice(2 * axis.rank, 2 * axis.rank + 2)
     module.weight = nn.Parameter(module.weight.detach()[rows])
     placement = even_placement(0, (4,), axis.size, what="rows")
-    extend_class(module, SummedOutput, axis, styles={})
+    extend_class(module, AllReducedOutput, axis, styles={})
     module.placements = {"weight": placement}
     plain, x = Product(), numbers(3, 4)
     expected = plain(x)
@@ -82,7 +82,7 @@ def test_on_two_ranks(ranks, check):
 
 class Fails(Product):
     def forward(self, x):
-        assert (self, "weight") in _current.tensors
+        assert (self, "weight") in _current.values
         raise KeyError(x)
 
 
@@ -92,7 +92,7 @@ def test_nothing_is_left_where_a_forward_fails():
     extend_class(module, Sharded, single(), styles={"weight": "replicated_with_grad_allreduce"})
     with pytest.raises(KeyError):
         module(numbers(2, 4))
-    assert not _current.tensors
+    assert not _current.values
 
 
 class Head(nn.Module):
@@ -103,7 +103,7 @@ class Head(nn.Module):
         self.tables = [table]  # no module of its own
 
     def forward(self, x, *, fails=False):
-        assert (self.tables[0], "weight") in _current.tensors
+        assert (self.tables[0], "weight") in _current.values
         return (x if not fails else None) @ self.tables[0].weight.t()
 
 
@@ -115,7 +115,7 @@ def test_a_table_that_is_read_is_whole_meanwhile():
     assert torch.equal(head(x), x @ table.weight.t())
     with pytest.raises(TypeError):
         head(x, fails=True)
-    assert not _current.tensors
+    assert not _current.values
 
 
 def test_no_more_than_there_are_rows_for():
@@ -159,11 +159,11 @@ class Norm(nn.Module):
 
 @pytest.mark.parametrize(("group_size", "held", "whole"), [(6, 6, 6), (12, 6, 12), (24, 6, 24), (2, 2, 2)])
 def test_groups_of_norms(group_size, held, whole):
-    """12 features, 6 per rank: whole groups, or an even part of one."""
+    """12 features, 6 per rank: full groups, or an equal part of one."""
     norm = converted("norm", Norm(12, group_size), GroupedRMSNorm, 0, {"weight": 12})
     assert (norm.group_size, norm.whole_group) == (held, whole)
 
 
 def test_uneven_groups_of_norms():
-    with pytest.raises(ValueError, match="norm: 6 features per rank are neither groups of 4 nor an even part of one"):
+    with pytest.raises(ValueError, match="norm: 6 features per rank are neither groups of 4 nor an equal part of one"):
         converted("norm", Norm(12, 4), GroupedRMSNorm, 0, {"weight": 12})

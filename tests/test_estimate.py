@@ -17,8 +17,9 @@ import shardconv
 from shardconv.errors import PlanError, RunError, ShardconvError, SourceError
 from shardconv.formatting import duration, size
 from shardconv.plan.request import PlanRequest
+from shardconv.runtime.cost_report import Collective, CostReport, TpCost, Traffic
 from shardconv.runtime.dry_run import MetaModel, Usage, dry_run
-from shardconv.runtime.estimate import Collective, CostReport, TpCost, Traffic, estimate_cost
+from shardconv.runtime.estimate import estimate_cost
 from shardconv.runtime.meter import LiveBytes
 from shardconv.tensor.cost import Link
 
@@ -204,9 +205,9 @@ def test_notes(tiny, tmp_path, checkpoint):
     assert (report.seq, report.dtype) == (200, "float16")
     assert "stored as bfloat16, and loaded as float16" in report.notes[0]
     assert report.notes[1] == "200 tokens are more than the 100 that the model is made for"
-    assert "the encoder reads the prompts" in estimate_cost(checkpoint("t5"), tps=[2]).notes[-1]
+    assert "the encoder processes the prompts" in estimate_cost(checkpoint("t5"), tps=[2]).notes[-1]
     report = estimate_cost(checkpoint("deepseek_v3-hub"), tps=[2])
-    assert "the weights are quantised" in report.notes[-1]
+    assert "the weights are quantized" in report.notes[-1]
     assert report.costs[0].decode.sent_bytes > 0
 
 
@@ -215,7 +216,7 @@ def test_what_is_read_beside_text(tmp_path):
     model = MetaModel(
         {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], **kinds}, torch.float32
     )
-    assert model.senses == ("pixel_values",)
+    assert model.other_inputs == ("pixel_values",)
 
 
 @pytest.mark.parametrize(
@@ -262,16 +263,16 @@ def test_a_config_alone(tiny, checkpoint, tmp_path, name):
     for source in (tmp_path, tmp_path / "config.json"):
         report = estimate_cost(source, batch=BATCH, seq=SEQ)
         assert report.costs == expected.costs
-        assert report.notes[0].startswith(f"no weights are there: they are counted as {report.model} has them in ")
+        assert report.notes[0].startswith(f"there are no weights: those of {report.model} are counted in ")
 
 
 def test_what_a_config_alone_leaves_open(tiny, tmp_path):
-    """Its dtype, and how it would be quantised."""
+    """Its dtype, and how it would be quantized."""
     config = json.loads((tiny / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None, "quantization_config": FP8}))
     report = estimate_cost(tmp_path, tps=[2])
-    assert report.notes[0].endswith("in float32, which is assumed, as the config says nothing")
-    assert "asks for quantised weights, which are smaller" in report.notes[1]
+    assert report.notes[0].endswith("in float32 (assumed, as the config does not have a dtype)")
+    assert "asks for quantized weights, which are smaller" in report.notes[1]
     assert report.costs[0].weight_bytes == 2 * estimate_cost(tiny, tps=[2]).costs[0].weight_bytes
 
 

@@ -54,7 +54,7 @@ def architecture(source):
 def check_logits(axis, name, source, split):
     plain = architecture(source).from_pretrained(source).eval()
     model = shardconv.load(split, device="cpu", group=axis)
-    assert model.plain_class is type(plain)
+    assert model.unsharded_class is type(plain)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     expected, found = (one(**inputs_of(name, one)) for one in (plain, model))
     for key, value in expected.items():
@@ -398,7 +398,7 @@ def check_versions(axis, split):
     with pytest.MonkeyPatch.context() as patch:
         if axis.rank == 1:
             found = {**versions(), "torch": "9.9"}
-            patch.setattr(sys.modules["shardconv.runtime.load"], "versions", lambda: found)
+            patch.setattr(sys.modules["shardconv.runtime.ranks"], "versions", lambda: found)
         check_fails(axis, split, ["the ranks see different versions of torch .rank 0: 2", "rank 1: 9.9"])
 
 

@@ -20,7 +20,7 @@ from shardconv.commands.run import _show
 from shardconv.console import Console
 from shardconv.errors import RunError, ShardconvError
 from shardconv.runtime.launch import RENDEZVOUS
-from shardconv.runtime.run import RunOptions, _plan_file_is_told, check_run, run_rank
+from shardconv.runtime.run import RunOptions, check_run, explain_errors, run_rank
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
 PROMPT = "The import statement"
@@ -300,7 +300,7 @@ def test_rank_file_with_other_bytes(split, tmp_path):
 def test_what_is_wrong_before_anything_starts(split, tmp_path):
     for options, said in (
         (["--prompt", " "], "--prompt is empty"),
-        (["--prompt", PROMPT, "--check", str(tmp_path / "nothing")], "there is no such folder; --check takes"),
+        (["--prompt", PROMPT, "--check", str(tmp_path / "nothing")], "nothing: is not a folder"),
     ):
         result = call("run", split, "--device", "cpu", *options)
         assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
@@ -313,7 +313,7 @@ def test_prompts_that_are_not_text(single):
     command = [sys.executable, "-m", "shardconv", "run", str(single), "--device", "cpu"]
     for given, said in (
         (b"a list\ncaf\xe9\n", "prompt 2 is not UTF-8: convert it"),
-        (b"\n", "there is no prompt: give "),
+        (b"\n", "there is no prompt: pass "),
     ):
         result = subprocess.run(command, input=given, capture_output=True, check=False, timeout=100, env=ENVIRONMENT)
         assert (result.returncode, said in result.stderr.decode()) == (1, True), result.stderr
@@ -359,7 +359,7 @@ def test_generation_is_greedy_whatever_generation_config_says(single, tmp_path):
 
 @pytest.mark.parametrize(("damage", "said"), [
     ("model.safetensors", "cannot be loaded as a LlamaForCausalLM: "),
-    ("config.json", "does not have a config.json: give the folder of"),
+    ("config.json", "does not have a config.json: pass the folder of"),
 ])  # fmt: skip
 def test_a_check_against_what_is_not_complete(single, tmp_path, damage, said):
     source = shutil.copytree(DEMO, tmp_path / "source")
@@ -428,13 +428,13 @@ def test_quiet_does_not_silence_warnings(single, tmp_path):
 
 def test_a_model_that_a_plan_file_cut_wrong():
     for raised, plan_file, expected in (
-        (RuntimeError("shape"), ("mine.toml", ""), (RunError, "cut by mine.toml, the model does not run.*: shape")),
+        (RuntimeError("shape"), ("mine.toml", ""), (RunError, "the model does not run as mine.toml shards it: shape")),
         (RuntimeError("shape"), None, (RuntimeError, "^shape$")),
         (RuntimeError("Connection closed by peer"), ("mine.toml", ""), (RuntimeError, "^Connection")),
         (torch.OutOfMemoryError("full"), ("mine.toml", ""), (torch.OutOfMemoryError, "^full$")),
         (RunError("no mask"), ("mine.toml", ""), (RunError, "^no mask$")),
     ):
-        with pytest.raises(expected[0], match=expected[1]), _plan_file_is_told(Path("split"), plan_file):
+        with pytest.raises(expected[0], match=expected[1]), explain_errors(Path("split"), plan_file):
             raise raised
 
 
@@ -590,7 +590,7 @@ def test_the_tokenizer_of_another_model(tmp_path):
     )
     LlamaForCausalLM(config).save_pretrained(source)
     shardconv.split(source, tmp_path / "split", tp=1)
-    with pytest.raises(RunError, match=r"makes token .* vocabulary has 16: this tokenizer belongs to another"):
+    with pytest.raises(RunError, match=r"has token .* vocabulary has 16 tokens: this tokenizer belongs to another"):
         rank_report(tmp_path / "split", PROMPT)
 
 

@@ -4,12 +4,10 @@ Owns which classes of modules are supported, and refuses others.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
 from shardconv.convert.engine import Conversion, LayerSpec
-from shardconv.convert.heads import ParallelMultiheadAttention
 from shardconv.convert.modules import (
     ParallelConv1D,
     ParallelDepthwise,
@@ -17,7 +15,9 @@ from shardconv.convert.modules import (
     ParallelExperts,
     Sharded,
 )
+from shardconv.convert.multihead_attention import ParallelMultiheadAttention
 from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNorm
+from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
 from shardconv.layers.sharding import ParallelModule
@@ -32,7 +32,7 @@ _TORCH_LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _LINEARS = ("Conv1D", "FalconLinear")
 
 
-def conversions_of(
+def plan_conversions(
     model: nn.Module, plan: Plan, kinds: Mapping[nn.Module, type[ParallelLinear]], axis: Axis
 ) -> list[Conversion]:
     """The modules that become parallel.
@@ -80,7 +80,7 @@ def _readers(
 
 def _own_plans(name: str, module: nn.Module, plan: Plan) -> dict[str, TensorPlan]:
     prefix = f"{name}." if name else ""
-    return {own: plan.tensors[prefix + own] for own in module._parameters if prefix + own in plan.tensors}  # noqa: SLF001
+    return {own: plan.tensors[prefix + own] for own in own_parameters(module) if prefix + own in plan.tensors}
 
 
 def _placements(plans: Mapping[str, TensorPlan]) -> dict[str, Placement]:
@@ -157,7 +157,7 @@ def _own_kind(name: str, module: nn.Module, sharded: Mapping[str, TensorPlan]) -
 
 def _linear_spec(weight: TensorPlan, *, is_transposed: bool) -> LayerSpec:
     is_column = (weight.placement.dim == 0) is not is_transposed
-    options: dict[str, Any] = {"placement": weight.placement}
+    options: dict[str, object] = {"placement": weight.placement}
     is_classifier = weight.style == "embedding_rowwise"
     if is_classifier or weight.style == "colwise_gather_output":
         options["gather_output"] = True

@@ -6,7 +6,7 @@ Owns which layers that are, the layers that are converted with them because they
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -95,16 +95,16 @@ def convert_parallel_embedding(module: ModuleT, dim: int | None = None, *, group
 
 
 def _convert_layers(module: ModuleT, spec: LayerSpec, axis: Axis) -> ModuleT:
-    converted = _copied(module) if type(module) is _PLAIN[spec.kind] else module
+    converted = _copy_layer(module) if type(module) is _PLAIN[spec.kind] else module
     convert(converted, partial(_prepare, converted, spec, axis), axis)
     if _is_column(spec) and not spec.options["gather_output"]:
         check_inputs(converted, axis.size)
     return converted
 
 
-def _copied(layer: Any) -> Any:
-    """A layer of the same class with parameters, buffers and hooks of its own, and without gradients."""
-    copied: Any = object.__new__(type(layer))
+def _copy_layer(layer: ModuleT) -> ModuleT:
+    """Copy a layer with its parameters, buffers and hooks, without gradients."""
+    copied = object.__new__(type(layer))
     for name, value in layer.__dict__.items():
         copied.__dict__[name] = copy.copy(value) if isinstance(value, dict | set) else value
     for name, buffer in layer.named_buffers(recurse=False):
