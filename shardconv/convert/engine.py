@@ -162,7 +162,7 @@ def check_alike(named: Sequence[NamedTensor], problem: Exception | None, axis: A
 
 
 def _digest_of(tensor: Tensor) -> int:
-    return digest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 class _Shards(NamedTuple):

@@ -1,7 +1,5 @@
 """Whether all ranks have the same: numbers compared by one all-reduce."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import xxhash
@@ -17,6 +15,6 @@ def is_alike(digests: list[int], axis: Axis) -> list[bool]:
     return [bool(same) for same in (maxima[0] == -maxima[1]).tolist()]
 
 
-def digest(data: Any) -> int:
+def digest(data: bytes | memoryview) -> int:
     """The hash of bytes as a positive int64, for :func:`is_alike`."""
     return xxhash.xxh3_64_intdigest(data) >> 1
