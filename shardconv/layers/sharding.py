@@ -1,13 +1,13 @@
-"""Sharding and gathering of tensors by their placements, and the base class of parallel layers.
+"""Shard and gather tensors by their placements; the base class of parallel layers.
 
 The placements are those of :mod:`shardconv.plan.placement`, which also describe rank files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,11 @@ from torch.overrides import wrap_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
+from shardconv.distributed.autograd import identity, with_gradient
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, cut, intervals
 
 #: Placement and ranks of parameters that are shards. Not attributes, so that torch.save stores ordinary tensors.
-_described: Any = WeakTensorKeyDictionary()
+_described: MutableMapping[Tensor, tuple[Placement, Axis]] = WeakTensorKeyDictionary()
 
 
 def public_function(name: str) -> Any:
@@ -28,8 +29,7 @@ def public_function(name: str) -> Any:
 
 def description(tensor: Tensor) -> tuple[Placement, Axis] | None:
     """Return the placement of a parallel layer's parameter, and its ranks; None for any other tensor."""
-    described: tuple[Placement, Axis] | None = _described.get(tensor)
-    return described
+    return _described.get(tensor)
 
 
 def even_placement(dim: int, sizes: tuple[int, ...], tp: int, *, pad: bool = False, what: str) -> Placement:
@@ -124,7 +124,9 @@ def sum_replica_gradients(shard: Tensor, placement: Placement, axis: Axis) -> Te
         placement: how the full tensor is sharded, with elements on several ranks.
         axis: the ranks.
     """
-    return shard if axis.size == 1 else _SumReplicaGradients.apply(shard, placement, axis)
+    if axis.size == 1:
+        return shard
+    return with_gradient(shard, identity, partial(_sum_replicas, placement=placement, axis=axis))
 
 
 @_overridable
@@ -136,19 +138,7 @@ def zero_padding_gradient(shard: Tensor, placement: Placement, axis: Axis) -> Te
         placement: how the full tensor is sharded, with padding.
         axis: the ranks.
     """
-    return _ZeroPaddingGradient.apply(shard, placement, axis.rank)
-
-
-class _ZeroPaddingGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, placement: Placement, rank: int) -> Tensor:
-        ctx.placement, ctx.rank = placement, rank
-        return shard.view_as(shard)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad = _without_padding(grad, ctx.placement, ctx.rank)
-        return _ZeroPaddingGradient.apply(grad, ctx.placement, ctx.rank), None, None
+    return with_gradient(shard, identity, partial(_without_padding, placement=placement, rank=axis.rank))
 
 
 def _without_padding(shard: Tensor, placement: Placement, rank: int) -> Tensor:
@@ -162,27 +152,15 @@ def _without_padding(shard: Tensor, placement: Placement, rank: int) -> Tensor:
     return copied
 
 
-class _SumReplicaGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
-        ctx.placement, ctx.axis = placement, axis
-        return shard.view_as(shard)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _SumReplicas.apply(grad, ctx.placement, ctx.axis), None, None
+def _sum_replicas(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
+    """Sum a shard over all ranks that hold the same elements; differentiable."""
+    run = partial(_add_replicas, placement=placement, axis=axis)
+    return with_gradient(shard, run, partial(sum_replica_gradients, placement=placement, axis=axis))
 
 
-class _SumReplicas(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
-        ctx.placement, ctx.axis = placement, axis
-        full = reduce_from_tp(_put_shard(shard, placement, axis.rank), group=axis)
-        return take_shard(full, placement, axis.rank)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _SumReplicaGradients.apply(grad, ctx.placement, ctx.axis), None, None
+def _add_replicas(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
+    full = reduce_from_tp(_put_shard(shard, placement, axis.rank), group=axis)
+    return take_shard(full, placement, axis.rank)
 
 
 def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
@@ -237,8 +215,31 @@ class ParallelModule(nn.Module):
     placements: dict[str, Placement]
 
     def set_up(self, axis: Axis) -> None:
-        """Set all attributes but parameters from sizes and ``dim``, which must be set; used to convert a layer."""
+        """Set all attributes except parameters; constructors and conversions both call it.
+
+        Classes add keyword arguments for their options.
+        """
         raise NotImplementedError
+
+    def register_shard(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Add a parameter with uninitialized values: the shard, or the full tensor if it does not have a placement.
+
+        Args:
+            name: name of the parameter.
+            shape: shape of the full tensor.
+            device: device of the parameter.
+            dtype: dtype of the parameter.
+        """
+        placement = self.placements.get(name)
+        local = shape if placement is None else placement.shard_shape(shape, self.axis.rank)
+        self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
 
     def describe_layer(self) -> str:
         """Describe the layer in a message: its name, if it was converted, and its sizes."""
@@ -287,38 +288,44 @@ class ParallelModule(nn.Module):
         for name, placement in self.own_shards():
             _described[self.own_tensor(name)] = placement, self.axis
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy, whose parameters are new tensors."""
         super().__setstate__(state)
         self.describe_parameters()
 
-    def _apply(self, *arguments: Any, **options: Any) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert parameters, which may replace them."""
-        super()._apply(*arguments, **options)
+        super()._apply(fn, recurse)
         self.describe_parameters()
         return self
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *arguments: Any
+        self,
+        state_dict: dict[str, Tensor],
+        prefix: str,
+        local_metadata: dict[str, bool],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
-        error_messages: list[str] = arguments[-1]
-        if local_metadata.get("is_full"):
-            for name, placement in self.own_shards():
-                key = prefix + name
-                full = state_dict.get(key)
-                if full is None:
-                    continue
-                if tuple(full.shape) != (expected := self.full_shape(name)):
-                    error_messages.append(
-                        f"size mismatch for {key}: copying a param with shape {full.shape} from checkpoint, the shape "
-                        f"in current model is {torch.Size(expected)}."
-                    )
-                    state_dict[key] = self.own_tensor(name)  # the error is already in the list
-                else:
-                    shard = take_shard(full, placement, self.axis.rank)
-                    is_kept = local_metadata.get("assign_to_params_buffers", False)
-                    state_dict[key] = shard.clone() if is_kept else shard  # a view would keep the full tensor alive
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+        for name, placement in self.own_shards() if local_metadata.get("is_full") else ():
+            key = prefix + name
+            if (full := state_dict.get(key)) is None:
+                continue
+            if tuple(full.shape) == (expected := self.full_shape(name)):
+                shard = take_shard(full, placement, self.axis.rank)
+                is_kept = local_metadata.get("assign_to_params_buffers", False)
+                state_dict[key] = shard.clone() if is_kept else shard  # a view would keep the full tensor alive
+                continue
+            error_msgs.append(
+                f"size mismatch for {key}: copying a param with shape {full.shape} from checkpoint, the shape in "
+                f"current model is {torch.Size(expected)}."
+            )
+            state_dict[key] = self.own_tensor(name)  # the error is already in the list
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         self.describe_parameters()  # assign=True replaces parameters
 
     def own_shards(self) -> Iterator[tuple[str, Placement]]:
