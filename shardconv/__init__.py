@@ -110,6 +110,7 @@ _HOMES = {
     "shardconv.engines.check": ("EngineReport", "check_engine"),
     "shardconv.layers": (
         "ColumnParallelLinear",
+        "LoRALinear",
         "ParallelCrossEntropyLoss",
         "ParallelDropout",
         "ParallelEmbedding",
@@ -140,6 +141,7 @@ __all__ = [
     "IntegrityError",
     "Interval",
     "Layer",
+    "LoRALinear",
     "MergeReport",
     "ModelCheck",
     "OutputError",

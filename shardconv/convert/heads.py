@@ -25,7 +25,7 @@ from shardconv.convert.recompile import recompiled
 from shardconv.convert.substitution import Substitutable, Substituted
 from shardconv.distributed import Axis, copy_to_tp, gather_from_tp, reduce_from_tp
 from shardconv.errors import PlanError
-from shardconv.layers.linear import ParallelLinear
+from shardconv.layers import ColumnParallelLinear, ParallelLinear
 from shardconv.layers.sharding import ParallelModule, take_shard
 from shardconv.plan.placement import Placement
 
@@ -171,7 +171,7 @@ class MixedHeads(ParallelModule):
     def on_all_heads(self, name: str, method: Callable[[], Tensor]) -> Tensor:
         """The local part of a method's output; while it runs, column parallel layers gather their output."""
         local = {attribute: getattr(self, attribute) for attribute in self.full_attributes}
-        columns = [one for one in self.children() if isinstance(one, ParallelLinear) and one.dim == -1]
+        columns = [one for one in self.children() if isinstance(one, ColumnParallelLinear)]
         columns = [one for one in columns if not one.gather_output]
         try:
             self._set(self.full_attributes, columns, gathers=True)
@@ -180,7 +180,7 @@ class MixedHeads(ParallelModule):
             self._set(local, columns, gathers=False)
         return take_shard(full, self.unsharded[name], self.axis.rank)
 
-    def _set(self, attributes: Mapping[str, Any], columns: list[ParallelLinear], *, gathers: bool) -> None:
+    def _set(self, attributes: Mapping[str, Any], columns: list[ColumnParallelLinear], *, gathers: bool) -> None:
         for name, value in attributes.items():
             setattr(self, name, value)
         for layer in columns:

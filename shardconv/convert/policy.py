@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shardconv.convert.classes import combined_class
-from shardconv.convert.modules import ParallelConv1D
 from shardconv.convert.overrides import Overrides
 from shardconv.convert.policy_paths import Block, Found
 from shardconv.errors import PlanError
@@ -207,14 +206,15 @@ def _kind(block: Block, kind: Any, style: str, found: Found) -> type[ParallelLin
     """The class that a layer becomes by the policy's ``replace``."""
     if not isinstance(found.owner, nn.Linear) and type(found.owner).__name__ != "Conv1D":
         raise block.error(f"{found.name}: replace is for linear layers, not for a {type(found.owner).__name__}")
-    other = ColumnParallelLinear if style == "rowwise" else RowParallelLinear
+    pair: tuple[type[ParallelLinear], ...] = (ColumnParallelLinear, RowParallelLinear)
+    fits, other = reversed(pair) if style == "rowwise" else pair
     bases = getattr(kind, "__mro__", ())
     if ParallelLinear not in bases or other in bases:
-        wanted = "RowParallelLinear" if style == "rowwise" else "ColumnParallelLinear"
         raise block.error(
-            f"{found.name}: replace = {getattr(kind, '__name__', kind)} is not derived from shardconv.{wanted} or "
-            f"ParallelLinear: without replace the layer becomes what fits"
+            f"{found.name}: replace = {getattr(kind, '__name__', kind)} is not derived from shardconv.{fits.__name__} "
+            f"or ParallelLinear: without replace the layer becomes what fits"
         )
-    is_kept = isinstance(found.owner, nn.Linear) or ParallelConv1D in bases
-    chosen: type[ParallelLinear] = kind if is_kept else combined_class(kind, ParallelConv1D, kind)
+    if kind is ParallelLinear:
+        return fits
+    chosen: type[ParallelLinear] = kind if fits in bases else combined_class(kind, kind, fits)
     return chosen

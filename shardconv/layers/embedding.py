@@ -234,11 +234,11 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
             raise ValueError(
                 f"padding_idx is out of range (got {padding_idx}, expected an id of {num_embeddings} embeddings)"
             )
-        self.num_embeddings, self.embedding_dim, self.dim = num_embeddings, embedding_dim, dim
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.set_up(as_axis(group), gather_output=gather_output)
+        self.set_up(as_axis(group), dim=dim, gather_output=gather_output)
         shape = (num_embeddings, embedding_dim)
         passed = weight if weight is not None else _weight
         placement = self.placements.get("weight")
@@ -256,9 +256,11 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
         self._is_default_init = weight_init is None
         self.reset_parameters()
 
-    def set_up(self, axis: Axis, *, gather_output: bool = True, placement: Placement | None = None) -> None:
+    def set_up(
+        self, axis: Axis, *, dim: int | None = None, gather_output: bool = True, placement: Placement | None = None
+    ) -> None:
         """See :meth:`ParallelModule.set_up`; pass ``placement`` for a table with more padding than ``tp`` needs."""
-        self.axis, self.gather_output = axis, gather_output
+        self.axis, self.dim, self.gather_output = axis, -1 if dim == 1 else dim, gather_output
         self._is_weight_passed, self._is_default_init = False, True
         self._weight_init = nn.init.normal_
         placement = placement or _table_placement(self.num_embeddings, self.embedding_dim, self.dim, axis.size)

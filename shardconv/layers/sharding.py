@@ -211,7 +211,7 @@ class ParallelModule(nn.Module):
 
     name_in_model: str = ""
     axis: Axis
-    dim: int | None
+    dim: int | None = None
     placements: dict[str, Placement]
 
     def set_up(self, axis: Axis) -> None:
