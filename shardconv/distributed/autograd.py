@@ -1,22 +1,23 @@
 """The autograd function of all operations between ranks: the gradient of each is another operation."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-#: A function of one tensor; if it is differentiable, so is the gradient that it computes.
-Operation = Callable[[Tensor], Tensor]
+TensorT = TypeVar("TensorT", bound=Tensor)
+_Map = Callable[[Tensor], Tensor]
 
 
 class _Context(FunctionCtx):
-    gradient: Operation
+    gradient: _Map
 
 
 class _Operation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, input: Tensor, run: Operation, gradient: Operation) -> Tensor:
+    def forward(ctx: _Context, input: Tensor, run: _Map, gradient: _Map) -> Tensor:
         ctx.gradient = gradient
         return run(input)
 
@@ -25,7 +26,7 @@ class _Operation(torch.autograd.Function):
         return ctx.gradient(grad), None, None
 
 
-def with_gradient(input: Tensor, run: Operation, gradient: Operation) -> Tensor:
+def with_gradient(input: TensorT, run: Callable[[TensorT], TensorT], gradient: Callable[[TensorT], TensorT]) -> TensorT:
     """Apply a function to a tensor, with another function as its gradient.
 
     Args:

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
+from torch.nn import functional
 
 from shardconv.distributed import copy_to_tp
 from shardconv.layers.features import check_features, mark_sharded_output
@@ -51,7 +51,7 @@ class ColumnParallelLinear(ParallelLinear):
             return output
         size = sum(interval.size for interval in intervals(self.placements["weight"].ranks[self.axis.rank]))
         padding = output.shape[-1] - size
-        return F.pad(output.narrow(-1, 0, size), (0, padding), value=self._padding) if padding else output
+        return functional.pad(output.narrow(-1, 0, size), (0, padding), value=self._padding) if padding else output
 
 
 class VocabParallelClassifier(ColumnParallelLinear):

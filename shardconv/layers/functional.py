@@ -1,12 +1,12 @@
 """Functional forms of the parallel layers, which take the rank's shards, like ``torch.nn.functional``."""
 
-import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
+from torch.nn import functional
 
 from shardconv.distributed import GroupLike, as_axis, copy_to_tp, reduce_from_tp
-from shardconv.layers.embedding import parallel_embedding
 from shardconv.layers.features import check_features
 from shardconv.layers.linear import weight_dim
+from shardconv.layers.lookup import parallel_embedding
 from shardconv.layers.loss import parallel_cross_entropy
 from shardconv.layers.row_linear import shard_input
 from shardconv.layers.sharding import even_placement, gather_shards
@@ -50,17 +50,17 @@ def parallel_linear(
     """
     sharded_dim = weight_dim(dim)
     if sharded_dim is None:
-        return F.linear(input, weight, bias)
+        return functional.linear(input, weight, bias)
     axis = as_axis(group)
     sizes = (weight.shape[sharded_dim] * axis.size,)
     placement = even_placement(sharded_dim, sizes, axis.size, what="weight")
     if sharded_dim == 0:
         check_features(input, weight.shape[1], axis.size, _describe)
         check_tag(input, [None], axis, _describe)
-        output = F.linear(copy_to_tp(input, group=axis), weight, bias)
+        output = functional.linear(copy_to_tp(input, group=axis), weight, bias)
         return gather_shards(output, placement, axis, dim=-1) if gather_output else output
     shard = shard_input(input, placement, axis, input_is_parallel, _describe)
-    output = reduce_from_tp(F.linear(shard, weight), group=axis)
+    output = reduce_from_tp(functional.linear(shard, weight), group=axis)
     return output if bias is None else output + bias.to(output.dtype)
 
 

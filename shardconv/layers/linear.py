@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, ClassVar, Self, TypedDict, TypeVar, Unpack
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor, nn
+from torch.nn import functional
 
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.layers.features import check_features
@@ -117,7 +117,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        dim: int | None = None,  # noqa: ARG002 - __new__ uses it
+        dim: int | None = None,
         *,
         weight: nn.Parameter | None = None,
         weight_init: Initializer | str | None = None,
@@ -128,6 +128,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         **options: Unpack[LinearOptions],
     ) -> None:
         nn.Module.__init__(self)
+        self.class_for(dim)  # raises where a derived class passes the dim of another class
         self.set_up(as_axis(group), in_features=in_features, out_features=out_features, **options)
         if self.skip_bias_add and not bias:
             raise ValueError("skip_bias_add=True needs a bias (got bias=False): pass bias=True")
@@ -251,7 +252,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         """Second step: multiply by this rank's shard of the weight, and add the bias where it is not added later."""
         weight = self._used(self.weight, "weight")
         bias = None if self.bias is None or self.skip_bias_add else self._used(self.bias, "bias")
-        return F.linear(local, weight.t() if self.transposed else weight, bias)
+        return functional.linear(local, weight.t() if self.transposed else weight, bias)
 
     def complete(self, product: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Third step: return the output of the layer from the products of all ranks."""

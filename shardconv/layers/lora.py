@@ -4,8 +4,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor, nn
+from torch.nn import functional
 
 from shardconv.distributed import copy_to_tp
 from shardconv.layers.init import fill_shard_, linear_weight_
@@ -65,7 +65,7 @@ class LoRALinear(ParallelModule):
     def forward(self, input: Tensor) -> Any:  # as the layer's
         """Compute the output, or ``(output, bias)`` with ``skip_bias_add``; for shapes see the layer."""
         local = self.layer.localize(input)
-        low_rank = F.linear(F.linear(local, self._used("lora_a")), self._used("lora_b"))
+        low_rank = functional.linear(functional.linear(local, self._used("lora_a")), self._used("lora_b"))
         return self.layer.complete(self.layer.multiply(local) + low_rank * self.scale)
 
     def _used(self, name: str) -> Tensor:

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Callable
 
-import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
+from torch.nn import functional
 
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.layers.linear import ParallelLinear
@@ -80,7 +80,7 @@ class RowParallelLinear(ParallelLinear):
     def multiply(self, local: Tensor) -> Tensor:
         """Multiply by this rank's shard of the weight; the bias is added to the sum."""
         weight = self._used(self.weight, "weight")
-        return F.linear(local, weight.t() if self.transposed else weight)
+        return functional.linear(local, weight.t() if self.transposed else weight)
 
     def complete(self, product: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """All-reduce the product, and add the bias."""

@@ -22,7 +22,7 @@ from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit
 _described: MutableMapping[Tensor, tuple[Placement, Axis]] = WeakTensorKeyDictionary()
 
 
-def public_function(name: str) -> Any:
+def public_function(name: str) -> Callable[..., Any]:
     """A function that ``shardconv`` exports, for methods that call it; layers do not depend on its module."""
     return getattr(import_module("shardconv"), name)
 
