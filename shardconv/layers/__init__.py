@@ -1,4 +1,4 @@
-"""Tensor-parallel layers: their parameters are sharded over the ranks of the tensor axis, their results are torch's."""
+"""Tensor-parallel layers: parameters are sharded over the ranks of the tensor axis, results equal those of torch."""
 
 from shardconv.layers import functional, init
 from shardconv.layers.column_linear import ColumnParallelLinear, VocabParallelClassifier

@@ -11,7 +11,7 @@ from shardconv.distributed import Axis, copy_to_tp
 
 
 class LocalClasses(NamedTuple):
-    """The classes of this rank: ``size`` from ``first`` of ``total``; further columns of its logits are padding."""
+    """The classes of this rank: ``size`` from ``first`` on, of ``total``; further columns of its logits are padding."""
 
     first: int
     size: int
@@ -19,7 +19,7 @@ class LocalClasses(NamedTuple):
     axis: Axis
 
     def select(self, values: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's classes of a tensor over all classes, or over those of this rank and padding."""
+        """Return this rank's classes of a tensor over all classes, or over this rank's classes and padding."""
         first = self.first if values.shape[dim] == self.total else 0
         return values.narrow(dim, min(first, values.shape[dim]), self.size)
 
@@ -29,7 +29,7 @@ def class_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum over the classes of all ranks: log(sum of exp(logits)), the target's logit, and the weighted sum of logits.
 
-    All three are computed of logits minus the largest one, which cancels in a loss.
+    All three are computed from the logits minus the largest one, which cancels in a loss.
 
     Args:
         logits: [*, local classes and padding].

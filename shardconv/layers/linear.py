@@ -73,9 +73,9 @@ class ParallelLinear(ParallelModule, nn.Linear):
         gather_output: with dim=-1, all-gather the output.
         input_is_parallel: with dim=0, whether the input is already sharded; by default determined from its last dim.
         skip_bias_add: return ``(output, bias)`` and leave the addition to the caller.
-        split_sizes: sizes of the segments of the sharded dim, as of [q; k; v]; each is sharded over all ranks.
+        split_sizes: sizes of the segments of the sharded dim, such as [q; k; v]; each is sharded over all ranks.
         placement: placement of the sharded dim, instead of ``split_sizes``.
-        weight: this rank's shard, used without a copy, as of a tied embedding.
+        weight: this rank's shard, used without a copy, such as that of a tied embedding.
         weight_init: an initializer, or its name (see :data:`~shardconv.layers.init.INITIALIZERS`).
         bias_init: likewise.
         device: device of the parameters, which may be ``meta``.
@@ -202,9 +202,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         stored_dim = 1 - sharded_dim if self.transposed else sharded_dim
         sizes = tuple(split_sizes or (size,))
         if sum(sizes) != size:
-            raise ValueError(
-                f"split_sizes {list(sizes)} have another sum than {what} (got {sum(sizes)}, expected {size})"
-            )
+            raise ValueError(f"split_sizes {list(sizes)} do not add up to {what} (got {sum(sizes)}, expected {size})")
         if placement is None:
             return even_placement(stored_dim, sizes, self.axis.size, pad=self._padding is not None, what=what)
         if (placement.dim, placement.size, placement.tp) != (stored_dim, size, self.axis.size):

@@ -52,7 +52,7 @@ def parallel_embedding(
         weight: this rank's shard: [ceil(num_embeddings / tp), embedding_dim] with dim=0, [num_embeddings,
             embedding_dim / tp] with dim=-1.
         padding_idx: row of the full table that gets no gradient; counted from the end if negative.
-        max_norm: scale the used rows whose norm is larger down to it, in place; the norm is that of the full row.
+        max_norm: used rows with a larger norm are scaled down to it, in place; the norm is that of the full row.
         norm_type: p of that norm.
         scale_grad_by_freq: divide gradients by the number of times that their id is in the input.
         sparse: make the gradient of the shard a sparse tensor.
@@ -140,7 +140,7 @@ def _look_up_masked(
 def _look_up_local(
     input: Tensor, weight: Tensor, options: LookupOptions, first: int, last: int, num_embeddings: int
 ) -> Tensor:
-    """Do the same without a lookup for other ids: for options that depend on which rows are used."""
+    """Look up only the ids in [first, last): for options that depend on which rows are used."""
     _check_range(input, num_embeddings)
     ids = input.reshape(-1)
     is_local = (ids >= first) & (ids < last)
@@ -156,7 +156,7 @@ def _check_range(input: Tensor, num_embeddings: int) -> None:
 
 @torch.no_grad()
 def _scale_rows_(weight: Tensor, input: Tensor, max_norm: float, norm_type: float, axis: Axis) -> None:
-    """Scale used rows down to a norm of the full row over all ranks, as ``torch.embedding_renorm_`` does."""
+    """Scale down the used rows whose norm over all ranks is larger, as ``torch.embedding_renorm_`` does."""
     _check_range(input, len(weight))
     ids = input.unique()
     dtype = torch.promote_types(weight.dtype, torch.float32)  # as torch does, so that sums do not overflow

@@ -39,7 +39,7 @@ def parallel_cross_entropy(
         input: this rank's logits, [N, C_r], [N, C_r, d1, ...] or [C_r] with C_r = ceil(C / tp), the last of which are
             padding if C is not a multiple of tp. Or the full logits with C classes, the same on every rank.
         target: class indices, [N], [N, d1, ...] or [], the same on every rank; or probabilities, sharded as ``input``
-            is, or of all classes and the same on every rank.
+            is, or over all classes and the same on every rank.
         weight: weight of each class, [C], the same on every rank.
         size_average: deprecated, as in torch.
         ignore_index: target index that does not contribute.
@@ -69,25 +69,14 @@ def parallel_cross_entropy(
     class_dim = 0 if input.dim() == 1 else 1
     width = input.shape[class_dim]
     num_classes = _total_classes(input, class_dim, weight, num_classes, axis)
-    local_classes = -(-num_classes // axis.size)
-    if axis.size > 1 and width not in (num_classes, local_classes):
-        raise ValueError(
-            f"input of shape {list(input.shape)} has {width} classes (expected {num_classes} in full logits, or "
-            f"{local_classes} per rank in logits sharded over {axis.size} ranks)"
-        )
+    _check_width(input, width, num_classes, axis)
     _check_tags(input, target, weight, class_dim, num_classes, axis)
     if torch.is_autocast_enabled(input.device.type):
         input = input.to(torch.promote_types(input.dtype, torch.float32))  # as torch does under autocast
     if axis.size == 1 or width == num_classes:
         full = input.narrow(class_dim, 0, num_classes)
         return functional.cross_entropy(full, target, weight, None, ignore_index, None, reduction, label_smoothing)
-    if weight is not None and tuple(weight.shape) != (num_classes,):
-        raise ValueError(f"weight has shape {list(weight.shape)} (expected [{num_classes}])")
-    if not 0 <= label_smoothing <= 1 or reduction not in ("none", "mean", "sum"):
-        raise ValueError(
-            f"options are not supported (got label_smoothing {label_smoothing} and reduction {reduction!r}, expected 0 "
-            f"to 1, and none, mean or sum)"
-        )
+    _check_options(weight, label_smoothing, reduction, num_classes)
     first = axis.rank * width
     classes = LocalClasses(first, max(min(width, num_classes - first), 0), num_classes, axis)
     logits = input.movedim(class_dim, -1)
@@ -100,10 +89,29 @@ def parallel_cross_entropy(
     return loss.to(input.dtype)
 
 
+def _check_options(weight: Tensor | None, label_smoothing: float, reduction: str, num_classes: int) -> None:
+    if weight is not None and tuple(weight.shape) != (num_classes,):
+        raise ValueError(f"weight has shape {list(weight.shape)} (expected [{num_classes}])")
+    if not 0 <= label_smoothing <= 1 or reduction not in ("none", "mean", "sum"):
+        raise ValueError(
+            f"options are not supported (got label_smoothing {label_smoothing} and reduction {reduction!r}, expected 0 "
+            f"to 1, and none, mean or sum)"
+        )
+
+
+def _check_width(input: Tensor, width: int, num_classes: int, axis: Axis) -> None:
+    local_classes = -(-num_classes // axis.size)
+    if axis.size > 1 and width not in (num_classes, local_classes):
+        raise ValueError(
+            f"input of shape {list(input.shape)} has {width} classes (expected {num_classes} in full logits, or "
+            f"{local_classes} per rank in logits sharded over {axis.size} ranks)"
+        )
+
+
 def _check_tags(
     input: Tensor, target: Tensor, weight: Tensor | None, class_dim: int, num_classes: int, axis: Axis
 ) -> None:
-    """Check the tags of the tensors against how their sizes say that they are sharded."""
+    """Check the tags of the tensors against the sharding that their sizes imply."""
     describe = "parallel_cross_entropy".__str__
     check_tag(input, [None if input.shape[class_dim] == num_classes else class_dim], axis, describe)
     is_sharded = target.dim() == input.dim() and target.shape[class_dim] != num_classes

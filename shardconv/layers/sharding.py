@@ -23,7 +23,7 @@ _described: MutableMapping[Tensor, tuple[Placement, Axis]] = WeakTensorKeyDictio
 
 
 def public_function(name: str) -> Callable[..., Any]:
-    """A function that ``shardconv`` exports, for methods that call it; layers do not depend on its module."""
+    """Import a function that ``shardconv`` exports; at the call, as layers must not depend on its module."""
     return getattr(import_module("shardconv"), name)
 
 
@@ -74,8 +74,8 @@ def _first_argument(shard: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
     return (shard,)
 
 
-# Makes a function that applies an autograd.Function visible to __torch_function__ modes as a whole. They do not see the
-# autograd.Function, only the operations inside it.
+# Makes a function that applies an autograd.Function visible to __torch_function__ modes as a single operation. Modes do
+# not see the autograd.Function itself, only the operations inside it.
 _overridable = wrap_torch_function(_first_argument)
 
 
@@ -131,7 +131,7 @@ def sum_replica_gradients(shard: Tensor, placement: Placement, axis: Axis) -> Te
 
 @_overridable
 def zero_padding_gradient(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
-    """Return the shard; backward sets its gradient to zero in the padding, which so stays zero in training.
+    """Return the shard; backward zeroes its gradient in the padding, so that the padding stays zero in training.
 
     Args:
         shard: this rank's shard.
@@ -164,7 +164,7 @@ def _add_replicas(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
 
 
 def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
-    """Return a full tensor with a rank's shard in its place, and zeros elsewhere."""
+    """Return a full tensor that has the rank's shard at its intervals, and zeros elsewhere."""
     assert placement.dim is not None
     dim, position = placement.dim, 0
     full = shard.new_zeros((*shard.shape[:dim], placement.size, *shard.shape[dim + 1 :]))
@@ -177,7 +177,7 @@ def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
 
 @lru_cache
 def _runs(placement: Placement) -> tuple[tuple[int, int], ...]:
-    """Slices (start, size) of the concatenated shards that give the full dim in its original order."""
+    """Return the slices (start, size) of the concatenated shards that form the full dim in its original order."""
     located = []
     position = 0
     for pieces in placement.ranks:
@@ -206,7 +206,7 @@ class ParallelModule(nn.Module):
         axis: the ranks that hold the shards.
         dim: the dim that is sharded, as defined by the layer's class; None if it is unsharded.
         placements: names of the layer's parameters that are shards to their placements.
-        name_in_model: name of a converted layer in the converted module, for messages.
+        name_in_model: name of a converted layer in the model, for messages.
     """
 
     name_in_model: str = ""
@@ -329,5 +329,5 @@ class ParallelModule(nn.Module):
         self.describe_parameters()  # assign=True replaces parameters
 
     def own_shards(self) -> Iterator[tuple[str, Placement]]:
-        """Name and placement of each parameter that exists and is a shard."""
+        """Yield name and placement of each parameter that exists and is a shard."""
         return (item for item in self.placements.items() if self._parameters.get(item[0]) is not None)

@@ -2,7 +2,7 @@
 
 Implements the interface that ``torch.distributed.checkpoint`` uses to save and load the chunks. It replaces torch's
 ``torch.distributed.tensor._shards_wrapper.LocalShardsWrapper``, which supports only one and two dims, requires a chunk
-on every rank, and lets ``full_tensor`` concatenate chunks in the wrong order. This class refuses to compute.
+on every rank, and lets ``full_tensor`` concatenate chunks in the wrong order. This class does not support computation.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
