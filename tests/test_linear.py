@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardconv import gather_state_dict, load_full_state_dict
 from shardconv.layers import (
     ColumnParallelLinear,
     LoRALinear,
@@ -419,6 +420,13 @@ def check_low_rank(axis, dim):
     assert_near(layer.lora_b.grad, b.grad[rows])
     assert_near(base.weight.grad, weight.grad[rows][:, columns])
     assert list(layer.state_dict()) == ["lora_a", "lora_b", "layer.weight", "layer.bias"]
+    full = gather_state_dict(layer)
+    assert torch.equal(full["lora_a"], a)
+    assert torch.equal(full["lora_b"], b)
+    copied = copy.deepcopy(layer)
+    load_full_state_dict(copied, full)
+    assert torch.equal(copied.lora_b, layer.lora_b)
+    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), found)
     with pytest.raises(ValueError, match="got 0, expected at least 1"):
         LoRALinear(base, 0)
 

@@ -13,7 +13,7 @@ from shardconv.layers.tags import check_tag
 from shardconv.plan.placement import Placement, intervals
 
 
-class ColumnParallelLinear(ParallelLinear):
+class ColumnParallelLinear(ParallelLinear, sharded_dim=0):
     """:class:`ParallelLinear` with dim=-1: Y_r = X A_r + b_r, with the columns of A sharded.
 
     Example:
@@ -67,6 +67,3 @@ class VocabParallelClassifier(ColumnParallelLinear):
     """
 
     _padding = float("-inf")
-
-
-ParallelLinear.classes[0] = ColumnParallelLinear

@@ -7,7 +7,7 @@ In Y = XA with A of shape [in_features, out_features], ``dim`` is the dim of A t
 A column parallel layer followed by a row parallel layer costs one all-reduce in forward and one in backward.
 """
 
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, ClassVar, Self, TypedDict, TypeVar, Unpack
 
 import torch
@@ -41,18 +41,13 @@ def weight_dim(dim: int | None) -> int | None:
 
 
 class LinearOptions(TypedDict, total=False):
-    """Options of :meth:`ParallelLinear.set_up`; for their meaning see :class:`ParallelLinear`.
-
-    Attributes:
-        transposed: whether the weight is stored as [in_features, out_features]; only for converted layers.
-    """
+    """Options of :class:`ParallelLinear`, for its constructor and for conversions; see there."""
 
     gather_output: bool
     input_is_parallel: bool | None
     skip_bias_add: bool
     split_sizes: tuple[int, ...] | None
     placement: Placement | None
-    transposed: bool
 
 
 class ParallelLinear(ParallelModule, nn.Linear):
@@ -103,14 +98,16 @@ class ParallelLinear(ParallelModule, nn.Linear):
     transposed: bool = False
     _weight_init: Initializer
     _bias_init: Initializer
-    #: The classes of sharded layers by the dim of torch's weight that they shard.
-    classes: ClassVar[dict[int, type["ParallelLinear"]]] = {}
+    #: The classes of sharded layers, by the dim of torch's weight that they shard.
+    _classes: ClassVar[dict[int, type["ParallelLinear"]]] = {}
     #: The value of output columns that are padding; None where padding is not allowed.
     _padding: float | None = None
 
-    def __new__(cls, _in: int = 0, _out: int = 0, _bias: bool = True, /, dim: int | None = None, **_: object) -> Self:
-        """Create a layer of the class for ``dim``."""
-        return super().__new__(cls.class_for(dim))
+    def __init_subclass__(cls, *, sharded_dim: int | None = None, **options: object) -> None:
+        """Register the class of layers that shard this dim of torch's weight."""
+        super().__init_subclass__(**options)
+        if sharded_dim is not None:
+            cls._classes[sharded_dim] = cls
 
     def __init__(
         self,
@@ -144,6 +141,10 @@ class ParallelLinear(ParallelModule, nn.Linear):
         self._bias_init = get_initializer(bias_init or self._bias_init)
         self.reset_parameters()
 
+    def __new__(cls, _in: int = 0, _out: int = 0, _bias: bool = True, /, dim: int | None = None, **_: object) -> Self:
+        """Create a layer of the class for ``dim``."""
+        return super().__new__(cls.class_for(dim))
+
     @classmethod
     def class_for(cls, dim: int | None) -> type[Self]:
         """Return the class of layers with this ``dim``: this class, or a class derived from ParallelLinear.
@@ -152,7 +153,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
             ValueError: if ``dim`` is not supported, or another one than that of the class.
         """
         sharded_dim = weight_dim(dim)
-        found: Any = ParallelLinear if sharded_dim is None else cls.classes[sharded_dim]
+        found: Any = ParallelLinear if sharded_dim is None else cls._classes[sharded_dim]
         if issubclass(cls, found):
             return cls
         if cls is not ParallelLinear:
@@ -165,6 +166,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         *,
         in_features: int | None = None,
         out_features: int | None = None,
+        transposed: bool | None = None,
         **options: Unpack[LinearOptions],
     ) -> None:
         """See :meth:`ParallelModule.set_up`.
@@ -173,6 +175,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
             axis: the ranks.
             in_features: number of input features of the full layer; by default the attribute of the converted layer.
             out_features: likewise, of output features.
+            transposed: whether the weight of the converted layer is stored as [in_features, out_features].
             options: see :class:`LinearOptions`.
         """
         self.axis = axis
@@ -181,7 +184,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         self.gather_output = options.get("gather_output", False)
         self.input_is_parallel = options.get("input_is_parallel")
         self.skip_bias_add = options.get("skip_bias_add", False)
-        self.transposed = options.get("transposed", self.transposed)
+        self.transposed = self.transposed if transposed is None else transposed
         if (self.gather_output and self.dim != -1) or (self.input_is_parallel is not None and self.dim != 0):
             raise ValueError(
                 f"options do not match dim (got dim = {self.dim}): gather_output needs dim = -1, and input_is_parallel "
@@ -280,3 +283,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"dim={self.dim}, tp={self.axis.size}{options}"
         )
+
+
+# help() and inspect show the signature of __init__
+update_wrapper(ParallelLinear.__new__, ParallelLinear.__init__, assigned=(), updated=())

@@ -56,7 +56,7 @@ def shard_input(
     return input if width == local else scatter_shards(input, placement, axis, dim=-1)
 
 
-class RowParallelLinear(ParallelLinear):
+class RowParallelLinear(ParallelLinear, sharded_dim=1):
     """:class:`ParallelLinear` with dim=0: Y = sum over ranks r of X_r A_r, plus b once, with the rows of A sharded.
 
     Example:
@@ -89,6 +89,3 @@ class RowParallelLinear(ParallelLinear):
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias.to(output.dtype)
-
-
-ParallelLinear.classes[1] = RowParallelLinear
