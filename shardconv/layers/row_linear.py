@@ -69,7 +69,7 @@ class RowParallelLinear(ParallelLinear, sharded_dim=1):
 
     def _place(self, placement: Placement) -> None:
         self.placements = {"weight": placement}
-        # padded columns get no gradient: they multiply the padding of the layer before, or of the sharded input
+        # a sharded input may have values in the padding, which would give the padding of the weight a gradient
         self._gradient_is_local = not placement.has_copies and not placement.is_padded
         self._num_copies = num_copies(placement)
 
