@@ -15,7 +15,13 @@ from shardconv.convert import (
     gather_state_dict,
     load_full_state_dict,
 )
-from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
+from shardconv.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    ParallelLinear,
+    RowParallelLinear,
+    VocabParallelClassifier,
+)
 from shardconv.layers.init import shard_init_
 from shardconv.layers.sharding import description
 
@@ -66,7 +72,7 @@ def check_model(axis):
     assert convert_parallel_linear(nn.Sequential(down), 0, group=axis)[0] is down
     assert convert_parallel_embedding(nn.ModuleDict({"words": words, "head": model.head}), 0, group=axis)
     assert [type(layer) for layer in (up, down, words, model.head)] == [
-        ParallelLinear, ParallelLinear, ParallelEmbedding, VocabParallelClassifier
+        ColumnParallelLinear, RowParallelLinear, ParallelEmbedding, VocabParallelClassifier
     ]  # fmt: skip
     assert model.again is model.inner["up"] is up
     assert model.head.weight is words.weight
@@ -224,7 +230,7 @@ def check_bare(axis):
     assert (type(linear), tuple(linear.weight.shape)) == (nn.Linear, (16, 8))
     assert (new.weight.dtype, new.weight.requires_grad, new.bias.requires_grad) == (torch.bfloat16, False, True)
     assert torch.equal(new.master_weight, linear.weight)
-    assert repr(new).startswith("ParallelLinear(in_features=8, out_features=16, bias=True, dim=-1")
+    assert repr(new).startswith("ColumnParallelLinear(in_features=8, out_features=16, bias=True, dim=-1")
     table = nn.Embedding(9, 8, 3, sparse=True)
     new = ParallelEmbedding.convert_parallel_embedding(table, 0, group=axis)
     assert (new.padding_idx, new.sparse) == (3, True)

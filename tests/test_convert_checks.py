@@ -56,7 +56,7 @@ class Mlp(nn.Module):
 
 def check_chains(axis):
     tp = axis.size
-    two = rf"mlp\.2: .* ParallelLinear is sharded \(got {16 // tp} features per rank from .* mlp\.0, expected all 16\)"
+    two = rf"mlp\.2: .* ColumnParallelLinear is sharded \(got {16 // tp} features .* mlp\.0, expected all 16\)"
     refused(Mlp(*linears(8, 16, 8)), two, axis)
     refused(Mlp(*linears(8, 16, 8)), r"pass gather_output=True, convert mlp\.2 with dim=0 in another call", axis)
     refused(nn.Sequential(nn.Sequential(*linears(8, 16)), nn.Dropout(), nn.Linear(16, 8)), "^2: .* parallel 0.0", axis)
@@ -92,7 +92,7 @@ def check_no_false_alarms(axis):
     convert_parallel_linear(model.mlp[2:], 0, group=axis)
     torch.testing.assert_close(model(x), plain(x))
     not_called = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4))  # as q, k and v: no chain
-    assert all(type(layer) is ParallelLinear for layer in convert_parallel_linear(not_called, -1, group=axis))
+    assert all(type(layer) is ColumnParallelLinear for layer in convert_parallel_linear(not_called, -1, group=axis))
     other_dim = nn.Sequential(nn.Linear(8, 16), nn.Softmax(0))
     convert_parallel_linear(other_dim, -1, group=axis)
     with_break = nn.Sequential(nn.Linear(8, 16), nn.Flatten(), nn.Linear(16, 8))  # may mix features: not known
@@ -117,7 +117,7 @@ def check_forward(axis):
     remedy = rf"one rank's shard of 8 features on {axis.size} ranks\. Convert .* with gather_output=True, or .* dim=0"
     model = convert_parallel_linear(Attention(), -1, group=axis)
     with pytest.raises(
-        ValueError, match=rf"^o \(ParallelLinear\(.*\)\): .* has {shard} features \(expected 8\): .*{remedy}"
+        ValueError, match=rf"^o \(ColumnParallelLinear\(.*\)\): .* has {shard} features \(expected 8\): .*{remedy}"
     ):
         model(x)
     for norm in (nn.LayerNorm(8), nn.RMSNorm(8)):
@@ -128,7 +128,7 @@ def check_forward(axis):
     convert_parallel_linear(model, -1, group=axis)  # again: nothing to do, and no second check
     assert len(model.norm._forward_pre_hooks) == 1
     with pytest.raises(
-        ValueError, match=r"^ParallelLinear\(.*\): input of shape \[2, 5\] has 5 features \(expected 8\)$"
+        ValueError, match=r"^ColumnParallelLinear\(.*\): input of shape \[2, 5\] has 5 features \(expected 8\)$"
     ):
         ParallelLinear(8, 8, dim=-1, group=axis)(torch.ones(2, 5))
     weight = torch.ones(8, 8).chunk(axis.size)[0]
@@ -259,11 +259,15 @@ def gathered(shard, size, axis):
     return full[:size]
 
 
+class Derived(RowParallelLinear):
+    pass
+
+
 def check_classes(axis):
     """A class for one dim converts to it, and to no other."""
     linear = nn.Linear(8, 8)
     assert ColumnParallelLinear.convert_parallel_linear(linear, group=axis).dim == -1
-    assert ColumnParallelLinear.convert_parallel_linear(linear, 1, group=axis).dim == 1
+    assert ColumnParallelLinear.convert_parallel_linear(linear, 1, group=axis).dim == -1
     assert RowParallelLinear.convert_parallel_linear(linear, group=axis).dim == 0
     assert ParallelLinear.convert_parallel_linear(linear, group=axis).dim is None
     head = VocabParallelClassifier.convert_parallel_linear(nn.Linear(8, 7), group=axis)
@@ -271,6 +275,14 @@ def check_classes(axis):
     for kind, dim in ((RowParallelLinear, -1), (ColumnParallelLinear, 0), (VocabParallelClassifier, 0)):
         with pytest.raises(ValueError, match=rf"dim = {dim} \(expected .* for {kind.__name__}\)"):
             kind.convert_parallel_linear(linear, dim, group=axis)
+    derived = Derived.convert_parallel_linear(linear, group=axis)
+    assert (type(derived), type(Derived(8, 8, group=axis))) == (Derived, Derived)
+    for dim, kind in {-1: ColumnParallelLinear, 0: RowParallelLinear, None: ParallelLinear}.items():
+        assert type(ParallelLinear(8, 8, dim=dim, group=axis)) is kind
+        assert type(ParallelLinear.convert_parallel_linear(linear, dim, group=axis)) is kind
+    for kind, dim in ((RowParallelLinear, -1), (Derived, -1)):
+        with pytest.raises(ValueError, match=rf"dim = {dim} \(expected 0 for {kind.__name__}\)"):
+            kind(8, 8, dim=dim, group=axis)
     table = nn.Embedding(9, 8)
     assert VocabParallelEmbedding.convert_parallel_embedding(table, group=axis).dim == 0
     assert ParallelEmbedding.convert_parallel_embedding(table, -1, group=axis).dim == -1

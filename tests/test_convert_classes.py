@@ -6,13 +6,14 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from shardconv.convert.classes import converted_class
 from shardconv.convert.heads import LocalValues, with_local_values
-from shardconv.convert.modules import AllReducedOutput, InputGradientAllReduce, ParallelConv1D
+from shardconv.convert.modules import AllReducedOutput, InputGradientAllReduce
 from shardconv.convert.overrides import extend_class
 from shardconv.distributed import Axis
-from shardconv.layers import ParallelEmbedding, ParallelLinear
+from shardconv.layers import ParallelEmbedding, ParallelLinear, RowParallelLinear
 
 AXIS = Axis("tensor", 0, 1, (0,), None)
 
@@ -57,7 +58,7 @@ def test_order_of_bases():
     below = converted_class(InputGradientAllReduce, Counted)
     assert converted_class(recompiled, below).__mro__[1] is below
     assert converted_class(ParallelLinear, nn.modules.linear.NonDynamicallyQuantizableLinear) is ParallelLinear
-    assert converted_class(ParallelConv1D, nn.Linear) is ParallelConv1D
+    assert converted_class(RowParallelLinear, Conv1D) is RowParallelLinear
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

@@ -130,7 +130,7 @@ def test_no_more_than_there_are_rows_for():
 def converted(name, module, kind, dim, sizes):
     """The first of two ranks' part of a module that is sharded evenly."""
     placements = {own: even_placement(dim, (size,), 2, what=own) for own, size in sizes.items()}
-    spec = LayerSpec(kind, None, {"placements": placements})
+    spec = LayerSpec(kind, {"placements": placements})
     return Conversion.prepare(name, module, spec, Axis("tensor", 0, 2, (0, 1), None)).replacement
 
 

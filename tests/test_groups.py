@@ -31,7 +31,7 @@ def parallel(**sizes):
     try:
         yield init_parallel(**sizes)
     finally:
-        shardconv.distributed.groups._current = None
+        shardconv.distributed.groups._current.groups = None
 
 
 def names_of(axis):

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardconv import gather_state_dict, load_full_state_dict
 from shardconv.layers import (
     ColumnParallelLinear,
+    LoRALinear,
     ParallelLinear,
     RowParallelLinear,
     VocabParallelClassifier,
@@ -396,7 +398,8 @@ def test_options(ranks):
 def check_low_rank(axis, dim):
     """The pair beside a layer, with every gradient, against plain matrices."""
     options = {"gather_output": True} if dim == -1 else {}
-    layer = ParallelLinear(IN, OUT, dim=dim, lora_rank=3, lora_alpha=6, dtype=torch.float64, group=axis, **options)
+    base = ParallelLinear(IN, OUT, dim=dim, dtype=torch.float64, group=axis, **options)
+    layer = LoRALinear(base, 3, alpha=6)
     assert torch.equal(layer.lora_b, torch.zeros_like(layer.lora_b))
     full_b = fixed((OUT, 3), seed=7)
     names = {-1: ("lora_b", columns_of(axis, (OUT,))), 0: ("lora_a", columns_of(axis, (IN,)))}
@@ -405,7 +408,7 @@ def check_low_rank(axis, dim):
     a = layer.gather_parameter("lora_a").detach().requires_grad_()
     b = layer.gather_parameter("lora_b").detach().requires_grad_()
     assert torch.equal(b, full_b)
-    weight, bias = layer.master_weight.detach().requires_grad_(), layer.master_bias.detach()
+    weight, bias = base.master_weight.detach().requires_grad_(), base.master_bias.detach()
     x, grad = fixed((BATCH, IN)), fixed((BATCH, OUT), seed=5)
     plain_x = x.clone().requires_grad_()
     expected = plain_x @ (weight + 2 * b @ a).T + bias
@@ -416,7 +419,17 @@ def check_low_rank(axis, dim):
     rows, columns = (names[-1][1], slice(None)) if dim == -1 else (slice(None), names[0][1])
     assert_near(layer.lora_a.grad, a.grad[:, columns])
     assert_near(layer.lora_b.grad, b.grad[rows])
-    assert_near(layer.weight.grad, weight.grad[rows][:, columns])
+    assert_near(base.weight.grad, weight.grad[rows][:, columns])
+    assert list(layer.state_dict()) == ["lora_a", "lora_b", "layer.weight", "layer.bias"]
+    full = gather_state_dict(layer)
+    assert torch.equal(full["lora_a"], a)
+    assert torch.equal(full["lora_b"], b)
+    copied = copy.deepcopy(layer)
+    load_full_state_dict(copied, full)
+    assert torch.equal(copied.lora_b, layer.lora_b)
+    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), found)
+    with pytest.raises(ValueError, match="got 0, expected at least 1"):
+        LoRALinear(base, 0)
 
 
 @pytest.mark.parametrize("dim", [-1, 0])

@@ -231,7 +231,7 @@ def test_example_of_an_own_module():
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(example)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=ENVIRONMENT)
     assert result.returncode == 0, result.stderr
-    assert "ParallelLinear(in_features=32, out_features=96, bias=True, dim=-1, tp=2)" in result.stdout
+    assert "ColumnParallelLinear(in_features=32, out_features=96, bias=True, dim=-1, tp=2)" in result.stdout
 
 
 def test_masks_are_filled_in(tmp_path):

@@ -165,7 +165,7 @@ def check_own_mesh(axis):
         assert all(tensor.device_mesh == made.mesh["tensor"] for tensor in tensors.values())
         assert as_dtensor(small_module(axis, fill=True))["0.weight"].device_mesh != made.mesh["tensor"]
     finally:
-        groups._current = None
+        groups._current.groups = None
 
 
 def test_the_mesh_of_init_parallel(ranks):

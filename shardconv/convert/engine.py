@@ -27,12 +27,10 @@ class LayerSpec(NamedTuple):
 
     Attributes:
         kind: the parallel class.
-        dim: the dim that is sharded, as the class counts; None where its parameters have placements of their own.
-        options: keyword arguments of its ``set_up``.
+        options: keyword arguments of its ``set_up``; for an embedding also its ``dim``.
     """
 
     kind: type[ParallelModule]
-    dim: int | None
     options: Mapping[str, object]
 
 
@@ -58,7 +56,7 @@ class Conversion(NamedTuple):
         """
         replacement: Any = object.__new__(converted_class(spec.kind, type(module)))
         replacement.__dict__.update(module.__dict__)
-        replacement.name_in_model, replacement.dim = name, spec.dim
+        replacement.name_in_model = name
         replacement.set_up(axis, **spec.options)
         return cls(name, module, replacement)
 
@@ -164,7 +162,7 @@ def check_same_on_all_ranks(
 
 
 def _digest_of(tensor: Tensor) -> int:
-    return digest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 class _Shards(NamedTuple):

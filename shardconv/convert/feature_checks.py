@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from shardconv.layers import ColumnParallelLinear, RowParallelLinear
 from shardconv.layers.features import check_features, is_shard_of
-from shardconv.layers.linear import ParallelLinear, weight_dim
 from shardconv.layers.sharding import ParallelModule
 
 #: Classes whose input has a fixed number of features.
@@ -72,7 +72,7 @@ def _steps(name: str, chain: nn.Module, nested: set[nn.Module]) -> Iterator[tupl
 
 
 _Step = tuple[str, nn.Module]
-_Producer = tuple[str, ParallelLinear]
+_Producer = tuple[str, ColumnParallelLinear]
 
 
 def _find_mismatch(layers: list[_Step]) -> tuple[_Producer, _Step] | None:
@@ -83,9 +83,9 @@ def _find_mismatch(layers: list[_Step]) -> tuple[_Producer, _Step] | None:
         if producer is not None and (needed := _num_features(layer, producer[1].out_features)) is not None:
             if needed != producer[1].out_features:
                 return None
-            is_row = isinstance(layer, ParallelLinear) and weight_dim(layer.dim) == 1
+            is_row = isinstance(layer, RowParallelLinear)
             found = found or (None if is_row else (producer, (label, layer)))
-        if isinstance(layer, ParallelLinear) and weight_dim(layer.dim) == 0 and not layer.gather_output:
+        if isinstance(layer, ColumnParallelLinear) and not layer.gather_output:
             producer = label, layer
         elif not isinstance(layer, _ELEMENTWISE):
             producer = None

@@ -20,7 +20,7 @@ from shardconv.convert.recompile import recompiled
 from shardconv.convert.substitution import Substitutable, Substituted, substitutable_attribute
 from shardconv.distributed import copy_to_tp, gather_from_tp
 from shardconv.errors import PlanError
-from shardconv.layers.linear import ParallelLinear
+from shardconv.layers import ColumnParallelLinear, ParallelLinear
 from shardconv.layers.sharding import ParallelModule, gather_shards, take_shard
 from shardconv.plan.placement import Placement
 
@@ -174,7 +174,7 @@ class UnshardedMethods(Substitutable, ParallelModule):
         substitution: dict[tuple[nn.Module, str], object] = {}
         substitution.update(((self, attribute), value) for attribute, value in self.full_attributes.items())
         for child, layer in self.named_children():
-            if isinstance(layer, ParallelLinear) and layer.dim == -1 and not layer.gather_output:
+            if isinstance(layer, ColumnParallelLinear) and not layer.gather_output:
                 substitution[self, child] = partial(_gathered_output, layer)
         with Substituted(substitution):
             full = copy_to_tp(method(), group=self.axis)

@@ -101,9 +101,9 @@ def convert_model(
         >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
         >>> convert_model(mlp, MlpPolicy)
         Sequential(
-          (0): ParallelLinear(in_features=4, out_features=8, bias=True, dim=-1, tp=1)
+          (0): ColumnParallelLinear(in_features=4, out_features=8, bias=True, dim=-1, tp=1)
           (1): Tanh()
-          (2): ParallelLinear(in_features=8, out_features=4, bias=True, dim=0, tp=1)
+          (2): RowParallelLinear(in_features=8, out_features=4, bias=True, dim=0, tp=1)
         )
     """
     config = getattr(model, "config", None)

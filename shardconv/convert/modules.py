@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardconv.convert.classes import Recompiled
 from shardconv.convert.substitution import Substitutable, Substituted, Substitution
 from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
-from shardconv.layers.linear import ParallelLinear, num_copies
+from shardconv.layers.row_linear import num_copies
 from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.placement import Placement, intervals
 
@@ -279,15 +279,3 @@ class ParallelProducts(Recompiled, ParallelModule):
     def shared_product(self, name: str, value: Tensor) -> Tensor:
         """All-reduce a row parallel product that enters a computation over local heads."""
         return copy_to_tp(self.product_output(name, value), group=self.axis)
-
-
-class ParallelConv1D(ParallelLinear):
-    """The parallel layer of transformers' Conv1D: a linear layer whose weight is stored (in_features, out_features)."""
-
-    transposed = True
-
-    def set_up(self, axis: Axis, **options: Any) -> None:  # those of ParallelLinear
-        """See :meth:`ParallelModule.set_up`."""
-        if "nf" in self.__dict__:  # converted from a Conv1D
-            self.in_features, self.out_features = self.__dict__["nx"], self.__dict__["nf"]
-        super().set_up(axis, **options)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch import nn
 
 from shardconv.convert.classes import combined_class
-from shardconv.convert.modules import ParallelConv1D
 from shardconv.convert.overrides import Overrides
 from shardconv.convert.policy_paths import Block, ParameterTarget
 from shardconv.errors import PlanError
@@ -211,14 +210,14 @@ def _replacement_class(block: Block, kind: object, style: str, found: ParameterT
     """Return the class that a layer becomes by the policy's ``replace``."""
     if not isinstance(found.owner, nn.Linear) and type(found.owner).__name__ != "Conv1D":
         raise block.error(f"{found.name}: replace is for linear layers, not for a {type(found.owner).__name__}")
-    other = ColumnParallelLinear if style == "rowwise" else RowParallelLinear
+    pair: tuple[type[ParallelLinear], ...] = (ColumnParallelLinear, RowParallelLinear)
+    fits, other = reversed(pair) if style == "rowwise" else pair
     if not (isinstance(kind, type) and issubclass(kind, ParallelLinear)) or issubclass(kind, other):
-        wanted = "RowParallelLinear" if style == "rowwise" else "ColumnParallelLinear"
         raise block.error(
-            f"{found.name}: replace = {getattr(kind, '__name__', kind)} is not derived from shardconv.{wanted} or "
-            f"ParallelLinear: without replace the layer becomes what fits"
+            f"{found.name}: replace = {getattr(kind, '__name__', kind)} is not derived from shardconv.{fits.__name__} "
+            f"or ParallelLinear: without replace the layer becomes what fits"
         )
-    if isinstance(found.owner, nn.Linear) or issubclass(kind, ParallelConv1D):
-        return kind
-    combined: type[ParallelLinear] = combined_class(kind, ParallelConv1D, kind)
+    if kind is ParallelLinear:
+        return fits
+    combined: type[ParallelLinear] = kind if issubclass(kind, fits) else combined_class(kind, kind, fits)
     return combined

@@ -1,6 +1,4 @@
-"""Whether all ranks have the same: numbers compared by one all-reduce."""
-
-from typing import Any
+"""Compare numbers over all ranks with one all-reduce."""
 
 import torch
 import torch.distributed as dist
@@ -17,6 +15,6 @@ def same_on_all_ranks(digests: list[int], axis: Axis) -> list[bool]:
     return [bool(same) for same in (maxima[0] == -maxima[1]).tolist()]
 
 
-def digest(data: Any) -> int:
-    """The hash of bytes as a positive int64, for :func:`same_on_all_ranks`."""
+def digest(data: bytes | memoryview) -> int:
+    """Return the hash of bytes as a positive int64, for :func:`same_on_all_ranks`."""
     return xxhash.xxh3_64_intdigest(data) >> 1
