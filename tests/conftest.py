@@ -13,16 +13,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from importlib.util import find_spec
 
 import pytest
-from build import contents, llama_config, write_checkpoint
 
-#: Tests of engines run in environments of the engines: make test-vllm.
-collect_ignore = [] if find_spec("vllm") else ["engines"]
-
-pytest.register_assert_rewrite("faults")  # before its import, so that its checks say what they found
-
-from faults import COMMANDS, Job  # noqa: E402
+pytest.register_assert_rewrite("tests.support")  # before its import, so that its checks say what they found
 
 from shardconv.checkpoint.split import split  # noqa: E402
+from tests.support.checkpoints import contents, llama_config, write_checkpoint  # noqa: E402
+from tests.support.faults import COMMANDS, Job  # noqa: E402
+
+#: Tests in vLLM run in an environment of its own: make test-vllm.
+collect_ignore = [] if find_spec("vllm") else ["engines/vllm"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as what a shell has put into the background: tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,7 +30,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as what a shell has put
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The checkpoint of a tiny model, by its name in models.py; each is written once."""
-    from models import MODELS  # noqa: PLC0415 - transformers takes seconds to import, and few tests need it
+    from tests.support.models import MODELS  # noqa: PLC0415 - transformers takes seconds to import
 
     return cache(lambda name: MODELS[name].write(tmp_path_factory.mktemp(name)))
 
@@ -78,7 +77,7 @@ def target(tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """Run a check on four processes, see ranks.py; each module on its own: idle groups of others take time."""
-    from ranks import ranks_in  # noqa: PLC0415 - for tests of layers only
+    from tests.support.ranks import ranks_in  # noqa: PLC0415 - for tests of layers only
 
     with ranks_in(tmp_path_factory.mktemp("ranks")) as run:
         yield run

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from build import contents, llama_config, write_checkpoint, write_weights
-from command import ENVIRONMENT, call, finish, run, start
 
 import shardconv
 from shardconv import console, exits
 from shardconv.checkpoint.copy import CopyJob
+from tests.support.checkpoints import contents, llama_config, write_checkpoint, write_weights
+from tests.support.command import ENVIRONMENT, call, finish, run, start
 
 PACKAGE = Path(shardconv.__file__).parent
 REPORTS = {

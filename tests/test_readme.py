@@ -12,7 +12,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 
 def test_the_summary_of_models_is_that_of_the_table():
-    """Both are written by tests/matrix.py: neither was changed by hand, or alone."""
+    """Both are written by tools/model_matrix: neither was changed by hand, or alone."""
     summary = README.read_text("utf-8").partition("<!-- models -->\n")[2].partition("<!-- end of models -->")[0]
     assert summary in (README.parent / "docs" / "models.md").read_text("utf-8")
     assert summary.startswith("| models | types | right on 2 and 4 ranks |")

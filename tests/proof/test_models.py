@@ -1,0 +1,230 @@
+"""One model type of every family, as tools/model_matrix tries all of them; and that the matrix sees a wrong rule.
+
+Near, not equal: see shardconv/proof/prove.py for the limits.
+"""
+
+from dataclasses import replace
+
+import pytest
+import transformers
+
+from shardconv.checkpoint.source import open_source
+from shardconv.checkpoint.split import split
+from shardconv.hf.build import build_small
+from shardconv.hf.small import default_config, small_fields
+from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.family_file import family_names, load_family
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.request import PlanRequest, resolve
+from shardconv.proof.compare import write_reference
+from shardconv.proof.prove import REFERENCE, cut_share
+from tests.support.models import MODELS
+from tests.support.ranks import ranks_in
+from tools import torchvision as vision
+from tools.model_matrix.matrix import KINDS, REASONS, Row, check, model_class, small, try_type, unexplained, worst
+
+KIND_OF = {model_type: kind for kind, names in reversed(KINDS.items()) for model_type in names}
+
+
+#: Of a family that serves many types, one of so many is tried.
+EVERY = 8
+
+
+def tried_types(family):
+    """Types of a family that are models by themselves and need no missing package: the first, and some more."""
+    left_out = {*REASONS, *vision.TYPES}
+    return [kind for kind in load_family(family).model_types if kind in KIND_OF and kind not in left_out][::EVERY]
+
+
+TRIED = [model_type for name in family_names() if name != NAMES_FAMILY for model_type in tried_types(name)]
+
+
+@pytest.mark.parametrize("model_type", TRIED)
+def test_types_of_every_family(ranks, tmp_path, model_type):
+    row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
+    assert row.verdicts == ("right",), row
+
+
+def test_eight_ranks(tmp_path):
+    """Fewer kv heads than ranks: two and one, of eight query heads; and more ranks than heads of any kind."""
+    with ranks_in(tmp_path, 8) as eight_ranks:
+        for name in ("llama", "falcon-7b"):
+            folder = tmp_path / name
+            made = MODELS[name].build(0.3)
+            made.save_pretrained(folder / "source")
+            split(folder / "source", folder / "split", tp=8)
+            opened = open_source(folder / "source")
+            plan = resolve(opened.specs, opened.config, PlanRequest()).resolver.plan(8)
+            assert any(planned.placement.has_copies for planned in plan.tensors.values())
+            assert cut_share(opened.specs, plan) > 0.9
+            assert compared(eight_ranks, "eight", type(made), folder, PlanRequest()) == "right"
+        for model_type in ("mamba2", "swin"):  # which may be cut for more ranks than it has heads
+            row = try_type(eight_ranks, tmp_path, KIND_OF[model_type], model_type, [8], at_default_size=False)
+            assert row.verdicts == ("right",), row
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3n_text", "wav2vec2"])
+def test_gradients_are_those_of_training(ranks, tmp_path, model_type):
+    """And not of something else because no step in training works."""
+    row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
+    assert (row.verdicts, "gradients" in row.note) == (("right",), False), row
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention", "cache"),
+    [
+        ("llama", "heads", 0.5),
+        ("deepseek_v3", "latent", 1.0),
+        ("xlstm", "state", 0.5),
+        ("zamba", "heads, state", 0.5),
+        ("reformer", "gathered", 1.0),
+    ],
+)
+def test_how_attention_is_sharded(ranks, tmp_path, model_type, attention, cache):
+    row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
+    assert (row.attention, bool(row.reasons)) == (attention, attention == "gathered")
+    assert row.cache == pytest.approx(cache, abs=0.02)
+
+
+def test_gathered_attention_has_a_reason():
+    row = Row("images", "swin", "swin", ("right", "right"), 1.0, attention="heads, gathered", reasons=("few heads",))
+    assert not unexplained([row], is_all=False)
+    problems = unexplained([replace(row, reasons=("few heads", ""))], is_all=False)
+    assert problems == ["gathered, without a reason in the family file: swin"]
+
+
+def test_linear_attention_of_default_sizes(ranks, tmp_path):
+    """Values twice as large as keys: transformers writes the fused convolution in thirds, between no heads."""
+    config = transformers.OlmoHybridConfig
+    fields = {name: value for name, value in small_fields(default_config(config)).items() if "linear" not in name}
+    model = build_small(transformers.OlmoHybridForCausalLM, config(**fields))
+    model.save_pretrained(tmp_path / "source")
+    opened = open_source(tmp_path / "source")
+    heads = [opened.config[f"linear_{which}_head_dim"] * 4 for which in ("key", "key", "value")]
+    written = [opened.specs[f"model.layers.0.linear_attn.{which}_conv1d.weight"].shape[0] for which in "qkv"]
+    assert (heads, written) == ([48, 48, 96], [64, 64, 64])
+    for layout, tp in (("pair", 2), ("four", 4)):
+        split(tmp_path / "source", tmp_path / "split", tp=tp, overwrite=True)
+        assert compared(ranks, layout, type(model), tmp_path, PlanRequest()) == "right"
+
+
+@pytest.mark.parametrize(("heads", "sizes"), [(4, (1, 2, 4)), (8, (1, 2, 4, 8)), (24, (1, 2, 4, 8, 12, 24))])
+def test_heads_in_four_blocks(heads, sizes):
+    """CodeGen's layout has four blocks of heads; a rank has several of them, or a part of one."""
+    specs = {"transformer.h.0.attn.qkv_proj.weight": TensorSpec("F32", (24 * heads, 8 * heads))}
+    config = {"model_type": "codegen", "n_head": heads, "n_embd": 8 * heads}
+    assert resolve(specs, config, PlanRequest()).resolver.tp_sizes().supported == sizes
+
+
+#: A type, and rules that are wrong for it: each kind of rule, broken in the way that is nearest to being right.
+WRONG = {
+    "a fused projection cut as one": ("phi3", '"**.qkv_proj" = { style = "colwise" }'),
+    "gate and up cut as one": ("phi3", '"**.gate_up_proj" = { style = "colwise" }'),
+    "packed experts cut as one": ("llama4_text", '"**.gate_up_proj" = { style = "colwise", transposed = true }'),
+    "packed experts taken for (out, in)": (
+        "llama4_text",
+        '"**.gate_up_proj" = { style = "packed_colwise", parts = ["part", "part"] }\n'
+        '"**.down_proj" = { style = "rowwise" }',
+    ),
+    "heads that lie together cut apart": (
+        "gpt_neox",
+        '"**.query_key_value" = { style = "packed_colwise", parts = ["part", "part", "part"] }',
+    ),
+    "heads that lie apart cut together": ("gpt2", '"**.c_attn" = { style = "colwise", transposed = true }'),
+    "groups of heads cut as three parts": (
+        "gpt_bigcode",
+        '"**.c_attn" = { style = "packed_colwise", parts = ["part", "part", "part"] }',
+    ),
+    "a norm over each head whose gradient is not summed": ("qwen3", '"**.q_norm" = { style = "replicate" }'),
+    "a norm over all heads taken for one over each": ("olmo2", '"**.{q_norm,k_norm}" = { style = "replicate" }'),
+    "a query projection whole": ("qwen2", '"**.q_proj" = { style = "replicate" }'),
+    "key and value heads on every rank": ("llama", '"**.{k_proj,v_proj}" = { style = "replicate" }'),
+    "attention sinks whole": ("gpt_oss", '"**.sinks" = { style = "replicate" }'),
+    "a pair of gate and up cut apart": (
+        "gpt_oss",
+        '"**.{gate_up_proj,gate_up_proj_bias}" = { style = "packed_colwise", parts = ["part", "part"], '
+        "transposed = true }",
+    ),
+    "kv heads in another order": (
+        "llama",
+        '"**.q_proj" = { style = "packed_colwise", parts = ["part", "part"] }\n'
+        '"**.o_proj" = { style = "packed_rowwise", parts = ["part", "part"] }',
+    ),
+    "a relative position bias whole": ("t5", '"**.relative_attention_bias" = { style = "replicate" }'),
+    "experts below each other cut as one": ("dbrx", '"**.experts.mlp.w1" = { style = "colwise" }'),
+    "an up projection of a latent whole": ("deepseek_v3", '"**.kv_b_proj" = { style = "replicate" }'),
+    "an output that is not put together": ("mamba", '"**.in_proj" = { style = "colwise" }'),
+    "a parameter that is not put together": ("albert", '"**.embedding_hidden_mapping_in" = { style = "colwise" }'),
+    "words cut and not put together": ("llama", '"lm_head" = { style = "colwise", pad = true }'),
+}
+TOLD_WRONG = {
+    "the width of a projection": ("gpt2", '"**.attn" = { attributes = { split_size = "n_embd" } }'),
+    "positions by head": ("bloom", '"**.self_attention" = { inputs = { alibi = { dim = 0, unit = "whole" } } }'),
+    "how many blocks": ("codegen", '"**.attn" = { locals = { mp_num = 4 } }'),
+    "the width of other heads": ("trocr", '"**.{self_attn,encoder_attn}" = { full_width = "d_model + 1" }'),
+    "the heads of an output": ("doge", '"**.dt_proj" = { output = { dim = 1, unit = "kv_row" } }'),
+    "the heads of a buffer": ("minimax", '"**.self_attn" = { slices = { query_decay = { dim = 1, unit = "head" } } }'),
+    "the states of channels": (
+        "rwkv",
+        '"**.attention" = { inputs = { state = { dim = 1, unit = "channel", size = 1, items = [2, 3] } } }',
+    ),
+    "the heads of a method that mixes them": (
+        "prophetnet",
+        '"**.decoder.layers.*.self_attn" = '
+        '{ unsharded = { get_predict_relative_pos_embeddings = { dim = 1, unit = "decoder_head" } } }',
+    ),
+    "a product of rows": ("xlnet", '"**.rel_attn" = { products = { o = "colwise" } }'),
+    "a product of columns": ("xlnet", '"**.rel_attn" = { products = { r = "rowwise" } }'),
+    "a product that goes on to shards": (
+        "zamba",
+        '"**.{mamba,mamba_decoder.mamba}" = { products = { x_proj_weight = "rowwise" } }',
+    ),
+    "a share of a latent": ("deepseek_v3", '"**.kv_a_proj_with_mqa" = { shared_output = 0 }'),
+}
+
+
+#: Other numbers, or an error of the model's own on a rank.
+SEEN = ("wrong", "fails")
+
+
+def verdict(ranks, folder, model_type, text):
+    """How a model, split with these rules first, compares with the plain one."""
+    plan = folder / "wrong.toml"
+    plan.write_text(text)
+    model = small(model_class(KIND_OF[model_type], model_type))
+    model.save_pretrained(folder / "source")
+    split(folder / "source", folder / "split", tp=2, plan=plan)
+    return compared(ranks, "pair", type(model), folder, PlanRequest(plan_file=(plan.name, text)))
+
+
+def compared(ranks, layout, kind, folder, request):
+    source, reference = folder / "source", folder / REFERENCE
+    write_reference(kind, source, reference)
+    found = worst(ranks(layout, check, kind.__name__, source, folder / "split", request, reference))
+    if isinstance(found, str):
+        return "fails"
+    output, tokens, gradient, *_ = found
+    return "right" if output < 1e-4 and tokens is not False and gradient < 1e-3 else "wrong"
+
+
+@pytest.mark.parametrize(
+    "model_type", sorted({model_type for model_type, _ in [*WRONG.values(), *TOLD_WRONG.values()]})
+)
+def test_right_as_it_is(ranks, tmp_path, model_type):
+    """What the following tests break is right before."""
+    assert verdict(ranks, tmp_path, model_type, "") == "right"
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_rule_is_seen(ranks, tmp_path, what):
+    """Not by a refusal to split: the plan is one, and what comes of it is not the model."""
+    model_type, rules = WRONG[what]
+    text = f"[units]\npart = {{}}\n[rules]\n{rules}\n"
+    assert verdict(ranks, tmp_path, model_type, text) in SEEN
+
+
+@pytest.mark.parametrize("what", TOLD_WRONG)
+def test_a_module_told_wrong_is_seen(ranks, tmp_path, what):
+    model_type, told = TOLD_WRONG[what]
+    units = "[units]\nwhole = { count = 2, copies = true }\n"
+    assert verdict(ranks, tmp_path, model_type, f"{units}[modules]\n{told}\n") in SEEN

@@ -1,0 +1,1 @@
+"""Try every model type of transformers, and write docs/models.md."""
