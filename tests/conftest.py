@@ -74,6 +74,15 @@ def target(tmp_path) -> Path:
     return folder / "result"
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the ranks that this process launches, which saves their imports: see support/forked.py."""
+    from tests.support import forked  # noqa: PLC0415 - likewise
+
+    handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+    monkeypatch.setattr(f"{handler}.Popen", forked.Popen)
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """Run a check on four processes, see ranks.py; each module on its own: idle groups of others take time."""

@@ -27,7 +27,7 @@ from shardconv.plan.request import PlanRequest
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
-from tests.support.command import run
+from tests.support.forked import run
 from tests.support.models import Model, change_config
 
 

@@ -1,7 +1,5 @@
 """Groups over given ranks: made by their members alone, in the order that was asked for."""
 
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
@@ -22,7 +20,7 @@ from shardconv.distributed import (
     scatter_to_tp,
 )
 from shardconv.distributed.new_groups import group_over, new_members_group
-from tests.support.command import ENVIRONMENT
+from tests.support.forked import run_python
 
 
 @contextmanager
@@ -264,7 +262,6 @@ def test_under_torchrun(tmp_path):
     """Without groups an error on each rank; with torch's, all processes; with shardconv's, what was asked for."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=ENVIRONMENT)
+    result = run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("refused: WORLD_SIZE is 2") == 2

@@ -25,13 +25,14 @@ from shardconv.plan.transformers_plan import transformers_family
 from shardconv.proof.compare import Reference, _difference, write_reference
 from shardconv.proof.prove import REFERENCE, _heads_for, _model_to_try, _skipped
 from tests.support.checkpoints import llama_config, write_checkpoint
-from tests.support.command import call, run
+from tests.support.command import call
+from tests.support.forked import run
 from tests.support.models import MODELS
 from tools.model_matrix.matrix import check, model_class, small, worst
 
 CAUSAL = "causal language models"
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("forked_ranks")]
 
 
 def test_a_right_plan_is_proven(tmp_path):

@@ -20,7 +20,8 @@ from shardconv.console import Console
 from shardconv.errors import RunError, ShardconvError
 from shardconv.runtime.launch import RENDEZVOUS
 from shardconv.runtime.run import RunOptions, _plan_file_is_told, check_run, run_rank
-from tests.support.command import ENVIRONMENT, call, finish, run, start
+from tests.support.command import ENVIRONMENT, call, finish, start
+from tests.support.forked import Popen, run, run_python
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 PROMPT = "The import statement"
@@ -139,10 +140,7 @@ def test_text_is_the_unsplit_models(split):
 def test_prompts_from_stdin_in_one_batch(split):
     prompts = [PROMPT, "A list is"]
     options = ["--max-new-tokens", str(TOKENS), "--device", "cpu", "--json"]
-    result = subprocess.run(
-        [sys.executable, "-m", "shardconv", "run", str(split), *options],
-        input="\n".join(prompts), capture_output=True, text=True, check=False, timeout=100, env=ENVIRONMENT,
-    )  # fmt: skip
+    result = run_python("-m", "shardconv", "run", split, *options, given="\n".join(prompts))
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["prompts"] == prompts
@@ -150,15 +148,13 @@ def test_prompts_from_stdin_in_one_batch(split):
     assert len(report["memory_bytes"]) == 2
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = ["-m", "torch.distributed.run"]
 
 
 def test_joins_the_ranks_that_torchrun_started(split):
     options = ["--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--device", "cpu", "-q"]
-    result = subprocess.run(
-        [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "shardconv", "run", str(split), *options],
-        capture_output=True, text=True, check=False, timeout=100, env=ENVIRONMENT,
-    )  # fmt: skip
+    ranks = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "shardconv"]
+    result = run_python(*ranks, "run", split, *options)
     assert (result.returncode, result.stdout.rstrip("\n")) == (0, plain_texts(PROMPT)[0]), result.stderr
 
 
@@ -170,8 +166,8 @@ def test_joins_ranks_of_two_nodes(split):
     address = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--nnodes", "2", "--nproc-per-node", "1"]
     options = ["--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--device", "cpu", "-q"]
     nodes = [
-        subprocess.Popen(
-            [*TORCHRUN, *address, "--node-rank", str(node), "-m", "shardconv", "run", str(split), *options],
+        Popen(
+            [sys.executable, *TORCHRUN, *address, "--node-rank", str(node), "-m", "shardconv", "run", split, *options],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
         )
         for node in range(2)
@@ -228,8 +224,7 @@ def test_drawn_tokens_follow_the_seed(split, single):
 
 def test_example_of_an_own_module():
     example = DEMO.parent / "own_module.py"
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(example)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=ENVIRONMENT)
+    result = run_python(*TORCHRUN, "--standalone", "--nproc-per-node", "2", example)
     assert result.returncode == 0, result.stderr
     assert "ParallelLinear(in_features=32, out_features=96, bias=True, dim=-1, tp=2)" in result.stdout
 
@@ -310,12 +305,11 @@ def test_what_is_wrong_before_anything_starts(split, tmp_path):
 def test_prompts_that_are_not_text(single):
     result = call("run", single, "--device", "cpu", "--prompt", "caf\udce9")
     assert (result.code, result.err) == (1, "shardconv: prompt 1 is not UTF-8: convert it\n")
-    command = [sys.executable, "-m", "shardconv", "run", str(single), "--device", "cpu"]
     for given, said in (
         (b"a list\ncaf\xe9\n", "prompt 2 is not UTF-8: convert it"),
         (b"\n", "there is no prompt: give "),
     ):
-        result = subprocess.run(command, input=given, capture_output=True, check=False, timeout=100, env=ENVIRONMENT)
+        result = run_python("-m", "shardconv", "run", single, "--device", "cpu", given=given, is_text=False)
         assert (result.returncode, said in result.stderr.decode()) == (1, True), result.stderr
 
 
@@ -445,10 +439,8 @@ def test_more_tokens_than_positions(single):
 
 def test_ranks_that_only_others_ended(split):
     """What looks like the fault of another is said where nobody says more."""
-    environment = {**ENVIRONMENT, "GLOO_DEVICE_TRANSPORT": "NONE"}
-    command = [sys.executable, "-m", "shardconv", "run", str(split), "--prompt", PROMPT, "--device", "cpu"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=environment)
-    assert (result.returncode, result.stderr.count("shardconv: ")) == (1, 1)
+    result = run("run", split, "--prompt", PROMPT, "--device", "cpu", env={"GLOO_DEVICE_TRANSPORT": "NONE"})
+    assert (result.code, result.err.count("shardconv: ")) == (1, 1)
 
 
 @pytest.fixture(scope="module")

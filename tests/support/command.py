@@ -42,12 +42,12 @@ def call(*arguments: object) -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
-def start(*arguments: object, patch: str = "", **options) -> subprocess.Popen[str]:
+def start(*arguments: object, patch: str = "", popen=subprocess.Popen, **options) -> subprocess.Popen[str]:
     """Start a command in a process of its own, after ``patch``, some lines of Python, has run in it."""
     command = ["-m", "shardconv"] if not patch else ["-c", f"{patch}\nfrom shardconv.cli import main\nmain()"]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     streams["env"] = {**ENVIRONMENT, **options.get("env", {})}
-    return subprocess.Popen([sys.executable, *command, *map(str, arguments)], text=True, **streams)
+    return popen([sys.executable, *command, *map(str, arguments)], text=True, **streams)
 
 
 def finish(process: subprocess.Popen[str]) -> Result:

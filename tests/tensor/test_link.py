@@ -2,17 +2,15 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 
 from shardconv.tensor.cost import Link, collective_time
 from shardconv.tensor.link import LinkReport, fit_link, measure_link
 from tests.support.checkpoints import llama_config, write_checkpoint
-from tests.support.command import ENVIRONMENT
+from tests.support.forked import run_python
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardconv"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardconv"]
 pytestmark = pytest.mark.timeout(240)  # machines are busy
 
 
@@ -73,8 +71,7 @@ def test_one_rank_has_no_link():
 
 
 def torchrun(*arguments):
-    command = [*TORCHRUN, "plan", "--measure-link", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=ENVIRONMENT)
+    return run_python(*TORCHRUN, "plan", "--measure-link", *arguments)
 
 
 def test_by_torchrun():
