@@ -5,12 +5,10 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 
 from shardconv.checkpoint.header import read_header
 from shardconv.checkpoint.split import split
@@ -18,6 +16,7 @@ from shardconv.checkpoint.verify import verify
 from shardconv.layouts.layout import NATIVE
 from tests.support.checkpoints import contents, llama_config, write_checkpoint, write_weights
 from tests.support.command import call
+from tests.support.manifests import change_manifest
 
 TP = 4
 RANK_FILES = [NATIVE.rank_file(rank, TP) for rank in range(TP)]
@@ -326,18 +325,6 @@ def test_split_checkpoint_in_a_hugging_face_cache(folder, made, tmp_path):
 
 
 # --- the manifest ---------------------------------------------------------------------------------------------------
-
-
-def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object], *, sign: bool = True) -> None:
-    """Change the manifest and, as whoever means harm would, its own checksum with it."""
-    path = folder / "shardconv.json"
-    data = json.loads(path.read_text())
-    change(data)
-    if sign:
-        del data["manifest_checksum"]
-        text = json.dumps(data, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
-        data["manifest_checksum"] = xxhash.xxh3_128_hexdigest(text.encode())
-    path.write_text(json.dumps(data))
 
 
 def test_a_signed_manifest_is_read(folder):

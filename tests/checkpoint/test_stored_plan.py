@@ -27,11 +27,11 @@ from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for
 from shardconv.proof.compare import numbers
-from tests.checkpoint.test_damage import change_manifest
-from tests.proof.test_models import KIND_OF, TOLD_WRONG, WRONG
 from tests.support.checkpoints import contents
 from tests.support.command import call
-from tools.model_matrix.matrix import model_class, small
+from tests.support.manifests import change_manifest
+from tests.support.wrong_rules import KIND_OF, TOLD_WRONG, WRONG
+from tools.model_matrix.trial import model_class, small
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -32,7 +32,7 @@ from shardconv.runtime.run import RunOptions, check_run, run_rank
 from tests.support.checkpoints import contents, write_index
 from tests.support.command import Result, call
 from tests.support.models import change_config, read
-from tools.model_matrix.matrix import LAYOUTS, check, worst
+from tools.model_matrix.trial import LAYOUTS, check, worst
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 TP, PROMPT, TOKENS = 4, "An exception is", 6

@@ -22,7 +22,7 @@ from shardconv.distributed.new_groups import new_members_group
 from shardconv.hf.inputs import example_inputs
 from shardconv.layers import ParallelEmbedding
 from shardconv.layers.sharding import even_placement, take_shard
-from tools.model_matrix.matrix import model_class, small
+from tools.model_matrix.trial import model_class, small
 
 #: For each mechanism of a conversion a type that uses it.
 TYPES = {

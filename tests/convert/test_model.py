@@ -28,10 +28,10 @@ from shardconv.hf.inputs import example_inputs
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.placement import Unit, cut
 from shardconv.plan.request import PlanRequest
-from tests.support.models import GQA, MODELS, VOCAB
-from tools.model_matrix.matrix import model_class, small
+from tests.support.comparison import SCALE, check_gradients, inputs_of, numbers
+from tests.support.models import GQA, MODELS
+from tools.model_matrix.trial import model_class, small
 
-SCALE = 0.3  # so that attention is neither even nor of one token
 #: Those whose config and weights a model can be made of.
 NAMES = [name for name, model in MODELS.items() if not model.rewrite and not model.extra]
 GENERATING = [name for name in NAMES if MODELS[name].auto in ("AutoModelForCausalLM", "T5ForConditionalGeneration")]
@@ -41,18 +41,6 @@ def models_of(model, axis):
     """The unsharded model, and the converted one."""
     made = model.build(SCALE).eval()
     return made, shardconv.convert_model(copy.deepcopy(made), group=axis)
-
-
-def inputs_of(model):
-    ids = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))
-    inputs = {"input_ids": ids}
-    if model.auto in ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM"):
-        inputs["decoder_input_ids"] = ids[:, :5]
-    return inputs
-
-
-def numbers(output):
-    return {key: value for key, value in output.items() if torch.is_tensor(value) and value.is_floating_point()}
 
 
 def check_forward(axis, model):
@@ -75,21 +63,6 @@ def check_model(axis, model):
     state = gather_state_dict(after)
     assert state.keys() == before.state_dict().keys()
     assert all(torch.equal(state[key], value) for key, value in before.state_dict().items())
-
-
-def check_gradients(before, after, axis):
-    plain_modules = dict(before.named_modules())
-    largest = max(parameter.grad.abs().max() for parameter in before.parameters() if parameter.grad is not None)
-    for name, module in after.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            full = plain_modules[name].get_parameter(own).grad
-            if full is None:
-                assert parameter.grad is None
-                continue
-            placement = getattr(module, "placements", {}).get(own)
-            mine = full if placement is None else take_shard(full, placement, axis.rank)
-            allowed = 1e-4 * max(full.abs().max(), 1e-3 * largest)
-            assert (parameter.grad - mine).abs().max() <= allowed, f"{name}.{own}"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,7 +22,7 @@ import shardconv
 from shardconv import ColumnParallelLinear, Layer, PlanError, Policy, RowParallelLinear
 from shardconv.convert import gather_state_dict
 from shardconv.layers.sharding import description
-from tests.convert.test_model import SCALE, check_gradients, inputs_of, numbers
+from tests.support.comparison import SCALE, check_gradients, inputs_of, numbers
 from tests.support.gpt import GPT, Block, batch
 from tests.support.models import MODELS, Model
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardconv.distributed import gather_from_tp, reduce_from_tp, shared_memory
-from tests.distributed import test_operations
+from tests.support.operation_checks import check_copy, check_reduce, check_scatter_and_gather
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="requires memfd_create (Linux)")
 LAYOUTS = ["pairs", "strided", "four"]
@@ -64,10 +64,10 @@ def check_many(axis):
 
 
 def check_operations(axis):
-    test_operations.check_copy(shared(axis))
-    test_operations.check_reduce(shared(axis))
+    check_copy(shared(axis))
+    check_reduce(shared(axis))
     for dim in (0, 1, 2, -1):
-        test_operations.check_scatter_and_gather(shared(axis), dim)
+        check_scatter_and_gather(shared(axis), dim)
 
 
 def check_reductions(axis):

@@ -17,9 +17,9 @@ from shardconv import convert_model, gather_state_dict
 from shardconv.errors import PlanError, SplitCheckpointError
 from shardconv.layouts.layout import DCP
 from shardconv.tensor import as_dtensor
-from tests.checkpoint.test_damage import change_manifest
 from tests.support.checkpoints import contents
 from tests.support.command import call
+from tests.support.manifests import change_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what the tests want
 

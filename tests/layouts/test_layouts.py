@@ -29,9 +29,9 @@ from shardconv.layouts.rules import Group, file_tensors
 from shardconv.plan.placement import Placement, Unit, cut
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
-from tests.checkpoint.test_damage import change_manifest
 from tests.support.checkpoints import contents, safetensors_bytes
 from tests.support.command import call
+from tests.support.manifests import change_manifest
 from tests.support.models import GQA, MOE, Model, change_config, pack_experts, read
 
 LAYER, VOCAB = "model.layers.0", 256

@@ -14,7 +14,7 @@ from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
 from shardconv.proof.prove import REFERENCE
 from tests.support.checkpoints import contents
-from tools.model_matrix.matrix import check, model_class, small
+from tools.model_matrix.trial import check, model_class, small
 
 CAUSAL = "causal language models"
 #: One by one on the hub; packed with biases; packed with shared experts beside them; two names on disk and in memory.

@@ -14,10 +14,10 @@ from shardconv.checkpoint.source import open_source
 from shardconv.errors import RunError
 from shardconv.plan.unused import known_unused
 from shardconv.proof.model_check import check_model
-from tests.proof.test_mtp import HUB, KIND_OF, with_mtp
 from tests.support.command import call
 from tests.support.models import MODELS, change_config, pack_experts, read
-from tools.model_matrix.matrix import KINDS, model_class, small
+from tests.support.mtp import HUB, KIND_OF, with_mtp
+from tools.model_matrix.trial import KINDS, model_class, small
 
 #: Types whose names on disk and in memory differ in a way of their own.
 RENAMED = [

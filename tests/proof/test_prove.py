@@ -28,7 +28,7 @@ from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.forked import run
 from tests.support.models import MODELS
-from tools.model_matrix.matrix import check, model_class, small, worst
+from tools.model_matrix.trial import check, model_class, small, worst
 
 CAUSAL = "causal language models"
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
