@@ -1,6 +1,6 @@
 """Commands that write, as jobs; what makes them fail, what can be in their way, and what they have to leave.
 
-For checkpoint/test_faults.py and test_destination.py; the fixtures that make the jobs are in conftest.py.
+The fixtures that make the jobs are in tests/checkpoint/conftest.py.
 """
 
 import errno

@@ -4,7 +4,7 @@
 
 Started by :mod:`tests.support.forked`. LISTENER is the descriptor of a listening Unix socket at the path SOCKET; the
 server exits when nobody holds the other end of the pipe ALIVE any more. A request is a message with the descriptors of
-stdin, stdout and stderr; the answers are an empty object once the process is set up, and its wait status.
+stdin, stdout and stderr; the answers are the process id, once the process is set up, and its wait status.
 
 A forked process has the standard streams, environment, folder, signals and session of its request, and leaves through
 Python's own exit. It has no other state of the server than imported modules: the server has one thread, reads no
