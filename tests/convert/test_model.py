@@ -66,7 +66,7 @@ def check_model(axis, model):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", ["pairs", "four"])
+@pytest.mark.parametrize("layout", ["pair", "four"])
 def test_every_family(ranks, layout, name):
     if name == "t5-classifier":
         pytest.skip("needs a decoder_start_token_id, which configs of transformers 5.23 do not keep")
@@ -91,7 +91,7 @@ def check_generation(axis, name):
 
 
 @pytest.mark.parametrize("name", GENERATING)
-@pytest.mark.parametrize("layout", ["pairs", "four"])
+@pytest.mark.parametrize("layout", ["pair", "four"])
 def test_generation(ranks, layout, name):
     ranks(layout, check_generation, name)
 
@@ -175,7 +175,7 @@ def check_attention_switched(axis, name):
 
 @pytest.mark.parametrize("name", ["phi3", "llama"])
 def test_attention_switched(ranks, name):
-    ranks("pairs", check_attention_switched, name)
+    ranks("pair", check_attention_switched, name)
 
 
 def check_sampling(axis):
@@ -228,7 +228,7 @@ def check_training_of_models_in_models(axis):
 
 
 def test_training_of_models_in_models(ranks):
-    ranks("pairs", check_training_of_models_in_models)
+    ranks("pair", check_training_of_models_in_models)
 
 
 def check_unfused(axis):
@@ -240,11 +240,11 @@ def check_unfused(axis):
 
 
 def test_unfused(ranks):
-    ranks("pairs", check_unfused)
+    ranks("pair", check_unfused)
 
 
 def test_training(ranks):
-    ranks("pairs", check_training)
+    ranks("pair", check_training)
 
 
 def check_saved(axis, folder):
@@ -373,7 +373,7 @@ def check_gathered_embedding(axis):
     assert (after.model.embed_tokens.weight.grad - mine).abs().max() <= 1e-4 * whole.abs().max()
 
 
-@pytest.mark.parametrize("layout", ["pairs", "four"])
+@pytest.mark.parametrize("layout", ["pair", "four"])
 def test_words_cut_by_features(ranks, layout):
     """A table of words that is cut by features gives all of them on every rank."""
     ranks(layout, check_gathered_embedding)
@@ -399,7 +399,7 @@ def check_features(axis):
 
 
 def test_arguments_with_features_of_each_head(ranks):
-    ranks("pairs", check_features)
+    ranks("pair", check_features)
 
 
 def check_items(axis):
@@ -416,7 +416,7 @@ def check_items(axis):
 
 
 def test_states_with_features(ranks):
-    ranks("pairs", check_items)
+    ranks("pair", check_items)
 
 
 def test_the_order_of_keys_is_no_difference():

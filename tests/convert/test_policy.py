@@ -320,7 +320,7 @@ def check_placements(axis, before, after):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("layout", ["pairs", "four"])
+@pytest.mark.parametrize("layout", ["pair", "four"])
 def test_models(ranks, layout, name):
     ranks(layout, check_case, name)
 
@@ -365,7 +365,7 @@ def check_wrong(axis, name):
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_policies_are_seen(ranks, name):
     """So that the comparisons above compare something; and what of a policy cannot go wrong without a word."""
-    ranks("pairs", check_wrong, name)
+    ranks("pair", check_wrong, name)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -539,7 +539,7 @@ def check_classes(axis, name):
 
 @pytest.mark.parametrize("name", ["BertIntermediate", BertIntermediate])
 def test_classes(ranks, name):
-    ranks("pairs", check_classes, name)
+    ranks("pair", check_classes, name)
 
 
 def check_conv1d_class(axis):
@@ -550,7 +550,7 @@ def check_conv1d_class(axis):
 
 
 def test_conv1d_class(ranks):
-    ranks("pairs", check_conv1d_class)
+    ranks("pair", check_conv1d_class)
 
 
 class BlockPolicy(Policy):
@@ -590,7 +590,7 @@ def check_own_model(axis):
     assert (wrong(batch(0)) - expected).abs() > 1e-5 * expected.abs()
 
 
-@pytest.mark.parametrize("layout", ["pairs", "four"])
+@pytest.mark.parametrize("layout", ["pair", "four"])
 def test_own_model(ranks, layout):
     ranks(layout, check_own_model)
 
@@ -613,7 +613,7 @@ def check_fused_rows(axis, transposed):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_fused_rows(ranks, transposed):
-    ranks("pairs", check_fused_rows, transposed)
+    ranks("pair", check_fused_rows, transposed)
 
 
 def check_frozen_and_trained(axis):
@@ -629,4 +629,4 @@ def check_frozen_and_trained(axis):
 
 
 def test_gradients_are_looked_at_once(ranks):
-    ranks("pairs", check_frozen_and_trained)
+    ranks("pair", check_frozen_and_trained)

@@ -230,7 +230,7 @@ def check_model(axis, source, split):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks /proc what is mapped")
 @pytest.mark.parametrize("kind", ["llama", "llama, tied", "mixtral", "qwen3_moe"])
-@pytest.mark.parametrize(("layout", "tp"), [("pairs", 2), ("four", 4)])
+@pytest.mark.parametrize(("layout", "tp"), [("pair", 2), ("four", 4)])
 def test_load(ranks, source_of, tmp_path, kind, layout, tp):
     shardconv.split(source_of(kind), tmp_path / "out", tp=tp, layout="vllm")
     ranks(layout, check_model, source_of(kind), tmp_path / "out")

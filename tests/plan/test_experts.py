@@ -85,4 +85,4 @@ def check_refused(axis, model_type, message):
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "longcat_flash"])
 def test_experts_that_cannot_be_dealt_out(ranks, model_type):
-    ranks("pairs", check_refused, model_type, "cannot keep whole experts on each rank")
+    ranks("pair", check_refused, model_type, "cannot keep whole experts on each rank")

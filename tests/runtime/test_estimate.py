@@ -126,7 +126,7 @@ def tensors_of(cache):
 
 
 @pytest.mark.parametrize("name", COUNTED)
-@pytest.mark.parametrize(("layout", "tp"), [("pairs", 2), ("four", 4)])
+@pytest.mark.parametrize(("layout", "tp"), [("pair", 2), ("four", 4)])
 def test_real_runs_are_as_counted(ranks, layout, tp, name):
     usage = made(name, tp)
     counts = counted(usage.prefill), counted(usage.decode), usage.cache_bytes, usage.activation_bytes
@@ -139,7 +139,7 @@ def check_loaded(axis, folder):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral-packed"])
-@pytest.mark.parametrize(("layout", "tp"), [("pairs", 2), ("four", 4)])
+@pytest.mark.parametrize(("layout", "tp"), [("pair", 2), ("four", 4)])
 def test_weights_are_those_of_loaded_ranks(ranks, checkpoint, layout, tp, name):
     """Where the vocabulary is padded, too, which has 131 words."""
     source = checkpoint(name)

@@ -22,7 +22,7 @@ from tests.support.models import MODELS, VOCAB, change_config
 
 #: Quantised ones cannot be run so far; the other needs a field that configs of transformers 5.23 do not keep.
 NAMES = [name for name in MODELS if name not in ("deepseek_v3-hub", "t5-classifier")]
-TP = {"pairs": 2, "four": 4}
+TP = {"pair": 2, "four": 4}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def check_logits(axis, name, source, split):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", ["pairs", "four"])
+@pytest.mark.parametrize("layout", ["pair", "four"])
 def test_logits(ranks, home, layout, name):
     ranks(layout, check_logits, name, *source_and_split(home, name, TP[layout]))
 
@@ -93,7 +93,7 @@ def check_reads(axis, source, split):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks /proc what is mapped")
 def test_each_rank_reads_its_own_file_once(ranks, home):
-    ranks("pairs", check_reads, *source_and_split(home, "llama", 2))
+    ranks("pair", check_reads, *source_and_split(home, "llama", 2))
 
 
 def check_generation(axis, source, split):
@@ -109,7 +109,7 @@ def test_generation_by_the_checkpoints_own_settings(ranks, home, tmp_path):
     source = shutil.copytree(source_and_split(home, "llama", 2)[0], tmp_path / "source")
     (source / "generation_config.json").write_text('{"max_length": 77, "eos_token_id": 2, "pad_token_id": 0}')
     shardconv.split(source, tmp_path / "split", tp=2)
-    ranks("pairs", check_generation, source, tmp_path / "split")
+    ranks("pair", check_generation, source, tmp_path / "split")
 
 
 def check_collectives(axis, split, layers, expected):
@@ -143,7 +143,7 @@ def test_a_token_costs_as_few_messages_as_can_be(ranks, home):
     split = source_and_split(home, "llama", 2)[1]
     config = json.loads((split / "config.json").read_text())
     words = -(-config["vocab_size"] // 2)
-    ranks("pairs", check_collectives, split, config["num_hidden_layers"], words)
+    ranks("pair", check_collectives, split, config["num_hidden_layers"], words)
 
 
 def check_dtype(axis, split):
@@ -152,7 +152,7 @@ def check_dtype(axis, split):
 
 
 def test_dtype(ranks, home):
-    ranks("pairs", check_dtype, source_and_split(home, "llama", 2)[1])
+    ranks("pair", check_dtype, source_and_split(home, "llama", 2)[1])
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------
@@ -178,31 +178,31 @@ def damaged(home, tmp_path):
 
 def test_rank_file_missing(ranks, damaged):
     (damaged / NATIVE.rank_file(1, 2)).unlink()
-    ranks("pairs", check_fails, damaged, ["rank 1: .*cannot be opened", "cannot be opened: No such file"])
+    ranks("pair", check_fails, damaged, ["rank 1: .*cannot be opened", "cannot be opened: No such file"])
 
 
 def test_rank_file_truncated(ranks, damaged):
     path = damaged / NATIVE.rank_file(0, 2)
     path.write_bytes(path.read_bytes()[:-100])
-    ranks("pairs", check_fails, damaged, ["was modified or truncated", "rank 0: .*was modified or truncated"])
+    ranks("pair", check_fails, damaged, ["was modified or truncated", "rank 0: .*was modified or truncated"])
 
 
 def test_rank_file_of_another_split(ranks, home, damaged):
     other = source_and_split(home, "qwen2", 2)[1]
     shutil.copyfile(other / NATIVE.rank_file(1, 2), damaged / NATIVE.rank_file(1, 2))
-    ranks("pairs", check_fails, damaged, ["rank 1: .*expected", "expected"])
+    ranks("pair", check_fails, damaged, ["rank 1: .*expected", "expected"])
 
 
 def test_config_missing(ranks, damaged):
     (damaged / "config.json").unlink()
-    ranks("pairs", check_fails, damaged, ["config.json"])
+    ranks("pair", check_fails, damaged, ["config.json"])
 
 
 def test_architecture_that_is_none(ranks, home, tmp_path):
     source = shutil.copytree(source_and_split(home, "llama", 2)[0], tmp_path / "source")
     change_config(source, {"architectures": ["LlamaForNothing"]})
     shardconv.split(source, tmp_path / "split", tp=2)
-    ranks("pairs", check_fails, tmp_path / "split", ["does not name a model class of transformers .*LlamaForNothing"])
+    ranks("pair", check_fails, tmp_path / "split", ["does not name a model class of transformers .*LlamaForNothing"])
 
 
 def test_code_in_the_checkpoint_is_not_run(ranks, home, tmp_path):
@@ -210,7 +210,7 @@ def test_code_in_the_checkpoint_is_not_run(ranks, home, tmp_path):
     change_config(source, {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"}})
     (source / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     shardconv.split(source, tmp_path / "split", tp=2, family="llama")
-    ranks("pairs", check_fails, tmp_path / "split", ["code in the checkpoint \\(evil.Evil, .*--trust-remote-code"])
+    ranks("pair", check_fails, tmp_path / "split", ["code in the checkpoint \\(evil.Evil, .*--trust-remote-code"])
     assert not (tmp_path / "ran").exists()
 
 
@@ -246,7 +246,7 @@ def test_code_in_the_checkpoint_that_is_trusted(ranks, home, tmp_path, monkeypat
     change_config(own, {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": auto_map})
     (own / "code_of_mine.py").write_text(OWN_CODE)
     shardconv.split(own, tmp_path / "split", tp=2, family="llama")
-    ranks("pairs", check_own_code, source, tmp_path / "split")
+    ranks("pair", check_own_code, source, tmp_path / "split")
 
 
 def check_verified(axis, split, is_right):
@@ -258,12 +258,12 @@ def check_verified(axis, split, is_right):
 
 
 def test_contents_are_checked_unless_verify_is_false(ranks, damaged):
-    ranks("pairs", check_verified, damaged, True)
+    ranks("pair", check_verified, damaged, True)
     path = damaged / NATIVE.rank_file(0, 2)
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
-    ranks("pairs", check_verified, damaged, False)
+    ranks("pair", check_verified, damaged, False)
 
 
 def check_seen_by_one(axis, split, other):
@@ -276,7 +276,7 @@ def check_seen_by_one(axis, split, other):
 
 def test_ranks_that_see_something_else(ranks, home, damaged):
     shardconv.split(source_and_split(home, "qwen2", 2)[0], damaged.parent / "other", tp=2)
-    ranks("pairs", check_seen_by_one, damaged, damaged.parent / "other")
+    ranks("pair", check_seen_by_one, damaged, damaged.parent / "other")
 
 
 def check_link(axis, split):
@@ -287,7 +287,7 @@ def test_a_rank_file_that_is_a_link_out(ranks, damaged, tmp_path):
     path = damaged / NATIVE.rank_file(0, 2)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    ranks("pairs", check_link, damaged)
+    ranks("pair", check_link, damaged)
 
 
 def check_no_room(axis, split):
@@ -299,7 +299,7 @@ def check_no_room(axis, split):
 
 
 def test_memory_is_asked_before_anything_is_read(ranks, home):
-    ranks("pairs", check_no_room, source_and_split(home, "llama", 2)[1])
+    ranks("pair", check_no_room, source_and_split(home, "llama", 2)[1])
 
 
 # --- a module of the user's own -------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_own_module(ranks, tmp_path):
     save_file(Mlp().state_dict(), tmp_path / "mlp.safetensors")
     (tmp_path / "plan.toml").write_text(PLAN)
     shardconv.split(tmp_path / "mlp.safetensors", tmp_path / "split", tp=2, plan=tmp_path / "plan.toml")
-    ranks("pairs", check_own, tmp_path / "mlp.safetensors", tmp_path / "split")
+    ranks("pair", check_own, tmp_path / "mlp.safetensors", tmp_path / "split")
 
 
 # --- tensors that the model does not take, and parameters that no file fills ----------------------------------------
@@ -365,7 +365,7 @@ def test_a_tensor_that_the_model_does_not_use(ranks, home, tmp_path):
     add = lambda tensors: tensors.update({f"{name}.bias": torch.ones(len(tensors[f"{name}.weight"]))})  # noqa: E731
     split = changed_tensors(home, tmp_path, add)
     ranks(
-        "pairs", check_fails, split, [rf"tensors that LlamaForCausalLM does not use \(1\): {name}.bias. The .*--unused"]
+        "pair", check_fails, split, [rf"tensors that LlamaForCausalLM does not use \(1\): {name}.bias. The .*--unused"]
     )
 
 
@@ -376,7 +376,7 @@ def check_unused(axis, split, pattern):
 def test_a_tensor_that_the_user_names_as_unused(ranks, home, tmp_path):
     name = "model.layers.0.self_attn.q_proj"
     add = lambda tensors: tensors.update({f"{name}.bias": torch.ones(len(tensors[f"{name}.weight"]))})  # noqa: E731
-    ranks("pairs", check_unused, changed_tensors(home, tmp_path, add), "*.q_proj.bias")
+    ranks("pair", check_unused, changed_tensors(home, tmp_path, add), "*.q_proj.bias")
 
 
 def test_heads_of_pretraining_may_be_unused(ranks, tmp_path):
@@ -385,13 +385,13 @@ def test_heads_of_pretraining_may_be_unused(ranks, tmp_path):
     made.save_pretrained(tmp_path / "source")
     change_config(tmp_path / "source", {"architectures": ["BertForMaskedLM"]})
     shardconv.split(tmp_path / "source", tmp_path / "split", tp=2)
-    ranks("pairs", check_unused, tmp_path / "split", "nothing")
+    ranks("pair", check_unused, tmp_path / "split", "nothing")
 
 
 def test_a_parameter_that_no_file_fills(ranks, home, tmp_path):
     name = "model.layers.1.post_attention_layernorm.weight"
     split = changed_tensors(home, tmp_path, lambda tensors: tensors.pop(name))
-    ranks("pairs", check_fails, split, [rf"parameters of LlamaForCausalLM without a tensor \(1\): {name}"])
+    ranks("pair", check_fails, split, [rf"parameters of LlamaForCausalLM without a tensor \(1\): {name}"])
 
 
 def check_versions(axis, split):
@@ -403,4 +403,4 @@ def check_versions(axis, split):
 
 
 def test_ranks_with_other_versions(ranks, home):
-    ranks("pairs", check_versions, source_and_split(home, "llama", 2)[1])
+    ranks("pair", check_versions, source_and_split(home, "llama", 2)[1])
