@@ -1,18 +1,17 @@
 """The README tells the truth about the families, and its conversions of a model run."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.forked import run_python
 
 README = Path(__file__).parent.parent / "README.md"
 
 
 def test_the_summary_of_models_is_that_of_the_table():
-    """Both are written by tests/matrix.py: neither was changed by hand, or alone."""
+    """Both are written by tools/model_matrix: neither was changed by hand, or alone."""
     summary = README.read_text("utf-8").partition("<!-- models -->\n")[2].partition("<!-- end of models -->")[0]
     assert summary in (README.parent / "docs" / "models.md").read_text("utf-8")
     assert summary.startswith("| models | types | right on 2 and 4 ranks |")
@@ -25,11 +24,8 @@ def run_with(word, more, tmp_path):
     )
     script = tmp_path / "script.py"
     script.write_text(code + more)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(README.parent), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(  # noqa: PLW1510 - the code is asserted
-        command, cwd=README.parent, env=environment, capture_output=True, text=True, timeout=240
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = run_python(*torchrun, script, cwd=README.parent)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
