@@ -2,9 +2,9 @@
 
     python tests/matrix.py [[--update] TYPE ...]
 
-Without types it runs all, and writes docs/models.md and the summary in README.md; with --update it writes the lines of
-some types anew, and leaves the others as an earlier run wrote them. It fails if a type is wrong that has
-no reason in :data:`REASONS`, if less of one is cut than is to be and it has none in :data:`LESS_CUT`, and if a
+Without types it runs all, and writes docs/models.md and the summary in docs/models-and-families.md; with --update it
+writes the lines of some types anew, and leaves the others as an earlier run wrote them. It fails if a type is wrong
+that has no reason in :data:`REASONS`, if less of one is cut than is to be and it has none in :data:`LESS_CUT`, and if a
 reason is not needed. Nothing in either file is typed by hand but those reasons, which are here.
 """
 
@@ -362,11 +362,11 @@ def written() -> list[Row]:
 
 
 def write(found: list[Row]) -> None:
-    """Write docs/models.md, and its summary into README.md."""
+    """Write docs/models.md, and its summary into docs/models-and-families.md."""
     (ROOT / "docs" / "models.md").write_text(table(found))
-    start, end = "<!-- models -->\n", "<!-- end of models -->"
-    before, _, rest = (ROOT / "README.md").read_text().partition(start)
-    (ROOT / "README.md").write_text(before + start + "\n".join(summary(found)) + "\n" + end + rest.partition(end)[2])
+    start, end, page = "<!-- models -->\n", "<!-- end of models -->", ROOT / "docs" / "models-and-families.md"
+    before, _, rest = page.read_text().partition(start)
+    page.write_text(before + start + "\n".join(summary(found)) + "\n" + end + rest.partition(end)[2])
 
 
 def main() -> int:
