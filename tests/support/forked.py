@@ -51,7 +51,7 @@ class ForkedPopen(subprocess.Popen):
         assert request["env"].get("OMP_NUM_THREADS") == "1", "the server's threads were counted when it imported torch"
         streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.connect(self._server or _server())
+        self._connection.connect(self._server or server())
         socket.send_fds(self._connection, [json.dumps(request).encode()], streams)
         self.pid = json.loads(self._connection.recv(MESSAGE_BYTES))["pid"]
         self._child_created = True
@@ -76,8 +76,8 @@ class ForkedPopen(subprocess.Popen):
 
 
 @cache
-def _server() -> str:
-    """Start the server of this process; returns the path of its socket."""
+def server() -> str:
+    """Start the server of this process, if it does not run yet; returns the path of its socket."""
     folder = tempfile.TemporaryDirectory(prefix="fork-")
     path = f"{folder.name}/socket"
     alive, ours = os.pipe()
@@ -85,18 +85,23 @@ def _server() -> str:
         listener.bind(path)
         listener.listen(64)
         words = [sys.executable, "-m", "tests.support.fork_server", str(listener.fileno()), str(alive), path]
-        server = subprocess.Popen(
+        process = subprocess.Popen(
             words, pass_fds=(listener.fileno(), alive), env=command.ENVIRONMENT, stdin=subprocess.DEVNULL
         )
     os.close(alive)
 
     def stop() -> None:
         os.close(ours)
-        server.wait()
+        process.wait()
         folder.cleanup()
 
     atexit.register(stop)
     return path
+
+
+def python_command() -> list[str]:
+    """The command line of a Python that has imported torch, for a shell; followed by ``-m MODULE`` or a script."""
+    return [sys.executable, *(["-m", "tests.support.forked_client", server()] if _CAN_FORK else [])]
 
 
 #: For commands without a GPU; elsewhere than on Linux processes are started as usual.

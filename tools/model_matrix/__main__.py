@@ -2,11 +2,10 @@
 
     python -m tools.model_matrix [[--update] TYPE ...]
 
-Without types it runs all, and writes docs/models.md and the summary in README.md; with --update it writes the lines of
-some types anew, and leaves the others as an earlier run wrote them. It fails if a type is wrong that has
-no reason in :data:`~tools.model_matrix.trial.REASONS`, if less of one is cut than is to be and it has none in
-:data:`~tools.model_matrix.trial.LESS_CUT`, and if a reason is not needed. Nothing in either file is typed by hand but
-those reasons.
+Without types it runs all of them, and writes docs/models.md and the summary in docs/models-and-families.md. With --update
+it replaces the rows of the types that it runs. It fails if the result of a type is wrong without a reason in
+:data:`~tools.model_matrix.trial.REASONS`, if less of a type is sharded than expected without a reason in
+:data:`~tools.model_matrix.trial.LESS_CUT`, and if a reason is not needed. Only these reasons are written by hand.
 """
 
 import shutil

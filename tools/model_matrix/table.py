@@ -1,4 +1,4 @@
-"""docs/models.md and its summary in README.md: written, read again, and compared with the tables of reasons."""
+"""docs/models.md and its summary in docs/models-and-families.md: write them, read them, and check the reasons."""
 
 import re
 from pathlib import Path
@@ -89,11 +89,12 @@ def written() -> list[Row]:
 
 
 def write(found: list[Row]) -> None:
-    """Write docs/models.md, and its summary into README.md."""
+    """Write docs/models.md, and its summary into docs/models-and-families.md."""
     (ROOT / "docs" / "models.md").write_text(table(found))
     start, end = "<!-- models -->\n", "<!-- end of models -->"
-    before, _, rest = (ROOT / "README.md").read_text().partition(start)
-    (ROOT / "README.md").write_text(before + start + "\n".join(summary(found)) + "\n" + end + rest.partition(end)[2])
+    page = ROOT / "docs" / "models-and-families.md"
+    before, _, rest = page.read_text().partition(start)
+    page.write_text(before + start + "\n".join(summary(found)) + "\n" + end + rest.partition(end)[2])
 
 
 def unexplained(found: list[Row], *, is_all: bool) -> list[str]:
