@@ -14,7 +14,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo.sh
 
-FAMILIES := tests/test_models.py tests/test_mtp.py
+FAMILIES := tests/proof/test_models.py tests/proof/test_mtp.py
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(FAMILIES))
@@ -27,7 +27,7 @@ $(VENV)/vision: $(VENV)/.installed
 	touch $@
 
 test-models: $(VENV)/.installed $(VENV)/vision
-	PYTHONPATH="$(CURDIR)/$(VENV)/vision" $(BIN)/python tests/matrix.py
+	PYTHONPATH="$(CURDIR)/$(VENV)/vision" $(BIN)/python -m tools.model_matrix
 
 # vLLM for CPUs, which brings packages that do not fit the torch that it asks for
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
@@ -39,7 +39,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	touch $@
 
 test-vllm: $(VLLM)/.installed $(VENV)/vision
-	$(VLLM)/bin/python -m pytest -p no:warnings tests/engines
+	$(VLLM)/bin/python -m pytest -p no:warnings tests/engines/vllm
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check

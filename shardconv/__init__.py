@@ -82,6 +82,7 @@ _HOMES = {
     ),
     "shardconv.layers": (
         "ColumnParallelLinear",
+        "LoRALinear",
         "ParallelCrossEntropyLoss",
         "ParallelDropout",
         "ParallelEmbedding",
@@ -105,6 +106,7 @@ __all__ = [
     "ColumnParallelLinear",
     "IntegrityError",
     "Layer",
+    "LoRALinear",
     "ParallelCrossEntropyLoss",
     "ParallelDropout",
     "ParallelEmbedding",

@@ -17,7 +17,7 @@ from shardconv.commands.run import run
 from shardconv.commands.split import split
 from shardconv.commands.verify import verify
 from shardconv.console import open_streams, show_error
-from shardconv.errors import PeerError, WorldSizeError, is_lost
+from shardconv.errors import PeerError, WorldSizeError, is_connection_error
 from shardconv.exits import Terminated, default_signals, describe, exit_at_once, ignore_signals, raise_on_signals
 from shardconv.parent import PARENT, exit_with_parent
 
@@ -85,4 +85,4 @@ def _is_consequence(error: BaseException) -> bool:
     """Whether another process reports the cause, or rank 0 reports the same error."""
     if isinstance(error, WorldSizeError):
         return os.environ["RANK"] != "0"
-    return isinstance(error, PeerError) or is_lost(error)
+    return isinstance(error, PeerError) or is_connection_error(error)

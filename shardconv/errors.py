@@ -70,7 +70,7 @@ class WorldSizeError(RunError):
     """The number of processes differs from the number of ranks; every process detects this independently."""
 
 
-def is_lost(error: BaseException) -> bool:
+def is_connection_error(error: BaseException) -> bool:
     """Whether an error is a lost connection between ranks, so that the error of another rank is the cause."""
     lost = re.compile("gloo|nccl|[Cc]onnection|TCPStore|FileStore")
     return isinstance(error, RuntimeError) and lost.search(str(error)) is not None

@@ -1,6 +1,5 @@
 """The command line: what goes where, which exit code, what is imported; and the public names."""
 
-import ast
 import dataclasses
 import json
 import os
@@ -11,8 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from build import contents, llama_config, write_checkpoint, write_weights
-from command import ENVIRONMENT, call, finish, run, start
 
 import shardconv
 from shardconv import console, exits
@@ -22,6 +19,8 @@ from shardconv.checkpoint.plan_report import PlanReport, TensorReport
 from shardconv.checkpoint.reshard import ReshardReport
 from shardconv.checkpoint.split import SplitReport
 from shardconv.checkpoint.verify import VerifyReport
+from tests.support.checkpoints import contents, llama_config, write_checkpoint, write_weights
+from tests.support.command import ENVIRONMENT, call, finish, run, start
 
 PACKAGE = Path(shardconv.__file__).parent
 REPORTS = {
@@ -434,88 +433,6 @@ def test_public_names():
     assert dir(shardconv) == shardconv.__all__
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = shardconv.nonsense
-
-
-#: From the bottom up: a package may import those before it, and itself. What stands in no row is a module on its own.
-LAYERS = [
-    "errors",
-    "parent",
-    "exits",
-    "formatting",
-    "plan",
-    "layouts",
-    "checkpoint",
-    "distributed",
-    "layers",
-    "tensor",
-    "convert",
-    "hf",
-    "runtime",
-    "engines",
-    "proof",
-    "console",
-    "commands",
-    "cli",
-]
-#: Layers beside each other: neither imports the other.
-APART = {
-    ("distributed", "checkpoint"), ("layers", "checkpoint"), ("tensor", "checkpoint"), ("console", "checkpoint"),
-    ("proof", "engines"),
-}  # fmt: skip
-
-
-def imports_of(path: Path) -> set[str]:
-    """The layers whose modules a module imports, at its top or in a function; not those for types alone."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
-    froms = {
-        f"{node.module}.{alias.name}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }  # fmt: skip
-    plain = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names = {name.split(".")[1] for name in froms | plain if name.startswith("shardconv.")} - {"__version__"}
-    return {shardconv._HOME_OF.get(name, f"shardconv.{name}").split(".")[1] for name in names}
-
-
-@pytest.mark.parametrize("layer", [layer for layer in LAYERS if (PACKAGE / layer).is_dir()] + ["errors", "console"])
-def test_imports_go_one_way(layer):
-    allowed = {name for name in LAYERS[: LAYERS.index(layer) + 1] if (layer, name) not in APART}
-    paths = sorted((PACKAGE / layer).rglob("*.py")) or [PACKAGE / f"{layer}.py"]
-    wrong = {path.name: found - allowed for path in paths if (found := imports_of(path)) - allowed}
-    assert wrong == {}
-
-
-def imports_transformers(path: Path) -> bool:
-    """Whether a module imports transformers, at its top, in a function, or by name."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module or ""] if not node.level else []
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
-        else:
-            continue
-        if any(str(name).split(".")[0] == "transformers" for name in names):
-            return True
-    return False
-
-
-def test_only_hf_imports_transformers():
-    found = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if imports_transformers(path)}
-    assert found == {"hf"}
-
-
-def test_only_the_console_prints():
-    """So that --json and -q hold everywhere."""
-    printing = [
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        if re.search(r"\bprint\(|click\.(s?echo|secho)\(|sys\.stdout\.write", path.read_text())
-    ]
-    assert printing == ["console.py"]
 
 
 def test_nothing_was_written_into_the_source(made):

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from command import call
-from models import MODELS
 from torch import nn
 
 import shardconv
 from shardconv import distributed, layers, tensor
+from tests.support.command import call
+from tests.support.models import MODELS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "coming-from.md").read_text("utf-8")
 #: Each section's rows: what it is called there, and here.

@@ -1,57 +1,45 @@
-"""The README tells the truth about the families, and its conversions of a model run."""
+"""README.md and the pages in docs: their commands and Python run as printed, and their links and figures are valid."""
 
+import dataclasses
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+import shardconv
+from shardconv.plan.family_file import parse_plan_file
+from tests.support.forked import python_command
 
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: Their code is run by tests/test_coming_from.py.
+TESTED_ELSEWHERE = {"coming-from.md"}
+LINKED = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"))]
 
-def test_the_summary_of_models_is_that_of_the_table():
-    """Both are written by tests/matrix.py: neither was changed by hand, or alone."""
-    summary = README.read_text("utf-8").partition("<!-- models -->\n")[2].partition("<!-- end of models -->")[0]
-    assert summary in (README.parent / "docs" / "models.md").read_text("utf-8")
-    assert summary.startswith("| models | types | right on 2 and 4 ranks |")
+#: Languages of fenced blocks. All blocks of the first two are run, unless a comment before the block has the reason.
+RUN, NOT_RUN = {"console", "python"}, {"json", "text", "toml"}
+_FENCED = re.compile(
+    r"^(?:<!-- (?P<comment>[^\n]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
-
-def run_with(word, more, tmp_path):
-    """The README's Python with this word in it, and more behind it, on two ranks, as a user runs it; its output."""
-    code = next(
-        text for text in re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL) if word in text
-    )
-    script = tmp_path / "script.py"
-    script.write_text(code + more)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(README.parent), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(  # noqa: PLW1510 - the code is asserted
-        command, cwd=README.parent, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def test_nothing_is_left_to_fill_in():
-    pages = [
-        README,
-        *README.parent.glob("docs/*.md"),
-        README.parent / "CONTRIBUTING.md",
-        README.parent / "CHANGELOG.md",
-    ]
-    assert [page.name for page in pages if "@@" in page.read_text("utf-8")] == []
-
-
-@pytest.mark.parametrize("word", ["ModuleList", "LlamaPolicy"])
-def test_the_conversions_in_the_readme(tmp_path, word):
-    """Then the logits are those of the unsharded model, and so is the state dict."""
-    more = """
+#: Code that is appended to the Python block with this text: what the page claims about its result.
+CHECKS = {
+    "convert_parallel_linear(ModuleList": "model",
+    "rules=LlamaPolicy": "model",
+    "tensor.plan_redistribution(": "tensors",
+    "HuggingFaceStorageReader(": "dcp",
+}
+_MODEL = """
 import torch
 
 ids = torch.arange(20).view(2, 10)
-plain = AutoModelForCausalLM.from_pretrained("examples/demo-model").float()
+plain = AutoModelForCausalLM.from_pretrained("demo-model").float()
 with torch.no_grad():
     expected, found = plain(ids).logits, model.float()(ids).logits
 assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()  # float32, sums over two ranks
@@ -61,17 +49,208 @@ assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict
 assert model.model.layers[0].mlp.up_proj.weight.shape[0] == plain.model.layers[0].mlp.up_proj.weight.shape[0] // 2
 shardconv.destroy_parallel()
 """
-    run_with(word, more, tmp_path)
-
-
-def test_the_sharded_tensors_in_the_readme(tmp_path):
-    more = """
-whole = torch.arange(16.0).view(4, 4)
+_TENSORS = """
+full = torch.arange(16.0).view(4, 4)
 rank = groups.tensor.rank
-assert torch.equal(x.to_local(), whole[2 * rank : 2 * rank + 2])
-assert torch.equal(y.to_local(), whole[:, 2 * rank : 2 * rank + 2])
+assert torch.equal(x.to_local(), full[2 * rank : 2 * rank + 2])
+assert torch.equal(y.to_local(), full[:, 2 * rank : 2 * rank + 2])
 shardconv.destroy_parallel()
 """
-    printed = run_with("plan_redistribution", more, tmp_path)
-    assert printed.count("CommSpec") == 2
-    assert printed.count("Cost(forward=") == 2
+_DCP = """
+import torch
+
+expected = {name: parameter.clone() for name, parameter in unsharded.state_dict().items()}
+for parameter in unsharded.state_dict().values():
+    parameter.zero_()
+dcp.load(unsharded.state_dict(), storage_reader=HuggingFaceStorageReader("demo-model-tp2"))
+assert all(torch.equal(parameter, expected[name]) for name, parameter in unsharded.state_dict().items())
+"""
+_CODE = {"model": _MODEL, "tensors": _TENSORS, "dcp": _DCP}
+
+
+class Block(NamedTuple):
+    """A fenced block, and the comment before it."""
+
+    comment: str
+    language: str
+    text: str
+
+    @property
+    def is_run(self) -> bool:
+        return self.language in RUN and not self.comment.startswith("not run: ")
+
+
+def blocks(page: Path) -> list[Block]:
+    found = _FENCED.finditer(page.read_text("utf-8"))
+    return [Block(match["comment"] or "", match["language"], match["text"]) for match in found]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return _FENCED.sub("", page.read_text("utf-8"))
+
+
+TO_RUN = [page for page in PAGES if page.name not in TESTED_ELSEWHERE and any(block.is_run for block in blocks(page))]
+
+
+def by_name(page: Path) -> str:
+    return page.name
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", TO_RUN, ids=by_name)
+def test_the_code_of_a_page_runs(page, tmp_path):
+    """All blocks in order, in one folder with the demo model; the output of commands is the printed one."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "demo-model").symlink_to(ROOT / "examples" / "demo-model")
+    environment = command_environment(tmp_path / "bin")
+    for number, block in enumerate(blocks(page)):
+        if block.is_run and block.language == "console":
+            for command, expected in commands(block.text):
+                check_command(command, expected, home, environment)
+        elif block.is_run:
+            check_python(block, home / f"block{number}.py", environment)
+
+
+def command_environment(folder: Path) -> dict[str, str]:
+    """An environment whose commands are those of this Python and this package, without GPUs."""
+    folder.mkdir()
+    for name, module in {"shardconv": "shardconv", "torchrun": "torch.distributed.run --standalone"}.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(python_command())} -m {module} "$@"\n')
+        (folder / name).chmod(0o755)
+    path = f"{folder}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    package = str(Path(shardconv.__file__).parents[1])
+    return {**os.environ, "PATH": path, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def commands(text: str) -> list[tuple[str, str]]:
+    """The commands of a console block, each with its printed output."""
+    parts = re.split(r"^\$ ", text.replace("\\\n", ""), flags=re.MULTILINE)
+    assert not parts[0].strip(), f"a console block begins with a command: {text}"
+    return [(part.partition("\n")[0], part.partition("\n")[2]) for part in parts[1:]]
+
+
+def check_command(command: str, expected: str, home: Path, environment: dict[str, str]) -> None:
+    result = subprocess.run(
+        command, shell=True, cwd=home, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    fails = re.search(r"^shardconv: ", expected, re.MULTILINE) is not None
+    assert (result.returncode != 0) is fails, f"{command}\n{result.stdout}"
+    assert re.fullmatch(pattern(expected), stable(result.stdout)), f"{command}\n{result.stdout}\nexpected:\n{expected}"
+
+
+def stable(text: str) -> str:
+    """Output with the same spacing on all machines, and without figures that depend on the machine."""
+    text = re.sub(r"(?m)[ \t]+", " ", text)
+    text = re.sub(r"\d[\d.]* (?:s\b|[kMGT]?B/s|tokens/s)", "TIME", text)  # seconds and rates
+    text = re.sub(r"(?<=peak memory per rank )[^\n]*", "MEMORY", text)
+    text = re.sub(r"\d(?:\.\d)?e-\d\d", "ERROR", text)  # rounding errors
+    return "\n".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def pattern(expected: str) -> str:
+    """A regular expression of an expected output, in which ``...`` stands for any text."""
+    return "(?s)" + re.escape(stable(expected)).replace(r"\.\.\.", ".*")
+
+
+def check_python(block: Block, script: Path, environment: dict[str, str]) -> None:
+    checks = [code for text, code in CHECKS.items() if text in block.text]
+    script.write_text(block.text + "".join(_CODE[code] for code in checks), "utf-8")
+    ranks = re.fullmatch(r"run on (\d) ranks", block.comment)
+    start = ["torchrun", "--nproc-per-node", ranks[1]] if ranks else python_command()
+    result = subprocess.run(
+        [*start, script.name], cwd=script.parent, env=environment, capture_output=True, text=True, timeout=600,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, f"{block.text}\n{result.stdout}\n{result.stderr}"
+
+
+def test_the_reader_of_the_format_page_reads_padding_and_small_stripes(tmp_path, monkeypatch):
+    """Stripes that begin inside a row, at the end of an interval, and in padding."""
+    monkeypatch.setattr("shardconv.checkpoint.split.STRIPE_BYTES", 5000)
+    shardconv.split(ROOT / "examples" / "demo-model", tmp_path / "demo-model-tp3", tp=3, pad=True)
+    (code,) = (block.text for block in blocks(ROOT / "docs" / "checkpoint-format.md") if "import xxhash" in block.text)
+    (tmp_path / "reader.py").write_text(code.replace("demo-model-tp8", "demo-model-tp3"), "utf-8")
+    subprocess.run([sys.executable, "reader.py"], cwd=tmp_path, check=True, timeout=200)
+    source = ROOT / "examples" / "demo-model" / "model.safetensors"
+    assert (tmp_path / source.name).read_bytes() == source.read_bytes()
+
+
+def test_every_check_belongs_to_a_block():
+    texts = [block.text for page in TO_RUN for block in blocks(page) if block.is_run]
+    assert [text for text in CHECKS if sum(text in block for block in texts) != 1] == []
+
+
+def test_the_plan_files_of_the_pages_are_valid():
+    texts = [block.text for page in PAGES for block in blocks(page) if block.language == "toml"]
+    assert [parse_plan_file("page.toml", text).units.keys() for text in texts] == [{"query_head", "kv_head"}]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_every_block_is_run_or_has_a_reason(page):
+    """Commands in blocks without a language, or in indented blocks, would not be run."""
+    for block in blocks(page):
+        assert block.language in RUN | NOT_RUN, block
+        assert not block.comment or re.fullmatch(r"not run: .+|run on \d ranks", block.comment), block
+    assert re.findall(r"\n\n    \S[^\n]*", prose(page)) == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=by_name)
+def test_links_lead_to_files_and_headings(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if not re.match(r"https?:", link):
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name) if name else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(link)
+    assert broken == []
+
+
+def test_the_index_links_all_pages():
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "index.md").read_text("utf-8")))
+    assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+
+
+def test_nothing_is_left_to_fill_in():
+    assert [page.name for page in LINKED if "@@" in page.read_text("utf-8")] == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
+
+
+def test_the_summary_of_models_is_that_of_the_table():
+    """Both are written by tools/model_matrix; README.md has their sums."""
+    page = (ROOT / "docs" / "models-and-families.md").read_text("utf-8")
+    summary = page.partition("<!-- models -->\n")[2].partition("<!-- end of models -->")[0]
+    assert summary in (ROOT / "docs" / "models.md").read_text("utf-8")
+    assert summary.startswith("| models | types | right on 2 and 4 ranks |")
+    rows = [line.split(" | ") for line in summary.splitlines()[2:]]
+    types, right = (sum(int(row[column]) for row in rows) for column in (1, 2))
+    claim = f"{types} pairs of task and model type in transformers, {right} of them correct on 2 and 4 ranks"
+    assert claim in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_the_page_of_reports_has_their_fields():
+    page = (ROOT / "docs" / "reports.md").read_text("utf-8")
+    sections = re.findall(r"Defined\s+as\s+`([\w.]+)\.(\w+)`\.\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    assert len(sections) == page.count("\n## ")
+    for module, name, text in sections:
+        report = getattr(importlib.import_module(module), name)
+        names = report._fields if hasattr(report, "_fields") else [each.name for each in dataclasses.fields(report)]
+        assert re.findall(r"^\| `(\w+)`", text, re.MULTILINE) == list(names), name
+
+
+def test_the_python_page_names_all_public_names():
+    page = (ROOT / "docs" / "python.md").read_text("utf-8")
+    pages = page + (ROOT / "docs" / "parallel-layers.md").read_text("utf-8")
+    assert [name for name in shardconv.__all__ if not re.search(rf"`(shardconv\.)?{name}\b", pages)] == []

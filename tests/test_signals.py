@@ -11,10 +11,10 @@ import uuid
 from pathlib import Path
 
 import pytest
-from build import llama_config, write_checkpoint
-from command import ENVIRONMENT, finish, start
 
 import shardconv
+from tests.support.checkpoints import llama_config, write_checkpoint
+from tests.support.command import ENVIRONMENT, finish, start
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
 LINE = "shardconv: interrupted; nothing was left behind"

@@ -8,7 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from build import contents, write_checkpoint
+
+from tests.support.checkpoints import contents, write_checkpoint
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import transformers
 
-from tools.optional import declare_torchvision
+from tools.torchvision import declare_operators
 from tools.vllm_compare import differences
 from tools.vllm_sources import write_all
 
@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, metavar="DIR", help="Keep the files between the stages here.")
     parser.add_argument("types", nargs="*", metavar="TYPE", help="Model types or checkpoints to write anew.")
     options = parser.parse_args()
-    declare_torchvision()
+    declare_operators()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")

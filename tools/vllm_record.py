@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 
 from shardconv.engines.construct import construct, one_rank
 from tools.composition import Numbering, compose, describe, edit_of, numbers_of, pattern
-from tools.optional import declare_torchvision
+from tools.torchvision import declare_operators
 from tools.vllm_kernels import without_kernels
 
 TPS = (2, 4)
@@ -213,7 +213,7 @@ def architectures() -> dict[str, str]:
 def main(arguments: list[str]) -> int:
     """Serve the command line."""
     torch.set_num_threads(1)
-    declare_torchvision()
+    declare_operators()
     if arguments[0] == "--architectures":
         import transformers  # noqa: PLC0415
         import vllm  # noqa: PLC0415

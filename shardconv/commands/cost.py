@@ -16,7 +16,7 @@ from shardconv.exits import ImportPhase
 from shardconv.formatting import counted, duration, ranges, size
 
 if TYPE_CHECKING:
-    from shardconv.runtime.estimate import CostReport, TpCost, Traffic
+    from shardconv.runtime.cost_report import CostReport, TpCost, Traffic
     from shardconv.tensor.cost import Link
     from shardconv.tensor.link import LinkReport
 

@@ -18,7 +18,7 @@ from shardconv.exits import ImportPhase, default_signals
 from shardconv.formatting import counted, size
 
 if TYPE_CHECKING:
-    from shardconv.runtime.run import RunOptions, RunReport
+    from shardconv.runtime.run_options import RunOptions, RunReport
 
 
 class _RunFlags(TypedDict):
@@ -109,7 +109,7 @@ def _run_options(
 ) -> tuple[tuple[str, ...], "RunOptions"]:
     """The prompts, if any are given, and the options; a check without tokenizer and prompt takes token ids."""
     from shardconv.hf.tokenizer import has_tokenizer
-    from shardconv.runtime.run import RunOptions
+    from shardconv.runtime.run_options import RunOptions
 
     is_check = not prompt and options["check"] is not None and not options["chat"] and not has_tokenizer(src)
     return prompt or token_ids, RunOptions(**options, token_ids=bool(token_ids) or is_check)

@@ -1,19 +1,22 @@
-"""Classes that are made while the program runs, such as LlamaAttention over the heads of one rank.
+"""Classes that are made at run time, such as LlamaAttention over local heads.
 
-Owns how a parallel class and a module's own class become one, and how instances of such classes are copied and pickled.
-Each class is made once: two modules that are converted alike have the same class.
+Owns how a parallel class and a module's own class are combined, and how instances of such classes are copied and
+pickled. Each class is made once: two modules that are converted alike have the same class.
 """
 
 import copyreg
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache, wraps
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, ParamSpec, SupportsIndex, TypeVar, cast
 
 from torch import nn
 
+P = ParamSpec("P")
+ClassT = TypeVar("ClassT", bound=type)
+
 
 class _Recipe(NamedTuple):
-    """How a class is made again, in this process or in another one.
+    """How to make a class again, in this process or in another one.
 
     Attributes:
         factory: a function of a module that :func:`class_factory` decorates.
@@ -21,25 +24,25 @@ class _Recipe(NamedTuple):
     """
 
     factory: Callable[..., type]
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
 
 
 class RuntimeClass:
     """The last base of every class that is made at run time: no import finds these, so they are pickled as recipes."""
 
     __slots__ = ()
-    _recipe: ClassVar[_Recipe]
+    recipe: ClassVar[_Recipe]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         """Reduce as usual, with a recipe in place of the class."""
-        reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
-        if reduced[0] is not vars(copyreg)["__newobj__"]:
+        reduced = super().__reduce_ex__(max(int(protocol), 2))
+        if isinstance(reduced, str) or reduced[0] is not vars(copyreg)["__newobj__"]:
             return reduced
         _, (_, *arguments), *state = reduced
         return _new_instance, (_as_recipe(type(self)), *arguments), *state
 
 
-def class_factory(make: Callable[..., type]) -> Callable[..., Any]:
+def class_factory(make: Callable[P, ClassT]) -> Callable[P, ClassT]:
     """Decorate a function that returns a class of :func:`new_class`: the same arguments give the same class.
 
     Args:
@@ -48,15 +51,16 @@ def class_factory(make: Callable[..., type]) -> Callable[..., Any]:
 
     @cache
     @wraps(make)
-    def factory(*arguments: Any) -> type:
-        made = make(*arguments)
-        made._recipe = _Recipe(factory, arguments)  # type: ignore[attr-defined] # noqa: SLF001 - of a RuntimeClass
+    def factory(*arguments: Hashable) -> type:
+        made = cast("Callable[..., ClassT]", make)(*arguments)
+        assert issubclass(made, RuntimeClass)
+        made.recipe = _Recipe(factory, arguments)
         return made
 
-    return factory
+    return cast("Callable[P, ClassT]", factory)  # functools.cache drops the types
 
 
-def new_class(plain: type, bases: tuple[type, ...], attributes: Mapping[str, Any] | None = None) -> Any:
+def new_class(plain: type, bases: tuple[type, ...], attributes: Mapping[str, object] | None = None) -> type[Any]:
     """Make a class that has the name and the module of another one.
 
     Args:
@@ -70,8 +74,8 @@ def new_class(plain: type, bases: tuple[type, ...], attributes: Mapping[str, Any
     return type(plain.__name__, bases, {**names, **(attributes or {})})
 
 
-def converted_class(kind: type[nn.Module], plain: type[nn.Module]) -> Any:
-    """The class of a converted module: its methods are those of ``kind``, which call those of the module's own class.
+def converted_class(kind: type[nn.Module], plain: type[nn.Module]) -> type:
+    """Return the class of a converted module: methods of ``kind``, which call those of the module's own class.
 
     Two kinds of classes go behind the module's own: embeddings, which take the place of nn.Embedding among the bases
     of a derived embedding, and :class:`Recompiled` classes, which take the place of the class that they recompile.
@@ -90,30 +94,31 @@ def converted_class(kind: type[nn.Module], plain: type[nn.Module]) -> Any:
 
 @class_factory
 def combined_class(named_as: type, *bases: type) -> type:
-    """A class derived from several.
+    """Make a class derived from several.
 
     Args:
         named_as: the class whose name it gets.
         bases: the bases.
     """
-    made: type = new_class(named_as, bases)
-    return made
+    return new_class(named_as, bases)
 
 
 class Recompiled(nn.Module):
     """Base of classes derived from a module's own class, with methods that are recompiled from its source."""
 
 
-def _as_recipe(value: Any) -> Any:
-    """A class of a factory as a recipe, any other value as it is."""
-    recipe: _Recipe | None = vars(value).get("_recipe") if isinstance(value, type) else None
+def _as_recipe(value: object) -> object:
+    """Replace a class of a factory by its recipe; return any other value as it is."""
+    recipe: _Recipe | None = vars(value).get("recipe") if isinstance(value, type) else None
     return value if recipe is None else _Recipe(recipe.factory, tuple(map(_as_recipe, recipe.arguments)))
 
 
-def _from_recipe(value: Any) -> Any:
+def _from_recipe(value: object) -> object:
     return value.factory(*map(_from_recipe, value.arguments)) if isinstance(value, _Recipe) else value
 
 
-def _new_instance(recipe: Any, *arguments: Any) -> Any:
+def _new_instance(recipe: object, *arguments: object) -> object:
     made = _from_recipe(recipe)
-    return made.__new__(made, *arguments)
+    assert isinstance(made, type)
+    new: Callable[..., object] = made.__new__
+    return new(made, *arguments)

@@ -7,7 +7,7 @@ Modules and parameters keep their identity: whatever refers to them still does, 
 parameters stay tied. Nothing is changed before all ranks have passed all checks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from shardconv.convert.feature_checks import check_chains
 from shardconv.convert.overrides import Overrides, apply_overrides
 from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis
-from shardconv.distributed.agreement import digest, is_alike
+from shardconv.distributed.agreement import digest, same_on_all_ranks
 from shardconv.layers.sharding import ParallelModule, take_shard
 
 
@@ -27,13 +27,11 @@ class LayerSpec(NamedTuple):
 
     Attributes:
         kind: the parallel class.
-        dim: the dim that is sharded, as the class counts; None where its parameters have placements of their own.
-        options: keyword arguments of its ``set_up``.
+        options: keyword arguments of its ``set_up``; for an embedding also its ``dim``.
     """
 
     kind: type[ParallelModule]
-    dim: int | None
-    options: dict[str, Any]
+    options: Mapping[str, object]
 
 
 class Conversion(NamedTuple):
@@ -58,12 +56,12 @@ class Conversion(NamedTuple):
         """
         replacement: Any = object.__new__(converted_class(spec.kind, type(module)))
         replacement.__dict__.update(module.__dict__)
-        replacement.name_in_model, replacement.dim = name, spec.dim
+        replacement.name_in_model = name
         replacement.set_up(axis, **spec.options)
         return cls(name, module, replacement)
 
     def apply(self) -> None:
-        """Turn the module into its replacement, in place."""
+        """Change the module into its replacement, in place."""
         self.module.__class__ = type(self.replacement)
         self.module.__dict__.update(self.replacement.__dict__)
         self.replacement.describe_parameters()
@@ -118,14 +116,16 @@ def convert(
     except Exception as error:  # noqa: BLE001 - all ranks have to raise, whatever it is
         problem = error
     compared = prepared.tensors() if tensors is None and problem is None else tensors or ()
-    check_alike(compared, problem, axis, prepared.description)
+    check_same_on_all_ranks(compared, problem, axis, prepared.description)
     shard_parameters([one.replacement for one in prepared.conversions], axis.rank)
     for conversion in prepared.conversions:
         conversion.apply()
     apply_overrides(module, prepared.overrides, axis)
 
 
-def check_alike(named: Sequence[NamedTensor], problem: Exception | None, axis: Axis, description: str = "") -> None:
+def check_same_on_all_ranks(
+    named: Sequence[NamedTensor], problem: Exception | None, axis: Axis, description: str = ""
+) -> None:
     """Check that all ranks are about to convert the same layers with the same values. All ranks call it.
 
     Args:
@@ -140,7 +140,7 @@ def check_alike(named: Sequence[NamedTensor], problem: Exception | None, axis: A
     if axis.size > 1:
         shapes = [(label, name, value.shape, value.dtype, value.is_meta) for label, name, value in named]
         described = digest(repr((shapes, description, str(problem))).encode())
-        if not is_alike([described], axis)[0] and problem is None:
+        if not same_on_all_ranks([described], axis)[0] and problem is None:
             raise ValueError(
                 f"the ranks {list(axis.ranks)} do not hold the same layers, of the same shapes and on the same kind of "
                 f"device, or one cannot convert them"
@@ -150,7 +150,7 @@ def check_alike(named: Sequence[NamedTensor], problem: Exception | None, axis: A
     named = [found for found in named if not found[-1].is_meta] if axis.size > 1 else []
     if not named:
         return
-    equal = is_alike([_digest_of(tensor) for *_, tensor in named], axis)
+    equal = same_on_all_ranks([_digest_of(tensor) for *_, tensor in named], axis)
     pairs = zip(named, equal, strict=True)
     labels = list(dict.fromkeys(label or "the layer" for (label, *_), same in pairs if not same))
     if labels:
@@ -162,7 +162,7 @@ def check_alike(named: Sequence[NamedTensor], problem: Exception | None, axis: A
 
 
 def _digest_of(tensor: Tensor) -> int:
-    return digest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 class _Shards(NamedTuple):

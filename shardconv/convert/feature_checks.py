@@ -4,22 +4,17 @@ Owns the check of nn.Sequential before a conversion, where the order of the laye
 of layers that are not parallel, when they run.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
+from shardconv.layers import ColumnParallelLinear, RowParallelLinear
 from shardconv.layers.features import check_features, is_shard_of
-from shardconv.layers.linear import ParallelLinear, weight_dim
 from shardconv.layers.sharding import ParallelModule
 
-#: Classes whose input has a fixed number of features, each with the function that reads the number.
-_FEATURES: dict[type[nn.Module], Callable[[Any], int]] = {
-    nn.Linear: lambda layer: layer.in_features,
-    nn.LayerNorm: lambda layer: layer.normalized_shape[-1],
-    nn.RMSNorm: lambda layer: layer.normalized_shape[-1],
-}
+#: Classes whose input has a fixed number of features.
+_FIXED_FEATURES = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 #: Classes that compute with all features along ``dim``, however many there are; where it is None, along the last.
 _ACROSS_FEATURES = (nn.Softmax, nn.LogSoftmax, nn.GLU)
 #: Classes that compute each element by itself.
@@ -29,14 +24,14 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 
-def check_chains(module: nn.Module, becomes: Mapping[nn.Module, ParallelModule], tp: int) -> None:
+def check_chains(module: nn.Module, replacements: Mapping[nn.Module, ParallelModule], tp: int) -> None:
     """Check that no nn.Sequential passes a shard of features to a layer that needs all of them.
 
     A Sequential in which the sizes of neighbors do not fit is not called as a chain, and is not checked.
 
     Args:
         module: the module that is converted.
-        becomes: the parallel layers that layers become.
+        replacements: the parallel layers that layers become.
         tp: tensor parallel size.
 
     Raises:
@@ -46,8 +41,8 @@ def check_chains(module: nn.Module, becomes: Mapping[nn.Module, ParallelModule],
     for name, child in module.named_modules():
         if tp == 1 or child in nested or not _is_chain(child):
             continue
-        layers = [(label, becomes.get(layer, layer)) for label, layer in _steps(name, child, nested)]
-        if (found := _break_in(layers)) is None:
+        layers = [(label, replacements.get(layer, layer)) for label, layer in _steps(name, child, nested)]
+        if (found := _find_mismatch(layers)) is None:
             continue
         (first, producer), (second, consumer) = found
         size = producer.out_features
@@ -64,42 +59,46 @@ def _is_chain(module: nn.Module) -> bool:
 
 
 def _steps(name: str, chain: nn.Module, nested: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Name and layer in the order of calls, with the layers of a nested Sequential in its place."""
-    for own, layer in chain._modules.items():  # noqa: SLF001 - also layers that occur twice
+    """Yield names and layers in the order of calls, with the layers of a nested Sequential in its place."""
+    for own, layer in chain.named_modules(remove_duplicate=False):  # layers can occur twice
+        if not own or "." in own:
+            continue
         label = f"{name}.{own}" if name else own
-        if layer is not None and _is_chain(layer):
+        if _is_chain(layer):
             nested.add(layer)
             yield from _steps(label, layer, nested)
-        elif layer is not None:
+        else:
             yield label, layer
 
 
-_Step = tuple[str, Any]
+_Step = tuple[str, nn.Module]
+_Producer = tuple[str, ColumnParallelLinear]
 
 
-def _break_in(layers: list[_Step]) -> tuple[_Step, _Step] | None:
-    """The first column parallel layer whose shard reaches a layer that needs all features, and that layer."""
-    producer: _Step | None = None
-    found: tuple[_Step, _Step] | None = None
+def _find_mismatch(layers: list[_Step]) -> tuple[_Producer, _Step] | None:
+    """Find the first column parallel layer whose shard reaches a layer that needs all features, and that layer."""
+    producer: _Producer | None = None
+    found: tuple[_Producer, _Step] | None = None
     for label, layer in layers:
-        if producer is not None and (needed := _needed(layer, producer[1].out_features)) is not None:
+        if producer is not None and (needed := _num_features(layer, producer[1].out_features)) is not None:
             if needed != producer[1].out_features:
                 return None
-            is_row = isinstance(layer, ParallelLinear) and weight_dim(layer.dim) == 1
+            is_row = isinstance(layer, RowParallelLinear)
             found = found or (None if is_row else (producer, (label, layer)))
-        if isinstance(layer, ParallelLinear) and weight_dim(layer.dim) == 0 and not layer.gather_output:
+        if isinstance(layer, ColumnParallelLinear) and not layer.gather_output:
             producer = label, layer
         elif not isinstance(layer, _ELEMENTWISE):
             producer = None
     return found
 
 
-def _needed(layer: nn.Module, given: int) -> int | None:
-    """The number of features that a layer needs, None if unknown; ``given`` if it needs all features of its input."""
+def _num_features(layer: nn.Module, given: int) -> int | None:
+    """Return the number of features that a layer needs, ``given`` if it needs all that there are; None if unknown."""
     if isinstance(layer, _ACROSS_FEATURES):
         return None if layer.dim == 0 else given  # 0 is the batch
-    read = next((read for kind, read in _FEATURES.items() if isinstance(layer, kind)), None)
-    return None if read is None else read(layer)
+    if isinstance(layer, nn.Linear):
+        return layer.in_features
+    return layer.normalized_shape[-1] if isinstance(layer, nn.LayerNorm | nn.RMSNorm) else None
 
 
 @dataclass(frozen=True)
@@ -109,10 +108,10 @@ class _InputCheck:
     label: str
     tp: int
 
-    def __call__(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Check the first input; other wrong inputs are left to the layer."""
+    def __call__(self, layer: nn.Module, inputs: tuple[object, ...]) -> None:
+        """Check the first input; the layer checks others."""
         input = inputs[0] if inputs else None
-        needed = _needed(layer, 0)
+        needed = _num_features(layer, 0)
         if needed and isinstance(input, Tensor) and input.dim() and is_shard_of(input.shape[-1], needed, self.tp):
             check_features(input, needed, self.tp, f"{self.label} ({layer})".__str__)
 
@@ -121,5 +120,5 @@ def check_inputs(module: nn.Module, tp: int) -> None:
     """Register a check of their inputs with the layers of a converted module that are not parallel."""
     for name, child in module.named_modules():
         hooks = child._forward_pre_hooks.values()  # noqa: SLF001 - of an earlier conversion
-        if tp > 1 and type(child) in _FEATURES and not any(isinstance(hook, _InputCheck) for hook in hooks):
+        if tp > 1 and type(child) in _FIXED_FEATURES and not any(isinstance(hook, _InputCheck) for hook in hooks):
             child.register_forward_pre_hook(_InputCheck(name or "the layer", tp))

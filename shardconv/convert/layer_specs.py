@@ -4,20 +4,19 @@ Owns which classes of modules are supported, and refuses others.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
 from shardconv.convert.engine import Conversion, LayerSpec
-from shardconv.convert.heads import ParallelMultiheadAttention
 from shardconv.convert.modules import (
-    ParallelConv1D,
     ParallelDepthwise,
     ParallelExpertLinear,
     ParallelExperts,
     Sharded,
 )
+from shardconv.convert.multihead_attention import ParallelMultiheadAttention
 from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNorm
+from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
 from shardconv.layers.sharding import ParallelModule
@@ -32,7 +31,7 @@ _TORCH_LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _LINEARS = ("Conv1D", "FalconLinear")
 
 
-def conversions_of(
+def plan_conversions(
     model: nn.Module, plan: Plan, kinds: Mapping[nn.Module, type[ParallelLinear]], axis: Axis
 ) -> list[Conversion]:
     """The modules that become parallel.
@@ -80,7 +79,7 @@ def _readers(
 
 def _own_plans(name: str, module: nn.Module, plan: Plan) -> dict[str, TensorPlan]:
     prefix = f"{name}." if name else ""
-    return {own: plan.tensors[prefix + own] for own in module._parameters if prefix + own in plan.tensors}  # noqa: SLF001
+    return {own: plan.tensors[prefix + own] for own in own_parameters(module) if prefix + own in plan.tensors}
 
 
 def _placements(plans: Mapping[str, TensorPlan]) -> dict[str, Placement]:
@@ -98,12 +97,13 @@ def _layer_spec(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -
         return None
     weight = sharded.get("weight")
     if weight is not None and isinstance(module, nn.Embedding):
-        options = {"gather_output": _GATHERED_EMBEDDING in styles, "placement": weight.placement}
-        return LayerSpec(ParallelEmbedding, -1 if weight.placement.dim else 0, options)
+        dim, is_gathered = -1 if weight.placement.dim else 0, _GATHERED_EMBEDDING in styles
+        options = {"dim": dim, "gather_output": is_gathered, "placement": weight.placement}
+        return LayerSpec(ParallelEmbedding, options)
     if _GATHERED_EMBEDDING in styles:
         raise ValueError(f"{name}: a {type(module).__name__} is not an embedding, whose output can be gathered")
     if weight is not None and _is_linear(module):
-        return _linear_spec(weight, is_transposed=type(module).__name__ == "Conv1D")
+        return _linear_spec(weight, module)
     if "colwise_gather_output" in styles:
         raise ValueError(
             f"{name}: a {type(module).__name__} is not a linear layer, whose output can be gathered: use the style "
@@ -115,7 +115,7 @@ def _layer_spec(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -
 def _own_spec(kind: type[Sharded], plans: Mapping[str, TensorPlan]) -> LayerSpec:
     """A module that extends its own class, with the placements and styles of its parameters."""
     styles = {own: planned.style for own, planned in plans.items()}
-    return LayerSpec(kind, None, {"placements": _placements(plans), "styles": styles})
+    return LayerSpec(kind, {"placements": _placements(plans), "styles": styles})
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -155,11 +155,14 @@ def _own_kind(name: str, module: nn.Module, sharded: Mapping[str, TensorPlan]) -
     return GlobalLayerNorm if is_layer_norm else GlobalRMSNorm
 
 
-def _linear_spec(weight: TensorPlan, *, is_transposed: bool) -> LayerSpec:
-    is_column = (weight.placement.dim == 0) is not is_transposed
-    options: dict[str, Any] = {"placement": weight.placement}
+def _linear_spec(weight: TensorPlan, module: nn.Module) -> LayerSpec:
+    options: dict[str, object] = {"placement": weight.placement}
+    is_column = weight.placement.dim == 0
+    if type(module).__name__ == "Conv1D":
+        is_column = not is_column
+        options |= {"transposed": True, "in_features": module.nx, "out_features": module.nf}
     is_classifier = weight.style == "embedding_rowwise"
     if is_classifier or weight.style == "colwise_gather_output":
         options["gather_output"] = True
-    kind = ParallelConv1D if is_transposed else ParallelLinear
-    return LayerSpec(VocabParallelClassifier if is_classifier else kind, -1 if is_column else 0, options)
+    kind = VocabParallelClassifier if is_classifier else ParallelLinear
+    return LayerSpec(kind.class_for(-1 if is_column else 0), options)

@@ -6,7 +6,7 @@ Owns which layers that are, the layers that are converted with them because they
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -14,19 +14,22 @@ from shardconv.convert.engine import Conversion, LayerSpec, Preparation, convert
 from shardconv.convert.feature_checks import check_inputs
 from shardconv.convert.ties import layer_label, own_parameters, owner_outside, tied_modules
 from shardconv.distributed import Axis, GroupLike, as_axis
-from shardconv.layers.embedding import ParallelEmbedding
-from shardconv.layers.linear import ParallelLinear, VocabParallelClassifier, weight_dim
+from shardconv.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    ParallelLinear,
+    RowParallelLinear,
+    VocabParallelClassifier,
+)
 from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.units import IndivisibleError
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: The class of torch that each parallel class converts.
-_PLAIN: dict[type[ParallelModule], type[nn.Module]] = {
-    ParallelLinear: nn.Linear,
-    VocabParallelClassifier: nn.Linear,
-    ParallelEmbedding: nn.Embedding,
-}
+
+def _torch_class(kind: type[ParallelModule]) -> type[nn.Module]:
+    """The class of torch whose layers become layers of a parallel class."""
+    return nn.Linear if issubclass(kind, ParallelLinear) else nn.Embedding
 
 
 def convert_parallel_linear(
@@ -48,8 +51,8 @@ def convert_parallel_linear(
             None for neither.
         gather_output: with dim=-1, all-gather the outputs; then ``out_features`` need not divide, and layers with
             padding become :class:`~shardconv.layers.VocabParallelClassifier`.
-        layer_class: the class of the converted layers: :class:`~shardconv.layers.ParallelLinear` or
-            :class:`~shardconv.layers.VocabParallelClassifier`.
+        layer_class: the class of the converted layers: :class:`~shardconv.layers.ParallelLinear` for the class that
+            ``dim`` selects, or a class derived from it.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
@@ -63,11 +66,10 @@ def convert_parallel_linear(
 
     Example:
         >>> convert_parallel_linear(torch.nn.Linear(20, 30), dim=-1)
-        ParallelLinear(in_features=20, out_features=30, bias=True, dim=-1, tp=1)
+        ColumnParallelLinear(in_features=20, out_features=30, bias=True, dim=-1, tp=1)
     """
-    if layer_class not in (ParallelLinear, VocabParallelClassifier):
-        raise ValueError(f"layer_class = {layer_class.__name__} (expected ParallelLinear or VocabParallelClassifier)")
-    return _convert_layers(module, LayerSpec(layer_class, dim, {"gather_output": gather_output}), as_axis(group))
+    spec = LayerSpec(layer_class.class_for(dim), {"gather_output": gather_output})
+    return _convert_layers(module, spec, as_axis(group))
 
 
 def convert_parallel_embedding(module: ModuleT, dim: int | None = None, *, group: GroupLike = None) -> ModuleT:
@@ -91,20 +93,20 @@ def convert_parallel_embedding(module: ModuleT, dim: int | None = None, *, group
         >>> convert_parallel_embedding(torch.nn.Embedding(64, 8, padding_idx=1), dim=0)
         ParallelEmbedding(64, 8, padding_idx=1, dim=0, tp=1)
     """
-    return _convert_layers(module, LayerSpec(ParallelEmbedding, dim, {}), as_axis(group))
+    return _convert_layers(module, LayerSpec(ParallelEmbedding, {"dim": -1 if dim == 1 else dim}), as_axis(group))
 
 
 def _convert_layers(module: ModuleT, spec: LayerSpec, axis: Axis) -> ModuleT:
-    converted = _copied(module) if type(module) is _PLAIN[spec.kind] else module
+    converted = _copy_layer(module) if type(module) is _torch_class(spec.kind) else module
     convert(converted, partial(_prepare, converted, spec, axis), axis)
     if _is_column(spec) and not spec.options["gather_output"]:
         check_inputs(converted, axis.size)
     return converted
 
 
-def _copied(layer: Any) -> Any:
-    """A layer of the same class with parameters, buffers and hooks of its own, and without gradients."""
-    copied: Any = object.__new__(type(layer))
+def _copy_layer(layer: ModuleT) -> ModuleT:
+    """Copy a layer with its parameters, buffers and hooks, without gradients."""
+    copied = object.__new__(type(layer))
     for name, value in layer.__dict__.items():
         copied.__dict__[name] = copy.copy(value) if isinstance(value, dict | set) else value
     for name, buffer in layer.named_buffers(recurse=False):
@@ -129,17 +131,17 @@ def _prepare(module: nn.Module, spec: LayerSpec, axis: Axis) -> Preparation:
 
 def _specs(module: nn.Module, spec: LayerSpec, tp: int) -> dict[str, tuple[nn.Module, LayerSpec]]:
     """Each layer that is converted, by name, and the layer that it becomes."""
-    classes = (spec.kind, _PLAIN[spec.kind])
-    found = {name: child for name, child in module.named_modules() if isinstance(child, classes)}
+    kind = _torch_class(spec.kind)
+    found = {name: child for name, child in module.named_modules() if isinstance(child, kind)}
     if not found:
-        raise ValueError(f"there is no {_PLAIN[spec.kind].__name__} in this {type(module).__name__}")
+        raise ValueError(f"there is no {kind.__name__} in this {type(module).__name__}")
     specs = {name: (child, _with_padding(spec, child, tp)) for name, child in found.items()}
     tied = {name: (child, _tied_spec(spec, child, name)) for name, child in tied_modules(module, found.values())}
     return specs | tied
 
 
 def _is_column(spec: LayerSpec) -> bool:
-    return issubclass(spec.kind, ParallelLinear) and weight_dim(spec.dim) == 0
+    return issubclass(spec.kind, ColumnParallelLinear)
 
 
 def _with_padding(spec: LayerSpec, layer: nn.Module, tp: int) -> LayerSpec:
@@ -152,10 +154,12 @@ def _with_padding(spec: LayerSpec, layer: nn.Module, tp: int) -> LayerSpec:
 def _tied_spec(spec: LayerSpec, layer: nn.Module, name: str) -> LayerSpec:
     """The layer that shards the same dim of a weight that is tied to one of ``spec``."""
     if issubclass(spec.kind, ParallelLinear) and isinstance(layer, nn.Embedding):
-        return LayerSpec(ParallelEmbedding, {None: None, -1: 0, 1: 0, 0: 1}.get(spec.dim), {})
+        return LayerSpec(ParallelEmbedding, {"dim": {None: None, -1: 0, 0: -1}[spec.kind.dim]})
     if spec.kind is ParallelEmbedding and isinstance(layer, nn.Linear):
-        dim = {None: None, 0: -1, 1: 0, -1: 0}.get(spec.dim)
-        return LayerSpec(VocabParallelClassifier, dim, {"gather_output": dim == -1})
+        dim = spec.options["dim"]
+        if dim == 0:
+            return LayerSpec(VocabParallelClassifier, {"gather_output": True})
+        return LayerSpec(ParallelLinear if dim is None else RowParallelLinear, {"gather_output": False})
     raise ValueError(
         f"{name}: a {type(layer).__name__} has a parameter in common with a layer that is to be sharded, and cannot be "
         f"sharded with it"
@@ -170,10 +174,13 @@ def _is_converted(name: str, layer: nn.Module, spec: LayerSpec, axis: Axis) -> b
     """
     if not isinstance(layer, ParallelModule):
         return False
-    wanted = Conversion.prepare(name, layer, spec._replace(kind=type(layer)), axis).replacement
-    differs = any(getattr(layer, option) != value for option, value in spec.options.items())
-    if differs or wanted.placements != layer.placements or layer.axis.ranks != axis.ranks:
-        expected = ", ".join(f"{option}={value}" for option, value in {"dim": spec.dim, **spec.options}.items())
+    options = {"dim": spec.kind.dim, **spec.options}
+    is_same = layer.axis.ranks == axis.ranks and all(getattr(layer, name) == value for name, value in options.items())
+    if is_same:
+        wanted = Conversion.prepare(name, layer, spec._replace(kind=type(layer)), axis).replacement
+        is_same = wanted.placements == layer.placements
+    if not is_same:
+        expected = ", ".join(f"{option}={value}" for option, value in options.items())
         raise ValueError(
             f"is already parallel, as {layer} (expected {expected}): load the unsharded model to convert it otherwise, "
             f"or convert the other layers in an nn.ModuleList without it"
@@ -187,7 +194,7 @@ def _conversion(name: str, layer: nn.Module, spec: LayerSpec, axis: Axis) -> Con
     Raises:
         ValueError: if it may compute something else than torch's class, or its size does not divide.
     """
-    _check_plain(layer, _PLAIN[spec.kind])
+    _check_plain(layer, _torch_class(spec.kind))
     try:
         return Conversion.prepare(name, layer, spec, axis)
     except ValueError as error:

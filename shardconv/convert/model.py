@@ -1,26 +1,26 @@
-"""Conversion of a model by a plan: that of its family, of a plan file, of policies, or one that is stored.
+"""Conversion of a model by the plan of its family, of a plan file, of policies, or by a stored plan.
 
 Owns how a request becomes rules over the model's tensors. The plan is made from the model's state dict and config as
 ``split`` makes it from a checkpoint, so a rank file and a converted model have the same placements.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from shardconv.convert.converted_model import finish
+from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.engine import Preparation, convert
 from shardconv.convert.feature_checks import check_inputs
 from shardconv.convert.gradient_check import check_first_gradients
-from shardconv.convert.layer_specs import conversions_of
-from shardconv.convert.module_rules import overrides_of
-from shardconv.convert.policy import Compiled, compile_policies, policies_in
+from shardconv.convert.layer_specs import plan_conversions
+from shardconv.convert.module_rules import module_overrides
+from shardconv.convert.policy import CompiledPolicies, as_policies, compile_policies
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.errors import PlanError
 from shardconv.plan.family import NAMES_FAMILY
@@ -101,18 +101,19 @@ def convert_model(
         >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
         >>> convert_model(mlp, MlpPolicy)
         Sequential(
-          (0): ParallelLinear(in_features=4, out_features=8, bias=True, dim=-1, tp=1)
+          (0): ColumnParallelLinear(in_features=4, out_features=8, bias=True, dim=-1, tp=1)
           (1): Tanh()
-          (2): ParallelLinear(in_features=8, out_features=4, bias=True, dim=0, tp=1)
+          (2): RowParallelLinear(in_features=8, out_features=4, bias=True, dim=0, tp=1)
         )
     """
-    config: Any = getattr(model, "config", None)
+    config = getattr(model, "config", None)
     axis = as_axis(group)
     request = _request(rules, axis.size, experts=experts, pad=pad)
     if config is None and isinstance(request, PlanRequest):
         raise ValueError(f"{type(model).__name__} does not have a config, which determines its family")
-    convert_by(model, config.to_dict() if hasattr(config, "to_dict") else {}, request, axis)
-    finish(model, axis)
+    to_dict: Callable[[], dict[str, object]] = getattr(config, "to_dict", dict)
+    convert_with_request(model, to_dict(), request, axis)
+    extend_model_class(model, axis)
     return model
 
 
@@ -131,7 +132,7 @@ def _request(rules: Rules, tp: int, *, experts: str, pad: bool) -> Request:
     if pad:
         raise ValueError("pad is True with a plan or a policy: make the plan with pad=True; policies do not pad")
     if not isinstance(rules, Plan):
-        return policies_in(rules)
+        return as_policies(rules)
     if rules.tp != tp or rules.rules is None:
         raise PlanError(
             f"the plan is for {rules.tp} ranks{'' if rules.rules else ', and does not store its rules'} (expected a "
@@ -140,10 +141,10 @@ def _request(rules: Rules, tp: int, *, experts: str, pad: bool) -> Request:
     return replace(rules, rules=rules.rules.without_engine())
 
 
-def convert_by(
-    model: ModuleT, config: Mapping[str, Any], request: Request, axis: Axis, *, has_values: bool = True
+def convert_with_request(
+    model: ModuleT, config: Mapping[str, object], request: Request, axis: Axis, *, has_values: bool = True
 ) -> ModuleT:
-    """Convert a model as :func:`convert_model`, by a plan, or by one that is made for it.
+    """Convert a model as :func:`convert_model`, by a plan, or by a plan that is made for it.
 
     A plan is executed by its rules, as tensors in memory may have other names than on disk.
 
@@ -162,7 +163,9 @@ def convert_by(
         for label, module in model.named_modules()
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     ]
-    tensors.sort(key=lambda one: one[:2])  # some models register buffers in the order of a set, which differs
+    tensors.sort(
+        key=lambda one: one[:2]
+    )  # some models register buffers in the order of a set, which differs between processes
     convert(model, partial(_prepare, model, config, request, axis), axis, tensors)
     if isinstance(request, tuple):
         check_first_gradients(model, axis)
@@ -170,39 +173,43 @@ def convert_by(
     return model
 
 
-def _in_order(value: Any) -> Any:
-    """The same with all keys sorted: some configs have the order of a set, which differs from process to process."""
+def _sort_keys(value: object) -> object:
+    """Sort all keys: some configs have the order of a set, which differs between processes."""
     if isinstance(value, Mapping):
-        return sorted(((str(key), _in_order(one)) for key, one in value.items()), key=lambda item: item[0])
-    return [_in_order(one) for one in value] if isinstance(value, list | tuple) else value
+        return sorted(((str(key), _sort_keys(one)) for key, one in value.items()), key=lambda item: item[0])
+    return [_sort_keys(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _prepare(model: nn.Module, config: Mapping[str, Any], request: Request, axis: Axis) -> Preparation:
+def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, axis: Axis) -> Preparation:
     state = model.state_dict()
-    if strange := next((tensor.dtype for tensor in state.values() if tensor.dtype not in DTYPE_NAMES), None):
-        raise ValueError(f"values of {strange} cannot be sharded")
+    if unknown := next((tensor.dtype for tensor in state.values() if tensor.dtype not in DTYPE_NAMES), None):
+        raise ValueError(f"values of {unknown} cannot be sharded")
     specs = {name: TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
     resolver, policies = _resolver(model, specs, config, request, axis.size)
     plan = resolver.plan(axis.size)
     _check_numbers(model, plan)
-    prepared = Preparation(conversions_of(model, plan, {} if policies is None else policies.kinds, axis))
+    prepared = Preparation(plan_conversions(model, plan, {} if policies is None else policies.kinds, axis))
     replacements = prepared.replacements()
-    overrides = [one for scope in resolver.rules.models for one in overrides_of(model, scope, axis, replacements)]
+    overrides = [
+        override
+        for model_rules in resolver.rules.models
+        for override in module_overrides(model, model_rules, axis, replacements)
+    ]
     overrides += [] if policies is None else policies.overrides
     rules = json.dumps(resolver.rules.to_json(), default=repr)
-    return prepared._replace(overrides=overrides, description=repr((_in_order(config), rules)))
+    return prepared._replace(overrides=overrides, description=repr((_sort_keys(config), rules)))
 
 
 def _resolver(
-    model: nn.Module, specs: Mapping[str, TensorSpec], config: Mapping[str, Any], request: Request, tp: int
-) -> tuple[Resolver, Compiled | None]:
-    """The rules over the tensors of a model, and the compiled policies."""
+    model: nn.Module, specs: Mapping[str, TensorSpec], config: Mapping[str, object], request: Request, tp: int
+) -> tuple[Resolver, CompiledPolicies | None]:
+    """Resolve a request to rules over the tensors of a model; the second item is the compiled policies."""
     if isinstance(request, tuple):
         check_quantization(specs, config)
         policies = compile_policies(model, request, tp)
         return Resolver(specs, rules_for(policies.family, config)), policies
     if isinstance(request, PlanRequest):
-        resolver = resolve(specs, config, replace(request, engine=None)).resolver  # whose boundaries are those of files
+        resolver = resolve(specs, config, replace(request, engine=None)).resolver  # an engine restricts files only
     else:
         assert request.rules is not None  # see stored_plan
         where = "the model in memory, which does not have the tensors that it matches on disk, or under other names"

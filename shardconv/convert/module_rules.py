@@ -1,37 +1,37 @@
-"""The module rules of a family on the modules of a model: each becomes the overrides of a module on this rank.
+"""Per-rank overrides of the modules of a model, from the module rules of a family.
 
-Owns how units and expressions of rules become numbers, slices and classes. Changes nothing: overrides.py applies them.
+Owns how units and expressions of rules become numbers, slices and classes. Changes no module: overrides.py does.
 """
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
 from shardconv.convert.heads import (
     FullWidth,
-    FunctionalAttention,
     GatheredOutput,
     SlicedOutput,
     SlicedTensors,
-    mixing_heads,
-    part_of,
+    local_slice,
     with_local_values,
+    with_unsharded_methods,
 )
 from shardconv.convert.modules import (
-    CopiedInput,
+    AllReducedOutput,
+    InputGradientAllReduce,
     ParallelExperts,
     SharedOutput,
-    SummedOutput,
     Unfused,
 )
+from shardconv.convert.multihead_attention import FunctionalAttention
 from shardconv.convert.norms import NormsOfHeads
-from shardconv.convert.overrides import Extension, Overrides
-from shardconv.convert.products import multiplying
+from shardconv.convert.overrides import Extension, InputSlice, Overrides
+from shardconv.convert.products import with_parallel_products
+from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
 from shardconv.layers.sharding import ParallelModule, take_shard
@@ -41,30 +41,30 @@ from shardconv.plan.placement import Placement
 from shardconv.plan.units import shard_dim
 
 
-def overrides_of(
-    model: nn.Module, scope: ModelRules, axis: Axis, replacements: Mapping[nn.Module, ParallelModule]
+def module_overrides(
+    model: nn.Module, model_rules: ModelRules, axis: Axis, replacements: Mapping[nn.Module, ParallelModule]
 ) -> Iterator[Overrides]:
-    """The overrides of a model's modules by the rules of the model or of a submodel.
+    """Yield the overrides of a model's modules by the rules of the model or of a submodel.
 
     Args:
         model: the model.
-        scope: the rules.
+        model_rules: the rules.
         axis: the ranks.
         replacements: the parallel modules that modules of the model become.
 
     Raises:
         PlanError: if a rule of a user's plan file matches no module, or sets what none of its modules has.
     """
-    rules = list(scope.modules())
+    rules = list(model_rules.modules())
     named = list(model.named_modules())
     for regex, rule in rules:
         if rule.by_user:
             _check_matches(rule, [module for name, module in named if regex.fullmatch(name)])
-            _check_gathers(rule, scope, [name for name, _ in model.named_parameters(remove_duplicate=False)])
+            _check_gathers(rule, model_rules, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     for name, module in named:
         if found := [rule for regex, rule in rules if regex.fullmatch(name)]:
-            becomes = replacements.get(module, module)
-            yield _overrides(module, becomes, ModuleRule.joined(found), scope.at_stage(name), axis)
+            replacement = replacements.get(module, module)
+            yield _overrides(module, replacement, ModuleRule.joined(found), model_rules.at_stage(name), axis)
 
 
 def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
@@ -74,31 +74,33 @@ def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
     names = [*rule.attributes, *rule.at_most, *rule.slices, *filter(None, [rule.norms and "norms", rule.unfused])]
     names += [*rule.unsharded, *rule.products]
     for name in names:
-        if not (hasattr(ParallelExperts, name) or any(_has(module, name) for module in modules)):
+        if not (hasattr(ParallelExperts, name) or any(_has_attribute(module, name) for module in modules)):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} has no {name!r}: correct or remove it")
     for name in rule.inputs:
         if not any(name in inspect.signature(module.forward).parameters for module in modules):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} takes no {name!r}: correct or remove it")
 
 
-def _has(module: nn.Module, name: str) -> bool:
+def _has_attribute(module: nn.Module, name: str) -> bool:
     """Whether a module has an attribute; after ``config.``, whether its config has."""
     *path, last = name.split(".", 1)
     return hasattr(getattr(module, path[0], None), last) if path else hasattr(module, last)
 
 
-def _check_gathers(rule: ModuleRule, scope: ModelRules, names: list[str]) -> None:
+def _check_gathers(rule: ModuleRule, model_rules: ModelRules, names: list[str]) -> None:
     for pattern in rule.gathers:
-        regex = re.compile(scope.regex(pattern))
+        regex = re.compile(model_rules.regex(pattern))
         if not any(regex.fullmatch(name) for name in names):
             raise PlanError(f"{rule.origin}: modules {rule.pattern!r}: gathers {pattern!r}, which is no parameter")
 
 
-def _overrides(module: nn.Module, becomes: nn.Module, rule: ModuleRule, scope: ModelRules, axis: Axis) -> Overrides:
+def _overrides(
+    module: nn.Module, replacement: nn.Module, rule: ModuleRule, model_rules: ModelRules, axis: Axis
+) -> Overrides:
     limits = {name: (layer, size) for name, (layer, size) in rule.at_most.items() if hasattr(module, name)}
     outputs = _output_sizes(module)
-    attributes = {name: expression for name, expression in rule.attributes.items() if _has(becomes, name)}
-    values = {name: scope.on_rank(expression, axis.size, **outputs) for name, expression in attributes.items()}
+    attributes = {name: expression for name, expression in rule.attributes.items() if _has_attribute(replacement, name)}
+    values = {name: model_rules.on_rank(expression, axis.size, **outputs) for name, expression in attributes.items()}
     fields = {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")}
     if missing := sorted({name for pair in limits.values() for name in pair if not hasattr(module, name)}):
         raise PlanError(f"module overrides need attributes that a {type(module).__name__} does not have: {missing}")
@@ -108,10 +110,12 @@ def _overrides(module: nn.Module, becomes: nn.Module, rule: ModuleRule, scope: M
         attributes={name: value for name, value in values.items() if not name.startswith("config.")},
         limits=limits,
         inputs={
-            name: _input_slice(one, scope, axis) for name, one in rule.inputs.items() if _is_sharded(one, scope, axis)
+            name: _input_slice(one, model_rules, axis)
+            for name, one in rule.inputs.items()
+            if _is_sharded(one, model_rules, axis)
         },
-        extensions=list(_extensions(module, rule, scope, axis)),
-        gathers=[re.compile(scope.regex(pattern)) for pattern in rule.gathers],
+        extensions=list(_extensions(module, rule, model_rules, axis)),
+        gathers=[re.compile(model_rules.regex(pattern)) for pattern in rule.gathers],
     )
 
 
@@ -120,86 +124,91 @@ def _output_sizes(module: nn.Module) -> dict[str, int]:
     return {name: one.out_features for name, one in module.named_children() if isinstance(one, nn.Linear)}
 
 
-def _extensions(module: nn.Module, rule: ModuleRule, scope: ModelRules, axis: Axis) -> Iterator[Extension]:
-    yield from _extensions_of_attention(module, rule, scope, axis)
+def _extensions(module: nn.Module, rule: ModuleRule, model_rules: ModelRules, axis: Axis) -> Iterator[Extension]:
+    yield from _extensions_of_attention(module, rule, model_rules, axis)
     if rule.norms and hasattr(module, "norms"):
-        yield NormsOfHeads, {"heads": scope.units(rule.norms, axis.size)}
+        yield NormsOfHeads, {"heads": model_rules.units(rule.norms, axis.size)}
     if rule.unfused and hasattr(module, rule.unfused):
         yield Unfused, {}
     if rule.shared_output is not None:
         weight = getattr(module, "weight", None)
         rows = {"rows": weight.shape[0]} if isinstance(weight, Tensor) else {}
-        yield SharedOutput, {"num_shared": scope.on_rank(rule.shared_output, axis.size, **rows)}
+        yield SharedOutput, {"num_shared": model_rules.on_rank(rule.shared_output, axis.size, **rows)}
     if rule.gathered_output:
         yield GatheredOutput, {}
     if rule.copied_input:
-        yield CopiedInput, {}
+        yield InputGradientAllReduce, {}
     if rule.summed_output:
-        yield SummedOutput, {"styles": getattr(module, "styles", {})}
+        yield AllReducedOutput, {"styles": getattr(module, "styles", {})}
 
 
-def _extensions_of_attention(module: nn.Module, rule: ModuleRule, scope: ModelRules, axis: Axis) -> Iterator[Extension]:
-    """Those for modules whose code, tensors or output are for all heads."""
-    plain: Any = type(module)
+def _extensions_of_attention(
+    module: nn.Module, rule: ModuleRule, model_rules: ModelRules, axis: Axis
+) -> Iterator[Extension]:
+    """The extensions of modules whose code, tensors or output are for all heads."""
+    plain = type(module)
     if rule.locals and rule.products:
         raise PlanError(f"{plain.__qualname__}: locals and products of one module cannot be combined")
     if rule.locals:
-        values = {name: scope.on_rank(value, axis.size) for name, value in rule.locals.items()}
+        values = {name: model_rules.on_rank(value, axis.size) for name, value in rule.locals.items()}
         yield with_local_values(plain, tuple(values)), {"local_values": values}
     if rule.unsharded:
-        places = {name: scope.units(one.unit, axis.size, dim=one.dim) for name, one in rule.unsharded.items()}
+        places = {name: model_rules.units(one.unit, axis.size, dim=one.dim) for name, one in rule.unsharded.items()}
         full = {name: getattr(module, name) for name in rule.attributes if hasattr(module, name)}
-        yield mixing_heads(tuple(places)), {"unsharded": places, "full_attributes": full}
+        yield with_unsharded_methods(tuple(places), tuple(full)), {"unsharded": places, "full_attributes": full}
     if rule.products:
-        yield multiplying(plain, tuple(rule.products.items())), {}
+        yield with_parallel_products(plain, tuple(rule.products.items())), {}
     if rule.full_width is not None:
-        yield FullWidth, {"full_width": scope.fields(**_output_sizes(module)).evaluate(rule.full_width)}
+        yield FullWidth, {"full_width": model_rules.fields(**_output_sizes(module)).evaluate(rule.full_width)}
     if rule.functional:
-        yield FunctionalAttention, {"heads": scope.units(rule.functional, axis.size)}
-    if rule.output is not None and _is_sharded(rule.output, scope, axis):
-        size = scope.fields().evaluate(1 if rule.output.size is None else rule.output.size)
-        units = scope.units(rule.output.unit, axis.size, size=size)
+        yield FunctionalAttention, {"heads": model_rules.units(rule.functional, axis.size)}
+    if rule.output is not None and _is_sharded(rule.output, model_rules, axis):
+        size = model_rules.fields().evaluate(1 if rule.output.size is None else rule.output.size)
+        units = model_rules.units(rule.output.unit, axis.size, size=size)
         yield SlicedOutput, {"item": rule.output.item, "output_dim": rule.output.dim, "output_units": units}
-    if slices := _tensor_slices(module, rule, scope, axis):
+    if slices := _tensor_slices(module, rule, model_rules, axis):
         yield SlicedTensors, {"slices": slices}
 
 
-def _tensor_slices(module: nn.Module, rule: ModuleRule, scope: ModelRules, axis: Axis) -> dict[str, Placement]:
+def _tensor_slices(module: nn.Module, rule: ModuleRule, model_rules: ModelRules, axis: Axis) -> dict[str, Placement]:
     """The placements of the parameters and buffers that a module reads the local slice of."""
     slices = {
-        name: _slice(one, scope, axis.size)
+        name: _slice(one, model_rules, axis.size)
         for name, one in rule.slices.items()
-        if hasattr(module, name) and _is_sharded(one, scope, axis)
+        if getattr(module, name, None) is not None and _is_sharded(one, model_rules, axis)
     }
-    if unknown := sorted(slices.keys() - module._parameters.keys() - module._buffers.keys()):  # noqa: SLF001
+    tensors = {*own_parameters(module), *(name for name, _ in module.named_buffers(recurse=False))}
+    if unknown := sorted(slices.keys() - tensors):
         raise PlanError(f"slices {unknown} of a {type(module).__name__}: only parameters and buffers can be sliced")
     return slices
 
 
-def _is_sharded(place: InputRule, scope: ModelRules, axis: Axis) -> bool:
+def _is_sharded(place: InputRule, model_rules: ModelRules, axis: Axis) -> bool:
     """Whether the units are sharded, and not replicated."""
-    return all(scope.is_sharded(unit, axis.size) for unit in place.units())
+    return all(model_rules.is_sharded(unit, axis.size) for unit in place.units())
 
 
-def _slice(place: InputRule, scope: ModelRules, tp: int) -> Placement:
+def _slice(place: InputRule, model_rules: ModelRules, tp: int) -> Placement:
     """The placement of a tensor of which each rank reads a slice."""
-    sizes = ((name, scope.fields().evaluate((scope.family.units or {})[name].size)) for name in place.units())
-    return shard_dim(place.dim, [scope.unit(name, tp, size=size) for name, size in sizes], tp)
+    sizes = (
+        (name, model_rules.fields().evaluate((model_rules.family.units or {})[name].size)) for name in place.units()
+    )
+    return shard_dim(place.dim, [model_rules.unit(name, tp, size=size) for name, size in sizes], tp)
 
 
-def _input_slice(rule: InputRule, scope: ModelRules, axis: Axis) -> Callable[[Any], Any]:
-    """The function that slices an argument for this rank."""
+def _input_slice(rule: InputRule, model_rules: ModelRules, axis: Axis) -> InputSlice:
+    """Choose the function that slices an argument for this rank."""
     if rule.size is None:
-        return partial(slice_matrices, rule.dim, scope.units(rule.unit, axis.size, dim=rule.dim + 1), axis.rank)
-    size = scope.fields().evaluate(rule.size)
-    features = scope.units(rule.unit, axis.size, size=size)
+        return partial(slice_matrices, rule.dim, model_rules.units(rule.unit, axis.size, dim=rule.dim + 1), axis.rank)
+    size = model_rules.fields().evaluate(rule.size)
+    features = model_rules.units(rule.unit, axis.size, size=size)
     if rule.items:
         return partial(slice_items, rule.items, replace(features, dim=rule.dim), axis)
     return partial(slice_features, rule.dim, features, axis)
 
 
-def slice_matrices(dim: int, units: Placement, rank: int, value: Any) -> Any:
-    """The local matrices of an argument with one matrix for each unit.
+def slice_matrices(dim: int, units: Placement, rank: int, value: object) -> object:
+    """Slice an argument with one matrix for each unit to the local matrices.
 
     Args:
         dim: the dim that counts examples and units, or units alone.
@@ -213,20 +222,22 @@ def slice_matrices(dim: int, units: Placement, rank: int, value: Any) -> Any:
     return take_shard(value.unflatten(dim, (-1, units.size)), units, rank).flatten(dim, dim + 1)
 
 
-def slice_items(items: tuple[int, ...], features: Placement, axis: Axis, value: Any) -> Any:
-    """A list of states with the local features in some of them, unless an earlier module or pass left only these."""
+def slice_items(items: tuple[int, ...], features: Placement, axis: Axis, value: object) -> object:
+    """Slice some of a list of states to the local features, unless an earlier module or pass already has."""
     if not isinstance(value, list | tuple):
         return value
     assert features.dim is not None
     dim, local = features.dim, features.local_size(axis.rank)
     full = {place: value[place] for place in items if value[place].shape[dim] != local}
     # copies: a view would keep the full states alive
-    sliced = {place: slice_features(dim, features, axis, one).clone() for place, one in full.items()}
+    sliced = {place: _local_features(dim, features, axis, one).clone() for place, one in full.items()}
     return [sliced.get(place, one) for place, one in enumerate(value)]
 
 
-def slice_features(dim: int, features: Placement, axis: Axis, value: Any) -> Any:
-    """The local features of an argument; its gradient is all-reduced. Other values than tensors are returned as is."""
-    if not isinstance(value, Tensor):
-        return value
-    return part_of(copy_to_tp(value, group=axis), replace(features, dim=dim), axis.rank, "an argument")
+def slice_features(dim: int, features: Placement, axis: Axis, value: object) -> object:
+    """Slice a tensor to the local features; its gradient is all-reduced. Other values are returned as they are."""
+    return _local_features(dim, features, axis, value) if isinstance(value, Tensor) else value
+
+
+def _local_features(dim: int, features: Placement, axis: Axis, value: Tensor) -> Tensor:
+    return local_slice(copy_to_tp(value, group=axis), replace(features, dim=dim), axis.rank, "an argument")

@@ -1,25 +1,37 @@
-"""Parallel classes for other modules than linear layers and embeddings: convolutions, experts, modules around them.
+"""Parallel classes of modules other than linear layers and embeddings, such as convolutions and experts.
 
 Each extends the class of the module that is converted, so that the forward stays the model's own.
 """
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict, TypeGuard, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardconv.convert.classes import Recompiled
 from shardconv.convert.substitution import Substitutable, Substituted, Substitution
 from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
-from shardconv.layers.linear import ParallelLinear, num_copies
+from shardconv.layers.row_linear import num_copies
 from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.placement import Placement, intervals
 
 
+class ShardedOptions(TypedDict, total=False):
+    """The keyword arguments of :meth:`Sharded.set_up`.
+
+    Attributes:
+        placements: the placement of each parameter that is sharded.
+        styles: the style in the plan of each parameter.
+    """
+
+    placements: Mapping[str, Placement]
+    styles: Mapping[str, str]
+
+
 class Sharded(Substitutable, ParallelModule):
-    """A module that computes with shards of its own parameters, or uses replicated ones for its local heads alone.
+    """A module that computes with shards of its own parameters, or with replicated ones on local heads only.
 
     Attributes:
         styles: the style in the plan of each of its parameters.
@@ -27,43 +39,34 @@ class Sharded(Substitutable, ParallelModule):
 
     styles: Mapping[str, str]
 
-    def set_up(
-        self,
-        axis: Axis,
-        *,
-        placements: Mapping[str, Placement] | None = None,
-        styles: Mapping[str, str] | None = None,
-    ) -> None:
-        """See :meth:`ParallelModule.set_up`.
-
-        Args:
-            axis: the ranks.
-            placements: the placement of each parameter that is sharded.
-            styles: see the attribute.
-        """
-        self.axis, self.placements, self.styles = axis, dict(placements or {}), dict(styles or {})
+    def set_up(self, axis: Axis, **options: Unpack[ShardedOptions]) -> None:
+        """See :meth:`ParallelModule.set_up`."""
+        self.axis = axis
+        self.placements, self.styles = dict(options.get("placements", {})), dict(options.get("styles", {}))
 
     @property
     def _always_used(self) -> bool:
-        """Whether forward needs other tensors than the local ones even without gradients."""
+        """Whether forward uses other tensors than the stored ones even without gradients."""
         return "gathered" in self.styles.values()
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own."""
+    def forward(self, *inputs: Any, **options: Any) -> Any:  # derived classes have arguments of their own
+        """Run the module's own forward, with the tensors of :meth:`substitution`."""
         if not torch.is_grad_enabled() and not self._always_used:
             return super().forward(*inputs, **options)
-        read = [child for child in self.children() if isinstance(child, ParallelDepthwise)]  # maybe without a call
-        used: Substitution = {
-            (module, name): module._used(name)  # noqa: SLF001 - of this kind, too
-            for module in (self, *read)
-            for name, parameter in module._parameters.items()  # noqa: SLF001
-            if parameter is not None and name not in module.slices
-        }
+        used = self.substitution()
+        for child in self.children():
+            if isinstance(child, ParallelDepthwise):  # forward may read its weight without calling it
+                used |= child.substitution()
         with Substituted(used):
             return super().forward(*inputs, **options)
 
+    def substitution(self) -> dict[tuple[nn.Module, str], object]:
+        """The tensors that forward uses in place of the parameters."""
+        names = [name for name, parameter in self._parameters.items() if parameter is not None]
+        return {(self, name): self._used(name) for name in names if name not in self.slices}
+
     def _used(self, name: str) -> Tensor:
-        """The tensor that forward uses for a parameter, with the gradient that all ranks together have."""
+        """Return the tensor that forward uses for a parameter; its gradient is reduced over the ranks."""
         match self.styles.get(name):
             case "gathered":
                 return self.gather_parameter(name)
@@ -73,13 +76,13 @@ class Sharded(Substitutable, ParallelModule):
 
 
 class ParallelDepthwise(Sharded):
-    """A grouped convolution over the groups of a rank; the bias is sharded alike."""
+    """A grouped convolution over the groups of a rank; its bias is sharded in the same way."""
 
     groups: int
     in_channels: int
     out_channels: int
 
-    def set_up(self, axis: Axis, **options: Any) -> None:
+    def set_up(self, axis: Axis, **options: Unpack[ShardedOptions]) -> None:
         """See :class:`Sharded`; sets the local numbers of groups and channels.
 
         Raises:
@@ -105,8 +108,8 @@ class ParallelDepthwise(Sharded):
 class ParallelExpertLinear(Sharded):
     """A linear layer for each expert, with all weights in one tensor [experts, out_features, in_features]."""
 
-    def forward(self, inputs: Tensor, *others: Any) -> Tensor:
-        """[tokens of all experts, in_features] to the local (column parallel) or all (row parallel) out_features."""
+    def forward(self, inputs: Tensor, *others: object) -> Tensor:
+        """Map [tokens of all experts, in_features] to local (column parallel) or all (row parallel) out_features."""
         if self.placements["weight"].dim == 2:
             return reduce_from_tp(super().forward(inputs, *others), group=self.axis) / num_copies(
                 self.placements["weight"]
@@ -116,11 +119,11 @@ class ParallelExpertLinear(Sharded):
 
 
 class Unfused(ParallelModule):
-    """A module that computes in training as in eval mode: its fused path for training reads weights of its layers."""
+    """A module that computes in training as in eval mode, as its code for training reads weights of its layers."""
 
     @property
     def training(self) -> bool:
-        """False for the module itself; modules in it have modes of their own."""
+        """Always False; the modules in it have modes of their own."""
         return False
 
     @training.setter
@@ -128,19 +131,19 @@ class Unfused(ParallelModule):
         pass
 
 
-class SummedOutput(Sharded):
+class AllReducedOutput(Sharded):
     """A module whose output is all-reduced.
 
     Its replicated parameters are added to the output, as a bias is: only the first rank adds them.
     """
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own; of several outputs, floating-point tensors are all-reduced."""
+    def forward(self, *inputs: object, **options: object) -> object:
+        """Run the module's own forward; all-reduce the floating-point tensors of its output."""
         output = super().forward(*inputs, **options)
         return tuple(map(self._summed, output)) if isinstance(output, tuple) else self._summed(output)
 
-    def _summed(self, value: Any) -> Any:
-        return reduce_from_tp(value, group=self.axis) if _is_numbers(value) else value
+    def _summed(self, value: object) -> object:
+        return reduce_from_tp(value, group=self.axis) if _is_floating_point(value) else value
 
     @property
     def _always_used(self) -> bool:
@@ -153,7 +156,7 @@ class SummedOutput(Sharded):
         return full if self.axis.rank == 0 else full * 0
 
 
-class ParallelExperts(SummedOutput):
+class ParallelExperts(AllReducedOutput):
     """Packed experts, each sharded over the ranks, or whole experts on each rank (expert parallel).
 
     Inputs and outputs are replicated. Expert parallel, a rank computes the tokens of other ranks' experts by its first
@@ -167,7 +170,7 @@ class ParallelExperts(SummedOutput):
     num_cut_experts: int | None = None
     num_experts: int
 
-    def set_up(self, axis: Axis, **options: Any) -> None:
+    def set_up(self, axis: Axis, **options: Unpack[ShardedOptions]) -> None:
         """See :class:`Sharded`; expert parallel, sets the local number of experts.
 
         Raises:
@@ -182,37 +185,42 @@ class ParallelExperts(SummedOutput):
             raise ValueError(f'{self.name_in_model}: cannot keep whole experts on each rank: use experts="tensor"')
         self.num_experts = sizes.pop() // self.axis.size
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own: hidden states, indices of experts and their weights."""
+    def forward(self, *inputs: object, **options: object) -> object:
+        """Run the module's own forward on hidden states, indices of experts and their weights."""
         indices = next((one for one in (*inputs, *options.values()) if _is_indices(one)), None)
         entered = [self._enter(value, indices) for value in inputs]
         return super().forward(*entered, **{name: self._enter(value, indices) for name, value in options.items()})
 
-    def _enter(self, value: Any, indices: Tensor | None) -> Any:
-        is_number = isinstance(value, Tensor) and value.is_floating_point()
+    def _enter(self, value: object, indices: Tensor | None) -> object:
+        """Mask an input that has an element per token and expert; all-reduce the gradient of a floating-point one."""
+        if not isinstance(value, Tensor):
+            return value
+        is_number = value.is_floating_point()
         entered = copy_to_tp(value, group=self.axis) if is_number else value
-        if indices is None or not isinstance(value, Tensor) or value.shape != indices.shape:
+        if indices is None or value.shape != indices.shape:
             return entered
         if any(placement.dim == 0 for placement in self.placements.values()):
             first = self.axis.rank * self.num_experts
             is_elsewhere = (indices < first) | (indices >= first + self.num_experts)
-            # not by the number past the last, which is transformers' mark for it: its kernels then leave rows undefined
+            # 0 and not num_experts, which means "none" in transformers: its kernels then leave rows undefined
             return (entered if is_number else entered - first).masked_fill(is_elsewhere, 0)
         if is_number and self.num_cut_experts is not None and self.axis.rank:
             return entered.masked_fill(indices >= self.num_cut_experts, 0)
         return entered
 
 
-def _is_numbers(value: Any) -> bool:
+def _is_floating_point(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _is_indices(value: Any) -> bool:
+def _is_indices(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 class SharedOutput(ParallelModule):
-    """A replicated module, the end of whose output enters a computation over local heads: its gradient is all-reduced.
+    """A replicated module, the last elements of whose output enter a computation over local heads.
+
+    The gradient of these elements is all-reduced.
 
     Attributes:
         num_shared: the number of these elements.
@@ -220,8 +228,8 @@ class SharedOutput(ParallelModule):
 
     num_shared: int
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own."""
+    def forward(self, *inputs: object, **options: object) -> Tensor:
+        """Run the module's own forward."""
         output: Tensor = super().forward(*inputs, **options)
         if not torch.is_grad_enabled():
             return output
@@ -229,20 +237,20 @@ class SharedOutput(ParallelModule):
         return torch.cat([rest, copy_to_tp(shared, group=self.axis)], -1)
 
 
-class CopiedInput(ParallelModule):
-    """A module with a replicated input and a local output: all-reduces the gradient of the input."""
+class InputGradientAllReduce(ParallelModule):
+    """A module with replicated inputs and a local output; the gradients of its inputs are all-reduced."""
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own."""
+    def forward(self, *inputs: object, **options: object) -> object:
+        """Run the module's own forward; backward all-reduces the gradients of its inputs."""
         copied = [self._copied(value) for value in inputs]
         return super().forward(*copied, **{name: self._copied(value) for name, value in options.items()})
 
-    def _copied(self, value: Any) -> Any:
-        return copy_to_tp(value, group=self.axis) if _is_numbers(value) else value
+    def _copied(self, value: object) -> object:
+        return copy_to_tp(value, group=self.axis) if _is_floating_point(value) else value
 
 
-class Gathering(ParallelModule):
-    """A module that gathers parameters on use, as a head that reads the embedding table.
+class GatherOnUse(ParallelModule):
+    """A module that gathers parameters on use, such as a language model head that reads the embedding table.
 
     Attributes:
         read: each parameter, as the module that holds it and its name there.
@@ -250,36 +258,24 @@ class Gathering(ParallelModule):
 
     read: tuple[tuple[ParallelModule, str], ...]
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """As the module's own."""
+    def forward(self, *inputs: object, **options: object) -> object:
+        """Run the module's own forward, with gathered parameters."""
         gathered: Substitution = {(owner, name): owner.gather_parameter(name) for owner, name in self.read}
         with Substituted(gathered):
             return super().forward(*inputs, **options)
 
 
-class Multiplying(Recompiled, ParallelModule):
+class ParallelProducts(Recompiled, ParallelModule):
     """A module whose methods multiply with parameters that are shards."""
 
-    def product_input(self, value: Any) -> Any:
-        """The other factor of a column parallel product; an equation for einsum is returned as it is."""
+    def product_input(self, value: object) -> object:
+        """Enter the other factor into a column parallel product; return an equation for einsum as it is."""
         return copy_to_tp(value, group=self.axis) if isinstance(value, Tensor) else value
 
     def product_output(self, name: str, value: Tensor) -> Tensor:
-        """The row parallel product, all-reduced."""
+        """All-reduce a row parallel product."""
         return reduce_from_tp(value, group=self.axis) / num_copies(self.placements[name])
 
     def shared_product(self, name: str, value: Tensor) -> Tensor:
-        """The row parallel product, all-reduced, for a computation over local heads."""
+        """All-reduce a row parallel product that enters a computation over local heads."""
         return copy_to_tp(self.product_output(name, value), group=self.axis)
-
-
-class ParallelConv1D(ParallelLinear):
-    """The parallel layer of transformers' Conv1D: a linear layer whose weight is stored (in_features, out_features)."""
-
-    transposed = True
-
-    def set_up(self, axis: Axis, **options: Any) -> None:
-        """See :meth:`ParallelModule.set_up`."""
-        if "nf" in self.__dict__:  # converted from a Conv1D
-            self.in_features, self.out_features = self.__dict__["nx"], self.__dict__["nf"]
-        super().set_up(axis, **options)

@@ -1,11 +1,11 @@
 """Norms over sharded features or heads: each computes what the unsharded norm computes over all of them."""
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
-from shardconv.convert.modules import Sharded
+from shardconv.convert.modules import Sharded, ShardedOptions
 from shardconv.distributed import Axis, copy_to_tp, gather_from_tp, reduce_from_tp
 from shardconv.layers.sharding import ParallelModule, take_shard
 from shardconv.plan.placement import Interval, Placement, intervals
@@ -18,12 +18,17 @@ class GlobalRMSNorm(Sharded):
     sqrt((l + eps) / (m + eps)).
     """
 
+    eps: float
+    variance_epsilon: float  # the name of eps in most models
+
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., features / tp] to the same."""
+        """Normalize [..., features / tp]."""
         placement = self.placements["weight"]
-        eps: Any = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        eps: float = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         squares = hidden_states.float().pow(2).sum(-1, keepdim=True)
-        held = sum(piece.size for pieces in placement.ranks for piece in intervals(pieces))  # copies too, not padding
+        held = sum(
+            piece.size for pieces in placement.ranks for piece in intervals(pieces)
+        )  # with replicas, without padding
         total = copy_to_tp(reduce_from_tp(squares, group=self.axis), group=self.axis)
         own, full = squares / hidden_states.shape[-1], total / held
         normed: Tensor = super().forward(hidden_states)
@@ -37,9 +42,10 @@ class GlobalLayerNorm(Sharded):
     and a pairwise algorithm for computing sample variances" (1979).
     """
 
+    eps: float
+
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., local features] to the same."""
-        eps: Any = self.eps
+        """Normalize [..., local features]."""
         placement = next(iter(self.placements.values()))
         counts = [sum(piece.size for piece in intervals(pieces)) for pieces in placement.ranks]
         features = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
@@ -50,7 +56,7 @@ class GlobalLayerNorm(Sharded):
         weights = means.new_tensor(counts)
         mean = (weights * means).sum(-1, keepdim=True) / sum(counts)
         variance = (squares + weights * (means - mean) ** 2).sum(-1, keepdim=True) / sum(counts)
-        normed = ((features - mean) * (variance + eps).rsqrt()).to(hidden_states.dtype)
+        normed = ((features - mean) * (variance + self.eps).rsqrt()).to(hidden_states.dtype)
         for name, combine in (("weight", torch.mul), ("bias", torch.add)):
             if self._parameters.get(name) is not None:
                 normed = combine(normed, self.shard(name))
@@ -58,7 +64,7 @@ class GlobalLayerNorm(Sharded):
 
 
 def _without_padding(features: Tensor, placement: Placement, rank: int) -> Tensor:
-    """The features of a rank, [..., local features], without those that are padding."""
+    """Remove padding from the features of a rank, [..., local features]."""
     held, position = [], 0
     for piece in placement.ranks[rank]:
         if isinstance(piece, Interval):
@@ -68,39 +74,40 @@ def _without_padding(features: Tensor, placement: Placement, rank: int) -> Tenso
 
 
 class GroupedRMSNorm(Sharded):
-    """A gated root mean square norm over groups of features; a rank has whole groups, or an even part of one.
+    """A gated root mean square norm over groups of features; a rank has full groups, or an equal part of one.
 
     A norm over part of a group is corrected as in :class:`GlobalRMSNorm`.
 
     Attributes:
         group_size: local features of a group.
         whole_group: features of a group.
+        variance_epsilon: see the module's own class.
     """
 
     group_size: int
     whole_group: int
+    variance_epsilon: float
 
-    def set_up(self, axis: Axis, **options: Any) -> None:
+    def set_up(self, axis: Axis, **options: Unpack[ShardedOptions]) -> None:
         """See :class:`Sharded`; sets the local group size.
 
         Raises:
-            ValueError: if a rank has neither whole groups nor an even part of one.
+            ValueError: if a rank has neither full groups nor an equal part of one.
         """
         super().set_up(axis, **options)
         held = self.placements["weight"].local_size(self.axis.rank)
         if held % self.group_size and self.group_size % held:
             raise ValueError(
-                f"{self.name_in_model}: {held} features per rank are neither groups of {self.group_size} nor an even "
+                f"{self.name_in_model}: {held} features per rank are neither groups of {self.group_size} nor an equal "
                 f"part of one"
             )
         self.whole_group, self.group_size = self.group_size, min(self.group_size, held)
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        """[..., features / tp] to the same."""
+        """Normalize [..., features / tp]."""
         normed: Tensor = super().forward(hidden_states, gate)
         if self.group_size == self.whole_group:
             return normed
-        eps: Any = self.variance_epsilon
         gated = hidden_states.float()
         if gate is not None:
             gated = gated * nn.functional.silu(gate.float())
@@ -109,7 +116,7 @@ class GroupedRMSNorm(Sharded):
         own = self.axis.rank * groups // self.axis.size
         of_all = nn.functional.pad(squares, (own, groups - 1 - own))
         total = copy_to_tp(reduce_from_tp(of_all, group=self.axis), group=self.axis)[..., own : own + 1]
-        scale = (squares / self.group_size + eps) / (total / self.whole_group + eps)
+        scale = (squares / self.group_size + self.variance_epsilon) / (total / self.whole_group + self.variance_epsilon)
         return (normed * scale.sqrt()).to(normed.dtype)
 
 
@@ -125,8 +132,9 @@ class NormsOfHeads(ParallelModule):
     norms: nn.ModuleList
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[batch, heads of the rank, tokens, head_dim] to the same."""
-        norm: Any = self.norms[0]
+        """Normalize [batch, local heads, tokens, head_dim]."""
+        norm = self.norms[0]
+        assert isinstance(norm, nn.LayerNorm)
         normed = nn.functional.layer_norm(hidden_states, norm.normalized_shape, eps=norm.eps)
         for parameter, combine in (("weight", torch.mul), ("bias", torch.add)):
             if getattr(norm, parameter) is not None:

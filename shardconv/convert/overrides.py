@@ -1,6 +1,6 @@
-"""Module overrides: local head counts, sliced inputs and other changes to modules that compute with a rank's shards.
+"""Module overrides: per-rank head counts, sliced inputs and other changes of modules beside their parameters.
 
-Owns the one function that changes modules beside their parameters, for families and policies alike.
+Owns the one function that makes these changes, for families and policies alike.
 """
 
 import inspect
@@ -8,19 +8,21 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from shardconv.convert.classes import converted_class
 from shardconv.convert.converted_model import RankConfig
-from shardconv.convert.modules import Gathering
-from shardconv.convert.substitution import OwnForward
+from shardconv.convert.modules import GatherOnUse
+from shardconv.convert.substitution import ForwardWithShards
 from shardconv.distributed import Axis
 from shardconv.layers.sharding import ParallelModule
 
-#: A class that a module's own is extended by, and the attributes that the class needs.
-Extension = tuple[type[ParallelModule], dict[str, Any]]
+#: A class that extends a module's own class, and the attributes that it needs.
+Extension = tuple[type[ParallelModule], Mapping[str, object]]
+
+#: A function that slices an argument of a forward for this rank; values of other types are returned as they are.
+InputSlice = Callable[[object], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +43,16 @@ class Overrides:
 
     module: nn.Module
     new_class: type[nn.Module] | None = None
-    config_fields: Mapping[str, Any] = field(default_factory=dict)
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    config_fields: Mapping[str, object] = field(default_factory=dict)
+    attributes: Mapping[str, object] = field(default_factory=dict)
     limits: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    inputs: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    inputs: Mapping[str, InputSlice] = field(default_factory=dict)
     extensions: Sequence[Extension] = ()
     gathers: Sequence[re.Pattern[str]] = ()
 
 
 def apply_overrides(model: nn.Module, overrides: Sequence[Overrides], axis: Axis) -> None:
-    """Change modules of a model whose layers are converted."""
+    """Apply overrides to modules of a model whose layers are converted."""
     for one in overrides:
         _apply(one, axis)
     for one in overrides:  # when all modules have their final classes
@@ -67,7 +69,7 @@ def _apply(overrides: Overrides, axis: Axis) -> None:
     for name, value in overrides.attributes.items():
         setattr(module, name, value)
     for name, (layer, size) in overrides.limits.items():
-        rows = getattr(module, layer).weight.shape[0]
+        rows = module.get_parameter(f"{layer}.weight").shape[0]
         setattr(module, name, min(getattr(module, name), rows // getattr(module, size)))
     if overrides.inputs:
         names = list(inspect.signature(module.forward).parameters)
@@ -76,15 +78,15 @@ def _apply(overrides: Overrides, axis: Axis) -> None:
         extend_class(module, kind, axis, **attributes)
 
 
-def extend_class(module: Any, kind: type[ParallelModule], axis: Axis, **attributes: Any) -> None:
-    """Give a module a class derived from its own and from ``kind``, and the attributes that ``kind`` needs."""
+def extend_class(module: nn.Module, kind: type[ParallelModule], axis: Axis, **attributes: object) -> None:
+    """Set the class of a module to one derived from its own and from ``kind``; set the attributes of ``kind``."""
     module.__class__ = converted_class(kind, type(module))
     dim, placements = getattr(module, "dim", None), getattr(module, "placements", {})  # if it is parallel already
     module.__dict__.update(axis=axis, dim=dim, placements=placements, **attributes)
 
 
 def gather_on_use(module: nn.Module, parameters: Sequence[tuple[ParallelModule, str]], axis: Axis) -> None:
-    """Let a module find full tensors in place of shards while its forward runs.
+    """Make a module gather parameters before its forward runs, which reads the full tensors.
 
     Args:
         module: the module.
@@ -92,12 +94,12 @@ def gather_on_use(module: nn.Module, parameters: Sequence[tuple[ParallelModule, 
         axis: the ranks.
     """
     for owner, _ in parameters:
-        owner.__class__ = converted_class(OwnForward, type(owner))
-    extend_class(module, Gathering, axis, read=tuple(parameters))
+        owner.__class__ = converted_class(ForwardWithShards, type(owner))
+    extend_class(module, GatherOnUse, axis, read=tuple(parameters))
 
 
 def _gathered_parameters(model: nn.Module, overrides: Overrides) -> list[tuple[ParallelModule, str]]:
-    """The shards that match the patterns: those in the module itself, if there are any, else those of all modules."""
+    """Find the shards that match the patterns: in the module itself if it has any, else in all modules."""
     found = [
         (module, own)
         for name, module in model.named_modules()
@@ -110,15 +112,15 @@ def _gathered_parameters(model: nn.Module, overrides: Overrides) -> list[tuple[P
 
 
 def _slice_inputs(
-    slices: Mapping[str, Callable[[Any], Any]],
+    slices: Mapping[str, InputSlice],
     names: list[str],
-    module: nn.Module,  # noqa: ARG001 - as hooks are called
-    inputs: tuple[Any, ...],
-    options: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward pre-hook: the local slices of arguments that have elements for each unit."""
+    _: nn.Module,
+    inputs: tuple[object, ...],
+    options: dict[str, object],
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """A forward pre-hook that slices arguments with elements for each unit."""
 
-    def local(name: str, value: Any) -> Any:
+    def local(name: str, value: object) -> object:
         return slices[name](value) if name in slices else value
 
     sliced = tuple(local(name, value) for name, value in zip(names, inputs, strict=False))

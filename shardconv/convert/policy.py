@@ -1,17 +1,16 @@
-"""Policies on a model: their layers become rules for the model's tensors, all else becomes module overrides.
+"""Compilation of policies to rules for a model's tensors and to module overrides.
 
 Owns the checks that policies fit the model. Does not change the model.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from shardconv.convert.classes import combined_class
-from shardconv.convert.modules import ParallelConv1D
 from shardconv.convert.overrides import Overrides
-from shardconv.convert.policy_paths import Block, Found
+from shardconv.convert.policy_paths import Block, ParameterTarget
 from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from shardconv.plan.family import Family
@@ -19,7 +18,7 @@ from shardconv.plan.policy import REPLICATE, Layer, Policy
 from shardconv.plan.rule import Rule, UnitRule
 
 
-class Compiled(NamedTuple):
+class CompiledPolicies(NamedTuple):
     """The rules and overrides of policies on one model.
 
     Attributes:
@@ -33,8 +32,8 @@ class Compiled(NamedTuple):
     overrides: list[Overrides]
 
 
-def policies_in(policy: Any) -> tuple[type[Policy], ...]:
-    """The policies of an argument: one class, or several in a list or tuple.
+def as_policies(policy: object) -> tuple[type[Policy], ...]:
+    """Return the policies of an argument: one class, or several in a list or tuple.
 
     Raises:
         TypeError: if it is something else.
@@ -48,8 +47,8 @@ def policies_in(policy: Any) -> tuple[type[Policy], ...]:
     return policies
 
 
-def compile_policies(model: nn.Module, policies: Sequence[type[Policy]], tp: int) -> Compiled:
-    """The rules and overrides of policies on a model.
+def compile_policies(model: nn.Module, policies: Sequence[type[Policy]], tp: int) -> CompiledPolicies:
+    """Compile policies to rules and overrides of a model.
 
     Raises:
         PlanError: if the model does not have what they name, they contradict each other, or do not fit its layers.
@@ -69,13 +68,13 @@ class _Compiler:
         self._owners: dict[nn.Module, str] = {}
         self._kinds: dict[nn.Module, type[ParallelLinear]] = {}
         self._classes: dict[nn.Module, type[nn.Module]] = {}
-        self._attributes: dict[tuple[nn.Module, str], Any] = {}
+        self._attributes: dict[tuple[nn.Module, str], object] = {}
 
     def add(self, policy: type[Policy]) -> None:
         """Add the rules and overrides of one policy, for all modules of its class."""
-        kind: Any = policy.original_layer_class()
+        kind = policy.original_layer_class()
         every = self._model.named_modules(remove_duplicate=False)
-        blocks = [Block(policy, name, module) for name, module in every if type(module) is kind]
+        blocks = [Block(policy, name, module) for name, module in every if _is_of_class(module, kind)]
         if not blocks:
             raise PlanError(
                 f"{policy.__name__}: {type(self._model).__name__} has no module of exactly the class "
@@ -86,22 +85,22 @@ class _Compiler:
             self._add_attributes(block)
         self._add_classes(blocks[0])
 
-    def result(self, name: str) -> Compiled:
-        """The rules and overrides of all policies that were added."""
+    def result(self, name: str) -> CompiledPolicies:
+        """Return the rules and overrides of all policies that were added."""
         _check_biases(self._owners, self._rules)
         _check_ties(self._model, self._rules)
         for module in self._classes:
             if module in self._owners:
                 raise PlanError(
-                    f"{name}: replace_modules gives {self._owners[module]} another class, and a layer names it: only "
-                    f"the layer's replace can do that"
+                    f"{name}: replace_modules gives {self._owners[module]} another class, and a layer names it: use "
+                    f"the layer's replace instead"
                 )
         units = {part: UnitRule(int(part)) for rule in self._rules.values() for part in rule.parts}
         family = Family(name, units=units, rules=(*self._rules.values(), REPLICATE))
-        return Compiled(family, self._kinds, self._overrides())
+        return CompiledPolicies(family, self._kinds, self._overrides())
 
     def _overrides(self) -> list[Overrides]:
-        values: dict[nn.Module, dict[str, Any]] = {module: {} for module in self._classes}
+        values: dict[nn.Module, dict[str, object]] = {module: {} for module in self._classes}
         for (module, name), value in self._attributes.items():
             values.setdefault(module, {})[name] = value
         return [
@@ -130,7 +129,7 @@ class _Compiler:
                 )
                 self._owners[found.owner] = found.name
                 if layer.replace is not None:
-                    self._kinds[found.owner] = _kind(block, layer.replace, style, found)
+                    self._kinds[found.owner] = _replacement_class(block, layer.replace, style, found)
 
     def _add_attributes(self, block: Block) -> None:
         arguments = block.policy.replace_arguments(getattr(self._model, "config", None), self._tp)
@@ -139,7 +138,7 @@ class _Compiler:
             if found is None:
                 continue
             _check_divides(block, path, found.value, value, self._tp)
-            key = (found.owner, found.key)
+            key = (found.module, found.name)
             if self._attributes.setdefault(key, value) != value:
                 raise block.error(f"attribute {path!r} is set twice, to {self._attributes[key]!r} and {value!r}")
 
@@ -154,8 +153,12 @@ class _Compiler:
                 raise block.error(f"replace_modules: another policy gives {old!r:.80} another class")
 
 
-def _check_fits(block: Block, layer: Layer, leaf: str, style: str, found: Found) -> None:
-    """Refuse a layer that the style would shard otherwise than the policy means, or whose class is not supported."""
+def _is_of_class(module: nn.Module, kind: object) -> bool:
+    return type(module) is kind
+
+
+def _check_fits(block: Block, layer: Layer, leaf: str, style: str, found: ParameterTarget) -> None:
+    """Refuse a layer whose class is not supported, or whose shape does not fit its style."""
     kind, shape = type(found.owner).__name__, list(found.value.shape)
     if leaf == "bias" or style not in ("colwise", "rowwise"):
         if leaf == "bias" and len(shape) != 1:
@@ -183,19 +186,19 @@ def _check_biases(owners: dict[nn.Module, str], rules: dict[str, Rule]) -> None:
 
 
 def _check_ties(model: nn.Module, rules: dict[str, Rule]) -> None:
-    """Refuse a tied parameter that the policies shard differently for the modules that share it."""
-    seen: dict[nn.Parameter, tuple[str, Any]] = {}
+    """Refuse a tied parameter that is sharded differently in the modules that share it."""
+    seen: dict[nn.Parameter, tuple[str, object]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         rule = rules.get(name, REPLICATE)
         first, how = seen.setdefault(parameter, (name, (rule.style, rule.parts, rule.transposed)))
         if how != (rule.style, rule.parts, rule.transposed):
             raise PlanError(
-                f"{name} is tied to {first}, and the policy does not shard both alike: name both, or untie them"
+                f"{name} is tied to {first}, and the policy shards them differently: name both, or untie them"
             )
 
 
-def _check_divides(block: Block, path: str, old: Any, new: Any, tp: int) -> None:
-    """Refuse a count that ``//`` has rounded down: some heads would be on no rank."""
+def _check_divides(block: Block, path: str, old: object, new: object, tp: int) -> None:
+    """Refuse a count that ``//`` rounded down: some heads would be on no rank."""
     if type(old) is int and type(new) is int and old % tp and new == old // tp:
         supported = ", ".join(str(size) for size in range(1, min(old, 256) + 1) if old % size == 0)
         raise block.error(
@@ -203,18 +206,18 @@ def _check_divides(block: Block, path: str, old: Any, new: Any, tp: int) -> None
         )
 
 
-def _kind(block: Block, kind: Any, style: str, found: Found) -> type[ParallelLinear]:
-    """The class that a layer becomes by the policy's ``replace``."""
+def _replacement_class(block: Block, kind: object, style: str, found: ParameterTarget) -> type[ParallelLinear]:
+    """Return the class that a layer becomes by the policy's ``replace``."""
     if not isinstance(found.owner, nn.Linear) and type(found.owner).__name__ != "Conv1D":
         raise block.error(f"{found.name}: replace is for linear layers, not for a {type(found.owner).__name__}")
-    other = ColumnParallelLinear if style == "rowwise" else RowParallelLinear
-    bases = getattr(kind, "__mro__", ())
-    if ParallelLinear not in bases or other in bases:
-        wanted = "RowParallelLinear" if style == "rowwise" else "ColumnParallelLinear"
+    pair: tuple[type[ParallelLinear], ...] = (ColumnParallelLinear, RowParallelLinear)
+    fits, other = reversed(pair) if style == "rowwise" else pair
+    if not (isinstance(kind, type) and issubclass(kind, ParallelLinear)) or issubclass(kind, other):
         raise block.error(
-            f"{found.name}: replace = {getattr(kind, '__name__', kind)} is not derived from shardconv.{wanted} or "
-            f"ParallelLinear: without replace the layer becomes what fits"
+            f"{found.name}: replace = {getattr(kind, '__name__', kind)} is not derived from shardconv.{fits.__name__} "
+            f"or ParallelLinear: without replace the layer becomes what fits"
         )
-    is_kept = isinstance(found.owner, nn.Linear) or ParallelConv1D in bases
-    chosen: type[ParallelLinear] = kind if is_kept else combined_class(kind, ParallelConv1D, kind)
-    return chosen
+    if kind is ParallelLinear:
+        return fits
+    combined: type[ParallelLinear] = kind if issubclass(kind, fits) else combined_class(kind, kind, fits)
+    return combined

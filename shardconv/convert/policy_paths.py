@@ -16,7 +16,7 @@ _STEP = re.compile(r"([^.\[\]]+)|\[(-?\d+)\]")
 _PATH = re.compile(rf"(?:{_STEP.pattern})(?:\.[^.\[\]]+|\[-?\d+\])*")
 
 
-class Found(NamedTuple):
+class _PathTarget(NamedTuple):
     """The value at the end of a path.
 
     Attributes:
@@ -26,10 +26,40 @@ class Found(NamedTuple):
         value: the value.
     """
 
-    owner: Any
+    owner: object
     key: str
     name: str
-    value: Any
+    value: object
+
+
+class ParameterTarget(NamedTuple):
+    """The parameter at the end of a path.
+
+    Attributes:
+        owner: the module that holds it.
+        key: its name there.
+        name: its name in the model.
+        value: the parameter.
+    """
+
+    owner: nn.Module
+    key: str
+    name: str
+    value: nn.Parameter
+
+
+class AttributeTarget(NamedTuple):
+    """The attribute at the end of a path.
+
+    Attributes:
+        module: the module that holds it.
+        name: its name there; ``config.FIELD`` for a field of the module's config.
+        value: its value.
+    """
+
+    module: nn.Module
+    name: str
+    value: object
 
 
 class Block:
@@ -48,15 +78,15 @@ class Block:
         self.name, self.module, self.policy = name, module, policy(module)
         self.policy_name = policy.__name__
         self.layers = [(style, layer) for role, style in STYLE_OF.items() for layer in getattr(self.policy, role)()]
-        if strange := next((layer for _, layer in self.layers if not isinstance(layer, Layer)), None):
-            raise self.error(f"{strange!r:.80} is not a shardconv.Layer")
+        if wrong := next((layer for _, layer in self.layers if not isinstance(layer, Layer)), None):
+            raise self.error(f"{wrong!r:.80} is not a shardconv.Layer")
 
     def error(self, problem: str) -> PlanError:
-        """An error that names the policy and the module."""
+        """Make an error that names the policy and the module."""
         return PlanError(f"{self.policy_name}, {type(self.module).__name__} {self.name or '(the model)'}: {problem}")
 
-    def tensor(self, layer: Layer, leaf: str) -> Found | None:
-        """The weight or the bias of a layer; None if it is missing and the policy allows that.
+    def tensor(self, layer: Layer, leaf: str) -> ParameterTarget | None:
+        """Find the weight or the bias of a layer; None if it is missing and the policy allows that.
 
         Raises:
             PlanError: if it is missing, or is not a parameter of an unsharded module.
@@ -71,45 +101,44 @@ class Block:
             raise self.error(f"{path!r} is a {type(found.value).__name__}, not a parameter of a module")
         if isinstance(found.owner, ParallelModule):
             raise self.error(f"{path!r} is already sharded: load the unsharded model to shard it otherwise")
-        return found
+        return ParameterTarget(found.owner, found.key, found.name, found.value)
 
-    def attribute(self, path: str) -> Found | None:
-        """An attribute to be set; None if its module is missing and the policy allows that.
-
-        A field of a module's config is found as an attribute ``config.FIELD`` of the module.
+    def attribute(self, path: str) -> AttributeTarget | None:
+        """Find an attribute to set; None if its module is missing and the policy allows that.
 
         Raises:
             PlanError: if it is missing, or belongs to an object that several modules may share.
         """
         found = self._find(path)
         if found is None:
-            if self._may_lack(path.rpartition(".")[0]):
+            if self._is_optional(path.rpartition(".")[0]):
                 return None
             raise self.error(f"has no attribute {path!r}, which replace_arguments sets")
         if isinstance(found.value, (Tensor, nn.Module)):
             raise self.error(f"attribute {path!r}: replace_arguments cannot set a {type(found.value).__name__}")
         if isinstance(found.owner, nn.Module):
-            return found
+            return AttributeTarget(found.owner, found.key, found.value)
         own = f"config.{found.key}"
         above = path.removesuffix(own)
-        module = self.module if not above else self._find(above.removesuffix(".")).value  # type: ignore[union-attr]
+        holder = self._find(above.removesuffix(".")) if above else None
+        module = self.module if holder is None else holder.value
         if above == path or not isinstance(module, nn.Module):
             raise self.error(f"attribute {path!r} is one of a {type(found.owner).__name__}, which others may share")
-        return found._replace(owner=module, key=own)
+        return AttributeTarget(module, own, found.value)
 
-    def _may_lack(self, module_path: str) -> bool:
-        """Whether a module is missing that holds only optional layers."""
+    def _is_optional(self, module_path: str) -> bool:
+        """Whether a module is missing that a policy names in optional layers only."""
         paths = [path for _, layer in self.layers if layer.ignore_checker for path in layer.paths.values()]
         is_named = any(path.startswith(f"{module_path}.") for path in paths)
         return is_named and self._find(module_path) is None
 
-    def _find(self, path: str) -> Found | None:
-        """The value at the end of a path; None if there is none."""
+    def _find(self, path: str) -> _PathTarget | None:
+        """Find the value at the end of a path; None if there is none."""
         if not isinstance(path, str) or not _PATH.fullmatch(path):
             raise self.error(f"{path!r:.80} is not a path (expected names separated by dots, and [number] for lists)")
         names = [self.name] if self.name else []
-        owner: Any = None
-        found: Any = self.module
+        owner: object = None
+        found: Any = self.module  # an object of the model, of any type
         for attribute, index in _STEP.findall(path):
             owner = found
             try:
@@ -118,4 +147,4 @@ class Block:
             except (AttributeError, IndexError, TypeError):
                 return None
             names.append(last)
-        return Found(owner, names[-1], ".".join(names), found)
+        return _PathTarget(owner, names[-1], ".".join(names), found)

@@ -7,25 +7,24 @@ and row parallel layers around these products.
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
 from shardconv.convert.classes import class_factory, new_class
-from shardconv.convert.modules import Multiplying
+from shardconv.convert.modules import ParallelProducts
 from shardconv.convert.recompile import recompiled
 
 #: Functions of two operands whose result is a product, besides the operator ``@``.
 _FUNCTIONS = ("einsum", "matmul", "bmm")
 #: Attributes of a parameter that may be read beside its products.
 _READABLE = ("dtype", "device")
-#: The method of :class:`Multiplying` that is applied to a product, by how its parameter is sharded.
+#: The method of :class:`ParallelProducts` that is applied to a product, by how its parameter is sharded.
 _OUTPUTS = {"rowwise": "product_output", "rowwise_shared": "shared_product"}
 
 
 @class_factory
-def multiplying(plain: type[nn.Module], products: tuple[tuple[str, str], ...]) -> type[Multiplying]:
-    """A class derived from a module's, with column and row parallel products with some of its parameters.
+def with_parallel_products(plain: type[nn.Module], products: tuple[tuple[str, str], ...]) -> type[ParallelProducts]:
+    """Derive a class from a module's: products with some of its parameters become column or row parallel.
 
     Args:
         plain: the class of the module.
@@ -34,22 +33,22 @@ def multiplying(plain: type[nn.Module], products: tuple[tuple[str, str], ...]) -
     Raises:
         ValueError: if a parameter is in no product, or is used otherwise.
     """
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     found: set[str] = set()
     for name, function in _methods(plain, [f"self.{own}" for own, _ in products]):
-        rewriter = _Products(dict(products))
+        rewriter = _ProductRewriter(dict(products))
         changed[name] = recompiled(function, rewriter)
         if rewriter.problem:
             raise ValueError(f"{function.__qualname__}: {rewriter.problem}: its rules are for other code")
         found |= rewriter.found
     if missing := sorted({name for name, _ in products} - found):
         raise ValueError(f"{plain.__qualname__} has no product with {', '.join(missing)}: its rules are for other code")
-    made: type[Multiplying] = new_class(plain, (Multiplying, plain), changed)
+    made: type[ParallelProducts] = new_class(plain, (ParallelProducts, plain), changed)
     return made
 
 
-def _methods(plain: type[nn.Module], texts: Sequence[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The methods of a class and of its bases whose source has one of these texts, but for ``__init__``."""
+def _methods(plain: type[nn.Module], texts: Sequence[str]) -> Iterator[tuple[str, Callable[..., object]]]:
+    """Yield the methods of a class and its bases whose source contains one of some texts, except ``__init__``."""
     bases = [base for base in plain.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
     for name in sorted({name for base in bases for name in vars(base)} - {"__init__"}):
         function = inspect.getattr_static(plain, name)
@@ -57,7 +56,7 @@ def _methods(plain: type[nn.Module], texts: Sequence[str]) -> Iterator[tuple[str
             yield name, function
 
 
-class _Products(ast.NodeTransformer):
+class _ProductRewriter(ast.NodeTransformer):
     """Insert the collectives around products.
 
     Attributes:
@@ -86,7 +85,7 @@ class _Products(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _name(self, node: ast.expr) -> str:
-        """The parameter that an operand is, or is indexed from; "" if it is neither."""
+        """Return the parameter that an operand is, or is indexed from; "" if it is neither."""
         while isinstance(node, ast.Subscript):
             node = node.value
         match node:
@@ -112,5 +111,5 @@ class _Products(ast.NodeTransformer):
 
 
 def _call(method: str, *values: ast.expr) -> ast.Call:
-    """A call of a method of the module."""
+    """Make a call of a method of the module."""
     return ast.Call(ast.Attribute(ast.Name("self", ast.Load()), method, ast.Load()), list(values), [])

@@ -1,4 +1,4 @@
-"""State dicts with full tensors, from and into modules whose parameters are sharded.
+"""State dicts with full tensors, of modules whose parameters are sharded.
 
 A full state dict has the names and shapes of the unsharded model at any tensor parallel size, so that training can
 continue at another one.
@@ -6,15 +6,16 @@ continue at another one.
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from shardconv.layers import ParallelModule
 
 
-def gather_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state dict of the unsharded model, on every rank. All ranks have to call it.
+def gather_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Gather the state dict of the unsharded model on every rank. All ranks have to call it.
 
     Args:
         module: a module, some of whose parameters are shards.
@@ -26,7 +27,7 @@ def gather_state_dict(module: nn.Module) -> dict[str, Any]:
     Example:
         >>> state = gather_state_dict(model)  # doctest: +SKIP
     """
-    state: dict[str, Any] = module.state_dict()
+    state: dict[str, Tensor] = module.state_dict()
     gathered: dict[Tensor, Tensor] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, ParallelModule):
@@ -39,15 +40,15 @@ def gather_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def load_full_state_dict(
-    module: nn.Module, state: Mapping[str, Any], *, strict: bool = True, assign: bool = False
-) -> Any:
+    module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True, assign: bool = False
+) -> _IncompatibleKeys:
     """Load the state dict of the unsharded model: each rank keeps its shards.
 
     Args:
         module: a module, some of whose parameters are shards.
         state: name to full tensor.
         strict: as in ``nn.Module.load_state_dict``.
-        assign: likewise; tied parameters stay tied, unless ``state`` has different tensors for them.
+        assign: as there; tied parameters stay tied, unless ``state`` has different tensors for them.
 
     Returns:
         The missing and unexpected keys, as ``nn.Module.load_state_dict``.
@@ -59,7 +60,7 @@ def load_full_state_dict(
     metadata = dict(getattr(state, "_metadata", {}))
     for prefix, _ in module.named_modules(remove_duplicate=False):
         metadata[prefix] = {**metadata.get(prefix, {}), "is_full": True}
-    full._metadata = metadata  # type: ignore[attr-defined] # noqa: SLF001 - where torch keeps it, and hands it down
+    vars(full)["_metadata"] = metadata  # where torch keeps it, and passes it to children
     ties = _ties(module) if assign else []
     result = module.load_state_dict(full, strict=strict, assign=assign)
     for owners in ties:
@@ -76,7 +77,7 @@ class _Owner(NamedTuple):
 
 
 def _ties(module: nn.Module) -> list[list[_Owner]]:
-    """The owners of each parameter that several modules share."""
+    """Find the owners of each parameter that several modules share."""
     owners: defaultdict[nn.Parameter, list[_Owner]] = defaultdict(list)
     for prefix, child in module.named_modules():
         for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
@@ -84,15 +85,15 @@ def _ties(module: nn.Module) -> list[list[_Owner]]:
     return [found for found in owners.values() if len(found) > 1]
 
 
-def _tie(owners: list[_Owner], state: Mapping[str, Any]) -> None:
+def _tie(owners: list[_Owner], state: Mapping[str, Tensor]) -> None:
     """Tie parameters again that torch replaced one by one, also those that are not in ``state``."""
     loaded = [owner for owner in owners if owner.key in state]
-    if loaded and all(_is_same(state[loaded[0].key], state[owner.key]) for owner in loaded):
+    if loaded and all(_is_same_tensor(state[loaded[0].key], state[owner.key]) for owner in loaded):
         parameter = loaded[0].module.get_parameter(loaded[0].name)
         for owner in owners:
             owner.module.register_parameter(owner.name, parameter)
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def _is_same_tensor(one: Tensor, other: Tensor) -> bool:
     is_view = not one.is_meta and one.data_ptr() == other.data_ptr() and one.shape == other.shape
     return one is other or (is_view and one.stride() == other.stride())

@@ -1,4 +1,4 @@
-"""Tied parameters: which modules share a parameter, inside a module that is converted and outside of it."""
+"""Tied parameters: the modules that share a parameter, inside and outside of a converted module."""
 
 import gc
 import sys
@@ -11,12 +11,12 @@ from torch import nn
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module itself, by name."""
+    """Return the parameters of a module itself, by name."""
     return dict(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def tied_modules(module: nn.Module, layers: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Other modules in ``module`` that share a parameter with one of the layers."""
+    """Find the other modules in ``module`` that share a parameter with one of the layers."""
     layers = list(layers)
     owned = {id(parameter) for layer in layers for parameter in own_parameters(layer).values()}
     return [
@@ -28,14 +28,14 @@ def tied_modules(module: nn.Module, layers: Iterable[nn.Module]) -> list[tuple[s
 
 
 def layer_label(module: nn.Module, name: str, layer: nn.Module) -> str:
-    """The name of a layer for messages, with the names of the layers that it is tied to."""
+    """Format the name of a layer for messages, with the names of the layers that it is tied to."""
     label = name or "the layer"
     tied = [other or type(child).__name__ for other, child in tied_modules(module, [layer])]
     return f"{label} (tied to {', '.join(tied)})" if tied else label
 
 
 def owner_outside(module: nn.Module, parameters: Sequence[nn.Parameter]) -> nn.Module | None:
-    """A module outside of ``module`` that holds one of the parameters; None if there is none.
+    """Find a module outside of ``module`` that holds one of the parameters; None if there is none.
 
     Args:
         module: a module.
@@ -48,7 +48,7 @@ def owner_outside(module: nn.Module, parameters: Sequence[nn.Parameter]) -> nn.M
     held_elsewhere = [one for one, count in counts if count - owners[id(one)] > _references_without_owner()]
     if not held_elsewhere or _find_owner(held_elsewhere, inside.keys()) is None:
         return None
-    gc.collect()  # it may be in a cycle that nothing refers to
+    gc.collect()  # the owner may be unreachable, in a reference cycle
     return _find_owner(held_elsewhere, inside.keys())
 
 
@@ -58,12 +58,12 @@ def _reference_counts(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 @cache
 def _references_without_owner() -> int:
-    """The result of :func:`_reference_counts` for a parameter that only the list refers to, in this Python version."""
+    """Count the references to a parameter that is in a list only, which depends on the version of Python."""
     return _reference_counts([nn.Parameter(torch.empty(0))])[0]
 
 
 def _find_owner(parameters: Sequence[nn.Parameter], inside: Collection[int]) -> nn.Module | None:
-    """As :func:`owner_outside`, by a search of all objects, which takes tenths of a second."""
+    """Search all objects for a module outside that holds a parameter; takes tenths of a second."""
     found = [referrer for referrer in gc.get_referrers(*parameters) if isinstance(referrer, dict)]
     outside = {id(referrer) for referrer in found}.difference(inside)
     if not outside:

@@ -15,12 +15,13 @@ tensor. No operation modifies its input; all results are contiguous, and not vie
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardconv.distributed.autograd import identity, with_gradient
 from shardconv.distributed.groups import Axis
 
 Box = tuple[slice, ...]
@@ -59,32 +60,34 @@ class Grid:
 
 def gather_blocks(block: Tensor, axis: Axis, grid: Grid) -> Tensor:
     """All-gather the blocks of all ranks into the full tensor of shape ``grid.shape``."""
-    return _Gather.apply(block, axis, grid)
+    return with_gradient(block, partial(_gather, axis=axis, grid=grid), partial(take_block, axis=axis, grid=grid))
 
 
 def take_block(full: Tensor, axis: Axis, grid: Grid) -> Tensor:
     """Return the local block of a replicated tensor."""
-    return _Take.apply(full, axis, grid)
+    return with_gradient(full, partial(_take, box=grid.box(axis.rank)), partial(gather_blocks, axis=axis, grid=grid))
 
 
 def exchange_blocks(block: Tensor, axis: Axis, source: Grid, target: Grid) -> Tensor:
     """Return the local block of ``target`` from the blocks of ``source``; both grids divide the same tensor."""
-    return _Exchange.apply(block, axis, source, target)
+    run = partial(_exchange, axis=axis, source=source, target=target)
+    return with_gradient(block, run, partial(exchange_blocks, axis=axis, source=target, target=source))
 
 
 def reduce_scatter_blocks(summand: Tensor, axis: Axis, grid: Grid) -> Tensor:
     """Return the local block of the sum over ranks."""
-    return _ReduceScatter.apply(summand, axis, grid)
+    run = partial(_reduce_scatter, axis=axis, grid=grid)
+    return with_gradient(summand, run, partial(gather_blocks, axis=axis, grid=grid))
 
 
 def place_block(block: Tensor, axis: Axis, grid: Grid) -> Tensor:
     """Return a tensor of shape ``grid.shape`` that is zero outside the local block."""
-    return _Place.apply(block, axis, grid)
+    return with_gradient(block, partial(_place, axis=axis, grid=grid), partial(take_block, axis=axis, grid=grid))
 
 
 def place_full(full: Tensor, axis: Axis) -> Tensor:
     """Return the tensor on rank 0, and zeros on the other ranks."""
-    return _PlaceFull.apply(full, axis)
+    return with_gradient(full, _copied if axis.rank == 0 else torch.zeros_like, identity)
 
 
 def _shape(box: Box) -> tuple[int, ...]:
@@ -145,68 +148,15 @@ def _exchange(block: Tensor, axis: Axis, source: Grid, target: Grid) -> Tensor:
     return output
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, block: Tensor, axis: Axis, grid: Grid) -> Tensor:
-        ctx.axis, ctx.grid = axis, grid
-        return _gather(block, axis, grid)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Take.apply(grad, ctx.axis, ctx.grid), None, None
+def _take(full: Tensor, box: Box) -> Tensor:
+    return _copied(full[box])
 
 
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, axis: Axis, grid: Grid) -> Tensor:
-        ctx.axis, ctx.grid = axis, grid
-        return full[grid.box(axis.rank)].clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Gather.apply(grad, ctx.axis, ctx.grid), None, None
+def _place(block: Tensor, axis: Axis, grid: Grid) -> Tensor:
+    full = block.new_zeros(grid.shape)
+    full[grid.box(axis.rank)] = block
+    return full
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, block: Tensor, axis: Axis, source: Grid, target: Grid) -> Tensor:
-        ctx.axis, ctx.source, ctx.target = axis, source, target
-        return _exchange(block, axis, source, target)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchange.apply(grad, ctx.axis, ctx.target, ctx.source), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, summand: Tensor, axis: Axis, grid: Grid) -> Tensor:
-        ctx.axis, ctx.grid = axis, grid
-        return _reduce_scatter(summand, axis, grid)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Gather.apply(grad, ctx.axis, ctx.grid), None, None
-
-
-class _Place(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, block: Tensor, axis: Axis, grid: Grid) -> Tensor:
-        ctx.axis, ctx.grid = axis, grid
-        full = block.new_zeros(grid.shape)
-        full[grid.box(axis.rank)] = block
-        return full
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Take.apply(grad, ctx.axis, ctx.grid), None, None
-
-
-class _PlaceFull(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, full: Tensor, axis: Axis) -> Tensor:
-        return full.clone(memory_format=torch.contiguous_format) if axis.rank == 0 else torch.zeros_like(full)
-
-    @staticmethod
-    def backward(_: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.view_as(grad), None
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)

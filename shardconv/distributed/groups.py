@@ -1,12 +1,12 @@
 """Process groups per parallel axis: tensor, data and pipeline.
 
-Holds the only global state, the current groups, and resolves ``group=`` arguments. Built on torch's DeviceMesh.
+Holds the current groups, the only global state, and resolves ``group=`` arguments. Built on torch's DeviceMesh.
 """
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -77,19 +77,20 @@ class Axis:
 
         Messages on the channel are not collectives of torch, so counters of those do not see them.
         """
-        channel = None if self.size == 1 else SharedMemoryChannel.open(self.size, self.rank, self.group)
-        return replace(self, channel=channel)
+        if self.size == 1 or self.group is None:
+            return self
+        return replace(self, channel=SharedMemoryChannel.open(self.size, self.rank, self.group))
 
     @property
     def message_device(self) -> torch.device:
         """Device for tensors that exist only to be sent, such as flags and counts."""
         return message_device(self.group)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return this axis: a copy of a layer uses the same processes."""
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle without the process group; unpickling looks up an existing axis of the same ranks."""
         return _restore_axis, (self.name, self.rank, self.ranks)
 
@@ -131,7 +132,13 @@ class ParallelGroups:
         return len(self.ranks)
 
 
-_current: ParallelGroups | None = None
+class _State:
+    """The only global state."""
+
+    groups: ParallelGroups | None = None
+
+
+_current = _State()
 
 
 def init_parallel(
@@ -165,7 +172,6 @@ def init_parallel(
         >>> groups.tensor.size, groups.size, current_groups() is groups
         (1, 1, True)
     """
-    global _current  # noqa: PLW0603 - the only global state
     world = dist.get_world_size() if dist.is_initialized() else launched_size()
     members = tuple(range(world)) if ranks is None else check_ranks(ranks, world)
     source = "of the world" if ranks is None else f"in ranks={list(ranks)}"
@@ -173,15 +179,16 @@ def init_parallel(
     sizes = tuple(by_name[name] for name in _NAMES)
     if world == 1 and not dist.is_initialized():
         axes = {name: Axis(name, 0, 1, (0,), None) for name in _NAMES}
-        _current = ParallelGroups(**axes, mesh=None, ranks=members)
-        return _current
+        _current.groups = ParallelGroups(**axes, mesh=None, ranks=members)
+        return _current.groups
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if ranks is None:
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_NAMES)
     else:
         mesh = mesh_over(members, sizes, _NAMES, device_type)
-    _current = ParallelGroups(**{name: _mesh_axis(mesh[name]) for name in _NAMES}, mesh=mesh, ranks=members)
-    return _current
+    axes = {name: _mesh_axis(mesh[name]) for name in _NAMES}
+    _current.groups = ParallelGroups(**axes, mesh=mesh, ranks=members)
+    return _current.groups
 
 
 def current_groups() -> ParallelGroups:
@@ -190,20 +197,19 @@ def current_groups() -> ParallelGroups:
     Raises:
         RuntimeError: if :func:`init_parallel` was not called.
     """
-    if _current is None:
+    if _current.groups is None:
         raise RuntimeError("parallel groups are not initialized: call shardconv.init_parallel(tensor=...) first")
-    return _current
+    return _current.groups
 
 
 def has_groups() -> bool:
     """Whether :func:`init_parallel` was called."""
-    return _current is not None
+    return _current.groups is not None
 
 
 def destroy_parallel() -> None:
     """Clear the current groups, and destroy the process groups of ``torch.distributed`` if it is initialized."""
-    global _current  # noqa: PLW0603 - the only global state
-    _current = None
+    _current.groups = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -223,11 +229,12 @@ def as_axis(group: GroupLike = None) -> Axis:
     if isinstance(group, Axis):
         return group
     if group is None:
-        if _current is not None:
-            return _current.tensor
+        if _current.groups is not None:
+            return _current.groups.tensor
         if not dist.is_initialized():
             return _single_axis()
         group = dist.group.WORLD
+        assert group is not None
     if isinstance(group, DeviceMesh):
         return _mesh_axis(group)
     return _group_axis("tensor", group)
@@ -251,7 +258,8 @@ def _single_axis() -> Axis:
 def _restore_axis(name: str, rank: int, ranks: tuple[int, ...]) -> Axis:
     if len(ranks) == 1:
         return Axis(name, 0, 1, ranks, None)
-    axes = [as_axis()] if _current is None else [_current.tensor, _current.data, _current.pipeline]
+    groups = _current.groups
+    axes = [as_axis()] if groups is None else [groups.tensor, groups.data, groups.pipeline]
     for axis in axes:
         if (axis.rank, axis.ranks) == (rank, ranks):
             return axis
@@ -269,7 +277,7 @@ def _mesh_axis(mesh: DeviceMesh) -> Axis:
     return _group_axis(name, mesh.get_group())
 
 
-def _group_axis(name: str, group: Any) -> Axis:
+def _group_axis(name: str, group: dist.ProcessGroup) -> Axis:
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(f"global rank {dist.get_rank()} is not in the group: call this only on ranks of the group")

@@ -6,7 +6,6 @@ Only the members take part; torch's default functions involve all processes.
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.distributed_c10d import _world
 _TAG = 0x5C0C
 
 #: World group to the groups that :func:`group_over` created in it, by ranks. Weak, so destroyed worlds are dropped.
-_group_cache: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+_group_cache: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def new_members_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:

@@ -17,12 +17,12 @@ rank.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardconv.distributed.autograd import identity, with_gradient
 from shardconv.distributed.groups import Axis, GroupLike, as_axis
 
 _SUM = dist.ReduceOp.SUM
@@ -47,13 +47,13 @@ def copy_to_tp(input: Tensor, *, group: GroupLike = None) -> Tensor:
         [*], the same values.
     """
     axis = as_axis(group)
-    return input if axis.size == 1 else _Copy.apply(input, axis)
+    return input if axis.size == 1 else with_gradient(input, identity, partial(reduce_from_tp, group=axis))
 
 
 def reduce_from_tp(
     input: Tensor,
     *,
-    op: Any = _SUM,
+    op: dist.ReduceOp.RedOpType = _SUM,
     group: GroupLike = None,
 ) -> Tensor:
     """All-reduce a tensor.
@@ -70,7 +70,10 @@ def reduce_from_tp(
         RuntimeError: in the backward pass, if ``op`` is not the sum.
     """
     axis = as_axis(group)
-    return input if axis.size == 1 else _Reduce.apply(input, axis, op)
+    if axis.size == 1:
+        return input
+    gradient = partial(copy_to_tp, group=axis) if op == _SUM else _no_gradient
+    return with_gradient(input, partial(_all_reduce, axis=axis, op=op), gradient)
 
 
 def scatter_to_tp(input: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor:
@@ -93,7 +96,9 @@ def scatter_to_tp(input: Tensor, dim: int = -1, *, group: GroupLike = None) -> T
             f"cannot scatter shape {list(input.shape)}: size {input.shape[dim]} of dim {dim} is not a multiple of "
             f"{axis.size} ranks"
         )
-    return input if axis.size == 1 else _Scatter.apply(input, axis, dim)
+    if axis.size == 1:
+        return input
+    return with_gradient(input, partial(_chunk, axis=axis, dim=dim), partial(gather_from_tp, dim=dim, group=axis))
 
 
 def gather_from_tp(input: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor:
@@ -108,7 +113,9 @@ def gather_from_tp(input: Tensor, dim: int = -1, *, group: GroupLike = None) -> 
         [..., n * tp, ...], the same on every rank, contiguous.
     """
     axis = as_axis(group)
-    return input if axis.size == 1 else _Gather.apply(input, axis, dim)
+    if axis.size == 1:
+        return input
+    return with_gradient(input, partial(_all_gather, axis=axis, dim=dim), partial(scatter_to_tp, dim=dim, group=axis))
 
 
 def _gather_in_memory(input: Tensor, axis: Axis, purpose: str) -> Tensor | None:
@@ -118,7 +125,11 @@ def _gather_in_memory(input: Tensor, axis: Axis, purpose: str) -> Tensor | None:
     return axis.channel.all_gather(input, purpose)
 
 
-def _all_reduce(input: Tensor, axis: Axis, op: Any = _SUM) -> Tensor:
+def _no_gradient(_: Tensor) -> Tensor:
+    raise RuntimeError("only the sum over ranks has a gradient: detach the input of other reductions")
+
+
+def _all_reduce(input: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
     if op in _LOCAL_REDUCTIONS and (gathered := _gather_in_memory(input, axis, str(op))) is not None:
         return _LOCAL_REDUCTIONS[op](gathered).to(input.dtype)
     output = input.clone(memory_format=torch.contiguous_format)
@@ -138,49 +149,3 @@ def _all_gather(input: Tensor, axis: Axis, dim: int) -> Tensor:
     chunks = input.new_empty(axis.size * input.numel())
     dist.all_gather_single(chunks, input.contiguous().view(-1), group=axis.group)
     return chunks.view(axis.size, *input.shape).movedim(0, dim).flatten(dim, dim + 1).contiguous()
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Reduce.apply(grad, ctx.axis, _SUM), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, axis: Axis, op: Any) -> Tensor:
-        ctx.axis, ctx.is_sum = axis, op == _SUM
-        return _all_reduce(input, axis, op)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if not ctx.is_sum:
-            raise RuntimeError("only the sum over ranks has a gradient: detach the input of other reductions")
-        return _Copy.apply(grad, ctx.axis), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _chunk(input, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Gather.apply(grad, ctx.axis, ctx.dim), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _all_gather(input, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Scatter.apply(grad, ctx.axis, ctx.dim), None, None

@@ -20,7 +20,7 @@ import weakref
 import zlib
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,9 @@ class SharedMemoryChannel:
         pids: process ids of all ranks.
     """
 
-    def __init__(self, memory: mmap.mmap, libc: Any, rank: int, pidfds: dict[int, int], timeout: timedelta) -> None:
+    def __init__(
+        self, memory: mmap.mmap, libc: ctypes.CDLL, rank: int, pidfds: dict[int, int], timeout: timedelta
+    ) -> None:
         self.rank, self.pids = rank, list(pidfds)
         self._libc, self._timeout = libc, timeout.total_seconds()
         self._sequence, self._is_broken, self._lock = 0, False, threading.Lock()
@@ -62,7 +64,7 @@ class SharedMemoryChannel:
         self._first_semaphore = semaphores.data_ptr()
 
     @classmethod
-    def open(cls, ranks: int, rank: int, group: Any) -> Self | None:
+    def open(cls, ranks: int, rank: int, group: dist.ProcessGroup) -> Self | None:
         """Open a channel between the ranks of a group. All ranks call it.
 
         The memory is anonymous, so it is freed when the processes exit.
@@ -78,7 +80,7 @@ class SharedMemoryChannel:
         size, token = sum(_section_sizes(ranks)), os.urandom(16)
         created = _create(ranks, size, token) if rank == 0 else None
         location = None if created is None else (f"/proc/{os.getpid()}/fd/{created[0]}", token)
-        gathered: list[Any] = [None] * ranks
+        gathered: list[tuple[int, tuple[str, bytes] | None]] = [(0, None)] * ranks
         dist.all_gather_object(gathered, (os.getpid(), location), group=group)
         opened = None
         if (location := gathered[0][1]) is not None:
@@ -171,7 +173,7 @@ class SharedMemoryChannel:
         return bool(self._libc.sem_timedwait(semaphore, _TimeSpec(int(until), int(until % 1 * 1e9))) == 0)
 
 
-def _create(ranks: int, size: int, token: bytes) -> tuple[int, mmap.mmap, Any] | None:
+def _create(ranks: int, size: int, token: bytes) -> tuple[int, mmap.mmap, ctypes.CDLL] | None:
     """Create the shared memory: its descriptor, its mapping and libc; None if the system does not support it."""
     descriptor = -1
     try:
@@ -188,7 +190,7 @@ def _create(ranks: int, size: int, token: bytes) -> tuple[int, mmap.mmap, Any] |
     return descriptor, memory, libc
 
 
-def _join(path: str, token: bytes, size: int) -> tuple[mmap.mmap, Any] | None:
+def _join(path: str, token: bytes, size: int) -> tuple[mmap.mmap, ctypes.CDLL] | None:
     """Map the memory that rank 0 created; None if it is not accessible, as on another machine."""
     try:
         descriptor = os.open(path, os.O_RDWR)
@@ -223,7 +225,7 @@ def _section_sizes(ranks: int) -> list[int]:
     return [ranks**2 * _SEMAPHORE_BYTES, 2 * ranks * (_HEADER_BYTES + SLOT_BYTES)]
 
 
-def _libc() -> Any:
+def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None)
     for name in ("sem_init", "sem_post", "sem_trywait", "sem_timedwait"):
         getattr(libc, name).restype = ctypes.c_int

@@ -15,7 +15,7 @@ from shardconv.convert.model import DTYPE_NAMES
 from shardconv.engines.rank_tensor import HeldShard, RankTensor, positions_of
 from shardconv.errors import PlanError, WorldSizeError
 from shardconv.plan.plan import TensorSpec
-from shardconv.runtime.load import check_config
+from shardconv.runtime.model_config import check_config
 
 #: torch dtypes by their names in safetensors.
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}

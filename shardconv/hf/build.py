@@ -11,8 +11,8 @@ from shardconv.errors import RunError
 from shardconv.hf.classes import model_class
 from shardconv.hf.heads import head_sizes, merge_fields, real_counts, real_heads, with_heads
 from shardconv.hf.isolation import isolated
-from shardconv.hf.protocols import Config, Model
 from shardconv.hf.small import SAME, small_fields
+from shardconv.protocols import ModelConfig, PretrainedModel
 
 #: The most parameters of a small model. A larger one has a config field that small.toml does not cover.
 MAX_NUMEL = 20_000_000
@@ -21,7 +21,9 @@ MAX_NUMEL = 20_000_000
 _DECODERS = ("CausalLM", "LMHeadModel", "WithLMHead")
 
 
-def build_on_meta(kind: type[Model], config: Config, *, dtype: torch.dtype | None = None) -> Model:
+def build_on_meta(
+    kind: type[PretrainedModel], config: ModelConfig, *, dtype: torch.dtype | None = None
+) -> PretrainedModel:
     """Build a model on the meta device, in eval mode, from a copy of the config.
 
     Args:
@@ -34,7 +36,9 @@ def build_on_meta(kind: type[Model], config: Config, *, dtype: torch.dtype | Non
     return model.eval()
 
 
-def small_model(config: Mapping[str, object], *, has_real_heads: bool = False, heads: int | None = None) -> Model:
+def small_model(
+    config: Mapping[str, object], *, has_real_heads: bool = False, heads: int | None = None
+) -> PretrainedModel:
     """Build a small, randomly initialized model of the class that a config names.
 
     Args:
@@ -59,7 +63,7 @@ def small_model(config: Mapping[str, object], *, has_real_heads: bool = False, h
 
 
 @isolated()
-def build_small(kind: type[Model], config: Config) -> Model:
+def build_small(kind: type[PretrainedModel], config: ModelConfig) -> PretrainedModel:
     """Build a randomly initialized model in float32.
 
     Args:

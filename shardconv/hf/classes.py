@@ -16,7 +16,7 @@ from shardconv.errors import RunError, one_line
 from shardconv.hf.package import import_transformers
 
 if TYPE_CHECKING:
-    from shardconv.hf.protocols import Config, Model
+    from shardconv.protocols import ModelConfig, PretrainedModel
 
 
 class ModelClass(NamedTuple):
@@ -27,8 +27,8 @@ class ModelClass(NamedTuple):
         config: a ``PreTrainedConfig``, without the settings of quantization.
     """
 
-    kind: "type[Model]"
-    config: "Config"
+    kind: "type[PretrainedModel]"
+    config: "ModelConfig"
 
 
 def model_class(config: Mapping[str, object], folder: Path | None = None, *, is_trusted: bool = False) -> ModelClass:
@@ -66,9 +66,9 @@ def _class_of_transformers(config: Mapping[str, object], folder: Path | None) ->
     return ModelClass(kind, _read_config(config, folder, is_trusted=False))
 
 
-def _named_class(config: Mapping[str, object], folder: Path | None) -> "type[Model]":
+def _named_class(config: Mapping[str, object], folder: Path | None) -> "type[PretrainedModel]":
     """The class of transformers with the name in ``architectures``."""
-    kind: type[Model] | None = getattr(import_transformers(), _architecture(config) or "", None)
+    kind: type[PretrainedModel] | None = getattr(import_transformers(), _architecture(config) or "", None)
     if kind is None or not hasattr(kind, "config_class"):
         raise _unknown(config, folder)
     return kind
@@ -102,12 +102,12 @@ def _architecture(config: Mapping[str, object]) -> str | None:
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
-def _read_config(config: Mapping[str, object], folder: Path | None, *, is_trusted: bool) -> "Config":
+def _read_config(config: Mapping[str, object], folder: Path | None, *, is_trusted: bool) -> "ModelConfig":
     """The config as an object of its class."""
     transformers = import_transformers()
     try:
         with _written(config, folder) as path:
-            made: Config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=is_trusted)
+            made: ModelConfig = transformers.AutoConfig.from_pretrained(path, trust_remote_code=is_trusted)
             return made
     except Exception as error:
         model_type, known = config.get("model_type"), transformers.CONFIG_MAPPING
@@ -129,8 +129,8 @@ def _written(config: Mapping[str, object], folder: Path | None) -> Iterator[Path
         yield Path(name)
 
 
-def _class_in_folder(reference: str, folder: Path) -> "type[Model]":
+def _class_in_folder(reference: str, folder: Path) -> "type[PretrainedModel]":
     """A class in code of a checkpoint, as ``auto_map`` refers to it."""
     dynamic_modules = import_transformers("dynamic_module_utils")
-    kind: type[Model] = dynamic_modules.get_class_from_dynamic_module(reference, folder)
+    kind: type[PretrainedModel] = dynamic_modules.get_class_from_dynamic_module(reference, folder)
     return kind

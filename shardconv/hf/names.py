@@ -14,7 +14,7 @@ from torch import Tensor
 from shardconv.convert.classes import new_class
 from shardconv.hf.isolation import isolated
 from shardconv.hf.package import import_transformers
-from shardconv.hf.protocols import Config, Model
+from shardconv.protocols import ModelConfig, PretrainedModel
 
 #: Name on disk to name in memory, and the converter if transformers makes the tensor from several.
 Rename = Callable[[str], tuple[str, object]]
@@ -39,7 +39,7 @@ class NameMatch(NamedTuple):
     failed: Mapping[str, str]
 
 
-def match_names(kind: type[Model], config: Config, shapes: Mapping[str, tuple[int, ...]]) -> NameMatch:
+def match_names(kind: type[PretrainedModel], config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> NameMatch:
     """Load tensors without values into a model class, and report the names and shapes that do not match.
 
     Args:
@@ -108,12 +108,12 @@ def _on_disk(names: Iterable[str], sources: Mapping[str, list[str]]) -> frozense
     return frozenset(source for name in names for source in sources.get(name, [name]))
 
 
-def _recording(kind: type[Model], loaded: _Loaded) -> type[Model]:
+def _recording(kind: type[PretrainedModel], loaded: _Loaded) -> type[PretrainedModel]:
     """A subclass of a model class that keeps all tensors on the meta device and records what was loaded."""
     loading = import_transformers("core_model_loading")
 
     def load(
-        model: Model, state_dict: dict[str, Tensor], files: object, settings: Any, *arguments: object
+        model: PretrainedModel, state_dict: dict[str, Tensor], files: object, settings: Any, *arguments: object
     ) -> tuple[Any, object]:
         mapping = copy.deepcopy(settings.weight_mapping or [])
         renamings = [entry for entry in mapping if isinstance(entry, loading.WeightRenaming)]
@@ -136,5 +136,7 @@ def _recording(kind: type[Model], loaded: _Loaded) -> type[Model]:
         """Tensors on the meta device need no values."""
 
     skipped = dict.fromkeys(("_move_missing_keys_from_meta_to_device", "_initialize_missing_keys"), skip)
-    recording: type[Model] = new_class(kind, (kind,), {"_load_pretrained_model": staticmethod(load), **skipped})
+    recording: type[PretrainedModel] = new_class(
+        kind, (kind,), {"_load_pretrained_model": staticmethod(load), **skipped}
+    )
     return recording

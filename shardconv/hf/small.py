@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardconv.hf.protocols import Config
+    from shardconv.protocols import ModelConfig
 
 #: The number of heads of most small models.
 HEADS = 4
@@ -32,7 +32,7 @@ def _table() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("small.toml").read_text("utf-8"))
 
 
-def default_config(kind: "type[Config]") -> dict[str, Any]:
+def default_config(kind: "type[ModelConfig]") -> dict[str, Any]:
     """The fields of a config class by default, with values for fields that do not have a default.
 
     Args:

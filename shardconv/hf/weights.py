@@ -15,9 +15,9 @@ from shardconv.convert.classes import new_class
 from shardconv.errors import RunError, one_line
 from shardconv.hf.classes import ModelClass
 from shardconv.hf.package import import_transformers
-from shardconv.hf.protocols import Model
 from shardconv.hf.rotary import permute_local_heads
 from shardconv.plan.unused import known_unused
+from shardconv.protocols import PretrainedModel
 
 
 def load_shards(
@@ -28,7 +28,7 @@ def load_shards(
     *,
     dtype: torch.dtype | None = None,
     unused: Sequence[str] = (),
-) -> Model:
+) -> PretrainedModel:
     """Build a model on the meta device, convert it, and load a rank's tensors into it.
 
     Args:
@@ -44,12 +44,12 @@ def load_shards(
     """
     kind = model_class.kind
 
-    def build(self: Model, *arguments: Any, **options: Any) -> None:
+    def build(self: PretrainedModel, *arguments: Any, **options: Any) -> None:
         kind.__init__(self, *arguments, **options)
         self.__class__ = kind  # the conversion may change it
         convert(self)
 
-    model: Model
+    model: PretrainedModel
     converted = new_class(kind, (kind,), {"__init__": build})
     try:
         with permute_local_heads():
@@ -68,7 +68,7 @@ def load_shards(
     return model
 
 
-def _read_generation_config(model: Model, folder: Path) -> None:
+def _read_generation_config(model: PretrainedModel, folder: Path) -> None:
     if not ((folder / "generation_config.json").is_file() and model.can_generate()):
         return
     try:
@@ -80,7 +80,9 @@ def _read_generation_config(model: Model, folder: Path) -> None:
         ) from error
 
 
-def load_unsharded(kind: type[Model], folder: Path, *, unused: Sequence[str] = (), is_trusted: bool = False) -> Model:
+def load_unsharded(
+    kind: type[PretrainedModel], folder: Path, *, unused: Sequence[str] = (), is_trusted: bool = False
+) -> PretrainedModel:
     """Load the unsharded model that ``--check`` compares with, in float32.
 
     Args:
@@ -92,7 +94,7 @@ def load_unsharded(kind: type[Model], folder: Path, *, unused: Sequence[str] = (
     Raises:
         RunError: if the model cannot be loaded, a parameter has no tensor, or a tensor no parameter.
     """
-    model: Model
+    model: PretrainedModel
     try:
         model, report = kind.from_pretrained(
             folder,

@@ -1,15 +1,19 @@
-"""Tensor-parallel layers: their parameters are sharded over the ranks of the tensor axis, their results are torch's."""
+"""Tensor-parallel layers: parameters are sharded over the ranks of the tensor axis, results equal those of torch."""
 
 from shardconv.layers import functional, init
+from shardconv.layers.column_linear import ColumnParallelLinear, VocabParallelClassifier
 from shardconv.layers.dropout import ParallelDropout
 from shardconv.layers.embedding import ParallelEmbedding, VocabParallelEmbedding
-from shardconv.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear, VocabParallelClassifier
+from shardconv.layers.linear import ParallelLinear
+from shardconv.layers.lora import LoRALinear
 from shardconv.layers.loss import ParallelCrossEntropyLoss
+from shardconv.layers.row_linear import RowParallelLinear
 from shardconv.layers.sharding import ParallelModule
 from shardconv.layers.tags import RegisterParallelDim, get_parallel_dim
 
 __all__ = [
     "ColumnParallelLinear",
+    "LoRALinear",
     "ParallelCrossEntropyLoss",
     "ParallelDropout",
     "ParallelEmbedding",

@@ -1,4 +1,4 @@
-"""Dropout for replicated and sharded tensors, and the checks that ranks are seeded alike."""
+"""Dropout for replicated and sharded tensors, and checks that all ranks have the same random state."""
 
 import hashlib
 import itertools
@@ -79,7 +79,7 @@ def check_seeds(axis: Axis, device: torch.device, *, has_others: bool = False) -
     Args:
         axis: the ranks.
         device: device whose generator is compared, beside that of the CPU.
-        has_others: also compare those of Python and numpy, which differ unless they are seeded.
+        has_others: also compare the generators of Python and numpy.
 
     Raises:
         RuntimeError: if they differ.
@@ -104,7 +104,7 @@ _numbers = itertools.count()
 class SeedCheck:
     """:func:`check_seeds` in every forward pass, also of a compiled graph.
 
-    Dynamo cannot trace the check, so it is a custom operator. It modifies a tensor, so that it is not eliminated.
+    Dynamo cannot trace the check, so it is a custom operator. It modifies a tensor so that the compiler keeps it.
 
     Args:
         axis: the ranks.
@@ -115,7 +115,7 @@ class SeedCheck:
         _axes[self._number] = axis
 
     def __reduce__(self) -> tuple[type["SeedCheck"], tuple[Axis]]:
-        """A copy has a number of its own, which other processes would not know."""
+        """Pickle the axis only: the number is valid in this process only."""
         return SeedCheck, (self.axis,)
 
     def __call__(self, device: torch.device, *, has_others: bool) -> None:
@@ -144,7 +144,7 @@ _check_seeds.register_fake(lambda *_: None)
 
 
 def _other_seeds() -> Tensor:
-    """A digest of the states of Python's and numpy's generators: some models use them for masks, or to drop layers."""
+    """Return a digest of the states of Python's and numpy's generators; some models use them for masks or LayerDrop."""
     states = repr((random.getstate(), [field.tolist() for field in map(numpy.asarray, numpy.random.get_state())]))
     return torch.frombuffer(bytearray(hashlib.sha256(states.encode()).digest()), dtype=torch.uint8)
 
@@ -172,7 +172,7 @@ def _state_of_first_rank(state: Tensor, axis: Axis, device: torch.device) -> Ten
 
 @torch.library.custom_op("shardconv::dropout_mask", mutates_args=())
 def _mask(input: Tensor, seed: Tensor, rank: int, keep: float) -> Tensor:
-    """A mask of ones with probability ``keep``, else zeros, in the shape of ``input``, from seed and rank alone."""
+    """Draw a mask shaped like ``input``: 1 with probability ``keep``, else 0. It depends on seed and rank only."""
     generator = torch.Generator(input.device).manual_seed((int(seed) + rank * 0x9E3779B97F4A7C15) % 2**63)
     return torch.empty_like(input).bernoulli_(keep, generator=generator)
 

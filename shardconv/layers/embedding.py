@@ -1,167 +1,18 @@
 """Vocabulary-parallel and embedding-dim-parallel embeddings, with all options of nn.Embedding."""
 
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor, nn
 
-from shardconv.distributed import Axis, GroupLike, as_axis, reduce_from_tp
+from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.layers.init import Initializer, fill_shard_, get_initializer
-from shardconv.layers.sharding import ParallelModule, even_placement, gather_shards, public_function, take_shard
+from shardconv.layers.lookup import look_up, table_placement
+from shardconv.layers.sharding import ParallelModule, public_function, take_shard
 from shardconv.layers.tags import check_tag
-from shardconv.plan.placement import Interval, Placement, intervals
+from shardconv.plan.placement import Placement
 
-#: ``dim`` to the dim of the embedding table that is sharded.
-_TABLE_DIM = {None: None, 0: 0, -1: 1, 1: 1}
-
-
-def _table_placement(num_embeddings: int, embedding_dim: int, dim: int | None, tp: int) -> Placement | None:
-    if dim not in _TABLE_DIM:
-        raise ValueError(
-            f"dim is not supported (got {dim!r}, expected None for unsharded, 0 for the vocabulary, 1 or -1 for the "
-            f"embedding dim)"
-        )
-    if dim is None:
-        return None
-    size, what = ((num_embeddings, "num_embeddings"), (embedding_dim, "embedding_dim"))[_TABLE_DIM[dim] or 0]
-    return even_placement(_TABLE_DIM[dim] or 0, (size,), tp, pad=dim == 0, what=what)
-
-
-def parallel_embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-    num_embeddings: int | None = None,
-    dim: int | None = None,
-    *,
-    gather_output: bool = True,
-    group: GroupLike = None,
-) -> Tensor:
-    """Apply ``F.embedding`` to a shard of the embedding table.
-
-    Args:
-        input: ids, [*], the same on every rank.
-        weight: this rank's shard: [ceil(num_embeddings / tp), embedding_dim] with dim=0, [num_embeddings,
-            embedding_dim / tp] with dim=-1.
-        padding_idx: row of the full table that gets no gradient; counted from the end if negative.
-        max_norm: scale the used rows whose norm is larger down to it, in place; the norm is that of the full row.
-        norm_type: p of that norm.
-        scale_grad_by_freq: divide gradients by the number of times that their id is in the input.
-        sparse: make the gradient of the shard a sparse tensor.
-        num_embeddings: number of rows of the full table; by default the sum of the rows of all shards.
-        dim: the dim of the table that is sharded: 0, 1 or -1; None for an unsharded table.
-        gather_output: with dim=-1, all-gather the output.
-        group: see :func:`~shardconv.distributed.as_axis`.
-
-    Returns:
-        [*, embedding_dim], the same on every rank; [*, embedding_dim / tp] with dim=-1 and without ``gather_output``.
-
-    Raises:
-        IndexError: if an id is out of range; on CUDA a device-side assertion, as torch's.
-        ValueError: if the shape of the shard does not match, or the ids are tagged as sharded (see
-            :class:`~shardconv.layers.RegisterParallelDim`).
-
-    Example:
-        >>> table = torch.arange(10.0).view(5, 2)
-        >>> parallel_embedding(torch.tensor([4, 0]), table, num_embeddings=5, dim=0)
-        tensor([[8., 9.],
-                [0., 1.]])
-    """
-    axis = as_axis(group)
-    rows = weight.shape[0] * (axis.size if dim == 0 else 1)
-    num_embeddings = rows if num_embeddings is None else num_embeddings
-    features = weight.shape[1] * (axis.size if dim in (1, -1) else 1)
-    placement = _table_placement(num_embeddings, features, dim, axis.size)
-    if placement is not None and placement.shard_shape((num_embeddings, features), axis.rank) != tuple(weight.shape):
-        raise ValueError(
-            f"weight of shape {list(weight.shape)} is not the shard of a table of {num_embeddings} rows on rank "
-            f"{axis.rank} of {axis.size}: pass this rank's shard"
-        )
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += num_embeddings
-    if placement is not None:
-        check_tag(input, [None], axis, "parallel_embedding".__str__)
-    options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    return _look_up(input, weight, options, placement, axis, gather_output=gather_output)
-
-
-#: The options of ``F.embedding`` that follow the weight.
-_Options = tuple[int | None, float | None, float, bool, bool]
-
-
-def _look_up(
-    input: Tensor, weight: Tensor, options: _Options, placement: Placement | None, axis: Axis, *, gather_output: bool
-) -> Tensor:
-    """Apply ``F.embedding`` to the shard that ``placement`` describes."""
-    padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse = options
-    if placement is None or (axis.size == 1 and not placement.is_padded):
-        return F.embedding(input, weight, *options)
-    if placement.dim != 0:
-        if max_norm is not None:
-            _scale_rows_(weight, input, max_norm, norm_type, axis)
-        output = F.embedding(input, weight, padding_idx, None, 2.0, scale_grad_by_freq, sparse)
-        return gather_shards(output, placement, axis, dim=-1) if gather_output else output
-    num_embeddings = placement.size
-    ((first, last),) = intervals(placement.ranks[axis.rank]) or [Interval(num_embeddings, num_embeddings)]
-    local_padding_idx = padding_idx - first if padding_idx is not None and first <= padding_idx < last else None
-    if max_norm is None and not scale_grad_by_freq and not sparse:
-        output = _look_up_masked(input, weight, local_padding_idx, first, last, num_embeddings)
-    else:
-        local_options = (local_padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        output = _look_up_local(input, weight, local_options, first, last, num_embeddings)
-    return reduce_from_tp(output, group=axis)
-
-
-def _look_up_masked(
-    input: Tensor, weight: Tensor, padding_idx: int | None, first: int, last: int, num_embeddings: int
-) -> Tensor:
-    """Look up the ids in [first, last), with zeros for the other ids; no shape depends on the values of ids."""
-    is_local = (input >= first) & (input < last)
-    # An id outside of the vocabulary stays out of range of the shard, too, so that the lookup raises as torch does.
-    is_remote = ~is_local & (input >= 0) & (input < num_embeddings)
-    index = torch.where(is_local, input - first, weight.shape[0]).masked_fill(is_remote, 0)
-    return F.embedding(index, weight, padding_idx).masked_fill(~is_local.unsqueeze(-1), 0)
-
-
-def _look_up_local(
-    input: Tensor, weight: Tensor, options: tuple[Any, ...], first: int, last: int, num_embeddings: int
-) -> Tensor:
-    """Do the same without a lookup for other ids: for options that depend on which rows are used."""
-    _check_range(input, num_embeddings)
-    ids = input.reshape(-1)
-    is_local = (ids >= first) & (ids < last)
-    output = weight.new_zeros((len(ids), weight.shape[1]))
-    output = output.index_put((is_local,), F.embedding(ids[is_local] - first, weight, *options))
-    return output.view(*input.shape, weight.shape[1])
-
-
-def _check_range(input: Tensor, num_embeddings: int) -> None:
-    if ((input < 0) | (input >= num_embeddings)).any():
-        raise IndexError("index out of range in self")
-
-
-@torch.no_grad()
-def _scale_rows_(weight: Tensor, input: Tensor, max_norm: float, norm_type: float, axis: Axis) -> None:
-    """Scale used rows down to a norm of the full row over all ranks, as ``torch.embedding_renorm_`` does."""
-    _check_range(input, len(weight))
-    ids = input.unique()
-    rows = (
-        weight[ids].to(torch.promote_types(weight.dtype, torch.float32)).abs()
-    )  # as torch does, so that sums do not overflow
-    if norm_type == float("inf"):
-        norms = reduce_from_tp(rows.amax(1), op=dist.ReduceOp.MAX, group=axis)
-    elif norm_type == 0:
-        norms = reduce_from_tp(rows.count_nonzero(1).to(rows.dtype), group=axis)
-    else:
-        norms = reduce_from_tp(rows.pow(norm_type).sum(1), group=axis).pow(1 / norm_type)
-    scales = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1)
-    weight[ids] *= scales.unsqueeze(1).to(weight.dtype)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class ParallelEmbedding(ParallelModule, nn.Embedding):
@@ -178,7 +29,8 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
         scale_grad_by_freq: as in nn.Embedding.
         sparse: as in nn.Embedding.
         _weight: initial full table, as in nn.Embedding.
-        dim: the dim of the table that is sharded: 0 for the vocabulary, 1 or -1 for the embedding dim, None for none.
+        dim: the dim of the table that is sharded: 0 for the vocabulary, 1 or -1 for the embedding dim, None for none;
+            by default that of the class.
         gather_output: with dim=-1, all-gather the output.
         weight: this rank's shard, used without a copy.
         weight_init: an initializer, or its name; by default N(0, 1) with zeros at ``padding_idx``.
@@ -225,7 +77,7 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
         gather_output: bool = True,
         weight: nn.Parameter | None = None,
         weight_init: Initializer | str | None = None,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         group: GroupLike = None,
     ) -> None:
@@ -234,34 +86,40 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
             raise ValueError(
                 f"padding_idx is out of range (got {padding_idx}, expected an id of {num_embeddings} embeddings)"
             )
-        self.num_embeddings, self.embedding_dim, self.dim = num_embeddings, embedding_dim, dim
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.set_up(as_axis(group), gather_output=gather_output)
-        shape = (num_embeddings, embedding_dim)
-        passed = weight if weight is not None else _weight
-        placement = self.placements.get("weight")
-        local = shape if placement is None else placement.shard_shape(shape, self.axis.rank)
-        expected = shape if weight is None else local
-        if passed is not None and tuple(passed.shape) != expected:
-            raise ValueError(f"weight has shape {list(passed.shape)} (expected {list(expected)})")
-        if _weight is not None:
-            shard = _weight.detach().clone() if placement is None else take_shard(_weight, placement, self.axis.rank)
-            weight = nn.Parameter(shard.detach().clone())
-        self.weight = nn.Parameter(torch.empty(local, device=device, dtype=dtype)) if weight is None else weight
+        self.set_up(as_axis(group), dim=self._checked_dim(dim), gather_output=gather_output)
+        self.register_shard("weight", (num_embeddings, embedding_dim), device=device, dtype=dtype)
+        if weight is not None or _weight is not None:
+            self._set_weight(weight, _weight)
         self.describe_parameters()
-        self._is_weight_passed = passed is not None
         self._weight_init = get_initializer(weight_init or self._weight_init)
         self._is_default_init = weight_init is None
         self.reset_parameters()
 
-    def set_up(self, axis: Axis, *, gather_output: bool = True, placement: Placement | None = None) -> None:
+    def _set_weight(self, weight: nn.Parameter | None, full: Tensor | None) -> None:
+        """Use a shard of another layer as the table, or copy the shard of a full table."""
+        passed = full if weight is None else weight
+        expected = self.weight.shape if passed is weight else (self.num_embeddings, self.embedding_dim)
+        assert passed is not None
+        if tuple(passed.shape) != tuple(expected):
+            raise ValueError(f"weight has shape {list(passed.shape)} (expected {list(expected)})")
+        if weight is None:
+            placement = self.placements.get("weight")
+            shard = passed if placement is None else take_shard(passed, placement, self.axis.rank)
+            weight = nn.Parameter(shard.detach().clone())
+        self.weight, self._is_weight_passed = weight, True
+
+    def set_up(
+        self, axis: Axis, *, dim: int | None = None, gather_output: bool = True, placement: Placement | None = None
+    ) -> None:
         """See :meth:`ParallelModule.set_up`; pass ``placement`` for a table with more padding than ``tp`` needs."""
-        self.axis, self.gather_output = axis, gather_output
+        self.axis, self.dim, self.gather_output = axis, -1 if dim == 1 else dim, gather_output
         self._is_weight_passed, self._is_default_init = False, True
         self._weight_init = nn.init.normal_
-        placement = placement or _table_placement(self.num_embeddings, self.embedding_dim, self.dim, axis.size)
+        placement = placement or table_placement(self.num_embeddings, self.embedding_dim, self.dim, axis.size)
         self.placements = {} if placement is None else {"weight": placement}
 
     def reset_parameters(self) -> None:
@@ -282,19 +140,23 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
         placement = self.placements.get("weight")
         if placement is not None:
             check_tag(input, [None], self.axis, self.describe_layer)
-        return _look_up(input, self.weight, options, placement, self.axis, gather_output=self.gather_output)
+        return look_up(input, self.weight, options, placement, self.axis, gather_output=self.gather_output)
 
     @classmethod
-    def convert_parallel_embedding(cls, module: nn.Module, dim: int | None = None, **options: Any) -> Any:
+    def convert_parallel_embedding(cls, module: ModuleT, dim: int | None = None, *, group: GroupLike = None) -> ModuleT:
         """Call :func:`shardconv.convert_parallel_embedding`; on a class for one ``dim``, that is the default.
 
         Raises:
             ValueError: also if ``dim`` is not that of the class.
         """
-        dim = cls._class_dim if dim is None else dim
-        if cls._class_dim is not None and dim != cls._class_dim:
+        return public_function("convert_parallel_embedding")(module, cls._checked_dim(dim), group=group)
+
+    @classmethod
+    def _checked_dim(cls, dim: int | None) -> int | None:
+        """Return the dim of the class, if it has one, else ``dim``."""
+        if cls._class_dim is not None and dim not in (None, cls._class_dim):
             raise ValueError(f"dim = {dim} (expected {cls._class_dim} for {cls.__name__})")
-        return public_function("convert_parallel_embedding")(module, dim, **options)
+        return dim if cls._class_dim is None else cls._class_dim
 
     def extra_repr(self) -> str:
         """The text of nn.Embedding, with dim and tp."""
@@ -315,6 +177,3 @@ class VocabParallelEmbedding(ParallelEmbedding):
     """
 
     _class_dim = 0
-
-    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **options: Any) -> None:
-        super().__init__(num_embeddings, embedding_dim, padding_idx, **options, dim=0)

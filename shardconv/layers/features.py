@@ -1,4 +1,4 @@
-"""Activations with sharded features, their last dim: marks on layer outputs, and the check of inputs that need all."""
+"""Mark layer outputs whose features (the last dim) are sharded, and check inputs of layers that need all features."""
 
 from collections.abc import Callable
 

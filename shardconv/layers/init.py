@@ -8,7 +8,6 @@ layer. One full tensor is in memory at a time; construct layers on the meta devi
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from shardconv.plan.placement import Placement
 from shardconv.plan.units import Unit, shard_dim
 
 #: Fills a tensor in place.
-Initializer = Callable[[Tensor], Any]
+Initializer = Callable[[Tensor], object]
 
 #: Initializers by name. Those without arguments here have torch's defaults.
 INITIALIZERS: Mapping[str, Initializer] = {
@@ -67,12 +66,12 @@ def linear_bias_(bias: Tensor, in_features: int) -> None:
 
 
 def shard_init_(
-    init_method: Callable[..., Any],
+    init_method: Callable[..., object],
     tensor: Tensor,
     *,
     placement: Placement | None = None,
     group: GroupLike = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Tensor:
     """Fill a shard as a function of ``torch.nn.init`` would fill the full tensor.
 

@@ -7,22 +7,21 @@ In Y = XA with A of shape [in_features, out_features], ``dim`` is the dim of A t
 A column parallel layer followed by a row parallel layer costs one all-reduce in forward and one in backward.
 """
 
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Any, ClassVar
+from functools import partial, update_wrapper
+from typing import Any, ClassVar, Self, TypedDict, TypeVar, Unpack
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor, nn
+from torch.nn import functional
 
-from shardconv.distributed import Axis, GroupLike, as_axis, copy_to_tp, reduce_from_tp
-from shardconv.layers.features import check_features, mark_sharded_output
+from shardconv.distributed import Axis, GroupLike, as_axis
+from shardconv.layers.features import check_features
 from shardconv.layers.init import Initializer, fill_shard_, get_initializer, linear_bias_, linear_weight_
-from shardconv.layers.sharding import ParallelModule, even_placement, gather_shards, public_function, scatter_shards
+from shardconv.layers.sharding import ParallelModule, even_placement, public_function
 from shardconv.layers.tags import check_tag
-from shardconv.plan.placement import Placement, intervals
+from shardconv.plan.placement import Placement
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 #: ``dim`` to the dim of torch's weight that is sharded.
 _WEIGHT_DIM = {None: None, -1: 0, 1: 0, 0: 1}
@@ -41,104 +40,22 @@ def weight_dim(dim: int | None) -> int | None:
     return _WEIGHT_DIM[dim]
 
 
-def parallel_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    dim: int | None = None,
-    *,
-    gather_output: bool = False,
-    input_is_parallel: bool | None = None,
-    group: GroupLike = None,
-) -> Tensor:
-    """Apply ``F.linear`` to shards of weight and bias.
+class LinearOptions(TypedDict, total=False):
+    """Options of :class:`ParallelLinear`, for its constructor and for conversions; see there."""
 
-    Args:
-        input: [*, in_features], the same on every rank; with dim=0 also [*, in_features / tp].
-        weight: [out_features / tp, in_features] with dim=-1, [out_features, in_features / tp] with dim=0.
-        bias: [out_features / tp] with dim=-1, [out_features] with dim=0.
-        dim: the dim of [in_features, out_features] that is sharded: 0, 1 or -1; None if the weight is unsharded.
-        gather_output: with dim=-1, all-gather the output.
-        input_is_parallel: with dim=0, whether the input is sharded; by default determined from its last dim.
-        group: see :func:`~shardconv.distributed.as_axis`.
-
-    Returns:
-        [*, out_features / tp] with dim=-1 and ``gather_output`` False, else [*, out_features].
-
-    Raises:
-        ValueError: if ``dim`` or the shapes are not supported, or the tag of the input contradicts them (see
-            :class:`~shardconv.layers.RegisterParallelDim`).
-
-    Example:
-        >>> weight = torch.eye(3)
-        >>> parallel_linear(torch.ones(2, 3), weight, dim=-1).shape
-        torch.Size([2, 3])
-    """
-    sharded_dim = weight_dim(dim)
-    if sharded_dim is None:
-        return F.linear(input, weight, bias)
-    axis = as_axis(group)
-    sizes = (weight.shape[sharded_dim] * axis.size,)
-    placement = even_placement(sharded_dim, sizes, axis.size, what="weight")
-    if sharded_dim == 0:
-        check_features(input, weight.shape[1], axis.size, _describe)
-        check_tag(input, [None], axis, _describe)
-        output = F.linear(copy_to_tp(input, group=axis), weight, bias)
-        return gather_shards(output, placement, axis, dim=-1) if gather_output else output
-    shard = shard_input(input, placement, axis, input_is_parallel, _describe)
-    output = reduce_from_tp(F.linear(shard, weight), group=axis)
-    return output if bias is None else output + bias.to(output.dtype)
-
-
-def _describe() -> str:
-    return "parallel_linear"
-
-
-def shard_input(
-    input: Tensor, placement: Placement, axis: Axis, is_parallel: bool | None, describe: Callable[[], str]
-) -> Tensor:
-    """Return this rank's shard of the input of a row parallel layer, [*, in_features / tp].
-
-    Args:
-        input: [*, in_features], the same on every rank, or this rank's shard, [*, in_features / tp].
-        placement: placement of the input features.
-        axis: the ranks.
-        is_parallel: whether the input is sharded; None to determine it from its last dim.
-        describe: returns the layer's name for the message.
-
-    Raises:
-        ValueError: if the size of the last dim is neither, or contradicts ``is_parallel`` or the tag of the input.
-    """
-    width, last = input.shape[-1], input.dim() - 1
-    full, local = placement.size, placement.local_size(axis.rank)
-    allowed = {None: (full, local), True: (local,), False: (full,)}[is_parallel]
-    if width not in allowed:
-        expected = " or ".join(map(str, dict.fromkeys(allowed)))
-        raise ValueError(
-            f"{describe()}: input of shape {list(input.shape)} has {width} features (expected {expected}: in_features "
-            f"{full}, tp {axis.size})"
-        )
-    check_tag(input, [None, last] if full == local else [last] if width == local else [None], axis, describe)
-    return input if width == local else scatter_shards(input, placement, axis, dim=-1)
-
-
-def num_copies(placement: Placement) -> int:
-    """Count the ranks that hold each input feature of a row parallel layer; the all-reduce adds each as many times.
-
-    Raises:
-        ValueError: if some features are on more ranks than others.
-    """
-    counts = Counter(interval for rank in placement.ranks for interval in intervals(rank))  # padding adds nothing
-    if len(set(counts.values())) > 1 or sum(interval.size for interval in counts) != placement.size:
-        raise ValueError(
-            f"the placement is not supported (got {placement.describe()}, expected every row on the same number of "
-            f"ranks)"
-        )
-    return max(counts.values())
+    gather_output: bool
+    input_is_parallel: bool | None
+    skip_bias_add: bool
+    split_sizes: tuple[int, ...] | None
+    placement: Placement | None
 
 
 class ParallelLinear(ParallelModule, nn.Linear):
     """nn.Linear with its weight sharded over the ranks of the tensor axis.
+
+    The constructor returns a :class:`~shardconv.layers.ColumnParallelLinear` with dim=-1, and a
+    :class:`~shardconv.layers.RowParallelLinear` with dim=0. This class is the base class of both, and with dim=None the
+    class of an unsharded layer.
 
     After construction the gathered weight and bias equal, bit for bit, those that nn.Linear draws on the first rank.
 
@@ -146,15 +63,14 @@ class ParallelLinear(ParallelModule, nn.Linear):
         in_features: number of input features of the full layer.
         out_features: number of output features of the full layer.
         bias: whether the layer has a bias.
-        dim: the dim of [in_features, out_features] that is sharded: -1 or 1 for columns, 0 for rows, None for none.
+        dim: the dim of [in_features, out_features] that is sharded: -1 or 1 for columns, 0 for rows, None for none; by
+            default that of the class.
         gather_output: with dim=-1, all-gather the output.
         input_is_parallel: with dim=0, whether the input is already sharded; by default determined from its last dim.
         skip_bias_add: return ``(output, bias)`` and leave the addition to the caller.
-        split_sizes: sizes of the segments of the sharded dim, as of [q; k; v]; each is sharded over all ranks.
+        split_sizes: sizes of the segments of the sharded dim, such as [q; k; v]; each is sharded over all ranks.
         placement: placement of the sharded dim, instead of ``split_sizes``.
-        weight: this rank's shard, used without a copy, as of a tied embedding.
-        lora_rank: rank of a LoRA pair, 0 for none; its product is zero after construction.
-        lora_alpha: the product of the pair is scaled by ``lora_alpha / lora_rank``; by default by 1.
+        weight: this rank's shard, used without a copy, such as that of a tied embedding.
         weight_init: an initializer, or its name (see :data:`~shardconv.layers.init.INITIALIZERS`).
         bias_init: likewise.
         device: device of the parameters, which may be ``meta``.
@@ -164,8 +80,6 @@ class ParallelLinear(ParallelModule, nn.Linear):
     Shape:
         - weight: [out_features / tp, in_features] with dim=-1, [out_features, in_features / tp] with dim=0.
         - bias: [out_features / tp] with dim=-1, [out_features] with dim=0, the same on every rank.
-        - lora_a: [lora_rank, in_features], or [lora_rank, in_features / tp] with dim=0.
-        - lora_b: [out_features, lora_rank], or [out_features / tp, lora_rank] with dim=-1.
         - input: [*, in_features], or [*, in_features / tp] with dim=0.
         - output: [*, out_features], or [*, out_features / tp] with dim=-1 and without ``gather_output``.
 
@@ -181,17 +95,19 @@ class ParallelLinear(ParallelModule, nn.Linear):
 
     weight: nn.Parameter
     bias: nn.Parameter | None  # type: ignore[assignment] # nn.Linear annotates it as never None
-    lora_a: nn.Parameter
-    lora_b: nn.Parameter
+    transposed: bool = False
     _weight_init: Initializer
     _bias_init: Initializer
-
+    #: The classes of sharded layers, by the dim of torch's weight that they shard.
+    _classes: ClassVar[dict[int, type["ParallelLinear"]]] = {}
     #: The value of output columns that are padding; None where padding is not allowed.
-    _padding: ClassVar[float | None] = None
-    #: The ``dim`` of every instance of the class; None where any is possible.
-    _class_dim: ClassVar[int | None] = None
-    #: Whether the weight is stored as [in_features, out_features].
-    transposed: ClassVar[bool] = False
+    _padding: float | None = None
+
+    def __init_subclass__(cls, *, sharded_dim: int | None = None, **options: object) -> None:
+        """Register the class of layers that shard this dim of torch's weight."""
+        super().__init_subclass__(**options)
+        if sharded_dim is not None:
+            cls._classes[sharded_dim] = cls
 
     def __init__(
         self,
@@ -200,113 +116,121 @@ class ParallelLinear(ParallelModule, nn.Linear):
         bias: bool = True,
         dim: int | None = None,
         *,
-        gather_output: bool = False,
-        input_is_parallel: bool | None = None,
-        skip_bias_add: bool = False,
-        split_sizes: tuple[int, ...] | None = None,
-        placement: Placement | None = None,
         weight: nn.Parameter | None = None,
-        lora_rank: int = 0,
-        lora_alpha: float | None = None,
         weight_init: Initializer | str | None = None,
         bias_init: Initializer | str | None = None,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         group: GroupLike = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.dim = in_features, out_features, dim
-        self.set_up(
-            as_axis(group),
-            gather_output=gather_output,
-            input_is_parallel=input_is_parallel,
-            skip_bias_add=skip_bias_add,
-            split_sizes=split_sizes,
-            placement=placement,
-        )
-        if skip_bias_add and not bias:
+        self.class_for(dim)  # raises where a derived class passes the dim of another class
+        self.set_up(as_axis(group), in_features=in_features, out_features=out_features, **options)
+        if self.skip_bias_add and not bias:
             raise ValueError("skip_bias_add=True needs a bias (got bias=False): pass bias=True")
-        alpha = lora_rank if lora_alpha is None else lora_alpha
-        self.lora_rank, self.lora_scale = lora_rank, alpha / max(lora_rank, 1)
-        options = {"device": device, "dtype": dtype}
-        shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
-        shapes |= {"lora_a": (lora_rank, in_features), "lora_b": (out_features, lora_rank)} if lora_rank else {}
-        for name, shape in shapes.items():
-            local = self._local_shape(name, shape)
-            is_absent = name == "bias" and not bias
-            self.register_parameter(name, None if is_absent else nn.Parameter(torch.empty(local, **options)))
+        self.register_shard("weight", (out_features, in_features), device=device, dtype=dtype)
+        if bias:
+            self.register_shard("bias", (out_features,), device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
         if weight is not None:
-            if weight.shape != self.weight.shape:
-                raise ValueError(
-                    f"weight has shape {list(weight.shape)} (expected {list(self.weight.shape)} on rank "
-                    f"{self.axis.rank}): pass this rank's shard"
-                )
-            self.weight = weight
+            self._tie(weight)
         self.describe_parameters()
-        self._is_tied = weight is not None
         self._weight_init = get_initializer(weight_init or self._weight_init)
         self._bias_init = get_initializer(bias_init or self._bias_init)
         self.reset_parameters()
+
+    def __new__(cls, _in: int = 0, _out: int = 0, _bias: bool = True, /, dim: int | None = None, **_: object) -> Self:
+        """Create a layer of the class for ``dim``."""
+        return super().__new__(cls.class_for(dim))
+
+    @classmethod
+    def class_for(cls, dim: int | None) -> type[Self]:
+        """Return the class of layers with this ``dim``: this class, or a class derived from ParallelLinear.
+
+        Raises:
+            ValueError: if ``dim`` is not supported, or another one than that of the class.
+        """
+        sharded_dim = weight_dim(dim)
+        found: Any = ParallelLinear if sharded_dim is None else cls._classes[sharded_dim]
+        if issubclass(cls, found):
+            return cls
+        if cls is not ParallelLinear:
+            raise ValueError(f"dim = {dim} (expected {cls.dim} for {cls.__name__})")
+        return found
 
     def set_up(
         self,
         axis: Axis,
         *,
-        gather_output: bool = False,
-        input_is_parallel: bool | None = None,
-        skip_bias_add: bool = False,
-        split_sizes: tuple[int, ...] | None = None,
-        placement: Placement | None = None,
+        in_features: int | None = None,
+        out_features: int | None = None,
+        transposed: bool | None = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
-        """See :meth:`ParallelModule.set_up`."""
-        sharded_dim = weight_dim(self.dim)
-        if (gather_output and sharded_dim != 0) or (input_is_parallel is not None and sharded_dim != 1):
+        """See :meth:`ParallelModule.set_up`.
+
+        Args:
+            axis: the ranks.
+            in_features: number of input features of the full layer; by default the attribute of the converted layer.
+            out_features: likewise, of output features.
+            transposed: whether the weight of the converted layer is stored as [in_features, out_features].
+            options: see :class:`LinearOptions`.
+        """
+        self.axis = axis
+        self.in_features = self.in_features if in_features is None else in_features
+        self.out_features = self.out_features if out_features is None else out_features
+        self.gather_output = options.get("gather_output", False)
+        self.input_is_parallel = options.get("input_is_parallel")
+        self.skip_bias_add = options.get("skip_bias_add", False)
+        self.transposed = self.transposed if transposed is None else transposed
+        if (self.gather_output and self.dim != -1) or (self.input_is_parallel is not None and self.dim != 0):
             raise ValueError(
                 f"options do not match dim (got dim = {self.dim}): gather_output needs dim = -1, and input_is_parallel "
                 f"dim = 0"
             )
-        self.axis, self.lora_rank, self.lora_scale = axis, 0, 1.0
-        self._is_tied = False
-        self._weight_init = linear_weight_
+        self._weight_init, self._is_tied = linear_weight_, False
         self._bias_init = partial(linear_bias_, in_features=self.in_features)
-        self.gather_output, self.input_is_parallel = gather_output, input_is_parallel
-        self.skip_bias_add = skip_bias_add
-        self.placements = {}
-        self._gradient_is_local, self._num_copies = True, 1
-        if sharded_dim is None:
-            return
-        size = self.out_features if sharded_dim == 0 else self.in_features
-        sizes = tuple(split_sizes or (size,))
-        what = "out_features" if sharded_dim == 0 else "in_features"
+        self.placements, self._gradient_is_local = {}, True
+        sharded_dim = weight_dim(self.dim)
+        if sharded_dim is not None:
+            self._place(self._weight_placement(sharded_dim, options.get("split_sizes"), options.get("placement")))
+
+    def _weight_placement(
+        self, sharded_dim: int, split_sizes: tuple[int, ...] | None, placement: Placement | None
+    ) -> Placement:
+        """Return the placement of the weight as it is stored, after checking it."""
+        size, what = ((self.out_features, "out_features"), (self.in_features, "in_features"))[sharded_dim]
         stored_dim = 1 - sharded_dim if self.transposed else sharded_dim
+        sizes = tuple(split_sizes or (size,))
         if sum(sizes) != size:
-            raise ValueError(
-                f"split_sizes {list(sizes)} have another sum than {what} (got {sum(sizes)}, expected {size})"
-            )
+            raise ValueError(f"split_sizes {list(sizes)} do not add up to {what} (got {sum(sizes)}, expected {size})")
         if placement is None:
-            placement = even_placement(stored_dim, sizes, axis.size, pad=self._padding is not None, what=what)
-        if (placement.dim, placement.size, placement.tp) != (stored_dim, size, axis.size):
+            return even_placement(stored_dim, sizes, self.axis.size, pad=self._padding is not None, what=what)
+        if (placement.dim, placement.size, placement.tp) != (stored_dim, size, self.axis.size):
             raise ValueError(
                 f"the placement does not match (got {placement.describe()}, expected dim {stored_dim} of size "
-                f"{size} over {axis.size} ranks)"
+                f"{size} over {self.axis.size} ranks)"
             )
         if not placement.is_even:
             raise ValueError(
                 f"the placement has shards of different sizes (got {placement.describe()}, expected equal sizes)"
             )
-        # padded columns get no gradient: their outputs meet padded rows of the next layer, or are masked logits
-        self._gradient_is_local = not placement.has_replicas and not (sharded_dim == 1 and placement.is_padded)
-        if sharded_dim == 1:
-            self._num_copies = num_copies(placement)
-        self.placements["weight"] = placement
-        untransposed = replace(placement, dim=sharded_dim)  # bias and LoRA pair are stored as in nn.Linear
-        self.placements |= (
-            {"bias": untransposed, "lora_b": untransposed} if sharded_dim == 0 else {"lora_a": untransposed}
-        )
+        return placement
 
-    def _local_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        placement = self.placements.get(name)
-        return shape if placement is None else placement.shard_shape(shape, self.axis.rank)
+    def _place(self, placement: Placement) -> None:
+        """Set the placements of all parameters from that of the weight."""
+        raise NotImplementedError
+
+    def _tie(self, weight: nn.Parameter) -> None:
+        """Use a shard of another layer as the weight."""
+        if weight.shape != self.weight.shape:
+            raise ValueError(
+                f"weight has shape {list(weight.shape)} (expected {list(self.weight.shape)} on rank {self.axis.rank}): "
+                f"pass this rank's shard"
+            )
+        self.weight, self._is_tied = weight, True
 
     def reset_parameters(self) -> None:
         """Draw the values that nn.Linear draws; all ranks must call it."""
@@ -314,121 +238,52 @@ class ParallelLinear(ParallelModule, nn.Linear):
             fill_shard_(self.weight, self.placements.get("weight"), self.axis, self._weight_init)
         if self.bias is not None:
             fill_shard_(self.bias, self.placements.get("bias"), self.axis, self._bias_init)
-        if self.lora_rank:
-            fill_shard_(self.lora_a, self.placements.get("lora_a"), self.axis, linear_weight_)
-            nn.init.zeros_(self.lora_b)
 
-    def forward(self, input: Tensor) -> Any:
+    def forward(self, input: Tensor) -> Any:  # nn.Linear's is a Tensor
         """Compute the output, or ``(output, bias)`` with ``skip_bias_add``; for shapes see the class."""
-        sharded_dim = weight_dim(self.dim)
-        is_row = sharded_dim == 1
-        if is_row:
-            is_parallel = self.input_is_parallel
-            local = shard_input(input, self.placements["weight"], self.axis, is_parallel, self.describe_layer)
-        else:
-            check_features(input, self.in_features, self.axis.size, self.describe_layer)
-            allowed = [None] if sharded_dim == 0 else [None, *range(input.dim() - 1)]  # unsharded: rows are separate
-            check_tag(input, allowed, self.axis, self.describe_layer)
-            local = input if sharded_dim is None else copy_to_tp(input, group=self.axis)
-        late_bias = is_row or self.skip_bias_add
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        if not self._gradient_is_local and torch.is_grad_enabled():
-            weight, bias = self.shard("weight"), None if bias is None else self.shard("bias")
-        output = F.linear(local, weight.t() if self.transposed else weight, None if late_bias else bias)
-        if self.lora_rank:
-            output = output + self._low_rank(local)
-        if is_row:
-            output = reduce_from_tp(output, group=self.axis)
-            output = output / self._num_copies if self._num_copies > 1 else output
-        elif self.gather_output:
-            output = gather_shards(output, self.placements["weight"], self.axis, dim=-1)
-        elif sharded_dim == 0:
-            output = self._mask_padding(output)
-            mark_sharded_output(output, self.placements["weight"])
-        if self.skip_bias_add:
-            return output, self.master_bias if self.gather_output else bias
-        return output + bias.to(output.dtype) if late_bias and bias is not None else output
+        return self.complete(self.multiply(self.localize(input)))
 
-    def _low_rank(self, input: Tensor) -> Tensor:
-        """Compute the LoRA term of the output; the gradient of the replicated matrix is summed over the ranks."""
-        first, second = (
-            self.shard(name) if name in self.placements or self.dim is None else copy_to_tp(full, group=self.axis)
-            for name, full in (("lora_a", self.lora_a), ("lora_b", self.lora_b))
-        )
-        return F.linear(F.linear(input, first), second) * self.lora_scale
+    def localize(self, input: Tensor) -> Tensor:
+        """First step of forward: check the input, and return the tensor that this rank multiplies with its shard."""
+        check_features(input, self.in_features, self.axis.size, self.describe_layer)
+        check_tag(input, [None, *range(input.dim() - 1)], self.axis, self.describe_layer)  # rows are separate
+        return input
 
-    def _mask_padding(self, output: Tensor) -> Tensor:
-        if self._padding is None:
-            return output
-        placement = self.placements["weight"]
-        size = sum(interval.size for interval in intervals(placement.ranks[self.axis.rank]))
-        padding = output.shape[-1] - size
-        return F.pad(output.narrow(-1, 0, size), (0, padding), value=self._padding) if padding else output
+    def multiply(self, local: Tensor) -> Tensor:
+        """Second step: multiply by this rank's shard of the weight, and add the bias where it is not added later."""
+        weight = self._used(self.weight, "weight")
+        bias = None if self.bias is None or self.skip_bias_add else self._used(self.bias, "bias")
+        return functional.linear(local, weight.t() if self.transposed else weight, bias)
+
+    def complete(self, product: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Third step: return the output of the layer from the products of all ranks."""
+        return (product, self.bias) if self.skip_bias_add else product
+
+    def _used(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """Return a parameter for use in forward, with the gradient of its replicas and padding."""
+        return parameter if self._gradient_is_local or not torch.is_grad_enabled() else self.shard(name)
 
     @classmethod
-    def convert_parallel_linear(cls, module: nn.Module, dim: int | None = None, **options: Any) -> Any:
+    def convert_parallel_linear(
+        cls, module: ModuleT, dim: int | None = None, *, gather_output: bool = False, group: GroupLike = None
+    ) -> ModuleT:
         """Call :func:`shardconv.convert_parallel_linear`; on a class for one ``dim``, that is the default.
 
         Raises:
             ValueError: also if ``dim`` is not that of the class.
         """
-        dim = cls._class_dim if dim is None else dim
-        if cls._class_dim is not None and weight_dim(dim) != weight_dim(cls._class_dim):
-            raise ValueError(f"dim = {dim} (expected {cls._class_dim} for {cls.__name__})")
-        layer_class = VocabParallelClassifier if issubclass(cls, VocabParallelClassifier) else ParallelLinear
-        return public_function("convert_parallel_linear")(module, dim, layer_class=layer_class, **options)
+        convert = public_function("convert_parallel_linear")
+        dim = cls.dim if dim is None else dim
+        return convert(module, dim, layer_class=cls, gather_output=gather_output, group=group)
 
     def extra_repr(self) -> str:
         """The text of nn.Linear, with dim and tp."""
         options = "".join(f", {name}=True" for name in ("gather_output", "skip_bias_add") if getattr(self, name))
-        lora = f", lora_rank={self.lora_rank}" if self.lora_rank else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"dim={self.dim}, tp={self.axis.size}{options}{lora}"
+            f"dim={self.dim}, tp={self.axis.size}{options}"
         )
 
 
-class ColumnParallelLinear(ParallelLinear):
-    """:class:`ParallelLinear` with dim=-1: Y_r = X A_r + b_r, with the columns of A sharded.
-
-    Example:
-        >>> layer = ColumnParallelLinear(4, 6, split_sizes=(2, 2, 2), gather_output=True)
-        >>> layer(torch.randn(3, 4)).shape
-        torch.Size([3, 6])
-    """
-
-    _class_dim = -1
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any) -> None:
-        super().__init__(in_features, out_features, bias, -1, **options)
-
-
-class RowParallelLinear(ParallelLinear):
-    """:class:`ParallelLinear` with dim=0: Y = sum over ranks r of X_r A_r, plus b once, with the rows of A sharded.
-
-    Example:
-        >>> layer = RowParallelLinear(4, 6)
-        >>> layer(torch.randn(3, 4)).shape
-        torch.Size([3, 6])
-    """
-
-    _class_dim = 0
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any) -> None:
-        super().__init__(in_features, out_features, bias, 0, **options)
-
-
-class VocabParallelClassifier(ColumnParallelLinear):
-    """A column parallel layer over any number of classes; logits of padding are -inf, which softmax and argmax ignore.
-
-    Shape:
-        - output: [*, ceil(classes / tp)], or [*, classes] with ``gather_output``.
-
-    Example:
-        >>> head = VocabParallelClassifier(4, 7, bias=False)
-        >>> head(torch.randn(3, 4)).shape
-        torch.Size([3, 7])
-    """
-
-    _padding = float("-inf")
+# help() and inspect show the signature of __init__
+update_wrapper(ParallelLinear.__new__, ParallelLinear.__init__, assigned=(), updated=())

@@ -9,14 +9,12 @@ divided, for ``mean``, by the sum of w_y. Sums over classes are all-reduced: one
 second one for all sums. The gradient needs no communication, except for gradients of higher order.
 """
 
-from typing import Any, NamedTuple
-
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor, nn
+from torch.nn import functional
 
-from shardconv.distributed import Axis, GroupLike, as_axis, copy_to_tp, reduce_from_tp
+from shardconv.distributed import Axis, GroupLike, as_axis, reduce_from_tp
+from shardconv.layers.class_sums import LocalClasses, class_sums
 from shardconv.layers.features import output_placement
 from shardconv.layers.tags import check_tag
 from shardconv.plan.placement import Placement
@@ -42,7 +40,7 @@ def parallel_cross_entropy(
         input: this rank's logits, [N, C_r], [N, C_r, d1, ...] or [C_r] with C_r = ceil(C / tp), the last of which are
             padding if C is not a multiple of tp. Or the full logits with C classes, the same on every rank.
         target: class indices, [N], [N, d1, ...] or [], the same on every rank; or probabilities, sharded as ``input``
-            is, or of all classes and the same on every rank.
+            is, or over all classes and the same on every rank.
         weight: weight of each class, [C], the same on every rank.
         size_average: deprecated, as in torch.
         ignore_index: target index that does not contribute.
@@ -72,18 +70,27 @@ def parallel_cross_entropy(
     class_dim = 0 if input.dim() == 1 else 1
     width = input.shape[class_dim]
     num_classes = _total_classes(input, class_dim, weight, num_classes, axis)
-    local_classes = -(-num_classes // axis.size)
-    if axis.size > 1 and width not in (num_classes, local_classes):
-        raise ValueError(
-            f"input of shape {list(input.shape)} has {width} classes (expected {num_classes} in full logits, or "
-            f"{local_classes} per rank in logits sharded over {axis.size} ranks)"
-        )
+    _check_width(input, width, num_classes, axis)
     _check_tags(input, target, weight, class_dim, num_classes, axis)
     if torch.is_autocast_enabled(input.device.type):
         input = input.to(torch.promote_types(input.dtype, torch.float32))  # as torch does under autocast
     if axis.size == 1 or width == num_classes:
         full = input.narrow(class_dim, 0, num_classes)
-        return F.cross_entropy(full, target, weight, None, ignore_index, None, reduction, label_smoothing)
+        return functional.cross_entropy(full, target, weight, None, ignore_index, None, reduction, label_smoothing)
+    _check_options(weight, label_smoothing, reduction, num_classes)
+    first = axis.rank * width
+    classes = LocalClasses(first, max(min(width, num_classes - first), 0), num_classes, axis)
+    logits = input.movedim(class_dim, -1)
+    if target.is_floating_point():
+        loss = _against_probabilities(logits, target.movedim(class_dim, -1), weight, label_smoothing, classes)
+        count: Tensor | int = loss.numel()
+    else:
+        loss, count = _against_indices(logits, target, weight, ignore_index, label_smoothing, classes)
+    loss = loss.sum() if reduction == "sum" else loss.sum() / count if reduction == "mean" else loss
+    return loss.to(input.dtype)
+
+
+def _check_options(weight: Tensor | None, label_smoothing: float, reduction: str, num_classes: int) -> None:
     if weight is not None and tuple(weight.shape) != (num_classes,):
         raise ValueError(f"weight has shape {list(weight.shape)} (expected [{num_classes}])")
     if not 0 <= label_smoothing <= 1 or reduction not in ("none", "mean", "sum"):
@@ -91,22 +98,21 @@ def parallel_cross_entropy(
             f"options are not supported (got label_smoothing {label_smoothing} and reduction {reduction!r}, expected 0 "
             f"to 1, and none, mean or sum)"
         )
-    first = axis.rank * width
-    classes = _Classes(first, max(min(width, num_classes - first), 0), num_classes, axis)
-    logits = input.movedim(class_dim, -1)
-    if target.is_floating_point():
-        loss = _against_probabilities(logits, target.movedim(class_dim, -1), weight, label_smoothing, classes)
-        count: Any = loss.numel()
-    else:
-        loss, count = _against_indices(logits, target, weight, ignore_index, label_smoothing, classes)
-    loss = loss.sum() if reduction == "sum" else loss.sum() / count if reduction == "mean" else loss
-    return loss.to(input.dtype)
+
+
+def _check_width(input: Tensor, width: int, num_classes: int, axis: Axis) -> None:
+    local_classes = -(-num_classes // axis.size)
+    if axis.size > 1 and width not in (num_classes, local_classes):
+        raise ValueError(
+            f"input of shape {list(input.shape)} has {width} classes (expected {num_classes} in full logits, or "
+            f"{local_classes} per rank in logits sharded over {axis.size} ranks)"
+        )
 
 
 def _check_tags(
     input: Tensor, target: Tensor, weight: Tensor | None, class_dim: int, num_classes: int, axis: Axis
 ) -> None:
-    """Check the tags of the tensors against how their sizes say that they are sharded."""
+    """Check the tags of the tensors against the sharding that their sizes imply."""
     describe = "parallel_cross_entropy".__str__
     check_tag(input, [None if input.shape[class_dim] == num_classes else class_dim], axis, describe)
     is_sharded = target.dim() == input.dim() and target.shape[class_dim] != num_classes
@@ -154,22 +160,8 @@ def _check_placement(placement: Placement, width: int, num_classes: int | None) 
         )
 
 
-class _Classes(NamedTuple):
-    """The classes of this rank: ``size`` from ``first`` of ``total``; further columns of its logits are padding."""
-
-    first: int
-    size: int
-    total: int
-    axis: Axis
-
-    def select(self, values: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's classes of a tensor over all classes, or over those of this rank and padding."""
-        first = self.first if values.shape[dim] == self.total else 0
-        return values.narrow(dim, min(first, values.shape[dim]), self.size)
-
-
 def _against_indices(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, classes: _Classes
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, classes: LocalClasses
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of each target index, and the sum of class weights that divides their mean."""
     if logits.shape[:-1] != target.shape:
@@ -179,7 +171,7 @@ def _against_indices(
     target = target.masked_fill(~counts, 0)
     weight = logits.new_ones(classes.total, dtype=torch.float32) if weight is None else weight
     local_weight = classes.select(weight) if smoothing else None
-    log_sum, target_logit, weighted = _ClassSums.apply(logits, target, local_weight, classes)
+    log_sum, target_logit, weighted = class_sums(logits, target, local_weight, classes)
     factor = weight.to(log_sum.dtype)[target] * counts
     loss = (1 - smoothing) * factor * (log_sum - target_logit)
     if smoothing:
@@ -198,7 +190,7 @@ def _check_targets(target: Tensor, counts: Tensor, num_classes: int) -> None:
 
 
 def _against_probabilities(
-    logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, classes: _Classes
+    logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, classes: LocalClasses
 ) -> Tensor:
     """Compute the loss of each row of probabilities."""
     if target.shape[:-1] != logits.shape[:-1] or target.shape[-1] not in (logits.shape[-1], classes.total):
@@ -210,59 +202,8 @@ def _against_probabilities(
         raise ValueError("target probabilities get no gradient where logits are sharded: detach them")
     mass = classes.select(target, -1) * (1 - smoothing) + smoothing / classes.total
     mass = mass if weight is None else mass * classes.select(weight)
-    log_sum, _, weighted = _ClassSums.apply(logits, None, mass, classes)
+    log_sum, _, weighted = class_sums(logits, None, mass, classes)
     return reduce_from_tp(mass.sum(-1), group=classes.axis) * log_sum - weighted
-
-
-class _ClassSums(torch.autograd.Function):
-    """Sums over the classes of all ranks: log(sum of exp(logits)), the target's logit, and the weighted sum of logits.
-
-    All three are computed of logits minus the largest one, which cancels in a loss. Without target or weight, the
-    corresponding sum is zero.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor | None, weight: Tensor | None, classes: _Classes
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        local = _at_least_float32(classes.select(logits, -1))
-        largest = local.amax(-1) if classes.size else local.new_full(local.shape[:-1], float("-inf"))
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=classes.axis.group)
-        local = local - largest.unsqueeze(-1)
-        sums = torch.zeros((3, *largest.shape), dtype=local.dtype, device=local.device)
-        index = is_local = None
-        if target is not None and classes.size:
-            index = target - classes.first
-            is_local = (index >= 0) & (index < classes.size)
-            index = index.masked_fill(~is_local, 0).unsqueeze(-1)
-            sums[1] = local.gather(-1, index).squeeze(-1).masked_fill(~is_local, 0)
-        if weight is not None:
-            sums[2] = (local * weight).sum(-1)
-        sums[0] = local.exp_().sum(-1)
-        dist.all_reduce(sums, group=classes.axis.group)
-        log_sum = sums[0].log()
-        ctx.save_for_backward(logits, largest, log_sum, index, is_local, weight)
-        ctx.classes = classes
-        return log_sum, sums[1].clone(), sums[2].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        logits, largest, log_sum, index, is_local, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # second order: gradients of replicated tensors that shards use are summed
-            log_sum = copy_to_tp(log_sum, group=ctx.classes.axis)
-            grads = tuple(copy_to_tp(grad, group=ctx.classes.axis) for grad in grads)
-        by_log_sum, by_target, by_weighted = (grad.unsqueeze(-1) for grad in grads)
-        local = _at_least_float32(ctx.classes.select(logits, -1))
-        grad = (local - largest.unsqueeze(-1) - log_sum.unsqueeze(-1)).exp() * by_log_sum
-        if index is not None:
-            grad = grad.scatter_add(-1, index, by_target * is_local.unsqueeze(-1))
-        if weight is not None:
-            grad = grad + by_weighted * weight
-        return F.pad(grad, (0, logits.shape[-1] - grad.shape[-1])).to(logits.dtype), None, None, None
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):

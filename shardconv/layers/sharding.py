@@ -1,13 +1,13 @@
-"""Sharding and gathering of tensors by their placements, and the base class of parallel layers.
+"""Shard and gather tensors by their placements; the base class of parallel layers.
 
 The placements are those of :mod:`shardconv.plan.placement`, which also describe rank files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +15,22 @@ from torch.overrides import wrap_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
+from shardconv.distributed.autograd import identity, with_gradient
 from shardconv.plan.placement import Interval, Placement, intervals
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 
 #: Placement and ranks of parameters that are shards. Not attributes, so that torch.save stores ordinary tensors.
-_described: Any = WeakTensorKeyDictionary()
+_described: MutableMapping[Tensor, tuple[Placement, Axis]] = WeakTensorKeyDictionary()
 
 
-def public_function(name: str) -> Any:
-    """A function that ``shardconv`` exports, for methods that call it; layers do not depend on its module."""
+def public_function(name: str) -> Callable[..., Any]:
+    """Import a function that ``shardconv`` exports; at the call, as layers must not depend on its module."""
     return getattr(import_module("shardconv"), name)
 
 
 def description(tensor: Tensor) -> tuple[Placement, Axis] | None:
     """Return the placement of a parallel layer's parameter, and its ranks; None for any other tensor."""
-    described: tuple[Placement, Axis] | None = _described.get(tensor)
-    return described
+    return _described.get(tensor)
 
 
 def even_placement(dim: int, sizes: tuple[int, ...], tp: int, *, pad: bool = False, what: str) -> Placement:
@@ -75,8 +75,8 @@ def _first_argument(shard: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
     return (shard,)
 
 
-# Makes a function that applies an autograd.Function visible to __torch_function__ modes as a whole. They do not see the
-# autograd.Function, only the operations inside it.
+# Makes a function that applies an autograd.Function visible to __torch_function__ modes as a single operation. Modes do
+# not see the autograd.Function itself, only the operations inside it.
 _overridable = wrap_torch_function(_first_argument)
 
 
@@ -125,31 +125,21 @@ def sum_replica_gradients(shard: Tensor, placement: Placement, axis: Axis) -> Te
         placement: how the full tensor is sharded, with elements on several ranks.
         axis: the ranks.
     """
-    return shard if axis.size == 1 else _SumReplicaGradients.apply(shard, placement, axis)
+    if axis.size == 1:
+        return shard
+    return with_gradient(shard, identity, partial(_sum_replicas, placement=placement, axis=axis))
 
 
 @_overridable
 def zero_padding_gradient(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
-    """Return the shard; backward sets its gradient to zero in the padding, which so stays zero in training.
+    """Return the shard; backward zeroes its gradient in the padding, so that the padding stays zero in training.
 
     Args:
         shard: this rank's shard.
         placement: how the full tensor is sharded, with padding.
         axis: the ranks.
     """
-    return _ZeroPaddingGradient.apply(shard, placement, axis.rank)
-
-
-class _ZeroPaddingGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, placement: Placement, rank: int) -> Tensor:
-        ctx.placement, ctx.rank = placement, rank
-        return shard.view_as(shard)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad = _without_padding(grad, ctx.placement, ctx.rank)
-        return _ZeroPaddingGradient.apply(grad, ctx.placement, ctx.rank), None, None
+    return with_gradient(shard, identity, partial(_without_padding, placement=placement, rank=axis.rank))
 
 
 def _without_padding(shard: Tensor, placement: Placement, rank: int) -> Tensor:
@@ -163,31 +153,19 @@ def _without_padding(shard: Tensor, placement: Placement, rank: int) -> Tensor:
     return copied
 
 
-class _SumReplicaGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
-        ctx.placement, ctx.axis = placement, axis
-        return shard.view_as(shard)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _SumReplicas.apply(grad, ctx.placement, ctx.axis), None, None
+def _sum_replicas(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
+    """Sum a shard over all ranks that hold the same elements; differentiable."""
+    run = partial(_add_replicas, placement=placement, axis=axis)
+    return with_gradient(shard, run, partial(sum_replica_gradients, placement=placement, axis=axis))
 
 
-class _SumReplicas(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
-        ctx.placement, ctx.axis = placement, axis
-        full = reduce_from_tp(_put_shard(shard, placement, axis.rank), group=axis)
-        return take_shard(full, placement, axis.rank)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _SumReplicaGradients.apply(grad, ctx.placement, ctx.axis), None, None
+def _add_replicas(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
+    full = reduce_from_tp(_put_shard(shard, placement, axis.rank), group=axis)
+    return take_shard(full, placement, axis.rank)
 
 
 def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
-    """Return a full tensor with a rank's shard in its place, and zeros elsewhere."""
+    """Return a full tensor that has the rank's shard at its intervals, and zeros elsewhere."""
     assert placement.dim is not None
     dim, position = placement.dim, 0
     full = shard.new_zeros((*shard.shape[:dim], placement.size, *shard.shape[dim + 1 :]))
@@ -200,7 +178,7 @@ def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
 
 @lru_cache
 def _runs(placement: Placement) -> tuple[tuple[int, int], ...]:
-    """Slices (start, size) of the concatenated shards that give the full dim in its original order."""
+    """Return the slices (start, size) of the concatenated shards that form the full dim in its original order."""
     located = []
     position = 0
     for pieces in placement.ranks:
@@ -229,17 +207,40 @@ class ParallelModule(nn.Module):
         axis: the ranks that hold the shards.
         dim: the dim that is sharded, as defined by the layer's class; None if it is unsharded.
         placements: names of the layer's parameters that are shards to their placements.
-        name_in_model: name of a converted layer in the converted module, for messages.
+        name_in_model: name of a converted layer in the model, for messages.
     """
 
     name_in_model: str = ""
     axis: Axis
-    dim: int | None
+    dim: int | None = None
     placements: dict[str, Placement]
 
     def set_up(self, axis: Axis) -> None:
-        """Set all attributes but parameters from sizes and ``dim``, which must be set; used to convert a layer."""
+        """Set all attributes except parameters; constructors and conversions both call it.
+
+        Classes add keyword arguments for their options.
+        """
         raise NotImplementedError
+
+    def register_shard(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Add a parameter with uninitialized values: the shard, or the full tensor if it does not have a placement.
+
+        Args:
+            name: name of the parameter.
+            shape: shape of the full tensor.
+            device: device of the parameter.
+            dtype: dtype of the parameter.
+        """
+        placement = self.placements.get(name)
+        local = shape if placement is None else placement.shard_shape(shape, self.axis.rank)
+        self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
 
     def describe_layer(self) -> str:
         """Describe the layer in a message: its name, if it was converted, and its sizes."""
@@ -288,40 +289,46 @@ class ParallelModule(nn.Module):
         for name, placement in self.own_shards():
             _described[self.own_tensor(name)] = placement, self.axis
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy, whose parameters are new tensors."""
         super().__setstate__(state)
         self.describe_parameters()
 
-    def _apply(self, *arguments: Any, **options: Any) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert parameters, which may replace them."""
-        super()._apply(*arguments, **options)
+        super()._apply(fn, recurse)
         self.describe_parameters()
         return self
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *arguments: Any
+        self,
+        state_dict: dict[str, Tensor],
+        prefix: str,
+        local_metadata: dict[str, bool],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
-        error_messages: list[str] = arguments[-1]
-        if local_metadata.get("is_full"):
-            for name, placement in self.own_shards():
-                key = prefix + name
-                full = state_dict.get(key)
-                if full is None:
-                    continue
-                if tuple(full.shape) != (expected := self.full_shape(name)):
-                    error_messages.append(
-                        f"size mismatch for {key}: copying a param with shape {full.shape} from checkpoint, the shape "
-                        f"in current model is {torch.Size(expected)}."
-                    )
-                    state_dict[key] = self.own_tensor(name)  # the error is already in the list
-                else:
-                    shard = take_shard(full, placement, self.axis.rank)
-                    is_kept = local_metadata.get("assign_to_params_buffers", False)
-                    state_dict[key] = shard.clone() if is_kept else shard  # a view would keep the full tensor alive
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+        for name, placement in self.own_shards() if local_metadata.get("is_full") else ():
+            key = prefix + name
+            if (full := state_dict.get(key)) is None:
+                continue
+            if tuple(full.shape) == (expected := self.full_shape(name)):
+                shard = take_shard(full, placement, self.axis.rank)
+                is_kept = local_metadata.get("assign_to_params_buffers", False)
+                state_dict[key] = shard.clone() if is_kept else shard  # a view would keep the full tensor alive
+                continue
+            error_msgs.append(
+                f"size mismatch for {key}: copying a param with shape {full.shape} from checkpoint, the shape in "
+                f"current model is {torch.Size(expected)}."
+            )
+            state_dict[key] = self.own_tensor(name)  # the error is already in the list
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         self.describe_parameters()  # assign=True replaces parameters
 
     def own_shards(self) -> Iterator[tuple[str, Placement]]:
-        """Name and placement of each parameter that exists and is a shard."""
+        """Yield name and placement of each parameter that exists and is a shard."""
         return (item for item in self.placements.items() if self._parameters.get(item[0]) is not None)

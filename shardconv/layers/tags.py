@@ -67,8 +67,8 @@ class RegisterParallelDim(nn.Module):
             tensor.
 
     Raises:
-        ValueError: if ``dim`` is another value, or if forward receives something else than a tensor, or a list or tuple
-            of tensors, that have this dim.
+        ValueError: if ``dim`` is another value, or if the input of forward is neither a tensor nor a list or tuple of
+            tensors, or a tensor does not have this dim.
 
     Example:
         >>> get_parallel_dim(RegisterParallelDim(dim=0)(torch.zeros(3)))

@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardconv.convert.converted_model import finish
-from shardconv.convert.model import convert_by
+from shardconv.convert.converted_model import extend_model_class
+from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis
 from shardconv.hf.inputs import can_generate_text, example_inputs
 from shardconv.hf.isolation import isolated
-from shardconv.hf.protocols import Model
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.outputs import cache_bytes, copy_inputs, float_tensors, greedy_tokens
 from shardconv.proof.training import backward_step, set_training
+from shardconv.protocols import PretrainedModel
 from shardconv.runtime.load import load
 
 
@@ -69,7 +69,7 @@ class Reference(NamedTuple):
 
 
 @isolated()
-def write_reference(kind: type[Model], source: Path, path: Path) -> None:
+def write_reference(kind: type[PretrainedModel], source: Path, path: Path) -> None:
     """Run the unsharded model, once for all ranks and tensor parallel sizes.
 
     Args:
@@ -93,13 +93,13 @@ def write_reference(kind: type[Model], source: Path, path: Path) -> None:
     torch.save(tuple(Reference(inputs, output, tokens, is_training, gradients, note, cache)), path)
 
 
-def _load_unsharded(kind: type[Model], source: Path) -> Model:
-    model: Model = kind.from_pretrained(source)
+def _load_unsharded(kind: type[PretrainedModel], source: Path) -> PretrainedModel:
+    model: PretrainedModel = kind.from_pretrained(source)
     return model.eval()
 
 
 def _gradients(
-    kind: type[Model], source: Path, inputs: dict[str, Tensor], *, is_training: bool
+    kind: type[PretrainedModel], source: Path, inputs: dict[str, Tensor], *, is_training: bool
 ) -> tuple[dict[str, Tensor | None] | None, str]:
     """The gradients of the unsharded model, or None and the error that it raises."""
     model = _load_unsharded(kind, source)  # again: some models keep state of earlier passes
@@ -114,7 +114,7 @@ def _gradients(
 
 @isolated()
 def compare(
-    axis: Axis, kind: type[Model], source: Path, split: Path, request: PlanRequest, reference: Path
+    axis: Axis, kind: type[PretrainedModel], source: Path, split: Path, request: PlanRequest, reference: Path
 ) -> Comparison:
     """Compare on this rank. All ranks call it.
 
@@ -133,12 +133,13 @@ def compare(
     model = _load_unsharded(kind, source)
     if expected.is_training:
         set_training(model)
-    converted = finish(convert_by(model, model.config.to_dict(), request, axis), axis)
+    converted = convert_with_request(model, model.config.to_dict(), request, axis)
+    extend_model_class(converted, axis)
     backward_step(converted, expected.inputs)
     return Comparison(output, tokens, _gradient_error(expected.gradients, converted, axis), expected.note, cache)
 
 
-def _compare_outputs(model: Model, expected: Reference) -> tuple[float, bool | None, float | None]:
+def _compare_outputs(model: PretrainedModel, expected: Reference) -> tuple[float, bool | None, float | None]:
     """The first, second and last attribute of a :class:`Comparison`."""
     with torch.no_grad():
         result = model(**copy_inputs(expected.inputs))

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import PlanError
-from shardconv.hf.protocols import Model
 from shardconv.plan.family import PLAN_FILE, Family
 from shardconv.plan.family_file import expand_family
 from shardconv.plan.matcher import Matcher
@@ -24,6 +23,7 @@ from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for
 from shardconv.proof.plan_file import UnitTable
 from shardconv.proof.proposal import Proposal
+from shardconv.protocols import PretrainedModel
 
 #: The tensor parallel size of the plans that are compared.
 _TP = 2
@@ -48,7 +48,7 @@ class _Effect(NamedTuple):
     overrides: dict[str, dict[str, int]]
 
 
-def with_blocks(proposal: Proposal, model: Model) -> Proposal:
+def with_blocks(proposal: Proposal, model: PretrainedModel) -> Proposal:
     """Replace rules by blocks that give the same plan: outer modules first, and blocks with more rules first.
 
     Args:
@@ -123,7 +123,7 @@ def _with_block(proposal: Proposal, path: str, block: str) -> Proposal | None:
     return Proposal(proposal.units, rules, overrides, blocks)
 
 
-def _effect(proposal: Proposal, specs: Mapping[str, TensorSpec], model: Model) -> _Effect | None:
+def _effect(proposal: Proposal, specs: Mapping[str, TensorSpec], model: PretrainedModel) -> _Effect | None:
     """The plan of a proposal; None if there is none."""
     rules = rules_for(expanded(proposal), model.config.to_dict())
     try:
@@ -134,7 +134,7 @@ def _effect(proposal: Proposal, specs: Mapping[str, TensorSpec], model: Model) -
         return None
 
 
-def _overrides(rules: RuleSet, model: Model) -> Iterator[tuple[str, dict[str, int]]]:
+def _overrides(rules: RuleSet, model: PretrainedModel) -> Iterator[tuple[str, dict[str, int]]]:
     """By module name the attributes that rules change, with their local values."""
     (model_rules,) = rules.models
     modules = list(model_rules.modules())

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from shardconv.hf.inputs import can_generate_text
-from shardconv.hf.protocols import Model
+from shardconv.protocols import PretrainedModel
 
 #: Number of tokens that are generated to compare them.
 NEW_TOKENS = 5
@@ -43,7 +43,7 @@ def _cache_tensors(value: object, seen: set[int]) -> Iterator[Tensor]:
         yield from _cache_tensors(one, seen)
 
 
-def greedy_tokens(model: Model, inputs: Mapping[str, Tensor]) -> Tensor | None:
+def greedy_tokens(model: PretrainedModel, inputs: Mapping[str, Tensor]) -> Tensor | None:
     """The tokens of greedy decoding with a cache; None if the model does not generate text."""
     if not can_generate_text(model):
         return None

@@ -12,10 +12,10 @@ from itertools import chain, count
 
 from torch import Tensor, nn
 
-from shardconv.hf.protocols import Model
 from shardconv.proof.attention import Attention, find_attention
 from shardconv.proof.layer_graph import Features, LayerGraph, trace_layers
 from shardconv.proof.plan_file import MountTable, OverrideTable, RuleTable, UnitTable, merge_rules
+from shardconv.protocols import PretrainedModel
 
 #: A linear layer with fewer outputs is replicated.
 _FEW_OUTPUTS = 16
@@ -46,7 +46,7 @@ class Proposal:
         return {"blocks": blocks, "units": self.units, "rules": merge_rules(self.rules), "modules": self.overrides}
 
 
-def propose_rules(model: Model, inputs: Mapping[str, Tensor], *, by_heads: bool = True) -> Proposal:
+def propose_rules(model: PretrainedModel, inputs: Mapping[str, Tensor], *, by_heads: bool = True) -> Proposal:
     """Propose rules for a model.
 
     Args:
@@ -70,7 +70,7 @@ def propose_rules(model: Model, inputs: Mapping[str, Tensor], *, by_heads: bool 
     return Proposal(units, rules, overrides)
 
 
-def _attention(model: Model) -> tuple[dict[str, UnitTable], dict[str, RuleTable], dict[str, OverrideTable]]:
+def _attention(model: PretrainedModel) -> tuple[dict[str, UnitTable], dict[str, RuleTable], dict[str, OverrideTable]]:
     """Units, rules by module, and module overrides by pattern, of attention that is sharded by heads."""
     modules, config = dict(model.named_modules()), model.config.to_dict()
     units: dict[str, UnitTable] = {}
@@ -176,7 +176,7 @@ class _ModuleRules:
         called: names of the modules that were called.
     """
 
-    def __init__(self, model: Model, known: Mapping[str, RuleTable], total: int, called: set[str]) -> None:
+    def __init__(self, model: PretrainedModel, known: Mapping[str, RuleTable], total: int, called: set[str]) -> None:
         self._known, self._total, self._called = known, total, called
         self._vocab_size = getattr(model.config.get_text_config(), "vocab_size", None)
         self._stored = model.state_dict().keys()

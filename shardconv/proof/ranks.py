@@ -16,7 +16,7 @@ from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.split import split_by
 from shardconv.distributed import Axis, as_axis
-from shardconv.errors import RunError, ShardconvError, is_lost
+from shardconv.errors import RunError, ShardconvError, is_connection_error
 from shardconv.hf.classes import model_class
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
@@ -125,7 +125,7 @@ def _compare(folder: Path, axis: Axis, request: PlanRequest) -> RankResult:
     except ShardconvError:
         raise
     except Exception as error:
-        if is_lost(error):
+        if is_connection_error(error):
             raise
         return RankResult(problem=f"the sharded small model fails to run: {type(error).__name__}: {error}")
     return RankResult(found.output, found.tokens, found.gradient, found.note)

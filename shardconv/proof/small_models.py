@@ -12,11 +12,11 @@ from shardconv.hf.build import small_model
 from shardconv.hf.classes import model_class
 from shardconv.hf.heads import head_sizes
 from shardconv.hf.isolation import isolated
-from shardconv.hf.protocols import Model
 from shardconv.hf.small import HEADS, SAME
 from shardconv.plan.padding import Heads
 from shardconv.plan.resolve import Resolver
 from shardconv.proof.compare import write_reference
+from shardconv.protocols import PretrainedModel
 
 #: The largest number of heads of a small model; a proof starts one process per rank.
 MAX_HEADS = 64
@@ -35,7 +35,7 @@ def heads_for(tps: Sequence[int]) -> int:
 
 def write_small_model(
     config: Mapping[str, object], folder: Path, *, heads: int | None = None, has_real_counts: bool = False
-) -> tuple[Model, str]:
+) -> tuple[PretrainedModel, str]:
     """Build a small model, save it, run it, and save the results.
 
     Its heads have the size of the source's, unless such a model cannot be built or run.
@@ -66,7 +66,7 @@ def write_small_model(
     return model, _smaller_heads(config, model)
 
 
-def _saved(model: Model, folder: Path) -> Model:
+def _saved(model: PretrainedModel, folder: Path) -> PretrainedModel:
     """The model, after it and its results were saved."""
     model.save_pretrained(folder / SMALL)
     try:
@@ -78,7 +78,7 @@ def _saved(model: Model, folder: Path) -> Model:
     return model
 
 
-def _smaller_heads(config: Mapping[str, object], model: Model) -> str:
+def _smaller_heads(config: Mapping[str, object], model: PretrainedModel) -> str:
     found = head_sizes(model.config.to_dict())
     real = head_sizes(model_class(config).config.to_dict())
     smaller = [

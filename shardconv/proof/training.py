@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardconv.convert.converted_model import DRAWN
+from shardconv.convert.converted_model import RANDOM_FIELDS
 from shardconv.proof.outputs import copy_inputs, float_tensors
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -31,7 +31,7 @@ def set_training(model: nn.Module) -> None:
 
 def _is_probability(name: str, value: object) -> bool:
     """Whether a field is the probability of dropout or noise. Shifts of positions are equal on all ranks."""
-    return type(value) is float and DRAWN.search(name) is not None and not name.startswith("pos_embed_")
+    return type(value) is float and RANDOM_FIELDS.search(name) is not None and not name.startswith("pos_embed_")
 
 
 def _config_fields(config: object) -> Iterator[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""A split checkpoint in memory: the processes, the model, and each rank's own file on its own device."""
+"""Loading and running split checkpoints, one process per rank, and estimating their memory and communication."""
 
 from shardconv.runtime.load import load
 

@@ -1,10 +1,9 @@
-"""Devices: which one a rank has, whether its part fits there, and the way of the values to it."""
+"""The device of a rank: choose it, check that the values fit, and copy them to it."""
 
 import os
 from collections.abc import Callable
 from itertools import cycle
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +13,18 @@ from shardconv.errors import RunError
 
 Progress = Callable[[int, int], None]
 
-#: Bytes of each of the two buffers through which values go to a device.
+#: A device by name or as torch has it; None for the default.
+Device = torch.device | str | None
+
+#: Bytes of each of the two buffers for copies to a device.
 BUFFER_BYTES = 32 << 20
 
 
-def rank_device(device: Any) -> torch.device:
-    """The device of this rank: the one that is named, by default a GPU where there is one, else the CPU.
+def rank_device(device: Device) -> torch.device:
+    """Return the device of this rank: the given one, by default a GPU where there is one, else the CPU.
 
     Raises:
-        RunError: if it is not there.
+        RunError: if it does not exist.
     """
     count = torch.cuda.device_count()
     found = torch.device(("cuda" if count else "cpu") if device is None else device)
@@ -38,15 +40,15 @@ def rank_device(device: Any) -> torch.device:
 
 
 def check_room(device: torch.device, header: Header, dtype: torch.dtype | None, tp: int) -> None:
-    """Check, before anything is read, that a rank's values fit on its device.
+    """Check that a rank's values fit in the memory of its device, before they are read.
 
-    On a CPU they are views of the file and need no memory of their own, unless they become another dtype.
+    On a CPU they are views of the file and need no memory, unless they are converted to another dtype.
 
     Args:
-        device: of the rank.
-        header: of the rank's file.
-        dtype: what numbers become, or None.
-        tp: number of ranks, for the message.
+        device: the device of the rank.
+        header: the header of the rank's file.
+        dtype: the dtype of floating-point values; None if they stay as they are stored.
+        tp: tensor parallel size, for the message.
 
     Raises:
         RunError: if they do not fit.
@@ -54,7 +56,7 @@ def check_room(device: torch.device, header: Header, dtype: torch.dtype | None, 
     needed = sum(_bytes(info.dtype, info.shape, dtype) for info in header.tensors.values())
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[0]
-        needed *= -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())  # ranks on the device
+        needed *= -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())  # ranks per device
     elif dtype is None:
         return
     else:
@@ -67,19 +69,19 @@ def check_room(device: torch.device, header: Header, dtype: torch.dtype | None, 
 
 
 def _bytes(stored: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> int:
-    is_number = stored.lstrip("B").startswith("F")
-    return prod(shape) * (DTYPE_BITS[stored] if dtype is None or not is_number else 8 * dtype.itemsize) // 8
+    is_float = stored.lstrip("B").startswith("F")
+    return prod(shape) * (DTYPE_BITS[stored] if dtype is None or not is_float else 8 * dtype.itemsize) // 8
 
 
 def move(module: nn.Module, device: torch.device, progress: Progress | None = None) -> None:
-    """Bring all values to a device, in place: parameters stay the objects that they are, and tied ones tied.
+    """Move all values to a device, in place: parameters keep their identity, and tied parameters stay tied.
 
-    They go through two pinned buffers, so that one is filled while the other is on its way.
+    Values are copied through two pinned buffers: one is filled while the other is copied to the device.
 
     Args:
-        module: with values on the CPU.
-        device: where they go.
-        progress: called with bytes done and bytes in all.
+        module: a module with values on the CPU.
+        device: the device.
+        progress: called with bytes done and total bytes.
     """
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
@@ -88,7 +90,7 @@ def move(module: nn.Module, device: torch.device, progress: Progress | None = No
     turns = cycle([(buffer, torch.cuda.Event() if is_cuda else None) for buffer in buffers])
     for tensor in tensors.values():
         moved = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
-        target, values = _bytes_of(moved), _bytes_of(tensor.detach().contiguous())
+        target, values = _as_bytes(moved), _as_bytes(tensor.detach().contiguous())
         for start in range(0, len(values), BUFFER_BYTES):
             buffer, is_free = next(turns)
             if is_free is not None:
@@ -106,5 +108,5 @@ def move(module: nn.Module, device: torch.device, progress: Progress | None = No
         torch.cuda.synchronize(device)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)

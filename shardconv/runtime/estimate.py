@@ -1,14 +1,14 @@
-"""What a checkpoint would take on each number of ranks: memory of a rank, bytes between ranks, and their time.
+"""Estimates of memory per rank and communication cost of a checkpoint, for several tp sizes.
 
-Owns the report. Weights are those of the plan, from the headers; all else is counted in a dry run of the real model and
-its real conversion, without values, processes or a GPU. What cannot be counted is left out, with the reason.
+Owns how the figures are obtained. Bytes of weights are those of the plan, by the headers; all else is counted in a dry
+run of the converted model, without values, other processes or a GPU. What cannot be counted is left out, with a reason.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 
@@ -23,104 +23,15 @@ from shardconv.checkpoint.source_files import SourceFile
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import RunError, ShardconvError
 from shardconv.plan.request import PlanRequest
-from shardconv.runtime.dry_run import MetaModel, Usage, dry_run
-from shardconv.runtime.meter import Call
-from shardconv.tensor.cost import Link, bytes_sent, collective_time
+from shardconv.runtime.agreement import attempt
+from shardconv.runtime.cost_report import CostReport, TpCost
+from shardconv.runtime.dry_run import MetaModel, dry_run
+from shardconv.tensor.cost import Link
 
-#: Of the supported sizes, those up to here are counted if none is asked for: more ranks share no layer in practice.
+#: The largest tp size that is counted by default.
 MAX_TP = 64
-#: Tokens of a prompt, if nothing is said; fewer for models that are made for fewer.
+#: The default number of tokens per prompt, unless the model supports fewer.
 SEQ = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """Collectives of one kind and size.
-
-    Attributes:
-        collective: ``all_reduce`` or ``all_gather``.
-        num_bytes: of the largest tensor that a rank holds before or after.
-        count: how many there are.
-    """
-
-    collective: str
-    num_bytes: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What a rank sends in one pass through the model.
-
-    Attributes:
-        collectives: all that the pass calls.
-        sent_bytes: bytes that each rank sends, by the ring algorithms of :mod:`shardconv.tensor.cost`.
-        layer_bytes: those of them that layers of the decoder send, by the number of these layers; None where it is not
-            known which modules the layers are.
-        seconds: what the collectives take on the link, one after the other, without what is computed between them.
-    """
-
-    collectives: tuple[Collective, ...]
-    sent_bytes: float
-    layer_bytes: float | None
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class TpCost:
-    """What a rank takes at one number of ranks. All but ``tp`` and ``weight_bytes`` is None where it is not counted.
-
-    Attributes:
-        tp: the number of ranks.
-        weight_bytes: of its tensors as they are stored, or would be in memory if there are none yet; of the rank that
-            has most.
-        cache_bytes: what it keeps of the prompts for the tokens that follow: keys and values, and states. None also for
-            models that keep nothing.
-        activation_bytes: the most that is alive at once beside weights and cache, as torch allocates it for the
-            operations of the model, with attention as one kernel.
-        memory_bytes: all three.
-        prefill: the pass that reads the prompts.
-        decode: the pass that makes the next token of each prompt; None also for models that keep nothing.
-        not_counted: why the model could not be run without values; None where it could.
-    """
-
-    tp: int
-    weight_bytes: int
-    cache_bytes: int | None
-    activation_bytes: int | None
-    memory_bytes: int | None
-    prefill: Traffic | None
-    decode: Traffic | None
-    not_counted: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class CostReport:
-    """What ``shardconv plan --cost`` says of a source.
-
-    Attributes:
-        source: the path.
-        family: whose rules were used.
-        model: the class of transformers; None where there is none, and only weights are counted.
-        dtype: of activations and cache.
-        num_layers: of the decoder, or of the model if it has none; 0 where it is not known.
-        batch: prompts that are read at once.
-        seq: tokens of each prompt.
-        link: what connects the ranks.
-        costs: one for each number of ranks.
-        notes: what is to be known of the figures.
-    """
-
-    source: str
-    family: str
-    model: str | None
-    dtype: str
-    num_layers: int
-    batch: int
-    seq: int
-    link: Link
-    costs: tuple[TpCost, ...]
-    notes: tuple[str, ...]
 
 
 def estimate_cost(
@@ -133,27 +44,27 @@ def estimate_cost(
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
 ) -> CostReport:
-    """Count what each rank would hold and send, from headers and config, or from a config alone.
+    """Estimate memory per rank and communication cost, from headers and config, or from a config alone.
 
-    The model of transformers is built on torch's meta device, which has shapes and no values, converted as
-    :func:`~shardconv.convert_model` does, and called as its ``generate`` calls it: once with the prompts, and once with
-    a token for each. So the collectives are those of a real run. An encoder, where there is one, reads the prompts, and
-    the decoder begins with one token. Of models that see or hear, text alone is counted.
+    The model of transformers is built on torch's meta device, converted as by :func:`~shardconv.convert_model`, and
+    called as by ``generate``: once with the prompts, and once with a token for each. So the collectives are those of a
+    real run. In encoder-decoder models the encoder processes the prompts, and the decoder starts with one token. Images
+    and audio are not counted.
 
     Args:
         src: a ``.safetensors`` file, an index file, or a folder, with a config that names a class of transformers; or
-            that config alone, or a folder that holds no weights beside it: then weights are those of the class.
-        tps: numbers of ranks; by default the supported ones up to :data:`MAX_TP`.
-        batch: prompts at once.
-        seq: tokens of each prompt; by default :data:`SEQ`, or as many as the model is made for if these are fewer.
-        link: what connects the ranks; by default :class:`~shardconv.tensor.cost.Link` as it is made without arguments.
-        progress: called with the numbers of ranks that are done, and with how many there are.
+            such a config alone, or a folder with a config and without weights: weights are then those of the class.
+        tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`.
+        batch: prompts per batch.
+        seq: tokens per prompt; by default :data:`SEQ`, or the maximum of the model if it is smaller.
+        link: the link between the ranks; by default that of :class:`~shardconv.tensor.cost.Link`.
+        progress: called with the number of tp sizes that are done, and with the number of all.
         options: see :class:`~shardconv.checkpoint.planning.PlanOptions`.
 
     Raises:
         SourceError: if the checkpoint cannot be read.
-        RunError: if there is a config alone, and transformers has no such model.
-        PlanError: if there are no rules for it, or it cannot be cut for one of ``tps``.
+        RunError: if there is a config alone, and transformers does not have the model.
+        PlanError: if there are no rules for the model, or a tp size is unsupported.
         ValueError: if ``batch`` or ``seq`` is less than 1.
 
     Example:
@@ -162,10 +73,10 @@ def estimate_cost(
     """
     if batch < 1 or (seq is not None and seq < 1):
         raise ValueError(f"batch = {batch}, seq = {seq}: both have to be at least 1")
-    alone = standalone_config(local_path(src), follow_links=options.get("follow_links", False))
-    if alone is not None and (other := options.get("config")) is not None:
-        alone = read_json(local_path(other))
-    opened = src if alone is None else _without_weights(local_path(src), alone)
+    config = standalone_config(local_path(src), follow_links=options.get("follow_links", False))
+    if config is not None and (other := options.get("config")) is not None:
+        config = read_json(local_path(other))
+    opened = src if config is None else _without_weights(local_path(src), config)
     source, request, (resolver, assumed), _ = plan_source(opened, **options)
     sizes = [size for size in resolver.tp_sizes().supported if size <= MAX_TP] if tps is None else tps
     plans = [resolver.plan(size) for size in sizes]
@@ -177,10 +88,11 @@ def estimate_cost(
     for number, plan in enumerate(plans):
         if progress is not None:
             progress(number, len(plans))
-        usage, why_not = _usage(model, request, plan.tp, batch, seq) if model else (None, problem)
-        costs.append(_cost(plan.tp, max(rank_bytes(tensor_reports(source.specs, plan), plan.tp)), usage, why_not, link))
+        weights = max(rank_bytes(tensor_reports(source.specs, plan), plan.tp))
+        costs.append(_cost(model, problem, request, plan.tp, weights, batch=batch, seq=seq, link=link))
     if progress is not None:
         progress(len(plans), len(plans))
+    notes = () if model is None else _notes(source, model, stored, seq, has_weights=config is None)
     return CostReport(
         source=str(src),
         family=resolver.rules.family,
@@ -191,18 +103,21 @@ def estimate_cost(
         seq=seq,
         link=link,
         costs=tuple(costs),
-        notes=(*assumed, *(_notes(source, model, stored, seq, is_there=alone is None) if model else ())),
+        notes=(*assumed, *notes),
     )
 
 
-def _without_weights(path: Path, config: dict[str, Any]) -> Source:
-    """What a config says of a checkpoint that is not there; the names are those that the model has in memory."""
+def _without_weights(path: Path, config: dict[str, object]) -> Source:
+    """Describe the checkpoint of a config without weights; its tensors have the names that they have in memory."""
     try:
         specs = MetaModel(config, torch.float32).specs()
     except ShardconvError:
         raise
     except Exception as error:
-        raise RunError(f"{path}: transformers makes no model of it: {_reason(error)}") from error
+        problem = str(error).strip() or "no message"
+        raise RunError(
+            f"{path}: transformers cannot build the model: {type(error).__name__}: {problem.splitlines()[0]}"
+        ) from error
     tensors, start = {}, 0
     for name, spec in specs.items():
         stop = start + num_bytes(spec.dtype, spec.shape)
@@ -213,7 +128,7 @@ def _without_weights(path: Path, config: dict[str, Any]) -> Source:
 
 
 def _stored_dtype(source: Source) -> torch.dtype:
-    """The dtype that most bytes of numbers have; bfloat16 where all are quantised, as nothing computes with these."""
+    """Return the floating-point dtype of most bytes; bfloat16 if all weights are quantized."""
     sizes: Counter[str] = Counter()
     for spec in source.specs.values():
         sizes[spec.dtype] += num_bytes(spec.dtype, spec.shape)
@@ -221,70 +136,59 @@ def _stored_dtype(source: Source) -> torch.dtype:
     return next((known[name] for name, _ in sizes.most_common() if name in known), torch.bfloat16)
 
 
-def _model(source: Source, stored: torch.dtype) -> tuple[MetaModel | None, str | None]:
-    """The model that the config names, or why there is none."""
+def _model(source: Source, stored: torch.dtype) -> tuple[MetaModel | None, str]:
+    """Return the model that the config names, or the reason why there is none."""
     if source.config is None:
         return None, "there is no config.json that names the model; --config FILE gives one"
-    try:
-        return MetaModel(source.config, stored), None
-    except Exception as error:  # noqa: BLE001 - whatever transformers says of a config, the weights are known
-        return None, _reason(error)
+    models, problem = attempt(partial(MetaModel, source.config, stored))
+    return (models[0], "") if problem is None else (None, _first_line(problem))
 
 
-def _usage(model: MetaModel, request: PlanRequest, tp: int, batch: int, seq: int) -> tuple[Usage | None, str | None]:
-    """What a dry run takes, or why there was none."""
-    try:
-        return dry_run(model, request, tp=tp, batch=batch, seq=seq), None
-    except Exception as error:  # noqa: BLE001 - likewise, of a model that needs values to run
-        return None, _reason(error)
+def _cost(
+    model: MetaModel | None,
+    problem: str,
+    request: PlanRequest,
+    tp: int,
+    weights: int,
+    *,
+    batch: int,
+    seq: int,
+    link: Link,
+) -> TpCost:
+    """Return the cost at one tp size; ``problem`` is the reason why there is no model."""
+    if model is not None:
+        usages, error = attempt(partial(dry_run, model, request, tp=tp, batch=batch, seq=seq))
+        if error is None:
+            return TpCost.of(tp, weights, usages[0], link)
+        problem = _first_line(error)
+    return TpCost(tp, weights, None, None, None, None, None, problem)
 
 
-def _reason(error: Exception) -> str:
-    """An error in one line, under its name where it is not one of ours."""
-    text = (str(error).strip() or "no message").splitlines()[0]
-    return text if isinstance(error, ShardconvError) else f"{type(error).__name__}: {text}"
+def _first_line(error: ShardconvError) -> str:
+    return str(error).strip().splitlines()[0]
 
 
-def _cost(tp: int, weights: int, usage: Usage | None, why_not: str | None, link: Link) -> TpCost:
-    if usage is None:
-        return TpCost(tp, weights, None, None, None, None, None, why_not)
-    prefill = _traffic(usage.prefill, tp, usage.num_layers, link)
-    decode = None if usage.decode is None else _traffic(usage.decode, tp, usage.num_layers, link)
-    memory = weights + usage.activation_bytes + (usage.cache_bytes or 0)
-    return TpCost(tp, weights, usage.cache_bytes, usage.activation_bytes, memory, prefill, decode, None)
-
-
-def _traffic(calls: Sequence[Call], tp: int, num_layers: int, link: Link) -> Traffic:
-    counts = Counter((call.collective, call.num_bytes) for call in calls)
-    in_layers = sum(bytes_sent(call.collective, call.num_bytes, tp) for call in calls if call.in_layer)
-    return Traffic(
-        tuple(Collective(kind, size, count) for (kind, size), count in counts.items()),
-        sum(bytes_sent(kind, size, tp) * count for (kind, size), count in counts.items()),
-        in_layers / num_layers if num_layers else None,
-        sum(collective_time(kind, size, tp, link) * count for (kind, size), count in counts.items()),
-    )
-
-
-def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, is_there: bool) -> Iterator[str]:
-    is_quantised = bool((source.config or {}).get("quantization_config"))
-    if not is_there:
-        said = "as the config says" if model.is_dtype_given else "which is assumed, as the config says nothing"
-        yield f"no weights are there: they are counted as {model.name} has them in {_name(model.dtype)}, {said}"
-        if is_quantised:
-            yield "the config asks for quantised weights, which are smaller: those of the model without it are counted"
-    elif is_quantised:
-        yield f"the weights are quantised; activations and cache are those of the model in {_name(model.dtype)}"
+def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, has_weights: bool) -> Iterator[str]:
+    is_quantized = bool((source.config or {}).get("quantization_config"))
+    dtype = _name(model.dtype)
+    if not has_weights:
+        origin = "the dtype of the config" if model.has_config_dtype else "assumed, as the config does not have a dtype"
+        yield f"there are no weights: those of {model.name} are counted in {dtype} ({origin})"
+        if is_quantized:
+            yield "the config asks for quantized weights, which are smaller: unquantized ones are counted"
+    elif is_quantized:
+        yield f"the weights are quantized; activations and cache are those of the model in {dtype}"
     elif stored != model.dtype:
         yield (
-            f"the weights are stored as {_name(stored)}, and loaded as {_name(model.dtype)}, as the config says; their "
-            f"bytes are those on disk"
+            f"the weights are stored as {_name(stored)}, and loaded as {dtype} by the config; the bytes of weights are "
+            f"those on disk"
         )
     if model.max_length and seq > model.max_length:
         yield f"{seq} tokens are more than the {model.max_length} that the model is made for"
     if model.has_encoder:
-        yield "the encoder reads the prompts, and the decoder begins with one token"
-    if model.senses:
-        yield f"text alone is counted, without {', '.join(model.senses)}"
+        yield "the encoder processes the prompts, and the decoder starts with one token"
+    if model.other_inputs:
+        yield f"only text is counted, without {', '.join(model.other_inputs)}"
 
 
 def _name(dtype: torch.dtype) -> str:

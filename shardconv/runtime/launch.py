@@ -31,19 +31,19 @@ _TORCH_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
-    """Run ``shardconv`` with these arguments in as many processes as there are ranks.
+    """Run ``shardconv`` with some arguments in one process per rank.
 
     When one fails, or this process is interrupted, the others are terminated.
 
     Args:
-        arguments: of the command line.
+        arguments: arguments of the command line.
         ranks: number of processes.
 
     Returns:
         The exit code.
 
     Raises:
-        RunError: if a rank failed, with its message; or was killed.
+        RunError: if a rank failed, with its message, or was killed.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is replaced by one message
     with TemporaryDirectory(prefix="shardconv-") as folder:
@@ -79,7 +79,7 @@ def _run_processes(arguments: Sequence[str], envs: dict[int, dict[str, str]], lo
     signals = (signal.SIGINT, signal.SIGTERM)
     handlers = {number: signal.getsignal(number) for number in _TORCH_SIGNALS}
     context = None
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is a context to close; ranks unblock them
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until the processes can be terminated; ranks unblock them
     try:
         context = start_processes(
             name="rank",
@@ -90,7 +90,7 @@ def _run_processes(arguments: Sequence[str], envs: dict[int, dict[str, str]], lo
         )
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         return context.wait(period=0.1)
-    except SignalException as error:  # torch's, of a signal to this process
+    except SignalException as error:  # raised by torch's signal handler
         if error.sigval is signal.SIGINT:
             raise KeyboardInterrupt from error
         sys.exit(128 + error.sigval)
@@ -107,7 +107,7 @@ _CAUSE, _CONSEQUENCE = "cause", "consequence"
 
 
 def _errors(folder: Path) -> list[list[str]]:
-    """The messages of ranks that failed, oldest first: causes, and consequences of other ranks' failures."""
+    """Read the messages of failed ranks, oldest first: causes, then consequences of failures of other ranks."""
 
     def messages(kind: str) -> list[str]:
         paths = sorted(folder.glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime_ns)
@@ -140,7 +140,7 @@ def join() -> None:
     if rendezvous is None:
         return
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= ranks else "gloo"  # nccl: one rank a device
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= ranks else "gloo"  # nccl needs a device per rank
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
 
 
@@ -148,5 +148,5 @@ def leave() -> None:
     """Wait for all ranks, then destroy the process group and its threads, which must not outlive the interpreter."""
     if dist.is_initialized():
         dist.barrier()
-        gc.collect()  # models, which hold groups, in cycles
+        gc.collect()  # frees models in reference cycles, which hold process groups
         dist.destroy_process_group()

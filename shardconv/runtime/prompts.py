@@ -1,4 +1,4 @@
-"""Encode prompts of a run, text or token ids, as inputs of a model, and decode its tokens.
+"""Encoding of prompts, text or token ids, as inputs of a model, and decoding of its tokens.
 
 Knows neither commands nor ranks.
 """
@@ -6,49 +6,52 @@ Knows neither commands nor ranks.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardconv.errors import RunError, one_line
 from shardconv.hf.tokenizer import load_tokenizer
+from shardconv.protocols import PretrainedModel, Tokenizer
 
-#: The number of token ids of a prompt that is made for a comparison.
+#: The number of token ids of the default prompt of a comparison.
 _NUM_IDS = 16
 
 
 class Codec(Protocol):
-    """How prompts become token ids, and tokens become what is reported."""
+    """Converts prompts to token ids, and generated tokens to text or ids for the report."""
 
-    tokenizer: Any
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None if prompts are token ids."""
 
-    def encode(self, prompts: Sequence[str], model: Any) -> dict[str, Tensor]:
-        """The inputs of a model: token ids and attention mask, (prompts, tokens)."""
+    def encode(self, prompts: Sequence[str], model: PretrainedModel) -> dict[str, Tensor]:
+        """Encode prompts as token ids and attention mask, [prompts, tokens]."""
 
     def decode(self, tokens: Tensor) -> list[str]:
-        """What is reported for tokens (prompts, tokens)."""
+        """Decode tokens [prompts, tokens], one text per prompt."""
 
 
 class TextCodec:
-    """Prompts are text.
+    """A codec of prompts that are text.
 
     Args:
         path: the folder of the tokenizer.
         is_trusted: whether code of the checkpoint may be run.
-        is_chat: whether prompts are put into the chat template.
+        is_chat: whether to apply the chat template to prompts.
 
     Raises:
         RunError: if the tokenizer cannot be loaded or does not have a chat template.
     """
 
     def __init__(self, path: Path, *, is_trusted: bool, is_chat: bool) -> None:
-        self.tokenizer = load_tokenizer(path, is_trusted=is_trusted)
+        self.tokenizer: Tokenizer = load_tokenizer(path, is_trusted=is_trusted)
         self._is_chat = is_chat
         if is_chat and not self.tokenizer.chat_template:
             raise RunError(f"{path}: does not have a chat template: run it without --chat")
 
-    def encode(self, prompts: Sequence[str], model: Any) -> dict[str, Tensor]:
+    def encode(self, prompts: Sequence[str], model: PretrainedModel) -> dict[str, Tensor]:
         """See :class:`Codec`."""
         texts = [self._as_chat(prompt) for prompt in prompts] if self._is_chat else list(prompts)
         self.tokenizer.padding_side = padding_side(model)
@@ -59,37 +62,35 @@ class TextCodec:
         found = self.tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, return_attention_mask=True)
         inputs = {"input_ids": found["input_ids"].long(), "attention_mask": found["attention_mask"]}
         if not bool(inputs["attention_mask"].any(1).all()):
-            raise RunError("the tokenizer makes no token of a prompt: give a longer prompt")
-        rows, largest = num_rows(model), int(inputs["input_ids"].max())
+            raise RunError("the tokenizer encodes a prompt to no tokens: give a longer prompt")
+        rows, largest = vocabulary_size(model), int(inputs["input_ids"].max())
         if rows is not None and largest >= rows:
             raise RunError(
-                f"the tokenizer makes token {largest} of a prompt, and the model's vocabulary has {rows:,}: this "
-                f"tokenizer belongs to another model"
+                f"a prompt has token {largest}, and the model's vocabulary has {rows:,} tokens: this tokenizer belongs "
+                f"to another model"
             )
         return inputs
 
     def decode(self, tokens: Tensor) -> list[str]:
         """See :class:`Codec`."""
-        texts: list[str] = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return texts
+        return self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
     def _as_chat(self, prompt: str) -> str:
         messages = [{"role": "user", "content": prompt}]
         try:
-            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:
             raise RunError(f"the chat template cannot be used: {one_line(error)}: run it without --chat") from error
-        return text
 
 
 class IdCodec:
-    """Prompts are token ids, as ``1 2 3``; so is what is reported."""
+    """A codec of prompts that are token ids, such as ``1 2 3``; so is its report."""
 
     tokenizer = None
 
-    def encode(self, prompts: Sequence[str], model: Any) -> dict[str, Tensor]:
+    def encode(self, prompts: Sequence[str], model: PretrainedModel) -> dict[str, Tensor]:
         """See :class:`Codec`."""
-        rows = num_rows(model)
+        rows = vocabulary_size(model)
         ids = [parse_ids(prompt) for prompt in prompts]
         for number in (number for row in ids for number in row):
             if rows is not None and number >= rows:
@@ -106,10 +107,10 @@ class IdCodec:
 
 
 def parse_ids(text: str) -> list[int]:
-    """Token ids, separated by spaces or commas.
+    """Parse token ids, separated by spaces or commas.
 
     Raises:
-        RunError: if there is none or something else.
+        RunError: if there are none, or the text has anything else.
     """
     words = [word for word in re.split(r"[\s,]+", text) if word]
     if not words or not all(word.isdecimal() for word in words):
@@ -117,18 +118,18 @@ def parse_ids(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def default_ids(model: Any) -> str:
-    """Token ids over the whole vocabulary, without special tokens; the same ones for a model each time."""
-    rows = num_rows(model)
+def default_ids(model: PretrainedModel) -> str:
+    """Return the default prompt: token ids at equal distances over the vocabulary, without special tokens."""
+    rows = vocabulary_size(model)
     if rows is None:
-        raise RunError(f"the vocabulary of a {type(model).__name__} is not known: give --token-ids")
+        raise RunError(f"the vocabulary size of a {type(model).__name__} is unknown: give --token-ids")
     special = set(_special_ids(model.config.to_dict()))
     usable = [number for number in range(rows) if number not in special]
     return " ".join(str(usable[place * (len(usable) - 1) // (_NUM_IDS - 1)]) for place in range(_NUM_IDS))
 
 
-def _special_ids(config: Mapping[str, Any]) -> Iterator[int]:
-    """The values of config fields that name tokens, nested configs included."""
+def _special_ids(config: Mapping[str, object]) -> Iterator[int]:
+    """Yield the values of config fields that name tokens, in nested configs, too."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _special_ids(value)
@@ -136,16 +137,16 @@ def _special_ids(config: Mapping[str, Any]) -> Iterator[int]:
             yield from (one for one in (value if isinstance(value, list) else [value]) if type(one) is int)
 
 
-def padding_side(model: Any) -> str:
-    """Left where text follows a prompt; right where positions are counted from the first token, padding or not."""
+def padding_side(model: PretrainedModel) -> str:
+    """Return "left" for decoders, which continue a prompt, else "right", as positions count from the first token."""
     return "left" if model.can_generate() and not model.config.is_encoder_decoder else "right"
 
 
-def check_input(model: Any) -> None:
+def check_input(model: PretrainedModel) -> None:
     """Refuse a model that does not read text.
 
     Raises:
-        RunError: if its main input is another.
+        RunError: if its main input is not token ids.
     """
     if (name := model.main_input_name) != "input_ids":
         raise RunError(
@@ -153,21 +154,21 @@ def check_input(model: Any) -> None:
         )
 
 
-def num_rows(model: Any) -> int | None:
-    """The size of a model's vocabulary, where its input embedding is a table."""
+def vocabulary_size(model: PretrainedModel) -> int | None:
+    """Return the size of a model's vocabulary; None if its input embedding is not a table."""
     return getattr(model.get_input_embeddings(), "num_embeddings", None)
 
 
-def check_positions(model: Any, num_tokens: int, max_new_tokens: int) -> None:
-    """Refuse more tokens than a table of position embeddings has rows.
+def check_positions(model: PretrainedModel, num_tokens: int, max_new_tokens: int) -> None:
+    """Refuse more tokens than the position embeddings of a model have rows.
 
     Args:
         model: the model.
-        num_tokens: of the longest prompt.
-        max_new_tokens: that follow it.
+        num_tokens: tokens of the longest prompt.
+        max_new_tokens: tokens to generate.
 
     Raises:
-        RunError: if a prompt is too long.
+        RunError: if there are more.
     """
     new = max_new_tokens if model.can_generate() else 0
     for name, positions in _position_tables(model):
@@ -180,12 +181,12 @@ def check_positions(model: Any, num_tokens: int, max_new_tokens: int) -> None:
 
 
 def _position_tables(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Names of tables of learned positions, and how many positions each has."""
+    """Yield the names of tables of learned positions, and their numbers of positions."""
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and (last == "wpe" or re.search(r"(^|_)pos(itions?)?(_|$)", last)):
-            before = getattr(module, "offset", 0) or (0 if module.padding_idx is None else module.padding_idx + 1)
-            yield name, module.num_embeddings - before
+            reserved = getattr(module, "offset", 0) or (0 if module.padding_idx is None else module.padding_idx + 1)
+            yield name, module.num_embeddings - reserved
 
 
 def _pad(row: list[int], padding: list[int], *, is_left: bool) -> list[int]:

@@ -1,10 +1,10 @@
-"""The versions of the packages that compute, which have to be the same on all ranks."""
+"""Versions of the packages whose results have to be the same on all ranks."""
 
 from importlib import metadata
 
 
 def versions() -> dict[str, str]:
-    """Package name to version; "not installed" for a package that is not."""
+    """Return package name to version, or to "not installed"."""
     return {package: _version(package) for package in ("shardconv", "torch", "transformers")}
 
 

@@ -2,11 +2,12 @@
 
 Implements the interface that ``torch.distributed.checkpoint`` uses to save and load the chunks. It replaces torch's
 ``torch.distributed.tensor._shards_wrapper.LocalShardsWrapper``, which supports only one and two dims, requires a chunk
-on every rank, and lets ``full_tensor`` concatenate chunks in the wrong order. This class refuses to compute.
+on every rank, and lets ``full_tensor`` concatenate chunks in the wrong order. This class does not support computation.
 """
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class Chunk(NamedTuple):
         """Offsets and sizes in the format of torch's distributed checkpoints."""
         return ChunkStorageMetadata(torch.Size(self.offsets), self.values.shape)
 
-    def new_empty(self, device: Any) -> Self:
+    def new_empty(self, device: torch.device | None) -> Self:
         """Return the same chunk with uninitialized memory."""
         return self._replace(values=torch.empty_like(self.values, device=device))
 
@@ -46,7 +47,7 @@ class ChunkedShard(Tensor):
 
     chunks: tuple[Chunk, ...]
 
-    def __new__(cls, shard: Tensor, chunks: Iterable[Chunk], device: Any = None) -> Self:
+    def __new__(cls, shard: Tensor, chunks: Iterable[Chunk], device: torch.device | None = None) -> Self:
         """Create a shard; see the class for the arguments."""
         # torch has no public function to create a tensor without storage
         self: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
@@ -57,8 +58,12 @@ class ChunkedShard(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # a class method, as torch documents it
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple["ChunkedShard", ...] = (),
+        kwargs: Mapping[str, torch.device | None] = MappingProxyType({}),
+    ) -> "ChunkedShard":
         """Support aliasing, and allocation for asynchronous saves.
 
         Raises:
@@ -75,12 +80,12 @@ class ChunkedShard(Tensor):
             f"call shardconv.gather_state_dict(module)"
         )
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override] # torch's has an argument for its own use
         return f"ChunkedShard({[(chunk.offsets, tuple(chunk.values.shape)) for chunk in self.chunks]})"
 
     # --- interface of torch.distributed.checkpoint ---
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, object: Tensor) -> list[WriteItem]:
         """Return one write item per chunk.
 
         Args:

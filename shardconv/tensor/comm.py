@@ -242,10 +242,9 @@ def links_by_axis(mesh: MeshLike, links: Links) -> dict[int, Link]:
     Raises:
         ValueError: if an axis is not in the mesh, or a value is not a :class:`~shardconv.tensor.cost.Link`.
     """
-    for link in links.values() if isinstance(links, Mapping) else (links,):
-        if not isinstance(link, Link | None):
-            kind = type(link).__name__
-            raise ValueError(f"links: got {kind}, expected Link: use .link of a LinkReport")  # noqa: TRY004 - as below
+    values = links.values() if isinstance(links, Mapping) else (links,)
+    if wrong := [type(link).__name__ for link in values if not isinstance(link, Link | None)]:
+        raise ValueError(f"links: got {wrong[0]}, expected Link: use .link of a LinkReport")
     if isinstance(links, Mapping):
         return {axis_number(mesh, axis): link for axis, link in links.items()}
     return dict.fromkeys(range(len(mesh_sizes(mesh))), links or Link())

@@ -23,10 +23,10 @@ Built on :class:`torch.overrides.TorchFunctionMode`, which intercepts calls of t
   gradient.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -34,6 +34,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardconv.tensor.operation import (
+    Arguments,
+    Options,
     ParamHook,
     Use,
     base_of,
@@ -43,6 +45,9 @@ from shardconv.tensor.operation import (
     tensors_in,
 )
 from shardconv.tensor.parameters import is_sharded
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 #: Methods and functions that do not read values, or only set attributes.
 _IGNORED = frozenset({
@@ -93,7 +98,13 @@ class _HookMode(TorchFunctionMode):
         super().__init__()
         self.hooks = hooks
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Arguments = (),
+        kwargs: Options | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if not hooks_enabled() or getattr(func, "__name__", "") in _IGNORED or func in _BACKWARD_FUNCTIONS:
             return func(*args, **kwargs)
@@ -118,11 +129,11 @@ def _active_hooks() -> tuple[ParamHook, ...]:
     return next((mode.hooks for mode in reversed(modes) if isinstance(mode, _HookMode)), ())
 
 
-def _with_active_hooks(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_active_hooks(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Bind a function to the currently active hooks."""
     hooks = _active_hooks()
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         with interrupted_backward():
             if _active_hooks() == hooks:
                 return function(*args, **kwargs)
@@ -139,16 +150,17 @@ def _patch_checkpoint() -> None:
     Torch restores autocast, the device and the RNG state, but not modes. ``context_fn`` cannot restore them: it belongs
     to the caller, usually a model, and works with ``use_reentrant=False`` only. So both variants wrap their function.
     """
-    checkpoint: Any = torch.utils.checkpoint
-    first_pass, prepare = checkpoint.CheckpointFunction.forward, checkpoint._checkpoint_without_reentrant_generator  # noqa: SLF001
+    _bind_argument(torch.utils.checkpoint.CheckpointFunction, "forward", 1)
+    _bind_argument(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", 0)
 
-    @wraps(first_pass)
-    def first_pass_with_hooks(ctx: Any, function: Any, *args: Any) -> Any:
-        return first_pass(ctx, _with_active_hooks(function), *args)
 
-    @wraps(prepare)
-    def prepare_with_hooks(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return prepare(_with_active_hooks(function), *args, **kwargs)
+def _bind_argument(owner: object, name: str, position: int) -> None:
+    """Patch a function of a class or module of torch: its argument at a position is bound to the active hooks."""
+    original = getattr(owner, name)
 
-    checkpoint.CheckpointFunction.forward = staticmethod(first_pass_with_hooks)
-    checkpoint._checkpoint_without_reentrant_generator = prepare_with_hooks  # noqa: SLF001
+    @wraps(original)
+    def patched(*args: Callable[..., object], **kwargs: object) -> object:
+        bound = _with_active_hooks(args[position])
+        return original(*args[:position], bound, *args[position + 1 :], **kwargs)
+
+    setattr(owner, name, staticmethod(patched) if isinstance(owner, type) else patched)

@@ -11,11 +11,11 @@
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -53,7 +53,10 @@ def as_dtensor(module: nn.Module) -> dict[str, DTensor]:
     shards = {key: (placement, axis) for key, placement, axis in _shards(module)}
     axis = next((axis for _, axis in shards.values()), None) or as_axis()
     replicated = (Placement.replicated(axis.size), axis)
-    return {key: _dtensor(key, value, *shards.get(key, replicated)) for key, value in module.state_dict().items()}
+    state = module.state_dict()
+    if wrong := [f"{key} is a {type(value).__name__}" for key, value in state.items() if not isinstance(value, Tensor)]:
+        raise ValueError(f"{wrong[0]}, expected a tensor: save it separately")
+    return {key: _dtensor(key, value, *shards.get(key, replicated)) for key, value in state.items()}
 
 
 def _shards(module: nn.Module) -> Iterator[tuple[str, Placement, Axis]]:
@@ -64,12 +67,9 @@ def _shards(module: nn.Module) -> Iterator[tuple[str, Placement, Axis]]:
                 yield f"{prefix}.{name}" if prefix else name, placement, child.axis
 
 
-def _dtensor(name: str, value: Any, placement: Placement, axis: Axis) -> DTensor:
+def _dtensor(name: str, value: Tensor, placement: Placement, axis: Axis) -> DTensor:
     if isinstance(value, DTensor):
         return value
-    if not isinstance(value, Tensor):
-        kind = type(value).__name__
-        raise ValueError(f"{name} is a {kind}, expected a tensor: save it separately")  # noqa: TRY004 - as below
     if value.is_meta:
         raise ValueError(f"{name} is on the meta device: convert a model with loaded weights, or use shardconv.load")
     if axis.group is None:
@@ -151,11 +151,12 @@ def _mesh(axis: Axis, tensor: Tensor) -> DeviceMesh:
 
 
 #: Process group to its (chunks, replicas) meshes by number of chunks and device type. Each mesh creates two groups.
-_replica_meshes: WeakKeyDictionary[Any, dict[tuple[int, str], DeviceMesh]] = WeakKeyDictionary()
+_replica_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[int, str], DeviceMesh]] = WeakKeyDictionary()
 
 
 def _replica_mesh(axis: Axis, tensor: Tensor, num_chunks: int) -> DeviceMesh:
     """Mesh (chunks, replicas) of the ranks."""
+    assert axis.group is not None
     meshes, key = _replica_meshes.setdefault(axis.group, {}), (num_chunks, tensor.device.type)
     if key not in meshes:
         rows = torch.tensor(axis.ranks).view(num_chunks, -1)

@@ -6,13 +6,19 @@ the operation; hooks on torch's nodes or tensors do not signal that point.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import Node
+
+#: Positional and keyword arguments of an operation.
+Arguments = tuple[object, ...]
+Options = dict[str, object]
 
 
 class ParamHook(ABC):
@@ -63,10 +69,15 @@ def hooks_disabled() -> Iterator[None]:
         _thread.are_hooks_enabled = before
 
 
+def _graph_task() -> int:
+    """Torch's id of the current backward pass."""
+    return torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for it
+
+
 @contextmanager
 def interrupted_backward() -> Iterator[None]:
     """Call post_backward of operations whose backward is in progress, and pre_backward again on exit."""
-    task = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public id of the current backward pass
+    task = _graph_task()
     uses = [use for use in _thread.in_backward if use.is_in(task)]
     for use in uses:
         use.call("post_backward")
@@ -89,7 +100,7 @@ class Use:
         self.hooks, self.params = hooks, params
         self._graph_task: int | None = None
 
-    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, func: Callable[..., object], args: Arguments, kwargs: Options) -> object:
         """Run the operation with its forward phases, and register its backward phases. Return its result."""
         called = []
         try:
@@ -104,7 +115,7 @@ class Use:
                 for hook in reversed(called):
                     stack.callback(hook.post_forward, list(self.params))
 
-    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Callable[..., object], args: Arguments, kwargs: Options) -> object:
         """Run the operation on the outputs of the identity node."""
         inputs = [value for value in tensors_in((args, kwargs)) if value.requires_grad]
         if not inputs:
@@ -115,29 +126,28 @@ class Use:
         # some operations return an input: return the original tensor then, which has no backward here
         output = _replaced(output, {id(new): old for old, new in zip(inputs, entered, strict=True)})
         input_ids = {id(value) for value in inputs}
-        for node in {value.grad_fn for value in tensors_in(output) if id(value) not in input_ids} - {None}:
-            node.register_prehook(self.begin)  # type: ignore[union-attr] # None is removed above
+        for node in _nodes(value for value in tensors_in(output) if id(value) not in input_ids):
+            node.register_prehook(self.begin)
         return output
 
-    def _run_in_place(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_in_place(self, func: Callable[..., object], args: Arguments, kwargs: Options) -> object:
         """Run an in-place operation on the original inputs; it creates a single new autograd node."""
         bases = [base_of(value) for value in tensors_in((args, kwargs))]
-        before = {base.grad_fn for base in bases}
+        before = _nodes(bases)
         output = func(*args, **kwargs)
-        for node in {base.grad_fn for base in bases} - before - {None}:
-            node.register_prehook(self.begin)  # type: ignore[union-attr] # None is removed above
-            node.register_hook(self.end)  # type: ignore[union-attr] # None is removed above
+        for node in _nodes(bases) - before:
+            node.register_prehook(self.begin)
+            node.register_hook(self.end)
         return output
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, *_: object) -> None:
         """Call pre_backward at the first node of the operation that runs in a backward pass."""
-        # torch has no public id of the current backward pass
-        if self._graph_task != (task := torch._C._current_graph_task_id()):  # noqa: SLF001
+        if self._graph_task != (task := _graph_task()):
             self._graph_task = task
             self.call("pre_backward")
             _thread.in_backward.add(self)
 
-    def end(self, *_: Any) -> None:
+    def end(self, *_: object) -> None:
         """Call post_backward after the last node of the operation."""
         self.begin()  # second derivatives reach the inputs without passing the outputs
         _thread.in_backward.discard(self)
@@ -154,22 +164,31 @@ class Use:
                 getattr(hook, phase)(list(self.params))
 
 
+class _Context(FunctionCtx):
+    use: Use
+
+
 class _Enter(torch.autograd.Function):
     """Identity on the inputs of an operation; its backward ends the backward of the operation."""
 
     @staticmethod
-    def forward(ctx: Any, use: Use, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _Context, use: Use, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.use = use
         ctx.set_materialize_grads(False)
         return tuple(value.view_as(value) for value in inputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.use.end()
         return None, *grads
 
 
-def _is_in_place(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
+    """The autograd nodes that computed tensors."""
+    return {value.grad_fn for value in tensors if value.grad_fn is not None}
+
+
+def _is_in_place(func: Callable[..., object], args: Arguments, kwargs: Options) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("embedding", "embedding_bag"):  # with max_norm, they modify the rows that they read
         return kwargs.get("max_norm") is not None or (name == "embedding" and len(args) > 3 and args[3] is not None)
@@ -183,7 +202,7 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if base is None else base
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors in nested lists, tuples and dicts, in order."""
     if isinstance(value, Tensor):
         yield value

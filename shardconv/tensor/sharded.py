@@ -5,7 +5,7 @@ Gradients have the placements of their tensors; the gradient of a partial sum is
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from shardconv.distributed.autograd import with_gradient
 from shardconv.tensor.comm import Links
 from shardconv.tensor.redistribution import gradient_placements, layout_after, plan_redistribution
 from shardconv.tensor.spec import Placements, check_placements, describe_mesh, local_shape, mesh_sizes
@@ -121,28 +122,20 @@ def redistribute(
     if layout == target:
         return tensor
     _coordinate(mesh)
-    redistributed: DTensor = _Redistribute.apply(tensor, layout, target, links)
-    return redistributed
+    run = partial(_redistributed, layout=layout, target=target, links=links)
+    return with_gradient(tensor, run, partial(redistribute, placements=gradient_placements(layout), links=links))
 
 
-class _Redistribute(torch.autograd.Function):
-    """Redistribute in the forward pass; redistribute the gradient to the input's layout in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor, layout: Placements, target: Placements, links: Links) -> DTensor:
-        ctx.layout, ctx.links = layout, links
-        local = _redistribute_local(tensor.to_local(), tensor.device_mesh, tensor.shape, layout, target, links)
-        return _wrap_local(local, tensor.device_mesh, target, tensor.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None, None]:
-        return redistribute(grad, gradient_placements(ctx.layout), links=ctx.links), None, None, None
+def _redistributed(tensor: DTensor, layout: Placements, target: Placements, links: Links) -> DTensor:
+    """Redistribute without autograd."""
+    local = _redistribute_local(tensor.to_local(), tensor.device_mesh, tensor.shape, layout, target, links)
+    return _wrap_local(local, tensor.device_mesh, target, tensor.shape)
 
 
 def _redistribute_local(
     local: Tensor, mesh: DeviceMesh, shape: torch.Size, layout: Placements, target: Placements, links: Links
 ) -> Tensor:
-    """Redistribute the local tensor of this rank, without autograd."""
+    """Redistribute the local tensor of this rank."""
     coordinate = _coordinate(mesh)
     for step in plan_redistribution(shape, local.dtype, mesh, layout, target, links):
         gathered = [Replicate() if axis in step.axes else placement for axis, placement in enumerate(layout)]

@@ -14,10 +14,10 @@ from shardconv.hf.inputs.configs import is_type
 from shardconv.hf.inputs.images import image_inputs
 from shardconv.hf.inputs.special import special_inputs
 from shardconv.hf.inputs.text import text_inputs
-from shardconv.hf.protocols import Model
+from shardconv.protocols import PretrainedModel
 
 
-def example_inputs(model: Model, seed: int = 1) -> dict[str, Tensor]:
+def example_inputs(model: PretrainedModel, seed: int = 1) -> dict[str, Tensor]:
     """Random inputs with which a model can be called, as ``model(**example_inputs(model))``.
 
     Args:
@@ -40,7 +40,7 @@ def example_inputs(model: Model, seed: int = 1) -> dict[str, Tensor]:
     return given | text_inputs(model, names, given, generator)
 
 
-def can_generate_text(model: Model) -> bool:
+def can_generate_text(model: PretrainedModel) -> bool:
     """Whether ``generate`` returns tokens of text for the inputs of :func:`example_inputs`."""
     can_generate = getattr(model, "can_generate", None)
     return bool(can_generate and can_generate()) and not is_type("no_generation", model.config.model_type)

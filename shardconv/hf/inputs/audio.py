@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardconv.hf.inputs.configs import BATCH, deep_field, first_field, is_type, submodel_config, type_number
-from shardconv.hf.protocols import Config, Model
+from shardconv.protocols import ModelConfig, PretrainedModel
 
 #: Inputs of ``forward`` that belong to audio.
 AUDIO_INPUTS = {
@@ -21,7 +21,7 @@ AUDIO_INPUTS = {
 }
 
 
-def audio_inputs(model: Model, names: Container[str], generator: torch.Generator) -> dict[str, Tensor]:
+def audio_inputs(model: PretrainedModel, names: Container[str], generator: torch.Generator) -> dict[str, Tensor]:
     """One recording per sequence, for models that take audio and no images."""
     if "pixel_values" in names:
         return {}
@@ -52,7 +52,7 @@ def audio_inputs(model: Model, names: Container[str], generator: torch.Generator
     return {}
 
 
-def audio_features(config: Config, audio: Config, generator: torch.Generator) -> Tensor:
+def audio_features(config: ModelConfig, audio: ModelConfig, generator: torch.Generator) -> Tensor:
     """Random audio features, (batch, frames, features) or (batch, features, frames)."""
     width = deep_field(
         audio, ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins", "input_dim"), 80
@@ -64,5 +64,5 @@ def audio_features(config: Config, audio: Config, generator: torch.Generator) ->
     return torch.randn(*shape, generator=generator)
 
 
-def _frames_first(config: Config, audio: Config) -> bool:
+def _frames_first(config: ModelConfig, audio: ModelConfig) -> bool:
     return not is_type("audio_features_first", config.model_type, getattr(audio, "model_type", ""))

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardconv.hf.protocols import Config
+from shardconv.protocols import ModelConfig
 
 #: Sequences per batch, and tokens of text per sequence.
 BATCH, LENGTH = 2, 7
@@ -30,19 +30,19 @@ def type_number(entry: str, model_type: str, default: int) -> int:
     return int(_table()[entry].get(model_type, default))
 
 
-def submodel_config(config: Config, *names: str) -> Config:
+def submodel_config(config: ModelConfig, *names: str) -> ModelConfig:
     """The first submodel's config that exists among some names; the config itself if there is none."""
     thinker = getattr(config, "thinker_config", config)
     found = (getattr(thinker, name, None) for name in names)
     return next((one for one in found if one is not None and hasattr(one, "to_dict")), config)
 
 
-def first_field(config: Config, names: Iterable[str], default: Any) -> Any:
+def first_field(config: ModelConfig, names: Iterable[str], default: Any) -> Any:
     """The value of the first field among some names that is set, else the default."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
 
 
-def deep_field(config: Config, names: Iterable[str], default: Any) -> Any:
+def deep_field(config: ModelConfig, names: Iterable[str], default: Any) -> Any:
     """As :func:`first_field`, nested configs included."""
     if (found := first_field(config, names, None)) is not None:
         return found

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardconv.hf.inputs.configs import BATCH, GRID, first_field, is_type, pair_of, submodel_config, type_number
-from shardconv.hf.protocols import Config, Model
+from shardconv.protocols import ModelConfig, PretrainedModel
 
 #: Inputs of ``forward`` that belong to images.
 IMAGE_INPUTS = {
@@ -16,7 +16,7 @@ IMAGE_INPUTS = {
 }  # fmt: skip
 
 
-def image_inputs(model: Model, names: Container[str], generator: torch.Generator) -> dict[str, Tensor]:
+def image_inputs(model: PretrainedModel, names: Container[str], generator: torch.Generator) -> dict[str, Tensor]:
     """One image per sequence: as pixels, in crops, or as patches; none for models that take none."""
     if "pixel_values" not in names:
         return {}
@@ -45,7 +45,7 @@ def image_inputs(model: Model, names: Container[str], generator: torch.Generator
     return given
 
 
-def _patches(config: Config, vision: Config, generator: torch.Generator) -> dict[str, Tensor]:
+def _patches(config: ModelConfig, vision: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
     side = pair_of(first_field(vision, ("patch_size",), 4))[0]
     times = first_field(vision, ("temporal_patch_size", "patch_temporal"), 1)
     shape: tuple[int, ...] = (_channels(vision) * times * side * side,)
@@ -55,7 +55,7 @@ def _patches(config: Config, vision: Config, generator: torch.Generator) -> dict
     return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, GRID, GRID]] * BATCH)}
 
 
-def _patches_with_mask(vision: Config, generator: torch.Generator) -> dict[str, Tensor]:
+def _patches_with_mask(vision: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
     width = _channels(vision) * pair_of(vision.patch_size)[0] ** 2
     return {
         "pixel_values": torch.rand(BATCH, GRID * GRID, width, generator=generator) * 2 - 1,
@@ -64,5 +64,5 @@ def _patches_with_mask(vision: Config, generator: torch.Generator) -> dict[str, 
     }
 
 
-def _channels(vision: Config) -> int:
+def _channels(vision: ModelConfig) -> int:
     return int(first_field(vision, ("num_channels", "in_channels", "in_chans", "num_input_channels"), 3))

@@ -18,14 +18,14 @@ from shardconv.hf.inputs.audio import audio_features
 from shardconv.hf.inputs.configs import BATCH, GRID, LENGTH, pair_of
 from shardconv.hf.inputs.images import image_inputs
 from shardconv.hf.inputs.text import random_tokens, vocabulary_size
-from shardconv.hf.protocols import Config, Model
 from shardconv.plan.config_fields import Fields, lookup
+from shardconv.protocols import ModelConfig, PretrainedModel
 
 #: An input in ``special.toml``.
 _Table = Mapping[str, Any]
 
 
-def special_inputs(model: Model, generator: torch.Generator) -> dict[str, Tensor] | None:
+def special_inputs(model: PretrainedModel, generator: torch.Generator) -> dict[str, Tensor] | None:
     """The inputs of a model type that has its own; None for all other types."""
     name, kind = type(model).__name__, str(model.config.model_type)
     for key in (name, kind):
@@ -45,7 +45,7 @@ def _tables() -> dict[str, dict[str, Any]]:
 class _ConfigFields(Mapping[str, object]):
     """A config as a mapping, with its properties and nested configs."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         self._config = config
 
     def __getitem__(self, name: str) -> object:
@@ -69,7 +69,7 @@ class _Values:
         defaults: expressions of config fields that are not set.
     """
 
-    def __init__(self, model: Model, generator: torch.Generator, defaults: Mapping[str, str]) -> None:
+    def __init__(self, model: PretrainedModel, generator: torch.Generator, defaults: Mapping[str, str]) -> None:
         names = {"batch": BATCH, "length": LENGTH, "grid": GRID, "vocabulary": vocabulary_size(model)}
         self._model, self._generator, self._config = model, generator, _ConfigFields(model.config)
         self._fields = Fields(self._config, {**names, **defaults})
@@ -139,7 +139,7 @@ class _Values:
         return torch.cartesian_prod(side, side).expand(BATCH, -1, -1)
 
 
-def _image_and_recording(model: Model, generator: torch.Generator) -> dict[str, Tensor]:
+def _image_and_recording(model: PretrainedModel, generator: torch.Generator) -> dict[str, Tensor]:
     """An image and a recording per sequence, with a mask of the frames."""
     names, audio = inspect.signature(model.forward).parameters, model.config.audio_config
     recording = audio_features(model.config, audio, generator)
@@ -147,7 +147,7 @@ def _image_and_recording(model: Model, generator: torch.Generator) -> dict[str, 
     return {**image_inputs(model, names, generator), "input_features": recording, "feature_attention_mask": mask}
 
 
-def _image_and_samples(model: Model, generator: torch.Generator) -> dict[str, Tensor]:
+def _image_and_samples(model: PretrainedModel, generator: torch.Generator) -> dict[str, Tensor]:
     """An image and a recording per sequence, with the number of samples of each recording."""
     audio, frames = model.config.audio_config, 32
     return {
@@ -157,7 +157,7 @@ def _image_and_samples(model: Model, generator: torch.Generator) -> dict[str, Te
     }
 
 
-_FUNCTIONS: dict[str, Callable[[Model, torch.Generator], dict[str, Tensor]]] = {
+_FUNCTIONS: dict[str, Callable[[PretrainedModel, torch.Generator], dict[str, Tensor]]] = {
     "Dots3NoteForConditionalGeneration": _image_and_samples,
     "qwen2_5_omni_thinker": _image_and_recording,
     "qwen3_omni_moe_thinker": _image_and_recording,

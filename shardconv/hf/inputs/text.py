@@ -10,11 +10,11 @@ from torch import Tensor
 from shardconv.hf.inputs.audio import AUDIO_INPUTS
 from shardconv.hf.inputs.configs import BATCH, LENGTH, is_type
 from shardconv.hf.inputs.images import IMAGE_INPUTS
-from shardconv.hf.protocols import Model
+from shardconv.protocols import PretrainedModel
 
 
 def text_inputs(
-    model: Model, names: Iterable[str], given: Mapping[str, Tensor], generator: torch.Generator
+    model: PretrainedModel, names: Iterable[str], given: Mapping[str, Tensor], generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Random tokens for the encoder, the decoder or both, with placeholder tokens for the other inputs."""
     names, config = set(names), model.config
@@ -38,7 +38,7 @@ def text_inputs(
     return text
 
 
-def random_tokens(model: Model, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def random_tokens(model: PretrainedModel, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Random tokens of text, special tokens excluded."""
     vocabulary = min(99, vocabulary_size(model))
     special = set(_special(model.config.to_dict()))
@@ -46,7 +46,7 @@ def random_tokens(model: Model, shape: tuple[int, ...], generator: torch.Generat
     return usual[torch.randint(0, len(usual), shape, generator=generator)]
 
 
-def vocabulary_size(model: Model) -> int:
+def vocabulary_size(model: PretrainedModel) -> int:
     """The size of the text vocabulary."""
     config = model.config
     for one in (getattr(config, "decoder", None), config.get_text_config(), config):
@@ -63,7 +63,7 @@ def _special(config: Mapping[str, object]) -> Iterable[int]:
             yield value
 
 
-def _placeholders(model: Model, given: Mapping[str, Tensor]) -> Iterable[tuple[str, int]]:
+def _placeholders(model: PretrainedModel, given: Mapping[str, Tensor]) -> Iterable[tuple[str, int]]:
     """The kinds of inputs that have placeholder tokens in the text, each with its token."""
     for modality, inputs in (("image", IMAGE_INPUTS), ("audio", AUDIO_INPUTS)):
         if given.keys() & inputs:
@@ -74,7 +74,7 @@ def _placeholders(model: Model, given: Mapping[str, Tensor]) -> Iterable[tuple[s
 
 
 @torch.no_grad()
-def _count(model: Model, modality: str, given: Mapping[str, Tensor]) -> int:
+def _count(model: PretrainedModel, modality: str, given: Mapping[str, Tensor]) -> int:
     """The number of placeholder tokens of an image or recording: that of the features that the model computes."""
     features = _method(model, f"get_{modality}_features")
     if features is None:
@@ -86,7 +86,7 @@ def _count(model: Model, modality: str, given: Mapping[str, Tensor]) -> int:
     return sum(one.numel() // one.shape[-1] for one in _feature_tensors(found)) // BATCH
 
 
-def _method(model: Model, name: str) -> Callable[..., object] | None:
+def _method(model: PretrainedModel, name: str) -> Callable[..., object] | None:
     base = getattr(model, "model", None)
     return next((getattr(one, name) for one in (model, base) if hasattr(one, name)), None)
 

@@ -1,0 +1,110 @@
+"""Steps that fail on all ranks together, and values that one rank sends to the others.
+
+Owns how an error on one rank reaches the others, so that none of them waits for a rank that has failed.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardconv.distributed import Axis, reduce_from_tp
+from shardconv.distributed.agreement import digest, same_on_all_ranks
+from shardconv.errors import PeerError, RunError, ShardconvError
+
+T = TypeVar("T")
+
+
+def attempt(step: Callable[[], T]) -> tuple[list[T], ShardconvError | None]:
+    """Run a step; return its result in a list, which is empty if it fails, and the error.
+
+    Errors other than those of shardconv become a :class:`RunError` with the type of the error.
+    """
+    try:
+        return [step()], None
+    except ShardconvError as error:
+        return [], error
+    except Exception as error:  # noqa: BLE001 - reported whatever it is: by other ranks, or beside other results
+        problem = RunError(f"{type(error).__name__}: {str(error).strip() or 'no message'}")
+        problem.__cause__ = error
+        return [], problem
+
+
+def run_on_all(axis: Axis, step: Callable[[], T]) -> T:
+    """Run a step on all ranks. If it fails on any rank, all ranks raise.
+
+    Raises:
+        PeerError: if it fails on other ranks only, with the error of the first of them.
+        ShardconvError: the error of this rank.
+    """
+    results, problem = attempt(step)
+    failed = torch.tensor(int(problem is not None), device=axis.message_device)
+    if axis.size > 1 and reduce_from_tp(failed, group=axis):
+        problems: list[str | None] = [None] * axis.size
+        dist.all_gather_object(problems, None if problem is None else str(problem), group=axis.group)
+        for rank, text in enumerate(problems):
+            if text is not None and problem is None:
+                raise PeerError(f"rank {rank}: {text}")
+    if problem is not None:
+        raise problem
+    return results[0]
+
+
+def run_on_first(step: Callable[[], T]) -> T:
+    """Run a step on the first rank while the others wait; all ranks return its result.
+
+    Raises:
+        RunError: on all ranks, if it fails.
+    """
+    results, problem = attempt(step) if is_first_rank() else ([], None)
+    results, text = broadcast_from_first((results, None if problem is None else str(problem)))
+    if text is not None:
+        raise RunError(text)
+    return results[0]
+
+
+def check_same(folder: Path, axis: Axis, facts: Mapping[str, object]) -> None:
+    """Check that facts are the same on all ranks.
+
+    Args:
+        folder: the split checkpoint, for the message.
+        axis: the ranks.
+        facts: plural name to fact, which JSON can represent.
+
+    Raises:
+        RunError: on all ranks, if some are not.
+    """
+    same = same_on_all_ranks([digest(json.dumps(fact, sort_keys=True).encode()) for fact in facts.values()], axis)
+    if different := [name for name, is_same in zip(facts, same, strict=True) if not is_same]:
+        own = ", ".join(fact for name, fact in facts.items() if name in different and isinstance(fact, str))
+        raise RunError(
+            f"{folder}: the ranks see different {' and '.join(different)}"
+            f"{f' (rank {axis.rank}: {own})' if own else ''}: make them the same on all ranks"
+        )
+
+
+def is_first_rank() -> bool:
+    """Whether this is the first rank, also before torch.distributed is initialized."""
+    return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
+
+
+def broadcast_from_first(value: T) -> T:
+    """Return the first rank's value. All ranks call it."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def gather_from_all(value: T) -> list[T]:
+    """Return the values of all ranks. All ranks call it."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,85 @@
+"""Comparison of a run with the unsharded model, in float32."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardconv.hf.weights import load_unsharded
+from shardconv.protocols import PretrainedModel
+from shardconv.runtime.agreement import run_on_first
+from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, output_values, refuse_nan, without_padding
+
+#: The largest relative error of float32 logits; ranks add up sums in another order.
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of a comparison.
+
+    Attributes:
+        differences: differences of outputs and greedy tokens; empty if there are none.
+        error: the largest error of an output, relative to the largest output.
+    """
+
+    differences: tuple[str, ...]
+    error: float
+
+
+def compare(run: ModelRun, outputs: Outputs, source: Path) -> Comparison:
+    """Compare outputs of a sharded model with those of the unsharded one, which the first rank loads.
+
+    Args:
+        run: the sharded model and its inputs. All ranks call it.
+        outputs: its outputs.
+        source: the unsharded checkpoint.
+
+    Raises:
+        RunError: on all ranks, if the unsharded model cannot be loaded or run, or outputs are NaN.
+    """
+    given = _with_generated_tokens(run, outputs)
+    values = output_values(run.model(**given))
+    refuse_nan(without_padding(values, given))
+    return run_on_first(partial(_compare_on_first, run, outputs, given, values, source))
+
+
+def _with_generated_tokens(run: ModelRun, outputs: Outputs) -> Inputs:
+    """Return the inputs, with the generated tokens appended, or as decoder inputs."""
+    inputs = run.inputs
+    if outputs.tokens is None:
+        return inputs
+    if run.model.config.is_encoder_decoder:
+        return {**inputs, "decoder_input_ids": outputs.tokens}
+    new = outputs.tokens.shape[1] - inputs["attention_mask"].shape[1]
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, new), value=1)
+    return {"input_ids": outputs.tokens, "attention_mask": mask}
+
+
+def _compare_on_first(run: ModelRun, outputs: Outputs, given: Inputs, values: Tensor, source: Path) -> Comparison:
+    """Compare ``values`` and greedy tokens with those of the unsharded model."""
+    model, options = run.model, run.options
+    unsharded: PretrainedModel = load_unsharded(
+        model.unsharded_class, source, unused=options.unused, is_trusted=options.trust_remote_code
+    )
+    unsharded = unsharded.to(model.device).eval()
+    expected = output_values(unsharded(**given))
+    if not model.config.is_encoder_decoder:
+        values, expected = without_padding(values, given), without_padding(expected, given)
+    error = float((values - expected).abs().max() / expected.abs().max())
+    differences = []
+    if not error <= _TOLERANCE:  # also if NaN
+        differences.append(f"logits differ by {error:.1e} of the largest; {_TOLERANCE:.0e} are due to rounding")
+    if outputs.tokens is not None and not options.temperature:
+        tokens = unsharded.generate(**run.inputs, **run.generation_arguments())
+        if not torch.equal(tokens, outputs.tokens):
+            differences.append(f"greedy tokens differ from token {_first_difference(tokens, outputs.tokens)} on")
+    return Comparison(tuple(differences), error)
+
+
+def _first_difference(one: Tensor, other: Tensor) -> int:
+    """Return the first position where tokens [prompts, tokens] differ, or where the shorter ones end."""
+    width = min(one.shape[1], other.shape[1])
+    return int((one[:, :width] == other[:, :width]).all(0).long().cumprod(0).sum())

@@ -1,0 +1,117 @@
+"""The report of ``shardconv plan --cost``: memory per rank, and communication cost."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardconv.runtime.dry_run import Usage
+from shardconv.runtime.meter import Call
+from shardconv.tensor.cost import Link, bytes_sent, collective_time
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Collectives of one kind and size.
+
+    Attributes:
+        collective: ``all_reduce`` or ``all_gather``.
+        num_bytes: bytes of the larger one of input and output.
+        count: the number of these collectives.
+    """
+
+    collective: str
+    num_bytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Communication of a rank in one forward pass.
+
+    Attributes:
+        collectives: the collectives of the pass.
+        sent_bytes: bytes that each rank sends, by the ring algorithms of :mod:`shardconv.tensor.cost`.
+        layer_bytes: bytes sent by layers of the decoder, divided by the number of layers; None if the layers are
+            unknown.
+        seconds: time of the collectives on the link, one after the other, without computation.
+    """
+
+    collectives: tuple[Collective, ...]
+    sent_bytes: float
+    layer_bytes: float | None
+    seconds: float
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], tp: int, num_layers: int, link: Link) -> "Traffic":
+        """Sum up the collectives of a pass."""
+        counts = Counter((call.collective, call.num_bytes) for call in calls)
+        in_layers = sum(bytes_sent(call.collective, call.num_bytes, tp) for call in calls if call.in_layer)
+        return cls(
+            tuple(Collective(kind, size, count) for (kind, size), count in counts.items()),
+            sum(bytes_sent(kind, size, tp) * count for (kind, size), count in counts.items()),
+            in_layers / num_layers if num_layers else None,
+            sum(collective_time(kind, size, tp, link) * count for (kind, size), count in counts.items()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TpCost:
+    """Memory and communication of a rank at one tp size. Attributes are None if they are not counted.
+
+    Attributes:
+        tp: tensor parallel size.
+        weight_bytes: bytes of the rank's tensors as they are stored, or as they would be in memory if there are no
+            weights; the maximum over ranks.
+        cache_bytes: bytes of the cache after the prompts: keys and values, and states. None for models without a cache.
+        activation_bytes: peak memory without weights and cache, by torch's allocations, with fused attention.
+        memory_bytes: sum of the three.
+        prefill: the pass with the prompts.
+        decode: the pass that generates the next token of each prompt; None for models without a cache.
+        not_counted: why there was no dry run; None if there was one.
+    """
+
+    tp: int
+    weight_bytes: int
+    cache_bytes: int | None
+    activation_bytes: int | None
+    memory_bytes: int | None
+    prefill: Traffic | None
+    decode: Traffic | None
+    not_counted: str | None
+
+    @classmethod
+    def of(cls, tp: int, weight_bytes: int, usage: Usage, link: Link) -> "TpCost":
+        """Sum up a dry run."""
+        prefill = Traffic.of(usage.prefill, tp, usage.num_layers, link)
+        decode = None if usage.decode is None else Traffic.of(usage.decode, tp, usage.num_layers, link)
+        memory = weight_bytes + usage.activation_bytes + (usage.cache_bytes or 0)
+        return cls(tp, weight_bytes, usage.cache_bytes, usage.activation_bytes, memory, prefill, decode, None)
+
+
+@dataclass(frozen=True, slots=True)
+class CostReport:
+    """Memory and communication cost of a source at several tp sizes.
+
+    Attributes:
+        source: the path.
+        family: the family whose rules were used.
+        model: the model class of transformers; None if there is none, and only weights are counted.
+        dtype: dtype of activations and cache.
+        num_layers: number of layers of the decoder, or of the model if it has none; 0 if unknown.
+        batch: prompts per batch.
+        seq: tokens per prompt.
+        link: the link between the ranks.
+        costs: the cost at each tp size.
+        notes: notes on the figures.
+    """
+
+    source: str
+    family: str
+    model: str | None
+    dtype: str
+    num_layers: int
+    batch: int
+    seq: int
+    link: Link
+    costs: tuple[TpCost, ...]
+    notes: tuple[str, ...]

@@ -1,0 +1,183 @@
+"""Outputs of a model for prompts: generated text, filled masks, or embeddings, whichever the model computes."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardconv.convert.converted_model import ConvertedModel
+from shardconv.errors import RunError, one_line
+from shardconv.hf.tokenizer import text_streamer
+from shardconv.protocols import ModelOutput, Streamer, Tokenizer
+from shardconv.runtime.prompts import Codec
+from shardconv.runtime.run_options import RunOptions
+
+#: The number of tokens that are reported for a mask.
+_NUM_CANDIDATES = 5
+
+#: The inputs of a model, by name.
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRun:
+    """A model with its inputs.
+
+    Attributes:
+        model: the model, sharded.
+        codec: encoded the prompts.
+        inputs: the inputs of the model.
+        options: the options of the run.
+    """
+
+    model: ConvertedModel
+    codec: Codec
+    inputs: Inputs
+    options: RunOptions
+
+    def generation_arguments(self) -> dict[str, object]:
+        """Return the arguments of ``generate`` that options determine."""
+        temperature, tokenizer = self.options.temperature, self.codec.tokenizer
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        padding = {} if tokenizer is None else {"pad_token_id": tokenizer.pad_token_id}
+        single = {"num_beams": 1, "num_return_sequences": 1, "penalty_alpha": None}  # overrides generation_config.json
+        return {"max_new_tokens": self.options.max_new_tokens, **single, **sampling, **padding}
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Outputs of a model.
+
+    Attributes:
+        texts: the report for each prompt.
+        tokens: generated tokens, [prompts, tokens]; None if nothing is generated.
+    """
+
+    texts: list[str]
+    tokens: Tensor | None = None
+
+
+class Clock:
+    """A streamer for ``generate`` that measures time, and writes the text of a single prompt as it is generated.
+
+    Args:
+        tokenizer: decodes tokens; None to write nothing.
+        write: called with each piece of text; None to write nothing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, write: Callable[[str], None] | None) -> None:
+        self._texts: Streamer | None = None
+        if tokenizer is not None and write is not None:
+            self._texts = text_streamer(tokenizer, write)
+        self._times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Receive the prompt, then tokens as they are generated."""
+        self._times.append(time.perf_counter())
+        if self._texts is not None:
+            self._texts.put(value)
+
+    def end(self) -> None:
+        """Receive the end of the last token."""
+        if self._texts is not None:
+            self._texts.end()
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Time from the prompt to the first token; None if there is none."""
+        return self._times[1] - self._times[0] if len(self._times) > 1 else None
+
+    def tokens_per_second(self, prompts: int) -> float | None:
+        """Return the tokens of all prompts per second, after the first token; None if there are none."""
+        steps = len(self._times) - 2
+        return prompts * steps / (self._times[-1] - self._times[1]) if steps > 0 else None
+
+
+def compute_outputs(run: ModelRun, clock: Clock) -> Outputs:
+    """Generate text if the model can; else fill masks, or compute an embedding of each prompt.
+
+    Raises:
+        RunError: if the model computes none of these, or its outputs are NaN.
+    """
+    model, codec, inputs = run.model, run.codec, run.inputs
+    if model.can_generate():
+        return _generate(run, clock)
+    output: ModelOutput = model(**inputs)
+    refuse_nan(without_padding(output_values(output), inputs))
+    if type(model).__name__.endswith("ForMaskedLM"):
+        if codec.tokenizer is None:
+            return Outputs(codec.decode(output.logits.argmax(-1)))
+        return Outputs(_fill_masks(codec.tokenizer, inputs, output.logits))
+    if "last_hidden_state" in output:
+        mask = inputs["attention_mask"].unsqueeze(-1)
+        means = (output.last_hidden_state * mask).sum(1) / mask.sum(1)
+        return Outputs([json.dumps([round(x, 6) for x in mean]) for mean in means.float().tolist()])
+    raise RunError(
+        f"a {type(model).__name__} computes {', '.join(output.keys())}, which are neither text nor embeddings: load it "
+        f"with shardconv.load(...) in Python and call it"
+    )
+
+
+def _generate(run: ModelRun, clock: Clock) -> Outputs:
+    model, inputs = run.model, run.inputs
+    torch.manual_seed(run.options.seed)
+    try:
+        tokens = model.generate(
+            **inputs, **run.generation_arguments(), streamer=clock, logits_processor=[_refuse_nan_scores]
+        )
+    except (TypeError, ValueError) as error:
+        raise RunError(f"a {type(model).__name__} does not generate from token ids: {one_line(error)}") from error
+    prompt = 0 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+    return Outputs(run.codec.decode(tokens[:, prompt:]), tokens)
+
+
+def _refuse_nan_scores(_: Tensor, scores: Tensor) -> Tensor:
+    """A logits processor for ``generate`` that raises if a score is NaN. Scores are [prompts, vocabulary]."""
+    refuse_nan(scores)
+    return scores
+
+
+def refuse_nan(values: Tensor) -> None:
+    """Refuse outputs with NaN, from which tokens would be chosen without an error.
+
+    Raises:
+        RunError: if one is NaN.
+    """
+    if values.isnan().any():
+        raise RunError(
+            "the outputs of the model are NaN: a tensor of the checkpoint holds NaN, or its dtype overflows. Compare "
+            "with the source by shardconv verify --against SRC, or run in --dtype float32"
+        )
+
+
+def _fill_masks(tokenizer: Tokenizer, inputs: Inputs, logits: Tensor) -> list[str]:
+    """Return the most likely tokens for each mask."""
+    mask_id = tokenizer.mask_token_id
+    if mask_id is None or not inputs["input_ids"].eq(mask_id).any(1).all():
+        raise RunError(f"this model fills masks: put {tokenizer.mask_token} into each prompt")
+    lines = []
+    for ids, row in zip(inputs["input_ids"], logits, strict=True):
+        masks = ids.eq(mask_id).nonzero().flatten()
+        probabilities, tokens = row[masks].float().softmax(-1).topk(_NUM_CANDIDATES, -1)
+        candidates = [
+            ", ".join(f"{tokenizer.decode([token])} {value:.3f}" for token, value in zip(*pair, strict=True))
+            for pair in zip(tokens.tolist(), probabilities.tolist(), strict=True)
+        ]
+        lines.append("; ".join(candidates))
+    return lines
+
+
+def output_values(output: ModelOutput) -> Tensor:
+    """Return the logits of an output; its last hidden state if it has none."""
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def without_padding(values: Tensor, inputs: Inputs) -> Tensor:
+    """Return outputs of tokens that are not padding."""
+    mask = inputs.get("attention_mask")
+    if mask is None or values.dim() != 3 or values.shape[:2] != mask.shape:
+        return values
+    return values[mask.bool()]

@@ -1,0 +1,84 @@
+"""The ranks that load a split checkpoint: their number, devices and package versions."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.manifest_json import to_json
+from shardconv.checkpoint.stored_plan import resolver_of
+from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
+from shardconv.distributed.groups import has_groups, launched_size
+from shardconv.errors import PlanError, ShardconvError, WorldSizeError
+from shardconv.runtime.agreement import check_same, run_on_all
+from shardconv.runtime.device import Device, rank_device
+from shardconv.runtime.versions import versions
+
+
+def connect_ranks(folder: Path, device: Device, group: GroupLike) -> tuple[Manifest, torch.device, Axis]:
+    """Read the manifest, and check that all ranks have the same one, kind of device and package versions.
+
+    Args:
+        folder: the split checkpoint.
+        device: of this rank; None for the default.
+        group: the ranks; None for the current tensor axis, else all processes, which are connected if they are not.
+
+    Raises:
+        WorldSizeError: if there are not as many processes as ranks.
+        ShardconvError: on all ranks, if one cannot read the manifest, does not have the device, or differs.
+    """
+    problem: ShardconvError | None = None
+    device_type = "cpu"
+    try:
+        manifest = read_manifest(folder)
+        _check_size(manifest, folder, group)
+        found = rank_device(device)
+        device_type = found.type
+    except WorldSizeError:
+        raise  # on every rank, without communication
+    except ShardconvError as error:
+        problem = error
+    axis = _axis(group, device_type)
+    run_on_all(axis, partial(_raise, problem))
+    own = {f"versions of {package}": version for package, version in versions().items()}
+    check_same(folder, axis, {"checkpoints": to_json(manifest, ""), "kinds of devices": device_type, **own})
+    return manifest, found, axis.with_shared_memory() if device_type == "cpu" else axis
+
+
+def _raise(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
+
+
+def _axis(group: GroupLike, device_type: str) -> Axis:
+    """Return the axis of the ranks; initialize torch.distributed if it is not."""
+    if _num_connected(group) is None:
+        init_parallel(tensor=launched_size(), device_type=device_type)
+    return as_axis(group)
+
+
+def _num_connected(group: GroupLike) -> int | None:
+    """Return the size of the current axis; None if there is none."""
+    return as_axis(group).size if group is not None or has_groups() or dist.is_initialized() else None
+
+
+def _check_size(manifest: Manifest, folder: Path, group: GroupLike) -> None:
+    size = _num_connected(group) or launched_size()
+    if size != manifest.tp:
+        found = "is 1 process" if size == 1 else f"are {size} processes"
+        reshard = f", or make one for {size} by shardconv reshard {folder} --tp {size}"
+        raise WorldSizeError(
+            f"{folder}: is for {manifest.tp} ranks, and there {found}: start it by torchrun --nproc-per-node "
+            f"{manifest.tp}{reshard if _is_supported(manifest, size) else ''}"
+        )
+
+
+def _is_supported(manifest: Manifest, tp: int) -> bool:
+    try:
+        resolver_of(manifest, manifest.request.engine, pad=0).plan(tp)
+    except PlanError:
+        return False
+    return True

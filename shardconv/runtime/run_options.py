@@ -1,0 +1,70 @@
+"""Options and report of a run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of a run.
+
+    Attributes:
+        max_new_tokens: maximum number of tokens to generate per prompt.
+        temperature: 0 for greedy decoding, else the divisor of the logits of sampled tokens.
+        seed: seed of sampled tokens.
+        device: ``cpu`` or ``cuda``; None for cuda where available.
+        chat: apply the model's chat template to the prompts.
+        check: an unsharded checkpoint to compare with, in float32; None for no comparison.
+        dtype: dtype of the model, such as ``bfloat16``; None as it is stored.
+        verify: check each rank's file against its checksums first.
+        unused: patterns of tensors that the model need not use.
+        trust_remote_code: run code of the checkpoint for its model or tokenizer.
+        token_ids: prompts and outputs are token ids, such as ``1 2 3``. With ``check``, there is a default prompt.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    device: str | None = None
+    chat: bool = False
+    check: Path | None = None
+    dtype: str | None = None
+    verify: bool = True
+    unused: tuple[str, ...] = ()
+    trust_remote_code: bool = False
+    token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """Outputs and figures of a run. Times are those of one rank.
+
+    Attributes:
+        path: the split checkpoint.
+        tp: tensor parallel size.
+        device: device of this rank.
+        prompts: the prompts.
+        outputs: for each prompt its continuation, the tokens that fill its masks, or an embedding as JSON.
+        load_seconds: time to load the model.
+        load_bytes: size of the rank's file.
+        memory_bytes: peak memory of each rank; of the device if it is a GPU.
+        first_token_seconds: time from the prompt to the first token; None if nothing is generated.
+        tokens_per_second: tokens of all prompts per second, after the first token; None if nothing is generated.
+        differences: with ``check``, the differences from the unsharded model; empty if there are none.
+        error: with ``check``, the largest error of an output, relative to the largest output.
+        notes: notes on the checkpoint and the run.
+    """
+
+    path: str
+    tp: int
+    device: str
+    prompts: tuple[str, ...]
+    outputs: tuple[str, ...]
+    load_seconds: float
+    load_bytes: int
+    memory_bytes: tuple[int, ...]
+    first_token_seconds: float | None
+    tokens_per_second: float | None
+    differences: tuple[str, ...] | None
+    error: float | None
+    notes: tuple[str, ...]

@@ -1,0 +1,439 @@
+"""Damaged split checkpoints: verify reports where the damage is, merge and reshard refuse them."""
+
+import errno
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardconv.checkpoint.header import read_header
+from shardconv.checkpoint.split import split
+from shardconv.checkpoint.verify import verify
+from shardconv.layouts.layout import NATIVE
+from tests.support.checkpoints import contents, llama_config, write_checkpoint, write_weights
+from tests.support.command import call
+from tests.support.manifests import change_manifest
+
+TP = 4
+RANK_FILES = [NATIVE.rank_file(rank, TP) for rank in range(TP)]
+LAYER = "model.layers.0"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """Split checkpoints of one source with and without checksums, and of another of the same shape."""
+    folder = tmp_path_factory.mktemp("made")
+    for name, seed in (("source", 0), ("other-source", 1)):
+        write_checkpoint(folder / name, parts=2, config=llama_config(layers=1), seed=10 * seed)
+    split(folder / "source", folder / "split", tp=TP)
+    split(folder / "source", folder / "unsummed", tp=TP, checksums=False)
+    split(folder / "other-source", folder / "other", tp=TP)
+    return folder
+
+
+@pytest.fixture(params=["split", "unsummed"])
+def either(request, made, tmp_path) -> Path:
+    """A copy of a split checkpoint, with and without checksums."""
+    return shutil.copytree(made / request.param, tmp_path / "split")
+
+
+@pytest.fixture
+def folder(made, tmp_path) -> Path:
+    """A copy of a split checkpoint with checksums."""
+    return shutil.copytree(made / "split", tmp_path / "split")
+
+
+def check_refused(folder: Path, *words: str, verified: bool = True) -> None:
+    """Check that verify exits 3 and prints ``words``, and that merge and reshard exit 1 and write nothing."""
+    before = sorted(contents(folder.parent))
+    result = call("verify", folder)
+    assert result.code == (3 if verified else 1)
+    said = result.out if verified else result.err
+    assert all(word in said for word in words), said
+    for command in (["merge", folder], ["reshard", folder, "--tp", "2"], ["reshard", folder, "--tp", TP]):
+        result = call(*command, "-o", folder.parent / "result")
+        assert (result.code, result.out) == (1, "")
+        assert "internal error" not in result.err
+        assert result.err.startswith("shardconv: ")
+    assert sorted(contents(folder.parent)) == before
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    """Flip one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def place(path: Path, tensor: str) -> range:
+    """The positions of a tensor's bytes in a file."""
+    header = read_header(path)
+    info = header.tensors[tensor]
+    return range(header.data_offset + info.start, header.data_offset + info.stop)
+
+
+def test_undamaged_checkpoint_passes(either):
+    result = call("verify", either)
+    assert result.code == 0
+    summed = verify(either).has_checksums
+    assert result.out.endswith("correct\n" if summed else "--against SRC compares all\n")
+    assert ("there are no checksums" in result.out) is not summed
+
+
+def test_without_checksums_verify_claims_only_what_it_checked(made, tmp_path):
+    """Without checksums only a comparison finds a wrong byte, and reshard does not add checksums."""
+    folder = shutil.copytree(made / "unsummed", tmp_path / "split")
+    path = folder / RANK_FILES[1]
+    flip(path, place(path, f"{LAYER}.mlp.up_proj.weight")[9])
+    result = call("merge", folder, "-o", tmp_path / "merged")
+    assert (result.code, "as the source, but not verified as there are no checksums" in result.out) == (0, True)
+    assert call("reshard", folder, "--tp", "2", "-o", tmp_path / "two").code == 0
+    assert not verify(tmp_path / "two").has_checksums
+    assert call("verify", folder, "--against", made / "source").code == 3
+    assert call("verify", made / "unsummed", "--against", made / "source").out.endswith("correct\n")
+
+
+def test_rank_file_without_read_permission(folder, monkeypatch):
+    """An error, not a difference: the file may be correct."""
+    opened = os.open
+
+    def refuse(path, *arguments, **options):
+        if Path(path).name == RANK_FILES[1]:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    check_refused(folder, f"{RANK_FILES[1]}: cannot be opened: Permission denied", verified=False)
+
+
+# --- bits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", range(TP))
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "model.embed_tokens",
+        f"{LAYER}.self_attn.q_proj",
+        f"{LAYER}.mlp.down_proj",
+        "model.norm",
+        f"{LAYER}.self_attn.k_proj",
+    ],
+)
+@pytest.mark.parametrize("at", [0, -1])
+def test_flipped_bit_of_a_tensor_is_found(folder, rank, tensor, at):
+    """Sharded by rows and by columns, replicated, replicated KV heads; the first and the last byte."""
+    path = folder / RANK_FILES[rank]
+    flip(path, place(path, f"{tensor}.weight")[at])
+    check_refused(folder, path.name)
+
+
+@pytest.mark.parametrize("rank", range(TP))
+@pytest.mark.parametrize("tensor", ["model.norm.weight", f"{LAYER}.self_attn.v_proj.weight"])
+def test_flipped_bit_of_a_replica_is_found(either, rank, tensor):
+    """Replicated tensors and KV heads are compared, also without checksums."""
+    path = either / RANK_FILES[rank]
+    flip(path, place(path, tensor)[5])
+    sharers = TP if "norm" in tensor else 2
+    differing = rank if rank % sharers else rank + 1  # of two that differ, the higher rank is named
+    said = [path.name] if verify(either).has_checksums else [tensor, RANK_FILES[differing]]
+    check_refused(either, *said)
+
+
+@pytest.mark.parametrize("at", [-128, -1])
+def test_flipped_bit_of_the_padding_is_found(either, at):
+    path = either / RANK_FILES[-1]
+    flip(path, place(path, "lm_head.weight")[at])
+    padding = [] if verify(either).has_checksums else ["the padding of lm_head.weight is not zero"]
+    check_refused(either, path.name, *padding)
+
+
+@pytest.mark.parametrize("rank", range(TP))
+@pytest.mark.parametrize("position", [0, 7, 8, 20, 400, -1])
+def test_flipped_bit_of_a_header_is_found(either, rank, position):
+    path = either / RANK_FILES[rank]
+    flip(path, position % read_header(path).data_offset)
+    check_refused(either, f"{path}: its header is not the expected one")
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_flipped_bit_anywhere_is_found(folder, seed):
+    chance = random.Random(seed)
+    path = folder / chance.choice(RANK_FILES)
+    flip(path, chance.randrange(path.stat().st_size), chance.randrange(8))
+    check_refused(folder, path.name)
+
+
+def test_all_differences_are_reported(folder):
+    for name in RANK_FILES[1:3]:
+        flip(folder / name, place(folder / name, f"{LAYER}.mlp.up_proj.weight")[0])
+    (folder / "tokenizer.json").write_text("{}")
+    found = verify(folder).differences
+    assert sorted(difference.partition(":")[0] for difference in found) == [*RANK_FILES[1:3], "tokenizer.json"]
+
+
+def test_against_the_source_names_tensor_and_byte(made, tmp_path):
+    """Without checksums, only the comparison with the source finds a wrong shard."""
+    folder = shutil.copytree(made / "unsummed", tmp_path / "split")
+    name = f"{LAYER}.mlp.gate_proj.weight"
+    path = folder / RANK_FILES[1]
+    flip(path, place(path, name)[3])
+    assert call("verify", folder).code == 0
+    result = call("verify", folder, "--against", made / "source")
+    shard_bytes = len(place(path, name))
+    assert result.code == 3
+    assert f"{name}: byte {shard_bytes + 3} of the tensor differs from the source" in result.out
+
+
+@pytest.mark.parametrize(("source", "code"), [("source", 0), ("other-source", 3)])
+@pytest.mark.parametrize("name", ["split", "unsummed"])
+def test_against_a_source(made, name, source, code):
+    assert call("verify", made / name, "--against", made / source).code == code
+
+
+@pytest.mark.parametrize(
+    ("specs", "said"),
+    [
+        ({"model.norm.weight": ("F16", (64,))}, "model.norm.weight: is BF16 [64] (expected F16 [64] as in {})"),
+        ({"extra": ("U8", (1,))}, "extra: is in {} only"),
+    ],
+)
+def test_against_a_source_of_another_shape(made, tmp_path, specs, said):
+    other = write_weights(tmp_path / "other.safetensors", specs)
+    result = call("verify", made / "split", "--against", other)
+    assert result.code == 3
+    assert said.format(other) in result.out
+    assert f"lm_head.weight: is not in {other}" in result.out
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RANK_FILES)
+def test_missing_rank_file(either, name):
+    (either / name).unlink()
+    check_refused(either, f"{name}: is missing (expected all {TP} rank files)")
+
+
+@pytest.mark.parametrize("name", RANK_FILES)
+@pytest.mark.parametrize("change", [-1, 1, -10_000])
+def test_rank_file_of_another_size(either, name, change):
+    path = either / name
+    os.truncate(path, path.stat().st_size + change)
+    check_refused(either, f"{path}: was modified or truncated (got ")
+
+
+def test_empty_rank_file(either):
+    os.truncate(either / RANK_FILES[1], 0)
+    check_refused(either, f"{RANK_FILES[1]}: was modified or truncated (got 0 bytes")
+
+
+@pytest.mark.timeout(20)
+def test_rank_file_is_a_pipe(either):
+    (either / RANK_FILES[1]).unlink()
+    os.mkfifo(either / RANK_FILES[1])
+    check_refused(either, f"{RANK_FILES[1]}: is missing")
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 2), (0, 3)])
+def test_two_swapped_rank_files(folder, ranks):
+    one, two = (folder / RANK_FILES[rank] for rank in ranks)
+    one.rename(folder / "x")
+    two.rename(one)
+    (folder / "x").rename(two)
+    check_refused(folder, f"{one.name}: ", f"got the bytes of {two.name}")
+
+
+@pytest.mark.parametrize("name", RANK_FILES)
+def test_rank_file_of_another_split(folder, made, name):
+    """With the same shapes and other values: the identity in its header differs."""
+    shutil.copyfile(made / "other" / name, folder / name)
+    check_refused(folder, f"{name}: ", "it was modified or is of another checkpoint")
+
+
+def test_rank_file_of_another_split_with_a_copied_identity(folder, made):
+    """The checksums differ."""
+    name = RANK_FILES[1]
+    ours, theirs = (folder / name).read_bytes(), (made / "other" / name).read_bytes()
+    header = 8 + int.from_bytes(ours[:8], "little")
+    (folder / name).write_bytes(ours[:header] + theirs[header:])
+    check_refused(folder, f"{name}: ", "differ from their checksum")
+
+
+def test_rank_file_of_another_split_without_checksums(made, tmp_path):
+    """The replicated tensors differ."""
+    folder = shutil.copytree(made / "unsummed", tmp_path / "split")
+    write_checkpoint(tmp_path / "source", parts=2, config=llama_config(layers=1), seed=10)
+    split(tmp_path / "source", tmp_path / "other", tp=TP, checksums=False)
+    shutil.copyfile(tmp_path / "other" / RANK_FILES[2], folder / RANK_FILES[2])
+    check_refused(folder, f"{RANK_FILES[2]}: ", " differs from the shard of a lower rank")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_auxiliary_file_changed(either, name):
+    before = (either / name).read_text()
+    (either / name).write_text(before + " ")
+    check_refused(either, f"{name}: differs from its checksum")
+    result = call("merge", either, "-o", either.parent / "result")
+    assert f"{either / name}: differs from its checksum" in result.err
+
+
+@pytest.mark.parametrize(
+    ("to", "said"), [(None, "is missing"), ("config.json", "differs"), ("../secret", "a link out")]
+)
+def test_auxiliary_file_missing_or_replaced(either, to, said):
+    (either.parent / "secret").write_text("secret")
+    path = either / "tokenizer.json"
+    path.unlink()
+    if to is not None:
+        path.symlink_to(to)
+    check_refused(either, "tokenizer.json: ", said)
+
+
+def test_auxiliary_file_in_a_folder_that_is_a_link(made, tmp_path):
+    source = shutil.copytree(made / "source", tmp_path / "source")
+    (source / "sub").mkdir()
+    (source / "sub" / "notes.txt").write_text("notes")
+    split(source, tmp_path / "split", tp=2)
+    (tmp_path / "split" / "sub").rename(tmp_path / "outside")
+    (tmp_path / "split" / "sub").symlink_to(tmp_path / "outside")
+    check_refused(tmp_path / "split", "sub/notes.txt: is missing, not a regular file, or a link out of its folder")
+
+
+def test_rank_file_that_is_a_link_out_of_the_folder(folder):
+    (folder / RANK_FILES[1]).rename(folder.parent / "elsewhere")
+    (folder / RANK_FILES[1]).symlink_to(folder.parent / "elsewhere")
+    check_refused(folder, f"{RANK_FILES[1]}: is a link out of its folder")
+
+
+def test_split_checkpoint_in_a_hugging_face_cache(folder, made, tmp_path):
+    """There every file is a link to a blob next to the snapshots."""
+    snapshot, blobs = tmp_path / "models--org--split" / "snapshots" / "1f", tmp_path / "models--org--split" / "blobs"
+    shutil.copytree(folder, blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    assert call("verify", snapshot).code == 0
+    assert call("merge", snapshot, "-o", tmp_path / "merged").code == 0
+    assert contents(tmp_path / "merged") == contents(made / "source")
+
+
+# --- the manifest ---------------------------------------------------------------------------------------------------
+
+
+def test_manifest_with_a_recomputed_checksum_is_read(folder):
+    """Otherwise the following tests would not test anything."""
+    change_manifest(folder, lambda data: data.update(created_by="somebody"))
+    assert call("verify", folder).code == 0
+
+
+def test_missing_manifest(folder):
+    (folder / "shardconv.json").unlink()
+    check_refused(folder, "is not a split checkpoint (no shardconv.json)", verified=False)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", "\ufeff{}", "[" * 100_000, '{"format_version": true}'])
+def test_file_that_is_not_a_manifest(folder, text):
+    (folder / "shardconv.json").write_text(text)
+    check_refused(folder, "shardconv.json: cannot be used", verified=False)
+
+
+def test_manifest_is_a_folder(folder):
+    (folder / "shardconv.json").unlink()
+    (folder / "shardconv.json").mkdir()
+    check_refused(folder, "shardconv.json: cannot be used: it is not a regular file", verified=False)
+
+
+@pytest.mark.timeout(20)
+def test_manifest_is_a_pipe(folder):
+    (folder / "shardconv.json").unlink()
+    os.mkfifo(folder / "shardconv.json")
+    check_refused(folder, "shardconv.json: cannot be used", verified=False)
+
+
+def test_manifest_of_a_newer_version(folder):
+    change_manifest(folder, lambda data: data.update(format_version=99), sign=False)
+    check_refused(folder, "format version is too new (got 99", "update shardconv", verified=False)
+
+
+@pytest.mark.parametrize(
+    "key", ["created_by", "tp", "plan", "request", "source", "auxiliary_files", "checksums", "manifest_checksum"]
+)
+def test_changed_field_is_found(folder, key):
+    change_manifest(folder, lambda data: data.update({key: 0}), sign=False)
+    check_refused(folder, "was changed after it was written", verified=False)
+
+
+def test_added_field_is_found(folder):
+    change_manifest(folder, lambda data: data.update(x=0), sign=False)
+    check_refused(folder, "was changed after it was written", verified=False)
+
+
+@pytest.mark.parametrize("ignore", ["*.gguf", {"*.gguf": 1}, [1], None, 7], ids=repr)
+def test_invalid_patterns_of_ignored_files(folder, ignore):
+    change_manifest(folder, lambda data: data["source"].update(ignore=ignore))
+    check_refused(folder, "shardconv.json: cannot be used", verified=False)
+
+
+UNSAFE_NAMES = [
+    "../evil", "../../evil", "/tmp/evil", "sub/../../evil", "./evil", "", ".", "..", "C:\\evil", "..\\evil", "evil\0",
+    "evil\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSAFE_NAMES, ids=repr)
+@pytest.mark.parametrize("where", ["part", "index", "auxiliary file"])
+def test_names_that_lead_out_of_the_folder(folder, where, name):
+    def change(data: dict[str, Any]) -> None:
+        if where == "part":
+            data["source"]["files"][0]["name"] = name
+        elif where == "index":
+            data["source"]["index"][0] = name
+        else:
+            data["auxiliary_files"][name] = "0" * 32
+
+    (folder.parent / "evil").write_text("not to be read")
+    change_manifest(folder, change)
+    check_refused(folder, "shardconv.json: cannot be used", verified=False)
+
+
+@pytest.mark.parametrize("name", ["shardconv.json", RANK_FILES[0], "model-00001-of-00002.safetensors"])
+def test_auxiliary_files_that_would_overwrite_others(folder, name):
+    change_manifest(folder, lambda data: data["auxiliary_files"].update({name: "0" * 32}))
+    check_refused(folder, "two of its files have the same name", verified=False)
+
+
+def fields(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every value in a manifest; of equal ones only the first."""
+    few = 10 if isinstance(data, dict) else 2
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path, *(way for key, value in list(inner)[:few] for way in fields(value, (*path, key)))]
+
+
+@pytest.mark.parametrize("value", [None, -1, 10**30, True, "x", [], {}, [[]], {"x": 0}, 0.5], ids=repr)
+def test_replaced_field_gives_an_error_or_a_report(folder, value):
+    """Any value in a manifest with a correct checksum gives one message or a report, never a traceback."""
+    path = folder / "shardconv.json"
+    original = path.read_text()
+    for way in fields(json.loads(original))[1:]:
+        if way[0] == "manifest_checksum":
+            continue
+        path.write_text(original)
+
+        def change(data: dict[str, Any], way: tuple[Any, ...] = way) -> None:
+            for key in way[:-1]:
+                data = data[key]
+            data[way[-1]] = value
+
+        change_manifest(folder, change)
+        for command in (["verify", folder], ["reshard", folder, "--tp", "2", "--dry-run", "-o", folder.parent / "x"]):
+            result = call(*command)
+            assert result.code in {0, 1, 3}, (way, result)
+            assert "internal error" not in result.err, (way, result.err)
+    assert [path.name for path in folder.parent.iterdir()] == ["split"]

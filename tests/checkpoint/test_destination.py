@@ -1,0 +1,489 @@
+"""Destinations that exist, or that appear during a run: files, folders, links, the source, and other runs.
+
+Only a checkpoint is replaced, and only with --overwrite; everything else is kept, with one message.
+"""
+
+import errno
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardconv.checkpoint import staging, write
+from shardconv.checkpoint.copy import CopyJob
+from shardconv.checkpoint.split import split
+from shardconv.errors import OutputError, ShardconvError
+from tests.support.checkpoints import contents
+from tests.support.command import Result, call, finish, start
+from tests.support.faults import (
+    SLOW,
+    beside,
+    check_done,
+    failing,
+    put_checkpoint,
+    put_dangling_link,
+    put_file,
+    put_link,
+    put_notes,
+    refuse_to_list,
+)
+
+pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")
+
+# --- what is there already ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("put", "options", "message"),
+    [
+        (put_file, [], "exists (got a file, expected a folder)"),
+        (put_file, ["--overwrite"], "exists (got a file, expected a folder)"),
+        (put_notes, [], "exists: choose another path with -o, or pass --overwrite"),
+        (put_notes, ["--overwrite"], "does not hold a checkpoint, so it is not overwritten"),
+        (put_checkpoint, [], "exists: choose another path with -o, or pass --overwrite"),
+        (put_link, [], "exists (got a link, expected a folder)"),
+        (put_link, ["--overwrite"], "exists (got a link, expected a folder)"),
+        (put_dangling_link, [], "exists (got a link, expected a folder)"),
+    ],
+)
+def test_existing_destination_is_kept(job, target, put, options, message):
+    put(target)
+    before = beside(target), contents(target.parent.parent)
+    result = job.call(target, *options)
+    assert result.code == 1
+    assert f"{target}: {message}" in result.err
+    assert (beside(target), contents(target.parent.parent)) == before
+
+
+@pytest.mark.parametrize(
+    ("put", "message"),
+    [
+        (put_file, "exists (got a file, expected a folder)"),
+        (put_notes, "does not hold a checkpoint, so it is not overwritten"),
+        (put_link, "exists (got a link, expected a folder)"),
+        (put_dangling_link, "exists (got a link, expected a folder)"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--overwrite"]], ids=["", "overwrite"])
+def test_dry_run_refuses_a_destination_that_overwrite_does_not_replace(job, target, put, message, options):
+    """The message asks for another path with any options."""
+    put(target)
+    before = beside(target), contents(target.parent.parent)
+    result = job.call(target, "--dry-run", *options)
+    assert result.code == 1
+    assert f"{target}: {message}" in result.err
+    assert (beside(target), contents(target.parent.parent)) == before
+
+
+def test_dry_run_for_an_empty_folder(job, target):
+    """An empty folder does not require --overwrite."""
+    target.mkdir()
+    result = job.call(target, "--dry-run", "--json")
+    assert json.loads(result.out)["destination_exists"] is False
+    assert contents(target) == {}
+
+
+def test_empty_folder_as_destination(job, target):
+    target.mkdir()
+    check_done(job.call(target), job, target)
+
+
+def test_destination_in_a_file(job, target):
+    (target.parent / "file").write_text("x")
+    result = job.call(target.parent / "file" / "result")
+    assert result.code == 1
+    assert "Traceback" not in result.err
+    assert contents(target.parent) == {"file": b"x"}
+
+
+def test_parent_folders_are_created(job, target):
+    assert job.call(target / "a" / "b").code == 0
+    assert contents(target / "a" / "b") == job.expected
+
+
+# --- what is overwritten --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("put", [put_checkpoint, Path.mkdir, lambda _: None], ids=["checkpoint", "empty", "nothing"])
+def test_overwrite(job, target, put):
+    put(target)
+    check_done(job.call(target, "--overwrite"), job, target)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NOTES.md", "extra/mine.txt", "other/deep/x", ".hidden", ".ssh/key", "extra/model.safetensors", "pipe", "link"],
+)
+@pytest.mark.parametrize("is_its_own", [False, True], ids=["other", "own"])
+def test_overwrite_keeps_a_folder_with_other_files(job, target, name, is_its_own):
+    if is_its_own:
+        job.function(job.source, target)
+    else:
+        put_checkpoint(target)
+    path = target / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if name == "pipe":
+        os.mkfifo(path)
+    elif name == "link":
+        path.symlink_to(target.parent, target_is_directory=True)
+    else:
+        path.write_text("mine")
+    before = contents(target)
+    message = f"{target}: holds {name}, which is not part of a checkpoint: remove it, or choose another path with -o"
+    for options in (["--dry-run"], []):
+        result = job.call(target, "--overwrite", *options)
+        assert result.code == 1
+        assert message in result.err
+        assert os.path.lexists(path)
+        assert beside(target) == [target.name]
+        assert contents(target) == before
+    path.unlink()
+    check_done(job.call(target, "--overwrite"), job, target)
+
+
+def test_overwrite_a_split_checkpoint(job, made, target):
+    """Auxiliary files in its manifest are replaced; a folder with other files is kept."""
+    source = shutil.copytree(made / "source", target.parent.parent / "other")
+    (source / "special.txt").write_text("x")
+    split(source, target, tp=2)
+    mine = target / "model.safetensors"
+    mine.write_text("mine")
+    assert "holds model.safetensors, which is not part" in job.call(target, "--overwrite").err
+    mine.unlink()
+    check_done(job.call(target, "--overwrite"), job, target)
+
+
+def test_overwrite_a_split_checkpoint_whose_manifest_is_damaged(job, made, target):
+    shutil.copytree(made / "split", target)
+    (target / "shardconv.json").write_text("{")
+    (target / "special.txt").write_text("mine")
+    assert "holds special.txt, which is not part" in job.call(target, "--overwrite").err
+    (target / "special.txt").unlink()
+    check_done(job.call(target, "--overwrite"), job, target)
+
+
+def test_overwrite_a_folder_that_cannot_be_read(job, target, monkeypatch):
+    put_checkpoint(target)
+    (target / "extra").mkdir()
+    refuse_to_list(monkeypatch, target / "extra")
+    assert f"{target / 'extra'}: cannot be read: Permission denied" in job.call(target, "--overwrite").err
+    monkeypatch.undo()
+    assert sorted(contents(target)) == ["model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "after"), [(os, "pwrite", 0), (os, "pwrite", 9), (Path, "rename", 0), (write, "create", 0)]
+)
+def test_overwrite_keeps_the_checkpoint_if_the_run_fails(job, target, monkeypatch, owner, name, after):
+    put_checkpoint(target)
+    before = contents(target.parent)
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name), after))
+    assert job.call(target, "--overwrite").code == 1
+    assert contents(target.parent) == before
+
+
+def test_overwrite_restores_the_checkpoint_if_the_rename_fails(job, target, monkeypatch):
+    put_checkpoint(target)
+    before = contents(target.parent)
+    rename = Path.rename
+
+    def fail_once(path: Path, to: Path) -> Path:
+        if path.parent.name == ".result.partial" and path.name == "result":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", fail_once)
+    assert job.call(target, "--overwrite").code == 1
+    assert contents(target.parent) == before
+
+
+def test_overwrite_flushes_the_result_before_it_removes_the_checkpoint(job, target, monkeypatch):
+    put_checkpoint(target)
+    replaced = target.parent / ".result.partial" / "replaced"
+    synced: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(staging, "_sync", lambda path: synced.append((path, replaced.exists())))
+    check_done(job.call(target, "--overwrite"), job, target)
+    assert (target.parent / ".result.partial" / "result", False) in synced
+    assert synced[-1] == (target.parent, True)
+
+
+# --- what comes to the destination meanwhile, or lies beside it -----------------------------------------------------
+
+
+def when_all_is_written(monkeypatch, action: Callable[[], object]) -> None:
+    """Call a function after all files are written and before they are published."""
+    publish = staging._publish
+    monkeypatch.setattr(staging, "_publish", lambda *arguments: (action(), publish(*arguments)))
+
+
+@pytest.mark.parametrize("put", [put_file, put_notes, put_checkpoint, put_link, put_dangling_link])
+def test_destination_that_appears_during_the_run_is_kept(job, target, monkeypatch, put):
+    """It did not exist when the run began, and --overwrite was not passed."""
+    same = target.parent.parent / "same" / "out" / "result"
+    same.parent.mkdir(parents=True)
+    put(same)
+    when_all_is_written(monkeypatch, lambda: put(target))
+    result = job.call(target)
+    assert result.code == 1
+    assert f"{target}: was created by another process: choose another path with -o" in result.err
+    assert beside(target) == [target.name]
+    assert contents(target.parent) == contents(same.parent)
+    assert target.is_symlink() == same.is_symlink()
+
+
+def test_empty_folder_that_appears_during_the_run_is_replaced(job, target, monkeypatch):
+    when_all_is_written(monkeypatch, target.mkdir)
+    check_done(job.call(target), job, target)
+
+
+def test_overwrite_checks_the_destination_again_before_it_replaces_it(job, target, monkeypatch):
+    put_checkpoint(target)
+    flush = staging._flush
+    monkeypatch.setattr(staging, "_flush", lambda path: (flush(path), (target / "notes.txt").write_text("mine")))
+    assert "holds notes.txt, which is not part of a checkpoint" in job.call(target, "--overwrite").err
+    assert beside(target) == [target.name]
+    assert contents(target)["notes.txt"] == b"mine"
+
+
+def test_overwrite_keeps_both_if_another_process_writes_the_destination(job, target, monkeypatch):
+    """A file appears between its two renames: both are kept, also by later runs."""
+    put_checkpoint(target)
+    old = contents(target)
+    rename = Path.rename
+
+    def rename_then_put(path: Path, to: Path) -> Path:
+        result = rename(path, to)
+        if path == target:
+            put_notes(target)
+        return result
+
+    monkeypatch.setattr(Path, "rename", rename_then_put)
+    kept = target.parent / ".result.partial" / "replaced"
+    for message in (f"the previous checkpoint is kept as {kept}", "does not hold a checkpoint"):
+        assert message in job.call(target, "--overwrite").err
+        assert contents(target) == {"notes.txt": b"mine"}
+        assert contents(kept) == old
+
+
+@pytest.mark.parametrize(
+    ("put", "message"),
+    [
+        (put_notes, "holds files that shardconv did not write: rename it"),
+        (put_checkpoint, "holds files that shardconv did not write: rename it"),
+        (put_file, "Not a directory"),
+    ],
+)
+def test_user_files_with_the_name_of_the_staging_folder_are_kept(job, target, put, message):
+    put(target.parent / ".result.partial")
+    before = contents(target.parent)
+    result = job.call(target)
+    assert result.code == 1
+    assert message in result.err
+    assert contents(target.parent) == before
+
+
+def test_empty_folder_with_the_name_of_the_staging_folder_is_used(job, target):
+    """A run that is killed before it writes the marker leaves such a folder."""
+    (target.parent / ".result.partial").mkdir()
+    check_done(job.call(target), job, target)
+
+
+# --- too near to what is read ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+@pytest.mark.parametrize("name", ["", "sub", "sub/sub", "../{name}"])
+def test_destination_in_the_source(job, tmp_path, name, options):
+    source = shutil.copytree(job.source, tmp_path / "copy")
+    before = contents(tmp_path)
+    result = job.on(source).call(source / name.format(name=source.name), *options)
+    assert result.code == 1
+    assert any(words in result.err for words in ("is in the source", "is the source:", "exists"))
+    assert contents(tmp_path) == before
+
+
+def test_destination_that_contains_the_source(job, target):
+    """It also holds a checkpoint, so --overwrite would remove the source."""
+    put_checkpoint(target)
+    source = shutil.copytree(job.source, target / "source")
+    before = contents(target.parent)
+    result = job.on(source).call(target, "--overwrite")
+    assert result.code == 1
+    assert "choose another path" in result.err
+    assert contents(target.parent) == before
+
+
+def test_destination_that_contains_the_target_of_a_source_link(made, target):
+    source = target.parent / "source"
+    shutil.copytree(made / "source", target)
+    source.mkdir()
+    for path in filter(Path.is_file, target.iterdir()):
+        (source / path.name).symlink_to(path)
+    before = contents(target.parent)
+    result = call("split", source, "--tp", "2", "-o", target, "--follow-links", "--overwrite")
+    assert result.code == 1
+    assert "choose another path" in result.err
+    assert contents(target.parent) == before
+
+
+def test_overwrite_refuses_a_destination_with_the_plan_file(made, target):
+    shutil.copytree(made / "split", target)
+    (target / "plan.toml").write_text('[rules]\n"lm_head" = { style = "replicate" }')
+    result = call("split", made / "source", "--tp", "2", "-o", target, "--rules", target / "plan.toml", "--overwrite")
+    assert result.code == 1
+    assert "plan.toml: choose another path" in result.err
+    assert (target / "plan.toml").is_file()
+
+
+# --- two runs for one destination -----------------------------------------------------------------------------------
+
+
+def test_second_run_while_the_first_writes(job, target, monkeypatch):
+    is_writing, may_go_on = threading.Event(), threading.Event()
+    copy_stripe = CopyJob.copy_stripe
+
+    def wait_then_pass(*arguments: Any) -> None:
+        is_writing.set()
+        assert may_go_on.wait(60)
+        copy_stripe(*arguments)
+
+    monkeypatch.setattr(CopyJob, "copy_stripe", wait_then_pass)
+    first = threading.Thread(target=job.function, args=(job.source, target))
+    first.start()
+    assert is_writing.wait(60)
+    try:
+        for overwrite in (False, True):
+            with pytest.raises(OutputError, match="result: another run is writing it"):
+                job.function(job.source, target, overwrite=overwrite)
+    finally:
+        may_go_on.set()
+        first.join()
+    check_done(Result(0, "", ""), job, target)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_many_races(job, target, overwrite):
+    for _ in range(20):
+        barrier = threading.Barrier(3)
+        outcomes: list[str] = []
+
+        def race(barrier: threading.Barrier = barrier, outcomes: list[str] = outcomes) -> None:
+            barrier.wait()
+            try:
+                job.function(job.source, target, overwrite=overwrite)
+                outcomes.append("")
+            except ShardconvError as error:
+                outcomes.append(str(error))
+
+        runners = [threading.Thread(target=race) for _ in range(3)]
+        for runner in runners:
+            runner.start()
+        for runner in runners:
+            runner.join()
+        assert len(outcomes) == 3
+        assert outcomes.count("") == 1 or (overwrite and "" in outcomes)
+        assert all("another run is writing it" in text or "exists" in text for text in outcomes if text)
+        check_done(Result(0, "", ""), job, target)
+        shutil.rmtree(target)
+
+
+def test_race_of_processes(job, target):
+    processes = [start(*job.arguments, "-o", target, patch=SLOW) for _ in range(3)]
+    results = [finish(process) for process in processes]
+    assert sorted(result.code for result in results) == [0, 1, 1]
+    assert all("another run is writing it" in result.err or "exists" in result.err for result in results if result.code)
+    check_done(Result(0, "", ""), job, target)
+
+
+# --- file systems that do less --------------------------------------------------------------------------------------
+
+
+def test_file_systems_without_locks(job, target, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(staging.fcntl, "flock", refuse)
+    check_done(job.call(target), job, target)
+    remains = target.parent / ".result.partial"
+    remains.mkdir()
+    (remains / ".shardconv").touch()
+    result = job.call(target, "--overwrite")
+    assert (result.code, "another run may be writing it" in result.err) == (1, True)
+    assert f"remove {remains}" in result.err
+    shutil.rmtree(remains)
+    check_done(job.call(target, "--overwrite"), job, target)
+
+
+def test_staging_folder_that_is_replaced_during_the_run(job, target, monkeypatch):
+    """A user removes it during the run, and starts another run."""
+    partial = target.parent / ".result.partial"
+    copy = CopyJob.run
+
+    def replace_then_copy(*arguments: Any, **options: Any) -> None:
+        copy(*arguments, **options)
+        partial.rename(tmp := target.parent / "moved")
+        shutil.copytree(tmp, partial)
+
+    monkeypatch.setattr(CopyJob, "run", replace_then_copy)
+    result = job.call(target)
+    assert (result.code, "was removed while it was in use" in result.err) == (1, True)
+    assert not target.exists()
+
+
+# --- a file as the destination --------------------------------------------------------------------------------------
+
+
+def refuse_links(*_: Any) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+class TestMergeIntoOneFile:
+    """Only merge can write one."""
+
+    @pytest.fixture
+    def file(self, target) -> Path:
+        return target.with_suffix(".safetensors")
+
+    def test_file_is_kept(self, made, file):
+        put_file(file)
+        result = call("merge", made / "split", "-o", file)
+        assert (result.code, file.read_text()) == (1, "mine")
+        assert "exists: choose another path" in result.err
+
+    @pytest.mark.parametrize("put", [put_file, put_link, put_dangling_link, Path.mkdir])
+    def test_file_link_or_empty_folder_is_replaced(self, made, file, put):
+        put(file)
+        assert call("merge", made / "split", "-o", file, "--overwrite").code == 0
+        assert beside(file) == [file.name]
+        assert file.is_file()
+        assert not file.is_symlink()
+
+    @pytest.mark.parametrize("put", [put_file, put_notes, put_link, put_dangling_link])
+    @pytest.mark.parametrize("has_links", [True, False])
+    def test_what_appears_meanwhile_is_kept(self, made, file, monkeypatch, put, has_links):
+        if not has_links:
+            monkeypatch.setattr(os, "link", refuse_links)
+        when_all_is_written(monkeypatch, lambda: put(file))
+        result = call("merge", made / "split", "-o", file)
+        assert f"{file}: was created by another process" in result.err
+        assert beside(file) == [file.name]
+        assert not file.is_file() or file.read_text() == "mine"
+
+    @pytest.mark.parametrize("has_links", [True, False])
+    def test_new_file(self, made, file, monkeypatch, has_links):
+        if not has_links:
+            monkeypatch.setattr(os, "link", refuse_links)
+        assert call("merge", made / "split", "-o", file).code == 0
+        assert beside(file) == [file.name]
+        assert file.stat().st_nlink == 1
+
+    def test_folder_is_kept(self, made, file):
+        put_checkpoint(file)
+        result = call("merge", made / "split", "-o", file, "--overwrite")
+        assert "exists (got a folder, expected a file)" in result.err
+        assert sorted(contents(file)) == ["model.safetensors", "tokenizer.json"]

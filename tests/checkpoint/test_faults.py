@@ -1,0 +1,271 @@
+"""Runs that fail: killed, interrupted, out of space, with system errors, or with a source that changes.
+
+Each prints one message and leaves no files; the files of a run killed by SIGKILL are removed by the next run.
+"""
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardconv.checkpoint import fileio, staging, write
+from shardconv.checkpoint.copy import CopyJob
+from tests.support.checkpoints import contents, part_names
+from tests.support.command import Result, call, finish, run, start
+from tests.support.faults import SLOW, Job, beside, check_done, check_failed, failing
+
+pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")
+
+# --- killed ---------------------------------------------------------------------------------------------------------
+
+#: What Python tells of before it does it; beside these, every write is a step.
+AUDITED = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "open"}
+
+
+def kill_before(step: int, folder: Path) -> None:
+    """Kill this process before its n-th step that changes the disk."""
+    steps = itertools.count(1)
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        is_ours = event != "open" or str(folder) in str(arguments[0])
+        if event in AUDITED and is_ours and next(steps) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    write = os.pwrite
+
+    def counted(*arguments: Any) -> int:
+        count("os.truncate", ())
+        return write(*arguments)
+
+    sys.addaudithook(count)
+    os.pwrite = counted
+
+
+def status_of_child(function: Callable[[], int]) -> int:
+    """Run a function in a forked process, which is faster than starting Python; returns its exit status."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # numpy's idle threads do no harm
+        pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = function()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["new", "overwrite"])
+def test_killed_before_every_step(job, target, is_there):
+    options = ["--overwrite"] if is_there else []
+    old = {"model.safetensors": b"old", "extra/notes.txt": b"old"}
+    for step in itertools.count(1):
+        shutil.rmtree(target, ignore_errors=True)
+        if is_there:
+            for name, data in old.items():
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                (target / name).write_bytes(data)
+
+        def die(step: int = step) -> int:
+            kill_before(step, target.parent)
+            return job.call(target, *options, "--threads", "1").code
+
+        status = status_of_child(die)
+        assert status in {0, -signal.SIGKILL}
+        allowed = [old, job.expected] if is_there else [job.expected]
+        assert not target.exists() or contents(target) in allowed
+        assert set(beside(target)) <= {target.name, ".result.partial"}
+        if status == 0:
+            break
+        if not target.exists() or is_there:
+            check_done(job.call(target, *options), job, target)
+    assert step > 10  # else nothing was counted
+    check_done(Result(status, "", ""), job, target)
+
+
+def start_slowly(job: Job, target: Path, delay: float) -> subprocess.Popen[str]:
+    """Start a command, and return after it has been writing for a while."""
+    process = start(*job.arguments, "-o", target, "--threads", "1", patch=SLOW)
+    while not list(target.parent.glob(".*.partial/result/*")):
+        assert process.poll() is None
+        time.sleep(0.001)
+    time.sleep(delay)
+    return process
+
+
+def test_killed_at_random_moments(job, target):
+    moments = random.Random(0)
+    for _ in range(5):
+        process = start_slowly(job, target, moments.uniform(0, 0.5))
+        process.kill()
+        killed = finish(process).code == -signal.SIGKILL
+        assert beside(target) == [".result.partial" if killed else target.name]  # it may have been ready before
+        if not killed:
+            shutil.rmtree(target)
+        check_done(job.call(target), job, target)
+        shutil.rmtree(target)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [(signal.SIGINT, 130, "interrupted; nothing was left"), (signal.SIGTERM, 143, "terminated; nothing was left")],
+)
+def test_signalled(job, target, number, code, message):
+    process = start_slowly(job, target, 0.05)
+    process.send_signal(number)
+    check_failed(finish(process), target, message, code)
+
+
+# --- no room, and other errors of the system ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mount(tmp_path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a file system of a given size, if that is permitted."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+    program = shutil.which("mount")
+
+    def mount_one(num_bytes: int) -> Path:
+        command = [program, "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", place]
+        if program is None or os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("no file system can be mounted here")
+        return place / "result"
+
+    yield mount_one
+    if place.is_mount():
+        subprocess.run(["umount", place], check=True)
+
+
+def test_too_little_space_is_found_before_the_copy(job, mount):
+    target = mount(40_000)
+    check_failed(job.call(target), target, "the disk has too little free space")
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9, 0.999])
+def test_full_disk_during_the_copy(job, mount, monkeypatch, share):
+    """Other processes may fill the disk while the copy runs."""
+    target = mount(int(sum(map(len, job.expected.values())) * share))
+    monkeypatch.setattr(staging, "_check_room", lambda *_: None)
+    check_failed(job.call(target), target, "the disk is full: free some space (no files were left behind)")
+
+
+def test_limit_of_file_sizes(job, target):
+    patch = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
+    check_failed(run(*job.arguments, "-o", target, patch=patch), target, "File too large")
+
+
+@pytest.mark.parametrize("after", [0, 1, 7, 12])
+@pytest.mark.parametrize("threads", ["1", "4"])
+def test_write_error(job, target, monkeypatch, after, threads):
+    monkeypatch.setattr(os, "pwrite", failing(os.pwrite, after))
+    check_failed(
+        job.call(target, "--threads", threads),
+        target,
+        f"{target}: cannot be written: Input/output error (no files were left behind)",
+    )
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_read_error(job, target, monkeypatch, after):
+    monkeypatch.setattr(fileio, "_preadv", failing(fileio._preadv, after))
+    check_failed(job.call(target), target, "cannot be read: Input/output error")
+
+
+def test_auxiliary_file_that_cannot_be_copied(job, target, monkeypatch):
+    monkeypatch.setattr(write, "create", failing(write.create, 1))
+    check_failed(job.call(target), target, "Input/output error")
+
+
+def test_unexpected_error_is_one_line(job, target, monkeypatch):
+    def raise_it(*_: Any) -> None:
+        raise RuntimeError("boo")
+
+    monkeypatch.setattr(CopyJob, "copy_stripe", raise_it)
+    check_failed(job.call(target), target, "internal error: RuntimeError: boo")
+
+
+# --- sources that change --------------------------------------------------------------------------------------------
+
+
+def shrink(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 3)
+
+
+def grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+def modify(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\0")
+
+
+@pytest.mark.parametrize(("change", "message"), [(shrink, "was truncated"), (grow, "changed"), (modify, "changed")])
+def test_source_that_changes(job, tmp_path, target, monkeypatch, change, message):
+    source = shutil.copytree(job.source, tmp_path / "copy")
+    path = min(source.glob("*.safetensors"))
+    os.utime(path, (1, 1))  # so that the change shows, however coarse the clock
+    copy_stripe = CopyJob.copy_stripe
+
+    def change_then_pass(*arguments: Any) -> None:
+        change(path)
+        copy_stripe(*arguments)
+
+    monkeypatch.setattr(CopyJob, "copy_stripe", change_then_pass)
+    result = job.on(source).call(target)
+    assert result.code == 1
+    assert f"{path}: {message} while it was read" in result.err or "differ from their checksum" in result.err
+    assert beside(target) == []
+
+
+def test_source_file_removed_between_plan_and_copy(made, tmp_path, target, monkeypatch):
+    source = shutil.copytree(made / "source", tmp_path / "copy")
+    path = source / part_names(2)[1]
+    monkeypatch.setattr("shardconv.checkpoint.split.check_disjoint", lambda *_: path.unlink())
+    check_failed(call("split", source, "--tp", "2", "-o", target), target, f"{path}: cannot be opened")
+
+
+def test_config_changed_between_plan_and_copy(made, tmp_path, target, monkeypatch):
+    source = shutil.copytree(made / "source", tmp_path / "copy")
+    path = source / "config.json"
+    monkeypatch.setattr("shardconv.checkpoint.split.check_disjoint", lambda *_: path.write_text("{}"))
+    check_failed(call("split", source, "--tp", "2", "-o", target), target, f"{path}: changed after the plan was made")
+
+
+# --- systems that differ --------------------------------------------------------------------------------------------
+
+
+def test_systems_without_optional_calls(job, target, monkeypatch):
+    monkeypatch.setattr(fileio, "_preadv", fileio._pread_into)
+    monkeypatch.setattr(fileio, "_fadvise", None)
+    check_done(job.call(target), job, target)
+
+
+@pytest.mark.parametrize("preadv", [fileio._preadv, fileio._pread_into], ids=["preadv", "pread"])
+def test_short_reads_and_writes(job, target, monkeypatch, preadv):
+    write = os.pwrite
+    monkeypatch.setattr(fileio, "_preadv", lambda file, buffers, at: preadv(file, [buffers[0][:97]], at))
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:89], at))
+    check_done(job.call(target), job, target)
+
+
+def test_full_sync_on_systems_that_have_it(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    calls: list[int] = []
+    monkeypatch.setattr(staging.fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(staging.fcntl, "fcntl", lambda _, command: calls.append(command))
+    staging._flush(tmp_path)
+    assert calls == [51]

@@ -1,0 +1,269 @@
+"""Plans that follow an engine's boundaries, and readers of one rank's bytes."""
+
+import gc
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import shardconv
+from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.planning import make_plan, plan_source
+from shardconv.checkpoint.rank_reader import RankFileReader, SourceReader
+from shardconv.checkpoint.source import open_source
+from shardconv.engines.weights import RankSource, open_rank, rank_weights
+from shardconv.errors import PlanError, ShardconvError, SourceError, WorldSizeError
+from shardconv.plan.engines import Engine
+from shardconv.plan.family_file import family_for
+from shardconv.plan.placement import Interval, Padding
+from shardconv.plan.request import PlanRequest
+from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.submodels import rules_for
+from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from tests.support.checkpoints import contents, llama_config, write_checkpoint
+from tests.support.forked import run
+from tests.support.models import Model, change_config
+
+
+@given(st.integers(1, 10_000), st.integers(1, 8))
+def test_vocabulary_is_padded_as_vllm_pads_it(vocabulary, tp):
+    """vLLM 0.32 pads with ``pad_vocab_size`` to a multiple of 64, which tp has to divide; ranks have equal rows."""
+    padded = (vocabulary + 63) // 64 * 64
+    unit = Unit(vocabulary, pad=True, multiple=64)
+    if padded % tp:
+        with pytest.raises(IndivisibleError, match=f"{padded} .{vocabulary} padded to a multiple of 64. is not a mult"):
+            shard_dim(0, [unit], tp)
+        return
+    rows = padded // tp
+    for rank, pieces in enumerate(shard_dim(0, [unit], tp).ranks):
+        first, last = min(rank * rows, vocabulary), min((rank + 1) * rows, vocabulary)
+        expected = [Interval(first, last)] * (first < last) + [Padding(rows - (last - first))] * (last - first < rows)
+        assert list(pieces) == expected
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A vocabulary of 131: 192 when it is padded."""
+    return write_checkpoint(tmp_path_factory.mktemp("source"), parts=2)
+
+
+def test_boundaries_of_vllm(source, tmp_path):
+    """Rank files have 48 rows each; reshard equals a split, and merge restores the source."""
+    shardconv.split(source, tmp_path / "four", tp=4, engine="vllm")
+    full = {name: tensor for path in source.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    for rank in range(4):
+        found = load_file(tmp_path / "four" / f"rank-{rank}-of-4.safetensors")
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            padded = torch.nn.functional.pad(full[name].view(torch.int16), (0, 0, 0, 192 - 131))  # of NaN, too
+            assert torch.equal(found[name].view(torch.int16), padded[rank * 48 : (rank + 1) * 48])
+    shardconv.reshard(tmp_path / "four", tmp_path / "two", tp=2)
+    shardconv.split(source, tmp_path / "direct", tp=2, engine="vllm")
+    assert contents(tmp_path / "two") == contents(tmp_path / "direct")
+    shardconv.merge(tmp_path / "two", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+def test_tp_that_the_engine_does_not_support(source):
+    with pytest.raises(
+        PlanError, match=r"embed_tokens.weight: 192 \(131 padded to a multiple of 64\) is not a multiple"
+    ):
+        make_plan(source, tp=128, engine="vllm")
+
+
+def test_unknown_engine(source):
+    with pytest.raises(PlanError, match=r"engine 'other' is not supported \(expected vllm, shardconv\)"):
+        make_plan(source, tp=2, engine="other")
+    result = run("split", source, "--tp", "2", "--for", "other")
+    assert result.code == 2
+    assert "'vllm'" in result.err
+
+
+def test_request_and_rules_are_stored(source, tmp_path):
+    shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
+    manifest = read_manifest(tmp_path / "split")
+    assert manifest.request.engine == "vllm"
+    assert manifest.plan.rules.vocab_multiple == 64
+    assert PlanRequest.from_json(json.loads(json.dumps(manifest.request.to_json()))) == manifest.request
+
+
+@pytest.fixture(scope="module")
+def norms(tmp_path_factory):
+    """A model with norms over all heads, of which vLLM has the full weights on each rank."""
+    config = {"num_key_value_heads": 2, "head_dim": 16}
+    return Model("olmo2", config).write(tmp_path_factory.mktemp("norms") / "olmo2")
+
+
+def test_norms_over_heads(norms, tmp_path):
+    """Replicated in rank files for vLLM, and sharded when shardconv runs them; outputs equal the unsharded model's."""
+    shardconv.split(norms, tmp_path / "own", tp=2)
+    shardconv.split(norms, tmp_path / "vllm", tp=2, engine="vllm")
+    name = "model.layers.0.self_attn.q_norm.weight"
+    own, vllm = (load_file(tmp_path / folder / "rank-1-of-2.safetensors")[name] for folder in ("own", "vllm"))
+    assert torch.equal(vllm[len(vllm) // 2 :], own)
+    options = ["--token-ids", "1 2 130", "--max-new-tokens", "3", "--device", "cpu", "--check", norms]
+    result = run("run", tmp_path / "vllm", *options)
+    assert result.code == 0, result.err
+    assert "equal to the unsharded model" in result.err
+
+
+def test_norms_of_a_submodel():
+    """The rules of an engine apply to the model type of each submodel."""
+    text = {"model_type": "gemma4_text", "num_hidden_layers": 1, "hidden_size": 64}
+    own = Engine("own", replicated={"gemma4_text": ("**.per_layer_projection",)})
+    for config in (text, {"model_type": "gemma4", "text_config": text}):
+        rules = rules_for(family_for(config["model_type"]), config).for_engine(own)
+        again = RuleSet.from_json(json.loads(json.dumps(rules.to_json())))
+        for found in (rules, again, again.without_engine().for_engine(own)):
+            origins = [rule.origin for scope in found.models for rule in scope.family.rules]
+            texts = [scope for scope in found.models if (scope.config or {}).get("model_type") == "gemma4_text"]
+            assert origins.count("engine own") == len(texts) > 0
+
+
+def test_rules_of_the_user_come_before_those_of_an_engine(norms, tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[rules]\n"model.layers.*.self_attn.q_norm" = { style = "colwise" }\n')
+    made = make_plan(norms, tp=2, engine="vllm", rules=plan)
+    assert made.placement("model.layers.0.self_attn.q_norm.weight").dim == 0
+    assert made.placement("model.layers.0.self_attn.k_norm.weight").dim is None
+
+
+def test_model_type_that_is_not_a_name(source, tmp_path):
+    """A model_type that is not a string is planned by the names of tensors."""
+    folder = shutil.copytree(source, tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": ["llama"]}))
+    assert make_plan(folder, tp=2, engine="vllm").family == "by_name"
+
+
+def test_reshard_for_an_engine(source, tmp_path):
+    shardconv.split(source, tmp_path / "own", tp=4)
+    shardconv.reshard(tmp_path / "own", tmp_path / "vllm", tp=2, engine="vllm")
+    shardconv.split(source, tmp_path / "direct", tp=2, engine="vllm")
+    assert contents(tmp_path / "vllm") == contents(tmp_path / "direct")
+
+
+# --- readers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("engine", [None, "vllm"])
+def test_readers_return_the_shards(tp, engine, tmp_path):
+    """From a rank file and from the source, including shards whose rows are wide enough to be read one by one."""
+    config = llama_config(layers=1, hidden=64, intermediate=4096 * tp)
+    source = write_checkpoint(tmp_path / "source", parts=2, config=config)
+    shardconv.split(source, tmp_path / "split", tp=tp, engine=engine)
+    manifest = read_manifest(tmp_path / "split")
+    opened, _, (resolver, _), _ = plan_source(source, engine=engine)
+    for rank in range(tp):
+        expected = load_file(manifest.rank_paths(tmp_path / "split")[rank])
+        readers = RankFileReader(manifest, tmp_path / "split", rank), SourceReader(opened, resolver.plan(tp), rank)
+        for reader in readers:
+            assert reader.tensors.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert bytes(reader.read(name)) == tensor.view(torch.uint8).numpy().tobytes(), (name, rank)
+            reader.check_unchanged()
+            reader.close()
+        size = sum(tensor.nbytes for tensor in expected.values())
+        assert readers[0].num_bytes_read == size
+
+
+def test_source_is_read_by_ranges(tmp_path):
+    """Of a row parallel weight, only the rank's columns are read."""
+    config = llama_config(layers=1, hidden=64, intermediate=8192)
+    opened = open_source(write_checkpoint(tmp_path / "source", config=config))
+    name = "model.layers.0.mlp.down_proj.weight"
+    for rank in range(2):
+        reader = SourceReader(opened, make_plan(tmp_path / "source", tp=2), rank)
+        data = reader.read(name)
+        full = load_file(tmp_path / "source" / "model.safetensors")[name]
+        assert bytes(data) == full[:, rank * 4096 : (rank + 1) * 4096].contiguous().view(torch.uint8).numpy().tobytes()
+        assert reader.num_bytes_read == full.nbytes // 2
+        reader.close()
+
+
+RANK_FILE = "rank-1-of-2.safetensors"
+REFUSED = {
+    "rank file of another split": (
+        lambda split, other: shutil.copy(other / "rank-1-of-2.safetensors", split),
+        "header",
+    ),
+    "damaged rank file": (
+        lambda split, _: flip_last_bit(split / "rank-1-of-2.safetensors"),
+        "differ from their checksum",
+    ),
+    "truncated rank file": (lambda split, _: os.truncate(split / RANK_FILE, 5000), "got 5000 bytes"),
+    "missing rank file": (lambda split, _: (split / RANK_FILE).unlink(), "is missing: copy it to this host"),
+    "edited config": (lambda split, _: change_config(split, {"num_key_value_heads": 4}), "differs from the config"),
+}
+
+
+def flip_last_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_engine_refuses_unsupported_checkpoints(source, tmp_path, what):
+    """Before the engine gets any tensor."""
+    change, said = REFUSED[what]
+    split, other = tmp_path / "split", tmp_path / "other"
+    shardconv.split(source, split, tp=2, engine="vllm")
+    shardconv.split(write_checkpoint(tmp_path / "source", parts=2, seed=1), other, tp=2, engine="vllm")
+    change(split, other)
+    with pytest.raises(ShardconvError, match=said):
+        open_rank(split, tp=2, rank=1, engine="vllm", verify=True)
+
+
+def test_another_tensor_parallel_size(source, tmp_path):
+    shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
+    with pytest.raises(WorldSizeError, match=r"parallel size \(got 2, expected 4 of the engine\): .* --tp 4"):
+        open_rank(tmp_path / "split", tp=4, rank=0, engine="vllm", verify=True)
+
+
+def test_remedies(source, tmp_path):
+    """Remedies in messages differ by the kind of checkpoint."""
+    shardconv.split(source, tmp_path / "own", tp=2)
+    shardconv.split(source, tmp_path / "vllm", tp=2, engine="vllm")
+    own, vllm, full = (
+        open_rank(folder, tp=2, rank=0, engine="vllm", verify=False).remedy
+        for folder in (tmp_path / "own", tmp_path / "vllm", source)
+    )
+    assert "split the source again with --for vllm" in own
+    assert "--for" not in vllm + full
+
+
+def test_files_are_closed_with_the_last_reference(source):
+    gc.collect()
+    before = len(list(Path("/dev/fd").iterdir()))
+    reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
+    weights = rank_weights(RankSource(reader, ""), 0)
+    del weights, reader
+    gc.collect()
+    assert len(list(Path("/dev/fd").iterdir())) == before
+    reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
+    kept = dict(rank_weights(RankSource(reader, ""), 0))["lm_head.weight"]
+    del reader
+    rows = load_file(source / "model-00002-of-00002.safetensors")["lm_head.weight"][:66]
+    assert torch.equal(kept[:66].view(torch.int16) + 0, rows.view(torch.int16))  # read behind the end of the iterator
+
+
+def test_source_that_changes(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
+    path = source / "model.safetensors"
+    data = np.fromfile(path, np.uint8)
+    data[-1] ^= 1
+    data.tofile(path)
+    with pytest.raises(SourceError, match="changed while it was read"):
+        reader.check_unchanged()
+    with pytest.raises(SourceError, match="changed while it was read"):
+        reader.read("lm_head.weight")
+    reader.close()

@@ -1,0 +1,578 @@
+"""Weights in a source's folder that are not part of the checkpoint, which are left out only if that is safe."""
+
+import ast
+import json
+import os
+import pickle
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardconv
+from shardconv.checkpoint import duplicates
+from shardconv.checkpoint.ignore import matches
+from shardconv.checkpoint.source import open_source
+from shardconv.errors import SourceError, UsageError
+from tests.support.checkpoints import llama_config, llama_specs, write_checkpoint, write_index, write_weights
+from tests.support.command import call
+
+INDEX = "model.safetensors.index.json"
+BIN_INDEX = "pytorch_model.bin.index.json"
+SPECS = llama_specs(llama_config(layers=1))
+
+
+@pytest.fixture(params=[1, 3], ids=["single", "index"])
+def folder(tmp_path, request) -> Path:
+    return write_checkpoint(tmp_path / "model", parts=request.param, config=llama_config(layers=1))
+
+
+@pytest.fixture
+def single(tmp_path) -> Path:
+    return write_checkpoint(tmp_path / "model", config=llama_config(layers=1))
+
+
+def put(folder: Path, name: str, data: bytes = b"never read") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def put_adapter(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    write_weights(folder / "adapter_model.safetensors", {"base_model.model.x.lora_A.weight": ("BF16", (2, 2))})
+    (folder / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM", "base_model_name_or_path": "org/base"}')
+
+
+def refusal(path: Path, **options) -> str:
+    with pytest.raises(SourceError) as caught:
+        open_source(path, **options)
+    return str(caught.value)
+
+
+def ignore_options(message: str) -> list[str]:
+    """The patterns of the options in a message, parsed as by a shell."""
+    words = shlex.split(message[message.index("--ignore") :].partition(", or pass")[0].partition(" to split")[0])
+    assert words[::2] == ["--ignore"] * (len(words) // 2)
+    return words[1::2]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "consolidated.safetensors",
+        "adapter/adapter_model.safetensors",
+        "pytorch_model-00001-of-00002.bin",
+        "pytorch_model.bin.index.json",
+        "original/consolidated.00.pth",
+        "model.gguf",
+        "onnx/model.onnx_data",
+        "a folder/it's.ckpt",
+        "step/[1].pt",
+    ],
+)
+def test_unknown_weights_are_refused(folder, name):
+    put(folder, name)
+    own = INDEX if (folder / INDEX).exists() else "model.safetensors"
+    message = refusal(folder)
+    assert f"model: holds weights that are not in {own}: {name}" in message
+    assert message.endswith(f", or pass {folder / own} instead of the folder")
+    source = open_source(folder, ignore=tuple(ignore_options(message)))
+    assert list(source.left_out) == [name]
+    assert name not in source.auxiliary_files
+    assert dict(source.specs) == SPECS
+
+
+def test_message_for_many_weights(folder):
+    """The message names some of them, and its options match all of them and no other file."""
+    names = [f"original/consolidated.{number:02}.pth" for number in range(8)] + ["a.gguf", "sub/b.gguf", "c.h5"]
+    for name in names:
+        put(folder, name)
+    put(folder, "original/params.json")
+    message = refusal(folder)
+    assert "and 6 more. " in message
+    patterns = ignore_options(message)
+    assert patterns == ["*.gguf", "c.h5", "original/*.pth"]
+    source = open_source(folder, ignore=tuple(patterns))
+    assert sorted(source.left_out) == sorted(names)
+    assert "original/params.json" in source.auxiliary_files
+
+
+def test_proposed_options_do_not_match_files_of_the_checkpoint(folder):
+    for name in ("a.safetensors", "b.safetensors"):
+        write_weights(folder / name, {"x": ("U8", (1,))})
+    assert ignore_options(refusal(folder)) == ["a.safetensors", "b.safetensors"]
+
+
+def test_index_as_source_leaves_out_other_checkpoints(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", parts=3)
+    for name in ("model.gguf", "consolidated.safetensors", "original/x.pth"):
+        put(folder, name)
+    source = open_source(folder / INDEX)
+    reason = "not in the given index"
+    assert source.left_out == dict.fromkeys(["consolidated.safetensors", "model.gguf", "original/x.pth"], reason)
+
+
+# --- what is left out without asking --------------------------------------------------------------------------------
+
+TRAINER_STATE = [
+    "optimizer.pt",
+    "scheduler.pt",
+    "scaler.pt",
+    "training_args.bin",
+    "rng_state.pth",
+    "rng_state_0.pth",
+    "optimizer.bin",
+    "scheduler.bin",
+    "random/sampler.bin",
+    "global_step10/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+]
+
+
+def test_trainer_state(folder):
+    for name in TRAINER_STATE:
+        put(folder, name)
+    assert open_source(folder).left_out == dict.fromkeys(sorted(TRAINER_STATE), "trainer state")
+
+
+def test_states_of_the_model_are_not_trainer_state(folder):
+    put(folder, "global_step10/mp_rank_00_model_states.pt")
+    assert "global_step10/mp_rank_00_model_states.pt" in refusal(folder)
+
+
+# --- duplicates -----------------------------------------------------------------------------------------------------
+
+
+def tensors(specs=SPECS) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, (_, shape) in specs.items()}
+
+
+REASON = "duplicate of the checkpoint in another format"
+
+
+def test_index_over_files_of_the_same_tensors(folder, monkeypatch):
+    """Only the index is read."""
+    monkeypatch.setattr(duplicates, "_list", lambda paths: [] if not paths else pytest.fail("torch is not needed"))
+    files = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    for name in files:
+        put(folder, name)
+    write_index(folder, {name: files[number % 2] for number, name in enumerate(SPECS)}, BIN_INDEX)
+    assert open_source(folder).left_out == dict.fromkeys([*files, BIN_INDEX], REASON)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[*SPECS, "model.extra.weight"], list(SPECS)[1:], [name for name in SPECS if "lm_head" not in name] + ["other"]],
+    ids=["more", "fewer", "other"],
+)
+def test_index_over_files_of_other_tensors(folder, names):
+    put(folder, "pytorch_model-00001-of-00001.bin")
+    write_index(folder, dict.fromkeys(names, "pytorch_model-00001-of-00001.bin"), BIN_INDEX)
+    message = refusal(folder)
+    assert "pytorch_model-00001-of-00001.bin (not in the zip format of torch.save)" in message
+    assert f"{BIN_INDEX} (lists tensors that the checkpoint does not have)" in message
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 1}', '{"weight_map": {"x": 1}}', "{}"])
+def test_index_that_is_damaged(folder, text):
+    put(folder, BIN_INDEX, text.encode())
+    assert f"{BIN_INDEX} (" in refusal(folder)
+
+
+def test_files_of_the_same_tensors(single):
+    """Duplicates of all tensors, or of some."""
+    held = tensors()
+    torch.save(held, single / "pytorch_model.bin")
+    del held["lm_head.weight"]
+    torch.save(held, put(single, "sub/some.pth"))
+    assert open_source(single).left_out == dict.fromkeys(["pytorch_model.bin", "sub/some.pth"], REASON)
+
+
+def test_files_of_the_same_tensors_under_an_index_with_a_tied_one(tmp_path):
+    """lm_head is the embedding: files of PyTorch store it, and safetensors files do not."""
+    specs = {name: spec for name, spec in SPECS.items() if name != "lm_head.weight"}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_weights(folder / "model.safetensors", specs)
+    held = tensors(specs)
+    held["lm_head.weight"] = held["model.embed_tokens.weight"]
+    torch.save(held, folder / "pytorch_model-00001-of-00001.bin")
+    write_index(folder, dict.fromkeys(held, "pytorch_model-00001-of-00001.bin"), BIN_INDEX)
+    assert open_source(folder).left_out == dict.fromkeys(["pytorch_model-00001-of-00001.bin", BIN_INDEX], REASON)
+
+
+def changed(change) -> dict[str, torch.Tensor]:
+    held = tensors()
+    change(held)
+    return held
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def test_files_of_other_tensors(single):
+    files = {
+        "extra.bin": changed(lambda held: held.update(extra=torch.zeros(2))),
+        "part.bin": changed(lambda held: held.update(tied=held[EMBEDDING][1:])),
+        "shape.bin": changed(lambda held: held.update({EMBEDDING: torch.zeros(132, 64)})),
+        "nested.pt": {"state_dict": tensors()},
+        "list.pth": [1, 2],
+    }
+    for name, held in files.items():
+        torch.save(held, single / name)
+    torch.save(tensors(), single / "same.bin")
+    message = refusal(single)
+    for why in (
+        "extra.bin (has extra, which the checkpoint does not have)",
+        "part.bin (has tied, which the checkpoint does not have)",
+        f"shape.bin (has {EMBEDDING} of shape [132, 64], expected [131, 64] as in the checkpoint)",
+        "nested.pt (torch cannot list it (AttributeError))",
+        "list.pth (torch cannot list it (AttributeError))",
+    ):
+        assert why in message
+    assert "same.bin" not in message
+    assert set(ignore_options(message)) == set(files)
+
+
+def test_file_of_the_old_format(single):
+    torch.save(tensors(), single / "old.bin", _use_new_zipfile_serialization=False)
+    assert "old.bin (not in the zip format of torch.save)" in refusal(single)
+
+
+def test_nothing_in_a_pickle_is_executed(single, tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    torch.save({"x": Bomb()}, single / "pytorch_model.bin")
+    put(single, "plain.pt", pickle.dumps(Bomb()))
+    message = refusal(single)
+    assert "pytorch_model.bin (torch cannot list it (UnpicklingError))" in message
+    assert "plain.pt (not in the zip format of torch.save)" in message
+    assert not (tmp_path / "executed").exists()
+
+
+def test_modules_of_the_current_folder_are_not_imported(single, tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    torch.save(tensors(), single / "pytorch_model.bin")
+    monkeypatch.chdir(tmp_path)
+    assert list(open_source(single).left_out) == ["pytorch_model.bin"]
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.timeout(60)
+def test_what_is_not_a_regular_file_is_not_opened(single, tmp_path):
+    os.mkfifo(single / "pytorch_model.bin")
+    torch.save(tensors(), tmp_path / "outside.bin")
+    (single / "link.bin").symlink_to(tmp_path / "outside.bin")
+    assert ignore_options(refusal(single)) == ["*.bin"]
+    (single / "pytorch_model.bin").unlink()
+    assert list(open_source(single, follow_links=True).left_out) == ["link.bin"]
+
+
+def test_without_torch(single, monkeypatch):
+    """Duplicates are not proven, and the message has the reason."""
+    torch.save(tensors(), single / "pytorch_model.bin")
+    monkeypatch.setattr(duplicates, "_LISTING", "import a_module_that_is_not_there")
+    assert "pytorch_model.bin (torch cannot list it (ModuleNotFoundError: " in refusal(single)
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+
+def code_of(message: str) -> list[str]:
+    """The lines of Python code at the end of a message."""
+    lines = message.splitlines()[-2:]
+    ast.parse("\n".join(lines))
+    return lines
+
+
+def test_adapter_next_to_a_base_model(folder, tmp_path):
+    put_adapter(folder)
+    message = refusal(folder)
+    assert "holds a PEFT adapter (adapter_config.json, adapter_model.safetensors) next to the base model" in message
+    assert code_of(message) == [
+        "from peft import AutoPeftModelForCausalLM",
+        f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained('model-merged')",
+    ]
+    patterns = ignore_options(message)
+    source = open_source(folder, ignore=tuple(patterns))
+    assert sorted(source.left_out) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(source.auxiliary_files) == ["config.json", "tokenizer.json"]
+
+
+def test_adapter_is_identified_by_its_config(single):
+    """transformers applies an adapter if its config exists."""
+    (single / "adapter_config.json").write_text("{}")
+    assert "holds a PEFT adapter (adapter_config.json) next to the base model" in refusal(single)
+
+
+def test_adapter_next_to_an_index_as_source(tmp_path):
+    """The index lists the weights of the model, but the adapter's config would be copied."""
+    folder = write_checkpoint(tmp_path / "model", parts=3)
+    put_adapter(folder)
+    assert "holds a PEFT adapter" in refusal(folder / INDEX)
+    assert open_source(folder / INDEX, ignore=("adapter_*",)).config == llama_config()
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ('{"task_type": "SEQ_CLS"}', "AutoPeftModelForSequenceClassification"),
+        ('{"task_type": null}', "AutoPeftModel"),
+        ('{"task_type": ["x"]}', "AutoPeftModel"),
+        ("{", "AutoPeftModel"),
+    ],
+)
+def test_adapter_without_a_base_model(tmp_path, config, kind):
+    folder = tmp_path / "adapter"
+    put_adapter(folder)
+    put(folder, "optimizer.pt")
+    (folder / "adapter_config.json").write_text(config)
+    message = refusal(folder)
+    assert "next to the base model" not in message
+    assert "--ignore" not in message
+    assert code_of(message)[0] == f"from peft import {kind}"
+    assert code_of(refusal(folder / "adapter_model.safetensors"))[0] == f"from peft import {kind}"
+
+
+def test_adapter_on_the_command_line(folder, tmp_path, monkeypatch):
+    """The split without the adapter equals that of the base model; reports list the files that are left out."""
+    monkeypatch.chdir(tmp_path)
+    shardconv.split(folder, "expected", tp=2)
+    put_adapter(folder)
+    refused = call("split", folder, "--tp", "2", "-q")
+    assert (refused.code, refused.out) == (1, "")
+    assert not Path("model-tp2").exists()
+    options = [word for pattern in ignore_options(refused.err) for word in ("--ignore", pattern)]
+    shown = call("split", folder, "--tp", "2", *options)
+    assert shown.code == 0
+    assert "left out (ignored by 'adapter_config.json'): adapter_config.json" in shown.out
+    assert {path.name for path in Path("model-tp2").iterdir()} == {path.name for path in Path("expected").iterdir()}
+    verified = json.loads(call("verify", "model-tp2", "--against", folder, "--json").out)
+    assert (verified["differences"], verified["is_compared"]) == ([], True)
+    assert sorted(verified["left_out"]) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+# --- --ignore -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "expected"),
+    [
+        ("a.gguf", "*.gguf", True),
+        ("a.gguf", "a.gguf", True),
+        ("a.gguf", "*.bin", False),
+        ("sub/a.gguf", "*.gguf", True),
+        ("sub/a.gguf", "sub/*.gguf", True),
+        ("sub/a.gguf", "sub/*", True),
+        ("sub/a.gguf", "sub", True),
+        ("sub/a.gguf", "sub/", True),
+        ("sub/deep/a", "sub", True),
+        ("sub/a.gguf", "a.gguf", False),
+        ("subway/a", "sub", False),
+        ("A.gguf", "a.gguf", False),
+        (".git/", ".git", True),
+        (".git/", ".git/", True),
+        (".git/", ".git/*", True),
+        (".github/", ".git", False),
+    ],
+)
+def test_patterns(name, pattern, expected):
+    assert matches(name, pattern) is expected
+
+
+def test_ignore_leaves_out_weights_and_auxiliary_files_alike(folder):
+    put(folder, "onnx/model.onnx")
+    put(folder, "onnx/notes.txt")
+    source = open_source(folder, ignore=("onnx", "tokenizer.json"))
+    assert sorted(source.auxiliary_files) == ["config.json"]
+    assert source.left_out == {
+        "onnx/model.onnx": "ignored by 'onnx'",
+        "onnx/notes.txt": "ignored by 'onnx'",
+        "tokenizer.json": "ignored by 'tokenizer.json'",
+    }
+
+
+def test_ignored_config(folder):
+    source = open_source(folder, ignore=("config.json",))
+    assert source.config is None
+
+
+@pytest.mark.timeout(20)
+def test_ignored_files_are_not_opened(single):
+    os.mkfifo(single / "pipe")
+    (single / "out").symlink_to("/etc/hostname")
+    assert sorted(open_source(single, ignore=("pipe", "out")).left_out) == ["out", "pipe"]
+
+
+@pytest.mark.parametrize("pattern", ["*.gguf", "model/*", "", "../*", "tokenizer"])
+def test_pattern_that_matches_nothing(folder, pattern):
+    with pytest.raises(UsageError, match=r"matches no file in .*: pass a pattern relative to that folder"):
+        open_source(folder, ignore=(pattern,))
+
+
+def test_pattern_that_matches_a_file_of_the_checkpoint(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", parts=3)
+    with pytest.raises(
+        UsageError, match=r"model-00001-of-00003.safetensors: is ignored by '\*.safetensors', but is a "
+    ):
+        open_source(folder, ignore=("*.safetensors",))
+    with pytest.raises(UsageError, match=f"{INDEX}: is ignored by "):
+        open_source(folder / INDEX, ignore=("*.index.json",))
+
+
+def test_ignore_requires_a_folder(single):
+    with pytest.raises(UsageError, match=r"--ignore 'x': only applies to folders"):
+        open_source(single / "model.safetensors", ignore=("x",))
+
+
+@pytest.mark.parametrize("command", [["plan"], ["plan", "--tp", "2"], ["split", "--tp", "2"]], ids=" ".join)
+def test_ignore_on_the_command_line(single, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    put(single, "model.gguf")
+    put(single, "sub/other.gguf")
+    assert call(*command, single).code == 1
+    report = json.loads(call(*command, single, "--ignore", "model.gguf", "--ignore", "sub", "--json").out)
+    assert report["left_out"] == {"model.gguf": "ignored by 'model.gguf'", "sub/other.gguf": "ignored by 'sub'"}
+    wrong = call(*command, single, "--ignore", "*.nothing")
+    assert wrong.code == 2
+
+
+def test_ignore_accepts_a_single_pattern(single, tmp_path):
+    put(single, "model.gguf")
+    assert list(shardconv.split(single, tmp_path / "out", tp=2, ignore="model.gguf").left_out) == ["model.gguf"]
+    put(single, "another.h5")
+    assert shardconv.verify(tmp_path / "out", against=single, ignore="another.h5").differences == ()
+
+
+def test_propose_accepts_the_options(single):
+    put(single, "model.gguf")
+    with pytest.raises(SourceError, match=r"model\.gguf"):
+        shardconv.propose_plan(single)
+    assert "[rules]" in shardconv.propose_plan(single, ignore=("model.gguf",))
+
+
+# --- verify --against -----------------------------------------------------------------------------------------------
+
+
+def test_verify_uses_the_patterns_of_the_split(folder, tmp_path):
+    """Later files that match them are not differences; other files are."""
+    put(folder, "model.gguf")
+    put(folder, "notes/a.txt")
+    out = tmp_path / "out"
+    shardconv.split(folder, out, tp=2, ignore=("*.gguf", "notes"))
+    again = tmp_path / "again"
+    shardconv.reshard(out, again, tp=1)
+    put(folder, "newer.gguf")
+    for split in (out, again):
+        report = shardconv.verify(split, against=folder)
+        assert report.differences == ()
+        assert sorted(report.left_out) == ["model.gguf", "newer.gguf", "notes/a.txt"]
+    put(folder, "newer.txt")
+    assert shardconv.verify(out, against=folder).differences == (f"newer.txt: differs from {folder}",)
+    (folder / "newer.txt").unlink()
+    put(folder, "newer.h5")
+    with pytest.raises(SourceError, match=r"newer\.h5"):
+        shardconv.verify(out, against=folder)
+    assert shardconv.verify(out, against=folder, ignore=("newer.h5",)).differences == ()
+    for name in ("model.gguf", "newer.gguf", "newer.h5", "notes/a.txt"):
+        (folder / name).unlink()
+    assert shardconv.verify(out, against=folder).left_out == {}
+
+
+def test_verify_refuses_the_same_sources_as_split(single, tmp_path):
+    shardconv.split(single, tmp_path / "out", tp=2)
+    put_adapter(single)
+    with pytest.raises(SourceError, match="holds a PEFT adapter"):
+        shardconv.verify(tmp_path / "out", against=single)
+
+
+def test_verify_against_a_file_after_a_split_that_ignored_something(single, tmp_path):
+    put(single, "model.gguf")
+    shardconv.split(single, tmp_path / "out", tp=2, ignore=("model.gguf",))
+    report = shardconv.verify(tmp_path / "out", against=single / "model.safetensors")
+    assert report.is_compared
+
+
+def test_verify_requires_a_source_for_patterns(single, tmp_path):
+    shardconv.split(single, tmp_path / "out", tp=2)
+    with pytest.raises(UsageError, match="--ignore requires --against"):
+        shardconv.verify(tmp_path / "out", ignore=("x",))
+
+
+def test_merge_restores_the_folder_without_ignored_files(folder, tmp_path):
+    expected = {path.name: path.read_bytes() for path in folder.iterdir()}
+    put(folder, "model.gguf")
+    shardconv.split(folder, tmp_path / "out", tp=2, ignore=("model.gguf",))
+    shardconv.merge(tmp_path / "out", tmp_path / "back")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == expected
+
+
+# --- other formats as sources ---------------------------------------------------------------------------------------
+
+
+def test_pytorch_folder(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    put(folder, "pytorch_model.bin")
+    expected = [
+        "from transformers import GPT2LMHeadModel",
+        f"GPT2LMHeadModel.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('model-safetensors')",
+    ]
+    assert "holds pytorch_model.bin, but no .safetensors file. Convert it in Python" in refusal(folder)
+    assert code_of(refusal(folder)) == code_of(refusal(folder / "pytorch_model.bin")) == expected
+
+
+def test_proposed_code_for_a_pytorch_folder_works(tmp_path, monkeypatch):
+    import transformers  # noqa: PLC0415 - it takes seconds
+
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    folder = tmp_path / "it's a model"
+    folder.mkdir()
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join(code_of(refusal(folder))), {})
+    converted = transformers.GPT2LMHeadModel.from_pretrained("it's a model-safetensors").state_dict()
+    assert converted.keys() == model.state_dict().keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in model.state_dict().items())
+    assert open_source(tmp_path / "it's a model-safetensors").config["model_type"] == "gpt2"
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "model.pt", "model.pth", "model.ckpt", "pytorch_model.bin"])
+def test_proposed_code_for_a_single_file_works(tmp_path, monkeypatch, name):
+    held = {"a.weight": torch.arange(6.0).view(2, 3).T, "b.weight": torch.ones(2)}
+    torch.save({**held, "tied": held["b.weight"]}, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join(code_of(refusal(tmp_path / name))), {})
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    converted = load_file(f"{Path(name).stem}.safetensors")
+    assert converted.keys() == {*held, "tied"}
+    assert all(torch.equal(converted[key], held[key]) for key in held)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_gguf(tmp_path, is_named):
+    put(tmp_path, "model-q4.gguf")
+    message = refusal(tmp_path / "model-q4.gguf" if is_named else tmp_path)
+    assert code_of(message) == [
+        "from transformers import AutoModelForCausalLM",
+        f"AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, gguf_file='model-q4.gguf')"
+        f".save_pretrained('{tmp_path.name}-safetensors')",
+    ]
+
+
+@pytest.mark.parametrize("name", ["tf_model.h5", "flax_model.msgpack", "model.onnx", "model"])
+def test_formats_that_need_their_own_library(tmp_path, name):
+    put(tmp_path, name)
+    assert refusal(tmp_path / name).endswith("Convert it to safetensors first, with the library that wrote it.")

@@ -1,0 +1,157 @@
+"""Paths of users: local paths are accepted, URLs and names on the Hugging Face Hub are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shardconv
+from shardconv.checkpoint.paths import local_path
+from shardconv.errors import UsageError
+from tests.support.checkpoints import contents, llama_config, write_checkpoint
+from tests.support.command import call
+
+URLS = {
+    "s3://bucket/out": "aws s3 cp --recursive",
+    "gs://bucket/out": "gcloud storage cp --recursive",
+    "hf://org/model": "hf download org/model --local-dir model",
+    "hf://org/model/sub/folder": "hf download org/model --local-dir model",
+    "https://huggingface.co/org/model/tree/main": "hf download org/model --local-dir model",
+    "https://example.com/model": "download the checkpoint to a local folder first",
+    "file:///data/model": "is a URL (expected a local path)",
+    "S3://bucket/out": "aws s3 cp --recursive",
+}
+PATHS = [
+    "model",
+    "a/b",
+    "/a/b",
+    "./a:b",
+    "a:b",
+    "c:/model",
+    "C:\\model",
+    "C:model",
+    "~/x",
+    "a b/c:/d",
+    ".",
+    "..",
+    "a//b",
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    write_checkpoint(folder / "tiny", config=llama_config(layers=1))
+    shardconv.split(folder / "tiny", folder / "tiny-tp2", tp=2)
+    return folder
+
+
+@pytest.mark.parametrize("given", [str, Path], ids=["str", "Path"])
+@pytest.mark.parametrize("url", URLS)
+def test_urls_are_refused_with_a_download_command(url, given):
+    with pytest.raises(UsageError) as caught:
+        local_path(given(url))
+    assert str(caught.value).startswith(f"{url}: " if not url.startswith("file") else "file://")
+    assert URLS[url] in str(caught.value)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_local_paths_are_accepted(path):
+    assert local_path(path) == local_path(Path(path)) == Path(path)
+
+
+S3 = "s3://bucket/x"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["split", S3, "--tp", "2"],
+        ["split", "{tiny}", "--tp", "2", "-o", S3],
+        ["split", "{tiny}", "--tp", "2", "--rules", S3],
+        ["split", "{tiny}", "--tp", "2", "--config", S3],
+        ["merge", S3],
+        ["merge", "{tiny}-tp2", "-o", S3],
+        ["reshard", S3, "--tp", "4"],
+        ["reshard", "{tiny}-tp2", "--tp", "4", "-o", S3],
+        ["verify", S3],
+        ["verify", "{tiny}-tp2", "--against", S3],
+        ["plan", S3],
+        ["plan", "{tiny}", "--rules", S3],
+        ["plan", "{tiny}", "--config", S3],
+        ["plan", S3, "--cost"],
+        ["plan", S3, "--prove"],
+        ["plan", S3, "--propose"],
+        ["run", S3, "--prompt", "x"],
+        ["run", "{tiny}-tp2", "--prompt", "x", "--check", S3],
+    ],
+    ids=" ".join,
+)
+def test_every_command_refuses_a_url(made, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    result = call(*(argument.format(tiny=made / "tiny") for argument in arguments), "--json")
+    assert result.code == 2
+    assert json.loads(result.out)["error"].startswith(f"{S3}: is a URL (expected a local path)")
+    assert contents(tmp_path) == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", [S3, Path(S3)], ids=["str", "Path"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda tiny, url: shardconv.split(url, tp=2),
+        lambda tiny, url: shardconv.split(tiny, url, tp=2),
+        lambda tiny, url: shardconv.split(tiny, tp=2, rules=url),
+        lambda tiny, url: shardconv.split(tiny, tp=2, config=url),
+        lambda tiny, url: shardconv.merge(url),
+        lambda tiny, url: shardconv.merge(f"{tiny}-tp2", url),
+        lambda tiny, url: shardconv.reshard(url, tp=4),
+        lambda tiny, url: shardconv.reshard(f"{tiny}-tp2", url, tp=4),
+        lambda tiny, url: shardconv.verify(url),
+        lambda tiny, url: shardconv.verify(f"{tiny}-tp2", against=url),
+        lambda tiny, url: shardconv.make_plan(url, tp=2),
+        lambda tiny, url: shardconv.report_plan(url),
+        lambda tiny, url: shardconv.estimate_cost(url),
+        lambda tiny, url: shardconv.estimate_cost(tiny, config=url),
+        lambda tiny, url: shardconv.estimate_cost(tiny / "config.json", config=url),
+        lambda tiny, url: shardconv.prove(url),
+        lambda tiny, url: shardconv.propose_plan(url),
+        lambda tiny, url: shardconv.propose_plan(tiny, config=url),
+        lambda tiny, url: shardconv.load(url),
+    ],
+)
+def test_every_function_refuses_a_url(made, tmp_path, monkeypatch, function, url):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="s3://bucket/x: is a URL"):
+        function(made / "tiny", url)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["split", "org/My.Model-7b", "--tp", "2"], 1),
+        (["plan", "org/My.Model-7b"], 1),
+        (["merge", "org/My.Model-7b"], 1),
+        (["verify", "{tiny}-tp2", "--against", "org/My.Model-7b"], 1),
+        (["run", "{tiny}-tp2", "--prompt", "x", "--check", "org/My.Model-7b"], 1),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_names_of_the_hub_are_explained(made, tmp_path, monkeypatch, arguments, code):
+    monkeypatch.chdir(tmp_path)
+    result = call(*(argument.format(tiny=made / "tiny") for argument in arguments))
+    assert result.code == code
+    assert "org/My.Model-7b: " in result.err
+    assert (
+        "on the Hugging Face Hub, download it first: hf download org/My.Model-7b --local-dir My.Model-7b" in result.err
+    )
+
+
+@pytest.mark.parametrize("path", ["model", "a/b/c", "/a/b", "../a", "a/model.safetensors", "a/config.json"])
+def test_other_paths_are_not_taken_for_names_of_the_hub(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    result = call("plan", path)
+    assert result.code == 1
+    assert "Hub" not in result.err

@@ -1,0 +1,532 @@
+"""Source checkpoints on disk: which files belong to one, and which folders are refused."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardconv.checkpoint.formats import INDEX_SUFFIX
+from shardconv.checkpoint.source import Source, open_source
+from shardconv.errors import SourceError
+from tests.support.checkpoints import (
+    llama_config,
+    llama_specs,
+    part_names,
+    safetensors_bytes,
+    write_checkpoint,
+    write_config,
+    write_index,
+    write_weights,
+)
+from tests.support.faults import refuse_to_list
+
+INDEX = "model" + INDEX_SUFFIX
+PARTS = part_names(3)
+FIRST_TENSOR = "model.embed_tokens.weight"  # it is in the first source file
+
+
+@pytest.fixture
+def single(tmp_path) -> Path:
+    """A folder with one file."""
+    return write_checkpoint(tmp_path / "single")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder with three source files and their index."""
+    return write_checkpoint(tmp_path / "folder", parts=3)
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    return json.loads((folder / INDEX).read_text())["weight_map"]
+
+
+def refuses(path: Path, match: str, **options) -> None:
+    with pytest.raises(SourceError, match=match):
+        open_source(path, **options)
+
+
+# --- what is read ---------------------------------------------------------------------------------------------------
+
+
+def test_file(tmp_path):
+    specs = llama_specs(llama_config())
+    path = write_weights(tmp_path / "weights.safetensors", specs, metadata={"format": "pt", "x": "y"})
+    source = open_source(path)
+    assert source.specs == specs
+    assert source.metadata == {"format": "pt", "x": "y"}
+    assert (source.is_folder, source.config, source.index, source.auxiliary_files) == (False, None, None, {})
+
+
+def test_file_has_the_config_next_to_it_and_no_other_auxiliary_file(single):
+    source = open_source(single / "model.safetensors")
+    assert source.config == llama_config()
+    assert list(source.auxiliary_files) == ["config.json"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "diffusion_pytorch_model.safetensors"])
+def test_folder_with_one_file(single, name):
+    (single / "model.safetensors").rename(single / name)
+    source = open_source(single)
+    assert [part.name for part in source.files] == [name]
+    assert sorted(source.auxiliary_files) == ["config.json", "tokenizer.json"]
+    assert source.is_folder
+    assert source.config == llama_config()
+
+
+def test_folder_with_several_files(folder):
+    source = open_source(folder)
+    assert [part.name for part in source.files] == PARTS
+    assert list(source.specs) == list(weight_map(folder))
+    assert source.specs == llama_specs(llama_config())
+    assert source.index == (INDEX, (folder / INDEX).read_text())
+    assert sorted(source.auxiliary_files) == ["config.json", "tokenizer.json"]
+    assert source.left_out == {}
+    assert source.num_bytes == sum(part.header.data_bytes for part in source.files)
+
+
+def test_index_as_source(folder):
+    by_name, by_folder = open_source(folder / INDEX), open_source(folder)
+    assert by_name == by_folder
+
+
+def test_index_as_source_in_the_current_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert [part.name for part in open_source(Path(INDEX)).files] == PARTS
+
+
+def test_link_to_the_folder(folder, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(folder, target_is_directory=True)
+    assert open_source(link).specs == open_source(folder).specs
+
+
+def test_config_option(single, tmp_path):
+    other = write_config(tmp_path, {"model_type": "other"})
+    source = open_source(single, config=other)
+    assert source.config == {"model_type": "other"}
+    assert source.auxiliary_files["config.json"] == other
+
+
+def test_metadata_of_the_first_file_takes_precedence(folder):
+    """Keys that only later files have are kept."""
+    specs = open_source(folder).files
+    for number, part in enumerate(specs[:2]):
+        tensors = {name: (info.dtype, info.shape) for name, info in part.header.tensors.items()}
+        write_weights(part.path, tensors, metadata={"both": str(number), f"only{number}": "x"})
+    assert open_source(folder).metadata == {"both": "0", "only0": "x", "only1": "x", "format": "pt"}
+
+
+def test_tensors_are_in_the_order_of_their_data(tmp_path):
+    """The order in the header may differ."""
+    entry = {"dtype": "U8", "shape": [1]}
+    header = {"b": {**entry, "data_offsets": [1, 2]}, "a": {**entry, "data_offsets": [0, 1]}}
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(safetensors_bytes(header, b"ab"))
+    assert list(open_source(path).specs) == ["a", "b"]
+
+
+def test_auxiliary_files_include_subfolders_but_not_hidden_ones(single):
+    for name in ("runs/a/log.txt", "1_Pooling/config.json", ".cache/secret.txt", "runs/.git/config", ".gitattributes"):
+        path = single / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    source = open_source(single)
+    expected = [".gitattributes", "1_Pooling/config.json", "config.json", "runs/a/log.txt", "tokenizer.json"]
+    assert sorted(source.auxiliary_files) == expected
+    assert source.left_out == {".cache/": "hidden folder", "runs/.git/": "hidden folder"}
+    assert source.config == llama_config()
+
+
+def test_source_without_read_permission(single, monkeypatch):
+    refuse_to_list(monkeypatch, single)
+    refuses(single, "single: cannot be read: Permission denied")
+
+
+@pytest.mark.parametrize(("name", "is_needed"), [("extra", True), ("extra/deep", True), (".cache", False)])
+def test_subfolder_without_read_permission(single, monkeypatch, name, is_needed):
+    """An error, as its files would be missing; but hidden folders are not read, and are reported as left out."""
+    (single / name).mkdir(parents=True)
+    refuse_to_list(monkeypatch, single / name)
+    if is_needed:
+        refuses(single, f"{name}: cannot be read: Permission denied")
+    else:
+        assert open_source(single).left_out == {f"{name}/": "hidden folder"}
+
+
+# --- the Hugging Face cache -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def snapshot(folder, tmp_path) -> Path:
+    """The folder as in the cache of huggingface_hub: links to a folder of blobs."""
+    snapshot = tmp_path / "hub" / "models--org--tiny-llama" / "snapshots" / "0123abcd"
+    blobs = snapshot.parent.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        blob = blobs / f"{number:064x}"
+        shutil.copyfile(path, blob)
+        (snapshot / path.name).symlink_to(Path("../../blobs", blob.name))
+    return snapshot
+
+
+def without_place(source: Source) -> tuple:
+    parts = tuple((part.name, part.header) for part in source.files)
+    return parts, source.index, source.config, sorted(source.auxiliary_files), source.left_out
+
+
+@pytest.mark.parametrize("named", ["", INDEX])
+def test_snapshot(snapshot, folder, named):
+    assert without_place(open_source(snapshot / named)) == without_place(open_source(folder))
+
+
+def test_name_of_a_snapshot_is_that_of_the_model(snapshot):
+    assert open_source(snapshot).name == "tiny-llama"
+
+
+def test_snapshot_with_a_missing_blob(snapshot):
+    (snapshot / "config.json").resolve().unlink()
+    refuses(snapshot, "config.json: is not a regular file .*link")
+
+
+def test_links_to_the_blobs_of_another_model(snapshot, folder):
+    other = snapshot.parent.parent.parent / "models--org--other" / "blobs"
+    other.mkdir(parents=True)
+    shutil.copyfile(folder / PARTS[0], other / "x")
+    (snapshot / PARTS[0]).unlink()
+    (snapshot / PARTS[0]).symlink_to(other / "x")
+    refuses(snapshot, "link out of its folder")
+
+
+# --- links out of the folder ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [PARTS[1], "tokenizer.json", "config.json", INDEX])
+def test_link_out_of_the_folder(folder, tmp_path, name):
+    outside = tmp_path / "outside"
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+    refuses(folder, f"{name}: is a link out of its folder: pass --follow-links")
+    source = open_source(folder, follow_links=True)
+    assert source.specs == llama_specs(llama_config())
+    assert source.config == llama_config()
+
+
+@pytest.mark.parametrize("follow_links", [False, True])
+def test_config_that_is_a_link_out_of_the_folder(single, tmp_path, follow_links):
+    (single / "config.json").rename(tmp_path / "elsewhere.json")
+    (single / "config.json").symlink_to(tmp_path / "elsewhere.json")
+    path = single / "model.safetensors"
+    if follow_links:
+        assert open_source(path, follow_links=True).config == llama_config()
+    else:
+        refuses(path, "config.json: is a link out of its folder")
+
+
+def test_config_that_is_a_broken_link(single):
+    """An error: otherwise the checkpoint would be planned without a config."""
+    (single / "config.json").unlink()
+    (single / "config.json").symlink_to("gone")
+    refuses(single / "model.safetensors", "config.json: cannot be read: No such file")
+
+
+def test_link_within_the_folder(folder):
+    (folder / "tokenizer.json").rename(folder / "real.json")
+    (folder / "tokenizer.json").symlink_to("real.json")
+    assert sorted(open_source(folder).auxiliary_files) == ["config.json", "real.json", "tokenizer.json"]
+
+
+def test_link_to_a_folder_whose_name_has_the_same_prefix(folder, tmp_path):
+    """`folder-x` has the prefix `folder`, but is outside of it."""
+    outside = tmp_path / "folder-x"
+    outside.mkdir()
+    (outside / "notes").write_text("secret")
+    (folder / "notes").symlink_to("../folder-x/notes")
+    refuses(folder, "link out of its folder")
+
+
+@pytest.mark.parametrize("follow_links", [False, True])
+def test_link_to_a_folder(folder, follow_links):
+    """An error: it is not followed, as there may be cycles, and not ignored."""
+    (folder / "sub").mkdir()
+    (folder / "again").symlink_to("sub", target_is_directory=True)
+    refuses(folder, "again: is not a regular file .*link", follow_links=follow_links)
+
+
+# --- indexes that lie -----------------------------------------------------------------------------------------------
+
+NO_NAMES = [
+    "../evil.safetensors",
+    "sub/../../evil.safetensors",
+    "/etc/evil.safetensors",
+    "sub/evil.safetensors",
+    "./model.safetensors",
+    "C:\\evil.safetensors",
+    "C:evil.safetensors",
+    "..\\evil.safetensors",
+    "\\\\host\\share\\evil.safetensors",
+    "",
+    ".",
+    "..",
+    "evil\0.safetensors",
+    "evil\n.safetensors",
+    "evil\ud800.safetensors",
+    "passwd",
+    "pytorch_model.bin",
+    "model.safetensors\0",
+    None,
+    7,
+    ["model.safetensors"],
+    {},
+]
+
+
+@pytest.mark.parametrize("name", NO_NAMES, ids=repr)
+def test_index_with_an_invalid_file_name(folder, name):
+    """Refused even if such a file exists and is valid."""
+    write_weights(folder.parent / "evil.safetensors", {"x": ("U8", (1,))})
+    write_index(folder, {**weight_map(folder), "x": name})
+    refuses(folder, "'x' has an invalid file name .* in the same folder")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "{",
+        "\ufeff{}",
+        "[" * 100_000,
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map"',
+    ],
+    ids=lambda text: repr(text)[:20],
+)
+def test_file_that_is_not_an_index(folder, text):
+    (folder / INDEX).write_text(text)
+    refuses(folder, f"{INDEX}: (is not JSON|is not a JSON object|does not have a weight_map)")
+
+
+def test_index_that_is_not_utf8(folder):
+    (folder / INDEX).write_bytes(b'{"weight_map": "\xff"}')
+    refuses(folder, "is not UTF-8")
+
+
+def test_index_lists_a_tensor_that_no_file_has(folder):
+    write_index(folder, {**weight_map(folder), "ghost": PARTS[0]})
+    refuses(folder, f"{INDEX}: tensor ghost is in no file of the index .expected {PARTS[0]}.: .*download both again")
+
+
+def test_index_lists_another_file_for_a_tensor(folder):
+    write_index(folder, {**weight_map(folder), FIRST_TENSOR: PARTS[1]})
+    refuses(folder, f"{FIRST_TENSOR} is in {PARTS[0]} \\(expected {PARTS[1]}\\): .*download both again")
+
+
+def test_index_lacks_a_tensor_of_a_file(folder):
+    names = weight_map(folder)
+    del names[FIRST_TENSOR]
+    write_index(folder, names)
+    refuses(folder, f"{FIRST_TENSOR} of {PARTS[0]} is not in the index: .*download both again")
+    del names["model.norm.weight"]
+    write_index(folder, names)
+    refuses(folder, f"{FIRST_TENSOR} of {PARTS[0]} is not in the index, nor are 1 more tensors: ")
+    refuses(folder / INDEX, f"{FIRST_TENSOR} of {PARTS[0]} is not in the index")
+
+
+def test_index_lists_some_of_the_tensors_of_one_file(single):
+    """The message proposes to pass the file, which has all tensors."""
+    names = dict.fromkeys(list(open_source(single).specs)[1:], "model.safetensors")
+    write_index(single, names)
+    refuses(single, f"{FIRST_TENSOR} of model.safetensors is not in the index: .* or pass .*/model.safetensors instead")
+    assert open_source(single / "model.safetensors").specs == llama_specs(llama_config())
+
+
+def test_index_of_one_file_with_the_same_name(single):
+    """There is only one checkpoint, so this is not ambiguous."""
+    write_index(single, dict.fromkeys(open_source(single).specs, "model.safetensors"))
+    source = open_source(single)
+    assert source.specs == llama_specs(llama_config())
+    assert source.index is not None
+    assert source.left_out == {}
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_missing_source_file(folder, part):
+    (folder / part).unlink()
+    refuses(folder, f"{part} is missing, but {INDEX} lists it: download the folder again")
+
+
+@pytest.mark.parametrize("kept", [0, 5, 300, -1])
+def test_truncated_source_file(folder, kept):
+    """Truncated to nothing, inside the header's length, inside the header, and by one byte."""
+    path = folder / PARTS[1]
+    os.truncate(path, kept % path.stat().st_size)
+    refuses(folder, f"{PARTS[1]}: (is truncated|is not a safetensors file)")
+
+
+def test_source_file_with_trailing_bytes(folder):
+    with (folder / PARTS[1]).open("ab") as file:
+        file.write(b"x")
+    refuses(folder, f"{PARTS[1]}: is longer than its header allows")
+
+
+def test_source_file_is_a_folder(folder):
+    (folder / PARTS[1]).unlink()
+    (folder / PARTS[1]).mkdir()
+    refuses(folder, f"{PARTS[1]}: is not a regular file")
+
+
+def test_tensor_in_two_source_files(folder):
+    specs = {FIRST_TENSOR: ("U8", (1,))}
+    write_weights(folder / "extra.safetensors", specs)
+    write_index(folder, {**weight_map(folder), FIRST_TENSOR: "extra.safetensors"})
+    refuses(folder, f"tensor {FIRST_TENSOR} is in both extra.safetensors and {PARTS[0]}")
+
+
+def test_source_file_of_an_earlier_save(folder):
+    """A file of an earlier, larger save: whether it belongs to the checkpoint is unknown."""
+    stale = part_names(4)[3]
+    shutil.copyfile(folder / PARTS[0], folder / stale)
+    refuses(
+        folder, f"holds weights that are not in {INDEX}: {stale}. .* pass --ignore {stale}, or pass .*{INDEX} instead"
+    )
+    assert open_source(folder / INDEX).left_out == {stale: "not in the given index"}
+    assert open_source(folder, ignore=(stale,)).left_out == {stale: f"ignored by '{stale}'"}
+
+
+def test_several_source_files_without_an_index(folder):
+    (folder / INDEX).unlink()
+    refuses(folder, "holds files of a checkpoint .* without their index .*: download the folder again")
+
+
+def test_one_of_several_source_files_without_an_index(folder):
+    """It is not treated as a complete checkpoint."""
+    for name in (INDEX, *PARTS[1:]):
+        (folder / name).unlink()
+    refuses(folder, "holds files of a checkpoint .* without their index")
+
+
+def test_source_files_without_an_index_next_to_a_single_file(folder):
+    """Whether the single file is complete or old is unknown."""
+    (folder / INDEX).unlink()
+    write_weights(folder / "model.safetensors", {"x": ("U8", (2,))})
+    refuses(folder, r"not in model.safetensors: .*pass .*, or pass .*/model.safetensors instead of the folder")
+    assert open_source(folder, ignore=("model-*",)).specs == {"x": ("U8", (2,))}
+
+
+def test_index_next_to_a_single_file_of_another_name(folder):
+    write_weights(folder / "consolidated.safetensors", {"x": ("U8", (2,))})
+    refuses(
+        folder, f"not in {INDEX}: consolidated.safetensors. .*--ignore consolidated.safetensors, or pass .*{INDEX} "
+    )
+    assert open_source(folder / INDEX).specs == llama_specs(llama_config())
+    assert open_source(folder / "consolidated.safetensors").specs == {"x": ("U8", (2,))}
+
+
+def test_two_indexes(folder):
+    other = "model.fp16" + INDEX_SUFFIX
+    names = part_names(1, "model.fp16")
+    write_weights(folder / names[0], {"x": ("F16", (2,))})
+    write_index(folder, {"x": names[0]}, other)
+    refuses(folder, "has several indexes .*: pass one")
+    assert list(open_source(folder / INDEX).left_out) == sorted([names[0], other])
+    assert open_source(folder, ignore=("*fp16*",)).specs == llama_specs(llama_config())
+    assert open_source(folder / other).specs == {"x": ("F16", (2,))}
+
+
+def test_index_next_to_a_single_file_of_its_name(folder):
+    specs = {"x": ("U8", (2,))}
+    write_weights(folder / "model.safetensors", specs)
+    refuses(folder, f"has both model.safetensors and {INDEX}: pass one of them")
+    assert open_source(folder / "model.safetensors").specs == specs
+    assert list(open_source(folder / INDEX).left_out) == ["model.safetensors"]
+    assert open_source(folder, ignore=("model.safetensors",)).specs == llama_specs(llama_config())
+
+
+def test_several_single_files(single):
+    (single / "model.safetensors").rename(single / "one.safetensors")
+    shutil.copyfile(single / "one.safetensors", single / "two.safetensors")
+    refuses(single, r"holds several checkpoints \(one.safetensors, two.safetensors\): pass one of the files")
+
+
+# --- auxiliary files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "null", "\ufeff{}", "[" * 100_000], ids=lambda t: repr(t)[:20])
+@pytest.mark.parametrize("named", ["", "model.safetensors"])
+def test_config_that_is_not_a_json_object(single, text, named):
+    (single / "config.json").write_text(text)
+    refuses(single / named, r"config.json: (is not JSON|is not a JSON object)")
+
+
+def test_config_option_with_a_missing_file(single, tmp_path):
+    refuses(single, "No such file", config=tmp_path / "nowhere.json")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["pipe", "config.json", INDEX, "sub/pipe"])
+def test_pipe(folder, name):
+    """An error: opening it would block forever, and ignoring it would be silent."""
+    path = folder / name
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    refuses(folder, f"{path.name}: is not a regular file")
+
+
+@pytest.mark.timeout(20)
+def test_config_option_with_a_pipe(single, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    refuses(single, "pipe: is not a regular file", config=tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("name", ["a:b.txt", "a\\b.txt", "a\nb.txt", "sub\\x/b.txt", os.fsdecode(b"\xff.txt")])
+def test_auxiliary_file_with_a_name_that_a_manifest_may_not_have(single, name):
+    """The manifest could not be read, so the split is refused."""
+    path = single / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("")
+    refuses(single, "rename it")
+
+
+# --- what is no source ----------------------------------------------------------------------------------------------
+
+
+def test_missing_path(tmp_path):
+    refuses(tmp_path / "nowhere", "does not exist")
+
+
+def test_empty_folder(tmp_path):
+    refuses(tmp_path, "holds no .safetensors file and no weights in another known format")
+
+
+def test_folder_with_checkpoints_in_subfolders(tmp_path):
+    write_checkpoint(tmp_path / "unet")
+    write_checkpoint(tmp_path / "text_encoder")
+    refuses(tmp_path, r"its subfolders do \(text_encoder, unet\): pass one of them")
+
+
+def test_split_checkpoint_as_source(single):
+    (single / "shardconv.json").write_text("{}")
+    refuses(single, "is a split checkpoint: merge it, or reshard")
+
+
+def test_one_of_several_files_as_source(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", parts=3)
+    refuses(folder / part_names(3)[0], "is one of 3 files of a checkpoint: pass their folder")
+    single = (folder / part_names(3)[0]).rename(tmp_path / part_names(1)[0])
+    assert len(open_source(single).files) == 1
+
+
+def test_folder_of_a_model_in_the_cache_as_source(tmp_path):
+    (tmp_path / "models--a--b" / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    refuses(tmp_path / "models--a--b", "pass a folder in its snapshots/")

@@ -1,0 +1,297 @@
+"""split, merge and reshard from Python: every dtype and shape of the format, and the rank files."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import shardconv
+from shardconv.checkpoint import copy, split
+from shardconv.checkpoint.header import DTYPE_BITS, num_bytes, read_header
+from tests.support.checkpoints import contents, llama_config, safetensors_bytes, write_checkpoint
+
+#: Rules for tensors that do not belong to a model.
+PLAN = """
+[rules]
+"rows.*" = { style = "colwise" }
+"columns.*" = { style = "rowwise" }
+"vocabulary.*" = { style = "embedding_rowwise", pad = true }
+"whole.*" = { style = "replicate" }
+"""
+
+
+def write_all_dtypes(path: Path) -> bytes:
+    """Write a file with every dtype, each sharded in every way, and with scalars, empty tensors and integer buffers."""
+    rng = np.random.default_rng(0)
+    specs = {}
+    for dtype in DTYPE_BITS:
+        specs |= {
+            f"rows.{dtype}": (dtype, (8, 12)),
+            f"columns.{dtype}": (dtype, (3, 32)),
+            f"vocabulary.{dtype}": (dtype, (7, 4)),
+            f"whole.{dtype}": (dtype, (4,)),
+        }
+    specs |= {
+        "whole.scalar": ("F32", ()),
+        "rows.empty": ("BF16", (0, 4)),
+        "whole.ids": ("I64", (1, 5)),
+        "columns.none": ("F16", (4, 0)),
+    }
+    header, end = {}, 0
+    for name, (dtype, shape) in specs.items():
+        start, end = end, end + num_bytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
+    data = safetensors_bytes({"__metadata__": {"made_by": "ä test"}, **header}, rng.bytes(end))
+    path.write_bytes(data)
+    return data
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_merge_restores_every_dtype(tmp_path, tp):
+    source = tmp_path / "all.safetensors"
+    data = write_all_dtypes(source)
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN)
+    shardconv.split(source, tmp_path / "out", tp=tp, rules=plan, config=quantized(tmp_path))
+    assert shardconv.merge(tmp_path / "out", tmp_path / "back.safetensors").is_identical
+    assert (tmp_path / "back.safetensors").read_bytes() == data
+    assert shardconv.verify(tmp_path / "out", against=source).differences == ()
+    for rank in range(tp):
+        header = read_header(tmp_path / "out" / f"rank-{rank}-of-{tp}.safetensors")
+        identity = json.loads((tmp_path / "out" / "shardconv.json").read_text())["checksums"]["identity"]
+        assert header.metadata == {"format": "pt", "made_by": "ä test", "shardconv": identity}
+        for name, info in header.tensors.items():
+            assert info.start % max(DTYPE_BITS[info.dtype] // 8, 1) == 0, f"{name} is not aligned to its dtype"
+
+
+def quantized(folder):
+    """Write a config that allows dtypes of quantized values."""
+    path = folder / "config.json"
+    path.write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    return path
+
+
+def test_boundary_inside_a_byte_is_refused(tmp_path):
+    source = tmp_path / "packed.safetensors"
+    source.write_bytes(
+        safetensors_bytes({"columns.a": {"dtype": "F4", "shape": [3, 6], "data_offsets": [0, 9]}}, bytes(9))
+    )
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[rules]\n"columns.*" = { style = "rowwise" }')
+    with pytest.raises(
+        shardconv.PlanError, match=r"columns\.a: a boundary of F4 would be inside a byte.*Use --tp 1, 3"
+    ):
+        shardconv.split(source, tmp_path / "out", tp=2, rules=plan, config=quantized(tmp_path))
+
+
+def test_safetensors_reads_rank_files(tmp_path):
+    """Shards read by safetensors equal numpy slices of the source: row and column shards, replicas, padding."""
+    source = write_checkpoint(tmp_path / "model", dtype="F32")
+    shardconv.split(source, tmp_path / "out", tp=4)
+    with safe_open(source / "model.safetensors", "numpy") as file:
+        full = {name: file.get_tensor(name).view(np.uint32) for name in file.keys()}
+    config = llama_config()
+    for rank in range(4):
+        with safe_open(tmp_path / "out" / f"rank-{rank}-of-4.safetensors", "numpy") as file:
+            ours = {name: file.get_tensor(name).view(np.uint32) for name in file.keys()}
+        assert ours.keys() == full.keys()
+        layer = "model.layers.1"
+        for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"):
+            assert np.array_equal(ours[f"{layer}.{name}.weight"], np.split(full[f"{layer}.{name}.weight"], 4)[rank])
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            assert np.array_equal(
+                ours[f"{layer}.{name}.weight"], np.split(full[f"{layer}.{name}.weight"], 4, axis=1)[rank]
+            )
+        head = rank // 2  # two kv heads, four ranks
+        for name in ("self_attn.k_proj", "self_attn.v_proj"):
+            heads = full[f"{layer}.{name}.weight"].reshape(2, config["head_dim"], -1)
+            assert np.array_equal(ours[f"{layer}.{name}.weight"], heads[head])
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
+            padded = np.concatenate([full[name], np.zeros((1, 64), np.uint32)])  # 131 rows become 4 times 33
+            assert np.array_equal(ours[name], np.split(padded, 4)[rank])
+        assert np.array_equal(ours["model.norm.weight"], full["model.norm.weight"])
+
+
+@pytest.mark.parametrize(("old", "new"), [(6, 4), (4, 6), (2, 3), (3, 2), (1, 12), (12, 1), (6, 6)])
+def test_reshard_equals_a_split_of_the_source(tmp_path, monkeypatch, old, new):
+    """Includes sizes of which neither divides the other, and stripes and blocks that end in the middle of a row."""
+    monkeypatch.setattr(split, "STRIPE_BYTES", 5000)
+    monkeypatch.setattr(copy, "_BLOCK_BYTES", 700)
+    config = llama_config(hidden=96, heads=12, kv_heads=12, intermediate=120)
+    source = write_checkpoint(tmp_path / "model", parts=3, config=config)
+    shardconv.split(source, tmp_path / "old", tp=old)
+    shardconv.split(source, tmp_path / "new", tp=new)
+    shardconv.reshard(tmp_path / "old", tmp_path / "again", tp=new)
+    assert contents(tmp_path / "again") == contents(tmp_path / "new")
+    shardconv.merge(tmp_path / "again", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    heads=st.sampled_from([4, 8, 12]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    vocab=st.integers(1, 40),
+    parts=st.integers(1, 4),
+    tps=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
+    dtype=st.sampled_from(["BF16", "F32"]),
+)
+def test_merge_restores_llama_models_of_any_size(tmp_path_factory, heads, kv_heads, vocab, parts, tps, dtype):
+    folder = tmp_path_factory.mktemp("case")
+    config = llama_config(hidden=heads * 4, heads=heads, kv_heads=kv_heads, intermediate=24, vocab=vocab)
+    source = write_checkpoint(folder / "model", parts=parts, config=config, dtype=dtype)
+    shardconv.split(source, folder / "first", tp=tps[0])
+    shardconv.reshard(folder / "first", folder / "second", tp=tps[1])
+    shardconv.merge(folder / "second", folder / "back")
+    assert contents(folder / "back") == contents(source)
+
+
+def test_merge_into_one_file_keeps_all_tensors(tmp_path):
+    source = write_checkpoint(tmp_path / "model", parts=3, dtype="F32")
+    shardconv.split(source, tmp_path / "out", tp=2)
+    report = shardconv.merge(tmp_path / "out", tmp_path / "one.safetensors")
+    assert not report.is_identical
+    expected = {}
+    for part in sorted(source.glob("*.safetensors")):
+        with safe_open(part, "numpy") as file:
+            expected |= {name: file.get_tensor(name).tobytes() for name in file.keys()}
+    with safe_open(tmp_path / "one.safetensors", "numpy") as file:
+        assert {name: file.get_tensor(name).tobytes() for name in file.keys()} == expected
+
+
+def test_split_for_one_rank_keeps_tensors_unchanged(tmp_path):
+    source = write_checkpoint(tmp_path / "model")
+    shardconv.split(source, tmp_path / "out", tp=1)
+    ours, theirs = read_header(tmp_path / "out" / "rank-0-of-1.safetensors"), read_header(source / "model.safetensors")
+    assert ours.tensors == theirs.tensors
+    assert (tmp_path / "out" / "rank-0-of-1.safetensors").read_bytes()[ours.data_offset :] == (
+        source / "model.safetensors"
+    ).read_bytes()[theirs.data_offset :]
+
+
+def test_names_of_rank_files_have_equal_length_and_are_not_names_of_source_files(tmp_path):
+    config = llama_config(hidden=48, heads=12, kv_heads=12, intermediate=24, vocab=24)
+    source = write_checkpoint(tmp_path / "model", config=config)
+    shardconv.split(source, tmp_path / "out", tp=12)
+    names = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert names == [f"rank-{rank:02}-of-12.safetensors" for rank in range(12)]
+
+
+def test_manifest_has_the_vocabulary_size_without_padding(tmp_path):
+    source = write_checkpoint(tmp_path / "model")
+    shardconv.split(source, tmp_path / "out", tp=4)
+    plan = json.loads((tmp_path / "out" / "shardconv.json").read_text())["plan"]
+    placement = plan["placements"][plan["tensors"]["lm_head.weight"]]["placement"]
+    assert placement["size"] == 131
+    assert placement["ranks"][3] == [[99, 131], 1]
+
+
+def test_report_agrees_with_the_files(tmp_path):
+    source = write_checkpoint(tmp_path / "model", parts=2)
+    report = shardconv.split(source, tmp_path / "out", tp=4)
+    files = sorted((tmp_path / "out").glob("rank-*"))
+    assert list(report.rank_bytes) == [path.stat().st_size for path in files]
+    planned = shardconv.report_plan(source, tp=4)
+    for path, num in zip(files, planned.rank_bytes, strict=True):
+        assert read_header(path).data_bytes == num
+    shapes = {tensor.name: tensor.shard_shapes for tensor in planned.tensors}
+    for rank, path in enumerate(files):
+        assert {n: info.shape for n, info in read_header(path).tensors.items()} == {
+            n: s[rank] for n, s in shapes.items()
+        }
+
+
+def test_progress_ends_at_the_total(tmp_path):
+    source = write_checkpoint(tmp_path / "model")
+    calls = []
+    report = shardconv.split(source, tmp_path / "out", tp=2, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (report.source_bytes, report.source_bytes)
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def mode_after_cp(path: Path, folder: Path) -> int:
+    """The permissions of a copy by ``cp`` under the umask of this process."""
+    copy = folder / f"cp-of-{path.name}"
+    subprocess.run(["cp", path, copy], check=True)
+    mode = mode_of(copy)
+    copy.unlink()
+    return mode
+
+
+@pytest.fixture(params=[0o022, 0o002, 0o077], ids="umask-{:03o}".format)
+def umask(request) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+@pytest.mark.parametrize("weights", [0o600, 0o644, 0o444, 0o400, 0o664, 0o755], ids=oct)
+@pytest.mark.parametrize("index", [0o644, 0o600], ids=oct)
+def test_files_have_the_permissions_of_a_copy_by_cp(tmp_path, weights, index):
+    """safetensors writes weights that only the owner may read, and an index and a config that everyone may read."""
+    source = write_checkpoint(tmp_path / "model", parts=2)
+    (source / "run.sh").write_text("#!/bin/sh")
+    for path in source.iterdir():
+        path.chmod({".safetensors": weights, ".sh": 0o755, ".json": 0o644}[path.suffix])
+    (source / "model.safetensors.index.json").chmod(index)
+    expected = {path.name: mode_after_cp(path, tmp_path) for path in source.iterdir()}
+    of_weights, of_index = expected["model-00001-of-00002.safetensors"], expected["model.safetensors.index.json"]
+
+    shardconv.split(source, tmp_path / "split", tp=2)
+    shardconv.reshard(tmp_path / "split", tmp_path / "again", tp=4)
+    shardconv.merge(tmp_path / "again", tmp_path / "back")
+    shardconv.merge(tmp_path / "split", tmp_path / "one.safetensors")
+    assert {path.name: mode_of(path) for path in (tmp_path / "back").iterdir()} == expected
+    assert mode_of(tmp_path / "one.safetensors") == of_weights
+    for folder in (tmp_path / "split", tmp_path / "again"):
+        modes = {path.name: mode_of(path) for path in folder.iterdir()}
+        assert modes.pop("shardconv.json") == of_index
+        ranks = {modes.pop(name) for name in list(modes) if name.startswith("rank-")}
+        assert ranks == {of_weights}
+        assert modes == {name: expected[name] for name in modes}
+        assert modes.keys() == {"config.json", "run.sh", "tokenizer.json"}
+
+
+def test_permissions_of_rank_files_are_common_to_all_source_files(tmp_path):
+    """A rank file has bytes of every source file, so only users who may read all of them may read it."""
+    source = write_checkpoint(tmp_path / "model", parts=3)
+    for path, mode in zip(sorted(source.glob("*.safetensors")), [0o644, 0o640, 0o604], strict=True):
+        path.chmod(mode)
+    shardconv.split(source, tmp_path / "out", tp=2)
+    assert {mode_of(path) for path in (tmp_path / "out").glob("rank-*")} == {0o600}
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o500, 0o755], ids=oct)
+def test_private_folder_stays_private(tmp_path, mode):
+    """As with ``cp -r``; the owner of the new folder has to be able to write into it."""
+    source = write_checkpoint(tmp_path / "model")
+    source.chmod(mode)
+    shardconv.split(source, tmp_path / "split", tp=2)
+    shardconv.reshard(tmp_path / "split", tmp_path / "again", tp=4)
+    shardconv.merge(tmp_path / "again", tmp_path / "back")
+    assert {mode_of(tmp_path / name) for name in ("split", "again", "back")} == {mode | 0o700}
+
+
+def test_manifest_is_readable_only_by_those_who_may_read_config_and_index(tmp_path):
+    source = write_checkpoint(tmp_path / "model", parts=2)
+    (source / "config.json").chmod(0o600)
+    shardconv.split(source, tmp_path / "out", tp=2)
+    assert mode_of(tmp_path / "out" / "shardconv.json") == 0o600
+
+
+def test_manifest_of_one_file_is_readable_only_by_those_who_may_read_the_file(tmp_path):
+    source = write_checkpoint(tmp_path / "model")
+    (source / "model.safetensors").chmod(0o600)
+    shardconv.split(source, tmp_path / "out", tp=2)
+    assert mode_of(tmp_path / "out" / "shardconv.json") == 0o600

@@ -1,0 +1,882 @@
+"""Unusual inputs, and the result of every command for each: a correct result, an error or a warning.
+
+``CASES`` is the table. A row has the change and one outcome for each command: ``right`` (compared here with torch and
+transformers alone), ``error`` (an exit code other than 0, a message that names the tensor or file, no output
+files), ``warning`` (exit code 0, on stderr also with ``-q``), or ``na`` with the reason. Another input is
+one more entry in ``CASES``.
+"""
+
+import json
+import re
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import shardconv
+from shardconv.checkpoint.layout import MANIFEST_NAME
+from shardconv.checkpoint.split import split_by
+from shardconv.errors import ShardconvError
+from shardconv.layouts.layout import NATIVE
+from shardconv.proof import prove
+from shardconv.proof.ranks import SPLIT, sharded_fraction
+from shardconv.proof.small_models import REFERENCE, SMALL
+from shardconv.runtime.run import RunOptions, check_run, run_rank
+from tests.support.checkpoints import contents, write_index
+from tests.support.command import Result, call
+from tests.support.models import change_config, read
+from tools.model_matrix.trial import LAYOUTS, check, worst
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+TP, PROMPT, TOKENS = 4, "An exception is", 6
+COMMANDS = (
+    "plan", "plan --prove", "split", "verify", "verify --against", "merge", "reshard", "run", "run --check", "load",
+)  # fmt: skip
+#: Commands that read a source, and those that read a split checkpoint.
+OF_SOURCE, OF_SPLIT = COMMANDS[:3], COMMANDS[3:]
+#: Commands that copy bytes, and commands that build the model.
+BYTES, MODEL = ("verify", "verify --against", "merge", "reshard"), ("run", "run --check", "load")
+LAYER = "model.layers.0"
+pytestmark = pytest.mark.timeout(200)
+
+
+# --- outcomes -------------------------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """The correct result of a command.
+
+    Attributes:
+        kind: ``right``, ``error``, ``warning`` or ``na``.
+        texts: all that the message has to name; of ``na`` the reason.
+    """
+
+    kind: str
+    texts: tuple[str, ...] = ()
+
+
+RIGHT = Outcome("right")
+
+
+def error(*texts: str) -> Outcome:
+    return Outcome("error", texts)
+
+
+def warning(*texts: str) -> Outcome:
+    return Outcome("warning", texts)
+
+
+def na(reason: str) -> Outcome:
+    return Outcome("na", (reason,))
+
+
+Expected = dict[str, Outcome]
+
+
+def every(commands: tuple[str, ...], outcome: Outcome) -> Expected:
+    return dict.fromkeys(commands, outcome)
+
+
+def refused(outcome: Outcome) -> Expected:
+    """Outcomes for a source without a plan, which is therefore not split."""
+    return every(OF_SOURCE, outcome) | every(OF_SPLIT, na("the source is not split"))
+
+
+def moved(model: Outcome, *, proof: Outcome = RIGHT, **others: Outcome) -> Expected:
+    """Outcomes for a source whose bytes are copied; ``model`` is the outcome of building the model."""
+    commands = {name.replace("__", " --"): outcome for name, outcome in others.items()}
+    expected = every(("plan", "split", *BYTES), RIGHT) | every(MODEL, model) | {"plan --prove": proof}
+    return expected | commands
+
+
+def damaged(outcome: Outcome, **others: Outcome) -> Expected:
+    """Outcomes for a split checkpoint that was changed."""
+    commands = {name.replace("__", " --"): other for name, other in others.items()}
+    return every(OF_SOURCE, na("the source is as it was")) | every(OF_SPLIT, outcome) | commands
+
+
+# --- changes --------------------------------------------------------------------------------------------------------
+
+Change = Callable[[Path], None]
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Change:
+    """A change of the tensors of a source with one file."""
+
+    def apply(source: Path) -> None:
+        found = read(source)
+        change(found)
+        found = {name: tensor.contiguous() for name, tensor in found.items()}
+        save_file(found, source / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+def put(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> Change:
+    """Add or replace a tensor."""
+    return tensors(lambda found: found.update({name: make(found)}))
+
+
+def drop(name: str) -> Change:
+    return tensors(lambda found: found.pop(name))
+
+
+def rename(old: str, new: str) -> Change:
+    return tensors(lambda found: found.update({new: found.pop(old)}))
+
+
+def transpose(name: str) -> Change:
+    return put(name, lambda found: found[name].T)
+
+
+def in_place(source: Path) -> None:
+    """Change bytes of the existing file; safetensors would replace the file."""
+    with (source / "model.safetensors").open("r+b") as file:
+        file.seek(-8, 2)
+        file.write(b"another.")
+
+
+def config(**fields: Any) -> Change:
+    return lambda source: change_config(source, fields)
+
+
+def both(*changes: Change) -> Change:
+    def apply(source: Path) -> None:
+        for change in changes:
+            change(source)
+
+    return apply
+
+
+def in_two_files(
+    *, second: Callable[[dict[str, torch.Tensor]], list[str]], index: bool, names: int | None = None
+) -> Change:
+    """Write two files, the second with some of the tensors, and an index of the first ``names`` tensors."""
+
+    def apply(source: Path) -> None:
+        found = read(source)
+        (source / "model.safetensors").unlink()
+        files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+        chosen = second(found)
+        rest = [name for name in found if name not in chosen]
+        if not index:  # the same tensor in both
+            rest = list(found)
+        save_file({name: found[name] for name in rest}, source / files[0], metadata={"format": "pt"})
+        save_file({name: found[name] for name in chosen}, source / files[1], metadata={"format": "pt"})
+        of_file = {**dict.fromkeys(rest, files[0]), **dict.fromkeys(chosen, files[1])}
+        write_index(source, dict(list(of_file.items())[:names]))
+
+    return apply
+
+
+def two_checkpoints(source: Path) -> None:
+    (source / "model.safetensors").rename(source / "a.safetensors")
+    shutil.copyfile(source / "a.safetensors", source / "b.safetensors")
+
+
+def adapter(source: Path) -> None:
+    save_file({"base_model.model.lora_A.weight": torch.zeros(2, 64)}, source / "adapter_model.safetensors")
+    (source / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+
+
+def fp8_scales(source: Path) -> None:
+    """Quantize as NVIDIA ModelOpt does: FP8 weights, a scale for each weight and its input, and a config file."""
+
+    def change(found: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in found if name.endswith("_proj.weight")]:
+            found[name] = found[name].to(torch.float8_e4m3fn)
+            found[f"{name}_scale"] = torch.tensor(0.5)
+            found[name.removesuffix("weight") + "input_scale"] = torch.tensor(0.25)
+
+    tensors(change)(source)
+    (source / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+
+
+def gptq(source: Path) -> None:
+    def change(found: dict[str, torch.Tensor]) -> None:
+        weight = found.pop(f"{LAYER}.mlp.up_proj.weight")
+        rows, columns = weight.shape
+        shapes = {"qweight": (columns // 8, rows), "qzeros": (2, rows // 8), "g_idx": (columns,)}
+        found.update({f"{LAYER}.mlp.up_proj.{end}": torch.zeros(s, dtype=torch.int32) for end, s in shapes.items()})
+        found[f"{LAYER}.mlp.up_proj.scales"] = torch.ones(2, rows, dtype=torch.float16)
+
+    tensors(change)(source)
+
+
+def half_of(name: str) -> Change:
+    return put(name, lambda found: found[name].half())
+
+
+def plan_file(text: str) -> Change:
+    """Write a plan file next to the source's folder, for plan and split."""
+    return lambda source: source.with_name("plan.toml").write_text(text) and None
+
+
+# --- damages of a split checkpoint ----------------------------------------------------------------------------------
+
+Damage = Callable[[Path, Path], None]
+
+
+def other_split(source: Path, *, tp: int = TP) -> Path:
+    """Split a checkpoint with the same names and shapes, and other values."""
+    other, place = source.with_name("other"), source.with_name(f"other-tp{tp}")
+    if not other.exists():
+        shutil.copytree(source, other)
+        tensors(lambda found: found.update({name: tensor + 1 for name, tensor in found.items()}))(other)
+    if not place.exists():
+        shardconv.split(other, place, tp=tp)
+    return place
+
+
+def from_other(name: str, *, tp: int = TP, to: str | None = None) -> Damage:
+    """Copy a file of another split over a file of this one, or next to its files."""
+    return lambda source, split: shutil.copyfile(other_split(source, tp=tp) / name, split / (to or name)) and None
+
+
+def newer_manifest(_: Path, split: Path) -> None:
+    data = json.loads((split / MANIFEST_NAME).read_text())
+    (split / MANIFEST_NAME).write_text(json.dumps({**data, "format_version": 99}))
+
+
+def all_rank_files(source: Path, split: Path) -> None:
+    for rank in range(TP):
+        from_other(NATIVE.rank_file(rank, TP))(source, split)
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table.
+
+    Attributes:
+        expected: the outcome of each command.
+        change: a change of the source before anything else.
+        damage: a change of the split checkpoint, after the split of a source as it was.
+        base: the model type.
+        while_split: a change of the source while it is split.
+        has_plan: whether plan and split take the plan file that the change wrote.
+        options: further options of both.
+        left_out: files of the source that they leave out.
+        layout: of the rank files.
+    """
+
+    expected: Expected
+    change: Change = lambda _: None
+    damage: Damage | None = None
+    base: str = "llama"
+    while_split: Change | None = None
+    has_plan: bool = False
+    options: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    layout: str = "native"
+
+
+Q, UP, DOWN, NORM = (
+    f"{LAYER}.{name}.weight" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm")
+)
+BIAS = f"{LAYER}.self_attn.q_proj.bias"
+QKV = f"{LAYER}.self_attn.qkv_proj.weight (colwise instead of packed_colwise)"
+NO_RULE = "no rule of family llama matches it"
+
+GROUPS = "the shards of groups are compared with the heads of queries in test_padding"
+OTHER_NAMES = "the names and shapes of its files are compared in test_layouts and test_vllm_layout"
+
+CASES: Mapping[str, Case] = {
+    "plain": Case(moved(RIGHT)),
+    # tensors
+    "additional tensor of an unknown name": Case(
+        refused(error(f"{LAYER}.adapter.down.weight", NO_RULE, "--replicate")),
+        put(f"{LAYER}.adapter.down.weight", lambda _: torch.zeros(8, 64)),
+    ),
+    "additional scalar of an unknown name": Case(
+        moved(error(f"{LAYER}.adapter.gain"), proof=error(f"{LAYER}.adapter.gain", "unused")),
+        put(f"{LAYER}.adapter.gain", lambda _: torch.tensor(2.0)),
+    ),
+    "additional bias": Case(
+        moved(error(BIAS), proof=error(BIAS, "--config")), put(BIAS, lambda _: torch.ones(128)),
+    ),
+    "missing norm": Case(moved(error(NORM), proof=error(NORM, "missing")), drop(NORM)),
+    "missing weight of a layer": Case(moved(error(DOWN), proof=error(DOWN, "missing")), drop(DOWN)),
+    "renamed tensor": Case(refused(error(f"{LAYER}.mlp.up.weight", NO_RULE)), rename(UP, f"{LAYER}.mlp.up.weight")),
+    "tensor with and without its prefix": Case(
+        refused(error("layers.0.mlp.up_proj.weight", "with and without the prefix")),
+        put("layers.0.mlp.up_proj.weight", lambda found: found[UP] + 1),
+    ),
+    "tensor in two files": Case(
+        refused(error("is in both")), in_two_files(second=lambda found: [UP], index=False),
+    ),
+    "transposed weight of attention": Case(refused(error(Q, "--config")), transpose(Q)),
+    "transposed weight of an MLP": Case(refused(error(UP, "--config")), transpose(UP)),
+    "weight of NaN": Case(
+        moved(
+            error("NaN"), load=RIGHT,
+        ),
+        put(UP, lambda found: torch.full_like(found[UP], torch.nan)),
+    ),
+    "one tensor of another dtype": Case(moved(RIGHT), half_of(UP)),
+    "weight of another shape": Case(
+        refused(error(f"{LAYER}.self_attn.k_proj.weight", "64", "--config")),
+        put(f"{LAYER}.self_attn.k_proj.weight", lambda _: torch.zeros(48, 64)),
+    ),
+    "norm of another shape": Case(
+        moved(error(NORM), proof=error(NORM, "expected [64]")), put(NORM, lambda _: torch.ones(65)),
+    ),
+    # configs that contradict tensors
+    "config: fewer heads": Case(refused(error(".self_attn.", "--config")), config(num_attention_heads=4)),
+    "config: fewer kv heads": Case(refused(error(".self_attn.", "--config")), config(num_key_value_heads=2)),
+    "config: smaller vocabulary": Case(
+        moved(error("embed_tokens"), proof=error("lm_head.weight", "of another shape")),
+        config(vocab_size=1990),
+    ),
+    "config: tied, with another head stored": Case(moved(RIGHT), config(tie_word_embeddings=True)),
+    "config: tied, without a head": Case(moved(RIGHT), both(config(tie_word_embeddings=True), drop("lm_head.weight"))),
+    "config: not tied, without a head": Case(
+        moved(error("lm_head.weight"), proof=error("lm_head.weight")), drop("lm_head.weight"),
+    ),
+    "config: more layers": Case(
+        moved(error("model.layers.2."), proof=error("model.layers.2.", "missing")), config(num_hidden_layers=3),
+    ),
+    "config: fewer layers": Case(
+        moved(error("model.layers.1."), proof=error("model.layers.1.", "unused")),
+        config(num_hidden_layers=1),
+    ),
+    "config: more experts": Case(
+        moved(error("experts"), proof=error("experts", "of another shape")),
+        config(num_local_experts=8), base="mixtral",
+    ),
+    "config: fewer experts": Case(
+        moved(error("experts"), proof=error("experts", "of another shape")),
+        config(num_local_experts=2), base="mixtral",
+    ),
+    # files
+    "two checkpoints in a folder": Case(
+        refused(error("a.safetensors, b.safetensors", "pass one of the files")), two_checkpoints,
+    ),
+    "index that lists a subset of a file": Case(
+        refused(error("is not in the index")),
+        in_two_files(second=lambda found: [UP, "lm_head.weight"], index=True, names=-1),
+    ),
+    "index that lists a subset of the files": Case(
+        refused(error("not in model.safetensors.index.json", "model-00002-of-00002.safetensors", "--ignore")),
+        in_two_files(second=lambda found: [UP], index=True, names=-1),
+    ),
+    "adapter beside the base": Case(
+        refused(error("adapter_model.safetensors", "merge_and_unload", "--ignore")), adapter,
+    ),
+    "adapter beside the base, left out by the user": Case(
+        moved(RIGHT), adapter, options=("--ignore", "adapter_*"),
+        left_out=("adapter_model.safetensors", "adapter_config.json"),
+    ),
+    "PyTorch file beside that may be another model": Case(
+        refused(error("pytorch_model.bin", "--ignore")),
+        lambda source: (source / "pytorch_model.bin").write_bytes(b"not a copy") and None,
+    ),
+    "other format beside": Case(
+        refused(error("rust_model.ot", "--ignore")),
+        lambda source: (source / "rust_model.ot").write_bytes(b"x") and None,
+    ),
+    "trainer state beside": Case(
+        moved(RIGHT), lambda source: (source / "optimizer.pt").write_bytes(b"state") and None,
+        left_out=("optimizer.pt",),
+    ),
+    # quantized weights without a quantization_config
+    "fp8 with one scale per tensor": Case(
+        refused(error("modelopt FP8", "hf_quant_config.json")),
+        fp8_scales,
+    ),
+    "fp8 without a config": Case(
+        refused(error(UP, "quantization_config", "--config")),
+        both(
+            put(UP, lambda found: found[UP].to(torch.float8_e4m3fn)), lambda source: (source / "config.json").unlink(),
+        ),
+        options=("--head-dim", "16"),
+    ),
+    "GPTQ": Case(refused(error(f"{LAYER}.mlp.up_proj.", "quantization_config", "--config")), gptq),
+    # engines
+    "boundaries of vLLM": Case(moved(RIGHT), options=("--for", "vllm")),
+    "boundaries of vLLM, norms over heads": Case(moved(RIGHT), base="olmo2", options=("--for", "vllm")),
+    "layout of vLLM": Case(moved(RIGHT, split=na(OTHER_NAMES), reshard=na(OTHER_NAMES)), layout="vllm"),
+    # sizes that do not divide
+    "heads and widths that do not divide": Case(
+        refused(error("is not a multiple of", "supported with --pad")), base="odd",
+    ),
+    "heads and widths that do not divide, padded": Case(moved(RIGHT), base="odd", options=("--pad",)),
+    "slopes for each head, padded in each group": Case(
+        moved(RIGHT, plan=na(GROUPS), split=na(GROUPS)), base="minimax", options=("--pad",),
+    ),
+    "padding for vLLM, which reads its sizes from the config": Case(
+        refused(error("--pad is not supported with the boundaries of vllm", "shardconv pad")), base="odd",
+        options=("--pad", "--for", "vllm"),
+    ),
+    "padding of a model of an unknown type": Case(
+        refused(error("--pad is not supported for this model", "no family is known")), config(model_type="unheard_of"),
+        base="odd", options=("--pad",),
+    ),
+    # plan files
+    "plan file that matches too much": Case(
+        moved(
+            error("plan.toml"), load=na("a warning names the plan file, and torch refuses its shapes in forward"),
+            plan=warning(NORM), split=warning(NORM), proof=error("not proven"),
+        ),
+        plan_file('[rules]\n"**.*" = { style = "colwise", pad = true }\n'), has_plan=True,
+    ),
+    "plan file that shadows a fused rule": Case(
+        moved(
+            warning("plan.toml", QKV), plan=warning("plan.toml", QKV), split=warning("plan.toml", QKV),
+            proof=error("not proven"), run__check=error("logits differ"),
+        ),
+        plan_file('[rules]\n"**.qkv_proj" = { style = "colwise" }\n'), base="phi3", has_plan=True,
+    ),
+    "plan file with a block at no module": Case(
+        refused(error("blocks 'model.layer.*.self_attn' = 'gathered_attention'", "none of its rules applies")),
+        plan_file('[blocks]\n"model.layer.*.self_attn" = "gathered_attention"\n'), has_plan=True,
+    ),
+    "plan file with a block behind another that covers all of its tensors": Case(
+        refused(error("blocks 'model.layers.*.self_attn' = 'attention'", "none of its rules applies")),
+        plan_file('[blocks]\n"model.layers.*.self_attn" = ["gathered_attention", "attention"]\n'), has_plan=True,
+    ),
+    "plan file with a misspelled field of a block": Case(
+        refused(error("block 'mlp' does not read 'intermediate_sise'", "it reads intermediate_size")),
+        plan_file('[blocks]\n"model.layers.*.mlp" = { block = "mlp", intermediate_sise = "ffn_size" }\n'),
+        has_plan=True,
+    ),
+    "plan file with another unit of the name of one of the family": Case(
+        refused(error("unit 'query_head' is ", "rename it")),
+        plan_file('[units]\nquery_head = { count = "num_attention_heads // 2", size = "head_dim * 2" }\n[rules]\n'
+                  '"lm_head" = { style = "colwise", unit = "query_head" }\n'), has_plan=True,
+    ),
+    "plan file with a submodel whose config is not there": Case(
+        refused(error("part 'model.layers'", "no nested config 'text_config'")),
+        plan_file('[parts]\n"model.layers" = { config = "text_config", family = "llama" }\n'), has_plan=True,
+    ),
+    "plan file with a config field that no rule reads": Case(
+        refused(error("[config] head_dims", "no rule reads this field")),
+        plan_file('[config]\nhead_dims = 8\n'), has_plan=True,
+    ),
+    # sources that change
+    "source changed after plan": Case(moved(RIGHT), put(UP, lambda found: found[UP] + 1)),
+    "source changed during split": Case(
+        every(COMMANDS, na("nothing else reads the source then")) | {"split": error("model.safetensors", "changed")},
+        while_split=in_place,
+    ),
+    "config changed during split": Case(
+        every(COMMANDS, na("nothing else reads the source then")) | {"split": error("config.json", "changed")},
+        while_split=config(num_key_value_heads=8),
+    ),
+    # split checkpoints
+    "rank file of another tp beside": Case(
+        damaged(RIGHT, verify=warning(NATIVE.rank_file(0, 2)),
+                verify__against=warning(NATIVE.rank_file(0, 2))),
+        damage=from_other(NATIVE.rank_file(0, 2), tp=2),
+    ),
+    "config.json edited after the split": Case(
+        damaged(error("config.json")), damage=lambda _, split: change_config(split, {"num_attention_heads": 4}),
+    ),
+    "rank file of another tp in the place of one": Case(
+        damaged(error(NATIVE.rank_file(0, TP))),
+        damage=from_other(NATIVE.rank_file(0, 2), tp=2, to=NATIVE.rank_file(0, TP)),
+    ),
+    "rank file of another split": Case(
+        damaged(error(NATIVE.rank_file(1, TP)), load=error(NATIVE.rank_file(1, TP))),
+        damage=from_other(NATIVE.rank_file(1, TP)),
+    ),
+    "rank files of another split": Case(
+        damaged(error(NATIVE.rank_file(0, TP)), load=error(NATIVE.rank_file(0, TP))),
+        damage=all_rank_files,
+    ),
+    "manifest of another split": Case(
+        damaged(error(NATIVE.rank_file(0, TP)), load=error(NATIVE.rank_file(0, TP))),
+        damage=from_other(MANIFEST_NAME),
+    ),
+    "manifest of another tp": Case(
+        damaged(error(NATIVE.rank_file(0, 2)), load=error("is for 2 ranks", "torchrun")),
+        damage=from_other(MANIFEST_NAME, tp=2),
+    ),
+    "manifest of a later version": Case(damaged(error(MANIFEST_NAME, "update shardconv")), damage=newer_manifest),
+}  # fmt: skip
+
+#: Counts for the documentation, for all commands together; adding a row changes them.
+COUNTS = {"right": 203, "error": 183, "warning": 8, "na": 236}
+
+
+def counts() -> Counter[str]:
+    return Counter(outcome.kind for case in CASES.values() for outcome in case.expected.values())
+
+
+def test_the_page_on_reliability_has_the_counts():
+    text = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    found = counts()
+    expected = (
+        f"a table of {len(CASES) - 1} unusual inputs and {len(COMMANDS)} commands",
+        f"{found['right']} are right, {found['error']} an error",
+        f"{found['warning']} a warning",
+    )
+    assert [each for each in expected if each not in " ".join(text.split())] == []
+
+
+def test_the_table_has_every_command_for_every_case():
+    assert all(set(case.expected) == set(COMMANDS) for case in CASES.values())
+    outcomes = [outcome for case in CASES.values() for outcome in case.expected.values()]
+    assert all(outcome.texts for outcome in outcomes if outcome.kind != "right")
+    assert dict(counts()) == COUNTS
+
+
+# --- the inputs -----------------------------------------------------------------------------------------------------
+
+FIELDS = {
+    "vocab_size": 1999, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "num_local_experts": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """The source of a case and its split checkpoint, by the name of the case; made once."""
+    bases = cache(lambda model_type: write_base(tmp_path_factory.mktemp(model_type) / "source", model_type))
+    return cache(lambda name: write_case(tmp_path_factory.mktemp("case"), CASES[name], bases))
+
+
+#: A model whose dims tp does not divide, and its dims with padding.
+ODD = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 90}
+PADDED = {r"[qo]_proj": 128, r"[kv]_proj": 64, r"(gate|up|down)_proj": 96}
+#: Query and KV heads for which 4 ranks pad each group; and layers of linear attention, with a slope for each head.
+FEW = {
+    "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "block_size": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+def write_base(folder: Path, base: str) -> Path:
+    """A model with the demo model's tokenizer."""
+    torch.manual_seed(0)
+    model_type, odd = {"odd": ("llama", ODD), "minimax": (base, FEW)}.get(base, (base, {}))
+    fields = {name: value for name, value in FIELDS.items() if model_type != "phi3" or name != "head_dim"} | odd
+    made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **fields))
+    for parameter in made.parameters():
+        parameter.data.normal_(std=0.3)
+    made.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO / name, folder / name)
+    return folder
+
+
+def write_case(folder: Path, case: Case, bases: Callable[[str], Path]) -> tuple[Path, Path]:
+    source, split = folder / "source", folder / "split"
+    shutil.copytree(bases(case.base), source)
+    if case.damage is None:
+        case.change(source)
+    else:
+        shardconv.split(source, split, tp=TP)
+        case.damage(source, split)
+    return source, split
+
+
+def split_of(case: Case, source: Path, split: Path) -> Path:
+    """The split checkpoint of a case."""
+    if not split.exists():
+        options = [*options_of(case, source), "--layout", case.layout]
+        result = call("split", source, "--tp", TP, "-o", split, *options)
+        if result.code:
+            raise RuntimeError(result.err)  # not an outcome of the command under test
+    return split
+
+
+def options_of(case: Case, source: Path) -> list[Any]:
+    return [*case.options, *(["--rules", source.with_name("plan.toml")] if case.has_plan else [])]
+
+
+# --- the commands ---------------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """The result of a command: an error or "", warnings, and a check that the result is correct."""
+
+    error: str
+    warnings: str
+    check: Callable[[], None]
+
+
+def of_result(result: Result, check: Callable[[], None]) -> Found:
+    """The result of a command with its messages; with -q, stderr has warnings only."""
+    message = f"{result.err}{result.out}" if result.code else ""
+    return Found(message, result.err, check)
+
+
+def plan(case: Case, source: Path, _: Path, __: Path, ___: Any) -> Found:
+    more = options_of(case, source)
+
+    def check() -> None:
+        report = json.loads(call("plan", source, "--tp", TP, "--json", *more).out)
+        expected = {name: shard_shapes(case, name, tensor) for name, tensor in stored(source).items()}
+        assert {one["name"]: [list(shape) for shape in one["shard_shapes"]] for one in report["tensors"]} == expected
+
+    return of_result(call("plan", source, "--tp", TP, "-q", *more), check)
+
+
+def prove_plan(case: Case, source: Path, _: Path, __: Path, ___: Any) -> Found:
+    def check() -> None:
+        """A proof compares by itself; test_prove.py shows that it finds what is wrong."""
+
+    result = call("plan", source, "--prove", "--tp", 2, *options_of(case, source))
+    return of_result(result, check)._replace(warnings=result.err)
+
+
+def split(case: Case, source: Path, _: Path, target: Path, __: Any) -> Found:
+    def check() -> None:
+        files = [load_file(target / NATIVE.rank_file(rank, TP)) for rank in range(TP)]
+        found = stored(source)
+        assert all(set(file) == set(found) for file in files)
+        for name, tensor in found.items():
+            check_shards(case, name, tensor, [file[name] for file in files])
+
+    with pytest.MonkeyPatch.context() as patch:
+        if case.while_split is not None:
+            change_during(patch, lambda: case.while_split(source))
+        result = call("split", source, "--tp", TP, "-o", target, "-q", *options_of(case, source))
+    return of_result(result, check)
+
+
+def change_during(patch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
+    """Change a source while it is split: after its files are open, before the first byte is copied."""
+    from shardconv.checkpoint import split as module  # noqa: PLC0415 - the package has a function of that name
+
+    copy = module.copy_files
+
+    def change_first(*arguments: Any, **options: Any) -> Any:
+        change()
+        return copy(*arguments, **options)
+
+    patch.setattr(module, "copy_files", change_first)
+
+
+def verify(case: Case, source: Path, place: Path, _: Path, __: Any) -> Found:
+    return verified(call("verify", split_of(case, source, place)), call("verify", place, "-q"))
+
+
+def verify_against(case: Case, source: Path, place: Path, _: Path, __: Any) -> Found:
+    arguments = ["verify", split_of(case, source, place), "--against", source]
+    return verified(call(*arguments), call(*arguments, "-q"))
+
+
+def verified(result: Result, quiet: Result) -> Found:
+    def check() -> None:
+        assert result.out.splitlines()[-1] == "correct"
+
+    return of_result(result, check)._replace(warnings=quiet.err)
+
+
+def merge(case: Case, source: Path, place: Path, target: Path, _: Any) -> Found:
+    def check() -> None:
+        expected = {name: data for name, data in contents(source).items() if name not in case.left_out}
+        assert contents(target) == expected
+
+    return of_result(call("merge", split_of(case, source, place), "-o", target, "-q"), check)
+
+
+def reshard(case: Case, source: Path, place: Path, target: Path, _: Any) -> Found:
+    def check() -> None:
+        file, expected = load_file(target / NATIVE.rank_file(0, 1)), stored(source)
+        assert set(file) == set(expected)
+        for name, tensor in expected.items():
+            found, padding = (
+                (file[name][: len(tensor)], file[name][len(tensor) :]) if tensor.dim() else (file[name], None)
+            )
+            assert as_bytes(found) == as_bytes(tensor)
+            assert padding is None or not padding.any()
+
+    return of_result(call("reshard", split_of(case, source, place), "--tp", 1, "-o", target, "-q"), check)
+
+
+def run(case: Case, source: Path, place: Path, _: Path, ranks: Any) -> Found:
+    return ran(ranks("four", run_on_rank, split_of(case, source, place), None), source)
+
+
+def run_check(case: Case, source: Path, place: Path, _: Path, ranks: Any) -> Found:
+    return ran(ranks("four", run_on_rank, split_of(case, source, place), source), source)
+
+
+def ran(found: list[Any], source: Path) -> Found:
+    def check() -> None:
+        assert {outputs for _, outputs, _ in found} == {(plain_text(source),)}
+
+    messages = [message for message, _, _ in found]
+    assert len({message == "" for message in messages}) == 1, messages  # all ranks, or none
+    return Found("\n".join(messages).strip(), "\n".join(found[0][2]), check)
+
+
+def run_on_rank(_: Any, place: Path, against: Path | None) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """The message of an error or of differences, outputs, and notes."""
+    options = RunOptions(max_new_tokens=TOKENS, device="cpu", check=against)
+    try:
+        check_run(place, [PROMPT], options)
+        report = run_rank(place, [PROMPT], options, lambda _: None)
+    except ShardconvError as problem:
+        return str(problem), (), ()
+    return "\n".join(report.differences or ()), report.outputs, report.notes
+
+
+def plain_text(source: Path) -> str:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    made = transformers.AutoModelForCausalLM.from_pretrained(source)
+    tokens = made.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def load(case: Case, source: Path, place: Path, _: Path, ranks: Any) -> Found:
+    found = ranks("four", load_on_rank, split_of(case, source, place))
+    warned = "\n".join(found[0][2])
+
+    def check() -> None:
+        made = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+        with torch.inference_mode():
+            expected = made(IDS).logits
+        for _, logits, _ in found:
+            limit = 1e-4 * float(expected.nan_to_num().abs().max())
+            torch.testing.assert_close(logits, expected, rtol=0, atol=limit, equal_nan=True)
+
+    messages = [message for message, _, _ in found]
+    assert len({message == "" for message in messages}) == 1, messages
+    return Found("\n".join(messages).strip(), warned, check)
+
+
+IDS = torch.arange(3, 12).view(1, -1)
+
+
+def load_on_rank(axis: Any, place: Path) -> tuple[str, torch.Tensor | None, list[str]]:
+    """The message of an error, logits, and warnings."""
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            made = shardconv.load(place, device="cpu", group=axis)
+        with torch.inference_mode():
+            return "", made(IDS).logits, [str(one.message) for one in warned]
+    except (ShardconvError, RuntimeError) as problem:
+        own = "" if isinstance(problem, ShardconvError) else f"{type(problem).__name__}: "
+        return f"{own}{problem}", None, []
+
+
+RUNNERS: Mapping[str, Callable[..., Found]] = dict(
+    zip(COMMANDS, (plan, prove_plan, split, verify, verify_against, merge, reshard, run, run_check, load), strict=True)
+)
+
+
+# --- what is right: by torch and safetensors alone ------------------------------------------------------------------
+
+#: The dim along which a llama or mixtral is sharded, by the ends of names; all else is replicated.
+DIMS = {
+    r"((q|k|v|gate|up)_proj|w1|w3)\.(weight|bias)": 0,
+    r"(embed_tokens|lm_head)\.weight": 0,
+    r"((o|down)_proj|w2)\.weight": 1,
+}
+
+
+def stored(source: Path) -> dict[str, torch.Tensor]:
+    return load_file(source / "model.safetensors")
+
+
+def as_bytes(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, bytes]:
+    return tensor.shape, tensor.dtype, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def dim_of(name: str) -> int | None:
+    return next((dim for end, dim in DIMS.items() if re.search(rf"(^|\.){end}$", name)), None)
+
+
+def shard_shapes(case: Case, name: str, tensor: torch.Tensor) -> list[list[int]]:
+    shape, dim = list(tensor.shape), dim_of(name)
+    if "vllm" in case.options and name in {"model.embed_tokens.weight", "lm_head.weight"}:
+        shape[0] = -(-shape[0] // 64) * 64
+    if dim is not None:
+        padded = [size for layer, size in PADDED.items() if "--pad" in case.options and re.search(layer, name)]
+        shape[dim] = padded[0] // TP if padded else -(-shape[dim] // TP)
+    return [shape] * TP
+
+
+def check_shards(case: Case, name: str, tensor: torch.Tensor, shards: list[torch.Tensor]) -> None:
+    assert [list(shard.shape) for shard in shards] == shard_shapes(case, name, tensor), name
+    if (dim := dim_of(name)) is None:
+        assert all(as_bytes(shard) == as_bytes(tensor) for shard in shards), name
+    else:
+        joined = torch.cat(shards, dim)
+        assert as_bytes(joined.narrow(dim, 0, tensor.shape[dim])) == as_bytes(tensor), name
+        assert not joined.narrow(dim, tensor.shape[dim], joined.shape[dim] - tensor.shape[dim]).any(), name
+
+
+# --- the harness ----------------------------------------------------------------------------------------------------
+
+#: An error of another library that is passed on, or an unexpected one.
+FOREIGN = re.compile(r"Traceback|internal error|(?m:^(rank \d+: )?\w*(Error|Exception): )")
+
+
+@pytest.fixture(autouse=True)
+def _proofs_on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
+    """Run proofs on existing processes, as starting them takes seconds."""
+
+    def proofs(folder: Path, source: Any, plans: Mapping[int, Any], request: Any) -> tuple[shardconv.Proof, ...]:
+        made = []
+        kind = source.config["architectures"][0]
+        for tp, plan in plans.items():
+            place = folder / SPLIT.format(tp=tp)
+            split_by(source, place, plan, request)
+            reference = folder / REFERENCE
+            found = worst(ranks(LAYOUTS[tp], check, kind, folder / SMALL, place, request, reference))
+            output, tokens, gradient, note, _ = (None, None, None, found, None) if isinstance(found, str) else found
+            fraction = sharded_fraction(source.specs, plan)
+            made.append(shardconv.Proof(tp, output, tokens, gradient, fraction, note))
+        return tuple(made)
+
+    monkeypatch.setattr(prove, "prove_all", proofs)
+
+
+def pairs() -> list[Any]:
+    """The pairs of case and command to run."""
+    return [
+        pytest.param(name, command, id=f"{name}-{command}")
+        for name, case in CASES.items()
+        for command, outcome in case.expected.items()
+        if outcome.kind != "na"
+    ]
+
+
+@pytest.mark.parametrize(("name", "command"), pairs())
+def test_nothing_is_silently_wrong(inputs, ranks, tmp_path, name, command):
+    case, (source, place) = CASES[name], inputs(name)
+    outcome, target = case.expected[command], tmp_path / "target"
+    found = RUNNERS[command](case, source, place, target, ranks)
+    problem = wrong(outcome, found, list(tmp_path.iterdir()))
+    assert not problem, f"expected {outcome.kind}: {problem}"
+    if outcome.kind == "right":
+        found.check()
+
+
+def wrong(outcome: Outcome, found: Found, left: list[Path]) -> str:
+    """Describe how a result differs from the outcome; "" if it does not."""
+    text = found.warnings if outcome.kind == "warning" else found.error
+    if outcome.kind != "error":
+        problem = f"failed: {found.error}" if found.error else ""
+    elif not found.error:
+        problem = "no error"
+    elif FOREIGN.search(found.error):
+        problem = f"not a message of shardconv's: {found.error}"
+    else:
+        problem = f"left behind: {left}" if left else ""
+    missing = [each for each in outcome.texts if each not in text]
+    return problem or (f"{missing} is not in the message: {text}" if missing else "")
+
+
+if __name__ == "__main__":
+    print(", ".join(f"{count} {kind}" for kind, count in counts().items()), "of", len(CASES), "inputs")

@@ -1,0 +1,335 @@
+"""Converted models under torch.compile, in threads and with hooks: all find the parameters that they should.
+
+Equal to the eager converted model: backends "eager" and "aot_eager" run the same kernels. Near the unsharded model, as
+sums are taken rank by rank.
+"""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import shardconv
+from shardconv.convert import gather_state_dict
+from shardconv.convert.heads import FullWidth, LocalValues, SlicedTensors
+from shardconv.convert.modules import GatherOnUse, ParallelDepthwise, ParallelExperts, Sharded
+from shardconv.convert.multihead_attention import ParallelMultiheadAttention
+from shardconv.convert.overrides import extend_class, gather_on_use
+from shardconv.convert.substitution import ForwardWithShards, Substitutable
+from shardconv.distributed import as_axis
+from shardconv.distributed.new_groups import new_members_group
+from shardconv.hf.inputs import example_inputs
+from shardconv.layers import ParallelEmbedding
+from shardconv.layers.sharding import even_placement, take_shard
+from tools.model_matrix.trial import model_class, small
+
+#: For each mechanism of a conversion a type that uses it.
+TYPES = {
+    "llama": ("causal language models", None),
+    "mixtral": ("causal language models", ParallelExperts),
+    "resnet": ("images", Sharded),
+    "trocr": ("causal language models", FullWidth),
+    "codegen": ("causal language models", LocalValues),
+    "siglip": ("images beside text", ParallelMultiheadAttention),
+    "mobilebert": ("masked language models", GatherOnUse),
+    "mamba2": ("causal language models", ParallelDepthwise),
+    "minimax": ("causal language models", SlicedTensors),
+}
+BACKENDS = ["eager", "aot_eager"]
+
+
+def compiled(module, backend="eager", *, fullgraph=True):
+    torch.compiler.reset()
+    return torch.compile(module, fullgraph=fullgraph, backend=backend)
+
+
+def results(call, model, inputs):
+    """The outputs of a model, and the gradient of each parameter."""
+    model.zero_grad()
+    outputs = [value for value in call(**inputs).values() if torch.is_tensor(value) and value.is_floating_point()]
+    sum(output.square().mean() for output in outputs).backward()
+    return outputs, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same(found, expected):
+    assert len(found[0]) == len(expected[0]) > 0
+    assert all(map(torch.equal, found[0], expected[0]))
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert gradient is found[1][name] is None or torch.equal(found[1][name], gradient), name
+
+
+def check_type(axis, model_type, backend):
+    kind, mechanism = TYPES[model_type]
+    plain = small(model_class(kind, model_type)).eval()
+    inputs = example_inputs(plain)
+    model = shardconv.convert_model(copy.deepcopy(plain), group=axis)
+    assert mechanism is None or any(isinstance(module, mechanism) for module in model.modules())
+    expected = results(model, model, inputs)
+    for found, full in zip(expected[0], results(plain, plain, inputs)[0], strict=True):
+        assert (found - full).abs().max() <= 1e-5 * full.abs().max()
+    call = compiled(model, backend)
+    assert_same(results(call, model, inputs), expected)
+    assert_same(results(call, model, inputs), expected)  # of the graph that there is now
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_fullgraph(ranks, model_type):
+    """The graphs of forward and backward."""
+    ranks("pair", check_type, model_type, "aot_eager")
+
+
+def test_fullgraph_of_forward(ranks):
+    ranks("pair", check_type, "llama", "eager")
+
+
+def check_dropout(axis):
+    """The seeds are compared in each pass of a graph, too."""
+    model = small(model_class("masked language models", "bert"))
+    inputs = example_inputs(model)
+    model = shardconv.convert_model(model, group=axis).train()
+    torch.manual_seed(1)
+    expected = model(**inputs).logits
+    call = compiled(model, "aot_eager")
+    torch.manual_seed(1)
+    assert torch.equal(call(**inputs).logits, expected)
+    torch.manual_seed(axis.rank)
+    with pytest.raises(RuntimeError, match="are seeded differently"):
+        call(**inputs)
+
+
+def test_dropout(ranks):
+    ranks("pair", check_dropout)
+
+
+def numbers(*shape):
+    """Whole ones, so that sums are exact in any order."""
+    return (torch.arange(torch.Size(shape).numel()) * 5 % 7 - 3).view(shape).float()
+
+
+class Scaled(nn.Module):
+    """Reads its parameter before and after something happens."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(numbers(4, 6))
+        self.between = nn.Identity()
+
+    def forward(self, x, meanwhile=lambda: None):
+        first = self.between(x @ self.weight)
+        meanwhile()
+        return first * 2 + x @ self.weight
+
+
+class Breaking(Scaled):
+    def forward(self, x):
+        return super().forward(x, torch._dynamo.graph_break)
+
+
+def gathered(module, axis):
+    """The module with its matrix sharded, and gathered on use."""
+    placement = even_placement(0, (4,), axis.size, what="rows")
+    module.weight = nn.Parameter(take_shard(module.weight.detach(), placement, axis.rank))
+    extend_class(module, Sharded, axis, styles={"weight": "gathered"})
+    module.placements = {"weight": placement}
+    return module
+
+
+def check_graph_breaks(axis):
+    """Two modules of one class, which have the code that Dynamo resumes at in common."""
+    plain = nn.Sequential(Breaking(), nn.Linear(6, 4), Breaking())
+    model = copy.deepcopy(plain)
+    gathered(model[0], axis), gathered(model[2], axis)
+    for backend in BACKENDS:
+        call = compiled(model, backend, fullgraph=False)
+        for number in range(3):
+            x = numbers(3, 4) + number
+            assert torch.equal(call(x), plain(x))
+            plain(x).sum().backward()
+            call(x).sum().backward()
+        for index in (0, 2):
+            full = take_shard(plain[index].weight.grad, model[index].placements["weight"], axis.rank)
+            assert torch.equal(model[index].weight.grad, full)
+        model.zero_grad(), plain.zero_grad()
+        with torch.no_grad():
+            for parameter in (*plain.parameters(), *model.parameters()):
+                parameter.mul_(2)
+    assert torch._dynamo.utils.counters["graph_break"]
+
+
+def test_graph_breaks(ranks):
+    ranks("pair", check_graph_breaks)
+
+
+class Head(nn.Module):
+    """Calls an embedding, and reads its table."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def forward(self, ids, meanwhile=lambda: None):
+        states = self.table(ids)
+        meanwhile()
+        return states @ self.table.weight.t()
+
+
+def head(axis):
+    plain = nn.Embedding(6, 4)
+    plain.weight.data = numbers(6, 4)
+    table = ParallelEmbedding(6, 4, dim=0, group=axis)
+    table.weight.data = take_shard(plain.weight.detach(), table.placements["weight"], axis.rank)
+    model = Head(table)
+    gather_on_use(model, ((table, "weight"),), axis)
+    return Head(plain), model
+
+
+def check_own_forward(axis):
+    """A layer whose table another module reads computes with its shard all the same, wherever it was compiled."""
+    plain, model = head(axis)
+    ids = torch.tensor([0, 3, 5])
+    assert isinstance(model.table, ForwardWithShards)
+    assert torch.equal(model(ids), plain(ids))
+    expected = plain(ids)
+    calls = [lambda: (model.table(ids), plain.table(ids)), lambda: (model(ids), expected)]
+    model.table.compile(fullgraph=True, backend="eager")
+    for order in ((0, 1, 0), (1, 0, 1)):
+        torch.compiler.reset()
+        for number in order:
+            found, wanted = calls[number]()
+            assert torch.equal(found, wanted)
+    (model(ids).square()).sum().backward()
+    (expected.square()).sum().backward()
+    full = take_shard(plain.table.weight.grad, model.table.placements["weight"], axis.rank)
+    assert torch.equal(model.table.weight.grad, full)
+
+
+def test_own_forward(ranks):
+    ranks("pair", check_own_forward)
+
+
+def run_within(call, inner):
+    """Call in a thread; while it is in its forward, call something else in this one."""
+    entered, done, found = threading.Event(), threading.Event(), []
+
+    def meanwhile():
+        entered.set()
+        assert done.wait(30)
+
+    thread = threading.Thread(target=lambda: found.append(call(meanwhile)))
+    thread.start()
+    assert entered.wait(30)
+    try:
+        other = inner()
+    finally:
+        done.set()
+        thread.join()
+    return found[0], other
+
+
+def check_threads(axis):
+    """Two threads in one module at once, and their gradients; their collectives are in the same order on all ranks."""
+    plain, module = Scaled(), gathered(Scaled(), axis)
+    x, y = numbers(3, 4), numbers(2, 4) + 1
+    outer, inner = run_within(lambda meanwhile: module(x, meanwhile), lambda: module(y))
+    assert torch.equal(outer, plain(x))
+    assert torch.equal(inner, plain(y))
+    (outer.sum() + inner.sum()).backward()
+    (plain(x).sum() + plain(y).sum()).backward()
+    assert torch.equal(module.weight.grad, take_shard(plain.weight.grad, module.placements["weight"], axis.rank))
+    shard = module.weight
+    _, seen = run_within(lambda meanwhile: module(x, meanwhile), lambda: module.weight)
+    assert seen is shard
+
+
+def check_threads_of_readers(axis):
+    plain, model = head(axis)
+    ids, others = torch.tensor([0, 3, 5]), torch.tensor([1, 2])
+    outer, inner = run_within(lambda meanwhile: model(ids, meanwhile), lambda: model(others))
+    assert torch.equal(outer, plain(ids))
+    assert torch.equal(inner, plain(others))
+
+
+def check_groups_of_threads(axis):
+    """Models in threads that run freely, each over a group of its own."""
+    plain = small(model_class("images", "resnet")).eval()
+    inputs = example_inputs(plain)
+    axes = [axis, as_axis(new_members_group(axis.ranks))]
+    models = [shardconv.convert_model(copy.deepcopy(plain), group=one) for one in axes]
+    expected = models[0](**inputs).logits
+    found = [[], []]
+
+    def run(number):
+        with torch.no_grad():
+            found[number] += [models[number](**inputs).logits for _ in range(10)]
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(one) for one in found] == [10, 10]
+    assert all(torch.equal(one, expected) for one in (*found[0], *found[1]))
+
+
+@pytest.mark.parametrize("check", [check_threads, check_threads_of_readers, check_groups_of_threads])
+def test_threads(ranks, check):
+    ranks("pair", check)
+
+
+def check_hooks(axis):
+    """Outside of its forward a module has its shard; state dicts have it always; within, its code has all."""
+    plain, module = Scaled(), gathered(Scaled(), axis)
+    shard = module.weight
+    seen = []
+
+    def outside(module, *_):
+        seen.append(module.weight)
+
+    def inside(*_):
+        assert module.weight.shape == (4, 6)
+        assert module.state_dict()["weight"].data_ptr() == shard.data_ptr()
+        assert next(module.parameters()) is shard
+        assert torch.equal(gather_state_dict(module)["weight"], plain.weight)
+
+    module.register_forward_pre_hook(outside)
+    module.register_forward_hook(outside)
+    module.between.register_forward_hook(inside)
+    assert torch.equal(module(numbers(3, 4)), plain(numbers(3, 4)))
+    assert len(seen) == 2
+    assert all(one is shard for one in seen)
+
+
+def check_compiled_hooks(axis):
+    plain, module = Scaled(), gathered(Scaled(), axis)
+    x = numbers(3, 4)
+    expected = plain(x) + plain.weight.sum() + module.weight.sum()
+    module.between.register_forward_hook(lambda _, inputs, output: output + module.weight.sum() / 2)
+    module.register_forward_hook(lambda module, inputs, output: output + module.weight.sum())
+    for backend in BACKENDS:
+        assert torch.equal(compiled(module, backend)(x), expected)
+
+
+def check_copies(axis):
+    """A copy has parameters of its own, under the names of the unsharded module."""
+    module = gathered(Scaled(), axis)
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        copied.weight.zero_()
+    assert not copied(numbers(3, 4)).any()
+    assert torch.equal(module(numbers(3, 4)), Scaled()(numbers(3, 4)))
+    assert isinstance(copied.weight, nn.Parameter)
+    assert list(copied.state_dict()) == [name for name, _ in copied.named_parameters()] == ["weight"]
+
+
+@pytest.mark.parametrize("check", [check_hooks, check_compiled_hooks, check_copies])
+def test_hooks(ranks, check):
+    ranks("pair", check)
+
+
+def test_what_is_not_there():
+    """Attributes that a module lacks are an error, as of any module."""
+    with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+        _ = Substitutable().weight

@@ -1,0 +1,343 @@
+"""Conversion of layers in place: all but the shards stays; and state dicts of the unsharded model."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardconv
+from shardconv.convert import (
+    convert_parallel_embedding,
+    convert_parallel_linear,
+    gather_state_dict,
+    load_full_state_dict,
+)
+from shardconv.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    ParallelLinear,
+    RowParallelLinear,
+    VocabParallelClassifier,
+)
+from shardconv.layers.init import shard_init_
+from shardconv.layers.sharding import description
+
+WORDS, WIDTH = 21, 16
+
+
+class Net(nn.Module):
+    """Nested, shared and tied: ``again`` is ``inner.up``, and the head's weight is the embedding's."""
+
+    def __init__(self, words=WORDS, inner=32):
+        super().__init__()
+        self.words = nn.Embedding(words, WIDTH, padding_idx=2, max_norm=3.0, scale_grad_by_freq=True)
+        self.inner = nn.ModuleDict({"up": nn.Linear(WIDTH, inner), "down": nn.Linear(inner, WIDTH)})
+        self.again = self.inner["up"]
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, words, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for _ in range(2):
+            x = x + self.inner["down"](torch.tanh(self.again(x)))
+        return self.head(self.norm(x.flatten(0, -2)))
+
+
+IDS = torch.tensor([[1, 2, 20], [3, 3, 0]])
+
+
+def net(**options):
+    torch.manual_seed(8)
+    return Net(**options).double()
+
+
+def check_model(axis):
+    """Converted step by step, it computes what it did, forward and backward; nothing else of it changes."""
+    plain, model = net(), net()
+    calls = []
+    up, down, words = model.inner["up"], model.inner["down"], model.words
+    up.register_forward_hook(lambda *_: calls.append("forward"))
+    up.register_full_backward_hook(lambda *_: calls.append("backward"))
+    up.note = "mine"
+    down.bias.requires_grad_(False)
+    model.eval()
+    parameters = list(model.parameters())
+    convert_parallel_linear(up, -1, group=axis)  # a bare layer: a new one, and the old one is as it was
+    assert type(up) is nn.Linear
+    assert convert_parallel_linear(nn.ModuleList([up]), -1, group=axis)[0] is up
+    assert convert_parallel_linear(nn.Sequential(down), 0, group=axis)[0] is down
+    assert convert_parallel_embedding(nn.ModuleDict({"words": words, "head": model.head}), 0, group=axis)
+    assert [type(layer) for layer in (up, down, words, model.head)] == [
+        ColumnParallelLinear, RowParallelLinear, ParallelEmbedding, VocabParallelClassifier
+    ]  # fmt: skip
+    assert model.again is model.inner["up"] is up
+    assert model.head.weight is words.weight
+    assert all(old is new for old, new in zip(parameters, model.parameters(), strict=True))
+    assert (up.note, up.training, down.bias.requires_grad, up.weight.dtype) == ("mine", False, False, torch.float64)
+    assert (words.padding_idx, words.max_norm, words.scale_grad_by_freq) == (2, 3.0, True)
+    assert tuple(up.weight.shape) == (32 // axis.size, WIDTH)
+    state = gather_state_dict(model)
+    assert list(state) == list(plain.state_dict())
+    assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+    before = copy.deepcopy(model.state_dict())
+    convert_parallel_linear(nn.ModuleList([up]), 1, group=axis)
+    convert_parallel_embedding(nn.ModuleList([words]), 0, group=axis)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="0: is already parallel"):
+        convert_parallel_linear(nn.ModuleList([up]), 0, group=axis)
+    model.train()
+    plain.inner["down"].bias.requires_grad_(False)
+    expected, found = plain(IDS), model(IDS)
+    torch.testing.assert_close(found, expected)  # sums over ranks
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    assert calls == ["forward"] * 2 + ["backward"] * 2
+    mine = axis.rank * (32 // axis.size)
+    torch.testing.assert_close(up.weight.grad, plain.again.weight.grad[mine : mine + 32 // axis.size])
+    assert down.bias.grad is None
+    copied = copy.deepcopy(model)
+    assert copied.again.axis is axis
+    assert description(copied.again.weight) == description(up.weight)
+    torch.testing.assert_close(copied.eval()(IDS), model.eval()(IDS))
+
+
+@pytest.mark.parametrize("layout", ["pairs", "strided", "four"])
+def test_model(ranks, layout):
+    ranks(layout, check_model)
+
+
+def check_tied_by_linear(axis):
+    """Converting the linear layers takes along the embedding that is tied to one of them."""
+    plain = net(words=24)
+    model = net(words=24)
+    both = nn.ModuleDict({"words": model.words, "head": model.head})
+    convert_parallel_linear(both, -1, gather_output=True, group=axis)
+    assert isinstance(model.words, ParallelEmbedding)
+    assert model.head.weight is model.words.weight
+    torch.testing.assert_close(model(IDS), plain(IDS))
+    model = net(words=24)
+    both = nn.ModuleDict({"words": model.words, "head": model.head})
+    convert_parallel_embedding(both, -1, group=axis)
+    assert (model.head.dim, model.words.dim) == (0, -1)
+    torch.testing.assert_close(model(IDS), plain(IDS))
+
+
+def test_tied_layers_go_together(ranks):
+    ranks("four", check_tied_by_linear)
+
+
+class Odd(nn.Module):
+    """Holds a parameter of another layer."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+
+def check_refused(axis):
+    """Each refusal leaves the model as it was."""
+
+    def fails(model, message, convert=convert_parallel_linear, dim=-1):
+        before = copy.deepcopy(model.state_dict())
+        kinds = [type(module) for module in model.modules()]
+        with pytest.raises(ValueError, match=message):
+            convert(model, dim, group=axis)
+        assert kinds == [type(module) for module in model.modules()]
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+    fails(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6)), rf"1: out_features: 6 is not a multiple of {axis.size} \(tp")
+    fails(nn.Sequential(nn.Linear(8, 8), nn.Linear(6, 8)), f"1: in_features: 6 is not a multiple of {axis.size}", dim=0)
+    fails(nn.ModuleList([nn.Embedding(4, 6)]), "0: embedding_dim: 6 is not", convert_parallel_embedding, 1)
+    fails(nn.Sequential(nn.Linear(8, 8)), r"dim is not supported \(got 5", dim=5)
+    fails(nn.MultiheadAttention(8, 2), "out_proj: is a NonDynamicallyQuantizableLinear")
+    fails(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), "0: is a ParametrizedLinear")
+    linear = nn.Linear(8, 8)
+    fails(nn.ModuleList([linear, Odd(linear.weight)]), "1: a Odd has a parameter in common")
+    fails(nn.Sequential(nn.ReLU()), "there is no Linear in this Sequential")
+    fails(nn.Sequential(nn.Linear(8, 8)), "there is no Embedding", convert_parallel_embedding)
+    looked_up = nn.Embedding(8, 4, sparse=True)
+    looked_up(torch.tensor([1])).sum().backward()
+    fails(nn.Sequential(looked_up), "0: has .* a sparse gradient", convert_parallel_embedding)
+    patched = nn.Linear(8, 8)
+    patched.forward = patched.forward
+    fails(nn.Sequential(patched), "0: has a forward of its own")
+    done = convert_parallel_linear(nn.Sequential(nn.Linear(8, 8)), -1, group=axis)
+    with pytest.raises(ValueError, match="0: is already parallel"):
+        convert_parallel_linear(done, -1, gather_output=True, group=axis)
+
+
+def check_ranks_that_differ(axis):
+    """All ranks refuse, and none waits for another."""
+
+    def fails(model, message, dim=-1):
+        with pytest.raises(ValueError, match=message):
+            convert_parallel_linear(model, dim, group=axis)
+
+    rolled = nn.Linear(8, 8)
+    with torch.no_grad():
+        rolled.weight.copy_(torch.arange(64.0).view(8, 8).roll(axis.rank, 0))  # the same bytes in another order
+    fails(nn.ModuleList([nn.Linear(8, 8), rolled]), "hold different values in 1: seed all ranks alike")
+    fails(nn.Sequential(nn.Linear(8, 8, device="meta" if axis.rank else "cpu")), "do not hold the same layers")
+    width = 6 if axis.rank == 1 else 8
+    fails(nn.Sequential(nn.Linear(8, width)), "6 is not a multiple" if axis.rank == 1 else "or one cannot convert them")
+
+
+def test_ranks_that_differ(ranks):
+    ranks("four", check_ranks_that_differ)
+
+
+def check_descriptions(axis):
+    """Parameters that take the place of others are shards of the same layer."""
+    torch.manual_seed(0)
+    expected = nn.init.normal_(torch.empty(16, 8)).chunk(axis.size)[axis.rank]
+    layer = ParallelLinear(8, 16, dim=-1, device="meta", group=axis).to_empty(device="cpu")
+    torch.manual_seed(0)
+    assert torch.equal(shard_init_(nn.init.normal_, layer.weight), expected)
+    layer.load_state_dict({name: tensor.clone() for name, tensor in layer.state_dict().items()}, assign=True)
+    assert description(layer.weight) == (layer.placements["weight"], axis)
+    assert description(layer.double().weight) == (layer.placements["weight"], axis)
+    assert description(torch.zeros(1)) is None
+
+
+def test_descriptions(ranks):
+    ranks("pairs", check_descriptions)
+
+
+def check_parameters_stored(axis, path):
+    """They are stored as torch.Tensor, which needs no code to be loaded."""
+    layer = ParallelLinear(8, 16, dim=-1, group=axis)
+    torch.save(dict(layer.named_parameters()), f"{path}/{axis.ranks}-{axis.rank}")
+    loaded = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=True)
+    assert torch.equal(loaded["weight"], layer.weight)
+
+
+def test_parameters_stored(ranks, tmp_path):
+    ranks("pairs", check_parameters_stored, str(tmp_path))
+
+
+def test_refused(ranks):
+    ranks("four", check_refused)
+
+
+def check_bare(axis):
+    linear = nn.Linear(8, 16, dtype=torch.bfloat16)
+    linear.weight.requires_grad_(False)
+    new = ParallelLinear.convert_parallel_linear(linear, -1, group=axis)
+    assert (type(linear), tuple(linear.weight.shape)) == (nn.Linear, (16, 8))
+    assert (new.weight.dtype, new.weight.requires_grad, new.bias.requires_grad) == (torch.bfloat16, False, True)
+    assert torch.equal(new.master_weight, linear.weight)
+    assert repr(new).startswith("ColumnParallelLinear(in_features=8, out_features=16, bias=True, dim=-1")
+    table = nn.Embedding(9, 8, 3, sparse=True)
+    new = ParallelEmbedding.convert_parallel_embedding(table, 0, group=axis)
+    assert (new.padding_idx, new.sparse) == (3, True)
+    assert torch.equal(new.master_weight, table.weight)
+    assert type(shardconv.convert_parallel_linear(nn.Linear(4, 4), None, group=axis)) is ParallelLinear
+    meta = convert_parallel_linear(nn.Linear(8, 16, device="meta"), -1, group=axis)
+    assert (meta.weight.is_meta, tuple(meta.weight.shape)) == (True, (16 // axis.size, 8))
+    new.reset_parameters()
+    torch.manual_seed(0)
+    graded = nn.Linear(8, 8)
+    graded(torch.ones(8)).sum().backward()
+    calls = []
+    new = convert_parallel_linear(graded, -1, group=axis)
+    new.register_forward_hook(lambda *_: calls.append(1))
+    new.register_buffer("extra", torch.zeros(1))
+    graded(torch.ones(8))
+    assert (calls, list(graded.state_dict())) == ([], ["weight", "bias"])  # the old layer is as it was
+    kept = graded.weight.grad.clone()
+    convert_parallel_linear(nn.Sequential(graded), 0, group=axis)
+    assert torch.equal(graded.weight.grad, kept.chunk(axis.size, 1)[axis.rank])
+
+
+def test_bare_layers(ranks):
+    ranks("pairs", check_bare)
+
+
+def check_stored(axis, path):
+    """A layer is stored without its group, and finds it again among the current ones; another rank's is refused."""
+    layer = convert_parallel_linear(nn.Linear(8, 16), -1, group=axis)
+    torch.save(layer, f"{path}/{axis.ranks}-{axis.rank}")
+    dist.barrier()
+    stored = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=False)
+    assert torch.equal(stored.weight, layer.weight)
+    assert torch.equal(stored.master_weight, layer.master_weight)  # by a group that works
+    assert description(stored.weight)[0] == layer.placements["weight"]
+    with pytest.raises(RuntimeError, match=r"has no such axis: call shardconv.init_parallel as in"):
+        torch.load(f"{path}/{axis.ranks}-{(axis.rank + 1) % axis.size}", weights_only=False)
+
+
+def test_stored_modules(ranks, tmp_path):
+    ranks("four", check_stored, str(tmp_path))
+
+
+def storage(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def check_state_dict_ties(axis, path):
+    """Tied names have one storage, as in the unsharded model's state dict: in memory, saved, and loaded."""
+    plain, model = net(), net()
+    convert_parallel_embedding(model, 0, group=axis)
+    convert_parallel_linear(nn.ModuleList([model.inner["up"]]), -1, group=axis)
+    convert_parallel_linear(nn.ModuleList([model.inner["down"]]), 0, group=axis)
+    state, expected = gather_state_dict(model), plain.state_dict()
+    for first, second in itertools.combinations(expected, 2):
+        is_tied = storage(expected[first]) == storage(expected[second])
+        assert (storage(state[first]) == storage(state[second])) is is_tied, (first, second)
+    assert storage(state["head.weight"]) == storage(state["words.weight"])
+    torch.save(state, f"{path}/{axis.ranks}-{axis.rank}")
+    saved = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=True)
+    assert storage(saved["head.weight"]) == storage(saved["words.weight"])
+    plain.load_state_dict(saved)
+    for assign in (False, True):
+        assert not load_full_state_dict(model, saved, assign=assign).missing_keys
+        assert model.head.weight is model.words.weight
+        assert model.again.weight is model.inner["up"].weight
+        assert description(model.head.weight)[0] == model.words.placements["weight"]
+        torch.testing.assert_close(model(IDS), plain(IDS))
+    untied = {**saved, "head.weight": saved["head.weight"] + 1}  # as torch's: two parameters with values of their own
+    load_full_state_dict(model, untied, assign=True)
+    assert all(torch.equal(tensor, untied[name]) for name, tensor in gather_state_dict(model).items())
+
+
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+def test_state_dict_ties(ranks, layout, tmp_path):
+    ranks(layout, check_state_dict_ties, str(tmp_path))
+
+
+def check_state_dict(axis):
+    plain, model = net(), net()
+    convert_parallel_embedding(model, 0, group=axis)
+    convert_parallel_linear(nn.ModuleList([model.inner["up"]]), -1, group=axis)
+    other = {name: torch.randn_like(tensor) if tensor.is_floating_point() else tensor + 1
+             for name, tensor in plain.state_dict().items()}  # fmt: skip
+    other |= {"head.weight": other["words.weight"], "again.weight": other["inner.up.weight"]}
+    other["again.bias"] = other["inner.up.bias"]
+    assert load_full_state_dict(model, other).missing_keys == []
+    state = gather_state_dict(model)
+    assert all(torch.equal(state[name], tensor) for name, tensor in other.items())
+    assert model.head.weight is model.words.weight
+    load_full_state_dict(model, other, assign=True)
+    up = model.inner["up"].weight
+    assert up.untyped_storage().nbytes() == up.numel() * up.element_size()  # not all of the full tensor
+    assert torch.equal(gather_state_dict(model)["again.weight"], other["again.weight"])
+    wrong = {**other, "words.weight": torch.zeros(3, 3), "extra": torch.zeros(1)}
+    del wrong["again.bias"], wrong["inner.up.bias"]
+    messages = []
+    for load in (plain.load_state_dict, lambda state: load_full_state_dict(model, state)):
+        with pytest.raises(RuntimeError) as caught:
+            load(wrong)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert "size mismatch for words.weight: copying a param with shape torch.Size([3, 3])" in messages[0]
+    found = load_full_state_dict(model, {"extra": torch.zeros(1)}, strict=False)
+    assert found == plain.load_state_dict({"extra": torch.zeros(1)}, strict=False)
+
+
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+def test_state_dict(ranks, layout):
+    ranks(layout, check_state_dict)

@@ -1,0 +1,427 @@
+"""Converted models: every family computes what the unsharded model computes, at two and four ranks.
+
+Near, not equal: sums over features are taken rank by rank. float32, to 1e-5 of the largest output and, for gradients,
+to 1e-4 of the larger of the tensor's own gradient and a thousandth of the largest one (a key's bias has none but
+rounding). Every number of the models is random, norms and biases too, so each rule matters.
+"""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardconv
+from shardconv.convert import gather_state_dict
+from shardconv.convert.heads import LocalValues, UnshardedMethods
+from shardconv.convert.model import _sort_keys, convert_with_request
+from shardconv.convert.module_rules import slice_features, slice_items, slice_matrices
+from shardconv.convert.modules import ParallelExperts, ParallelProducts
+from shardconv.convert.substitution import ForwardWithShards
+from shardconv.distributed import Axis, reduce_from_tp
+from shardconv.errors import PlanError
+from shardconv.hf.inputs import example_inputs
+from shardconv.layers.sharding import take_shard
+from shardconv.plan.request import PlanRequest
+from shardconv.plan.units import Unit, shard_dim
+from tests.support.comparison import SCALE, check_gradients, inputs_of, numbers
+from tests.support.models import GQA, MODELS
+from tools.model_matrix.trial import model_class, small
+
+#: Those whose config and weights a model can be made of.
+NAMES = [name for name, model in MODELS.items() if not model.rewrite and not model.extra]
+GENERATING = [name for name in NAMES if MODELS[name].auto in ("AutoModelForCausalLM", "T5ForConditionalGeneration")]
+
+
+def models_of(model, axis):
+    """The unsharded model, and the converted one."""
+    made = model.build(SCALE).eval()
+    return made, shardconv.convert_model(copy.deepcopy(made), group=axis)
+
+
+def check_forward(axis, model):
+    before, after = models_of(model, axis)
+    expected, found = numbers(before(**inputs_of(model))), numbers(after(**inputs_of(model)))
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        assert found[key].shape == value.shape
+        assert (found[key] - value).abs().max() <= 1e-5 * value.abs().max()
+    return before, after, expected, found
+
+
+def check_model(axis, model):
+    before, after, expected, found = check_forward(axis, model)
+    generator = torch.Generator().manual_seed(2)
+    weights = {key: torch.randn(value.shape, generator=generator) for key, value in expected.items()}
+    for output in (expected, found):
+        sum((output[key] * weight).sum() for key, weight in weights.items()).backward()
+    check_gradients(before, after, axis)
+    state = gather_state_dict(after)
+    assert state.keys() == before.state_dict().keys()
+    assert all(torch.equal(state[key], value) for key, value in before.state_dict().items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", ["pair", "four"])
+def test_every_family(ranks, layout, name):
+    if name == "t5-classifier":
+        pytest.skip("needs a decoder_start_token_id, which configs of transformers 5.23 do not keep")
+    ranks(layout, check_named, name)
+
+
+def check_named(axis, name):
+    check_model(axis, MODELS[name])
+
+
+def check_generation(axis, name):
+    """Greedy tokens with a cache, of prompts of which one is padded."""
+    model = MODELS[name]
+    if name.startswith("t5"):
+        model = replace(model, config={**model.config, "decoder_start_token_id": 0})
+    before, after = models_of(model, axis)
+    ids = inputs_of(model)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "use_cache": True}
+    assert torch.equal(after.generate(ids, **options), before.generate(ids, **options))
+
+
+@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("layout", ["pair", "four"])
+def test_generation(ranks, layout, name):
+    ranks(layout, check_generation, name)
+
+
+def check_tied(axis):
+    """A tied head stays tied, with a vocabulary that does not divide."""
+    model = replace(MODELS["llama"], config={**GQA, "tie_word_embeddings": True})
+    _, after, *_ = check_forward(axis, model)
+    assert after.lm_head.weight is after.model.embed_tokens.weight
+
+
+def test_tied_head(ranks):
+    ranks("four", check_tied)
+
+
+def check_refused(axis):
+    def fails(model, message, error=ValueError, rules="auto"):
+        before = copy.deepcopy(model.state_dict())
+        classes = [type(module) for module in model.modules()]
+        with pytest.raises(error, match=message):
+            shardconv.convert_model(model, rules, group=axis)
+        assert classes == [type(module) for module in model.modules()]
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+    fails(nn.Linear(2, 2), "does not have a config")
+    fails(replace(MODELS["llama"], config={"num_attention_heads": 2, "num_key_value_heads": 2}).build(),
+          "2 is not a multiple of 4.*Use --tp", shardconv.PlanError)  # fmt: skip
+    fails(MODELS["llama"].build(), "no rule of family gpt2 matches", shardconv.PlanError, "gpt2")
+    fails(MODELS["llama"].build(), "there is no family 'lama'", shardconv.PlanError, "lama")
+    odd = MODELS["llama"].build()
+    odd.model.layers[1].mlp.up_proj.__class__ = Doubled
+    fails(odd, "layers.1.mlp.up_proj: a Doubled may compute something else")
+    odd.model.layers[1].mlp.up_proj.__class__ = _Doubled.Linear
+    fails(odd, "layers.1.mlp.up_proj: a Linear may compute something else")
+    for name in ("mlp.up_proj", "input_layernorm"):
+        different = MODELS["llama"].build()
+        different.model.layers[0].get_submodule(name).weight.data.add_(axis.rank)
+        fails(different, f"hold different values in model.layers.0.{name}")
+    fails(MODELS["llama"].build(), "no family is known for model type 'llama'", shardconv.PlanError, "by_name")
+    alone = MODELS["llama"].build()
+    alone.model.layers[1].mlp.up_proj.__class__ = Doubled if axis.rank == 1 else nn.Linear
+    fails(alone, "a Doubled may compute" if axis.rank == 1 else "do not hold the same layers")
+    scalar = MODELS["llama"].build()
+    scalar.model.layers[0].mlp.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    fails(scalar, "mlp.scale: is a trainable scalar that no rule")
+    alone = MODELS["llama"].build()
+    alone.lm_head.weight.data = alone.lm_head.weight.data.to(torch.complex128)
+    fails(alone, "values of torch.complex128 cannot be sharded")
+
+
+class _Doubled:
+    class Linear(nn.Linear):
+        """Of the name of torch's, and another thing."""
+
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_refused(ranks):
+    ranks("four", check_refused)
+
+
+# --- the model as a whole -------------------------------------------------------------------------------------------
+
+
+def check_attention_switched(axis, name):
+    """What is set on the model later reaches modules that have overrides."""
+    for first, second in (("eager", "sdpa"), ("sdpa", "eager")):
+        model = replace(MODELS[name], config={**MODELS[name].config, "attn_implementation": first})
+        before, after = models_of(model, axis)
+        for one in (before, after):
+            one.set_attn_implementation(second)
+        expected, found = (one(**inputs_of(model)).logits for one in (before, after))
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama"])
+def test_attention_switched(ranks, name):
+    ranks("pair", check_attention_switched, name)
+
+
+def check_sampling(axis):
+    """All ranks draw the same tokens, however they are seeded: those of the first."""
+    before, after = models_of(MODELS["llama"], axis)
+    options = {"max_new_tokens": 8, "do_sample": True, "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    ids = inputs_of(MODELS["llama"])["input_ids"]
+    torch.manual_seed(100)
+    expected = before.generate(ids, **options)
+    torch.manual_seed(100 + axis.rank)
+    assert torch.equal(after.generate(ids, **options), expected)
+
+
+def test_sampling(ranks):
+    ranks("four", check_sampling)
+
+
+def check_training(axis):
+    """With dropout, ranks that are seeded differently are refused; without it seeds do not matter."""
+    inputs = inputs_of(MODELS["gpt2"])
+    after = models_of(replace(MODELS["gpt2"], config={**MODELS["gpt2"].config, "resid_pdrop": 0.5}), axis)[1].train()
+    torch.manual_seed(axis.rank)
+    with pytest.raises(RuntimeError, match="are seeded differently"):
+        after(**inputs)
+    torch.manual_seed(0)
+    hidden = after.transformer(**inputs).last_hidden_state
+    assert torch.equal(reduce_from_tp(hidden.detach(), op=dist.ReduceOp.MAX, group=axis), hidden)
+    after(**inputs)
+    after = models_of(MODELS["llama"], axis)[1].train()
+    torch.manual_seed(axis.rank)
+    after(**inputs)
+
+
+def check_training_of_models_in_models(axis):
+    """Dropout may stand in a config in the config, and be drawn by numpy."""
+    small_one = small(model_class("images and text", "llava"))
+    small_one.config.text_config.attention_dropout = 0.5
+    inputs = example_inputs(small_one)
+    after = shardconv.convert_model(small_one, group=axis).train()
+    torch.manual_seed(axis.rank)
+    with pytest.raises(RuntimeError, match="are seeded differently"):
+        after(**inputs)
+    small_one = small(model_class("speech, letter by letter", "wav2vec2"))
+    inputs = example_inputs(small_one)
+    after = shardconv.convert_model(small_one, group=axis).train()
+    torch.manual_seed(0)
+    numpy.random.seed(axis.rank)
+    with pytest.raises(RuntimeError, match=r"numpy\.random\.seed"):
+        after(**inputs)
+
+
+def test_training_of_models_in_models(ranks):
+    ranks("pair", check_training_of_models_in_models)
+
+
+def check_unfused(axis):
+    """Only what has the layer whose weights would be read: attention beside it keeps its dropout."""
+    after = shardconv.convert_model(small(model_class("causal language models", "nemotron_h")), group=axis).train()
+    mixers = [module for name, module in after.named_modules() if name.endswith(".mixer")]
+    assert {hasattr(module, "conv1d"): module.training for module in mixers} == {True: False, False: True}
+    assert all(layer.training for module in mixers for layer in module.children())
+
+
+def test_unfused(ranks):
+    ranks("pair", check_unfused)
+
+
+def test_training(ranks):
+    ranks("pair", check_training)
+
+
+def check_saved(axis, folder):
+    """One rank's shards are never written as the model: the file is the unsharded model's."""
+    before, after = models_of(MODELS["mixtral"], axis)
+    after.save_pretrained(folder)
+    dist.barrier(axis.group)
+    state = type(before).from_pretrained(folder).state_dict()
+    assert all(torch.equal(state[key], value) for key, value in before.state_dict().items())
+    assert after.get_input_embeddings() is after.resize_token_embeddings()
+    with pytest.raises(ValueError, match="resize the embeddings before the model is converted"):
+        after.resize_token_embeddings(50)
+    for one in (after, copy.deepcopy(after)):
+        with pytest.raises(ValueError, match="output_attentions"):
+            one(**inputs_of(MODELS["mixtral"]), output_attentions=True)
+
+
+def test_saved(ranks, tmp_path):
+    ranks("four", check_saved, tmp_path)
+
+
+#: For each way in which a class is made at run time, a type that has it.
+PICKLED = {
+    "mixtral": ("causal language models", ParallelExperts),
+    "codegen": ("causal language models", LocalValues),
+    "prophetnet": ("causal language models", UnshardedMethods),
+    "xlnet": ("causal language models", ParallelProducts),
+    "mobilebert": ("masked language models", ForwardWithShards),
+}
+
+
+@pytest.mark.parametrize("model_type", PICKLED)
+def test_pickled(model_type):
+    """A converted model is pickled as its classes are made: the copy has the very same classes."""
+    task, kind = PICKLED[model_type]
+    model = small(model_class(task, model_type)).eval()
+    inputs = example_inputs(model)
+    model = shardconv.convert_model(model, group=Axis("tensor", 0, 1, (0,), None))
+    assert any(isinstance(module, kind) for module in model.modules())
+    loaded = pickle.loads(pickle.dumps(model))
+    assert [type(module) for module in loaded.modules()] == [type(module) for module in model.modules()]
+    expected, found = numbers(model(**inputs)), numbers(loaded(**inputs))
+    assert expected
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def check_stored(axis, folder):
+    """Each rank stores its part of a model, and reads it again."""
+    _, after = models_of(MODELS["llama"], axis)
+    torch.save(after, f"{folder}/{axis.rank}")
+    loaded = torch.load(f"{folder}/{axis.rank}", weights_only=False)
+    inputs = inputs_of(MODELS["llama"])
+    assert torch.equal(loaded(**inputs).logits, after(**inputs).logits)
+    assert gather_state_dict(loaded).keys() == gather_state_dict(after).keys()
+
+
+def test_stored(ranks, tmp_path):
+    ranks("four", check_stored, tmp_path)
+
+
+def test_arguments_for_each_head():
+    """What has no dim of heads is no argument for each head, whatever its sizes are."""
+    rows, of_examples = (shard_dim(dim, [Unit(8)], 2) for dim in (1, 2))
+    mask = torch.ones(2, 16)
+    assert slice_matrices(1, of_examples, 1, mask) is mask
+    alibi = torch.arange(8.0).view(1, 8, 1, 1).expand(2, 8, 1, 3)
+    assert torch.equal(slice_matrices(1, of_examples, 1, alibi), alibi[:, 4:])
+    assert torch.equal(slice_matrices(0, rows, 1, alibi.reshape(16, 1, 3)), alibi[:, 4:].reshape(8, 1, 3))
+    assert slice_matrices(1, of_examples, 1, None) is None
+
+
+#: Module overrides in plan files that do not fit LLaMA, with the error message of each.
+WRONG_OVERRIDES = {
+    "no module": ('"model.layer.*.self_attn" = { attributes = { num_heads = 1 } }', "match no module of the model"),
+    "no attribute": ('"**.mlp" = { attributes = { num_heads = 1 } }', "a LlamaMLP has no 'num_heads'"),
+    "no norms": ('"**.mlp" = { norms = "query_head" }', "a LlamaMLP has no 'norms'"),
+    "no tensor": ('"**.mlp" = { slices = { x = { dim = 0, unit = "single" } } }', "a LlamaMLP has no 'x'"),
+    "no attribute to limit": ('"**.mlp" = { at_most = { x = ["up_proj", "hidden_size"] } }', "a LlamaMLP has no 'x'"),
+    "no layer in it": ('"**.mlp" = { unfused = "conv1d" }', "a LlamaMLP has no 'conv1d'"),
+    "no field of its config": ('"**.mlp" = { attributes = { "config.x" = 1 } }', "a LlamaMLP has no 'config.x'"),
+    "no local variable": ('"**.mlp" = { locals = { x = 1 } }', "LlamaMLP.forward assigns no x"),
+    "no unit": ('"**.mlp" = { norms = "heads" }', "there is no unit 'heads'"),
+    "no unit of an input": ('"**.mlp" = { inputs = { x = { dim = 0, unit = "heads" } } }', "there is no unit 'heads'"),
+    "no field": ('"**.mlp" = { attributes = { hidden_size = "no_such_field" } }', "no_such_field"),
+    "no parameter": ('"**.self_attn" = { slices = { head_dim = { dim = 0, unit = "query_head" } } }', "can be sliced"),
+    "no variable": ('"**.mlp" = { locals = { count = 2 } }', "LlamaMLP.forward assigns no count"),
+    "a unit without a count": ('"**.self_attn" = { attributes = { head_dim = "single" } }', "follows from a tensor"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_OVERRIDES)
+def test_wrong_overrides(what):
+    """They are refused, and the model is unchanged."""
+    override, message = WRONG_OVERRIDES[what]
+    model = MODELS["llama"].build()
+    request = PlanRequest(plan_file=("plan.toml", f"[units]\nsingle = {{}}\n[modules]\n{override}\n"))
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(PlanError, match=message):
+        convert_with_request(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_an_output_that_cannot_be_gathered():
+    """A router with a weight of its own is no linear layer, though its weight is a matrix."""
+    model = small(model_class("causal language models", "mixtral"))
+    request = PlanRequest(plan_file=("plan.toml", '[rules]\n"**.gate" = { style = "colwise_gather_output" }\n'))
+    with pytest.raises(ValueError, match="is not a linear layer"):
+        convert_with_request(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
+
+
+def check_gathered_embedding(axis):
+    before = MODELS["llama"].build(SCALE).eval()
+    after = copy.deepcopy(before)
+    style = '{ style = "embedding_colwise_gather_output" }'
+    request = PlanRequest(plan_file=("plan.toml", f'[rules]\n"model.embed_tokens" = {style}\n'))
+    convert_with_request(after, after.config.to_dict(), request, axis)
+    width = before.config.hidden_size // axis.size
+    assert after.model.embed_tokens.weight.shape == (before.config.vocab_size, width)
+    ids = inputs_of(MODELS["llama"])
+    expected, found = before(**ids).logits, after(**ids).logits
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    expected.sum().backward()
+    found.sum().backward()
+    whole = before.model.embed_tokens.weight.grad
+    mine = whole[:, axis.rank * width : (axis.rank + 1) * width]
+    assert (after.model.embed_tokens.weight.grad - mine).abs().max() <= 1e-4 * whole.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["pair", "four"])
+def test_words_cut_by_features(ranks, layout):
+    """A table of words that is cut by features gives all of them on every rank."""
+    ranks(layout, check_gathered_embedding)
+
+
+def test_a_linear_layer_is_no_embedding():
+    model = MODELS["llama"].build()
+    style = '{ style = "embedding_colwise_gather_output" }'
+    request = PlanRequest(plan_file=("plan.toml", f'[rules]\n"**.up_proj" = {style}\n'))
+    with pytest.raises(ValueError, match="is not an embedding"):
+        convert_with_request(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
+
+
+def check_features(axis):
+    values = torch.arange(24.0).view(1, 2, 12).requires_grad_()
+    three = shard_dim(0, [Unit(3, 4, pad=True)], 2)
+    local = slice_features(2, three, axis, values)
+    expected = (values[..., :8], torch.cat([values[..., 8:], torch.zeros(1, 2, 4)], -1))[axis.rank]
+    assert torch.equal(local, expected)
+    (local * (axis.rank + 1)).sum().backward()
+    assert torch.equal(values.grad[0, 0], torch.tensor([1.0] * 8 + [2.0] * 4))
+    assert slice_features(2, three, axis, None) is None
+
+
+def test_arguments_with_features_of_each_head(ranks):
+    ranks("pair", check_features)
+
+
+def check_items(axis):
+    """Of three states, two hold features; they are sharded once, and do not keep the full ones alive."""
+    states = [torch.arange(6.0).view(1, 6, 1) + 10 * place for place in range(3)]
+    three = shard_dim(1, [Unit(3, 2, pad=True)], 2)
+    found = slice_items((1, 2), three, axis, states)
+    assert found[0] is states[0]
+    for place in (1, 2):
+        assert torch.equal(found[place], take_shard(states[place], three, axis.rank))
+        assert found[place].untyped_storage().nbytes() == found[place].nbytes
+    assert all(one is other for one, other in zip(slice_items((1, 2), three, axis, found), found, strict=True))
+    assert slice_items((1, 2), three, axis, None) is None
+
+
+def test_states_with_features(ranks):
+    ranks("pair", check_items)
+
+
+def test_the_order_of_keys_is_no_difference():
+    """Configs whose keys stand in the order of a set differ so from rank to rank."""
+    one, other = {"rope": {"full": 1, "sliding": [{"a": 1, 0: 2}]}}, {"rope": {"sliding": [{0: 2, "a": 1}], "full": 1}}
+    assert repr(one) != repr(other)
+    assert repr(_sort_keys(one)) == repr(_sort_keys(other))
+    assert repr(_sort_keys(one)) != repr(_sort_keys({"rope": {"full": 1, "sliding": [{"a": 1, 0: 3}]}}))

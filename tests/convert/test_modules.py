@@ -1,0 +1,169 @@
+"""What modules become that are no plain layers, by themselves: on two ranks, against the same computed whole.
+
+Numbers are small whole ones, so sums are exact in any order.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from shardconv.convert.engine import Conversion, LayerSpec
+from shardconv.convert.modules import AllReducedOutput, InputGradientAllReduce, ParallelDepthwise, Sharded
+from shardconv.convert.norms import GroupedRMSNorm
+from shardconv.convert.overrides import Overrides, apply_overrides, extend_class, gather_on_use
+from shardconv.convert.substitution import _current
+from shardconv.distributed import Axis
+from shardconv.layers import ParallelLinear
+from shardconv.layers.sharding import even_placement
+
+
+def single():
+    return Axis("tensor", 0, 1, (0,), None)
+
+
+def numbers(*shape, start=-3):
+    """Whole ones, of both signs."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) * 5 % 7 + start).view(shape).float()
+
+
+class Product(nn.Module):
+    """A matrix of its own, and something that is added."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(numbers(4, 6))
+        self.added = nn.Parameter(numbers(6))
+
+    def forward(self, x, scale=None):
+        output = x @ self.weight + self.added
+        return output if scale is None else output * scale
+
+
+def check_copied_input(axis):
+    """Each rank computes something else with the same: what its gradient is, all of them know."""
+    module = Product()
+    with torch.no_grad():
+        module.weight += axis.rank
+    extend_class(module, InputGradientAllReduce, axis)
+    x = numbers(2, 4).requires_grad_()
+    scale = numbers(2, 1).requires_grad_()
+    (module(x, scale=scale) * (axis.rank + 1)).sum().backward()
+    wanted = numbers(2, 4).requires_grad_(), numbers(2, 1).requires_grad_()
+    weight, added = numbers(4, 6), numbers(6)
+    sum((((wanted[0] @ (weight + rank) + added) * wanted[1]) * (rank + 1)).sum() for rank in range(2)).backward()
+    assert torch.equal(x.grad, wanted[0].grad)
+    assert torch.equal(scale.grad, wanted[1].grad)
+
+
+def check_summed_output(axis):
+    """The rank's rows of the matrix and its features: the sum over the ranks, with what is added once."""
+    module = Product()
+    rows = slice(2 * axis.rank, 2 * axis.rank + 2)
+    module.weight = nn.Parameter(module.weight.detach()[rows])
+    placement = even_placement(0, (4,), axis.size, what="rows")
+    extend_class(module, AllReducedOutput, axis, styles={})
+    module.placements = {"weight": placement}
+    plain, x = Product(), numbers(3, 4)
+    expected = plain(x)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            assert torch.equal(module(x[:, rows]), expected)
+    expected.square().sum().backward()
+    module(x[:, rows]).square().sum().backward()
+    assert torch.equal(module.weight.grad, plain.weight.grad[rows])
+    assert torch.equal(module.added.grad, plain.added.grad)
+
+
+@pytest.mark.parametrize("check", [check_copied_input, check_summed_output])
+def test_on_two_ranks(ranks, check):
+    ranks("pairs", check)
+
+
+class Fails(Product):
+    def forward(self, x):
+        assert (self, "weight") in _current.values
+        raise KeyError(x)
+
+
+def test_nothing_is_left_where_a_forward_fails():
+    """The substitution of a parameter ends with the forward."""
+    module = Fails()
+    extend_class(module, Sharded, single(), styles={"weight": "replicated_with_grad_allreduce"})
+    with pytest.raises(KeyError):
+        module(numbers(2, 4))
+    assert not _current.values
+
+
+class Head(nn.Module):
+    """Reads the table of another module, and may fail."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.tables = [table]  # no module of its own
+
+    def forward(self, x, *, fails=False):
+        assert (self.tables[0], "weight") in _current.values
+        return (x if not fails else None) @ self.tables[0].weight.t()
+
+
+def test_a_table_that_is_read_is_whole_meanwhile():
+    table = ParallelLinear(4, 6, dim=-1, group=single())
+    head = Head(table)
+    gather_on_use(head, ((table, "weight"),), single())
+    x = numbers(2, 4)
+    assert torch.equal(head(x), x @ table.weight.t())
+    with pytest.raises(TypeError):
+        head(x, fails=True)
+    assert not _current.values
+
+
+def test_no_more_than_there_are_rows_for():
+    """Of 8 that are asked for a rank has the 12 rows of 3, by 4 a piece."""
+    module = nn.Module()
+    module.layer, module.wide, module.chosen, module.few = nn.Linear(2, 12), 4, 8, 2
+    limits = {"chosen": ("layer", "wide"), "few": ("layer", "wide")}
+    apply_overrides(module, [Overrides(module, limits=limits)], single())
+    assert (module.chosen, module.few) == (3, 2)
+
+
+def converted(name, module, kind, dim, sizes):
+    """The first of two ranks' part of a module that is sharded evenly."""
+    placements = {own: even_placement(dim, (size,), 2, what=own) for own, size in sizes.items()}
+    spec = LayerSpec(kind, {"placements": placements})
+    return Conversion.prepare(name, module, spec, Axis("tensor", 0, 2, (0, 1), None)).replacement
+
+
+def test_convolutions_that_are_not_sharded():
+    conv = nn.Conv1d(8, 8, 3, groups=8)
+    for dim, sizes in ((1, {"weight": 2, "bias": 8}), (0, {"weight": 8, "bias": 4})):
+        with pytest.raises(ValueError, match="conv: only the channels of a convolution can be sharded"):
+            converted("conv", conv, ParallelDepthwise, dim, sizes)
+    groups = nn.Conv1d(9, 6, 3, groups=3)
+    with pytest.raises(ValueError, match="conv: a convolution is split between its groups of 2 channels"):
+        converted("conv", groups, ParallelDepthwise, 0, {"weight": 6, "bias": 6})
+    with pytest.raises(ValueError, match="weight and bias"):
+        converted("conv", conv, ParallelDepthwise, 0, {"weight": 8})
+    right = converted("conv", conv, ParallelDepthwise, 0, {"weight": 8, "bias": 8})
+    assert (right.groups, right.in_channels, right.out_channels) == (4, 4, 4)
+    more = converted("conv", nn.Conv1d(12, 8, 3, groups=4), ParallelDepthwise, 0, {"weight": 8, "bias": 8})
+    assert (more.groups, more.in_channels, more.out_channels) == (2, 6, 4)
+    assert (type(conv), conv.groups) == (nn.Conv1d, 8)  # unchanged
+
+
+class Norm(nn.Module):
+    def __init__(self, features, group_size):
+        super().__init__()
+        self.weight, self.group_size = nn.Parameter(torch.ones(features)), group_size
+
+
+@pytest.mark.parametrize(("group_size", "held", "whole"), [(6, 6, 6), (12, 6, 12), (24, 6, 24), (2, 2, 2)])
+def test_groups_of_norms(group_size, held, whole):
+    """12 features, 6 per rank: full groups, or an equal part of one."""
+    norm = converted("norm", Norm(12, group_size), GroupedRMSNorm, 0, {"weight": 12})
+    assert (norm.group_size, norm.whole_group) == (held, whole)
+
+
+def test_uneven_groups_of_norms():
+    with pytest.raises(ValueError, match="norm: 6 features per rank are neither groups of 4 nor an equal part of one"):
+        converted("norm", Norm(12, 4), GroupedRMSNorm, 0, {"weight": 12})

@@ -1,0 +1,631 @@
+"""Policies: models of transformers cut by classes as parallelformers has them compute what the plain ones compute.
+
+Near, not equal, as in test_convert_model.py: sums are taken rank by rank. The policies are written here as users write
+them, for two and four ranks; where a family cuts the same tensors, its placements are the same.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.bert.modeling_bert import BertIntermediate, BertLayer, BertSelfAttention
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.opt.modeling_opt import OPTDecoderLayer
+from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.t5.modeling_t5 import T5Block
+from transformers.pytorch_utils import Conv1D
+
+import shardconv
+from shardconv import ColumnParallelLinear, Layer, ParallelLinear, PlanError, Policy, RowParallelLinear
+from shardconv.convert import gather_state_dict
+from shardconv.layers.sharding import description
+from tests.support.comparison import SCALE, check_gradients, inputs_of, numbers
+from tests.support.gpt import GPT, Block, batch
+from tests.support.models import MODELS, Model
+
+
+def both(path, **options):
+    return Layer(weight=f"{path}.weight", bias=f"{path}.bias", **options)
+
+
+class BertPolicy(Policy):
+    """As parallelformers has it, with the row layers' replace."""
+
+    @staticmethod
+    def replace_arguments(config, world_size):
+        return {
+            f"{attention}.self.{name}": value // world_size
+            for attention in ("attention", "crossattention")
+            for name, value in (
+                ("num_attention_heads", config.num_attention_heads),
+                ("all_head_size", config.hidden_size),
+            )
+        }
+
+    @staticmethod
+    def attn_qkv():
+        names = ("query", "key", "value")
+        return [both(f"attention.self.{name}") for name in names] + [
+            both(f"crossattention.self.{name}", ignore_checker=True) for name in names
+        ]
+
+    @staticmethod
+    def attn_out():
+        return [
+            both("attention.output.dense", replace=RowParallelLinear),
+            both("crossattention.output.dense", replace=RowParallelLinear, ignore_checker=True),
+        ]
+
+    @staticmethod
+    def mlp_in():
+        return [both("intermediate.dense")]
+
+    @staticmethod
+    def mlp_out():
+        return [both("output.dense", replace=RowParallelLinear)]
+
+    @staticmethod
+    def original_layer_class():
+        return BertLayer
+
+
+class GPT2Policy(Policy):
+    """Weights stored (in, out), and q, k and v in one."""
+
+    @staticmethod
+    def replace_arguments(config, world_size):
+        sizes = {"num_heads": config.n_head, "split_size": config.n_embd}
+        return {
+            f"{module}.{name}": size // world_size for module in ("attn", "crossattention")
+            for name, size in sizes.items()
+        }  # fmt: skip
+
+    @staticmethod
+    def attn_qkv():
+        return [
+            both("attn.c_attn", n_fused=3, reversed=True),
+            both("crossattention.c_attn", n_fused=2, reversed=True, ignore_checker=True),
+            both("crossattention.q_attn", reversed=True, ignore_checker=True),
+        ]
+
+    @staticmethod
+    def attn_out():
+        return [
+            both("attn.c_proj", replace=RowParallelLinear, reversed=True),
+            both("crossattention.c_proj", replace=RowParallelLinear, reversed=True, ignore_checker=True),
+        ]
+
+    @staticmethod
+    def mlp_in():
+        return [both("mlp.c_fc", reversed=True)]
+
+    @staticmethod
+    def mlp_out():
+        return [both("mlp.c_proj", replace=RowParallelLinear, reversed=True)]
+
+    @staticmethod
+    def original_layer_class():
+        return GPT2Block
+
+
+class OPTPolicy(Policy):
+    """Methods need not be static."""
+
+    def replace_arguments(self, config, world_size):
+        return {"self_attn.num_heads": config.num_attention_heads // world_size}
+
+    def attn_qkv(self):
+        return tuple(both(f"self_attn.{name}_proj") for name in "qkv")
+
+    def attn_out(self):
+        return [both("self_attn.out_proj")]
+
+    def mlp_in(self):
+        return [both("fc1", replace=ColumnParallelLinear)]
+
+    def mlp_out(self):
+        return [both("fc2")]
+
+    @staticmethod
+    def original_layer_class():
+        return OPTDecoderLayer
+
+
+class T5Policy(Policy):
+    """Paths into lists, also from their ends; encoder and decoder; position biases of each head."""
+
+    @staticmethod
+    def replace_arguments(config, world_size):
+        return {
+            f"{attention}.{name}": size // world_size
+            for attention in ("layer[0].SelfAttention", "layer[1].EncDecAttention")
+            for name, size in (("n_heads", config.num_heads), ("inner_dim", config.num_heads * config.d_kv))
+        }
+
+    @staticmethod
+    def attn_qkv():
+        own = [Layer(f"layer[0].SelfAttention.{name}.weight") for name in "qkv"]
+        return own + [Layer(f"layer[1].EncDecAttention.{name}.weight", ignore_checker=True) for name in "qkv"]
+
+    @staticmethod
+    def attn_out():
+        return [
+            Layer("layer[0].SelfAttention.o.weight"),
+            Layer("layer[1].EncDecAttention.o.weight", ignore_checker=True),
+            Layer("layer[0].SelfAttention.relative_attention_bias.weight", ignore_checker=True),
+        ]
+
+    @staticmethod
+    def mlp_in():
+        return [
+            Layer(f"layer[-1].DenseReluDense.{name}.weight", ignore_checker=True) for name in ("wi", "wi_0", "wi_1")
+        ]
+
+    @staticmethod
+    def mlp_out():
+        return [Layer("layer[-1].DenseReluDense.wo.weight")]
+
+    @staticmethod
+    def original_layer_class():
+        return T5Block
+
+
+class LlamaAttentionPolicy(Policy):
+    """One of two: attention."""
+
+    @staticmethod
+    def attn_qkv():
+        return [Layer(f"{name}_proj.weight") for name in "qkv"]
+
+    @staticmethod
+    def attn_out():
+        return [Layer("o_proj.weight")]
+
+    @staticmethod
+    def original_layer_class():
+        return LlamaAttention
+
+
+class LlamaMlpPolicy(Policy):
+    """The other of two: the MLP."""
+
+    @staticmethod
+    def mlp_in():
+        return [Layer("gate_proj.weight"), Layer("up_proj.weight")]
+
+    @staticmethod
+    def mlp_out():
+        return [Layer("down_proj.weight")]
+
+    @staticmethod
+    def original_layer_class():
+        return LlamaMLP
+
+
+class Phi3Policy(Policy):
+    """Fused weights stored (out, in); a module that reads its heads from the config."""
+
+    @staticmethod
+    def replace_arguments(config, world_size):
+        heads = config.num_attention_heads // world_size
+        return {"self_attn.config.num_attention_heads": heads, "self_attn.num_key_value_heads": heads}
+
+    @staticmethod
+    def attn_qkv():
+        return [Layer("self_attn.qkv_proj.weight", n_fused=3)]
+
+    @staticmethod
+    def attn_out():
+        return [Layer("self_attn.o_proj.weight")]
+
+    @staticmethod
+    def mlp_in():
+        return [Layer("mlp.gate_up_proj.weight", n_fused=2)]
+
+    @staticmethod
+    def mlp_out():
+        return [Layer("mlp.down_proj.weight")]
+
+    @staticmethod
+    def original_layer_class():
+        return Phi3DecoderLayer
+
+
+class Qwen3Policy(Policy):
+    """Norms over each head."""
+
+    @staticmethod
+    def attn_qkv():
+        return [Layer(f"self_attn.{name}_proj.weight") for name in "qkv"]
+
+    @staticmethod
+    def attn_out():
+        return [Layer("self_attn.o_proj.weight")]
+
+    @staticmethod
+    def on_parts():
+        return [Layer("self_attn.q_norm.weight"), Layer("self_attn.k_norm.weight")]
+
+    @staticmethod
+    def original_layer_class():
+        return Qwen3DecoderLayer
+
+
+_HEADS = {"num_key_value_heads": 4, "head_dim": 16}
+CASES = {
+    "bert": (MODELS["bert"], BertPolicy),
+    "bert-decoder": (Model("bert", {"is_decoder": True, "add_cross_attention": True}), BertPolicy),
+    "gpt2": (MODELS["gpt2"], GPT2Policy),
+    "gpt2-cross": (Model("gpt2", {"add_cross_attention": True}), GPT2Policy),
+    "opt": (Model("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}), OPTPolicy),
+    "t5": (MODELS["t5"], T5Policy),
+    "t5-gated": (MODELS["t5-gated"], T5Policy),
+    "llama": (Model("llama", _HEADS), [LlamaAttentionPolicy, LlamaMlpPolicy]),
+    "phi3": (Model("phi3", {"num_key_value_heads": 8}), Phi3Policy),
+    "qwen3": (Model("qwen3", _HEADS), (Qwen3Policy,)),
+}
+
+
+#: With cross attention that their family has no rules for.
+WITHOUT_FAMILY = ("bert-decoder", "gpt2-cross")
+
+
+def given(name):
+    """The arguments of a call; where there is cross attention, with what it attends to."""
+    inputs = inputs_of(CASES[name][0])
+    if name in WITHOUT_FAMILY:
+        inputs["encoder_hidden_states"] = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(3))
+    return inputs
+
+
+def outputs_of(model, inputs):
+    found = numbers(model(**inputs))
+    weights = {
+        key: torch.randn(value.shape, generator=torch.Generator().manual_seed(2)) for key, value in found.items()
+    }
+    sum((found[key] * weight).sum() for key, weight in weights.items()).backward()
+    return found
+
+
+def is_near(found, expected):
+    return all((found[key] - value).abs().max() <= 1e-5 * value.abs().max() for key, value in expected.items())
+
+
+def check_case(axis, name):
+    model, policy = CASES[name]
+    before = model.build(SCALE).eval()
+    after = shardconv.convert_model(copy.deepcopy(before), rules=policy, group=axis)
+    expected, found = outputs_of(before, given(name)), outputs_of(after, given(name))
+    assert expected.keys() == found.keys()
+    assert is_near(found, expected)
+    check_gradients(before, after, axis)
+    state = gather_state_dict(after)
+    assert all(torch.equal(state[key], value) for key, value in before.state_dict().items())
+    if name not in WITHOUT_FAMILY:
+        check_placements(axis, before, after)
+
+
+def check_placements(axis, before, after):
+    """What a policy cuts, the family cuts alike; what it leaves whole, is whole."""
+    family = shardconv.convert_model(copy.deepcopy(before), group=axis)
+    shards = {name: description(parameter) for name, parameter in after.named_parameters()}
+    cut = [name for name, shard in shards.items() if shard is not None]
+    assert len(cut) > 6
+    for name in cut:
+        assert shards[name][0] == description(family.get_parameter(name))[0], name
+    assert not any("norm" in name.lower() or "shared" in name or "embed" in name for name in cut)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layout", ["pair", "four"])
+def test_models(ranks, layout, name):
+    ranks(layout, check_case, name)
+
+
+def changed(policy, **roles):
+    """The policy with other answers."""
+    return type(
+        "Changed", (policy,), {role: staticmethod(lambda *_, answer=answer: answer) for role, answer in roles.items()}
+    )
+
+
+#: A policy that is wrong in one thing, and what comes of it: other numbers, or an error of this kind in the first pass.
+WRONG = {
+    "not fused": ("gpt2", changed(GPT2Policy, attn_qkv=[both("attn.c_attn", reversed=True)]), None),
+    "fused otherwise": ("gpt2", changed(GPT2Policy, attn_qkv=[both("attn.c_attn", n_fused=6, reversed=True)]), None),
+    "gate and up not fused": ("phi3", changed(Phi3Policy, mlp_in=[Layer("mlp.gate_up_proj.weight")]), None),
+    "no row": ("bert", changed(BertPolicy, attn_out=[]), r"output.dense .* has 32 features \(expected 64\)"),
+    "no column": ("bert", changed(BertPolicy, attn_qkv=BertPolicy.attn_qkv()[1:]), "must match"),
+    "swapped": (
+        "bert", changed(BertPolicy, mlp_in=[both("output.dense")], mlp_out=[both("intermediate.dense")]), "must match",
+    ),
+    "heads not told": ("gpt2", changed(GPT2Policy, replace_arguments={}), "not enough values"),
+    "kv heads not told": (
+        "phi3", changed(Phi3Policy, replace_arguments={"self_attn.config.num_attention_heads": 4}), None,
+    ),
+    "position biases whole": ("t5", changed(T5Policy, attn_out=T5Policy.attn_out()[:2]), "must match"),
+    "norms whole": ("qwen3", changed(Qwen3Policy, on_parts=[]), "_norm.weight: its gradient is not the same"),
+}  # fmt: skip
+
+
+def check_wrong(axis, name):
+    case, policy, message = WRONG[name]
+    before = CASES[case][0].build(SCALE).eval()
+    after = shardconv.convert_model(copy.deepcopy(before), policy, group=axis)
+    if message is None:
+        assert not is_near(after(**given(case)), numbers(before(**given(case))))
+        return
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        outputs_of(after, given(case))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_policies_are_seen(ranks, name):
+    """So that the comparisons above compare something; and what of a policy cannot go wrong without a word."""
+    ranks("pair", check_wrong, name)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+class Halves(nn.Linear):
+    pass
+
+
+def qkv(*layers):
+    return changed(BertPolicy, attn_qkv=[*layers, *BertPolicy.attn_qkv()[3:]])
+
+
+def told(**arguments):
+    return changed(BertPolicy, replace_arguments={path.replace("__", "."): value for path, value in arguments.items()})
+
+
+class BertIntermediatePolicy(Policy):
+    @staticmethod
+    def mlp_in():
+        return [both("dense")]
+
+    @staticmethod
+    def original_layer_class():
+        return BertIntermediate
+
+
+class HeadsPolicy(Policy):
+    @staticmethod
+    def replace_arguments(config, world_size):
+        return {"num_attention_heads": 3}
+
+    @staticmethod
+    def original_layer_class():
+        return BertSelfAttention
+
+
+REFUSED = {
+    "path": (
+        qkv(both("attention.self.quer")),
+        "Changed, BertLayer .*layer.0: has no weight 'attention.self.quer.weight'",
+    ),
+    "index": (qkv(Layer("attention[0].weight")), r"has no weight 'attention\[0\].weight'"),
+    "no path": (qkv(Layer("attention..weight")), "'attention..weight' is not a path"),
+    "no bias": (qkv(Layer("attention.self.query.weight", "attention.self.query.bia")), "has no bias"),
+    "no parameter": (qkv(Layer("attention.self.query")), "is a Linear, not a parameter of a module"),
+    "no layer": (qkv("attention.self.query.weight"), "'attention.self.query.weight' is not a shardconv.Layer"),
+    "bias not named": (qkv(Layer("attention.self.query.weight")), "query.bias is not named, and the outputs"),
+    "twice": (qkv(both("attention.self.query"), both("attention.self.query")), "query.weight is named by two layers"),
+    "twice, by two": ([BertPolicy, BertIntermediatePolicy], "intermediate.dense.weight is named by two layers"),
+    "attribute": (told(attention__self__num_head=4), "has no attribute 'attention.self.num_head'"),
+    "attribute of nothing": (told(attentio__self__num_heads=4), "has no attribute 'attentio.self.num_heads'"),
+    "attribute is a module": (told(attention__self=4), "cannot set a BertSelfAttention"),
+    "attribute of others": (
+        changed(BertPolicy, replace_arguments={"attention.self.config.id2label[0]": "a"}),
+        "one of a dict, which others may share",
+    ),
+    "attribute twice": ([BertPolicy, HeadsPolicy], "attribute 'num_attention_heads' is set twice, to 2 and 3"),
+    "heads": (
+        [BertPolicy], "num_attention_heads': 6 is not a multiple of 4. Supported tensor parallel sizes: 1, 2, 3, 6",
+        {"num_attention_heads": 6, "hidden_size": 48},
+    ),
+    "sizes": ([BertPolicy], r"dense.* 90 is not a multiple of 4.*Use --tp 1, 2", {"intermediate_size": 90}),
+    "parts": (qkv(both("attention.self.query", n_fused=3)), "query.weight: 64 is not a multiple of n_fused = 3"),
+    "part sizes": (qkv(both("attention.self.query", n_fused=32)), "2 is not a multiple of 4.*Use --tp 1, 2"),
+    "reversed": (qkv(both("attention.self.query", reversed=True)), "a Linear stores it .out, in.: it cannot have"),
+    "row of a norm": (changed(BertPolicy, attn_out=[both("output.LayerNorm")]), "only a matrix has input features"),
+    "class": (changed(BertPolicy, original_layer_class=GPT2Block), "has no module of exactly the class GPT2Block"),
+    "replace": (qkv(both("attention.self.query", replace=Halves)), "replace = Halves is not derived from"),
+    "replace by a row": (qkv(both("attention.self.query", replace=RowParallelLinear)), "not derived from .*Column"),
+    "modules": (changed(BertPolicy, replace_modules={"BertSelf": nn.Linear}), "has no module of the class 'BertSelf'"),
+    "modules by none": (changed(BertPolicy, replace_modules={"BertPooler": 3}), "3 is not a class of modules"),
+    "modules that are cut": (changed(BertPolicy, replace_modules={nn.Linear: Halves}), "and a layer names it"),
+    "fused, whole": (
+        changed(BertPolicy, on_parts=[Layer("output.LayerNorm.weight", n_fused=2)]), "n_fused is for sharded layers",
+    ),
+}  # fmt: skip
+
+
+def check_refused(axis):
+    for policy, message, *fields in REFUSED.values():
+        model = Model("bert", dict(*fields), "BertForMaskedLM").build()
+        before = copy.deepcopy(model.state_dict())
+        classes = [type(module) for module in model.modules()]
+        with pytest.raises((PlanError, ValueError), match=message):
+            shardconv.convert_model(model, policy, group=axis)
+        assert classes == [type(module) for module in model.modules()]
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+        assert {module.num_attention_heads for module in model.modules() if hasattr(module, "num_attention_heads")} == {
+            model.config.num_attention_heads
+        }
+
+
+def test_refused(ranks):
+    ranks("four", check_refused)
+
+
+def check_refused_models(axis):
+    """What a model, rather than a policy, is the reason of."""
+    model = Model("gpt2").build()
+    with pytest.raises(PlanError, match=r"a Conv1D stores it .in, out.: it needs reversed=True"):
+        shardconv.convert_model(model, changed(GPT2Policy, mlp_in=[both("mlp.c_fc")]), group=axis)
+    with pytest.raises(PlanError, match="is already sharded"):
+        shardconv.convert_model(shardconv.convert_model(model, GPT2Policy, group=axis), GPT2Policy, group=axis)
+    tied = Model("bert").build()
+    tied.bert.encoder.layer[1].intermediate.dense.weight = tied.bert.encoder.layer[0].intermediate.dense.weight
+    shardconv.convert_model(copy.deepcopy(tied), BertPolicy, group=axis)
+    tied.head = nn.Linear(64, 96)
+    tied.head.weight = tied.bert.encoder.layer[1].intermediate.dense.weight
+    with pytest.raises(PlanError, match=r"head.weight is tied to bert.encoder.layer.0.intermediate.dense.weight"):
+        shardconv.convert_model(tied, BertPolicy, group=axis)
+    mine = axis.rank == 1
+    with pytest.raises(PlanError if mine else ValueError, match="has no weight" if mine else "do not hold the same"):
+        shardconv.convert_model(Model("bert").build(), REFUSED["path"][0] if mine else BertPolicy, group=axis)
+
+
+def test_refused_models(ranks):
+    ranks("four", check_refused_models)
+
+
+def test_refused_words():
+    with pytest.raises(ValueError, match="has neither a weight"):
+        Layer(n_fused=3)
+    with pytest.raises(ValueError, match="n_fused is 0"):
+        Layer("weight", n_fused=0)
+    for policy in (BertLayer, BertPolicy(None), [BertPolicy, "auto"], [], None):
+        with pytest.raises(TypeError, match=r"is not a class derived from shardconv.Policy"):
+            shardconv.convert_model(nn.Linear(2, 2), policy)
+    with pytest.raises(TypeError, match="abstract"):
+        type("Lacking", (Policy,), {})(None)
+
+
+# --- what else a policy says ----------------------------------------------------------------------------------------
+
+
+class Quiet(BertIntermediate):
+    """Half of what it was."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) / 2
+
+
+class Counted(ParallelLinear):
+    """A row layer that counts its calls."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def check_classes(axis, name):
+    """Modules of a class become another, and layers a class of the user's; of this model, and of no other."""
+    before, other = (Model("bert").build(SCALE).eval() for _ in range(2))
+    attributes = [dict(vars(type(module))) for module in before.modules()]
+    for layer in before.bert.encoder.layer:
+        layer.intermediate.__class__ = Quiet
+    policy = changed(BertPolicy, mlp_out=[both("output.dense", replace=Counted)], replace_modules={name: Quiet})
+    after = shardconv.convert_model(copy.deepcopy(other), policy, group=axis)
+    inputs = inputs_of(Model("bert"))
+    assert is_near(after(**inputs), numbers(before(**inputs)))
+    assert not is_near(after(**inputs), numbers(other(**inputs)))
+    for layer in after.bert.encoder.layer:
+        assert {Counted, RowParallelLinear} <= set(type(layer.output.dense).__mro__)
+        assert layer.output.dense.calls == 2
+    expected = Model("bert").build(SCALE).eval()(**inputs).logits
+    assert torch.equal(other(**inputs).logits, expected)
+    assert attributes == [dict(vars(type(module))) for module in other.modules()]
+
+
+@pytest.mark.parametrize("name", ["BertIntermediate", BertIntermediate])
+def test_classes(ranks, name):
+    ranks("pair", check_classes, name)
+
+
+def check_conv1d_class(axis):
+    after = shardconv.convert_model(Model("gpt2").build(), GPT2Policy, group=axis)
+    kinds = {type(block.mlp.c_proj) for block in after.transformer.h}
+    assert kinds == {RowParallelLinear}
+
+
+def test_conv1d_class(ranks):
+    ranks("pair", check_conv1d_class)
+
+
+class BlockPolicy(Policy):
+    """A module that is not of transformers: a fused weight and bias, stored (out, in)."""
+
+    @staticmethod
+    def attn_qkv():
+        return [both("qkv", n_fused=3)]
+
+    @staticmethod
+    def attn_out():
+        return [both("out")]
+
+    @staticmethod
+    def mlp_in():
+        return [both("up")]
+
+    @staticmethod
+    def mlp_out():
+        return [both("down")]
+
+    @staticmethod
+    def original_layer_class():
+        return Block
+
+
+def check_own_model(axis):
+    before = GPT()
+    after = shardconv.convert_model(copy.deepcopy(before), BlockPolicy, group=axis)
+    assert after.blocks[0].qkv.weight.shape[0] == 96 // axis.size
+    expected, found = before(batch(0)), after(batch(0))
+    assert (found - expected).abs() <= 1e-5 * expected.abs()
+    expected.backward()
+    found.backward()
+    check_gradients(before, after, axis)
+    wrong = shardconv.convert_model(copy.deepcopy(before), changed(BlockPolicy, attn_qkv=[both("qkv")]), group=axis)
+    assert (wrong(batch(0)) - expected).abs() > 1e-5 * expected.abs()
+
+
+@pytest.mark.parametrize("layout", ["pair", "four"])
+def test_own_model(ranks, layout):
+    ranks(layout, check_own_model)
+
+
+def check_fused_rows(axis, transposed):
+    """A row layer whose inputs are fused as the outputs before it are."""
+    make = (lambda i, o: Conv1D(o, i)) if transposed else nn.Linear
+    before = nn.Sequential(make(4, 24), nn.Tanh(), make(24, 4))
+    x = torch.randn(3, 4)
+    for parts, is_right in ((3, True), (1, False)):
+        policy = changed(
+            Policy,
+            original_layer_class=nn.Sequential,
+            mlp_in=[both("[0]", n_fused=3, reversed=transposed)],
+            mlp_out=[both("[-1]", n_fused=parts, reversed=transposed)],
+        )
+        after = shardconv.convert_model(copy.deepcopy(before), policy, group=axis)
+        assert torch.allclose(after(x), before(x), atol=1e-6) is is_right
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fused_rows(ranks, transposed):
+    ranks("pair", check_fused_rows, transposed)
+
+
+def check_frozen_and_trained(axis):
+    """The look at gradients is of the first that are not zero, and over then."""
+    model = CASES["qwen3"][0].build(SCALE)
+    after = shardconv.convert_model(model, Qwen3Policy, group=axis)
+    hooks = lambda: sum(len(parameter._backward_hooks or {}) for parameter in after.parameters())  # noqa: E731
+    assert hooks() == sum(description(parameter) is None for parameter in after.parameters())
+    (0 * after(**given("qwen3")).logits).sum().backward()
+    assert hooks() > 0
+    outputs_of(after, given("qwen3"))
+    assert hooks() == 0
+
+
+def test_gradients_are_looked_at_once(ranks):
+    ranks("pair", check_frozen_and_trained)

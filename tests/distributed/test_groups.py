@@ -1,0 +1,267 @@
+"""Groups over given ranks: made by their members alone, in the order that was asked for."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+import shardconv
+from shardconv import layers, tensor
+from shardconv.distributed import (
+    as_axis,
+    copy_to_tp,
+    destroy_parallel,
+    gather_from_tp,
+    init_parallel,
+    reduce_from_tp,
+    scatter_to_tp,
+)
+from shardconv.distributed.new_groups import group_over, new_members_group
+from tests.support.forked import run_python
+
+
+@contextmanager
+def parallel(**sizes):
+    """Groups for a while; torch's stay, the current ones go."""
+    try:
+        yield init_parallel(**sizes)
+    finally:
+        shardconv.distributed.groups._current.groups = None
+
+
+def names_of(axis):
+    """The ranks of an axis, told by each of them in the axis's own order."""
+    return gather_from_tp(torch.tensor([dist.get_rank()]), 0, group=axis).tolist()
+
+
+def check_two_sets(_):
+    """[1, 3] beside [0, 2], at once: torch's ``rank % tp`` would say 1 and 1 for the first."""
+    rank = dist.get_rank()
+    ranks = [rank % 2, rank % 2 + 2]
+    with parallel(tensor=2, ranks=ranks) as groups:
+        assert (groups.rank, groups.size, groups.ranks) == (rank // 2, 2, tuple(ranks))
+        assert (groups.tensor.rank, groups.tensor.size, groups.tensor.ranks) == (rank // 2, 2, tuple(ranks))
+        assert (groups.data.rank, groups.data.size, groups.data.ranks) == (0, 1, (rank,))
+        assert groups.mesh.mesh.tolist() == [[ranks]]
+        assert groups.mesh["tensor"].get_local_rank() == rank // 2
+        assert names_of(groups.tensor) == ranks
+        assert reduce_from_tp(torch.tensor([10.0**rank])).item() == sum(10.0**other for other in ranks)
+    dist.barrier()
+
+
+def check_order_is_kept(_):
+    """The mesh and the group have the given order; torch sorts by default, and then they would differ."""
+    rank = dist.get_rank()
+    ranks = [[2, 0], [3, 1]][rank % 2]
+    with parallel(tensor=-1, ranks=ranks) as groups:
+        assert groups.rank == groups.tensor.rank == groups.mesh["tensor"].get_local_rank() == ranks.index(rank)
+        assert names_of(groups.tensor) == ranks
+        full = torch.arange(5.0)
+        shard = full.chunk(2)[groups.tensor.rank]
+        mesh = groups.mesh["tensor"]
+        whole = DTensor.from_local(shard, mesh, [Shard(0)], shape=full.shape, stride=full.stride())
+        assert torch.equal(whole.full_tensor(), full)
+    dist.barrier()
+
+
+def check_part_of_the_world(_):
+    """Three processes out of four; the fourth gets an error, and nobody waits for it."""
+    rank = dist.get_rank()
+    if rank == 2:
+        with pytest.raises(ValueError, match=r"global rank 2 of this process is not in ranks=\[0, 1, 3"):
+            init_parallel(tensor=3, ranks=[0, 1, 3])
+        with pytest.raises(RuntimeError, match="parallel groups are not initialized"):
+            shardconv.distributed.current_groups()
+    else:
+        with parallel(tensor=3, ranks=[0, 1, 3]) as groups:
+            assert names_of(groups.tensor) == [0, 1, 3]
+            assert (groups.rank, groups.size) == ([0, 1, None, 2][rank], 3)
+    dist.barrier()
+
+
+def check_different_pasts(_):
+    """Processes that have made other groups, and not as many, still meet."""
+    rank = dist.get_rank()
+    if rank == 3:
+        for _ in range(3):
+            new_members_group([3])
+    if rank in (0, 3):
+        with parallel(tensor=2, ranks=[3, 0]) as groups:
+            assert names_of(groups.tensor) == [3, 0]
+    with parallel(data=2, tensor=2, ranks=[3, 2, 1, 0]) as groups:
+        assert groups.mesh.mesh.tolist() == [[[3, 2], [1, 0]]]
+        assert names_of(groups.tensor) == ([1, 0] if rank < 2 else [3, 2])
+        assert names_of(groups.data) == [[2, 0], [3, 1]][rank % 2]
+        assert groups.rank == 3 - rank
+
+
+def check_refusals(_):
+    rank = dist.get_rank()
+    for ranks, message in (
+        ([rank, rank], "contains a duplicate"),
+        ([rank, 4], r"pass at least one rank, each from 0 to 3"),
+        ([-1, rank], r"pass at least one rank, each from 0 to 3"),
+        ([], r"pass at least one rank, each from 0 to 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            init_parallel(tensor=len(ranks), ranks=ranks)
+    with pytest.raises(ValueError, match=rf"pipeline 1 = 2 does not match .* in ranks=\[{rank}\] \(expected 1\)"):
+        init_parallel(tensor=2, ranks=[rank])
+    for sizes in ({"tensor": 3, "data": -1}, {"tensor": -1, "data": -1}, {"tensor": -2}, {"tensor": 0, "data": -1}):
+        with pytest.raises(ValueError, match=r"of the world \(expected 4\): change the sizes, or set one"):
+            init_parallel(**sizes)
+
+
+def check_what_is_left(_):
+    for sizes in ({"tensor": 2, "data": -1}, {"tensor": -1, "data": 2}, {"tensor": -1, "pipeline": 2}):
+        with parallel(**sizes) as groups:
+            found = {"tensor": groups.tensor.size, "data": groups.data.size, "pipeline": groups.pipeline.size}
+            assert found == {"tensor": 2, "data": 1, "pipeline": 1} | dict.fromkeys(sizes, 2)
+            assert (groups.rank, groups.size, groups.ranks) == (dist.get_rank(), 4, (0, 1, 2, 3))
+
+
+def check_cpu_groups(axis):
+    assert axis.has_cpu_group
+    assert axis.cpu_group is axis.group
+    assert axis.with_cpu_group() is axis
+    both = as_axis(dist.new_group(list(range(4)), backend="cpu:gloo,cuda:gloo"))
+    assert both.cpu_group is both.group
+    device_only = as_axis(new_members_group(axis.ranks, "cuda:gloo"))
+    assert not device_only.has_cpu_group
+    with pytest.raises(RuntimeError, match=r"not have a group for CPU tensors: call with_cpu_group\(\)"):
+        _ = device_only.cpu_group
+    found = device_only.with_cpu_group()
+    assert found.has_cpu_group
+    assert found.group is device_only.group
+    message = torch.tensor([dist.get_rank()])
+    dist.all_reduce(message, group=found.cpu_group)
+    assert message.item() == sum(axis.ranks)
+
+
+def check_made_once(_):
+    order = [1, 0, 3, 2]
+    assert group_over(range(4)) is dist.group.WORLD
+    assert group_over(order) is group_over(order)
+    assert dist.get_process_group_ranks(group_over(order)) == order
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_two_sets, check_order_is_kept, check_part_of_the_world, check_different_pasts, check_refusals,
+        check_what_is_left, check_made_once,
+    ],
+)  # fmt: skip
+def test_groups(ranks, check):
+    ranks("four", check)
+
+
+@pytest.mark.parametrize("layout", ["pairs", "strided", "four"])
+def test_cpu_groups(ranks, layout):
+    ranks(layout, check_cpu_groups)
+
+
+def test_one_process_alone():
+    try:
+        groups = init_parallel(data=-1, ranks=[0])
+        assert (groups.rank, groups.size, groups.ranks, groups.mesh) == (0, 1, (0,), None)
+        assert groups.tensor.has_cpu_group
+        assert groups.tensor.cpu_group is None
+        assert groups.tensor.with_cpu_group() is groups.tensor
+        with pytest.raises(ValueError, match="each from 0 to 0"):
+            init_parallel(ranks=[1])
+    finally:
+        destroy_parallel()
+
+
+class MlpPolicy(shardconv.Policy):
+    """Two linear layers in an nn.Sequential."""
+
+    @staticmethod
+    def original_layer_class():
+        return nn.Sequential
+
+    @staticmethod
+    def mlp_in():
+        return [shardconv.Layer(weight="[0].weight", bias="[0].bias")]
+
+    @staticmethod
+    def mlp_out():
+        return [shardconv.Layer(weight="[1].weight", bias="[1].bias")]
+
+
+X, WEIGHT, IDS = torch.ones(4, 8), torch.ones(8, 8), torch.arange(4)
+#: Everything that takes ``group=`` and reads the current tensor axis without it.
+WAYS = {
+    "ParallelLinear": lambda: layers.ParallelLinear(8, 8, dim=-1),
+    "ParallelLinear that is not parallel": lambda: layers.ParallelLinear(8, 8),
+    "VocabParallelClassifier": lambda: layers.VocabParallelClassifier(8, 7),
+    "ParallelEmbedding": lambda: layers.ParallelEmbedding(8, 8, dim=0),
+    "ParallelCrossEntropyLoss": layers.ParallelCrossEntropyLoss,
+    "ParallelDropout": layers.ParallelDropout,
+    "parallel_linear": lambda: layers.functional.parallel_linear(X, WEIGHT, dim=-1),
+    "parallel_embedding": lambda: layers.functional.parallel_embedding(IDS, WEIGHT, dim=0),
+    "parallel_cross_entropy": lambda: layers.functional.parallel_cross_entropy(X, IDS),
+    "shard_init_": lambda: layers.init.shard_init_(nn.init.zeros_, X.clone()),
+    "init_affine_weight_": lambda: layers.init.init_affine_weight_(WEIGHT.clone(), 8, 8, 8, 0),
+    "convert_parallel_linear": lambda: shardconv.convert_parallel_linear(nn.Linear(8, 8), -1),
+    "convert_parallel_embedding": lambda: shardconv.convert_parallel_embedding(nn.Embedding(8, 8), 0),
+    "convert_model": lambda: shardconv.convert_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), MlpPolicy),
+    "copy_to_tp": lambda: copy_to_tp(X),
+    "reduce_from_tp": lambda: reduce_from_tp(X),
+    "scatter_to_tp": lambda: scatter_to_tp(X),
+    "gather_from_tp": lambda: gather_from_tp(X),
+    "measure_link": tensor.measure_link,
+    "as_dtensor": lambda: tensor.as_dtensor(nn.Linear(8, 8)),
+}
+NO_GROUPS = r"WORLD_SIZE is 2.*call shardconv\.init_parallel\(tensor=N\) first, or pass group="
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_refused_without_groups_under_a_launcher(way, monkeypatch):
+    """How many of the processes are tensor parallel is not in the environment; 1 would be silently wrong."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=NO_GROUPS):
+        WAYS[way]()
+
+
+@pytest.mark.parametrize("size", [None, "", "1"])
+def test_one_process_needs_no_groups(size, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    assert layers.ParallelLinear(8, 8, dim=-1).axis.size == 1
+    assert torch.compile(reduce_from_tp, backend="eager", fullgraph=True)(X) is X
+
+
+SCRIPT = """
+import torch, shardconv
+from torch import nn
+
+def check(tp):
+    layer = shardconv.convert_parallel_linear(nn.Linear(8, 16), -1)
+    assert (layer.axis.size, tuple(layer(torch.ones(1, 8)).shape)) == (tp, (1, 16 // tp)), layer
+
+torch.manual_seed(0)
+try:
+    check(1)
+except RuntimeError as error:
+    print(f"refused: {error}", flush=True)
+torch.distributed.init_process_group("gloo")
+check(2)  # all processes, as in torch
+shardconv.init_parallel(tensor=1, data=2)
+check(1)
+shardconv.destroy_parallel()
+"""
+
+
+def test_under_torchrun(tmp_path):
+    """Without groups an error on each rank; with torch's, all processes; with shardconv's, what was asked for."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    result = run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("refused: WORLD_SIZE is 2") == 2

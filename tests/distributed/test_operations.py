@@ -1,0 +1,95 @@
+"""Groups, and the four operations between them, against sums and chunks of what the test built itself."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardconv
+from shardconv.distributed import (
+    as_axis,
+    copy_to_tp,
+    gather_from_tp,
+    init_parallel,
+    reduce_from_tp,
+    scatter_to_tp,
+)
+from tests.support.operation_checks import check_copy, check_reduce, check_scatter_and_gather
+
+LAYOUTS = ["pairs", "strided", "four"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copy(ranks, layout):
+    ranks(layout, check_copy)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reduce(ranks, layout):
+    ranks(layout, check_reduce)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scatter_and_gather(ranks, layout, dim):
+    ranks(layout, check_scatter_and_gather, dim)
+
+
+def check_groups(axis):
+    groups = init_parallel(tensor=2, data=2)
+    rank = dist.get_rank()
+    assert groups is shardconv.distributed.current_groups()
+    assert (groups.tensor.rank, groups.tensor.size, groups.tensor.ranks) == (rank % 2, 2, ((0, 1), (2, 3))[rank // 2])
+    assert (groups.data.rank, groups.data.ranks) == (rank // 2, ((0, 2), (1, 3))[rank % 2])
+    assert (groups.pipeline.rank, groups.pipeline.size) == (0, 1)
+    assert groups.mesh.mesh_dim_names == ("pipeline", "data", "tensor")
+    assert as_axis() is groups.tensor
+    assert as_axis(groups.mesh["data"]).ranks == groups.data.ranks
+    assert as_axis(groups.data.group).rank == groups.data.rank
+    with pytest.raises(ValueError, match="mesh has 3 dimensions, expected 1"):
+        as_axis(groups.mesh)
+    with pytest.raises(ValueError, match=r"tensor 3 \* data 1 \* pipeline 1 = 3 does not match .* \(expected 4\)"):
+        init_parallel(tensor=3)
+    other = dist.new_group([(0, 1), (2, 3)][0])
+    if rank > 1:
+        with pytest.raises(ValueError, match=f"global rank {rank} is not in the group"):
+            as_axis(other)
+    pipelined = init_parallel(tensor=2, pipeline=2)
+    assert pipelined.pipeline.ranks == ((0, 2), (1, 3))[rank % 2]
+    shardconv.distributed.groups._current.groups = None
+
+
+def test_groups(ranks):
+    ranks("four", check_groups)
+
+
+def test_one_process_alone():
+    """Without torch.distributed all operations are the identity."""
+    with pytest.raises(RuntimeError, match=r"call shardconv\.init_parallel"):
+        shardconv.distributed.current_groups()
+    x = torch.randn(3, 4, requires_grad=True)
+    for operation in (copy_to_tp, reduce_from_tp, scatter_to_tp, gather_from_tp):
+        assert operation(x) is x
+    try:
+        assert init_parallel().tensor.size == 1
+        with pytest.raises(ValueError, match=r"of the world \(expected 1\)"):
+            init_parallel(tensor=2)
+    finally:
+        shardconv.distributed.destroy_parallel()
+
+
+def check_compiled(axis):
+    def block(x):
+        y = reduce_from_tp(torch.relu(copy_to_tp(x, group=axis) * (axis.rank + 1)), group=axis)
+        return gather_from_tp(scatter_to_tp(y, group=axis).sin(), group=axis)
+
+    x = torch.randn(3, 8, dtype=torch.float64)
+    plain, compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected, found = block(plain), torch.compile(block, fullgraph=True, backend="aot_eager")(compiled)
+    expected.sum().backward()
+    found.sum().backward()
+    assert torch.equal(expected, found)  # the same kernels in the same order
+    assert torch.equal(plain.grad, compiled.grad)
+
+
+def test_traceable(ranks):
+    ranks("strided", check_compiled)

@@ -1,0 +1,140 @@
+"""vLLM's engine on shardconv's files: greedy tokens and logprobs are those of its default loader on the source.
+
+Exact: the same values in the same model. Each engine is a process of its own with ``tp`` workers.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import shardconv
+from tests.engines.vllm.small import write
+
+#: Models for which the CPU build of vLLM has kernels.
+RUNNABLE = (
+    "llama", "llama, tied", "qwen2", "qwen3", "gemma3_text", "phi3", "gpt_neox", "falcon", "mixtral", "qwen3_moe",
+    "gpt_oss", "olmo2",
+)  # fmt: skip
+pytestmark = pytest.mark.timeout(900)
+
+
+def engine(model, load_format, tp, file, **variables):
+    """Run the engine on a folder or a model of the Hub, with environment variables; gives its process."""
+    script = Path(__file__).with_name("generate.py")
+    command = [sys.executable, str(script), str(model), load_format, str(tp), str(file)]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+
+
+def generated(model, load_format, tp, **variables):
+    with tempfile.TemporaryDirectory() as work:
+        file = Path(work) / "generated.json"
+        result = engine(model, load_format, tp, file, **variables)
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="session")
+def default(tmp_path_factory):
+    """The source of a model, and what vLLM's default loader makes of it."""
+    folder = tmp_path_factory.mktemp("sources")
+
+    @cache
+    def run(name, tp):
+        source = write(name, folder)
+        return source, generated(source, "auto", tp)
+
+    return run
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_tokens(name, default, tmp_path):
+    source, expected = default(name, 2)
+    shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
+    assert generated(tmp_path / "split", "shardconv", 2) == expected
+
+
+#: Those of them that have vLLM's layout.
+WITH_LAYOUT = ("llama", "llama, tied", "qwen2", "qwen3", "gemma3_text", "phi3", "mixtral", "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", WITH_LAYOUT)
+def test_layout(name, default, tmp_path):
+    """vLLM alone, by its own load format."""
+    source, expected = default(name, 2)
+    shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
+    assert generated(tmp_path / "split", "sharded_state", 2) == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_source_that_is_not_split(name, default):
+    source, expected = default(name, 2)
+    assert generated(source, "shardconv", 2) == expected
+
+
+def test_model_of_the_hub(default, tmp_path):
+    """By its name, from the cache of huggingface_hub, as vLLM leaves it after the download."""
+    source, expected = default("llama", 2)
+    cached = tmp_path / "hub" / "models--org--small"
+    shutil.copytree(source, cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    assert generated("org/small", "shardconv", 2, HF_HOME=str(tmp_path)) == expected
+
+
+def test_replicated_kv_heads(default, tmp_path):
+    """2 KV heads on 4 ranks."""
+    source, expected = default("llama", 4)
+    shardconv.split(source, tmp_path / "split", tp=4, engine="vllm")
+    assert generated(tmp_path / "split", "shardconv", 4) == expected
+
+
+@pytest.fixture(scope="module")
+def split(default, tmp_path_factory):
+    source = write("llama", tmp_path_factory.mktemp("llama"))
+    folder = tmp_path_factory.mktemp("split") / "llama"
+    shardconv.split(source, folder, tp=2, engine="vllm")
+    return folder
+
+
+def refusal(folder, tp):
+    """The message of shardconv among what vLLM prints when it does not start."""
+    result = engine(folder, "shardconv", tp, os.devnull)
+    assert result.returncode != 0
+    return result.stdout + result.stderr
+
+
+def test_wrong_tensor_parallel_size(split):
+    assert f"{split} is split for another tensor parallel size (got 2, expected 1 of the engine)" in refusal(split, 1)
+
+
+def test_damaged_rank_file(split, tmp_path):
+    folder = shutil.copytree(split, tmp_path / "damaged")
+    path = folder / "rank-1-of-2.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert "rank-1-of-2.safetensors: the bytes of" in refusal(folder, 2)
+
+
+def test_boundaries_of_another_engine(default, tmp_path):
+    """The vocabulary of 1000 without padding: rank 0 lacks 12 of the 512 rows that vLLM takes."""
+    source = write("llama", tmp_path)
+    shardconv.split(source, tmp_path / "split", tp=2)
+    said = refusal(tmp_path / "split", 2)
+    assert "are not on this rank, which holds [0, 500) of 1000: split the source again with --for vllm" in said
+
+
+def test_a_padded_checkpoint_on_three_ranks(default, tmp_path):
+    """Heads, widths and the vocabulary are padded; bf16 sums in another order, so only tokens are equal."""
+    source, expected = default("qwen3", 1)
+    shardconv.pad(source, tmp_path / "padded", tp=3, vocab_multiple=3 * 64)
+    found = generated(tmp_path / "padded", "auto", 3)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]

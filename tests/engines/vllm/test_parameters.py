@@ -1,0 +1,83 @@
+"""What vLLM's models hold after loading: by shardconv's files, and by vLLM's default loader from the source.
+
+Exact: the same bytes. Values are compared before ``process_weights_after_loading``, so that models count whose kernels
+the CPU build lacks.
+"""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardconv
+from shardconv.engines.check import check_engine
+from shardconv.engines.construct import construct, one_rank
+from shardconv.engines.vllm_plugin import LOAD_FORMAT, register
+from shardconv.errors import PlanError
+from shardconv.layouts import choice
+from tests.engines.vllm.small import CASES, MODELS, write
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory):
+    return tmp_path_factory.mktemp("sources")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plugin():
+    register()
+
+
+def parameters(folder, tp, rank, load_format):
+    """The tensors of vLLM's model on one rank."""
+    with one_rank(folder, tp=tp, rank=rank, dtype="bfloat16", load_format=load_format) as config:
+        from vllm.config.load import LoadConfig  # noqa: PLC0415 - once the environment is set
+        from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415
+
+        model = construct(config, "cpu")
+        get_model_loader(LoadConfig(load_format=load_format)).load_weights(model, config.model_config)
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def has_layout(model_type):
+    """Whether vLLM's layout of a type is known."""
+    return model_type in tomllib.loads(Path(choice.__file__).with_name("vllm.toml").read_text())["types"]
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(("name", "tp"), CASES)
+def test_parameters(name, tp, sources, tmp_path):
+    """Of the source as it is, of a split for vLLM, and of the merge of that."""
+    source = write(name, sources)
+    split, merged = tmp_path / "split", tmp_path / "merged"
+    shardconv.split(source, split, tp=tp, engine="vllm")
+    shardconv.merge(split, merged)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == {
+        path.name: path.read_bytes() for path in merged.iterdir()
+    }
+    assert check_engine(split).differences == ()
+    for rank in range(tp):
+        expected = parameters(source, tp, rank, "auto")
+        assert_same(parameters(split, tp, rank, LOAD_FORMAT), expected)
+        assert_same(parameters(source, tp, rank, LOAD_FORMAT), expected)
+
+
+@pytest.mark.parametrize(("name", "tp"), CASES)
+def test_layout(name, tp, sources, tmp_path):
+    """Of rank files in vLLM's layout, where its layout of the type is known."""
+    source, split = write(name, sources), tmp_path / "split"
+    if not has_layout(MODELS[name].model_type):
+        with pytest.raises(PlanError, match=MODELS[name].model_type):
+            shardconv.split(source, split, tp=tp, layout="vllm")
+        return
+    shardconv.split(source, split, tp=tp, layout="vllm")
+    assert check_engine(split).differences == ()
+    for rank in range(tp):
+        assert_same(parameters(split, tp, rank, "sharded_state"), parameters(source, tp, rank, "auto"))

@@ -1,0 +1,67 @@
+"""Folders that vLLM's own code saves: merge gives the tensors of the checkpoint that vLLM loaded. Exact."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import shardconv
+from shardconv.engines.construct import construct, one_rank
+from tests.engines.vllm.small import write
+
+
+def save(source, folder, *, tp, dtype, max_size, is_processed=False):
+    """Load a checkpoint by vLLM's default loader on each rank, and save the ranks by vLLM's own code.
+
+    ``is_processed`` is for what its engine does between the two: nothing to unquantized linear layers on a GPU, while
+    on a CPU it repacks them.
+    """
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    for rank in range(tp):
+        with one_rank(source, tp=tp, rank=rank, dtype=dtype) as config:
+            from vllm.config.load import LoadConfig  # noqa: PLC0415 - once the environment is set
+            from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415
+            from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader  # noqa: PLC0415
+
+            model = construct(config, "cpu")
+            get_model_loader(LoadConfig(load_format="auto")).load_weights(model, config.model_config)
+            if is_processed:
+                from vllm.model_executor.model_loader.utils import process_weights_after_loading  # noqa: PLC0415
+
+                process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+            ShardedStateLoader.save_model(model, str(folder), max_size=max_size)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merge(name, tp, dtype, tmp_path):
+    """2 KV heads, which 4 ranks hold twice; the vocabulary of 1000 is padded to 1024."""
+    source = write(name, tmp_path)
+    folder = save(source, tmp_path / "saved", tp=tp, dtype=dtype, max_size=200_000)
+    assert len(list(folder.glob("model-rank-0-part-*"))) > 1
+    shardconv.merge(folder, tmp_path / "merged")
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    expected = {key: value for path in source.glob("*.safetensors") for key, value in load_file(path).items()}
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor.to(getattr(torch, dtype))), key
+        assert found[key].dtype == getattr(torch, dtype)
+
+
+def test_weights_that_are_not_saved(tmp_path):
+    """vLLM on a CPU saves none of its linear layers: a merge would give a checkpoint without them."""
+    source = write("llama", tmp_path)
+    folder = save(source, tmp_path / "saved", tp=2, dtype="bfloat16", max_size=None, is_processed=True)
+    with pytest.raises(
+        shardconv.ShardconvError, match=r"qkv_proj\.weight: is missing in all layers, for example because vLLM ran"
+    ):
+        shardconv.merge(folder, tmp_path / "merged")
+
+
+def test_experts_are_refused(tmp_path):
+    folder = save(write("mixtral", tmp_path), tmp_path / "saved", tp=2, dtype="float32", max_size=200_000)
+    with pytest.raises(shardconv.ShardconvError, match="belongs to experts, which vLLM repacks before it saves them"):
+        shardconv.merge(folder, tmp_path / "merged")

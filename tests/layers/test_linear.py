@@ -1,0 +1,485 @@
+"""Linear layers that are cut, against nn.Linear with weights that the test builds itself.
+
+Outputs and gradients are compared closely, not exactly, where ranks add up partial sums: in float64 1e-12 of the
+largest, in float32 1e-6, since a sum of tp parts rounds otherwise than one sum over all.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardconv import gather_state_dict, load_full_state_dict
+from shardconv.layers import (
+    ColumnParallelLinear,
+    LoRALinear,
+    ParallelLinear,
+    RowParallelLinear,
+    VocabParallelClassifier,
+    VocabParallelEmbedding,
+)
+from shardconv.layers.functional import parallel_linear
+from shardconv.layers.init import INITIALIZERS, init_affine_weight_, shard_init_
+from shardconv.plan.placement import Interval, Placement
+from shardconv.plan.units import Unit, shard_dim
+
+LAYOUTS = ["pairs", "strided", "four"]
+BATCH, IN, OUT = 5, 24, 40
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+
+
+def assert_near(found, expected, what=""):
+    error = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+    assert error <= TOLERANCE[expected.dtype], f"{what}: {error}"
+
+
+def plain_layer(dtype=torch.float64, *, bias=True, out=OUT, seed=3):
+    """nn.Linear with values of the test's own, the same on every rank."""
+    layer = nn.Linear(IN, out, bias, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, dtype=dtype, generator=generator))
+    return layer
+
+
+def fixed(shape, dtype=torch.float64, seed=4):
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def columns_of(axis, parts):
+    """The columns of a rank: its share of each part."""
+    starts = [sum(parts[:number]) for number in range(len(parts))]
+    shares = [
+        (start + axis.rank * size // axis.size, size // axis.size) for start, size in zip(starts, parts, strict=True)
+    ]
+    return torch.cat([torch.arange(start, start + size) for start, size in shares])
+
+
+def run(layer, x, grad):
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(grad)
+    return y.detach(), x.grad
+
+
+def check_column(axis, dtype, bias, gather, parts):
+    plain, x, grad = plain_layer(dtype, bias=bias), fixed((2, BATCH, IN), dtype), fixed((2, BATCH, OUT), dtype, seed=5)
+    layer = ColumnParallelLinear(IN, OUT, bias, gather_output=gather, split_sizes=parts, dtype=dtype, group=axis)
+    mine = columns_of(axis, parts or (OUT,))
+    with torch.no_grad():
+        layer.weight.copy_(plain.weight[mine])
+        if bias:
+            layer.bias.copy_(plain.bias[mine])
+    expected, expected_x = run(plain, x, grad)
+    found, found_x = run(layer, x, grad if gather else grad[..., mine])
+    assert found.shape[-1] == (OUT if gather else OUT // axis.size)
+    assert_near(found, expected if gather else expected[..., mine], "output")
+    assert_near(found_x, expected_x, "input gradient")
+    assert_near(layer.weight.grad, plain.weight.grad[mine], "weight gradient")
+    assert torch.equal(layer.master_weight, plain.weight)
+    if bias:
+        assert_near(layer.bias.grad, plain.bias.grad[mine], "bias gradient")
+        assert torch.equal(layer.master_bias, plain.bias)
+
+
+@pytest.mark.parametrize("parts", [None, (8, 8, 24), (16, 12, 12)])
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_column(ranks, layout, gather, parts):
+    for dtype, bias in ((torch.float64, True), (torch.float32, False)):
+        ranks(layout, check_column, dtype, bias, gather, parts)
+
+
+def check_row(axis, dtype, bias, is_parallel, parts):
+    plain, x, grad = plain_layer(dtype, bias=bias), fixed((2, BATCH, IN), dtype), fixed((2, BATCH, OUT), dtype, seed=5)
+    layer = RowParallelLinear(IN, OUT, bias, input_is_parallel=is_parallel, split_sizes=parts, dtype=dtype, group=axis)
+    mine = columns_of(axis, parts or (IN,))
+    with torch.no_grad():
+        layer.weight.copy_(plain.weight[:, mine])
+        if bias:
+            layer.bias.copy_(plain.bias)
+    expected, expected_x = run(plain, x, grad)
+    splits = [False, True] if is_parallel is None else [is_parallel]
+    for split in splits:
+        layer.zero_grad()
+        found, found_x = run(layer, x[..., mine] if split else x, grad)
+        assert_near(found, expected, "output")
+        assert_near(found_x, expected_x[..., mine] if split else expected_x, "input gradient")
+        assert_near(layer.weight.grad, plain.weight.grad[:, mine], "weight gradient")
+        if bias:
+            assert_near(layer.bias.grad, plain.bias.grad, "bias gradient")
+    assert torch.equal(layer.master_weight, plain.weight)
+    for wrong in {1, IN, IN // axis.size} - {IN // axis.size if split else IN for split in splits}:
+        with pytest.raises(ValueError, match=r"has \d+ features \(expected"):
+            layer(fixed((BATCH, wrong), dtype))
+
+
+@pytest.mark.parametrize("parts", [None, (8, 16)])
+@pytest.mark.parametrize("is_parallel", [None, True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_row(ranks, layout, is_parallel, parts):
+    for dtype, bias in ((torch.float64, True), (torch.float32, False)):
+        ranks(layout, check_row, dtype, bias, is_parallel, parts)
+
+
+def check_functional(axis):
+    plain, x = plain_layer(), fixed((BATCH, IN))
+    mine, rows = columns_of(axis, (OUT,)), columns_of(axis, (IN,))
+    column = parallel_linear(x, plain.weight[mine], plain.bias[mine], -1, gather_output=True, group=axis)
+    assert_near(column, plain(x))
+    assert torch.equal(parallel_linear(x, plain.weight, plain.bias), plain(x))
+    for each in (x, x[:, rows]):
+        assert_near(parallel_linear(each, plain.weight[:, rows], plain.bias, 0, group=axis), plain(x))
+    with pytest.raises(ValueError, match=r"dim is not supported \(got 2, expected None"):
+        parallel_linear(x, plain.weight, dim=2)
+
+
+def test_functional(ranks):
+    ranks("four", check_functional)
+
+
+def check_pair(axis):
+    """A column and a row layer behind it, with what they send counted."""
+    first, second = plain_layer(), nn.Linear(OUT, IN, dtype=torch.float64)
+    column = ColumnParallelLinear(IN, OUT, dtype=torch.float64, group=axis)
+    row = RowParallelLinear(OUT, IN, dtype=torch.float64, group=axis)
+    mine = columns_of(axis, (OUT,))
+    with torch.no_grad():
+        column.weight.copy_(first.weight[mine])
+        column.bias.copy_(first.bias[mine])
+        row.weight.copy_(second.weight[:, mine])
+        row.bias.copy_(second.bias)
+    counts = {"all_reduce": 0, "other": 0}
+    originals = {name: getattr(dist, name) for name in ("all_reduce", "all_gather_single", "broadcast", "scatter")}
+
+    def counting(name):
+        def call(*arguments, **options):
+            counts[name if name == "all_reduce" else "other"] += 1
+            return originals[name](*arguments, **options)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, counting(name))
+    try:
+        x = fixed((BATCH, IN)).requires_grad_()
+        y = row(torch.relu(column(x)))
+        assert counts == {"all_reduce": 1, "other": 0}
+        y.backward(fixed((BATCH, IN), seed=6))
+        assert counts == {"all_reduce": 2, "other": 0}
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    plain_x = x.detach().clone().requires_grad_()
+    expected = second(torch.relu(first(plain_x)))
+    expected.backward(fixed((BATCH, IN), seed=6))
+    assert_near(y, expected)
+    assert_near(x.grad, plain_x.grad)
+
+
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+def test_a_pair_costs_one_collective_each_way(ranks, layout):
+    ranks(layout, check_pair)
+
+
+def check_copies(axis, gather):
+    """As kv heads are held where there are fewer than ranks: output, gradients and a step are the plain layer's."""
+    heads, size = axis.size // 2, 3
+    placement = shard_dim(0, [Unit(heads, size, copies=True)], axis.size)
+    plain = plain_layer(out=heads * size)
+    layer = ParallelLinear(
+        IN, heads * size, dim=-1, placement=placement, gather_output=gather, dtype=torch.float64, group=axis
+    )
+    own = torch.arange(axis.rank // 2 * size, axis.rank // 2 * size + size)
+    with torch.no_grad():
+        layer.weight.copy_(plain.weight[own])
+        layer.bias.copy_(plain.bias[own])
+    grads = [fixed((BATCH, heads * size), seed=7 + rank) for rank in range(axis.size)]
+    if gather:
+        expected, expected_grad = run(plain, fixed((BATCH, IN)), grads[0])
+        found, found_grad = run(layer, fixed((BATCH, IN)), grads[0])
+    else:  # each of the two that hold a head uses it otherwise
+        owners = [
+            torch.zeros_like(grad).index_copy(1, rank // 2 * size + torch.arange(size), grad[:, :size])
+            for rank, grad in enumerate(grads)
+        ]
+        expected, expected_grad = run(plain, fixed((BATCH, IN)), sum(owners))
+        expected = expected[:, own]
+        found, found_grad = run(layer, fixed((BATCH, IN)), grads[axis.rank][:, :size])
+    assert_near(found, expected, "output")
+    assert_near(found_grad, expected_grad, "gradient of the input")
+    assert_near(layer.weight.grad, plain.weight.grad[own], "gradient of the weight")
+    assert_near(layer.bias.grad, plain.bias.grad[own], "gradient of the bias")
+    layer.zero_grad()
+    layer.master_weight.pow(2).sum().backward()
+    assert_near(layer.weight.grad, 2 * plain.weight[own], "gradient through the full weight")
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_copies(ranks, gather):
+    ranks("four", check_copies, gather)
+
+
+def check_placements_refused(axis):
+    for dim, pieces, message in [
+        (-1, ((Interval(0, 3),), (Interval(3, 4),)), "shards of different sizes"),
+        (0, ((Interval(0, 2), Interval(3, 4)), (Interval(0, 3),)), "expected every row on the same number of ranks"),
+    ]:
+        size = max(piece.stop for rank in pieces for piece in rank if isinstance(piece, Interval))
+        placement = Placement(0 if dim else 1, size, pieces)
+        with pytest.raises(ValueError, match=message):
+            ParallelLinear(size, size, dim=dim, placement=placement, group=axis)
+
+
+def test_placements_that_are_refused(ranks):
+    ranks("pairs", check_placements_refused)
+
+
+def plain_pair(dtype):
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN)).to(dtype)
+
+
+def split_pair(dtype, axis):
+    pair = plain_pair(dtype)
+    pair[0] = ParallelLinear.convert_parallel_linear(pair[0], -1, group=axis)
+    pair[1] = ParallelLinear.convert_parallel_linear(pair[1], 0, group=axis)
+    return pair
+
+
+def check_autocast(axis):
+    """The dtypes are torch's: bfloat16 out, float32 gradients."""
+    pair, x = split_pair(torch.float32, axis), fixed((BATCH, IN), torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = pair(x), plain_pair(torch.float32)(x)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    error = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
+    assert error < 4 * torch.finfo(torch.bfloat16).eps  # the partial sums, their sum, and the bias are each rounded
+    found.sum().backward()
+    assert {parameter.grad.dtype for parameter in pair.parameters()} == {torch.float32}
+
+
+def test_autocast(ranks):
+    ranks("pairs", check_autocast)
+
+
+def penalised(pair):
+    """The gradient of a gradient penalty."""
+    x = fixed((BATCH, IN)).requires_grad_()
+    (grad,) = torch.autograd.grad(pair(x).pow(2).sum(), x, create_graph=True)
+    grad.pow(2).sum().backward()
+    return x.grad
+
+
+def check_second_gradients(axis):
+    gathers, scatters = plain_pair(torch.float64), plain_pair(torch.float64)
+    gathers[0] = ParallelLinear.convert_parallel_linear(gathers[0], -1, gather_output=True, group=axis)
+    scatters[0] = ParallelLinear.convert_parallel_linear(scatters[0], 0, group=axis)
+    for pair in (split_pair(torch.float64, axis), gathers, scatters):
+        assert_near(penalised(pair), penalised(plain_pair(torch.float64)))
+
+
+def test_second_gradients(ranks):
+    ranks("four", check_second_gradients)
+
+
+def check_shapes(axis):
+    pair, plain = split_pair(torch.float64, axis), plain_pair(torch.float64)
+    for x in (fixed((IN,)), fixed((0, IN)), fixed((3, 0, IN)), fixed((IN, BATCH)).t(), fixed((4, 3, IN))[:, ::2]):
+        found, expected = pair(x), plain(x)
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # a sum in two parts
+
+
+def test_inputs_of_any_shape(ranks):
+    ranks("pairs", check_shapes)
+
+
+def check_initial_values(axis, seeds_differ):
+    """What the layers draw is what nn.Linear draws on the first rank; the generator is left as nn.Linear leaves it."""
+    for dim in (None, -1, 0):
+        for options in ({}, {"split_sizes": (8, 8, 8)}):
+            if dim is None and options:
+                continue
+            seed = 10 + (axis.rank if seeds_differ else 0)
+            torch.manual_seed(10)
+            plain = nn.Linear(24, 24)
+            torch.manual_seed(seed)
+            nn.Linear(24, 24)
+            state = torch.get_rng_state()
+            torch.manual_seed(seed)
+            layer = ParallelLinear(24, 24, True, dim, group=axis, **options)
+            assert torch.equal(torch.get_rng_state(), state)
+            if seeds_differ and dim is None:
+                continue  # not split and so not compared
+            assert torch.equal(layer.master_weight, plain.weight)
+            assert torch.equal(layer.master_bias, plain.bias)
+
+
+@pytest.mark.parametrize("seeds_differ", [False, True])
+@pytest.mark.parametrize("layout", ["strided", "four"])
+def test_initial_values(ranks, layout, seeds_differ):
+    ranks(layout, check_initial_values, seeds_differ)
+
+
+def check_initialisers(axis):
+    for name in sorted(set(INITIALIZERS) - {"dirac"}):
+        torch.manual_seed(1)
+        plain = torch.empty(OUT, IN)
+        INITIALIZERS[name](plain)
+        for dim in (-1, 0):
+            torch.manual_seed(1)
+            layer = ParallelLinear(IN, OUT, False, dim, weight_init=name, group=axis)
+            assert torch.equal(layer.master_weight, plain), name
+    torch.manual_seed(1)
+    expected = nn.init.kaiming_normal_(torch.empty(OUT, IN), a=0.3, mode="fan_out")
+    torch.manual_seed(1)
+    shard_init_(nn.init.kaiming_normal_, layer.weight, a=0.3, mode="fan_out")
+    assert torch.equal(layer.master_weight, expected)
+    shard_init_(nn.init.ones_, copy.deepcopy(layer).weight)
+    with pytest.raises(ValueError, match=r"the initializer is unknown \(got 'typo'\)"):
+        ParallelLinear(IN, OUT, weight_init="typo", group=axis)
+    torch.manual_seed(1)
+    expected = nn.init.xavier_normal_(torch.empty(OUT, IN))
+    torch.manual_seed(1)
+    shard = init_affine_weight_(torch.empty(OUT // axis.size, IN), OUT, IN, OUT // axis.size, 0, stride=5, group=axis)
+    assert torch.equal(shard, expected[columns_of(axis, (8, 8, 8, 8, 8))])
+    meta = torch.empty(OUT // axis.size, IN, device="meta")
+    assert init_affine_weight_(meta, OUT, IN, OUT // axis.size, 0, group=axis) is meta
+    with pytest.raises(ValueError, match="does not match partition_size 3"):
+        init_affine_weight_(torch.empty(3, IN), OUT, IN, 3, 0, group=axis)
+
+
+def test_initialisers(ranks):
+    ranks("pairs", check_initialisers)
+
+
+def check_options(axis):
+    column = ColumnParallelLinear(IN, OUT, skip_bias_add=True, gather_output=True, dtype=torch.float64, group=axis)
+    x = fixed((BATCH, IN))
+    output, bias = column(x)
+    assert_near(output, x @ column.master_weight.T)
+    assert torch.equal(bias, column.master_bias)
+    row = RowParallelLinear(IN, OUT, skip_bias_add=True, dtype=torch.float64, group=axis)
+    output, bias = row(x)
+    assert_near(output, x @ row.master_weight.T)
+    assert bias is row.bias
+    meta = ColumnParallelLinear(IN, OUT, device="meta", dtype=torch.bfloat16, group=axis)
+    assert (meta.weight.is_meta, meta.weight.dtype, tuple(meta.weight.shape)) == (
+        True, torch.bfloat16, (OUT // axis.size, IN)
+    )  # fmt: skip
+    for message, build in {
+        "skip_bias_add=True needs a bias": lambda: RowParallelLinear(IN, OUT, False, skip_bias_add=True, group=axis),
+        f"out_features: 7 is not a multiple of {axis.size}": lambda: ColumnParallelLinear(IN, 7, group=axis),
+        f"in_features: 7 is not a multiple of {axis.size}": lambda: RowParallelLinear(7, OUT, group=axis),
+        r"split_sizes \[3, 4\] .*got 7, expected 8": lambda: ColumnParallelLinear(
+            IN, 8, split_sizes=(3, 4), group=axis
+        ),
+        "gather_output needs dim = -1": lambda: RowParallelLinear(IN, OUT, gather_output=True, group=axis),
+        "input_is_parallel dim = 0": lambda: ColumnParallelLinear(IN, OUT, input_is_parallel=True, group=axis),
+        "got 'x', expected None": lambda: ParallelLinear(IN, OUT, dim="x", group=axis),
+        r"weight has shape \[2, 2\] \(expected .* on rank": lambda: ColumnParallelLinear(
+            IN, OUT, weight=nn.Parameter(torch.zeros(2, 2)), group=axis
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            build()
+    assert "dim=-1" in repr(column)
+    assert f"tp={axis.size}" in repr(column)
+
+
+def test_options(ranks):
+    ranks("pairs", check_options)
+
+
+def check_low_rank(axis, dim):
+    """The pair beside a layer, with every gradient, against plain matrices."""
+    options = {"gather_output": True} if dim == -1 else {}
+    base = ParallelLinear(IN, OUT, dim=dim, dtype=torch.float64, group=axis, **options)
+    layer = LoRALinear(base, 3, alpha=6)
+    assert torch.equal(layer.lora_b, torch.zeros_like(layer.lora_b))
+    full_b = fixed((OUT, 3), seed=7)
+    names = {-1: ("lora_b", columns_of(axis, (OUT,))), 0: ("lora_a", columns_of(axis, (IN,)))}
+    with torch.no_grad():
+        layer.lora_b.copy_(full_b[names[-1][1]] if dim == -1 else full_b)
+    a = layer.gather_parameter("lora_a").detach().requires_grad_()
+    b = layer.gather_parameter("lora_b").detach().requires_grad_()
+    assert torch.equal(b, full_b)
+    weight, bias = base.master_weight.detach().requires_grad_(), base.master_bias.detach()
+    x, grad = fixed((BATCH, IN)), fixed((BATCH, OUT), seed=5)
+    plain_x = x.clone().requires_grad_()
+    expected = plain_x @ (weight + 2 * b @ a).T + bias
+    expected.backward(grad)
+    found, found_x = run(layer, x, grad)
+    assert_near(found, expected)
+    assert_near(found_x, plain_x.grad)
+    rows, columns = (names[-1][1], slice(None)) if dim == -1 else (slice(None), names[0][1])
+    assert_near(layer.lora_a.grad, a.grad[:, columns])
+    assert_near(layer.lora_b.grad, b.grad[rows])
+    assert_near(base.weight.grad, weight.grad[rows][:, columns])
+    assert list(layer.state_dict()) == ["lora_a", "lora_b", "layer.weight", "layer.bias"]
+    full = gather_state_dict(layer)
+    assert torch.equal(full["lora_a"], a)
+    assert torch.equal(full["lora_b"], b)
+    copied = copy.deepcopy(layer)
+    load_full_state_dict(copied, full)
+    assert torch.equal(copied.lora_b, layer.lora_b)
+    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), found)
+    with pytest.raises(ValueError, match="got 0, expected at least 1"):
+        LoRALinear(base, 0)
+
+
+@pytest.mark.parametrize("dim", [-1, 0])
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+def test_low_rank(ranks, layout, dim):
+    ranks(layout, check_low_rank, dim)
+
+
+def check_tied(axis):
+    """A head that is tied to an embedding of 21 words: the padding is -inf, and one parameter gets both gradients."""
+    words = 21
+    embedding = VocabParallelEmbedding(words, IN, dtype=torch.float64, group=axis)
+    head = VocabParallelClassifier(IN, words, False, weight=embedding.weight, group=axis)
+    assert head.weight is embedding.weight
+    table = embedding.master_weight.detach().requires_grad_()
+    ids = torch.tensor([0, 20, 7, 7])
+    hidden = embedding(ids)
+    logits = head(hidden)
+    per_rank = -(-words // axis.size)
+    assert logits.shape == (4, per_rank)
+    first = axis.rank * per_rank
+    expected = table[ids] @ table.T
+    assert_near(logits[:, : max(words - first, 0)], expected[:, first : first + per_rank])
+    assert (logits[:, max(words - first, 0) :] == float("-inf")).all()
+    gathered = VocabParallelClassifier(IN, words, False, weight=embedding.weight, gather_output=True, group=axis)(
+        hidden
+    )
+    assert_near(gathered, expected)
+    gathered.square().sum().backward()
+    expected.square().sum().backward()
+    mine = table.grad[first : first + per_rank]
+    assert_near(embedding.weight.grad[: len(mine)], mine)
+
+
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+def test_tied_head(ranks, layout):
+    ranks(layout, check_tied)
+
+
+def check_master_gradients(axis):
+    """A loss of the full tensors reaches each shard, in the right order."""
+    for dim, parts in ((-1, (8, 8, 24)), (0, None)):
+        layer = ParallelLinear(IN, OUT, dim=dim, split_sizes=parts, dtype=torch.float64, group=axis)
+        weights = fixed((OUT, IN))
+        (layer.master_weight * weights).sum().backward()
+        mine = columns_of(axis, parts or (IN,))
+        assert torch.equal(layer.weight.grad, weights[mine] if dim == -1 else weights[:, mine])
+        (layer.master_bias * weights[:, 0]).sum().backward()
+        assert torch.equal(layer.bias.grad, weights[mine, 0] if dim == -1 else weights[:, 0])
+
+
+def test_master_tensors_are_differentiable(ranks):
+    ranks("strided", check_master_gradients)

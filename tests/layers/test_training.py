@@ -1,0 +1,122 @@
+"""A small GPT trained: plain, split, split and replicated; and continued at another tp.
+
+Losses of fifty steps in float64 are near, not equal: sums over ranks round otherwise, and training carries that on.
+1e-9 is some million times the rounding of one step, and far less than any wrong gradient makes.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shardconv
+from shardconv.convert import gather_state_dict, load_full_state_dict
+from shardconv.distributed import init_parallel
+from tests.support.gpt import GPT, LAYERS, WIDTH, Block, batch
+
+STEPS = 50
+
+
+def plain_state():
+    torch.manual_seed(1)
+    return {name: tensor.double() for name, tensor in GPT().state_dict().items()}
+
+
+def train(model, steps, part=slice(None)):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(batch(step)[part])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def loaded(axis, state):
+    model = GPT(axis).double()
+    load_full_state_dict(model, state)
+    return model
+
+
+def check_split(axis):
+    plain = GPT().double()
+    plain.load_state_dict(plain_state())
+    expected = train(plain, range(STEPS))
+    model = loaded(axis, plain_state())
+    found = train(model, range(STEPS))
+    assert expected[-1] < 0.5 * expected[0]  # it learns
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    state = gather_state_dict(model)
+    assert list(state) == list(plain.state_dict())
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["pairs", "strided", "four"])
+def test_split(ranks, layout):
+    ranks(layout, check_split)
+
+
+def check_replicated(_):
+    """tp=2, and two replicas under torch's DistributedDataParallel that see half of the batch each."""
+    groups = init_parallel(tensor=2, data=2)
+    plain = GPT().double()
+    plain.load_state_dict(plain_state())
+    expected = train(plain, range(STEPS))
+    model = DistributedDataParallel(loaded(groups.tensor, plain_state()), process_group=groups.data.group)
+    half = slice(groups.data.rank * 4, groups.data.rank * 4 + 4)
+    found = train(model, range(STEPS), half)
+    dist.all_reduce(found, group=groups.data.group)
+    shardconv.distributed.groups._current.groups = None
+    torch.testing.assert_close(found / 2, expected, rtol=1e-9, atol=0)
+
+
+def test_split_and_replicated(ranks):
+    ranks("four", check_replicated)
+
+
+def train_some(axis, state, first, last):
+    model = loaded(axis, state)
+    losses = train(model, range(first, last))
+    full = gather_state_dict(model)
+    return {"losses": losses, "state": {name: tensor.clone() for name, tensor in full.items()}}
+
+
+def test_continued_at_another_tp(ranks):
+    plain = GPT().double()
+    plain.load_state_dict(plain_state())
+    expected = train(plain, range(STEPS))
+    begun = ranks("pairs", train_some, plain_state(), 0, 25)[0]
+    continued = ranks("four", train_some, begun["state"], 25, STEPS)[0]
+    found = torch.cat([begun["losses"], continued["losses"]])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+
+
+def check_compiled(axis):
+    torch.manual_seed(2)
+    block = Block(axis).double()
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    eager_x, compiled_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = block(eager_x)
+    expected.square().sum().backward()
+    grads = [parameter.grad.clone() for parameter in block.parameters()]
+    block.zero_grad()
+    found = torch.compile(block, fullgraph=True)(compiled_x)
+    found.square().sum().backward()
+    # The compiler fuses and reorders sums: near, not equal.
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(compiled_x.grad, eager_x.grad, rtol=1e-11, atol=1e-12)
+    for parameter, grad in zip(block.parameters(), grads, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-11, atol=1e-12)
+
+
+def test_compiled_block(ranks):
+    ranks("pairs", check_compiled)
+
+
+def test_plain_and_split_have_the_same_names():
+    assert list(GPT().state_dict()) == list(GPT(shardconv.distributed.as_axis()).state_dict())
+    assert len([module for module in GPT().modules() if isinstance(module, nn.Linear)]) == 4 * LAYERS + 1

@@ -1,0 +1,160 @@
+"""Rank files that torch's own reader loads, into full tensors and into DTensors."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import shardconv
+from shardconv import convert_model, gather_state_dict
+from shardconv.errors import PlanError, SplitCheckpointError
+from shardconv.layouts.layout import DCP
+from shardconv.tensor import as_dtensor
+from tests.support.checkpoints import contents
+from tests.support.command import call
+from tests.support.manifests import change_manifest
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what the tests want
+
+KEY = "DCP_SHARDING_INFO"
+
+
+def tiny_model(kind, **config):
+    from tests.support.models import GQA, MOE, Model  # noqa: PLC0415 - transformers takes seconds to import
+
+    fields = {"llama": GQA, "mixtral": {**GQA, **MOE}, "phi3": {"num_key_value_heads": 2}}[kind]
+    return Model(kind, {**fields, "vocab_size": 128, **config})
+
+
+def write(folder, kind, **config):
+    return tiny_model(kind, **config).write(folder / f"{kind}-source")
+
+
+def load_full(folder, expected):
+    """By torch alone, with memory that is written to only if something is read."""
+    found = {name: torch.full_like(tensor, 7) for name, tensor in expected.items()}
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return found
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("mixtral", {}), ("mixtral", {"experts": "expert"})])
+def test_torch_reads_full_tensors(tmp_path, kind, options):
+    """Four ranks on two KV heads, which are replicated; with whole experts distributed, ranks without a tensor."""
+    source = write(tmp_path, kind)
+    expected = load_file(source / "model.safetensors")
+    shardconv.split(source, tmp_path / "out", tp=4, layout="dcp", **options)
+    assert_equal(load_full(tmp_path / "out", expected), expected)
+
+
+def test_torch_cannot_without(tmp_path):
+    """Else the tests here would show nothing."""
+    source = write(tmp_path, "llama")
+    shardconv.split(source, tmp_path / "out", tp=4)
+    with pytest.raises(dcp.CheckpointException, match="Size mismatch"):
+        load_full(tmp_path / "out", load_file(source / "model.safetensors"))
+
+
+def check_dtensors(axis, folder, source):
+    """Cut along dims, and on meshes, of which the split knows nothing."""
+    expected = load_file(source)
+    mesh = DeviceMesh.from_group(axis.group, "cpu")
+    for placed in ([Shard(0)], [Shard(-1)], [Replicate()]):
+        found = {name: distribute_tensor(torch.full_like(full, 7), mesh, placed) for name, full in expected.items()}
+        dcp.load(found, storage_reader=HuggingFaceStorageReader(folder), process_group=axis.group)
+        assert_equal({name: tensor.full_tensor() for name, tensor in found.items()}, expected)
+
+
+def check_model(axis, folder, source):
+    model = convert_model(tiny_model("llama").build(), group=axis)
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    dcp.load(as_dtensor(model), storage_reader=HuggingFaceStorageReader(folder), process_group=axis.group)
+    assert_equal(gather_state_dict(model), load_file(source))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("check", [check_dtensors, check_model])
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+def test_torch_reads_dtensors(ranks, tmp_path, check, layout):
+    source = write(tmp_path, "llama")
+    shardconv.split(source, tmp_path / "out", tp=4, layout="dcp")
+    ranks(layout, check, str(tmp_path / "out"), str(source / "model.safetensors"))
+
+
+def test_merge_verify_and_reshard(tmp_path):
+    source = write(tmp_path, "llama")
+    shardconv.split(source, tmp_path / "four", tp=4, layout="dcp")
+    assert shardconv.verify(tmp_path / "four", against=source).differences == ()
+    assert shardconv.merge(tmp_path / "four", tmp_path / "back").is_identical
+    assert contents(tmp_path / "back") == contents(source)
+    shardconv.reshard(tmp_path / "four", tmp_path / "resharded", tp=2)
+    shardconv.split(source, tmp_path / "two", tp=2, layout="dcp")
+    assert contents(tmp_path / "resharded") == contents(tmp_path / "two")
+
+
+def test_what_is_written(tmp_path):
+    """Only where it is asked for."""
+    source = write(tmp_path, "llama")
+    name = "model.layers.0.mlp.down_proj.weight"
+    for folder, dcp_option in (("native", False), ("dcp", True)):
+        shardconv.split(source, tmp_path / folder, tp=4, layout=folder)
+        manifest = json.loads((tmp_path / folder / "shardconv.json").read_text())
+        assert (manifest["layout"] or {"name": "native"})["name"] == folder
+        with safe_open(tmp_path / folder / "rank-2-of-4.safetensors", "pt") as file:
+            assert (KEY in file.metadata()) is dcp_option
+            if dcp_option:
+                assert json.loads(file.metadata()[KEY])[name] == {"saved_offsets": [0, 2 * 96 // 4]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "expected"),
+    [
+        ("phi3", {}, "model.layers.0.mlp.gate_up_proj.weight: is sharded as dim 0, 2 intervals, but torch"),
+        ("llama", {"vocab_size": 131}, "lm_head.weight: is sharded as dim 0, padded from 131, but torch"),
+    ],
+)
+def test_refusal(tmp_path, kind, config, expected):
+    source = write(tmp_path, kind, **config)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(PlanError) as caught:
+        shardconv.split(source, tmp_path / "out", tp=4, layout="dcp")
+    assert expected in str(caught.value)
+    assert "use the native layout (--layout native)" in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_reshard_refuses_likewise(tmp_path):
+    source = write(tmp_path, "llama", vocab_size=130)
+    shardconv.split(source, tmp_path / "two", tp=2, layout="dcp")
+    with pytest.raises(PlanError, match=r"lm_head\.weight: is sharded as dim 0, padded from 130"):
+        shardconv.reshard(tmp_path / "two", tmp_path / "four", tp=4)
+
+
+def test_a_manifest_that_promises_too_much(tmp_path):
+    source = write(tmp_path, "llama", vocab_size=131)
+    shardconv.split(source, tmp_path / "out", tp=4)
+    change_manifest(tmp_path / "out", lambda data: data.update(layout=DCP.to_json(())))
+    with pytest.raises(SplitCheckpointError, match=r"cannot be used: lm_head\.weight: is sharded as dim 0, padded"):
+        shardconv.merge(tmp_path / "out", tmp_path / "back")
+
+
+def test_command(tmp_path):
+    source = write(tmp_path, "llama")
+    expected = load_file(source / "model.safetensors")
+    assert call("split", source, "--tp", "4", "--layout", "dcp", "-o", tmp_path / "out").code == 0
+    assert_equal(load_full(tmp_path / "out", expected), expected)
+    refused = call("split", write(tmp_path, "phi3"), "--tp", "4", "--layout", "dcp", "-o", tmp_path / "no")
+    assert refused.code == 1
+    assert "gate_up_proj.weight: is sharded as dim 0, 2 intervals" in " ".join(refused.err.split())

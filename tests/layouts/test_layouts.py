@@ -1,0 +1,681 @@
+"""Rank files in every layout: their tensors compared with slices by torch, and merging them.
+
+Comparisons are exact, except of model outputs: sums over features are computed per rank.
+"""
+
+import json
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file as load_arrays
+from safetensors.torch import load_file, save_file
+
+import shardconv
+from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.source import open_source
+from shardconv.checkpoint.split import split_by
+from shardconv.errors import PlanError, SplitCheckpointError, UsageError
+from shardconv.layouts import choice
+from shardconv.layouts.layout import Constant, FileLayout, FileTensor
+from shardconv.layouts.rules import Group, file_tensors
+from shardconv.plan.placement import Placement
+from shardconv.plan.plan import Plan, Reason, TensorPlan
+from shardconv.plan.request import PlanRequest
+from shardconv.plan.units import Unit, shard_dim
+from tests.support.checkpoints import contents, safetensors_bytes
+from tests.support.command import call
+from tests.support.manifests import change_manifest
+from tests.support.models import GQA, MOE, Model, change_config, pack_experts, read
+
+LAYER, VOCAB = "model.layers.0", 256
+SCALES = ("_k_scale", "_prob_scale", "_q_scale", "_v_scale")
+DENSE = {**GQA, "vocab_size": VOCAB}
+SPARSE = {**DENSE, **{name: value for name, value in MOE.items() if "shared" not in name}}
+#: One checkpoint of each form that vLLM's layout supports; test_vllm_layout.py has one of each model type.
+KINDS = {
+    "llama": Model("llama", {**DENSE, "attention_bias": True, "mlp_bias": True}),
+    "llama, tied": Model("llama", {**DENSE, "tie_word_embeddings": True}),
+    "mistral": Model("mistral", DENSE),
+    "qwen2": Model("qwen2", {"num_key_value_heads": 2, "vocab_size": VOCAB}),
+    "qwen3": Model("qwen3", DENSE),
+    "mixtral": Model("mixtral", SPARSE),
+    "qwen3_moe": Model("qwen3_moe", {**SPARSE, "mlp_only_layers": [1]}),
+    "qwen3_moe, packed": Model("qwen3_moe", SPARSE, rewrite=pack_experts),
+}
+
+
+@pytest.fixture(scope="module")
+def source_of(tmp_path_factory):
+    return cache(lambda kind: KINDS[kind].write(tmp_path_factory.mktemp("sources") / "source"))
+
+
+def rank_files(folder, tp):
+    return [load_file(folder / f"model-rank-{rank}-part-0.safetensors") for rank in range(tp)]
+
+
+# --- vLLM's tensors, by hand ----------------------------------------------------------------------------------------
+
+
+def part(tensor, dim, tp, rank):
+    """An even chunk along a dim."""
+    return tensor.chunk(tp, dim)[rank]
+
+
+def of_heads(tensor, tp, rank):
+    """The rows of a rank's KV heads, of two in total; four ranks replicate them."""
+    head = rank * 2 // tp
+    return tensor.view(2, -1, *tensor.shape[1:])[head : head + max(2 // tp, 1)].flatten(0, 1)
+
+
+def expected_attention(full, at, tp, rank, leaves):
+    own = {f"{at}.attn.{name}": torch.tensor(1.0) for name in SCALES}
+    for leaf in leaves:
+        query = part(full[f"{at}.q_proj.{leaf}"], 0, tp, rank)
+        keys = [of_heads(full[f"{at}.{name}.{leaf}"], tp, rank) for name in ("k_proj", "v_proj")]
+        own[f"{at}.qkv_proj.{leaf}"] = torch.cat([query, *keys])
+    own[f"{at}.o_proj.weight"] = part(full[f"{at}.o_proj.weight"], 1, tp, rank)
+    return own
+
+
+def expected_mlp(full, at, tp, rank, leaves):
+    own = {f"{at}.down_proj.weight": part(full[f"{at}.down_proj.weight"], 1, tp, rank)}
+    for leaf in leaves:
+        halves = [part(full[f"{at}.{name}.{leaf}"], 0, tp, rank) for name in ("gate_proj", "up_proj")]
+        own[f"{at}.gate_up_proj.{leaf}"] = torch.cat(halves)
+    return own
+
+
+def expected_experts(full, at, names, tp, rank):
+    """Four experts with a tensor each; ``names`` of gate, up and down."""
+    gate, up, down = ([full[f"{at}.experts.{number}.{name}.weight"] for number in range(4)] for name in names)
+    both = [torch.cat([part(g, 0, tp, rank), part(u, 0, tp, rank)]) for g, u in zip(gate, up, strict=True)]
+    return {
+        f"{at}.experts.routed_experts.w13_weight": torch.stack(both),
+        f"{at}.experts.routed_experts.w2_weight": torch.stack([part(d, 1, tp, rank) for d in down]),
+    }
+
+
+def expected_packed(full, at, tp, rank):
+    gate, up = full[f"{at}.experts.gate_up_proj"].chunk(2, dim=1)
+    return {
+        f"{at}.experts.routed_experts.w13_weight": torch.cat([part(gate, 1, tp, rank), part(up, 1, tp, rank)], dim=1),
+        f"{at}.experts.routed_experts.w2_weight": part(full[f"{at}.experts.down_proj"], 2, tp, rank),
+    }
+
+
+def expected_file(kind, full, tp, rank):
+    """All tensors of a rank's file."""
+    leaves = ("weight", "bias") if kind == "llama" else ("weight",)
+    own = {
+        name: part(full[name], 0, tp, rank) for name in ("model.embed_tokens.weight", "lm_head.weight") if name in full
+    }
+    if kind == "llama, tied":
+        own = {"lm_head.weight": own["model.embed_tokens.weight"]}
+    for number in (0, 1):
+        at = f"model.layers.{number}"
+        own |= expected_attention(full, f"{at}.self_attn", tp, rank, ("weight", "bias") if kind == "qwen2" else leaves)
+        if kind == "mixtral":
+            sparse = f"{at}.block_sparse_moe"
+            own |= expected_experts(full, sparse, ("w1", "w3", "w2"), tp, rank)
+            own[f"{sparse}.gate.weight"] = full[f"{sparse}.gate.weight"]
+        elif kind.startswith("qwen3_moe") and f"{at}.mlp.gate.weight" in full:
+            own[f"{at}.mlp.experts.gate.weight"] = full[f"{at}.mlp.gate.weight"]
+            packed = f"{at}.mlp.experts.gate_up_proj" in full
+            names = ("gate_proj", "up_proj", "down_proj")
+            at_mlp = (full, f"{at}.mlp")
+            own |= expected_packed(*at_mlp, tp, rank) if packed else expected_experts(*at_mlp, names, tp, rank)
+        else:
+            own |= expected_mlp(full, f"{at}.mlp", tp, rank, leaves)
+        rowwise = [f"{at}.self_attn.o_proj.bias", f"{at}.mlp.down_proj.bias"]
+        own |= {name: full[name] for name in rowwise if name in full}
+    return own | {name: tensor for name, tensor in full.items() if "norm" in name}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_rank_files_have_the_tensors_of_vllm(source_of, tmp_path, kind, tp):
+    """Compares names, shapes, dtypes and bytes; four ranks replicate the two KV heads."""
+    source = source_of(kind)
+    shardconv.split(source, tmp_path / "out", tp=tp, layout="vllm")
+    full = read(source)
+    for rank, found in enumerate(rank_files(tmp_path / "out", tp)):
+        expected = expected_file(kind, full, tp, rank)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+            assert torch.equal(found[name], tensor), name
+
+
+def test_kinds_cover_all_forms(source_of):
+    assert f"{LAYER}.mlp.experts.gate_up_proj" in read(source_of("qwen3_moe, packed"))
+    assert {f"{LAYER}.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.up_proj.weight"} <= read(
+        source_of("qwen3_moe")
+    ).keys()
+    assert f"{LAYER}.self_attn.k_proj.bias" in read(source_of("llama"))
+
+
+# --- the way back ---------------------------------------------------------------------------------------------------
+
+
+#: The native layout keeps the boundaries of an engine unless others are requested.
+ENGINE_OF = {"native": "shardconv"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merge_verify_and_reshard(source_of, tmp_path, kind):
+    """A reshard from any layout to any other equals a split of the source."""
+    source = source_of(kind)
+    packed = kind.endswith("packed")
+    for layout in ("native", "vllm") if packed else ("native", "dcp", "vllm"):
+        for tp in (2, 4):
+            shardconv.split(source, tmp_path / f"{layout}{tp}", tp=tp, layout=layout)
+    report = shardconv.verify(tmp_path / "vllm4", against=source)
+    assert (report.differences, report.other_weights, report.layout) == ((), (), "vllm")
+    assert shardconv.merge(tmp_path / "vllm4", tmp_path / "back").is_identical
+    assert contents(tmp_path / "back") == contents(source)
+    steps = [("native2", 4, "vllm"), ("vllm4", 2, "native"), ("vllm2", 4, None), ("vllm4", 4, "vllm")]
+    steps += [] if packed else [("vllm4", 2, "dcp"), ("dcp2", 4, "vllm"), ("dcp4", 2, "native")]
+    for number, (old, tp, layout) in enumerate(steps):
+        report = shardconv.reshard(
+            tmp_path / old, tmp_path / f"new{number}", tp=tp, layout=layout, engine=ENGINE_OF.get(layout)
+        )
+        assert (report.old_layout, report.layout) == (old[:-1], layout or old[:-1])
+        assert contents(tmp_path / f"new{number}") == contents(tmp_path / f"{report.layout}{tp}"), (old, tp, layout)
+
+
+def test_split_checkpoint_does_not_need_the_installed_layouts(source_of, tmp_path, monkeypatch):
+    """The manifest stores the layout, so the installed one may change."""
+    source = source_of("qwen3_moe")
+    for tp in (2, 4):
+        shardconv.split(source, tmp_path / str(tp), tp=tp, layout="vllm")
+    (tmp_path / "none").mkdir()
+    monkeypatch.setattr(choice, "_FOLDER", tmp_path / "none")
+    choice._file.cache_clear()
+    try:
+        with pytest.raises(FileNotFoundError):
+            shardconv.split(source, tmp_path / "no", tp=2, layout="vllm")
+        assert shardconv.verify(tmp_path / "4", against=source).differences == ()
+        assert shardconv.merge(tmp_path / "4", tmp_path / "back").is_identical
+        shardconv.reshard(tmp_path / "4", tmp_path / "resharded", tp=2)
+        assert ", layout vllm" in call("plan", tmp_path / "4").out
+    finally:
+        choice._file.cache_clear()
+    assert contents(tmp_path / "resharded") == contents(tmp_path / "2")
+
+
+# --- models of the files --------------------------------------------------------------------------------------------
+
+
+def check_model(axis, source, split):
+    """Outputs equal those of the unsharded model, and parameters are views of the rank file."""
+    plain = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+    model = shardconv.load(split, device="cpu", group=axis)
+    ids = torch.arange(10).view(1, -1)
+    with torch.no_grad():
+        expected, found = plain(ids).logits, model(ids).logits
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    own = str(split / f"model-rank-{axis.rank}-part-0.safetensors")
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    maps = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines if line.endswith(own)]
+    fused = model.model.layers[0].self_attn.q_proj.weight, model.model.layers[0].self_attn.v_proj.weight
+    assert all(any(low <= weight.data_ptr() < high for low, high in maps) for weight in fused)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks /proc what is mapped")
+@pytest.mark.parametrize("kind", ["llama", "llama, tied", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(("layout", "tp"), [("pair", 2), ("four", 4)])
+def test_load(ranks, source_of, tmp_path, kind, layout, tp):
+    shardconv.split(source_of(kind), tmp_path / "out", tp=tp, layout="vllm")
+    ranks(layout, check_model, source_of(kind), tmp_path / "out")
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def change_tensors(source, change):
+    tensors = read(source)
+    change(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+
+
+def put(name, tensor):
+    return lambda source: change_tensors(source, lambda tensors: tensors.update({name: tensor}))
+
+
+def drop(name):
+    return lambda source: change_tensors(source, lambda tensors: tensors.pop(name))
+
+
+def config(**fields):
+    return lambda source: change_config(source, fields)
+
+
+def to_bf16(name):
+    def change(tensors):
+        tensors[name] = tensors[name].bfloat16()
+
+    return lambda source: change_tensors(source, change)
+
+
+#: Case to the kind of checkpoint, the change, the options, and the expected message.
+REFUSED = {
+    "a type without rules": ("qwen2", config(model_type="olmo2"), {}, "does not support model type 'olmo2'.*native"),
+    "no model type": ("llama", config(model_type=None), {}, "needs a config.json with a model_type"),
+    "no config": ("llama", lambda source: (source / "config.json").unlink(), {}, "needs a config.json"),
+    "a tensor without a place": (
+        "llama", put(f"{LAYER}.self_attn.rotary_emb.inv_freq", torch.ones(8)), {},
+        rf"{LAYER}.self_attn.rotary_emb.inv_freq: layout vllm does not support this tensor",
+    ),
+    "a member of another dtype": (
+        "llama", to_bf16(f"{LAYER}.self_attn.v_proj.weight"), {},
+        rf"{LAYER}.self_attn.qkv_proj.weight: .*several dtypes .*q_proj.weight of F32, .*v_proj.weight of BF16",
+    ),
+    "a member that is missing": (
+        "qwen2", drop(f"{LAYER}.self_attn.k_proj.bias"), {},
+        rf"{LAYER}.self_attn.k_proj.bias: is missing .*q_proj.bias",
+    ),
+    "an expert that is missing": (
+        "mixtral", drop(f"{LAYER}.block_sparse_moe.experts.1.w3.weight"), {}, r"experts.1.w3.weight: is missing",
+    ),
+    "experts that the config does not have": (
+        "mixtral", config(num_local_experts=5), {}, r"w13_weight: the source has 4 experts .*expected 5 by config.json",
+    ),
+    "a head beside tied embeddings": (
+        "llama, tied", put("lm_head.weight", torch.ones(VOCAB, 64)), {},
+        r"lm_head.weight: .* has 2 tensors of this name",
+    ),
+    "no head and untied embeddings": (
+        "llama, tied", config(tie_word_embeddings=False), {}, r"lm_head.weight: is missing, but layout vllm req",
+    ),
+    "a constant's name": (
+        "llama", put(f"{LAYER}.self_attn.attn._q_scale", torch.ones(())), {"tp": 1}, r"_q_scale",
+    ),
+    "experts distributed over ranks": ("mixtral", None, {"experts": "expert"}, "which --experts changes"),
+    "a replicated tensor": ("llama", None, {"replicate": ("lm_head.weight",)}, "which --replicate changes"),
+    "another family": ("llama", None, {"rules": "llama"}, "which --rules changes"),
+    "an unknown layout": ("llama", None, {"layout": "sglang"}, "'sglang' is unknown .*native, dcp, vllm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_unsupported_checkpoints_are_refused(source_of, tmp_path, what):
+    kind, change, options, message = REFUSED[what]
+    source = shutil.copytree(source_of(kind), tmp_path / "source")
+    if change is not None:
+        change(source)
+    with pytest.raises((PlanError, UsageError), match=re.compile(message, re.DOTALL)):
+        shardconv.split(source, tmp_path / "out", **{"tp": 2, "layout": "vllm", **options})
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(("vocab", "tp"), [(130, 2), (160, 2), (100, 4), (255, 2)])
+def test_vocabulary_is_padded_to_a_multiple_of_64(tmp_path, vocab, tp):
+    source = Model("llama", {**GQA, "vocab_size": vocab}).write(tmp_path / "source")
+    shardconv.split(source, tmp_path / "out", tp=tp, layout="vllm")
+    full = read(source)["lm_head.weight"]
+    padded = torch.nn.functional.pad(full, (0, 0, 0, -vocab % 64))
+    for found, expected in zip(rank_files(tmp_path / "out", tp), padded.chunk(tp), strict=True):
+        assert torch.equal(found["lm_head.weight"], expected)
+    shardconv.split(source, tmp_path / "native", tp=tp)
+    shardconv.reshard(tmp_path / "native", tmp_path / "again", tp=tp, layout="vllm")
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
+    shardconv.reshard(tmp_path / "out", tmp_path / "native again", tp=tp, layout="native", engine="shardconv")
+    assert contents(tmp_path / "native again") == contents(tmp_path / "native")
+
+
+@pytest.mark.parametrize(
+    "options", [{"experts": "expert"}, {"replicate": ("lm_head.weight",)}], ids=lambda options: next(iter(options))
+)
+def test_reshard_refuses_another_plan(source_of, tmp_path, options):
+    shardconv.split(source_of("mixtral"), tmp_path / "native", tp=2, **options)
+    with pytest.raises(
+        UsageError, match=f"--layout vllm requires the plan of vllm, which --{next(iter(options))} changes"
+    ):
+        shardconv.reshard(tmp_path / "native", tmp_path / "out", tp=4, layout="vllm")
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantized_checkpoint_is_refused(source_of, tmp_path):
+    source = shutil.copytree(source_of("llama"), tmp_path / "source")
+    change_config(source, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}})
+    with pytest.raises(PlanError, match="layout vllm does not support quantized checkpoints: use the native layout"):
+        shardconv.split(source, tmp_path / "out", tp=2, layout="vllm")
+
+
+@pytest.mark.parametrize("name", ["model-rank-0-part-0.safetensors", "model-pp-0-tp-0-part-1.safetensors"])
+@pytest.mark.parametrize("command", ["split", "plan"])
+def test_folder_saved_by_vllm_is_not_a_source(source_of, tmp_path, name, command):
+    """A folder of one rank, whose tensors could be those of a checkpoint."""
+    folder = shutil.copytree(source_of("llama"), tmp_path / "saved")
+    (folder / "model.safetensors").rename(folder / name)
+    result = call(command, folder, "--tp", 2, *(["-o", tmp_path / "out"] if command == "split" else []))
+    assert (result.code, (tmp_path / "out").exists()) == (1, False)
+    assert f"holds {name}, a rank file in vLLM's format sharded_state" in " ".join(result.err.split())
+    assert f"merge it first (shardconv merge {folder})" in " ".join(result.err.split())
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", range(0, 64, 7))
+def test_damaged_constant_is_found(source_of, tmp_path, at):
+    """Constants do not have checksums, so their values are compared."""
+    shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
+    path = tmp_path / "out" / "model-rank-1-part-0.safetensors"
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    assert data[start : start + 4] == np.float32(1).tobytes()
+    data[start + at % 32] ^= 1
+    path.write_bytes(data)
+    assert path.name in shardconv.verify(tmp_path / "out").differences[0]
+    with pytest.raises(SplitCheckpointError, match=path.name):
+        shardconv.merge(tmp_path / "out", tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["qkv_proj.weight", "gate_up_proj.weight", "down_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize("at", [0, -1])
+def test_flipped_bit_of_a_fused_tensor_is_found(source_of, tmp_path, name, at):
+    shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
+    path = tmp_path / "out" / "model-rank-1-part-0.safetensors"
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    offsets = next(info["data_offsets"] for key, info in json.loads(data[8:start]).items() if key.endswith(name))
+    data[start + (offsets[0] if at == 0 else offsets[1] - 1)] ^= 1
+    path.write_bytes(data)
+    assert any(path.name in line for line in shardconv.verify(tmp_path / "out").differences)
+
+
+#: The number of a norm among the tensors of the source.
+NORM = 2
+
+
+def qkv(layout):
+    return next(tensor for tensor in layout["tensors"] if tensor["name"].endswith("0.self_attn.qkv_proj.weight"))
+
+
+#: Malicious changes of the layout in a manifest.
+LIES = {
+    "a way out of the folder": lambda layout: layout.update(file_name="../model-{rank}.safetensors"),
+    "one file for all ranks": lambda layout: layout.update(file_name="model.safetensors"),
+    "the file of another": lambda layout: layout.update(file_name="shardconv.json"),
+    "no file name": lambda layout: layout.update(file_name=7),
+    "a tensor that does not exist": lambda layout: layout["tensors"][0]["members"].append(10**6),
+    "a tensor in two places": lambda layout: layout["tensors"].append({"name": "x", "members": [0, 0], "stack": 0}),
+    "a tensor without members": lambda layout: layout["tensors"][0].update(members=[]),
+    "two of one name": lambda layout: layout["tensors"][0].update(name="model.norm.weight"),
+    "metadata": lambda layout: layout["tensors"][0].update(name="__metadata__"),
+    "a stack that does not fit": lambda layout: qkv(layout).update(stack=2),
+    "members of other shapes": lambda layout: qkv(layout).update(stack=3),
+    "members that cannot be concatenated": lambda layout: qkv(layout)["members"].append(NORM),
+    "a dim 0 of another size": lambda layout: qkv(layout).update(squeeze=True),
+    "a negative stack": lambda layout: layout["tensors"][0].update(stack=-1),
+    "a constant without end": lambda layout: layout["constants"][0].update(shape=[10**15]),
+    "a constant of a negative shape": lambda layout: layout["constants"][0].update(shape=[-1]),
+    "a constant of no dtype": lambda layout: layout["constants"][0].update(dtype="F7"),
+    "a constant that does not fit": lambda layout: layout["constants"][0].update(dtype="I8", value=1000),
+    "constants of an odd size": lambda layout: layout["constants"][0].update(dtype="U8", value=1, names=["x"]),
+    "offsets": lambda layout: layout.update(has_offsets=True),
+    "no multiple": lambda layout: layout.update(padded_to={"lm_head.weight": 0}),
+    "another multiple": lambda layout: layout.update(padded_to={"lm_head.weight": 96}),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_manifest_with_a_wrong_layout_is_refused(source_of, tmp_path, what):
+    shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
+    change_manifest(tmp_path / "out", lambda data: LIES[what](data["layout"]))
+    with pytest.raises(SplitCheckpointError, match=r"shardconv\.json: cannot be used: "):
+        read_manifest(tmp_path / "out")
+
+
+def test_manifest_with_huge_constants_is_refused(source_of, tmp_path):
+    """Each constant is small enough, but all together take gigabytes."""
+    shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
+    many = {"dtype": "U8", "shape": [2**20], "value": 0, "names": [f"c{number}" for number in range(4096)]}
+    change_manifest(tmp_path / "out", lambda data: data["layout"]["constants"].append(many))
+    with pytest.raises(SplitCheckpointError, match="its constants have more than 1048576 bytes"):
+        shardconv.verify(tmp_path / "out")
+
+
+def test_manifest_of_a_version_without_layouts(source_of, tmp_path):
+    """It has the key dcp instead."""
+    source = source_of("llama")
+    shardconv.split(source, tmp_path / "out", tp=2, layout="dcp")
+
+    def older(data):
+        del data["layout"]
+        data["dcp"] = True
+
+    change_manifest(tmp_path / "out", older)
+    assert read_manifest(tmp_path / "out").layout.name == "dcp"
+    assert shardconv.verify(tmp_path / "out", against=source).differences == ()
+
+
+def test_manifest_without_a_layout_is_native(source_of, tmp_path):
+    shardconv.split(source_of("llama"), tmp_path / "out", tp=2)
+    change_manifest(tmp_path / "out", lambda data: data.pop("layout"))
+    assert read_manifest(tmp_path / "out").layout.name == "native"
+    assert shardconv.merge(tmp_path / "out", tmp_path / "back").is_identical
+
+
+# --- any layout over any placements ---------------------------------------------------------------------------------
+
+
+@st.composite
+def placed(draw, tp):
+    """A shape and its placement."""
+    kind = draw(st.sampled_from(["replicated", "rows", "padded", "copies", "fused", "columns"]))
+    rows, columns = draw(st.integers(1, 3)), draw(st.sampled_from([2, 4]))
+    if kind == "replicated":
+        return (rows, columns), Placement.replicated(tp)
+    if kind == "columns":
+        return (rows, columns * tp), shard_dim(1, [Unit(columns * tp)], tp)
+    if kind == "copies":
+        return (rows, columns), shard_dim(0, [Unit(1, rows, copies=True)], tp)
+    units = {
+        "rows": [Unit(rows * tp)],
+        "padded": [Unit(rows * tp + 1, pad=True)],
+        "fused": [Unit(rows * tp), Unit(tp)],
+    }[kind]
+    return (sum(unit.count for unit in units), columns), shard_dim(0, units, tp)
+
+
+@st.composite
+def laid_out(draw):
+    """Placements of tensors of two dtypes, and a layout: some tensors are concatenated, stacked or renamed."""
+    tp = draw(st.integers(1, 4))
+    drawn = draw(st.lists(st.tuples(placed(tp), st.sampled_from(["F32", "BF16"])), min_size=1, max_size=12))
+    tensors = {f"t{number}": (shape, placement, dtype) for number, ((shape, placement), dtype) in enumerate(drawn)}
+
+    def local(name):
+        shape, placement, _ = tensors[name]
+        return [placement.shard_shape(shape, rank) for rank in range(tp)]
+
+    left, changed = draw(st.permutations(list(tensors))), []
+    while left:
+        first = left[0]
+        fitting = [
+            name for name in left
+            if tensors[name][2] == tensors[first][2] and [s[1:] for s in local(name)] == [s[1:] for s in local(first)]
+        ]  # fmt: skip
+        members = fitting[: draw(st.integers(1, len(fitting)))]
+        is_alike = all(local(name) == local(first) for name in members)
+        stack = draw(st.sampled_from([0, len(members)])) if is_alike else 0
+        left = [name for name in left if name not in members]
+        if draw(st.booleans()):
+            changed.append(FileTensor(f"x{len(changed)}", tuple(members), stack))
+    constants = [Constant(f"c{number}", "F32", (2,), number / 2) for number in range(draw(st.integers(0, 2)))]
+    return tp, tensors, FileLayout("any", "{tp}-{rank}.safetensors", changed=tuple(changed), constants=tuple(constants))
+
+
+def write_source(path, tensors):
+    header, end = {}, 0
+    for name, (shape, _, dtype) in tensors.items():
+        size = int(np.prod(shape)) * {"F32": 4, "BF16": 2}[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
+        end += size
+    values = np.arange(end // 2, dtype=np.uint16)  # all different, so that a swap is found
+    path.write_bytes(safetensors_bytes(header, values.tobytes()))
+
+
+def local_values(array, placement, rank):
+    """A rank's shard, padded with zeros."""
+    if placement.dim is None:
+        return array
+    entries = [
+        array.take(range(entry.start, entry.stop), placement.dim) if hasattr(entry, "start")
+        else np.zeros([*array.shape[: placement.dim], entry.size, *array.shape[placement.dim + 1 :]], array.dtype)
+        for entry in placement.ranks[rank]
+    ]  # fmt: skip
+    empty = array.take(range(0), placement.dim)
+    return np.concatenate([empty, *entries], placement.dim)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(laid_out())
+def test_merge_restores_the_source_from_any_layout(tmp_path_factory, drawn):
+    """Tensors of rank files are concatenated or stacked shards, and merge restores the bytes of the source."""
+    tp, tensors, layout = drawn
+    folder = tmp_path_factory.mktemp("any")
+    write_source(folder / "source.safetensors", tensors)
+    reason = Reason("test", "*")
+    plans = {name: TensorPlan(placement, "any", (), reason) for name, (_, placement, _) in tensors.items()}
+    source = open_source(folder / "source.safetensors")
+    split_by(source, folder / "out", Plan(tp, None, plans, read_rules()), PlanRequest(), layout)
+    full = as_integers(folder / "source.safetensors")
+    for rank in range(tp):
+        found = as_integers(folder / "out" / f"{tp}-{rank}.safetensors")
+        for tensor in layout.changed:
+            shards = [local_values(full[name], tensors[name][1], rank) for name in tensor.members]
+            expected = np.stack(shards) if tensor.stack else np.concatenate(shards)
+            assert found[tensor.name].shape == expected.shape
+            assert np.array_equal(found[tensor.name], expected)
+        taken = {name for tensor in layout.changed for name in tensor.members}
+        for name in tensors.keys() - taken:
+            assert np.array_equal(found[name], local_values(full[name], tensors[name][1], rank))
+        for constant in layout.constants:
+            assert found[constant.name].view(np.float32).tolist() == [constant.value] * 2
+    assert read_manifest(folder / "out").layout == layout
+    shardconv.merge(folder / "out", folder / "back.safetensors")
+    assert (folder / "back.safetensors").read_bytes() == (folder / "source.safetensors").read_bytes()
+    assert shardconv.verify(folder / "out", against=folder / "source.safetensors").differences == ()
+
+
+def read_rules():
+    """Rules for a manifest, which these tests do not apply."""
+    from shardconv.plan.family import Family  # noqa: PLC0415
+    from shardconv.plan.submodels import rules_for  # noqa: PLC0415
+
+    return rules_for(Family("none"), {})
+
+
+def as_integers(path):
+    """The tensors of a file as integers, so that every dtype can be compared."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    kinds = {"F32": np.uint32, "BF16": np.uint16}
+    return {
+        name: np.frombuffer(raw[start:][slice(*info["data_offsets"])], kinds[info["dtype"]]).reshape(info["shape"])
+        for name, info in json.loads(raw[8:start]).items()
+        if name != "__metadata__"
+    }
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+def test_rules():
+    group = Group.of_table(
+        {
+            "tensors": {
+                "*.ab.{w,b}": ["*.a.{w,b}", "*.b.{w,b}"],
+                "*.all": ["*.e.#.a", "*.e.#.b"],
+                "new": ["old"],
+                "flat": {"sources": ["row"], "squeeze": True},
+            },
+        }
+    )
+    names = [
+        "x.1.a.w",
+        "x.1.b.w",
+        "x.1.a.b",
+        "x.1.b.b",
+        *(f"y.e.{n}.{p}" for n in (10, 2, 0) for p in "ba"),
+        "old",
+        "row",
+        "q",
+    ]
+    names += [f"y.e.{n}.{p}" for n in range(11) if n not in {0, 2, 10} for p in "ab"]
+    experts = tuple(f"y.e.{n}.{p}" for n in range(11) for p in "ab")
+    assert set(file_tensors(group.rules, names, {})) == {
+        FileTensor("x.1.ab.w", ("x.1.a.w", "x.1.b.w")),
+        FileTensor("x.1.ab.b", ("x.1.a.b", "x.1.b.b")),
+        FileTensor("y.all", experts, 11),
+        FileTensor("new", ("old",)),
+        FileTensor("flat", ("row",), squeeze=True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "applies"),
+    [({"a": 1, "b": 0}, True), ({"a": 1, "b": None}, False), ({"a": 1}, False), ({"a": 2, "b": 0}, False)],
+)
+def test_condition_of_a_rule(config, applies):
+    (rule,) = Group.of_table({"tensors": {"new": {"sources": ["old"], "when": {"a": 1}, "given": ["b"]}}}).rules
+    assert rule.applies(config) == applies
+
+
+def test_layout_file_with_an_unknown_key_is_refused():
+    with pytest.raises(ValueError, match=r"unknown keys .* .got tensor,"):
+        Group.of_table({"tensor": {}})
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_command(source_of, tmp_path):
+    source, split = source_of("llama"), tmp_path / "out"
+    made = call("split", source, "--tp", 2, "--layout", "vllm", "-o", split)
+    assert (made.code, ", layout vllm" in made.out) == (0, True)
+    for command in (["verify", split], ["plan", split], ["reshard", split, "--tp", 4, "-o", tmp_path / "four"]):
+        assert ", layout vllm" in call(*command).out
+    native = ["reshard", split, "--tp", 2, "--layout", "native", "-o", tmp_path / "native"]
+    report = json.loads(call(*native, "--json").out)
+    assert (report["old_layout"], report["layout"]) == ("vllm", "native")
+    assert "layout" not in call("verify", tmp_path / "native").out
+    assert json.loads(call("verify", split, "--json").out)["layout"] == "vllm"
+    assert json.loads(call("plan", split, "--json").out)["layout"] == "vllm"
+    assert call("split", source, "--tp", 2, "--layout", "other", "-o", tmp_path / "no").code == 2
+    assert "--dcp" not in call("split", "--help").out
+
+
+def test_split_replaces_a_split_checkpoint_of_any_layout(source_of, tmp_path):
+    """With --overwrite; a folder with other files is not replaced."""
+    source, split = source_of("llama"), tmp_path / "out"
+    for layout in ("native", "vllm", "vllm", "native"):
+        shardconv.split(source, split, tp=2, layout=layout, overwrite=True)
+        names = {path.name for path in split.glob("*.safetensors")}
+        assert names == set(read_manifest(split).rank_files)
+    shardconv.split(source, split, tp=2, layout="vllm", overwrite=True)
+    (split / "rank-0-of-2.safetensors").write_bytes(b"")
+    assert shardconv.verify(split).other_weights == ("rank-0-of-2.safetensors",)
+
+
+def test_report_has_the_plan_of_source_tensors(source_of, tmp_path):
+    shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
+    names = [tensor.name for tensor in shardconv.report_plan(tmp_path / "out").tensors]
+    assert names == list(read(source_of("llama")))
+    assert (
+        load_arrays(tmp_path / "out" / "model-rank-0-part-0.safetensors")
+        .keys()
+        .isdisjoint(name for name in names if "q_proj" in name)
+    )

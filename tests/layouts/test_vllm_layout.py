@@ -1,0 +1,135 @@
+"""Rank files in vLLM's layout, against the tensors of vLLM's models (tests/data/vllm). Exact, and without vLLM."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from transformers import CONFIG_MAPPING
+
+import shardconv
+from shardconv.errors import PlanError
+from shardconv.layouts import choice
+from tests.support.checkpoints import contents
+from tests.support.models import change_config
+from tests.support.vllm_fixture import LOADED, digest, expected, supported_tp, write
+
+TYPES = set(choice._file("vllm")["types"])
+TYPE_OF = {name: line["config"]["model_type"] for name, line in LOADED.items()}
+#: Checkpoints of these types with tensors that vLLM drops.
+DROPPED = {"cohere-biases": "model.layers.0.self_attn.k_proj.bias"}
+MATCHING = [name for name, model_type in TYPE_OF.items() if model_type in TYPES and name not in DROPPED]
+OTHERS = [name for name in LOADED if name not in MATCHING]
+#: How many model types and checkpoints of them have files with all that vLLM holds.
+NUM_TYPES, NUM_CHECKPOINTS = 49, 67
+
+
+def test_the_page_has_the_types():
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    listed = page.partition("<!-- types -->")[2].partition("<!-- end of types -->")[0]
+    assert listed.split() == ", ".join(sorted(TYPES)).split()
+
+
+def test_counts():
+    assert (len(TYPES), len(MATCHING)) == (NUM_TYPES, NUM_CHECKPOINTS)
+    assert {TYPE_OF[name] for name in MATCHING} == TYPES
+
+
+@pytest.fixture
+def source_of(tmp_path):
+    return lambda name: write(tmp_path / "source", LOADED[name])
+
+
+@pytest.mark.parametrize("name", MATCHING)
+def test_files_are_what_vllm_holds(source_of, tmp_path, name):
+    """Names, shapes and values of every rank, and the source again."""
+    source, line = source_of(name), LOADED[name]
+    for tp in supported_tp(line):
+        split = tmp_path / f"tp{tp}"
+        shardconv.split(source, split, tp=tp, layout="vllm")
+        for rank in range(tp):
+            tensors = load_file(split / f"model-rank-{rank}-part-0.safetensors")
+            found = {tensor: (value.shape, digest(value)) for tensor, value in tensors.items()}
+            assert found == expected(line, tp, rank), (tp, rank)
+        shardconv.merge(split, tmp_path / f"merged{tp}")
+        assert contents(tmp_path / f"merged{tp}") == contents(source)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_checkpoints_are_refused(source_of, tmp_path, name):
+    named = DROPPED.get(name) or f"does not support model type '{TYPE_OF[name]}'"
+    with pytest.raises(PlanError, match=f"{named}.*use the native layout"):
+        shardconv.split(source_of(name), tmp_path / "out", tp=2, layout="vllm")
+    assert not (tmp_path / "out").exists()
+
+
+def test_unused_source_tensors_are_refused():
+    """A tensor that no rank takes an element of is lost: none of these checkpoints has one."""
+    assert [name for name in MATCHING if LOADED[name]["unused"]] == []
+
+
+# --- forms of checkpoints that the fixture does not have --------------------------------------------------------------
+
+
+def put(name, shape):
+    def change(folder):
+        tensors = load_file(folder / "model.safetensors")
+        save_file({**tensors, name: np.zeros(shape, np.float32)}, folder / "model.safetensors")
+
+    return change
+
+
+def config(**fields):
+    return lambda folder: change_config(folder, fields)
+
+
+AT = "model.layers"
+#: Checkpoint, what is changed, and what the error has to say.
+REFUSED = {
+    "MTP layers behind the others": ("glm4_moe", put(f"{AT}.2.eh_proj.weight", (4, 4)), "2.eh_proj.weight: .*support"),
+    "MTP layers beside the others": ("qwen3_next", put("mtp.norm.weight", (4,)), "mtp.norm.weight: .*support"),
+    "packed experts": ("deepseek_v3", put(f"{AT}.1.mlp.experts.down_proj", (4, 4, 4)), "experts.down_proj: .*support"),
+    "norms of heads": (
+        "stablelm", put(f"{AT}.0.self_attn.q_layernorm.norms.0.weight", (16,)), "norms.0.weight: .*support",
+    ),
+    "a head beside tied embeddings": ("gemma2", put("lm_head.weight", (1000, 128)), "lm_head.weight: .*support"),
+    "a gemma4 with experts": ("gemma4_text", put(f"{AT}.0.experts.down_proj", (4, 4, 4)), "down_proj: .*support"),
+    "low-rank queries that are missing": (
+        "deepseek_v2-no-q-lora", config(q_lora_rank=24), "q_a_proj.weight: is missing",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(source_of, tmp_path, case):
+    name, change, message = REFUSED[case]
+    source = source_of(name)
+    change(source)
+    with pytest.raises(PlanError, match=message):
+        shardconv.split(source, tmp_path / "out", tp=2, layout="vllm")
+
+
+def test_embeddings_are_tied_by_default(source_of, tmp_path):
+    """A config.json without the field."""
+    source = source_of("gemma")
+    shardconv.split(source, tmp_path / "with", tp=2, layout="vllm")
+    fields = {name: value for name, value in LOADED["gemma"]["config"].items() if name != "tie_word_embeddings"}
+    (source / "config.json").write_text(json.dumps(fields))
+    shardconv.split(source, tmp_path / "without", tp=2, layout="vllm")
+    for name in ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"):
+        assert tensors_of(tmp_path / "with" / name) == tensors_of(tmp_path / "without" / name)
+
+
+def tensors_of(path):
+    return {name: digest(value) for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("model_type", sorted(TYPES.intersection(CONFIG_MAPPING)))
+def test_defaults_are_those_of_transformers(model_type):
+    groups = choice._groups("vllm", model_type)
+    if not any("tie_word_embeddings" in rule.when for group in groups for rule in group.rules):
+        return
+    defaults = {field: value for group in groups for field, value in group.defaults.items()}
+    expected_value = CONFIG_MAPPING[model_type]().tie_word_embeddings
+    assert defaults.get("tie_word_embeddings", False) == expected_value

@@ -1,0 +1,88 @@
+"""Full experts distributed over ranks, on disk and in memory.
+
+Outputs of models are compared within the limits of shardconv/proof/prove.py.
+"""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import shardconv
+from shardconv.errors import PlanError
+from shardconv.plan.request import PlanRequest
+from shardconv.proof.compare import write_reference
+from shardconv.proof.small_models import REFERENCE
+from tests.support.checkpoints import contents
+from tools.model_matrix.trial import check, model_class, small
+
+CAUSAL = "causal language models"
+#: One by one on the hub; packed with biases; packed with shared experts beside them; two names on disk and in memory.
+TYPES = ["mixtral", "gpt_oss", "qwen2_moe", "deepseek_v3", "nemotron_h"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    def make(model_type):
+        folder = tmp_path_factory.mktemp(model_type)
+        model = small(model_class(CAUSAL, model_type))
+        model.save_pretrained(folder / "source")
+        return type(model).__name__, folder
+
+    return make
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_experts_are_distributed_over_ranks(made, ranks, model_type):
+    kind, folder = made(model_type)
+    shardconv.split(folder / "source", folder / "split", tp=2, experts="expert")
+    request = PlanRequest(experts="expert")
+    reference = folder / REFERENCE
+    write_reference(getattr(transformers, kind), folder / "source", reference)
+    for found in ranks("pair", check, kind, folder / "source", folder / "split", request, reference):
+        assert not isinstance(found, str), found
+        output, tokens, gradient, *_ = found
+        assert (output < 1e-4, tokens, gradient < 1e-3) == (True, True, True)
+    assert shardconv.verify(folder / "split", against=folder / "source").differences == ()
+    shardconv.merge(folder / "split", folder / "back")
+    assert contents(folder / "back") == contents(folder / "source")
+
+
+def test_rank_file_has_only_its_experts(made):
+    _, folder = made("mixtral")
+    shardconv.split(folder / "source", folder / "split", tp=2, experts="expert")
+    full = load_file(folder / "source" / "model.safetensors")
+    for rank in range(2):
+        own = load_file(folder / "split" / f"rank-{rank}-of-2.safetensors")
+        for name, tensor in own.items():
+            if ".experts." in name:
+                number = int(name.split(".experts.")[1].split(".")[0])
+                expected = full[name] if number // 3 == rank else full[name][:0]
+                assert torch.equal(tensor, expected), name
+    shardconv.reshard(folder / "split", folder / "resharded", tp=1)
+    shardconv.split(folder / "source", folder / "direct", tp=1, experts="expert")
+    assert contents(folder / "resharded") == contents(folder / "direct")
+
+
+def test_refused(made, tmp_path):
+    _, folder = made("mixtral")
+    with pytest.raises(PlanError, match="the number of experts, 6, is not a multiple of 4"):
+        shardconv.make_plan(folder / "source", tp=4, experts="expert")
+    with pytest.raises(PlanError, match="expected one of tensor, expert"):
+        shardconv.make_plan(folder / "source", tp=2, experts="experts")
+    with pytest.raises(PlanError, match="shards this expert, and --experts expert distributes full experts"):
+        shardconv.make_plan(folder / "source", tp=2, experts="expert", replicate=("**.experts.*.w2",))
+    _, folder = made("llama")
+    with pytest.raises(PlanError, match="the checkpoint has no tensors of experts"):
+        shardconv.make_plan(folder / "source", tp=2, experts="expert")
+
+
+def check_refused(axis, model_type, message):
+    model = small(model_class(CAUSAL, model_type))
+    with pytest.raises(ValueError, match=message):
+        shardconv.convert_model(model, experts="expert", group=axis)
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "longcat_flash"])
+def test_experts_that_do_not_divide_are_refused(ranks, model_type):
+    ranks("pair", check_refused, model_type, "cannot keep whole experts on each rank")

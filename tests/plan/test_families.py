@@ -1,0 +1,693 @@
+"""Every family, on tiny randomly initialized models: round trips, and shards compared with torch code.
+
+The expected shards follow from the modeling code, not from the family files: which heads, blocks and halves a rank's
+tensor has, so that the same modeling code with fewer heads runs on it. Comparisons are exact.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
+
+import shardconv
+from shardconv.errors import PlanError
+from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.family_file import family_names, load_family
+from tests.support.checkpoints import contents
+from tests.support.models import EXPERTS, HEADS, KV_HEADS, MODELS, VOCAB, Tensors, change_config, plain, read
+
+TPS = (1, 2, 4, 8)
+
+#: Maps a full tensor and tp to the shards of all ranks.
+Cut = Callable[[torch.Tensor, int], list[torch.Tensor]]
+
+
+def shard_evenly(tensor: torch.Tensor, tp: int, dim: int) -> list[torch.Tensor]:
+    """The shards of a number of blocks, the same number on each rank; fewer blocks than ranks are replicated."""
+    count = tensor.shape[dim]
+    if count < tp:
+        tensor, count = tensor.repeat_interleave(tp // count, dim), tp
+    assert count % tp == 0
+    return list(tensor.split(count // tp, dim))
+
+
+def by_rank(parts: Iterable[torch.Tensor], tp: int, dim: int = 0) -> Iterable[tuple[torch.Tensor, ...]]:
+    """For each rank its shard of each segment."""
+    return zip(*(shard_evenly(part, tp, dim) for part in parts), strict=True)
+
+
+def blocks(*counts: int, dim: int = 0) -> Cut:
+    """Consecutive segments, each of so many heads or rows, and each sharded over all ranks."""
+
+    def shards(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
+        split = tensor.unflatten(dim, (sum(counts), -1)).split(counts, dim)
+        return [torch.cat(mine, dim).flatten(dim, dim + 1) for mine in by_rank(split, tp, dim)]
+
+    return shards
+
+
+def halves(dim: int) -> Cut:
+    """[gate; up], each sharded between rows."""
+    return lambda tensor, tp: [torch.cat(mine, dim) for mine in by_rank(tensor.chunk(2, dim), tp, dim)]
+
+
+def along(dim: int) -> Cut:
+    return lambda tensor, tp: shard_evenly(tensor, tp, dim)
+
+
+def whole(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
+    return [tensor] * tp
+
+
+def vocab(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
+    """Rows of the vocabulary, followed by rows of padding."""
+    assert len(tensor) == VOCAB
+    padding = -VOCAB % tp
+    return shard_evenly(pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, padding)), tp, 0)
+
+
+def neox(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
+    """``view(heads, 3, head_dim)``: q, k and v of a head are adjacent."""
+    q_k_v = tensor.unflatten(0, (HEADS, 3, -1)).unbind(1)
+    return [torch.stack(mine, 1).flatten(0, 2) for mine in by_rank(q_k_v, tp)]
+
+
+def falcon_groups(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
+    """``view(kv_heads, heads / kv_heads + 2, head_dim)``: the query heads of a group, then its k and v."""
+    grouped = tensor.unflatten(0, (KV_HEADS, HEADS // KV_HEADS + 2, -1))
+    q_k_v = grouped[:, :-2].flatten(0, 1), grouped[:, -2], grouped[:, -1]
+    groups = max(KV_HEADS // tp, 1)
+    return [
+        torch.cat([part.unflatten(0, (groups, -1)) for part in mine], 1).flatten(0, 2) for mine in by_rank(q_k_v, tp)
+    ]
+
+
+Cuts = dict[str, Cut]
+
+#: Family to the sharded tensors and how they are sharded; all others are replicated.
+LLAMA: Cuts = {
+    r"(embed_tokens|lm_head)\.(weight|bias)": vocab,
+    r"q_proj\.(weight|bias)": blocks(HEADS),
+    r"[kv]_proj\.(weight|bias)": blocks(KV_HEADS),
+    r"o_proj\.weight": blocks(HEADS, dim=1),
+    r"self_attn\.(sinks|softmax_offset)": blocks(HEADS),
+    r"(gate|up)_proj\.(weight|bias)": along(0),
+    r"down_proj\.weight": along(1),
+}
+EXPERTS_CUTS: Cuts = {**LLAMA, r"experts\.gate_up_proj": halves(1), r"experts\.down_proj": along(2)}
+NORMS_OF_HEADS: Cuts = {r"q_norm\.weight": blocks(HEADS), r"k_norm\.weight": blocks(KV_HEADS)}
+GPT2: Cuts = {
+    r"(wte|lm_head)\.weight": vocab,
+    r"c_attn\.weight": blocks(HEADS, HEADS, HEADS, dim=1),
+    r"c_attn\.bias": blocks(HEADS, HEADS, HEADS),
+    r"attn\.c_proj\.weight": blocks(HEADS),
+    r"c_fc\.weight": along(1),
+    r"c_fc\.bias": along(0),
+    r"mlp\.c_proj\.weight": along(0),
+}
+BIGCODE: Cuts = {
+    r"(wte|lm_head)\.weight": vocab,
+    r"attn\.c_proj\.weight": blocks(HEADS, dim=1),
+    r"c_fc\.(weight|bias)": along(0),
+    r"mlp\.c_proj\.weight": along(1),
+}
+NEOX: Cuts = {
+    r"(embed_in|embed_out|word_embeddings|lm_head)\.weight": vocab,
+    r"query_key_value\.(weight|bias)": neox,
+    r"(attention|self_attention)\.dense\.weight": blocks(HEADS, dim=1),
+    r"dense_h_to_4h\.(weight|bias)": along(0),
+    r"dense_4h_to_h\.weight": along(1),
+}
+BERT: Cuts = {
+    r"(word_embeddings|lm_head|cls\.predictions|decoder)\.(weight|bias)": vocab,
+    r"self\.(query|key|value)\.(weight|bias)": blocks(HEADS),
+    r"attention\.output\.dense\.weight": blocks(HEADS, dim=1),
+    r"intermediate\.dense\.(weight|bias)": along(0),
+    r"layer\.\d+\.output\.dense\.weight": along(1),
+    r"(pooler|transform|lm_head|generator_predictions)\.dense\.(weight|bias)": along(0),
+    r"embeddings_project\.(weight|bias)": along(0),
+}
+BART: Cuts = {
+    r"(shared|embed_tokens|lm_head|proj_out|output_projection)\.weight": vocab,
+    r"[qkv]_proj\.(weight|bias)": blocks(HEADS),
+    r"out_proj\.weight": blocks(HEADS, dim=1),
+    r"fc1\.(weight|bias)": along(0),
+    r"fc2\.weight": along(1),
+}
+MLA: Cuts = {
+    r"(q|q_b|kv_b)_proj\.weight": blocks(HEADS),
+    r"(q_b|kv_b)_proj\.weight_scale_inv": blocks(HEADS),
+    r"o_proj\.weight_scale_inv": blocks(HEADS, dim=1),
+    r"(gate|up)_proj\.weight_scale_inv": along(0),
+    r"down_proj\.weight_scale_inv": along(1),
+    r"shared_head\.head\.weight": vocab,
+    **EXPERTS_CUTS,
+}
+
+#: The same for some models of models.py, instead of those of their family.
+CUTS: dict[str, Cuts] = {
+    "llama": LLAMA,
+    "olmo2": LLAMA | NORMS_OF_HEADS,
+    "cohere": LLAMA | NORMS_OF_HEADS,
+    "starcoder2": LLAMA | {r"c_fc\.(weight|bias)": along(0), r"mlp\.c_proj\.weight": along(1)},
+    "phi": LLAMA | {
+        r"self_attn\.dense\.weight": blocks(HEADS, dim=1),
+        r"fc1\.(weight|bias)": along(0),
+        r"fc2\.weight": along(1),
+    },
+    "phi3": LLAMA | {r"qkv_proj\.weight": blocks(HEADS, KV_HEADS, KV_HEADS), r"gate_up_proj\.weight": halves(0)},
+    "qwen2_moe": EXPERTS_CUTS,
+    "mixtral": EXPERTS_CUTS | {r"w[13]\.weight": along(0), r"w2\.weight": along(1)},
+    "cohere2_moe": EXPERTS_CUTS,
+    "minimax_m2": EXPERTS_CUTS | NORMS_OF_HEADS | {r"w[13]\.weight": along(0), r"w2\.weight": along(1)},
+    "granitemoe": LLAMA | {
+        r"block_sparse_moe\.(input_linear\.weight|experts\.gate_up_proj)": halves(1),
+        r"block_sparse_moe\.(output_linear\.weight|experts\.down_proj)": along(2),
+        r"shared_mlp\.input_linear\.weight": halves(0),
+        r"shared_mlp\.output_linear\.weight": along(1),
+    },
+    "bart": BART,
+    "opt": BART,
+    "olmoe": EXPERTS_CUTS | NORMS_OF_HEADS,
+    "glm4_moe": EXPERTS_CUTS,
+    "deepseek_v3": MLA,
+    "gpt2": GPT2,
+    "gpt_bigcode": BIGCODE | {r"c_attn\.(weight|bias)": blocks(HEADS, 1, 1)},
+    "gpt_bigcode-mha": BIGCODE | {r"c_attn\.(weight|bias)": neox},
+    "gpt_neox": NEOX,
+    "bloom": NEOX,
+    "falcon": NEOX | {r"query_key_value\.(weight|bias)": blocks(HEADS, 1, 1)},
+    "falcon-40b": NEOX | {r"query_key_value\.(weight|bias)": falcon_groups},
+    "falcon-rw": NEOX,
+    "bert": BERT,
+    "roberta": BERT,
+    "electra": BERT | {r"generator_lm_head\.(weight|bias)": vocab},
+    "t5": {
+        r"(shared|embed_tokens|lm_head)\.weight": vocab,
+        r"\w+Attention\.[qkv]\.weight": blocks(HEADS),
+        r"\w+Attention\.o\.weight": blocks(HEADS, dim=1),
+        r"relative_attention_bias\.weight": along(1),
+        r"DenseReluDense\.wi(_[01])?\.weight": along(0),
+        r"DenseReluDense\.wo\.weight": along(1),
+    },
+}  # fmt: skip
+
+#: Further model types to the entry above with the same shards.
+_SAME_SHARDS = {
+    "llama": (
+        "apertus",
+        "arcee",
+        "cohere2",
+        "cwm",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "granite",
+        "granite_swa",
+        "helium",
+        "hunyuan_v1_dense",
+        "jais2",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "nemotron",
+        "olmo",
+        "seed_oss",
+        "smollm3",
+        "vaultgemma",
+    ),
+    "olmo2": ("olmo3",),
+    "phi3": ("glm",),
+    "qwen2_moe": (
+        "kolibri1",
+        "mellum",
+    ),
+    "mixtral": ("phimoe",),
+    "cohere2_moe": ("cohere2_moe",),
+    "minimax_m2": ("minimax_m2",),
+    "granitemoe": (
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoeshared",
+    ),
+    "bart": (
+        "bart",
+        "blenderbot",
+        "blenderbot-small",
+        "m2m_100",
+        "marian",
+        "mbart",
+        "mvp",
+        "pegasus",
+        "plbart",
+        "whisper",
+    ),
+    "opt": (
+        "biogpt",
+        "opt",
+        "xglm",
+    ),
+    "olmoe": ("flex_olmo",),
+    "glm4_moe": (
+        "afmoe",
+        "hy_v3",
+        "solar_open",
+    ),
+    "deepseek_v3": ("deepseek_v32",),
+    "bert": (
+        "ernie",
+        "megatron-bert",
+        "roformer",
+    ),
+    "roberta": (
+        "bert-generation",
+        "camembert",
+        "data2vec-text",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+    ),
+    "t5": (
+        "mt5",
+        "umt5",
+    ),
+}
+#: Models of models.py whose type has no entry of its own.
+_LIKE = {
+    "qwen2": "llama", "qwen3": "llama", "stablelm": "llama", "glm4": "phi3", "qwen3_moe": "qwen2_moe",
+    "deepseek_v2": "deepseek_v3",
+}  # fmt: skip
+OTHER_TYPES = [(model_type, shards) for shards, types in _SAME_SHARDS.items() for model_type in types]
+
+
+@pytest.fixture(scope="module")
+def split(checkpoint, tmp_path_factory) -> Callable[[str, int], Path]:
+    """The split checkpoint of a model by its name in models.py and tp, made once."""
+
+    @cache
+    def make(name: str, tp: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"{name}-tp{tp}") / "split"
+        shardconv.split(checkpoint(name), folder, tp=tp)
+        return folder
+
+    return make
+
+
+def rank_files(folder: Path, tp: int) -> list[Tensors]:
+    return [load_file(folder / f"rank-{rank}-of-{tp}.safetensors") for rank in range(tp)]
+
+
+def is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors of any dtype have equal bits, also of NaN."""
+    same_kind = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    return same_kind and torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (ours, theirs)))
+
+
+def check_shards(source: Path, folder: Path, tp: int, cuts: Cuts) -> None:
+    """Compare every shard of every tensor with the expected one."""
+    ranks = rank_files(folder, tp)
+    for name, tensor in read(source).items():
+        cut = next((cut for pattern, cut in cuts.items() if re.search(rf"(^|\.){pattern}$", name)), whole)
+        expected = cut(tensor, tp)
+        for rank in range(tp):
+            assert is_same(ranks[rank][name], expected[rank]), f"{name} of rank {rank}, {tuple(tensor.shape)}"
+    assert all(rank.keys() == read(source).keys() for rank in ranks)
+
+
+@pytest.mark.parametrize("tp", TPS)
+@pytest.mark.parametrize("name", MODELS)
+def test_shards_follow_from_the_modeling_code(name, tp, checkpoint, split):
+    model_type = name.partition("-")[0]
+    check_shards(checkpoint(name), split(name, tp), tp, CUTS.get(name) or CUTS[_LIKE.get(model_type, model_type)])
+
+
+@pytest.mark.parametrize(("model_type", "shards"), OTHER_TYPES)
+def test_other_types_with_the_same_shards(model_type, shards, tmp_path):
+    source = plain(model_type).write(tmp_path / "source")
+    shardconv.split(source, tmp_path / "split", tp=4)
+    check_shards(source, tmp_path / "split", 4, CUTS[shards])
+
+
+@pytest.mark.parametrize("tp", TPS)
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip(name, tp, checkpoint, split, tmp_path):
+    shardconv.merge(split(name, tp), tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(checkpoint(name))
+    assert shardconv.verify(split(name, tp), against=checkpoint(name)).differences == ()
+
+
+#: One model of each family, and the most different models of one family.
+REPRESENTATIVES = [name for name in MODELS if name in CUTS] + ["falcon-7b", "deepseek_v3-hub"]
+
+
+def test_each_model_type_has_one_family():
+    served = [model_type for name in family_names() for model_type in load_family(name).model_types]
+    assert len(served) == len(set(served))
+
+
+@pytest.mark.parametrize("name", [name for name in family_names() if name != NAMES_FAMILY])
+def test_head_counts_are_checked_against_the_config(name):
+    """Without units from the config, boundaries inside of heads or a wrong config would be accepted."""
+    for rule in load_family(name).rules:
+        if rule.style == "colwise" and re.search(
+            r"(attn|attention)\}?\.(\{[^}]*\b)?(q|k|v|query|key|value)\b", rule.pattern
+        ):
+            assert rule.unit, rule
+
+
+@pytest.mark.parametrize("name", [name for name in REPRESENTATIVES if MODELS[name].rewrite is None])
+def test_round_trip_of_several_source_files(name, tmp_path):
+    source = MODELS[name].write(tmp_path / "source", max_shard_size="60KB")
+    assert len(list(source.glob("model-*-of-*.safetensors"))) > 2
+    shardconv.split(source, tmp_path / "split", tp=4)
+    shardconv.merge(tmp_path / "split", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+    assert shardconv.verify(tmp_path / "split", against=source).differences == ()
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize("name", REPRESENTATIVES)
+def test_reshard_equals_a_split_of_the_source(name, old, new, split, tmp_path):
+    shardconv.reshard(split(name, old), tmp_path / "resharded", tp=new)
+    assert contents(tmp_path / "resharded") == contents(split(name, new))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_limit_the_supported_tp_sizes(name, checkpoint):
+    """Boundaries between rows would allow more sizes: 16, and with 96 rows also 3 and 6."""
+    assert shardconv.report_plan(checkpoint(name)).supported_tp == TPS
+
+
+def test_error_for_an_unsupported_tp_names_the_supported_sizes(checkpoint):
+    with pytest.raises(PlanError, match=r"2 is not a multiple of 3, nor is 3 a multiple of 2 .*Use --tp 1, 2, 4, 8\."):
+        shardconv.make_plan(checkpoint("llama"), tp=3)
+    with pytest.raises(PlanError, match=r"8 is not a multiple of 16 \(.*num_attention_heads=8"):
+        shardconv.make_plan(checkpoint("falcon-40b"), tp=16)
+
+
+def test_boundaries_inside_fp8_blocks_are_refused(checkpoint, tmp_path):
+    """With blocks of 16 rows: heads of 40 rows in kv_b_proj end inside of a block."""
+    tensors = read(checkpoint("deepseek_v3-hub"))
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        weight = tensors[name.removesuffix("_scale_inv")]
+        tensors[name] = torch.rand([-(-size // 16) for size in weight.shape])
+    (tmp_path / "config.json").write_bytes((checkpoint("deepseek_v3-hub") / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(PlanError, match="weight_block_size"):
+        shardconv.make_plan(tmp_path, tp=2)
+    change_config(tmp_path, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}})
+    with pytest.raises(
+        PlanError, match=r"320 / 8 = 40 output features per rank is not a multiple of the 16-wide scale block"
+    ):
+        shardconv.make_plan(tmp_path, tp=8)
+
+
+def test_unsupported_quantization_is_refused(checkpoint, tmp_path):
+    copied = altered(checkpoint("llama"), tmp_path, {"quantization_config": {"quant_method": "gptq"}})
+    with pytest.raises(PlanError, match="quantization 'gptq' is not supported"):
+        shardconv.make_plan(copied, tp=2)
+
+
+def altered(source: Path, folder: Path, fields: dict[str, object]) -> Path:
+    """A copy of a checkpoint with other fields in its config."""
+    for name, data in contents(source).items():
+        (folder / name).write_bytes(data)
+    change_config(folder, fields)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llama", {"num_attention_heads": 4, "hidden_size": 128}),
+        ("llama", {"num_key_value_heads": 4}),
+        ("llama", {"intermediate_size": 48}),
+        ("llama", {"num_attention_heads": None}),
+        ("llama", {"num_attention_heads": "8"}),
+        ("phi3", {"num_key_value_heads": HEADS}),
+        ("falcon-40b", {"new_decoder_architecture": False}),
+        ("falcon-7b", {"multi_query": False}),
+        ("gpt_bigcode", {"multi_query": False}),
+        ("deepseek_v3", {"v_head_dim": 8}),
+        ("qwen3_moe-packed", {"moe_intermediate_size": 32}),
+        ("t5", {"num_heads": 4}),
+    ],
+)
+def test_config_of_another_checkpoint_is_refused(name, fields, checkpoint, tmp_path):
+    with pytest.raises(PlanError, match="--config"):
+        shardconv.make_plan(altered(checkpoint(name), tmp_path, fields), tp=2)
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt2", "gpt_neox", "falcon-7b", "qwen3_moe-packed"])
+def test_fused_tensors_without_a_family_are_refused(name, checkpoint, tmp_path):
+    with pytest.raises(PlanError, match=r"by its name it is a fused tensor.*--rules.*--replicate"):
+        shardconv.make_plan(altered(checkpoint(name), tmp_path, {"model_type": "unheard_of"}), tp=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3_moe"])
+def test_plan_by_tensor_names_equals_the_plan_of_the_family(name, checkpoint, tmp_path):
+    unknown = altered(checkpoint(name), tmp_path, {"model_type": "unheard_of"})
+    for tp in TPS:
+        plan = shardconv.make_plan(unknown, tp=tp)
+        known = shardconv.make_plan(checkpoint(name), tp=tp)
+        assert plan.assumed == ("model type 'unheard_of' has no family: planned by the names of its tensors",)
+        assert all(plan.placement(tensor) == known.placement(tensor) for tensor in known.tensors)
+
+
+def test_latent_attention_is_not_planned_by_name(checkpoint, tmp_path):
+    with pytest.raises(PlanError, match=r"its output features are not|no rule of family by_name"):
+        shardconv.make_plan(altered(checkpoint("deepseek_v2"), tmp_path, {"model_type": "unheard_of"}), tp=2)
+
+
+def bare(path: Path, *, heads: int, kv_heads: int, head_dim: int) -> Path:
+    """Write one file with Llama's names, without a config."""
+    hidden, prefix = 64, "model.layers.0"
+    tensors = {
+        f"{prefix}.self_attn.q_proj.weight": torch.randn(heads * head_dim, hidden),
+        f"{prefix}.self_attn.k_proj.weight": torch.randn(kv_heads * head_dim, hidden),
+        f"{prefix}.self_attn.v_proj.weight": torch.randn(kv_heads * head_dim, hidden),
+        f"{prefix}.self_attn.o_proj.weight": torch.randn(hidden, heads * head_dim),
+        f"{prefix}.mlp.up_proj.weight": torch.randn(96, hidden),
+        f"{prefix}.mlp.down_proj.weight": torch.randn(hidden, 96),
+        f"{prefix}.input_layernorm.weight": torch.randn(hidden),
+        "model.embed_tokens.weight": torch.randn(VOCAB, hidden),
+    }
+    save_file(tensors, path)
+    return path
+
+
+HEAD_DIM_IS_UNKNOWN = "head_dim is unknown (no config.json): assuming it is at most 512. Pass --head-dim or --config."
+
+
+def test_error_without_a_config_has_the_remedy_first_and_marks_assumptions(tmp_path):
+    """8 KV heads of 128 elements, which by the file may be 2 of 512."""
+    source = bare(tmp_path / "m.safetensors", heads=32, kv_heads=8, head_dim=128)
+    with pytest.raises(shardconv.PlanError) as caught:
+        shardconv.make_plan(source, tp=8)
+    assert str(caught.value) == (
+        f"model.layers.0.self_attn.k_proj.weight: {HEAD_DIM_IS_UNKNOWN} Under this assumption 2 is not a multiple of 8 "
+        "(head_dim=512 assumed, num_key_value_heads=2 assumed). Otherwise use --tp 1, 2."
+    )
+    reasons = {planned.describe() for planned in shardconv.make_plan(source, tp=2).tensors.values()}
+    assert any("(head_dim=512 assumed, num_key_value_heads=2 assumed)" in reason for reason in reasons)
+    assert not any("head_dim=512," in reason for reason in reasons)
+    told = shardconv.make_plan(source, tp=8, head_dim=128)
+    assert "head_dim=128, num_key_value_heads=8" in told.tensors["model.layers.0.self_attn.k_proj.weight"].describe()
+    assert "assumed" not in "".join(planned.describe() for planned in told.tensors.values())
+
+
+def test_error_without_a_config_does_not_propose_head_dim_if_it_would_not_help(tmp_path):
+    source = bare(tmp_path / "m.safetensors", heads=8, kv_heads=8, head_dim=512)
+    with pytest.raises(shardconv.PlanError) as caught:
+        shardconv.make_plan(source, tp=64, replicate=("**.self_attn.*",))
+    assert "--head-dim" not in str(caught.value)
+    assert ". Use --tp 1, 2, 4, 8, 16, 32." in str(caught.value)
+
+
+def test_without_a_config_powers_of_two_are_supported(tmp_path):
+    source = bare(tmp_path / "m.safetensors", heads=24, kv_heads=8, head_dim=128)
+    report = shardconv.report_plan(source)
+    assert report.supported_tp == (1, 2)
+    assert report.assumed[0] == HEAD_DIM_IS_UNKNOWN
+    assert report.assumed[1].startswith("a checkpoint without a config has no family: ")
+    blocked = {entry.tp: entry.reason for entry in report.blocked_tp}
+    assert blocked[3] == f"{HEAD_DIM_IS_UNKNOWN} Until then only powers of two are supported"
+    assert blocked[4].startswith(f"{HEAD_DIM_IS_UNKNOWN} Under this assumption 2 is not a multiple of 4 (")
+    assert set(TPS[:3]) < set(shardconv.report_plan(source, head_dim=128).supported_tp)
+    assert 8 not in shardconv.report_plan(source, head_dim=256).supported_tp
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(8, 2, 64), (12, 4, 96), (6, 6, 80), (8, 1, 32), (16, 8, 256), (4, 2, 512)]
+)
+def test_without_a_config_no_boundary_is_inside_a_head(heads, kv_heads, head_dim, tmp_path):
+    source = bare(tmp_path / "m.safetensors", heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    told = shardconv.report_plan(source, head_dim=head_dim).supported_tp
+    guessed = shardconv.report_plan(source).supported_tp
+    assert 1 in guessed
+    assert set(guessed) <= set(told)
+    for tp in guessed:
+        ours, theirs = shardconv.make_plan(source, tp=tp), shardconv.make_plan(source, tp=tp, head_dim=head_dim)
+        assert all(ours.placement(name) == theirs.placement(name) for name in ours.tensors)
+
+
+def test_norm_over_all_heads_is_not_planned_by_name(checkpoint, tmp_path):
+    """It has the name of a norm over one head, which is replicated; only their sizes differ."""
+    unknown = altered(checkpoint("olmo2"), tmp_path, {"model_type": "unheard_of"})
+    with pytest.raises(shardconv.PlanError, match=r"[qk]_norm\.weight: shape .* does not end in head_dim"):
+        shardconv.make_plan(unknown, tp=2)
+
+
+@pytest.mark.parametrize("name", ["self_attn.attn_sub_norm", "mlp.ffn_sub_norm", "self_attn.norm", "mlp.ffn_layernorm"])
+def test_norm_over_sharded_features_is_not_planned_by_name(tmp_path, name):
+    """Whether its weight is sharded depends on its input, which the name does not determine."""
+    source = bare(tmp_path / "m.safetensors", heads=8, kv_heads=2, head_dim=64)
+    save_file({**load_file(source), f"model.layers.0.{name}.weight": torch.randn(96)}, source)
+    with pytest.raises(PlanError, match=rf"{name}.weight .* its name alone does not determine how to shard it"):
+        shardconv.make_plan(source, tp=2)
+
+
+def test_head_dim_is_inferred_from_a_norm_over_each_head(checkpoint, tmp_path):
+    source = tmp_path / "model.safetensors"
+    source.write_bytes((checkpoint("qwen3") / "model.safetensors").read_bytes())
+    assert shardconv.make_plan(source, tp=8).assumed[0].startswith("head_dim = 16, from the shape of model.layers.0.")
+
+
+def test_projections_with_different_features_are_not_planned_by_name(tmp_path):
+    source = bare(tmp_path / "m.safetensors", heads=8, kv_heads=2, head_dim=64)
+    tensors = load_file(source)
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.randn(64, 96)  # stored (in, out)
+    save_file(tensors, source)
+    with pytest.raises(PlanError, match="its output features are not the input features of"):
+        shardconv.make_plan(source, tp=2)
+
+
+TOML_PLAN = """
+[units]
+pair = { size = 2 }
+
+[rules]
+"model.layers.*.mlp.down_proj" = { style = "replicate" }
+"model.layers.*.mlp.{gate_proj,up_proj}" = { style = "colwise", unit = "pair" }
+"model.layers.*.self_attn.q_proj" = { style = "colwise", unit = "query_head" }
+"""
+JSON_PLAN = json.dumps({
+    "units": {"pair": {"size": 2}},
+    "rules": {
+        "model.layers.*.mlp.down_proj": {"style": "replicate"},
+        "model.layers.*.mlp.{gate_proj,up_proj}": {"style": "colwise", "unit": "pair"},
+        "model.layers.*.self_attn.q_proj": {"style": "colwise", "unit": "query_head"},
+    },
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), [("mine.toml", TOML_PLAN), ("mine.json", JSON_PLAN)])
+def test_plan_file_takes_precedence_over_the_family(name, text, checkpoint, tmp_path):
+    """Its rules may use the units of the family, and are tried first."""
+    (tmp_path / name).write_text(text)
+    shardconv.split(checkpoint("llama"), tmp_path / "split", tp=2, rules=tmp_path / name)
+    check_shards(checkpoint("llama"), tmp_path / "split", 2, LLAMA | {r"down_proj\.weight": whole})
+    plan = shardconv.make_plan(checkpoint("llama"), tp=2, rules=tmp_path / name)
+    assert plan.family == "llama"
+    assert plan.tensors["model.layers.1.mlp.down_proj.weight"].reason.origin == f"plan file {name}"
+    shardconv.reshard(tmp_path / "split", tmp_path / "split4", tp=4)
+    check_shards(checkpoint("llama"), tmp_path / "split4", 4, LLAMA | {r"down_proj\.weight": whole})
+
+
+def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
+    """Its own rules must match a tensor; inherited rules need not."""
+    unknown = altered(checkpoint("phi3"), tmp_path, {"model_type": "unheard_of"})
+    (tmp_path / "mine.toml").write_text('inherits = "phi3"\n[rules]\n"lm_head" = { style = "replicate" }\n')
+    plan = shardconv.make_plan(unknown, tp=2, rules=tmp_path / "mine.toml")
+    known = shardconv.make_plan(unknown, tp=2, rules="phi3", replicate=("lm_head",))
+    assert plan.assumed == (
+        "rules of mine.toml are tried first; shardconv plan --prove compares outputs",
+        "mine.toml replaces rules of the family for 1 tensors: lm_head.weight (replicate instead of embedding_rowwise)",
+    )
+    assert known.assumed[0].startswith(
+        "lm_head is replicated as requested, and layers that depend on it may be sharded"
+    )
+    assert all(plan.placement(name) == known.placement(name) for name in known.tensors)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[rules]\n"model.nothing" = { style = "replicate" }', "'model.nothing' matches no tensor"),
+        ('[rules]\n"lm_head" = { style = "replicate", rows = 1 }', "key 'rows' is unknown"),
+        ('[rules]\n"lm_head" = { style = "sideways" }', "style 'sideways' is unknown"),
+        ('[rules]\n"lm_head" = { unit = "query_head" }', "style is missing"),
+        ('[rules]\n"lm_head" = { style = "colwise", unit = "tail" }', "there is no unit 'tail'"),
+        (
+            '[rules]\n"lm_head" = { style = "colwise", parts = ["query_head"] }',
+            "parts are required for packed styles",
+        ),
+        ('[rules]\n"lm_head" = { style = "packed_colwise", parts = [["x"]] }', "parts is not a list of unit names"),
+        ('[rules]\n"lm_head" = { style = "colwise", when = { a = [1] } }', "when compares fields with"),
+        ('[rules]\n"lm_head" = "replicate"', "is not a table"),
+        ('[rules]\n"lm_head" = { style = "colwise", beside = "x" }', "its rule reads the rows of"),
+        ('[modules]\n"lm_head" = { at_most = { x = ["q_proj"] } }', "at_most needs"),
+        ('[modules]\n"x" = { inputs = { y = { dim = 0, parts = ["query_head"] } } }', "key 'parts' is unknown"),
+        ('[modules]\n"x" = { inputs = { y = { dim = 0, unit = "query_head", item = 1 } } }', "key 'item' is unknown"),
+        ('[modules]\n"x" = { inputs = { y = { dim = -1, unit = "query_head" } } }', "dim is negative without size"),
+        ('[modules]\n"x" = { inputs = { y = { unit = "query_head" } } }', "dim is missing"),
+        ('[modules]\n"x" = { output = { dim = 0, parts = ["query_head"] } }', "key 'parts' is unknown"),
+        ('[modules]\n"x" = { slices = { y = { dim = 0, unit = "query_head", size = 2 } } }', "key 'size' is unknown"),
+        ('[modules]\n"x" = { slices = { y = { dim = 0, unit = "query_head", item = 4 } } }', "key 'item' is unknown"),
+        ('[blocks]\n"model.layers.{*.mlp" = "mlp"', r"blocks 'model.layers.\{\*.mlp': braces are unbalanced"),
+        ('[modules]\n"{x" = { copied_input = true }', r"modules '\{x': braces are unbalanced"),
+        ('[modules]\n"x" = { gathers = ["y}"] }', r"modules 'x': braces are unbalanced"),
+        ('[parts]\n"x}" = "text_config"', r"part 'x\}': braces are unbalanced"),
+        ('model_types = ["llama"]', "key 'model_types' is unknown"),
+        ('gathered = "a reason"', "key 'gathered' is unknown"),
+        ("[config]\nhead_dims = 8", r"plan file mine\.toml: \[config\] head_dims: no rule reads this field"),
+        (
+            '[parts]\n"model.vision" = "vision_config"',
+            "part 'model.vision': the config has no nested config 'vision_config'",
+        ),
+        ("[ruls]", "key 'ruls' is unknown"),
+        ('[units]\nhead = { count = "a ** b" }', "is not an expression"),
+        ('[config]\nhead_dim = "head_dim"\n[rules]\n', ""),
+        ('inherits = "nothing"', "no family 'nothing'"),
+        ("rules = 1", "wrong type"),
+        ("[rules", "is not TOML"),
+    ],
+)
+def test_invalid_plan_files_are_refused(text, message, checkpoint, tmp_path):
+    (tmp_path / "mine.toml").write_text(text)
+    source = altered(checkpoint("llama"), tmp_path, {"head_dim": None} if "head_dim =" in text else {})
+    with pytest.raises(PlanError, match=message or "refer to each other in a cycle"):
+        shardconv.make_plan(source, tp=2, rules=tmp_path / "mine.toml")
+
+
+def test_replicate_names_or_patterns(checkpoint):
+    plan = shardconv.make_plan(checkpoint("llama"), tp=2, replicate=("model.layers.1.mlp.*", "lm_head"))
+    replicated = {name for name, placed in plan.tensors.items() if placed.reason.origin == "--replicate"}
+    mlp = {f"model.layers.1.mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
+    assert replicated == {"lm_head.weight", *mlp}
+    assert all(plan.placement(name).dim is None for name in replicated)
+    with pytest.raises(PlanError, match="'lm_haed' matches no tensor"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, replicate=("lm_haed",))
+
+
+def test_family_option(checkpoint):
+    with pytest.raises(PlanError, match="no rule of family gpt2 matches it"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules="gpt2")
+    with pytest.raises(PlanError, match=r"there is no family 'lama' \(similar names: llama"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules="lama")
+
+
+def test_transformers_saves_a_tensor_for_each_expert(checkpoint):
+    """In memory they are packed; the packed models of models.py have the other form on disk."""
+    for name in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"):
+        written, packed = read(checkpoint(name)), read(checkpoint(f"{name}-packed")) if name in MODELS else {}
+        assert len([tensor for tensor in written if re.search(r"layers\.1\..*\.experts\.\d+\.", tensor)]) == 3 * EXPERTS
+        assert "model.layers.1.mlp.experts.gate_up_proj" in packed

@@ -1,0 +1,364 @@
+"""Rules applied to tensors: scales and their weights, patterns with numbers, invalid values."""
+
+import json
+
+import pytest
+
+import shardconv
+from shardconv.checkpoint.header import num_bytes
+from shardconv.errors import PlanError
+from shardconv.plan.family_file import load_family, parse_plan_file
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.resolve import Resolver
+from shardconv.plan.submodels import rules_for
+from tests.support.checkpoints import safetensors_bytes, write_config, write_weights
+
+
+def fp8(path, plan: str, tmp_path, *, rows: int = 256, columns: int = 1024) -> dict[str, object]:
+    """Write an FP8 weight with its block scales, without a config, and a plan file for it."""
+    specs = {
+        "down.weight": ("F8_E4M3", (rows, columns)),
+        "down.weight_scale_inv": ("F32", (-(-rows // 128), -(-columns // 128))),
+    }
+    header, end = {}, 0
+    for name, (dtype, shape) in specs.items():
+        start, end = end, end + num_bytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
+    path.write_bytes(safetensors_bytes(header, bytes(end)))
+    (tmp_path / "plan.toml").write_text(plan)
+    (tmp_path / "fp8.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    return {"rules": tmp_path / "plan.toml", "config": tmp_path / "fp8.json"}
+
+
+@pytest.mark.parametrize("pattern", ["down", "down.*"])
+def test_scale_is_sharded_like_its_weight(pattern, tmp_path):
+    source = tmp_path / "m.safetensors"
+    options = fp8(source, f'[rules]\n"{pattern}" = {{ style = "rowwise" }}', tmp_path)
+    plan = shardconv.make_plan(source, tp=2, **options)
+    assert [plan.placement(name).ranks[1] for name in ("down.weight", "down.weight_scale_inv")] == [
+        ((512, 1024),),
+        ((4, 8),),
+    ]
+    assert "FP8 block size is not in the config: assuming 128 by 128" in plan.assumed
+    with pytest.raises(
+        shardconv.PlanError, match=r"1024 / 16 = 64 input features per rank is not a multiple of the 128-w"
+    ):
+        shardconv.make_plan(source, tp=16, **options)
+
+
+@pytest.mark.parametrize("name", ["down.weight", "down.weight_scale_inv"])
+def test_different_rules_for_a_scale_and_its_weight_are_refused(name, tmp_path):
+    source = tmp_path / "m.safetensors"
+    options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
+    with pytest.raises(shardconv.PlanError, match="add a rule for their module, 'down'"):
+        shardconv.make_plan(source, tp=2, replicate=(name,), **options)
+    plan = shardconv.make_plan(source, tp=2, replicate="d*n", rules="llama", config=options["config"])
+    assert plan.placement("down.weight").dim is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers"), [("1*", [1]), ("*0", [0]), ("{0,1}", [0, 1]), ("1", [1]), ("*", [0, 1])]
+)
+def test_patterns_with_numbers_match_only_those_layers(pattern, layers, checkpoint):
+    name = "model.layers.{}.mlp.down_proj"
+    plan = shardconv.make_plan(checkpoint("llama"), tp=2, replicate=(name.format(pattern),))
+    whole = [layer for layer in (0, 1) if plan.placement(f"{name.format(layer)}.weight").dim is None]
+    assert whole == layers
+
+
+def test_rule_whose_condition_is_false_matches_no_tensor(checkpoint, tmp_path):
+    """The family has a rule with the same pattern, which matches; the rule of the plan file is an error."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[rules]\n"model.layers.*.mlp.down_proj" = { style = "replicate", when = { foo = true } }')
+    with pytest.raises(shardconv.PlanError, match="down_proj' matches no tensor"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
+
+
+@pytest.mark.parametrize("tp", [0, -1, 2.0, True, 10**9])
+def test_invalid_tp_is_refused(tp, checkpoint):
+    with pytest.raises(shardconv.PlanError, match="an integer from 1"):
+        shardconv.make_plan(checkpoint("llama"), tp=tp)
+
+
+@pytest.mark.parametrize("block", [[0, 0], 128, ["a", "b"], [128], [128, 128, 128]])
+def test_invalid_block_sizes_are_refused(block, tmp_path):
+    source = tmp_path / "m.safetensors"
+    options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+    options["config"].write_text(json.dumps(config))
+    with pytest.raises(shardconv.PlanError, match="weight_block_size is needed"):
+        shardconv.make_plan(source, tp=2, **options)
+
+
+def test_packed_experts_are_not_planned_by_name(tmp_path):
+    """The name does not determine which of three dims is the output."""
+    source = tmp_path / "m.safetensors"
+    header = {"experts.down_proj": {"dtype": "U8", "shape": [4, 8, 6], "data_offsets": [0, 192]}}
+    source.write_bytes(safetensors_bytes(header, bytes(192)))
+    with pytest.raises(shardconv.PlanError, match="does not determine which dim to shard"):
+        shardconv.make_plan(source, tp=2)
+
+
+@pytest.mark.parametrize("config", [{"model_type": "my_vlm", "hidden_size": 64, "num_attention_heads": 8}, None])
+def test_config_that_describes_one_of_two_towers(tmp_path, config):
+    """Its head counts are not used for the other tower, where boundaries would be inside of heads."""
+    names = [f"{tower}.layers.0.self_attn.{name}_proj.weight" for tower in ("text", "vision") for name in "qkvo"]
+    write_weights(tmp_path / "model.safetensors", dict.fromkeys(names, ("BF16", (64, 64))))
+    if config is not None:
+        write_config(tmp_path, config)
+    with pytest.raises(shardconv.PlanError, match=r"Pass --head-dim, or --rules FILE.*1 is not a multiple of 2"):
+        shardconv.make_plan(tmp_path, tp=2)
+    plan = shardconv.make_plan(tmp_path, tp=2, head_dim=32)
+    assert plan.placement(names[4]).shard_shape((64, 64), 0) == (32, 64)
+
+
+@pytest.mark.parametrize("pattern", ["{model.normX", "model.norm}", "model.{norm,{a}}"])
+def test_patterns_with_unbalanced_braces_are_refused(checkpoint, tmp_path, pattern):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f'[rules]\n"{pattern}" = {{ style = "replicate" }}')
+    with pytest.raises(shardconv.PlanError, match=r"braces are unbalanced"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
+    with pytest.raises(shardconv.PlanError, match=r"--replicate.*braces are unbalanced"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, replicate=[pattern])
+
+
+def test_very_long_expression_is_refused(checkpoint, tmp_path):
+    plan = tmp_path / "plan.toml"
+    count = "+".join("1" * 5000)
+    plan.write_text(f'[units]\nu = {{ count = "{count}" }}')
+    with pytest.raises(shardconv.PlanError, match="is not an expression, or too long"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
+
+
+def test_checkpoint_without_tensors(tmp_path):
+    report = shardconv.report_plan(write_weights(tmp_path / "m.safetensors", {}), tp=2)
+    assert (report.rank_bytes, report.tensors) == ((0, 0), ())
+
+
+def test_defaults_are_evaluated_once(checkpoint, tmp_path):
+    """Otherwise the time would double with each level."""
+    plan = tmp_path / "plan.toml"
+    levels = "".join(f'a{n} = "a{n + 1} + a{n + 1}"\n' for n in range(200))
+    rules = '[units]\nu = { count = "a0" }\n[rules]\n"lm_head" = { style = "colwise", unit = "u" }'
+    plan.write_text(f"[config]\n{levels}a200 = 1\n{rules}")
+    with pytest.raises(shardconv.PlanError, match="elements; rule 'lm_head'"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
+
+
+def test_segments_of_a_convolution_and_head_counts_by_the_rows_of_another_layer(tmp_path):
+    """Segments of channels are sharded along dim 0; layers with heads of two sizes are split between their heads."""
+    weights = {"conv": ("F32", (12, 1, 3))}
+    for layer, size in enumerate((4, 8)):
+        weights[f"layers.{layer}.q_proj.weight"] = ("F32", (4 * size, 6))
+        weights[f"layers.{layer}.k_proj.weight"] = ("F32", (2 * size, 6))
+    write_weights(tmp_path / "model.safetensors", weights)
+    write_config(tmp_path, {"hidden_size": 16, "num_attention_heads": 4})
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        """[units]
+        query = { count = 4, size = "rows // 4" }
+        key = { size = "rows // 4", copies = true }
+        a = { count = 4 }
+        b = { count = 8 }
+        [rules]
+        "conv" = { style = "by_rows", parts = ["a", "b"] }
+        "layers.*.q_proj" = { style = "colwise", unit = "query", beside = "q_proj" }
+        "layers.*.k_proj" = { style = "colwise", unit = "key", beside = "q_proj" }
+        """
+    )
+    planned = shardconv.make_plan(tmp_path, tp=4, rules=plan)
+    assert [(entry.start, entry.stop) for entry in planned.placement("conv").ranks[1]] == [(1, 2), (6, 8)]
+    for layer, size in enumerate((4, 8)):
+        assert planned.placement(f"layers.{layer}.q_proj.weight").shard_shape((4 * size, 6), 3) == (size, 6)
+        keys = planned.placement(f"layers.{layer}.k_proj.weight")
+        assert [entries[0].start for entries in keys.ranks] == [0, 0, size, size]
+
+
+def test_depth_of_nested_configs_is_limited():
+    """Otherwise the work would double with each level."""
+    config = {"model_type": "llava"}
+    for level in range(40):  # alternating types, as a nested config of the same type is the text model
+        config = {"model_type": "llava" if level % 2 else "llava_next", "text_config": config}
+    with pytest.raises(PlanError, match="submodels are nested too deep"):
+        resolve({"lm_head.weight": TensorSpec("F32", (8, 8))}, config, PlanRequest())
+
+
+def test_submodel_may_name_its_family():
+    text = {"model_type": "another", "num_attention_heads": 4, "v_head_dim": 8}
+    tensors = {
+        "language_model.model.blocks.0.self_attn.o_proj.weight": TensorSpec("F32", (64, 32)),
+        "lm_head.weight": TensorSpec("F32", (96, 64)),
+    }
+    plan = Resolver(tensors, rules_for(load_family("kimi_k25"), {"text_config": text})).plan(2)
+    assert [planned.placement.dim for planned in plan.tensors.values()] == [1, 0]
+
+
+@pytest.mark.parametrize("part", ["3", "{ config = 'text_config' }", "{ config = 'text_config', kind = 'llama' }"])
+def test_invalid_submodels_are_refused(part):
+    with pytest.raises(PlanError, match=r"part 'text': .* expected a config field, or config and family"):
+        parse_plan_file("plan.toml", f"[parts]\ntext = {part}\n")
+
+
+def test_norms_with_a_row_for_each_head_are_sharded_by_rows():
+    config = {"model_type": "chameleon", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    names = ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
+    tensors = {
+        f"model.layers.0.self_attn.{name}": TensorSpec("F32", (4 if name[0] == "q" else 2, 16)) for name in names
+    }
+    plan = Resolver(tensors, rules_for(load_family("chameleon"), config)).plan(4)
+    held = [(planned.placement.dim, planned.placement.local_size(0)) for planned in plan.tensors.values()]
+    assert held == [(0, 1)] * 4
+
+
+def test_repeated_segments_are_sharded_one_by_one(tmp_path):
+    """Experts are concatenated in one matrix; a nested config has their sizes."""
+    write_weights(tmp_path / "model.safetensors", {"w1": ("F32", (3 * 8, 4))})
+    write_config(tmp_path, {"model_type": "mine", "ffn": {"moe": {"experts": 3}, "width": 8}})
+    plan = tmp_path / "plan.toml"
+    rule = '"w1" = { style = "packed_colwise", parts = ["ffn"], repeats = "ffn.moe.experts" }'
+    plan.write_text(f'[units]\nffn = {{ count = "ffn.width" }}\n[rules]\n{rule}')
+    placement = shardconv.make_plan(tmp_path, tp=2, rules=plan).placement("w1")
+    assert placement.ranks == (((0, 4), (8, 12), (16, 20)), ((4, 8), (12, 16), (20, 24)))
+    with pytest.raises(shardconv.PlanError, match="8 is not a multiple of 3"):
+        shardconv.make_plan(tmp_path, tp=3, rules=plan)
+    plan.write_text(plan.read_text().replace("ffn.width", "ffn.height"))
+    with pytest.raises(shardconv.PlanError, match=r"config field ffn\.height is missing"):
+        shardconv.make_plan(tmp_path, tp=2, rules=plan)
+
+
+def test_fields_of_nested_configs_have_defaults_and_conditions(tmp_path):
+    write_weights(tmp_path / "model.safetensors", {"w1": ("F32", (8, 4))})
+    write_config(tmp_path, {"model_type": "mine", "ffn": {"kind": "glu"}})
+    plan = tmp_path / "plan.toml"
+    whole = '{ style = "replicate", when = { "ffn.kind" = "mlp" }, optional = true }'
+    rules = f'"w1" = [{whole}, {{ style = "colwise", unit = "ffn" }}]'
+    plan.write_text(f'[config]\n"ffn.width" = 8\n[units]\nffn = {{ count = "ffn.width" }}\n[rules]\n{rules}')
+    assert shardconv.make_plan(tmp_path, tp=2, rules=plan).placement("w1").ranks == (((0, 4),), ((4, 8),))
+
+
+@pytest.mark.parametrize("expression", ["a.b()", "a[0].b", "(a + b).c", "1 .real", "a..b"])
+def test_invalid_expressions_are_refused(checkpoint, tmp_path, expression):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f'[units]\nu = {{ count = "{expression}" }}')
+    with pytest.raises(shardconv.PlanError, match="is not an expression"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
+
+
+def test_rule_with_dims_replicates_tensors_with_fewer_dims():
+    shapes = {"kernel": (6, 3, 3, 3), "matrix": (5, 4), "token": (1, 4, 6), "scale": (6,), "count": ()}
+    specs = {name: TensorSpec("F32", shape) for name, shape in shapes.items()}
+    rule = '[rules]\n"**.*" = { style = "gathered", pad = true, dims = 2 }'
+    plan = resolve(specs, None, PlanRequest(plan_file=("plan.toml", rule))).resolver.plan(2)
+    cut = {name: plan.tensors[name].placement.dim for name in shapes}
+    assert cut == {"kernel": 0, "matrix": 0, "token": None, "scale": None, "count": None}
+
+
+#: Configs of checkpoints on the Hub, which differ from those that save_pretrained writes, and some tensor names.
+_TEXT = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+_HUB = {
+    "qwen2_vl": ({**_TEXT, "vision_config": {"num_heads": 4, "embed_dim": 64}}, ("model.", "visual.")),
+    "qwen2_5_vl": ({**_TEXT, "vision_config": {"num_heads": 4, "hidden_size": 64}}, ("model.", "visual.")),
+    "qwen3_vl": (
+        {
+            "text_config": {**_TEXT, "model_type": "qwen3_vl_text"},
+            "vision_config": {"model_type": "qwen3_vl", "num_heads": 4},
+        },
+        ("model.language_model.", "model.visual."),
+    ),
+    "qwen3_5": (
+        {
+            "text_config": {**_TEXT, "model_type": "qwen3_5_text"},
+            "vision_config": {"model_type": "qwen3_5", "num_heads": 4},
+        },
+        ("model.language_model.", "model.visual."),
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", _HUB)
+def test_configs_of_checkpoints_on_the_hub(model_type):
+    config, (text, vision) = _HUB[model_type]
+    shapes = {
+        f"{text}layers.0.mlp.up_proj.weight": (96, 64),
+        f"{text}layers.0.self_attn.o_proj.weight": (64, 64),
+        f"{vision}blocks.0.attn.qkv.weight": (192, 64),
+        f"{vision}blocks.0.attn.proj.weight": (64, 64),
+        f"{vision}blocks.0.norm1.weight": (64,),
+    }
+    specs = {name: TensorSpec("BF16", shape) for name, shape in shapes.items()}
+    plan = resolve(specs, {"model_type": model_type, **config}, PlanRequest()).resolver.plan(2)
+    assert [planned.placement.dim for planned in plan.tensors.values()] == [0, 1, 0, 1, None]
+
+
+STAGES = """
+[units]
+head = { count = "num_heads[stage]", size = "features // num_heads[stage]", whole = true }
+[rules]
+"encoder.stages.*.layers.*.q" = { style = "colwise", unit = "head", otherwise = "colwise_gather_output" }
+"encoder.stages.*.layers.*.o" = { style = "rowwise", unit = "head", otherwise = "colwise_gather_output" }
+"""
+
+
+def stages(heads, tp, *, config=None, plan=STAGES, pad=0):
+    """The style and placement of the layers of each stage."""
+    names = [f"encoder.stages.{stage}.layers.5.{layer}.weight" for stage in range(len(heads)) for layer in "qo"]
+    specs = {name: TensorSpec("F32", (16, 24)) for name in names}
+    request = PlanRequest(plan_file=("mine.toml", plan), pad=pad)
+    found = resolve(specs, config or {"model_type": "new", "num_heads": heads}, request).resolver.plan(tp)
+    return [(found.tensors[name].style, found.placement(name)) for name in names]
+
+
+def test_stage_whose_heads_do_not_divide_is_sharded_evenly():
+    """Stages with 1, 2 and 8 heads on 4 ranks: only the last is sharded by heads, the others evenly."""
+    found = stages([1, 2, 8], 4)
+    assert [style for style, _ in found] == ["colwise_gather_output"] * 4 + ["colwise", "rowwise"]
+    assert [placement.dim for _, placement in found] == [0, 0, 0, 0, 0, 1]
+    assert [style for style, _ in stages((1, 2, 8), 2)][2:] == ["colwise", "rowwise"] * 2
+
+
+def test_units_with_whole_are_not_padded():
+    found = stages([2, 8], 3, config={"model_type": "new", "num_heads": [2, 8]})
+    assert [style for style, _ in found] == ["colwise_gather_output"] * 4
+    assert all(placement.is_padded for _, placement in found)  # 16 rows over 3 ranks
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "config field num_heads is missing"),
+        ({"num_heads": 4}, r"num_heads is 4 \(expected a list with an integer at index 0\)"),
+        ({"num_heads": [4]}, "expected a list with an integer at index 1"),
+        ({"num_heads": ["4", 4]}, "expected a list with an integer at index 0"),
+    ],
+)
+def test_list_without_an_integer_for_a_stage_is_refused(config, message):
+    with pytest.raises(PlanError, match=message):
+        stages([4, 4], 2, config={"model_type": "new", **config})
+
+
+def test_name_without_a_stage_is_refused():
+    plan = STAGES.replace('"encoder.stages.*.layers.*.q"', '"q"')
+    request = PlanRequest(plan_file=("mine.toml", plan.rpartition('"encoder')[0]))
+    specs = {"q.weight": TensorSpec("F32", (16, 24))}
+    with pytest.raises(PlanError, match="does not contain the number of a stage"):
+        resolve(specs, {"model_type": "new", "num_heads": [4]}, request).resolver.plan(2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            ', otherwise = "colwise_gather_output"',
+            "",
+            "set otherwise for the rule and whole = true for all of its units",
+        ),
+        (", whole = true", "", "set otherwise for the rule and whole = true for all of its units"),
+        ('count = "num_heads[stage]", ', "", "whole = true needs a count"),
+        ('"colwise_gather_output"', '"packed_colwise"', "is not a style without parts"),
+        ("num_heads[stage]", "num_heads[layer]", "is not an expression of config fields"),
+    ],
+)
+def test_units_with_whole_need_another_style(old, new, message):
+    with pytest.raises(PlanError, match=message):
+        stages([4, 4], 2, plan=STAGES.replace(old, new))

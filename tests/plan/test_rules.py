@@ -1,0 +1,134 @@
+"""The ``rules`` argument: a family, a plan file, a Plan or policies, for every function that takes it."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+import shardconv
+from shardconv import Layer, Policy
+from shardconv.checkpoint.plan_report import report_plan
+from shardconv.errors import UsageError
+from tests.support.command import call
+from tests.support.models import MODELS
+
+PLAN_FILE = 'inherits = "llama"\n[rules]\n"lm_head" = { style = "replicate" }\n'
+
+
+class MlpPolicy(Policy):
+    @staticmethod
+    def original_layer_class():
+        return torch.nn.Sequential
+
+    @staticmethod
+    def mlp_in():
+        return [Layer(weight="[0].weight")]
+
+
+@pytest.fixture
+def plan_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(PLAN_FILE)
+    return path
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_plan_file_by_its_path(checkpoint, plan_file, as_text):
+    rules = str(plan_file) if as_text else plan_file
+    assert shardconv.make_plan(checkpoint("llama"), tp=2, rules=rules).placement("lm_head.weight").dim is None
+
+
+def test_plan_file_in_the_current_folder(checkpoint, plan_file, monkeypatch):
+    monkeypatch.chdir(plan_file.parent)
+    source = checkpoint("llama")
+    assert shardconv.make_plan(source, tp=2, rules="mine.toml").placement("lm_head.weight").dim is None
+
+
+def test_plan_is_executed_as_it_was_made(checkpoint, plan_file, tmp_path):
+    """The files are those that the options of the plan give."""
+    source = checkpoint("llama")
+    options = {"rules": plan_file, "replicate": "model.embed_tokens.weight"}
+    shardconv.split(source, tmp_path / "expected", tp=2, **options)
+    shardconv.split(source, tmp_path / "made", tp=2, rules=shardconv.make_plan(source, tp=2, **options))
+    for rank in range(2):
+        name = f"rank-{rank}-of-2.safetensors"
+        assert (tmp_path / "made" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+
+
+def test_plan_gives_its_rules_for_another_tp(checkpoint, plan_file):
+    source = checkpoint("llama")
+    made = shardconv.make_plan(source, tp=2, rules=plan_file)
+    assert (
+        shardconv.make_plan(source, tp=1, rules=made).to_json()
+        == shardconv.make_plan(source, tp=1, rules=plan_file).to_json()
+    )
+    assert report_plan(source, tp=2, rules=made) == report_plan(source, tp=2, rules=plan_file)
+
+
+def test_plan_for_an_engine_stays_one_for_it(checkpoint, tmp_path):
+    source = checkpoint("llama")
+    made = shardconv.make_plan(source, tp=2, engine="vllm")
+    shardconv.split(source, tmp_path / "split", tp=2, rules=made)
+    shardconv.split(source, tmp_path / "expected", tp=2, engine="vllm")
+    stored, expected = [(tmp_path / name / "shardconv.json").read_text() for name in ("split", "expected")]
+    assert '"engine":"vllm"' in stored
+    assert [stored.count(part) for part in ('"engine":"vllm"', '"vocab_multiple":64')] == [
+        expected.count(part) for part in ('"engine":"vllm"', '"vocab_multiple":64')
+    ]
+
+
+def test_changed_plan_is_refused(checkpoint, tmp_path):
+    source = checkpoint("llama")
+    plan = shardconv.make_plan(source, tp=2)
+    whole = shardconv.make_plan(source, tp=2, replicate="lm_head.weight")
+    changed = replace(plan, tensors={**plan.tensors, "lm_head.weight": whole.tensors["lm_head.weight"]})
+    with pytest.raises(shardconv.PlanError, match=r"lm_head.weight: the plan was made for another checkpoint"):
+        shardconv.split(source, tmp_path / "split", tp=2, rules=changed)
+
+
+def test_plan_of_another_checkpoint_is_refused(checkpoint):
+    plan = shardconv.make_plan(checkpoint("gpt2"), tp=2)
+    with pytest.raises(shardconv.PlanError):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
+
+
+@pytest.mark.parametrize("option", [{"pad": True}, {"replicate": "lm_head"}, {"experts": "expert"}, {"head_dim": 8}])
+def test_options_that_change_a_plan_are_refused(checkpoint, option):
+    plan = shardconv.make_plan(checkpoint("llama"), tp=2)
+    with pytest.raises(UsageError, match=f"{next(iter(option))} cannot change a plan"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan, **option)
+
+
+def test_policy_for_a_checkpoint_is_refused(checkpoint):
+    with pytest.raises(UsageError, match="a policy matches modules by class"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=MlpPolicy)
+
+
+@pytest.mark.parametrize("name", ["lama", "mine"])
+def test_unknown_family_on_the_command_line(checkpoint, name):
+    result = call("plan", checkpoint("llama"), "--rules", name)
+    assert result.code == 1
+    assert f"there is no family '{name}'" in result.err
+
+
+def check_converted(axis, source, plan_file):
+    """The same model by every way to name the same rules."""
+    before = MODELS["llama"].build()
+    inputs = torch.tensor([[1, 2, 3, 4]])
+    expected = before(inputs).logits
+    plan = shardconv.make_plan(source, tp=axis.size)
+    for rules in ("auto", "llama", plan, plan_file):
+        model = shardconv.convert_model(copy.deepcopy(before), rules=rules, group=axis)
+        assert torch.allclose(
+            model(inputs).logits, expected, atol=1e-5
+        )  # sums of two partial products in another order
+        assert model.model.layers[0].mlp.up_proj.weight.shape[0] * axis.size == before.config.intermediate_size
+    with pytest.raises(shardconv.PlanError, match="is for 1 ranks"):
+        shardconv.convert_model(copy.deepcopy(before), rules=shardconv.make_plan(source, tp=1), group=axis)
+    with pytest.raises(ValueError, match="pad is True with a plan"):
+        shardconv.convert_model(copy.deepcopy(before), rules=plan, pad=True, group=axis)
+
+
+def test_models_in_memory(ranks, checkpoint, plan_file):
+    ranks("pair", check_converted, checkpoint("llama"), plan_file)

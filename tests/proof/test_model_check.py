@@ -1,0 +1,235 @@
+"""Names and shapes of a checkpoint, compared with the model that its config names.
+
+No false alarms for what transformers writes, nor for what hubs hold; anything else is an error that names the tensor.
+"""
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import shardconv
+from shardconv.checkpoint.source import open_source
+from shardconv.errors import RunError
+from shardconv.plan.unused import known_unused
+from shardconv.proof.model_check import check_model
+from tests.support.command import call
+from tests.support.models import MODELS, change_config, pack_experts, read
+from tests.support.mtp import HUB, KIND_OF, with_mtp
+from tools.model_matrix.trial import KINDS, model_class, small
+
+#: Types whose names on disk and in memory differ in a way of their own.
+RENAMED = [
+    "bamba", "dbrx", "ernie4_5_vl_moe", "gemma3", "gpt_oss", "idefics3", "jamba", "llama4", "llava", "minimax_m2",
+    "mllama", "nemotron_h", "paligemma", "phimoe", "qwen2_vl", "qwen3_5_moe", "qwen3_vl_moe", "qwen4_exp", "siglip",
+    "whisper",
+]  # fmt: skip
+
+
+def checked(folder):
+    source = open_source(folder)
+    return check_model(source.config, source.specs)
+
+
+def rewritten(folder, change):
+    """The checkpoint, after a change of its tensors."""
+    tensors = read(folder)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return MODELS["llama"].write(tmp_path / "llama")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints_of_hubs(checkpoint, name):
+    found = checked(checkpoint(name))
+    assert found.differences() == ""
+    assert found.is_right
+
+
+@pytest.mark.parametrize("model_type", RENAMED)
+def test_names_on_disk_and_in_memory_differ(tmp_path, model_type):
+    kind = next(kind for kind, names in KINDS.items() if model_type in names)
+    made = small(model_class(kind, model_type))
+    made.save_pretrained(tmp_path)
+    found = checked(tmp_path)
+    assert (found.differences(), found.ignored, found.model) == ("", (), type(made).__name__)
+
+
+@pytest.mark.parametrize("model_type", HUB)
+def test_mtp_layers_are_not_needed(tmp_path, model_type):
+    made = small(model_class(KIND_OF[model_type], model_type))
+    made.save_pretrained(tmp_path)
+    of_layer, drawn = with_mtp(tmp_path, model_type)
+    found = checked(tmp_path)
+    assert found.differences() == ""
+    used = set(made.state_dict())
+    assert set(found.ignored) >= {name for name in (*of_layer, *drawn) if name.startswith("mtp.")} - used
+
+
+def test_layers_behind_the_last_that_are_no_mtp_layers(llama):
+    change_config(llama, {"num_hidden_layers": 1})
+    found = checked(llama)
+    assert (len(found.unused), found.missing) == (9, ())
+    assert all(name.startswith("model.layers.1.") for name in found.unused)
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def add(name, *shape):
+    return lambda tensors: tensors.update({name: torch.zeros(shape)})
+
+
+def transpose(name):
+    return lambda tensors: tensors.update({name: tensors[name].T})
+
+
+def rename(old, new):
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
+LAYER = "model.layers.0"
+#: What is changed, and what the message has to name.
+WRONG = {
+    "bias": (add(f"{LAYER}.self_attn.q_proj.bias", 128), f"1 unused: {LAYER}.self_attn.q_proj.bias"),
+    "norm": (drop(f"{LAYER}.input_layernorm.weight"), f"1 missing: {LAYER}.input_layernorm.weight"),
+    "head": (drop("lm_head.weight"), "1 missing: lm_head.weight"),
+    "transposed": (
+        transpose(f"{LAYER}.mlp.up_proj.weight"),
+        rf"1 of another shape: {LAYER}.mlp.up_proj.weight (got [64, 96], expected [96, 64])",
+    ),
+    "scale": (add(f"{LAYER}.mlp.up_proj.weight_scale"), f"1 unused: {LAYER}.mlp.up_proj.weight_scale"),
+    "block scale": (
+        add(f"{LAYER}.mlp.up_proj.weight_scale_inv", 1, 1), f"1 unused: {LAYER}.mlp.up_proj.weight_scale_inv",
+    ),
+    "zeros": (add(f"{LAYER}.mlp.up_proj.qzeros", 8, 12), f"1 unused: {LAYER}.mlp.up_proj.qzeros"),
+    "renamed": (
+        rename(f"{LAYER}.mlp.up_proj.weight", f"{LAYER}.mlp.up.weight"),
+        f"1 unused: {LAYER}.mlp.up.weight; 1 missing: {LAYER}.mlp.up_proj.weight",
+    ),
+    "with and without a prefix": (
+        add("layers.0.mlp.up_proj.weight", 96, 64),
+        f"1 not loadable: {LAYER}.mlp.up_proj.weight (stored as layers.0.mlp.up_proj.weight and as "
+        f"{LAYER}.mlp.up_proj.weight)",
+    ),
+}  # fmt: skip
+
+
+#: What a plan refuses, by the message.
+BY_PLAN = {
+    "renamed": "no rule of family llama matches it",
+    "with and without a prefix": "with and without the prefix",
+    **dict.fromkeys(("scale", "block scale", "zeros"), "no quantization_config describes it"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("command", ["split", "plan", "plan --prove", "plan --propose"])
+def test_what_is_wrong_is_named_and_nothing_is_written(llama, tmp_path, command, what):
+    change, message = WRONG[what]
+    rewritten(llama, change)
+    name, *more = command.split()
+    more += ["--tp", "2", "-o", tmp_path / "split"] if name == "split" else []
+    result = call(name, llama, "--check-model", *more)
+    assert result.code == 1, result.out
+    if command == "plan --prove":  # which makes a plan first
+        message = BY_PLAN.get(what, message)
+    assert (message in result.err, "Traceback" in result.err) == (True, False)
+    assert result.err.count("\n") == 1
+    assert (result.out, (tmp_path / "split").exists()) == ("", False)
+
+
+def test_experts(tmp_path):
+    """The message has names on disk where tensors are unused; names in memory, of all experts, where some are not."""
+    folder = MODELS["mixtral"].write(tmp_path / "mixtral")
+    expert = "model.layers.0.block_sparse_moe.experts"
+    rewritten(folder, add(f"{expert}.0.w1.bias", 64))
+    assert checked(folder).unused == (f"{expert}.0.w1.bias",)
+    rewritten(folder, drop(f"{expert}.0.w1.bias"))
+    rewritten(folder, drop(f"{expert}.3.w2.weight"))
+    assert [name for name, *_ in checked(folder).mismatched] == ["model.layers.0.mlp.experts.down_proj"]
+    change_config(folder, {"num_local_experts": 8})
+    assert {name for name, *_ in checked(folder).mismatched} >= {"model.layers.1.mlp.experts.down_proj"}
+
+
+def test_packed_experts_of_too_few(tmp_path):
+    folder = MODELS["mixtral"].write(tmp_path / "mixtral")
+    save_file(pack_experts(read(folder)), folder / "model.safetensors")
+    change_config(folder, {"num_local_experts": 3})
+    message = r"expected \[3, "
+    assert re.search(message, checked(folder).differences())
+
+
+@pytest.mark.parametrize(("fields", "kind", "count"), [
+    ({"num_attention_heads": 4}, "mismatched", 4),
+    ({"num_key_value_heads": 4}, "mismatched", 4),
+    ({"vocab_size": 130}, "mismatched", 2),
+    ({"num_hidden_layers": 3}, "missing", 9),
+    ({"num_hidden_layers": 1}, "unused", 9),
+    ({"attention_bias": True}, "missing", 8),
+])  # fmt: skip
+def test_configs_of_other_models(llama, fields, kind, count):
+    change_config(llama, fields)
+    found = checked(llama)
+    assert len(getattr(found, kind)) == count
+    assert found.differences().startswith(f"{count} ")
+
+
+def test_tied_embeddings(llama):
+    """transformers takes a head that is stored though it is tied, and a model without one if it is tied."""
+    change_config(llama, {"tie_word_embeddings": True})
+    assert checked(llama).is_right
+    rewritten(llama, drop("lm_head.weight"))
+    assert checked(llama).is_right
+
+
+def test_from_the_library(llama):
+    found = shardconv.check_source(llama)
+    assert (found.model, found.is_right) == ("LlamaForCausalLM", True)
+    rewritten(llama, drop("model.norm.weight"))
+    with pytest.raises(shardconv.SourceError, match=r"1 missing: model.norm.weight"):
+        shardconv.check_source(llama)
+    with pytest.raises(shardconv.SourceError, match=r"1 missing: model.norm.weight"):
+        shardconv.prove(llama)
+
+
+def test_the_plain_case(llama, tmp_path):
+    line = "names and shapes are those of LlamaForCausalLM"
+    for arguments in (["plan", llama], ["split", llama, "--tp", "2", "-o", tmp_path / "split"]):
+        result = call(*arguments, "--check-model")
+        assert (result.code, line in result.out) == (0, True), result.err
+    result = call("plan", MODELS["llama-old"].write(tmp_path / "old"), "--check-model")
+    assert f"{line}; not used by it: 1, as model.layers.0.self_attn.rotary_emb.inv_freq" in result.out
+
+
+def test_models_that_transformers_does_not_have(llama):
+    change_config(llama, {"model_type": "mine"})
+    result = call("split", llama, "--tp", "2", "--check-model", "--rules", "llama")
+    assert (result.code, "(got model_type 'mine'" in result.err) == (1, True)
+    with pytest.raises(RunError, match="does not name a model class of transformers"):
+        check_model({}, {})
+
+
+def test_not_for_costs(llama):
+    result = call("plan", llama, "--cost", "--check-model")
+    assert (result.code, "--check-model cannot be combined with --cost" in result.err) == (2, True)
+
+
+def test_names_that_are_known_to_be_unused():
+    names = {
+        "mtp.fc.weight", "model.mtp.layers.0.norm.weight", "model.mtp_block.0.mlp.up_proj.weight",
+        "model.layers.61.eh_proj.weight", "model.layers.61.mlp.up_proj.weight", "h.0.attn.masked_bias",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    }  # fmt: skip
+    others = {
+        "model.layers.6.mlp.up_proj.weight", "model.layers.610.mlp.up_proj.weight", "model.layers.60.norm.weight",
+        "smtp.fc.weight", "h.0.attn.bias", "mtp", "rotary.inv_freq.weight",
+    }  # fmt: skip
+    assert known_unused(names | others) == names

@@ -1,0 +1,163 @@
+"""One model type of every family, as tools/model_matrix tries all of them; and that the matrix sees a wrong rule.
+
+Near, not equal: see shardconv/proof/prove.py for the limits.
+"""
+
+from dataclasses import replace
+
+import pytest
+import transformers
+
+from shardconv.checkpoint.source import open_source
+from shardconv.checkpoint.split import split
+from shardconv.hf.build import build_small
+from shardconv.hf.small import default_config, small_fields
+from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.family_file import family_names, load_family
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.request import PlanRequest, resolve
+from shardconv.proof.compare import write_reference
+from shardconv.proof.ranks import sharded_fraction
+from shardconv.proof.small_models import REFERENCE
+from tests.support.models import MODELS
+from tests.support.ranks import ranks_in
+from tests.support.wrong_rules import KIND_OF, TOLD_WRONG, WRONG
+from tools import torchvision as vision
+from tools.model_matrix.table import unexplained
+from tools.model_matrix.trial import REASONS, Row, check, model_class, small, try_type, worst
+
+#: Of a family that serves many types, one of so many is tried.
+EVERY = 8
+
+
+def tried_types(family):
+    """Types of a family that are models by themselves and need no missing package: the first, and some more."""
+    left_out = {*REASONS, *vision.TYPES}
+    return [kind for kind in load_family(family).model_types if kind in KIND_OF and kind not in left_out][::EVERY]
+
+
+TRIED = [model_type for name in family_names() if name != NAMES_FAMILY for model_type in tried_types(name)]
+
+
+@pytest.mark.parametrize("model_type", TRIED)
+def test_types_of_every_family(ranks, tmp_path, model_type):
+    row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
+    assert row.verdicts == ("right",), row
+
+
+def test_eight_ranks(tmp_path):
+    """Fewer kv heads than ranks: two and one, of eight query heads; and more ranks than heads of any kind."""
+    with ranks_in(tmp_path, 8) as eight_ranks:
+        for name in ("llama", "falcon-7b"):
+            folder = tmp_path / name
+            made = MODELS[name].build(0.3)
+            made.save_pretrained(folder / "source")
+            split(folder / "source", folder / "split", tp=8)
+            opened = open_source(folder / "source")
+            plan = resolve(opened.specs, opened.config, PlanRequest()).resolver.plan(8)
+            assert any(planned.placement.has_replicas for planned in plan.tensors.values())
+            assert sharded_fraction(opened.specs, plan) > 0.9
+            assert compared(eight_ranks, "eight", type(made), folder, PlanRequest()) == "right"
+        for model_type in ("mamba2", "swin"):  # which may be cut for more ranks than it has heads
+            row = try_type(eight_ranks, tmp_path, KIND_OF[model_type], model_type, [8], at_default_size=False)
+            assert row.verdicts == ("right",), row
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3n_text", "wav2vec2"])
+def test_gradients_are_those_of_training(ranks, tmp_path, model_type):
+    """And not of something else because no step in training works."""
+    row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
+    assert (row.verdicts, "gradients" in row.note) == (("right",), False), row
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention", "cache"),
+    [
+        ("llama", "heads", 0.5),
+        ("deepseek_v3", "latent", 1.0),
+        ("xlstm", "state", 0.5),
+        ("zamba", "heads, state", 0.5),
+        ("reformer", "gathered", 1.0),
+    ],
+)
+def test_how_attention_is_sharded(ranks, tmp_path, model_type, attention, cache):
+    row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
+    assert (row.attention, bool(row.reasons)) == (attention, attention == "gathered")
+    assert row.cache == pytest.approx(cache, abs=0.02)
+
+
+def test_gathered_attention_has_a_reason():
+    row = Row("images", "swin", "swin", ("right", "right"), 1.0, attention="heads, gathered", reasons=("few heads",))
+    assert not unexplained([row], is_all=False)
+    problems = unexplained([replace(row, reasons=("few heads", ""))], is_all=False)
+    assert problems == ["gathered, without a reason in the family file: swin"]
+
+
+def test_linear_attention_of_default_sizes(ranks, tmp_path):
+    """Values twice as large as keys: transformers writes the fused convolution in thirds, between no heads."""
+    config = transformers.OlmoHybridConfig
+    fields = {name: value for name, value in small_fields(default_config(config)).items() if "linear" not in name}
+    model = build_small(transformers.OlmoHybridForCausalLM, config(**fields))
+    model.save_pretrained(tmp_path / "source")
+    opened = open_source(tmp_path / "source")
+    heads = [opened.config[f"linear_{which}_head_dim"] * 4 for which in ("key", "key", "value")]
+    written = [opened.specs[f"model.layers.0.linear_attn.{which}_conv1d.weight"].shape[0] for which in "qkv"]
+    assert (heads, written) == ([48, 48, 96], [64, 64, 64])
+    for layout, tp in (("pair", 2), ("four", 4)):
+        split(tmp_path / "source", tmp_path / "split", tp=tp, overwrite=True)
+        assert compared(ranks, layout, type(model), tmp_path, PlanRequest()) == "right"
+
+
+@pytest.mark.parametrize(("heads", "sizes"), [(4, (1, 2, 4)), (8, (1, 2, 4, 8)), (24, (1, 2, 4, 8, 12, 24))])
+def test_heads_in_four_blocks(heads, sizes):
+    """CodeGen's layout has four blocks of heads; a rank has several of them, or a part of one."""
+    specs = {"transformer.h.0.attn.qkv_proj.weight": TensorSpec("F32", (24 * heads, 8 * heads))}
+    config = {"model_type": "codegen", "n_head": heads, "n_embd": 8 * heads}
+    assert resolve(specs, config, PlanRequest()).resolver.tp_sizes().supported == sizes
+
+
+#: Other numbers, or an error of the model's own on a rank.
+SEEN = ("wrong", "fails")
+
+
+def verdict(ranks, folder, model_type, text):
+    """How a model, split with these rules first, compares with the plain one."""
+    plan = folder / "wrong.toml"
+    plan.write_text(text)
+    model = small(model_class(KIND_OF[model_type], model_type))
+    model.save_pretrained(folder / "source")
+    split(folder / "source", folder / "split", tp=2, rules=plan)
+    return compared(ranks, "pair", type(model), folder, PlanRequest(plan_file=(plan.name, text)))
+
+
+def compared(ranks, layout, kind, folder, request):
+    source, reference = folder / "source", folder / REFERENCE
+    write_reference(kind, source, reference)
+    found = worst(ranks(layout, check, kind.__name__, source, folder / "split", request, reference))
+    if isinstance(found, str):
+        return "fails"
+    output, tokens, gradient, *_ = found
+    return "right" if output < 1e-4 and tokens is not False and gradient < 1e-3 else "wrong"
+
+
+@pytest.mark.parametrize(
+    "model_type", sorted({model_type for model_type, _ in [*WRONG.values(), *TOLD_WRONG.values()]})
+)
+def test_right_as_it_is(ranks, tmp_path, model_type):
+    """What the following tests break is right before."""
+    assert verdict(ranks, tmp_path, model_type, "") == "right"
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_rule_is_seen(ranks, tmp_path, what):
+    """Not by a refusal to split: the plan is one, and what comes of it is not the model."""
+    model_type, rules = WRONG[what]
+    text = f"[units]\npart = {{}}\n[rules]\n{rules}\n"
+    assert verdict(ranks, tmp_path, model_type, text) in SEEN
+
+
+@pytest.mark.parametrize("what", TOLD_WRONG)
+def test_a_module_told_wrong_is_seen(ranks, tmp_path, what):
+    model_type, told = TOLD_WRONG[what]
+    units = "[units]\nwhole = { count = 2, copies = true }\n"
+    assert verdict(ranks, tmp_path, model_type, f"{units}[modules]\n{told}\n") in SEEN

@@ -1,0 +1,305 @@
+"""`shardconv plan --prove` and `--propose`, as users start them; and plans that are transformers' own."""
+
+import json
+import random
+import re
+import shutil
+import tomllib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shardconv
+from shardconv.errors import PlanError, RunError
+from shardconv.hf.build import small_model
+from shardconv.hf.small import SAME, default_config
+from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family
+from shardconv.plan.family_file import expand_family, parse_plan_file
+from shardconv.plan.request import PlanRequest
+from shardconv.plan.transformers_plan import transformers_family
+from shardconv.proof.compare import Reference, _difference, write_reference
+from shardconv.proof.prove import _skipped
+from shardconv.proof.small_models import REFERENCE, heads_for, write_small_model
+from tests.support.checkpoints import llama_config, write_checkpoint
+from tests.support.command import call
+from tests.support.forked import run
+from tests.support.models import MODELS
+from tools.model_matrix.trial import check, model_class, small, worst
+
+CAUSAL = "causal language models"
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("forked_ranks")]
+
+
+def test_a_right_plan_is_proven(tmp_path):
+    """But for a tensor that the small model has not, which is said."""
+    source, plan = shutil.copytree(DEMO, tmp_path / "source"), tmp_path / "plan.toml"
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.extra.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    plan.write_text('[rules]\n"**.extra" = { style = "replicate" }\n')
+    result = call("plan", source, "--rules", plan, "--prove")
+    assert (result.code, "1 unused: model.layers.0.extra.weight" in result.err) == (1, True), result.err
+    result = run("plan", source, "--rules", plan, "--prove", "--no-check-model", "--json")
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    assert (report["is_proven"], report["model"], report["note"]) == (True, "LlamaForCausalLM", "")
+    assert report["unreached"] == ["model.layers.*.extra.weight"]
+    assert report["supported_tp"][:4] == [1, 2, 4, 8]
+    assert [proof["tp"] for proof in report["proofs"]] == [2, 4]
+    assert all(
+        proof["tokens"] and proof["output"] < 1e-4 and proof["sharded_fraction"] > 0.99 for proof in report["proofs"]
+    )
+
+
+def test_a_wrong_plan_is_not(tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        '[units]\npart = {}\n[rules]\n"**.q_proj" = { style = "packed_colwise", parts = ["part", "part"] }\n'
+    )
+    result = run("plan", DEMO, "--rules", plan, "--prove", "--tp", "2")
+    assert (result.code, "tp 2: DIFFERENT" in result.out, "not proven" in result.out) == (3, True, True), result.err
+
+
+#: Plans that are right for small models as they usually are, by the number of ranks at which they are seen to be wrong.
+RIGHT_FOR_SMALL_ONES = {
+    # half a head: right as long as ranks have two halves
+    8: 'query_head = { count = "num_attention_heads * 2", size = "head_dim // 2", override = true }',
+    # right for heads of 8 features
+    4: 'kv_head = { count = "num_key_value_heads * head_dim // 8", size = 8, copies = true, override = true }',
+}
+
+
+@pytest.mark.parametrize("seen_at", RIGHT_FOR_SMALL_ONES)
+def test_plans_that_are_right_for_small_models_only(ranks, tmp_path, seen_at):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f"[units]\n{RIGHT_FOR_SMALL_ONES[seen_at]}\n")
+    config = json.loads((DEMO / "config.json").read_text())
+    made = small_model(config)
+    made.save_pretrained(tmp_path / "source")
+    for tp, layout in {2: "pair", 4: "four"}.items():
+        shardconv.split(tmp_path / "source", tmp_path / "split", tp=tp, rules=plan, overwrite=True)
+        request = PlanRequest(plan_file=(plan.name, plan.read_text()))
+        assert_equal(ranks, type(made), tmp_path, request, layout)
+    report = shardconv.prove(DEMO, rules=plan)
+    assert not report.is_proven
+    proof = report.proofs[-1]
+    assert (proof.tp, proof.output, proof.is_right) == (seen_at, None, False)
+    assert re.search(r"fails to run: RuntimeError: shape '\[2, 7, -1, 32\]' is invalid", proof.note)
+    assert all(other.is_right for other in report.proofs[:-1])
+
+
+def test_heads_that_cannot_be_as_large_are_named(tmp_path):
+    """xLSTM's, with its own, would be of a model that is not small."""
+    plain = model_class(CAUSAL, "xlstm")
+    config = {**default_config(plain.config_class), "architectures": [plain.__name__]}
+    assert write_small_model(config, tmp_path)[1] == "the small model has heads of 16 features instead of 512"
+
+
+def test_nothing_of_the_callers_settings_counts(tmp_path):
+    """And nothing of them is changed."""
+    config = json.loads((DEMO / "config.json").read_text())
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    made, references = [], []
+    for folder in (tmp_path / "as-usual", tmp_path / "otherwise"):
+        folder.mkdir()
+        with ExitStack() as settings:
+            if made:
+                settings.enter_context(torch.inference_mode())
+                settings.enter_context(torch.device("meta"))
+                settings.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float64)
+            made.append(write_small_model(config, folder)[0])
+        references.append(Reference(*torch.load(folder / REFERENCE)))
+    assert (torch.get_rng_state().equal(states[0]), random.getstate() == states[1]) == (True, True)
+    assert np.random.get_state()[1].tolist() == states[2]
+    usual, other = references
+    assert torch.equal(usual.output["logits"], other.output["logits"])
+    assert usual.gradients
+    assert all(torch.equal(gradient, other.gradients[name]) for name, gradient in usual.gradients.items())
+
+
+def test_heads_are_as_large_as_the_sources():
+    config = json.loads((DEMO / "config.json").read_text())
+    small = small_model({**config, "head_dim": 24, "num_attention_heads": 32}, has_real_heads=True)
+    assert small.model.layers[0].self_attn.k_proj.weight.shape == (2 * 24, 64)
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 96 * 32, "n_head": 32}
+    assert small_model(config, has_real_heads=True).transformer.wte.weight.shape == (99, 96 * 4)
+
+
+def test_what_cannot_be_proven(tmp_path):
+    source = shutil.copytree(DEMO, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
+    with pytest.raises(RunError, match=r"does not name a model class .*'llama' and architectures \['NoSuchModel'\]"):
+        shardconv.prove(source)
+    report = shardconv.prove(DEMO, tps=(3,))
+    assert (report.is_proven, report.proofs) == (False, ())
+    assert report.skipped[0].startswith(f"tp 3: {DEMO} cannot be sharded for it: ")
+    assert "Use --tp 1, 2, 4, 8" in report.skipped[0]
+
+
+@pytest.mark.parametrize("option", ["--prove", "--propose"])
+def test_a_bare_file_needs_a_config(tmp_path, option):
+    bare = shutil.copyfile(DEMO / "model.safetensors", tmp_path / "bare.safetensors")
+    result = call("plan", bare, option)
+    said = "a proof builds a small model from config.json, and this source does not have one: pass --config FILE"
+    assert (result.code, result.err) == (1, f"shardconv: {bare}: {said}\n")
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "kv_heads"), [(1, 4, 2), (2, 4, 2), (4, 4, 2), (3, 6, 3), (8, 8, 4), (16, 16, 8)]
+)
+def test_a_small_model_has_heads_for_a_tp(tp, heads, kv_heads):
+    """Of the same size as else; where no field says it, the model is wider."""
+    count = heads_for([tp])
+    config = json.loads((DEMO / "config.json").read_text())
+    attention = small_model(config, has_real_heads=True, heads=count).model.layers[0].self_attn
+    width = 96 if tp == 3 else 64  # which the number of heads has to divide
+    assert attention.q_proj.weight.shape == (heads * 32, width)
+    assert attention.k_proj.weight.shape == (kv_heads * 32, width)
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32 * 32, "n_head": 32}
+    model = small_model(config, has_real_heads=True, heads=count)
+    assert (model.config.n_head, model.config.n_embd) == (heads, heads * 32)
+
+
+def test_a_tp_of_more_ranks_than_a_small_model_usually_has_heads():
+    result = run("plan", DEMO, "--prove", "--tp", "8", "-q", "--json")
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    assert [(proof["tp"], proof["output"] < 1e-4) for proof in report["proofs"]] == [(8, True)]
+    assert (report["is_proven"], report["skipped"]) == (True, [])
+
+
+def test_a_plan_file_is_blamed_only_where_there_is_one():
+    blame = "If the plan file has numbers of the large model, write fields of its config instead."
+    skipped = _skipped("SRC", {3: "no"}, {7: "reason."}, has_plan_file=False)
+    assert list(skipped) == [
+        "tp 3: SRC cannot be sharded for it: no",
+        "tp 7: the small model cannot be sharded for it, though SRC may be: reason.",
+    ]
+    assert next(_skipped("SRC", {}, {7: "reason."}, has_plan_file=True)).endswith(f"reason. {blame}")
+
+
+#: Gates of heads; layers in modules of their own; code that joins heads to the width of its input.
+@pytest.mark.parametrize("model_type", ["beam", "moshi", "trocr", "prophetnet"])
+def test_a_proposal_by_heads(model_type, tmp_path):
+    small(model_class(CAUSAL, model_type)).save_pretrained(tmp_path)
+    result = call("plan", tmp_path, "--propose")
+    assert result.code == 0, result.err
+    rules = expand_family(parse_plan_file("plan.toml", result.out), Family("plan")).rules
+    queries = [rule for rule in rules if re.search(r"q_proj|query_proj", rule.pattern)]
+    assert queries
+    assert {(rule.style, rule.unit) for rule in queries} >= {("colwise", "query_head")}, queries
+
+
+#: Attention by heads; a state space model, whose layers give whole outputs; experts; fused and interleaved projections.
+@pytest.mark.parametrize("model_type", ["gptj", "mamba", "qwen3_moe", "codegen"])
+def test_a_proposal_is_right(ranks, tmp_path, model_type):
+    model, source = small(model_class(CAUSAL, model_type)), tmp_path / "source"
+    model.save_pretrained(source)
+    result = call("plan", source, "--propose")
+    assert result.code == 0, result.err
+    # names that are on disk only, as those of single experts, are the user's to say
+    more = '"**.experts.*.{gate_proj,up_proj}" = { style = "colwise", optional = true }\n'
+    more += '"**.experts.*.down_proj" = { style = "rowwise", optional = true }\n'
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f'inherits = "{NAMES_FAMILY}"\n' + result.out.replace("[rules]\n", f"[rules]\n{more}"))
+    shardconv.split(source, tmp_path / "split", tp=2, rules=plan)
+    request = PlanRequest(NAMES_FAMILY, plan_file=(plan.name, plan.read_text()))
+    assert_equal(ranks, type(model), tmp_path, request)
+
+
+def test_a_proposal_as_json():
+    """It is a plan file, too, with the same rules."""
+    text, data = (call("plan", DEMO, "--propose", *options).out for options in ([], ["--json"]))
+    assert json.loads(data) == tomllib.loads(text)
+    assert parse_plan_file("plan.json", data).rules
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3", "qwen2_moe", "deepseek_v3", "llama4_text"])
+def test_plans_of_transformers(ranks, tmp_path, model_type):
+    model = small(model_class(CAUSAL, model_type))
+    model.save_pretrained(tmp_path / "source")
+    report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=2, rules=TRANSFORMERS)
+    assert (report.family, "transformers' own plan" in report.assumed[0]) == (TRANSFORMERS, True)
+    assert_equal(ranks, type(model), tmp_path, PlanRequest(TRANSFORMERS))
+
+
+def assert_equal(ranks, kind, folder, request, layout="pair"):
+    """A model that is split by a request equals the unsharded model."""
+    source, place, reference = folder / "source", folder / "split", folder / REFERENCE
+    write_reference(kind, source, reference)
+    found = worst(ranks(layout, check, kind.__name__, source, place, request, reference))
+    assert not isinstance(found, str), found
+    assert (found[0] < 1e-4, found[1], found[2] < 1e-3) == (True, True, True)
+
+
+def test_no_plan_of_transformers(tmp_path):
+    assert transformers_family("gpt2") is None
+    assert transformers_family("no such type") is None
+    small(model_class(CAUSAL, "gpt2")).save_pretrained(tmp_path)
+    with pytest.raises(PlanError, match="there is no family 'transformers'"):
+        shardconv.make_plan(tmp_path, tp=2, rules=TRANSFORMERS)
+
+
+def test_what_is_barred_is_no_measure():
+    expected = torch.tensor([1.0, 2.0, torch.finfo(torch.float32).min])
+    assert _difference(expected + torch.tensor([0.5, 0.0, 0.0]), expected) == 0.25
+    assert _difference(torch.tensor([1.0, 2.0, 3.0]), expected) == float("inf")
+
+
+#: Model type, and fields of its config.
+COUNTS = {
+    "llama": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 3072, "head_dim": 512}),
+    "llama of many heads": ("llama", {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192}),
+    "no field for heads": ("gpt_neox", {"num_attention_heads": 12, "hidden_size": 768}),
+    "KV heads of latent attention": ("deepseek_v3", {"num_attention_heads": 128, "num_key_value_heads": 128}),
+    "minimax": ("minimax", {"num_attention_heads": 64, "num_key_value_heads": 8}),
+    "a nested config": ("gemma3", {"text_config": {"num_attention_heads": 16, "num_key_value_heads": 8}}),
+}
+
+
+@pytest.mark.parametrize("case", COUNTS)
+def test_with_padding_the_small_model_has_as_many_heads_as_the_source(case, tmp_path):
+    """Whole groups are padded, or each group: that depends on the counts, and so does what a proof shows."""
+    model_type, fields = COUNTS[case]
+    kind = model_class("images and text" if "text_config" in fields else CAUSAL, model_type)
+    config = {**kind.config_class(**fields).to_dict(), "architectures": [kind.__name__]}
+    small = write_small_model(config, tmp_path, has_real_counts=True)[0].config.to_dict()
+    for path, value in fields.items():
+        for name, number in value.items() if isinstance(value, dict) else [(path, value)]:
+            if "heads" in name:
+                assert (small[path] if isinstance(value, dict) else small)[name] == number
+
+
+def test_other_numbers_of_heads_are_no_proof(tmp_path, monkeypatch):
+    """Where no small model with the source's heads can be built, padding of other heads proves nothing of it."""
+    source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1, hidden=96, heads=6, kv_heads=2))
+
+    def without_counts(config: dict[str, Any], *, heads: int | None = None, **options: Any) -> Any:
+        if heads == SAME:
+            raise RunError("it cannot be built")
+        return small_model(config, heads=heads, **options)
+
+    monkeypatch.setattr("shardconv.proof.small_models.small_model", without_counts)
+    report = shardconv.prove(source, tps=(4, 2), pad=True, check_model=False)
+    assert [proof.tp for proof in report.proofs] == [2]
+    assert report.skipped == (
+        "tp 4: the positions of padding depend on the numbers of query and KV heads, which are 6/2 in the source and "
+        "none that are padded in the small model",
+    )
+
+
+def test_padding_is_proven(tmp_path):
+    """The small model has as many heads as the source, so that at tp 3 it is padded as the source is."""
+    source = MODELS["llama"].write(tmp_path / "source")
+    report = shardconv.prove(source, tps=(3,), pad=True)
+    assert report.is_proven
+    assert {3, 5, 6} < set(report.supported_tp)
+    assert not shardconv.prove(source, tps=(3,)).is_proven

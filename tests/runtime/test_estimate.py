@@ -1,0 +1,379 @@
+"""What a dry run counts is what processes do that talk to each other: collectives, cache, and bytes that are alive."""
+
+import dataclasses
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import shardconv
+from shardconv.errors import PlanError, RunError, ShardconvError, SourceError
+from shardconv.formatting import duration, size
+from shardconv.plan.request import PlanRequest
+from shardconv.runtime.cost_report import Collective, CostReport, TpCost, Traffic
+from shardconv.runtime.dry_run import MetaModel, Usage, dry_run
+from shardconv.runtime.estimate import estimate_cost
+from shardconv.runtime.meter import LiveBytes
+from shardconv.tensor.cost import Link
+from tests.support.checkpoints import llama_config, write_checkpoint
+from tests.support.command import call
+from tests.support.models import GQA, LAYERS, MLA, MODELS, MOE, VOCAB, Model, change_config, plain
+from tests.support.recording_group import recording_axis
+
+BATCH, SEQ = 2, 11
+
+#: One of each kind: plain, transposed, fused, biased, not rotated, experts, latents, encoders, windows, states.
+COUNTED = {
+    **{
+        name: MODELS[name]
+        for name in (
+            "llama", "gpt2", "phi3", "gpt_bigcode", "falcon-7b", "falcon-40b", "falcon-rw", "bloom", "olmo2", "mixtral",
+            "qwen2_moe", "deepseek_v3", "t5", "bert",
+        )
+    },
+    "latents": Model("deepseek_v3", {**MLA, **MOE, "v_head_dim": 32}),
+    "bart": plain("bart"),
+    "opt": plain("opt"),
+    "windows": Model("mistral", {**GQA, "sliding_window": 4}),
+    "tied": Model("llama", {**GQA, "tie_word_embeddings": True}),
+    "states": Model(
+        "qwen3_next",
+        {
+            **GQA, **MOE, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+}  # fmt: skip
+
+
+#: Values have another size than keys there: the kernel for attention on a CPU cannot do that, and all scores are held.
+WITHOUT_KERNEL = "deepseek_v3"
+
+
+def made(name: str, tp: int) -> Usage:
+    """What a dry run of a model says, of float32 as tests build it."""
+    model = COUNTED[name]
+    with torch.device("meta"):
+        real = model.build()
+    config = {**real.config.to_dict(), "architectures": [type(real).__name__], "dtype": None}
+    return dry_run(MetaModel(config, torch.float32), PlanRequest(), tp=tp, batch=BATCH, seq=SEQ)
+
+
+def counted(calls):
+    """Kind and bytes of each collective."""
+    return None if calls is None else [(one.collective, one.num_bytes) for one in calls]
+
+
+def ids_of(batch=BATCH, seq=SEQ):
+    return torch.randint(3, VOCAB, (batch, seq), generator=torch.Generator().manual_seed(1))
+
+
+def converted(axis, name):
+    """The model with values, over processes whose collectives are written down."""
+    recording = recording_axis(axis)
+    real = shardconv.convert_model(COUNTED[name].build(0.2).eval(), group=recording)
+    recording.group.taken()
+    return real, recording.group
+
+
+def check_counted(axis, name, prefill, decode, cache_bytes, activation_bytes):
+    """Predicted without values; seen by torch in a generation of one token, and of two, and live in the two passes."""
+    real, group = converted(axis, name)
+    assert len(prefill) > LAYERS
+    if not real.can_generate():
+        assert live_bytes(real) == (activation_bytes, None)
+        assert group.taken() == prefill
+        assert (decode, cache_bytes) == (None, None)
+        return
+    options = {"do_sample": False, "return_dict_in_generate": True, "attention_mask": torch.ones_like(ids_of())}
+    after = real.generate(ids_of(), max_new_tokens=1, min_new_tokens=1, **options)
+    assert group.taken() == prefill
+    assert sum(tensor.nbytes for tensor in tensors_of(after.past_key_values)) == cache_bytes
+    real.generate(ids_of(), max_new_tokens=2, min_new_tokens=2, **options)
+    assert group.taken() == prefill + decode
+    if name != WITHOUT_KERNEL:
+        assert live_bytes(real) == (activation_bytes + cache_bytes, cache_bytes)
+
+
+@torch.no_grad()
+def live_bytes(real):
+    """What is alive at most in the two passes, by the same meter on tensors with values; and the cache between them."""
+    ids = ids_of()
+    with LiveBytes([*real.parameters(), *real.buffers(), ids]) as live:
+        if not real.can_generate():
+            real(input_ids=ids)
+            return live.peak, None
+        states, first, text, options = {}, ids, "input_ids", {"use_cache": True, "logits_to_keep": 1}
+        if real.config.is_encoder_decoder:
+            states = {"encoder_outputs": real.get_encoder()(input_ids=ids, return_dict=True)}
+            first, text, options = ids[:, :1], "decoder_input_ids", {"use_cache": True}
+        cache = real(**states, **{text: first}, **options).past_key_values
+        cache_bytes = sum(tensor.nbytes for tensor in tensors_of(cache))
+        real(**states, **{text: first[:, :1]}, **options, past_key_values=cache)
+    return live.peak, cache_bytes
+
+
+def tensors_of(cache):
+    """What a cache of transformers keeps of each layer, by the names that it has there."""
+    parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    names = ("keys", "values", "conv_states", "recurrent_states", "_sliding_window_tensor")
+    layers = [layer for one in (parts if parts[0] else [cache]) for layer in one.layers]
+    found = [getattr(layer, name, None) for layer in layers for name in names]
+    found = [one for each in found for one in (each.values() if isinstance(each, dict) else [each])]
+    return [one for one in found if isinstance(one, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize(("layout", "tp"), [("pair", 2), ("four", 4)])
+def test_real_runs_are_as_counted(ranks, layout, tp, name):
+    usage = made(name, tp)
+    counts = counted(usage.prefill), counted(usage.decode), usage.cache_bytes, usage.activation_bytes
+    ranks(layout, check_counted, name, *counts)
+
+
+def check_loaded(axis, folder):
+    model = shardconv.load(f"{folder}-tp{axis.size}", group=axis, device="cpu")
+    return sum(tensor.nbytes for tensor in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral-packed"])
+@pytest.mark.parametrize(("layout", "tp"), [("pair", 2), ("four", 4)])
+def test_weights_are_those_of_loaded_ranks(ranks, checkpoint, layout, tp, name):
+    """Where the vocabulary is padded, too, which has 131 words."""
+    source = checkpoint(name)
+    shardconv.split(source, f"{source}-tp{tp}", tp=tp, overwrite=True)
+    found = ranks(layout, check_loaded, str(source))
+    (cost,) = estimate_cost(source, tps=[tp]).costs
+    assert cost.weight_bytes == max(found)
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+LINK = Link(alpha=1e-5, beta=1e-9)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Llama with 3 layers, in bfloat16: hidden 64, 8 heads, 2 kv heads of 8, 131 words."""
+    return write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny", config=llama_config(layers=3))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_by_hand(tiny, tp):
+    """Each layer reduces twice, the embedding once, and the head gathers words, of which there are 132 then."""
+    (cost,) = estimate_cost(tiny, tps=[tp], batch=3, seq=5, link=LINK).costs
+    words = -(-131 // tp) * tp
+    for traffic, tokens in ((cost.prefill, 3 * 5), (cost.decode, 3)):
+        hidden, logits = tokens * 64 * 2, 3 * words * 2
+        reduces, gathers = Collective("all_reduce", hidden, 7), Collective("all_gather", logits, 1)
+        assert traffic.collectives == ((reduces, gathers) if tp > 1 else ())
+        share = (tp - 1) / tp
+        assert traffic.sent_bytes == pytest.approx(share * (7 * 2 * hidden + logits))
+        assert traffic.layer_bytes == pytest.approx(share * 2 * 2 * hidden)
+        messages = (tp - 1) * (7 * 2 + 1)
+        assert traffic.seconds == pytest.approx(messages * LINK.alpha + traffic.sent_bytes * LINK.beta)
+    assert cost.cache_bytes == 3 * 2 * (3 * 5) * max(2 // tp, 1) * 8 * 2
+    assert cost.memory_bytes == cost.weight_bytes + cost.cache_bytes + cost.activation_bytes
+    assert cost.weight_bytes == max(shardconv.report_plan(tiny, tp=tp).rank_bytes)
+    assert cost.not_counted is None
+
+
+def test_what_is_counted_if_nothing_is_said(tiny):
+    done = []
+    report = estimate_cost(tiny, progress=lambda *numbers: done.append(numbers))
+    supported = shardconv.report_plan(tiny).supported_tp
+    assert [cost.tp for cost in report.costs] == [tp for tp in supported if tp <= 64]
+    assert (report.batch, report.seq, report.link, report.dtype) == (1, 2048, Link(), "bfloat16")
+    assert (report.model, report.family, report.num_layers, report.notes) == ("LlamaForCausalLM", "llama", 3, ())
+    assert done == [(number, len(report.costs)) for number in range(len(report.costs) + 1)]
+
+
+def changed(source, folder, **fields):
+    shutil.copytree(source, folder)
+    change_config(folder, fields)
+    return folder
+
+
+def test_notes(tiny, tmp_path, checkpoint):
+    """What a reader of the figures has to know."""
+    short = changed(tiny, tmp_path / "short", max_position_embeddings=100, dtype="float16")
+    assert estimate_cost(short, tps=[2]).seq == 100
+    report = estimate_cost(short, tps=[2], seq=200)
+    assert (report.seq, report.dtype) == (200, "float16")
+    assert "stored as bfloat16, and loaded as float16" in report.notes[0]
+    assert report.notes[1] == "200 tokens are more than the 100 that the model is made for"
+    assert "the encoder processes the prompts" in estimate_cost(checkpoint("t5"), tps=[2]).notes[-1]
+    report = estimate_cost(checkpoint("deepseek_v3-hub"), tps=[2])
+    assert "the weights are quantized" in report.notes[-1]
+    assert report.costs[0].decode.sent_bytes > 0
+
+
+def test_what_is_read_beside_text(tmp_path):
+    kinds = {"vision_config": {"model_type": "clip_vision_model"}, "text_config": {"model_type": "llama"}}
+    model = MetaModel(
+        {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], **kinds}, torch.float32
+    )
+    assert model.other_inputs == ("pixel_values",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"architectures": ["NoSuchModel"]}, "model_type 'llama' and architectures ['NoSuchModel']"),
+        ({"hidden_act": "nonsense"}, "nonsense"),
+    ],
+)
+def test_weights_alone(tiny, tmp_path, fields, why):
+    """Where there is no model, nothing is made up for it."""
+    report = estimate_cost(changed(tiny, tmp_path / "changed", **fields), tps=[2, 4])
+    for cost in report.costs:
+        assert cost.weight_bytes == max(shardconv.report_plan(tiny, tp=cost.tp).rank_bytes)
+        assert why in cost.not_counted
+        assert not any((cost.cache_bytes, cost.activation_bytes, cost.memory_bytes, cost.prefill, cost.decode))
+
+
+def test_a_model_that_needs_values(tiny, monkeypatch):
+    def choose(self, hidden_states):
+        return hidden_states[(hidden_states > 0).nonzero()[:, 0]]
+
+    monkeypatch.setattr(LlamaMLP, "forward", choose)
+    result = call("plan", tiny, "--cost")
+    assert (result.code, result.err) == (0, "")
+    assert "only weights are counted for tp 1, 2, 4, 8: NotImplementedError: " in result.out
+    assert re.search(r"^2 +\d+ kB( +-){8} *$", result.out, re.MULTILINE)
+
+
+def test_no_config(tiny, tmp_path):
+    shutil.copy(tiny / "model.safetensors", tmp_path)
+    (cost,) = estimate_cost(tmp_path / "model.safetensors", tps=[2], head_dim=8).costs
+    assert cost.not_counted == "there is no config.json that names the model; --config FILE gives one"
+
+
+@pytest.mark.parametrize("name", ["tiny", "mixtral", "t5"])
+def test_a_config_alone(tiny, checkpoint, tmp_path, name):
+    """What is there before the weights, a folder or the file in it, counts as with them, whatever their names."""
+    with_weights = tiny if name == "tiny" else checkpoint(name)
+    shutil.copy(with_weights / "config.json", tmp_path)
+    if name == "tiny":  # written by hand, without
+        change_config(tmp_path, {"dtype": "bfloat16"})
+    expected = estimate_cost(with_weights, batch=BATCH, seq=SEQ)
+    for source in (tmp_path, tmp_path / "config.json"):
+        report = estimate_cost(source, batch=BATCH, seq=SEQ)
+        assert report.costs == expected.costs
+        assert report.notes[0].startswith(f"there are no weights: those of {report.model} are counted in ")
+
+
+def test_what_a_config_alone_leaves_open(tiny, tmp_path):
+    """Its dtype, and how it would be quantized."""
+    config = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None, "quantization_config": FP8}))
+    report = estimate_cost(tmp_path, tps=[2])
+    assert report.notes[0].endswith("in float32 (assumed, as the config does not have a dtype)")
+    assert "asks for quantized weights, which are smaller" in report.notes[1]
+    assert report.costs[0].weight_bytes == 2 * estimate_cost(tiny, tps=[2]).costs[0].weight_bytes
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("config.json", "does not name a model class of transformers"),
+        ("tokenizer.json", "is not a .safetensors file"),
+        ("pytorch_model.bin.index.json", "is not a .safetensors file"),
+        ("model.safetensors.index.json", "does not have a weight_map"),
+    ],
+)
+def test_no_config_alone(tmp_path, name, message):
+    text = '{"model_type": "none", "architectures": ["None"]}' if name == "config.json" else "{}"
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ShardconvError, match=message):
+        estimate_cost(tmp_path / name)
+    if name == "config.json":
+        with pytest.raises(RunError, match=message):
+            estimate_cost(tmp_path)
+        (tmp_path / "pytorch_model.bin").touch()
+        with pytest.raises(SourceError, match="Convert it in Python"):
+            estimate_cost(tmp_path)
+
+
+def test_a_config_that_is_a_link(tiny, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").symlink_to(tiny / "config.json")
+    with pytest.raises(SourceError, match="is a link out of its folder"):
+        estimate_cost(tmp_path / "folder")
+    assert estimate_cost(tmp_path / "folder", tps=[2], follow_links=True).costs
+
+
+def test_refused(tiny):
+    with pytest.raises(PlanError, match="Use --tp"):
+        estimate_cost(tiny, tps=[3])
+    for numbers in ({"batch": 0}, {"seq": 0}):
+        with pytest.raises(ValueError, match="have to be at least 1"):
+            estimate_cost(tiny, **numbers)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_table(tiny):
+    result = call("plan", tiny, "--cost", "--batch", "3", "--seq", "5", "--alpha", "1e-5", "--beta", "1e-9")
+    assert (result.code, result.err) == (0, "")
+    assert "LlamaForCausalLM, family llama, 3 layers" in result.out
+    assert "3 prompts of 5 tokens, and a step for the next token of each, in bfloat16" in result.out
+    assert "link: 10 µs per message, 1 GB/s" in result.out
+    assert "the supported sizes up to 64" in result.out
+    lines = result.out.rstrip().splitlines()
+    assert [line.split()[0] for line in lines[-5:]] == ["tp", "1", "2", "4", "8"]
+    (cost,) = estimate_cost(tiny, tps=[2], batch=3, seq=5, link=LINK).costs
+    cells = re.split(" {2,}", lines[-3].rstrip())
+    sizes = (cost.weight_bytes, cost.cache_bytes, cost.activation_bytes, cost.memory_bytes, cost.decode.sent_bytes)
+    assert cells[1:7] == [*map(size, sizes), size(cost.decode.layer_bytes)]
+    assert cells[7:] == [duration(cost.decode.seconds), size(cost.prefill.sent_bytes), duration(cost.prefill.seconds)]
+
+
+def test_json(tiny):
+    result = call("plan", tiny, "--cost", "--json", "--tp", "4", "--alpha", "1e-5", "--beta", "1e-9")
+    assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
+    report = json.loads(result.out)
+    for kind, found in ((CostReport, report), (TpCost, report["costs"][0]), (Traffic, report["costs"][0]["decode"])):
+        assert list(found) == [field.name for field in dataclasses.fields(kind)]
+    assert report["link"] == dataclasses.asdict(LINK)
+    assert report == json.loads(json.dumps(dataclasses.asdict(estimate_cost(str(tiny), tps=[4], link=LINK))))
+    assert call("plan", tiny, "--cost", "-q") == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--cost", "--batch", "0"], 2, "Invalid value for '--batch'"),
+        (["--cost", "--seq", "many"], 2, "Invalid value for '--seq'"),
+        (["--cost", "--alpha", "-1"], 2, "Invalid value for '--alpha'"),
+        (["--cost", "--alpha", "nan"], 2, "Invalid value for '--alpha': is not a number"),
+        (["--cost", "--beta", "-1"], 2, "Invalid value for '--beta'"),
+        (["--cost", "--beta", "nan"], 2, "Invalid value for '--beta': is not a number"),
+        (["--cost", "--tp", "3"], 1, "Use --tp"),
+        (["--seq", "5"], 2, "--seq applies to --cost only"),
+        (["--cost", "--prove"], 2, "--prove cannot be combined with --cost"),
+        (["--cost", "--measure-link", "--alpha", "3"], 2, "pass one or the other"),
+        (["--measure-link"], 2, "--measure-link takes SRC only together with --cost"),
+        (["--cost", "--measure-link"], 2, "torchrun --nproc-per-node N -m shardconv plan --measure-link"),
+    ],
+)
+def test_wrong_options(tiny, arguments, code, message):
+    result = call("plan", tiny, *arguments)
+    assert (result.code, result.out) == (code, "")
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_source_is_needed_for_all_but_the_link():
+    for arguments in ([], ["--cost"], ["--cost", "--measure-link"], ["--prove"]):
+        result = call("plan", *arguments)
+        assert (result.code, "Missing argument 'SRC'" in result.err) == (2, True)
+    assert "torchrun" in call("plan", "--measure-link").err
+    assert "--all cannot be combined with" in call("plan", "--measure-link", "--all").err

@@ -1,0 +1,61 @@
+"""The command line, run in this process or in one of its own."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import shardconv
+from shardconv.cli import main
+
+#: For a process of its own: it finds the package that these tests run on.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(shardconv.__file__).parents[1])}
+
+
+class Result(NamedTuple):
+    """What a command gave."""
+
+    code: int
+    out: str
+    err: str
+
+
+def call(*arguments: object) -> Result:
+    """Run a command in this process, up to its exit: as the console script does, but for the start of Python."""
+    out, err = io.StringIO(), io.StringIO()
+    argv, handlers = sys.argv, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    sys.argv = ["shardconv", *map(str, arguments)]
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            main()
+        raise AssertionError("main came back")
+    except SystemExit as exit_:
+        code = exit_.code
+    finally:
+        sys.argv = argv
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def start(*arguments: object, patch: str = "", popen=subprocess.Popen, **options) -> subprocess.Popen[str]:
+    """Start a command in a process of its own, after ``patch``, some lines of Python, has run in it."""
+    command = ["-m", "shardconv"] if not patch else ["-c", f"{patch}\nfrom shardconv.cli import main\nmain()"]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    streams["env"] = {**ENVIRONMENT, **options.get("env", {})}
+    return popen([sys.executable, *command, *map(str, arguments)], text=True, **streams)
+
+
+def finish(process: subprocess.Popen[str]) -> Result:
+    """Wait for a started command."""
+    out, err = process.communicate(timeout=200)
+    return Result(process.returncode, out, err)
+
+
+def run(*arguments: object, **options) -> Result:
+    """Run a command in a process of its own."""
+    return finish(start(*arguments, **options))

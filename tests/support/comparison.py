@@ -1,0 +1,35 @@
+"""Inputs for models of models.py, and gradients of a converted model against those of the unsharded one."""
+
+import torch
+
+from shardconv.layers.sharding import take_shard
+from tests.support.models import VOCAB
+
+SCALE = 0.3  # so that attention is neither even nor of one token
+
+
+def inputs_of(model):
+    ids = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids}
+    if model.auto in ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM"):
+        inputs["decoder_input_ids"] = ids[:, :5]
+    return inputs
+
+
+def numbers(output):
+    return {key: value for key, value in output.items() if torch.is_tensor(value) and value.is_floating_point()}
+
+
+def check_gradients(before, after, axis):
+    plain_modules = dict(before.named_modules())
+    largest = max(parameter.grad.abs().max() for parameter in before.parameters() if parameter.grad is not None)
+    for name, module in after.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            full = plain_modules[name].get_parameter(own).grad
+            if full is None:
+                assert parameter.grad is None
+                continue
+            placement = getattr(module, "placements", {}).get(own)
+            mine = full if placement is None else take_shard(full, placement, axis.rank)
+            allowed = 1e-4 * max(full.abs().max(), 1e-3 * largest)
+            assert (parameter.grad - mine).abs().max() <= allowed, f"{name}.{own}"

@@ -1,0 +1,132 @@
+"""Commands that write, as jobs; what makes them fail, what can be in their way, and what they have to leave.
+
+The fixtures that make the jobs are in tests/checkpoint/conftest.py.
+"""
+
+import errno
+import itertools
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from shardconv.checkpoint.merge import merge
+from shardconv.checkpoint.reshard import reshard
+from shardconv.checkpoint.split import split
+from tests.support.checkpoints import contents
+from tests.support.command import Result, call
+
+COMMANDS: dict[str, tuple[str, list[str], Callable[..., Any]]] = {
+    "split": ("source", ["--tp", "4"], partial(split, tp=4)),
+    "merge": ("split", [], merge),
+    "reshard": ("split", ["--tp", "2"], partial(reshard, tp=2)),
+}
+
+#: A slow disk, so that there is time to hit a copy in its midst; and Ctrl-C works even where pytest was started with it
+#: ignored.
+SLOW = """
+import os, signal, time
+write = os.pwrite
+def slow(*arguments):
+    time.sleep(0.05)
+    return write(*arguments)
+os.pwrite = slow
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
+
+class Job(NamedTuple):
+    """A command that writes, and what it has to write.
+
+    Attributes:
+        arguments: the command line, but for the output.
+        function: the same as a function of source and destination.
+        source: what it reads.
+        expected: name to bytes of the files it writes.
+    """
+
+    arguments: list[str]
+    function: Callable[..., Any]
+    source: Path
+    expected: dict[str, bytes]
+
+    def call(self, target: Path, *options: str) -> Result:
+        """Run it in this process."""
+        return call(*self.arguments, "-o", target, *options)
+
+    def on(self, source: Path) -> "Job":
+        """The same with another source."""
+        return self._replace(arguments=[self.arguments[0], str(source), *self.arguments[2:]], source=source)
+
+
+def beside(target: Path) -> list[str]:
+    return sorted(path.name for path in target.parent.iterdir())
+
+
+def check_failed(result: Result, target: Path, message: str, code: int = 1) -> None:
+    """One message, an exit code, and nothing left."""
+    assert result.code == code
+    assert message in result.err
+    assert result.err.strip().startswith("shardconv: ")
+    assert result.err.strip().count("\n") == 0
+    assert result.out == ""
+    assert beside(target) == []
+
+
+def check_done(result: Result, job: Job, target: Path) -> None:
+    assert result.code == 0, result.err
+    assert beside(target) == [target.name]
+    assert contents(target) == job.expected
+
+
+def failing(function: Callable[..., Any], after: int) -> Callable[..., Any]:
+    """The function, failing from its n-th call on."""
+    calls = itertools.count()
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if next(calls) >= after:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return function(*arguments, **options)
+
+    return fail
+
+
+def refuse_to_list(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let a folder be one that may not be read; root, who may be running this, could read any."""
+    for name in ("scandir", "listdir"):
+        plain = getattr(os, name)
+
+        def refuse(path: Any, plain: Callable[..., Any] = plain) -> Any:
+            if Path(path) == folder:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return plain(path)
+
+        monkeypatch.setattr(os, name, refuse)
+
+
+def put_file(target: Path) -> None:
+    target.write_text("mine")
+
+
+def put_notes(target: Path) -> None:
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+
+
+def put_checkpoint(target: Path) -> None:
+    target.mkdir()
+    (target / "model.safetensors").write_text("old")
+    (target / "tokenizer.json").write_text("old")
+
+
+def put_link(target: Path) -> None:
+    elsewhere = target.parent.parent / "elsewhere"
+    put_checkpoint(elsewhere)
+    target.symlink_to(elsewhere)
+
+
+def put_dangling_link(target: Path) -> None:
+    target.symlink_to("nowhere")

@@ -1,0 +1,185 @@
+"""A process that has imported torch and transformers, and forks a process for each request.
+
+    python -m tests.support.fork_server LISTENER ALIVE SOCKET
+
+Started by :mod:`tests.support.forked`. LISTENER is the descriptor of a listening Unix socket at the path SOCKET; the
+server exits when nobody holds the other end of the pipe ALIVE any more. A request is a message with the descriptors of
+stdin, stdout and stderr; the answers are the process id, once the process is set up, and its wait status.
+
+A forked process has the standard streams, environment, folder, signals and session of its request, and leaves through
+Python's own exit. It has no other state of the server than imported modules: the server has one thread, reads no
+random numbers and runs no operations of torch.
+"""
+
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from shardconv.parent import PARENT
+from tests.support.forked import MESSAGE_BYTES, ForkedPopen
+
+IMPORTED = (
+    "torch.distributed.nn",
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
+    "transformers.generation.utils",
+    "transformers.generation.streamers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.encoder_decoder",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.llama.tokenization_llama",
+    "shardconv.proof.compare",
+    "shardconv.proof.model_check",
+    "shardconv.proof.prove",
+    "shardconv.runtime.launch",
+    "shardconv.runtime.run",
+    "shardconv.tensor",
+)
+
+
+def main() -> None:
+    """Serve, and in each forked process run what was requested."""
+    listener, alive, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    for name in IMPORTED:
+        importlib.import_module(name)
+    # what starts ranks from a forked process starts them here, too
+    handler = sys.modules["torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"]
+    handler.Popen = lambda *arguments, **options: ForkedPopen(*arguments, server=path, **options)
+    assert threading.active_count() == 1
+    assert len(list(Path("/proc/self/task").iterdir())) == 1
+    gc.collect()
+    gc.freeze()  # no collection in a forked process copies their pages
+    request = Server(listener, alive).serve()
+    if request is not None:
+        execute(request["arguments"])
+
+
+class Server:
+    """Forks processes and reports how they exit."""
+
+    def __init__(self, listener: int, alive: int) -> None:
+        self._listener = socket.socket(fileno=listener)
+        self._alive = alive
+        self._requests: dict[int, socket.socket] = {}  # without a process yet, by descriptor
+        self._processes: dict[int, socket.socket] = {}  # by process id
+        self._woken, wakes = os.pipe()
+        os.set_blocking(wakes, False)
+        os.set_blocking(self._woken, False)
+        signal.set_wakeup_fd(wakes)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._wakes = wakes
+
+    def serve(self) -> dict[str, Any] | None:
+        """Serve until nobody needs this process; in a forked process, returns its request."""
+        while True:
+            processes = {connection.fileno(): pid for pid, connection in self._processes.items()}
+            waited = [self._listener.fileno(), self._alive, self._woken, *self._requests, *processes]
+            ready, _, _ = select.select(waited, [], [])
+            if self._alive in ready:
+                for pid in self._processes:
+                    os.kill(pid, signal.SIGKILL)
+                return None
+            for descriptor in ready:
+                if descriptor == self._listener.fileno():
+                    connection, _ = self._listener.accept()
+                    self._requests[connection.fileno()] = connection
+                elif descriptor == self._woken:
+                    os.read(self._woken, 4096)
+                elif descriptor in self._requests:
+                    request = self._fork(self._requests.pop(descriptor))
+                    if request is not None:
+                        return request
+                elif processes[descriptor] in self._processes:  # whoever asked for it is gone
+                    os.kill(processes[descriptor], signal.SIGKILL)
+                    self._processes.pop(processes[descriptor]).close()
+            self._reap()
+
+    def _fork(self, connection: socket.socket) -> dict[str, Any] | None:
+        """Fork a process for a request; returns the request in the forked one."""
+        message, streams, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+        if not message:
+            connection.close()
+            return None
+        pid = os.fork()
+        if pid:
+            self._processes[pid] = connection
+            for stream in streams:
+                os.close(stream)
+            return None
+        request: dict[str, Any] = json.loads(message)
+        self._leave(connection)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        set_up(request)
+        connection.send(json.dumps({"pid": os.getpid()}).encode())
+        connection.close()
+        return request
+
+    def _leave(self, kept: socket.socket) -> None:
+        """Close the server's descriptors in a forked process."""
+        signal.set_wakeup_fd(-1)
+        for connection in (self._listener, *self._requests.values(), *self._processes.values()):
+            if connection is not kept:
+                connection.close()
+        for descriptor in (self._alive, self._woken, self._wakes):
+            os.close(descriptor)
+
+    def _reap(self) -> None:
+        while self._processes or self._requests:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            if connection := self._processes.pop(pid, None):
+                with connection:
+                    connection.send(json.dumps({"status": status}).encode())
+
+
+def set_up(request: dict[str, Any]) -> None:
+    """Give a forked process what a started one would have."""
+    if request["start_new_session"]:
+        os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    if PARENT in os.environ:  # which a rank watches
+        os.environ[PARENT] = str(os.getppid())
+    ignored = set(request["ignored"])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    random.seed()
+
+
+def execute(arguments: list[str]) -> None:
+    """Run ``[-u] -m MODULE ...`` or ``[-u] SCRIPT ...``."""
+    if arguments[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        arguments = arguments[1:]
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path[0] = str(Path(arguments[0]).parent)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

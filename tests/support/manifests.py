@@ -1,0 +1,20 @@
+"""Changes of the manifest of a split checkpoint."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+
+def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object], *, sign: bool = True) -> None:
+    """Change the manifest and, as whoever means harm would, its own checksum with it."""
+    path = folder / "shardconv.json"
+    data = json.loads(path.read_text())
+    change(data)
+    if sign:
+        del data["manifest_checksum"]
+        text = json.dumps(data, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+        data["manifest_checksum"] = xxhash.xxh3_128_hexdigest(text.encode())
+    path.write_text(json.dumps(data))

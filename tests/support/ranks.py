@@ -1,0 +1,129 @@
+"""Processes under torch.distributed for tests: started once, used by many.
+
+A check is a function of a test module. It runs on some of them at once, each with the axis of its group: two pairs of
+neighbours, two strided pairs, or all four; what takes long runs on one pair, and eight have to be asked for.
+"""
+
+import importlib
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+LAYOUTS = {
+    "pair": ((2, 3),),
+    "pairs": ((0, 1), (2, 3)),
+    "strided": ((0, 2), (1, 3)),
+    "four": ((0, 1, 2, 3),),
+    "eight": (tuple(range(8)),),
+    "three": ((0, 1, 2),),
+    "five": (tuple(range(5)),),
+    "six": (tuple(range(6)),),
+    "twelve": (tuple(range(12)),),
+}
+#: What the processes have imported when they start: they are forked from one that has. With torchvision, torch alone:
+#: tools/torchvision.py comes before it.
+_IMPORTED = ["torch" if find_spec("torchvision") else "transformers.models.llama.modeling_llama"]
+_PATIENCE, _NO_ANSWER = 150, "no answer"
+
+
+class Ranks:
+    """Processes that run checks."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
+        self._pipes = []
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world, theirs, str(folder / "rendezvous")), daemon=True
+            )
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, layout: str, check: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run a check on every rank of a layout; gives what they return, or raises with what those that fail say."""
+        ranks = sorted(rank for group in LAYOUTS[layout] for rank in group)
+        for rank in ranks:
+            self._pipes[rank].send((layout, check.__module__, check.__qualname__, arguments))
+        pipes = [self._pipes[rank] for rank in ranks]
+        end = time.monotonic() + _PATIENCE
+        results = [pipe.recv() if pipe.poll(max(end - time.monotonic(), 0)) else (False, _NO_ANSWER) for pipe in pipes]
+        found = zip(ranks, results, strict=True)
+        failures = [f"rank {rank}: {result}" for rank, (is_right, result) in found if not is_right]
+        if any(result == (False, _NO_ANSWER) for result in results):
+            self.stop()
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [result for _, result in results]
+
+    @property
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+
+@contextmanager
+def ranks_in(folder: Path, world: int = 4) -> Iterator[Callable[..., list[Any]]]:
+    """A function like :meth:`Ranks.run` that starts the processes when they are needed, anew after a failure."""
+    current: list[Ranks] = []
+
+    def run(*arguments: Any) -> list[Any]:
+        if not current or not current[-1].is_alive:
+            home = folder / str(len(current))
+            home.mkdir()
+            current.append(Ranks(home, world))
+        return current[-1].run(*arguments)
+
+    yield run
+    for ranks in current:
+        ranks.stop()
+
+
+def _layouts(world: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    return {name: groups for name, groups in LAYOUTS.items() if max(map(max, groups)) < world}
+
+
+def _serve(rank: int, world: int, pipe: Any, rendezvous: str) -> None:
+    import torch  # noqa: PLC0415 - in the processes only: those that start them need none
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from shardconv.distributed import as_axis  # noqa: PLC0415
+
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    axes = {}
+    for layout, groups in _layouts(world).items():
+        for ranks in groups:
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=60))
+            if rank in ranks:
+                axes[layout] = as_axis(group)
+    while True:
+        try:
+            layout, module, name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            check: Any = importlib.import_module(module)
+            for part in name.split("."):
+                check = getattr(check, part)
+            pipe.send((True, check(axes[layout], *arguments)))
+        except BaseException:  # noqa: BLE001 - whatever it was, the test has to hear of it
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,149 @@
+"""Layouts: which a tensor can have, and the dicts that say the same."""
+
+import re
+
+import pytest
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+from shardconv.tensor import check_placements, dims_of, merge_dims, normalize_dims, placements_of
+from shardconv.tensor.spec import local_shape
+from tests.support.mesh_layouts import S0, S1, P, R, mesh_of
+
+
+def test_placements_are_torchs():
+    import shardconv.tensor  # noqa: PLC0415
+
+    assert (shardconv.tensor.Replicate, shardconv.tensor.Shard, shardconv.tensor.Partial) == (Replicate, Shard, Partial)
+    assert shardconv.tensor.__all__ == sorted(shardconv.tensor.__all__)
+
+
+def test_legal_layouts():
+    assert check_placements((8, 6), (2, 2), [Shard(-2), Shard(-1)]) == (S0, S1)
+    assert check_placements((8, 6), (2, 2), [S0, S0]) == (S0, S0)
+    assert check_placements((8, 6), (2, 2), [R, P]) == (R, P)
+    assert check_placements((5, 6), (2, 2), [S0, R], uneven=True) == (S0, R)
+    assert check_placements((), (2,), [P]) == (P,)
+    assert check_placements((0, 3), (2,), [S0]) == (S0,)
+
+
+@pytest.mark.parametrize(
+    ("shape", "placements", "message"),
+    [
+        ((8, 6), [S0], "1 placements for 2 axes: pass one per axis"),
+        ((8, 6), [S0, R, R], "3 placements for 2 axes"),
+        ((8, 6), [Shard(2), R], "dim 2 in S(2), shape [8, 6] over mesh (0: 2, 1: 2) is out of range for 2 dims"),
+        ((8, 6), [Shard(-3), R], "dim -3 in S(-3)"),
+        ((), [S0, R], "out of range for 0 dims"),
+        ((5, 6), [S0, R], "dim 0 of size 5 is not divisible by 2: pad it, or pass uneven=True"),
+        ((8, 6), [S1, S1], "dim 1 of size 6 is not divisible by 4"),
+        ((8, 6), [Partial("max"), R], "Partial has reduce_op 'max', expected 'sum'"),
+    ],
+)
+def test_illegal_layouts(shape, placements, message):
+    with pytest.raises(
+        ValueError, match=re.escape(message).replace(r"S\(2\)", ".*").replace(r"S\(\-3\)", ".*")
+    ) as error:
+        check_placements(shape, (2, 2), placements)
+    assert str(list(shape)) in str(error.value)
+    assert "mesh (0: 2, 1: 2)" in str(error.value)
+
+
+def test_strided_shards_are_refused():
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415 - users get them from torch
+
+    with pytest.raises(ValueError, match=r"shape \[8\] over mesh \(0: 2\): .* is not Replicate, Shard or Partial"):
+        check_placements((8,), (2,), [_StridedShard(0, split_factor=2)])
+
+
+def test_placements_of_dims():
+    assert placements_of({0: [0], -1: [1]}, 2, (2, 2)) == (S0, S1)
+    assert placements_of({0: 1}, 2, (2, 2)) == (R, S0)
+    assert placements_of({-1: [0, 1]}, 2, (2, 2)) == (S1, S1)
+    assert placements_of({1: [0], -1: [-1]}, 2, (2, 2)) == (S1, S1)
+    assert placements_of({}, 2, (2, 2)) == (R, R)
+    assert placements_of({2: (0, 2), 0: []}, 3, (2, 2, 2)) == (Shard(2), R, Shard(2))
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        ({2: [0]}, "dim 2 in {2: [0]} is out of range for 2 dims"),
+        ({0: [2]}, "axis 2 is not an axis of mesh (0: 2, 1: 2)"),
+        ({0: ["tensor"]}, "axis 'tensor' is not an axis of mesh (0: 2, 1: 2)"),
+        ({0: [0], 1: [0]}, "axis 0 of mesh (0: 2, 1: 2) is used twice in {0: [0], 1: [0]}"),
+        ({0: [1, 1]}, "axis 1 of mesh (0: 2, 1: 2) is used twice"),
+        ({0: [1, -1]}, "axis 1 of mesh (0: 2, 1: 2) is used twice"),
+        (
+            {0: [1, 0]},
+            "dim 0 has axes [1, 0] in another order than mesh (0: 2, 1: 2): torch shards a dim in mesh order",
+        ),
+    ],
+)
+def test_illegal_dims(dims, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        placements_of(dims, 2, (2, 2))
+
+
+def test_dims_of_placements():
+    assert dims_of([S0, S1]) == {0: [0], 1: [1]}
+    assert dims_of([S1, R, S1]) == {1: [0, 2]}
+    for layout in ((R, R), (S0, S0), (S1, S0), (R, S1)):
+        assert placements_of(dims_of(layout), 2, (2, 2)) == layout
+    with pytest.raises(ValueError, match="is neither Shard nor Replicate: redistribute the tensor first"):
+        dims_of([S0, P])
+
+
+def test_normalize_dims():
+    """Colossalai's changed the caller's dict, put what it changed last, and let a clash overwrite."""
+    given = {-1: [0], 0: [1]}
+    found = normalize_dims(2, given)
+    assert list(found.items()) == [(1, [0]), (0, [1])]
+    assert list(given.items()) == [(-1, [0]), (0, [1])]
+    with pytest.raises(ValueError, match=r"dim 1 occurs twice in \{1: \[0\], -1: \[1\]\}: merge the entries"):
+        normalize_dims(2, {1: [0], -1: [1]})
+    for dim in (2, -3):
+        with pytest.raises(ValueError, match=f"dim {dim} .* is out of range for 2 dims"):
+            normalize_dims(2, {dim: [0]})
+
+
+def test_merge_dims():
+    """Colossalai's extended the caller's lists."""
+    given = {1: [0], -1: [1]}
+    assert merge_dims(2, given) == {1: [0, 1]}
+    assert given == {1: [0], -1: [1]}
+    assert merge_dims(3, {-1: [1], 2: [0]}) == {2: [1, 0]}
+    alone = {0: [1]}
+    merge_dims(1, alone)[0].append(2)
+    assert alone == {0: [1]}
+    with pytest.raises(ValueError, match="out of range for 1 dims"):
+        merge_dims(1, {1: [0]})
+
+
+def check_names(axis):
+    mesh = mesh_of(axis, 2)
+    assert placements_of({0: ["data"], -1: ["tensor"]}, 2, mesh) == (S0, S1)
+    assert placements_of({1: ["data", "tensor"]}, 2, mesh) == (S1, S1)
+    assert placements_of({1: "tensor", -1: "data"} | {1: "data", -1: "tensor"}, 2, mesh) == (S1, S1)
+    with pytest.raises(ValueError, match=r"axis 'pipeline' is not an axis of mesh \(data: 2, tensor: 2\)"):
+        placements_of({0: "pipeline"}, 2, mesh)
+    with pytest.raises(ValueError, match=r"shape \[8, 5\] over mesh \(data: 2, tensor: 2\): dim 1 of size 5"):
+        check_placements((8, 5), mesh, [R, S1])
+
+
+def test_names(ranks):
+    ranks("four", check_names)
+
+
+def check_local_shapes(axis, shape):
+    """As torch distributes."""
+    import torch  # noqa: PLC0415 - in the processes only
+
+    mesh = mesh_of(axis, 2)
+    for layout in ((S0, S0), (S1, S0), (S0, S1), (R, S1), (S1, S1)):
+        expected = distribute_tensor(torch.zeros(shape), mesh, layout).to_local().shape
+        assert local_shape(shape, (2, 2), layout, mesh.get_coordinate()) == expected
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (7, 5), (3, 1), (0, 2)])
+def test_local_shapes(ranks, shape):
+    ranks("four", check_local_shapes, shape)

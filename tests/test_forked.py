@@ -1,0 +1,73 @@
+"""Forked processes against started ones: what the process finds, and how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import forked
+from tests.support.command import ENVIRONMENT
+
+pytestmark = pytest.mark.skipif(forked.Popen is subprocess.Popen, reason="forks on Linux only")
+
+#: Prints what a process finds; where no two processes have the same, whether it is as expected.
+SCRIPT = """
+import json, os, signal, sys, threading
+print(json.dumps({
+    "arguments": sys.argv[1:],
+    "folder": os.getcwd(),
+    "path": sys.path[0],
+    "environment": dict(os.environ),
+    "stdin": sys.stdin.read(),
+    "is in a session of its own": os.getsid(0) == os.getpid(),
+    "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) < 3),
+    "threads": len(os.listdir("/proc/self/task")),
+    "handlers": {number: str(signal.getsignal(number)).split(" at ")[0] for number in signal.valid_signals()},
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    "name": __name__,
+    "is main": sys.modules["__main__"].__dict__ is globals(),
+}))
+print("to stderr", file=sys.stderr)
+sys.exit(7)
+"""
+ENDLESS = "import time\nprint('ready', flush=True)\ntime.sleep(100)\n"
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize("is_session", [False, True])
+def test_a_forked_process_finds_what_a_started_one_does(script, tmp_path, is_session):
+    environment = {**ENVIRONMENT, "ONLY": "here"}
+    options = {"cwd": tmp_path, "env": environment, "start_new_session": is_session, "text": True}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    found = []
+    for popen in (subprocess.Popen, forked.ForkedPopen):
+        with popen([sys.executable, str(script), "a", "b c"], **streams, **options) as process:
+            out, err = process.communicate("given")
+        found.append((json.loads(out), err, process.returncode))
+    assert found[1] == found[0]
+    assert found[0][0]["is in a session of its own"] is is_session
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, -15), (signal.SIGINT, -2)])
+def test_a_signal_ends_it(tmp_path, sent, code):
+    script = tmp_path / "script.py"
+    script.write_text(ENDLESS)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with forked.ForkedPopen([sys.executable, str(script)], env=ENVIRONMENT, **streams) as process:
+        assert process.stdout.readline() == "ready\n"
+        assert process.poll() is None
+        os.kill(process.pid, sent)
+        assert process.wait(20) == code
+
+
+def test_a_module_is_run_as_a_program():
+    assert forked.run("--version").out.startswith("shardconv ")

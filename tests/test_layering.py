@@ -1,0 +1,113 @@
+"""Imports between the packages of shardconv point downward, at the top of a module and in functions."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardconv
+
+PACKAGE = Path(shardconv.__file__).parent
+#: Packages and modules from the bottom up: each may import itself and those before it.
+LAYERS = [
+    "errors",
+    "parent",
+    "exits",
+    "formatting",
+    "protocols",
+    "plan",
+    "layouts",
+    "checkpoint",
+    "distributed",
+    "layers",
+    "tensor",
+    "convert",
+    "hf",
+    "runtime",
+    "engines",
+    "proof",
+    "console",
+    "commands",
+    "cli",
+    "__main__",
+]
+#: The first does not import the second, although it is above it.
+APART = {
+    ("distributed", "checkpoint"), ("layers", "checkpoint"), ("tensor", "checkpoint"), ("console", "checkpoint"),
+    ("proof", "engines"),
+}  # fmt: skip
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """The full names that a module imports anywhere in it, but not those for types alone."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (each.value for each in node.args if isinstance(each, ast.Constant))
+
+
+def layer_of(name: str) -> str:
+    """The layer of a name of shardconv; of a public name, that of the module that defines it."""
+    part = name.split(".")[1]
+    if (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file():
+        return part
+    return getattr(shardconv, part).__module__.split(".")[1]
+
+
+def modules_of(layer: str) -> list[Path]:
+    return sorted((PACKAGE / layer).rglob("*.py")) or [PACKAGE / f"{layer}.py"]
+
+
+def test_every_module_is_in_a_layer():
+    """But for the first one, which imports public names when they are used."""
+    modules = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
+    assert modules - {"__init__"} == set(LAYERS)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_downward(layer):
+    allowed = {name for name in LAYERS[: LAYERS.index(layer) + 1] if (layer, name) not in APART}
+    wrong = {
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in modules_of(layer)
+        for name in imported_names(path)
+        if name.startswith("shardconv.") and name != "shardconv.__version__" and layer_of(name) not in allowed
+    }
+    assert wrong == set()
+
+
+@pytest.mark.parametrize("layer", ["plan", "checkpoint"])
+def test_there_is_no_torch(layer):
+    wrong = [
+        path.name for path in modules_of(layer) if any(name.split(".")[0] == "torch" for name in imported_names(path))
+    ]
+    assert wrong == []
+
+
+def test_only_hf_imports_transformers():
+    found = {
+        path.relative_to(PACKAGE).parts[0]
+        for path in PACKAGE.rglob("*.py")
+        if any(name.split(".")[0] == "transformers" for name in imported_names(path))
+    }
+    assert found == {"hf"}
+
+
+def test_only_the_console_prints():
+    """So that --json and -q hold everywhere."""
+    printing = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"\bprint\(|click\.(s?echo|secho)\(|sys\.stdout\.write", path.read_text())
+    ]
+    assert printing == ["console.py"]

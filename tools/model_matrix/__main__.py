@@ -1,0 +1,68 @@
+"""Try every model type of transformers: a small model of each, split, loaded, and compared with the unsharded one.
+
+    python -m tools.model_matrix [[--update] TYPE ...]
+
+Without types it runs all of them, and writes docs/models.md and the summary in docs/models-and-families.md. With --update
+it replaces the rows of the types that it runs. It fails if the result of a type is wrong without a reason in
+:data:`~tools.model_matrix.trial.REASONS`, if less of a type is sharded than expected without a reason in
+:data:`~tools.model_matrix.trial.LESS_CUT`, and if a reason is not needed. Only these reasons are written by hand.
+"""
+
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.support.ranks import ranks_in
+from tools.model_matrix.table import unexplained, write, written
+from tools.model_matrix.trial import KINDS, Row, try_padded, try_type
+
+
+def rows(types: list[str]) -> Iterator[Row]:
+    """The lines of all types, or of some."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+    home = Path(tempfile.mkdtemp(prefix="matrix-"))
+    try:
+        with ranks_in(home) as run:
+            for kind, names in KINDS.items():
+                for model_type in names:
+                    if not types or model_type in types:
+                        row = try_type(run, home, kind, model_type)
+                        yield replace(row, padded=try_padded(run, home)) if row.is_right else row
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def main() -> int:
+    """Try the types of the command line, or all; returns the exit code."""
+    types = [argument for argument in sys.argv[1:] if argument != "--update"]
+    found = []
+    for row in rows(types):
+        found.append(row)
+        share, error = f"{row.cut:.3f}", f"{row.error:.0e}"
+        kept = "no cache" if row.cache is None else f"{row.cache:.2f}"
+        how = f"[{row.attention}, {kept}]"
+        verdicts = (*row.verdicts, row.padded)
+        print(row.kind, row.model_type, row.family, how, *verdicts, share, error, row.note, flush=True)
+    if types and "--update" in sys.argv:
+        new = {(row.kind, row.model_type): row for row in found}
+        found = [new.get((row.kind, row.model_type), row) for row in written()]
+        types = []
+    if not types:
+        write(found)
+    problems = unexplained(found, is_all=not types)
+    print(f"{len(found)} types; {'; '.join(problems) or 'each as it is said to be'}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
