@@ -50,12 +50,32 @@ class Span(NamedTuple):
 Stripe = tuple[Span, ...]
 
 
+class Edits(NamedTuple):
+    """Integers that are subtracted from the values of shards.
+
+    Attributes:
+        dtype: of the tensor.
+        values: for each rank one integer for all elements, or one for each.
+    """
+
+    dtype: str
+    values: Sequence[Sequence[int]]
+
+
 class Shards(NamedTuple):
-    """The shards of one tensor: for each rank the index of its file, and the offset of the shard in the file."""
+    """The shards of one tensor.
+
+    Attributes:
+        geometry: their bytes.
+        files: for each rank the index of its file.
+        offsets: for each rank the offset of the shard in the file.
+        edits: what is subtracted from the source's values; None if shards have them unchanged.
+    """
 
     geometry: Geometry
     files: Sequence[int]
     offsets: Sequence[int]
+    edits: Edits | None = None
 
 
 def split_into_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -> list[Stripe]:

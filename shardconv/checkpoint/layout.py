@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from shardconv.checkpoint.copy import Shards
+from shardconv.checkpoint.copy import Edits, Shards
 from shardconv.checkpoint.geometry import geometry, unsharded
 from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header, num_bytes
 from shardconv.layouts.dcp import KEY, offsets_metadata
@@ -110,8 +110,14 @@ def lay_out_ranks(
         by_rank = {rank: file.offsets[name] for rank, file in files.items()}
         return tuple(map(by_rank.__getitem__, first_equal))
 
+    def edits(name: str, dtype: str) -> Edits | None:
+        values = plan.tensors[name].edits
+        return None if values is None else Edits(dtype, values)
+
     shards = tuple(
-        Shards(geometry(placements[name], spec.dtype, spec.shape), range(plan.tp), offsets(name))
+        Shards(
+            geometry(placements[name], spec.dtype, spec.shape), range(plan.tp), offsets(name), edits(name, spec.dtype)
+        )
         for name, spec in tensors.items()
     )
     headers = tuple(files[rank].header for rank in first_equal)

@@ -39,7 +39,6 @@ _RULES = {
     "family": str,
     "experts": str,
     "uncertain": str,
-    "scale_block": (list, int, str, None),
     "scopes": [_MODEL_RULES],
 }
 _PLACED = {

@@ -1,6 +1,6 @@
 """Plans of checkpoints on disk: options, source and rules."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
@@ -9,9 +9,10 @@ from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.errors import PlanError, UsageError
+from shardconv.formats.detect import with_grids
 from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout import NATIVE
-from shardconv.plan.plan import Plan
+from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, Resolution, resolve
 from shardconv.plan.resolve import Resolver
 from shardconv.plan.rules import AUTO, Rules, plan_file_of, request_of
@@ -84,15 +85,17 @@ def plan_source(
         source = open_source(local_path(src), config=config_path, follow_links=follow_links, ignore=as_names(ignore))
     options = PlanRequest(None, None, as_names(replicate), head_dim, experts, engine, pad=int(pad))
     paths = (source.path, *(file.path for file in source.files), *source.auxiliary_files.values())
+    settings = with_settings(source)
+    tensors = with_grids(source.specs, settings)
     if isinstance(rules, Plan):
-        request, resolution = _resolution_of(rules, source, options)
+        request, resolution = _resolution_of(rules, tensors, options)
         return PlannedSource(source, request_for(request, layout), resolution, paths)
     if (plan_file := plan_file_of(rules)) is not None:
         local_path(str(rules))
         paths = (*paths, plan_file)
     named = _named(rules)
     request = request_for(replace(options, family=named.family, plan_file=named.plan_file), layout)
-    return PlannedSource(source, request, resolve(source.specs, with_settings(source), request), paths)
+    return PlannedSource(source, request, resolve(tensors, settings, request), paths)
 
 
 def _named(rules: Rules) -> PlanRequest:
@@ -106,7 +109,9 @@ def _named(rules: Rules) -> PlanRequest:
         ) from error
 
 
-def _resolution_of(plan: Plan, source: Source, options: PlanRequest) -> tuple[PlanRequest, Resolution]:
+def _resolution_of(
+    plan: Plan, tensors: Mapping[str, TensorSpec], options: PlanRequest
+) -> tuple[PlanRequest, Resolution]:
     """The request and rules of a plan that a user passes, with the options beside it.
 
     Raises:
@@ -120,7 +125,7 @@ def _resolution_of(plan: Plan, source: Source, options: PlanRequest) -> tuple[Pl
         raise UsageError(f"{changed[0]} cannot change a plan (rules is a Plan): make another one with make_plan")
     if plan.rules is None:
         raise PlanError("the plan is from a manifest of format 1 or 2, which does not store rules: make it again")
-    resolver = Resolver(source.specs, plan.rules).padded(plan.rules.pad)
+    resolver = Resolver(tensors, plan.rules).padded(plan.rules.pad)
     if (name := plan.first_difference(resolver.plan(plan.tp))) is not None:
         raise PlanError(f"{name}: the plan was made for another checkpoint, or was changed: make it again")
     return PlanRequest(engine=plan.rules.engine, pad=plan.rules.pad), Resolution(resolver, plan.assumed)

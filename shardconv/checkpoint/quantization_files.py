@@ -20,17 +20,19 @@ def with_settings(source: Source) -> Mapping[str, object] | None:
         return source.config
     for name in SETTINGS_FILES:
         path = source.auxiliary_files.get(name)
-        if path is not None and (method := _method(name, read_json(path))):
-            return {**(source.config or {}), SETTINGS_KEY: {"quant_method": f"{method} ({name})"}}
+        if path is not None and (settings := _settings(name, read_json(path))) is not None:
+            return {**(source.config or {}), SETTINGS_KEY: settings}
     return source.config
 
 
-def _method(name: str, settings: Mapping[str, object]) -> str:
-    """The quantization method in a settings file; "" if there is none."""
+def _settings(name: str, table: Mapping[str, object]) -> Mapping[str, object] | None:
+    """The quantization settings in a file; None if there are none."""
     if name == "hf_quant_config.json":
-        section = settings.get("quantization")
-        algorithms = section if isinstance(section, Mapping) else {}
-        used = [str(algorithms[key]) for key in ("quant_algo", "kv_cache_quant_algo") if algorithms.get(key)]
-        return f"modelopt {' and '.join(used)}" if used else ""
+        section = table.get("quantization")
+        has_algorithm = isinstance(section, Mapping) and (
+            section.get("quant_algo") or section.get("kv_cache_quant_algo")
+        )
+        return {**section, "quant_method": "modelopt"} if isinstance(section, Mapping) and has_algorithm else None
     known = {"w_bit": "awq", "bits": "gptq"}
-    return str(settings.get("quant_method") or next((known[key] for key in known if key in settings), ""))
+    method = table.get("quant_method") or next((known[key] for key in known if key in table), None)
+    return None if method is None else {**table, "quant_method": method}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from shardconv.checkpoint.copy import Scratch, Shards, Span, Stripe, StripeState
+from shardconv.checkpoint.copy import Edits, Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.fileio import Bytes, InputFiles, OutputFiles, will_need
 from shardconv.checkpoint.geometry import Box
 from shardconv.errors import IntegrityError
@@ -22,6 +22,12 @@ def _contiguous(boxes: Sequence[Box], size: int, block: Bytes) -> Bytes | None:
     if box.rows > 1 and box.size != box.full_width:
         return None
     return block[box.full + box.offset : box.full + box.offset + size]
+
+
+def _edit(data: Bytes, edits: Edits, rank: int, offset: int, *, sign: int) -> None:
+    from shardconv.checkpoint.edits import add  # noqa: PLC0415 - see its docstring
+
+    add(data, edits.dtype, offset, edits.values[rank], sign=sign)
 
 
 class ShardReader:
@@ -56,12 +62,15 @@ class ShardReader:
         for rank, shard, low, high in shards.geometry.overlaps(span.start, span.stop):
             file, offset = shards.files[rank], shards.offsets[rank]
             boxes = list(shard.boxes(span.start, span.stop))
-            data = None if any(box.is_replica for box in boxes) else _contiguous(boxes, high - low, block)
+            is_copied = shards.edits is not None or any(box.is_replica for box in boxes)
+            data = None if is_copied else _contiguous(boxes, high - low, block)
             if data is not None:
                 self._read(state, file, data, offset + low)
                 continue
             data = scratch.take("gather", high - low)
             self._read(state, file, data, offset + low)
+            if shards.edits is not None:
+                _edit(data, shards.edits, rank, low, sign=1)
             self._copy_boxes(state, span, file, data, block, boxes, is_padded=shard.is_padded)
 
     def _read(self, state: StripeState, file: int, data: Bytes, offset: int) -> None:
@@ -142,11 +151,13 @@ class ShardWriter:
             file, offset = shards.files[rank], shards.offsets[rank]
             boxes = list(shard.boxes(span.start, span.stop))
             data = _contiguous(boxes, high - low, block)
-            if data is None:
+            if data is None or shards.edits is not None:
                 from shardconv.checkpoint import strided  # noqa: PLC0415 - see its docstring
 
                 data = scratch.take("scatter", high - low)
                 strided.scatter(block, boxes, data, is_padded=shard.is_padded)
+            if shards.edits is not None:
+                _edit(data, shards.edits, rank, low, sign=-1)
             if self._with_checksums:
                 state.update(file, data)
             self._files.write(file, data, offset + low)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.errors import PlanError, SplitCheckpointError
+from shardconv.formats.detect import with_grids
 from shardconv.plan.engines import engine_named
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import Placement
-from shardconv.plan.plan import Plan
+from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import resolve
 from shardconv.plan.resolve import Resolver
 from shardconv.plan.rule_set import RuleSet
@@ -27,7 +28,15 @@ def stored_rules(manifest: Manifest) -> RuleSet:
     """
     if manifest.plan.rules is not None:
         return manifest.plan.rules
-    return resolve(manifest.source_tensors, manifest.config, manifest.request).resolver.rules
+    return resolve(quantized_tensors(manifest), manifest.config, manifest.request).resolver.rules
+
+
+def quantized_tensors(manifest: Manifest) -> dict[str, TensorSpec]:
+    """The source tensors with the grids that the manifest stores; of a manifest without any, those of its config."""
+    tensors, planned = manifest.source_tensors, manifest.plan.tensors
+    if not any(one.grid for one in planned.values()):
+        return with_grids(tensors, manifest.config)
+    return {name: spec._replace(grid=planned[name].grid) for name, spec in tensors.items()}
 
 
 def resolver_of(manifest: Manifest, engine: str | None, *, pad: int | None = None) -> Resolver:
@@ -44,7 +53,7 @@ def resolver_of(manifest: Manifest, engine: str | None, *, pad: int | None = Non
     rules = stored_rules(manifest)
     if engine != manifest.request.engine:
         rules = rules.for_engine(engine_named(engine))
-    return Resolver(manifest.source_tensors, rules).padded(manifest.request.pad if pad is None else pad)
+    return Resolver(quantized_tensors(manifest), rules).padded(manifest.request.pad if pad is None else pad)
 
 
 def runnable_plan(manifest: Manifest, folder: Path) -> Plan:
@@ -109,7 +118,7 @@ def placements_in_memory(manifest: Manifest, plan: Plan) -> dict[str, Placement]
     """
     if plan.rules is None or plan.tp == 1:
         return {}
-    runtime_plan = Resolver(manifest.source_tensors, plan.rules).plan(plan.tp)
+    runtime_plan = Resolver(quantized_tensors(manifest), plan.rules).plan(plan.tp)
     placements = {name: planned.placement for name, planned in runtime_plan.tensors.items()}
     different = {name: placement for name, placement in placements.items() if placement != plan.placement(name)}
     if (name := next((name for name in different if plan.placement(name).dim is not None), None)) is not None:

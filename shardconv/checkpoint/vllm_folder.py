@@ -81,7 +81,9 @@ def _manifest(folder: Path, saved: SavedFiles) -> Manifest:
         config=saved.config,
         source_name=folder.resolve().name,
         is_folder=True,
-        source_files=((_FILE, build_header(((name, *spec) for name, spec in tensors.items()), _METADATA)),),
+        source_files=(
+            (_FILE, build_header(((name, spec.dtype, spec.shape) for name, spec in tensors.items()), _METADATA)),
+        ),
         index=None,
         metadata=_METADATA,
         auxiliary_files={name: checksum_file(path) for name, path in saved.auxiliary_files.items()},

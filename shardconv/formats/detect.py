@@ -17,7 +17,13 @@ from shardconv.plan.quantization import CACHE_SCALE, SETTINGS_KEY
 
 #: What the axes are called in messages, and the kinds of blocks.
 _AXES = {"out": "output", "in": "input"}
-_KINDS = {"group": "group", "word": "packed word", "pair": "packed byte", "rows": "scale block", "columns": "scale block"}
+_KINDS = {
+    "group": "group",
+    "word": "packed word",
+    "pair": "packed byte",
+    "rows": "scale block",
+    "columns": "scale block",
+}
 
 
 def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None) -> dict[str, TensorSpec]:

@@ -1,12 +1,13 @@
 """Quantization settings: which format a checkpoint has, and the sizes of its groups, blocks and words.
 
-Settings are ``quantization_config`` of config.json, or one of the files beside it that ``checkpoint/quantization_files``
-reads. Settings that are not understood are refused: a layer that is read with other sizes has wrong values.
+Settings are ``quantization_config`` of config.json, or of a file beside it (``checkpoint/quantization_files.py``).
+Settings that are not understood are refused: a layer that is read with other sizes has wrong values.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from shardconv.errors import PlanError
 from shardconv.formats.format import Format, formats
@@ -66,6 +67,8 @@ def matches(target: str, layer: str) -> bool:
     """
     if target.startswith("re:"):
         return re.match(target.removeprefix("re:"), layer) is not None
+    if "*" in target:  # ModelOpt's patterns
+        return fnmatchcase(layer, target)
     return target == layer or layer.endswith(f".{target}") or f".{target}." in f".{layer}."
 
 
@@ -85,8 +88,12 @@ def read_settings(table: Mapping[str, object]) -> Settings:
             f"quantization {method!r:.60} is not supported: {reason} (supported: {', '.join(_READERS)}): split the "
             f"unquantized checkpoint, or ignore a file with settings that do not apply (--ignore FILE)"
         )
-    ignored = [*_names(table, "modules_to_not_convert"), *_names(table, "ignored_layers"), *_names(table, "ignore")]
+    ignored = [name for key in _IGNORED for name in _names(table, key)]
     return Settings(method, tuple(reader(table)), tuple(ignored))
+
+
+#: The keys under which methods list layers that are not quantized.
+_IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 
 
 def _gptq(table: Mapping[str, object]) -> Iterator[Scheme]:
@@ -102,7 +109,7 @@ def _awq(table: Mapping[str, object]) -> Iterator[Scheme]:
     bits = _choice({"bits": table.get("bits", table.get("w_bit"))}, "bits", (4,))
     version = str(table.get("version", table.get("format", "gemm"))).lower()
     if version != "gemm":
-        raise PlanError(f"AWQ version {version!r:.40} is not supported (expected gemm): split the unquantized checkpoint")
+        raise PlanError(f"AWQ version {version!r:.40} is not supported (expected gemm): split the unquantized one")
     group = _group({"group_size": table.get("group_size", table.get("q_group_size", 128))})
     yield Scheme(formats()["awq"], {"word": _word(bits), "group": group}, is_symmetric=False)
 

@@ -6,7 +6,7 @@ one scale. The planner places the logical matrix, and the placement of each stor
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, Self, TypedDict
 
 from shardconv.plan.placement import Interval, IntervalOrPadding, Padding, Placement
 from shardconv.plan.units import IndivisibleError
@@ -34,6 +34,18 @@ NO_DIM = GridDim(None)
 #: What the values of a stored tensor are: numbers that do not depend on the rank; indices of groups along the only dim;
 #: or the shape of the logical matrix.
 PLAIN, GROUP_INDEX, SHAPE = "plain", "group_index", "shape"
+
+
+class GridJson(TypedDict):
+    """JSON form of a :class:`Grid`; a dim is ``[dim, elements, entries, kind]``."""
+
+    suffix: str
+    replacement: str
+    shape: list[int]
+    dims: list[tuple[int | None, int, int, str]]
+    axes: list[str]
+    values: str
+    group: int
 
 
 class Grid(NamedTuple):
@@ -99,9 +111,36 @@ class Grid(NamedTuple):
             return None
         return tuple((_first(entries) // self.group,) for entries in placement.ranks)
 
-    def _entry(
-        self, entry: IntervalOrPadding, grid_dim: GridDim, placement: Placement, size: int
-    ) -> IntervalOrPadding:
+    def to_json(self) -> GridJson:
+        """Convert to JSON data."""
+        return {
+            "suffix": self.suffix,
+            "replacement": self.replacement,
+            "shape": list(self.shape),
+            "dims": [(one.dim, one.elements, one.entries, one.kind) for one in self.dims],
+            "axes": list(self.axes),
+            "values": self.values,
+            "group": self.group,
+        }
+
+    @classmethod
+    def from_json(cls, data: GridJson) -> Self:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: if the data is not a grid.
+        """
+        try:
+            shape, axes = tuple(data["shape"]), tuple(data["axes"])
+            dims = tuple(GridDim(*dim) for dim in data["dims"])
+            grid = cls(data["suffix"], data["replacement"], shape, dims, axes, data["values"], data["group"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a grid: {data!r:.100}") from error
+        if any(dim.elements < 0 or dim.entries < 1 or (dim.dim or 0) not in range(max(len(shape), 1)) for dim in dims):
+            raise ValueError(f"not a grid: {data!r:.100}")
+        return grid
+
+    def _entry(self, entry: IntervalOrPadding, grid_dim: GridDim, placement: Placement, size: int) -> IntervalOrPadding:
         """The entry of the stored dim for an entry of the logical dim."""
         elements, entries = grid_dim.elements, grid_dim.entries
         edges = (entry.size,) if isinstance(entry, Padding) else (entry.start, entry.stop)
@@ -114,17 +153,6 @@ class Grid(NamedTuple):
         if isinstance(entry, Padding):
             return Padding(entry.size // elements * entries)
         return Interval(entry.start // elements * entries, min(-(-entry.stop // elements) * entries, size))
-
-
-class GridJson(TypedDict):
-    """JSON form of a :class:`Grid`."""
-
-    suffix: str
-    replacement: str
-    shape: list[int]
-    dims: list[list[int | str | None]]
-    values: str
-    group: int
 
 
 def _first(entries: Sequence[IntervalOrPadding]) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardconv.plan.rule import CHOICE
 
 #: Last component of the names of tensors that a rule for their module applies to.
-_LEAVES = ("weight", "bias", "weight_scale_inv")
+_LEAVES = ("weight", "bias")
 
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 _NUMBER_IN_PATTERN = re.compile(r"(?:^|[.{,])[\d*]*\d[\d*]*(?:$|[.},])")
@@ -22,7 +22,7 @@ class Match(NamedTuple):
 
     Attributes:
         pattern_index: index of the pattern, from 0.
-        leaf: which tensor of the module it is: ``weight``, ``bias`` or ``weight_scale_inv``.
+        leaf: which tensor of the module it is: ``weight`` or ``bias``.
     """
 
     pattern_index: int

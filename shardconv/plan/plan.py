@@ -5,17 +5,25 @@ Plain data that is compared by its JSON form and stored in the manifest.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self, TypedDict
+from typing import NamedTuple, NotRequired, Self, TypedDict
 
+from shardconv.plan.grid import Grid, GridJson
 from shardconv.plan.placement import Placement, PlacementJson
 from shardconv.plan.rule_set import RuleSet, RuleSetJson
 
 
 class TensorSpec(NamedTuple):
-    """The dtype of a tensor, as safetensors names it, and its shape."""
+    """A stored tensor.
+
+    Attributes:
+        dtype: its dtype, as safetensors names it.
+        shape: its shape.
+        grid: how it covers a logical matrix; None for a tensor that is stored without quantization.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    grid: Grid | None = None
 
 
 class Reason(NamedTuple):
@@ -47,6 +55,8 @@ class TensorPlanJson(TypedDict):
     style: str
     units: list[str]
     reason: ReasonJson
+    grid: NotRequired[GridJson]
+    edits: NotRequired[list[list[int]]]
 
 
 class PlanJson(TypedDict):
@@ -68,12 +78,17 @@ class TensorPlan(NamedTuple):
         style: the rule's style, or ``expert`` where experts are distributed over ranks.
         units: the units that are not split: one, or one for each segment; empty if any element may be a boundary.
         reason: the rule, and the config fields that it reads.
+        grid: how the stored tensor covers its logical matrix, which the rule is for; None without quantization.
+        edits: for each rank the integers that are subtracted from the values of its shard, and added again by a merge:
+            one for all of them, or one for each. None if shards have the source's values.
     """
 
     placement: Placement
     style: str
     units: tuple[str, ...]
     reason: Reason
+    grid: Grid | None = None
+    edits: tuple[tuple[int, ...], ...] | None = None
 
     def describe(self) -> str:
         """The style and the reason in one line."""
@@ -89,14 +104,23 @@ class TensorPlan(NamedTuple):
             "fields": list(self.reason.fields),
         }
         units = list(self.units)
-        return {"placement": self.placement.to_json(), "style": self.style, "units": units, "reason": reason}
+        data: TensorPlanJson = {
+            "placement": self.placement.to_json(), "style": self.style, "units": units, "reason": reason
+        }  # fmt: skip
+        if self.grid is not None:
+            data["grid"] = self.grid.to_json()
+        if self.edits is not None:
+            data["edits"] = [list(values) for values in self.edits]
+        return data
 
     @classmethod
     def from_json(cls, data: TensorPlanJson) -> Self:
         """The inverse of :meth:`to_json`."""
         reason = data["reason"]
         parsed = Reason(reason["origin"], reason["rule"], tuple(reason["fields"]))
-        return cls(Placement.from_json(data["placement"]), data["style"], tuple(data["units"]), parsed)
+        grid = Grid.from_json(data["grid"]) if "grid" in data else None
+        edits = tuple(tuple(values) for values in data["edits"]) if "edits" in data else None
+        return cls(Placement.from_json(data["placement"]), data["style"], tuple(data["units"]), parsed, grid, edits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Detect quantized checkpoints by their settings and tensors, and refuse unsupported quantization.
+"""Detect the tensors of quantized checkpoints, and refuse those that no quantization settings describe.
 
 A quantized layer that is treated as unquantized would have the right shape and wrong values.
 """
@@ -16,9 +16,6 @@ SETTINGS_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.
 #: The key of quantization settings in config.json.
 SETTINGS_KEY = "quantization_config"
 
-#: Suffix of the names of block scales, and the block size if the config has none: those of DeepSeek-V3.
-SCALE, DEFAULT_BLOCK = ".weight_scale_inv", (128, 128)
-
 #: Last components of the names of tensors that only quantized layers have, by quantization format.
 _COMPANIONS = {
     "GPTQ or AWQ": r"qweight|qzeros|g_idx",
@@ -31,7 +28,7 @@ _COMPANIONS = {
 _COMPANION = re.compile(rf"(?:^|.*\.)(?:{'|'.join(_COMPANIONS.values())})")
 
 #: Scales of a KV cache: tensors of one element in an attention module.
-_CACHE_SCALE = re.compile(r".*attn[^.]*\.(?:.*\.)?([kv]|kv_cache|[kv]_proj\.output)_scale")
+CACHE_SCALE = re.compile(r".*attn[^.]*\.(?:.*\.)?([kv]|kv_cache|[kv]_proj\.output)_scale")
 
 #: Dtypes that only quantized tensors have.
 _DTYPES = re.compile(r"F8_.*|F4|F6_.*")
@@ -40,34 +37,27 @@ _INTEGERS = re.compile(r"[IU]\d+")
 
 
 def check_quantization(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None) -> None:
-    """Refuse unsupported quantization, and quantized tensors that no settings describe.
+    """Refuse quantized tensors without a grid, as no quantization settings describe them.
 
     Args:
-        tensors: name to dtype and shape.
+        tensors: name to dtype, shape and grid.
         config: the contents of config.json, with quantization settings of another file if config.json has none; None
             without a config.
 
     Raises:
-        PlanError: if the quantization is not supported.
+        PlanError: if there is such a tensor.
     """
     settings = (config or {}).get(SETTINGS_KEY)
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    if method not in (None, "fp8"):
-        raise PlanError(
-            f"quantization {method!r:.60} is not supported (expected FP8 with block scales): split the unquantized "
-            f"checkpoint, or ignore a file with settings that do not apply (--ignore FILE)"
-        )
     for name, spec in tensors.items():
-        is_described = name.endswith((SCALE, ".activation_scale")) or _DTYPES.fullmatch(spec.dtype)
-        if is_quantized(name, spec) and not (method == "fp8" and is_described):
-            raise PlanError(_refusal(name, spec, has_settings=method is not None))
+        if spec.grid is None and is_quantized(name, spec):
+            raise PlanError(_refusal(name, spec, has_settings=settings is not None))
 
 
 def is_quantized(name: str, spec: TensorSpec) -> bool:
     """Whether dtype or name of a tensor occur only in quantized checkpoints."""
     if _DTYPES.fullmatch(spec.dtype) or _COMPANION.fullmatch(name):
         return True
-    if prod(spec.shape) == 1 and _CACHE_SCALE.fullmatch(name):
+    if prod(spec.shape) == 1 and CACHE_SCALE.fullmatch(name):
         return True
     is_matrix = name.endswith((".weight", ".W_q")) and len(spec.shape) > 1
     return is_matrix and _INTEGERS.fullmatch(spec.dtype) is not None
@@ -76,16 +66,13 @@ def is_quantized(name: str, spec: TensorSpec) -> bool:
 def _refusal(name: str, spec: TensorSpec, *, has_settings: bool) -> str:
     tensor = f"{name} ({spec.dtype} {list(spec.shape)})"
     if has_settings:
-        return f"{tensor}: this tensor is not part of FP8 with block scales, which quantization_config describes"
+        return (
+            f"{tensor}: only quantized checkpoints have such a tensor, and it is not part of the format that "
+            f"quantization_config describes: pass --config FILE with the settings of this checkpoint"
+        )
     files = ", ".join(SETTINGS_FILES)
     return (
         f"{tensor}: only quantized checkpoints have such a tensor, and no quantization_config describes it "
         f"(config.json, {files}): pass --config FILE with the quantization_config of this checkpoint, or split the "
         f"unquantized one"
     )
-
-
-def block_size(config: Mapping[str, object] | None) -> object:
-    """Rows and columns of a block with one scale, as in the config; None if the config does not have them."""
-    settings = (config or {}).get(SETTINGS_KEY)
-    return settings.get("weight_block_size") if isinstance(settings, dict) else None

@@ -15,7 +15,7 @@ from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_rea
 from shardconv.plan.family_file import expand_family, family_for, load_family, parse_plan_file
 from shardconv.plan.head_inference import check_pairs, towers_in, with_heads
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.quantization import DEFAULT_BLOCK, SCALE, block_size, check_quantization
+from shardconv.plan.quantization import check_quantization
 from shardconv.plan.resolve import Resolver
 from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import MAX_MULTIPLE
@@ -145,7 +145,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
     if base.name == NAMES_FAMILY:
         check_pairs(tensors)
     _check_prefix(tensors, base)
-    assumed = [*filter(None, [assumed_heads]), *_assumptions(tensors, config, base, user, request)]
+    assumed = [*filter(None, [assumed_heads]), *_assumptions(config, base, user, request)]
     family = _with_user_rules(base, user, request)
     rules = rules_for(family, config, experts=request.experts, uncertain=uncertain)
     rules = rules.for_engine(engine_named(request.engine))
@@ -160,16 +160,12 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
 
 
 def _assumptions(
-    tensors: Mapping[str, TensorSpec],
     config: Mapping[str, object],
     base: Family,
     user: Family | None,
     request: PlanRequest,
 ) -> Iterator[str]:
     """The assumptions of a plan that follow from the family, the plan file and the options, as sentences."""
-    if not block_size(config) and any(name.endswith(SCALE) for name in tensors):
-        rows, columns = DEFAULT_BLOCK
-        yield f"FP8 block size is not in the config: assuming {rows} by {columns}"
     if base.name == NAMES_FAMILY:
         model = f"model type {config['model_type']!r}" if config.get("model_type") else "a checkpoint without a config"
         yield f"{model} has no family: planned by the names of its tensors"

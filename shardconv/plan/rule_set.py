@@ -45,7 +45,6 @@ class RuleSetJson(TypedDict):
     family: str
     experts: str
     uncertain: str
-    scale_block: object
     vocab_multiple: NotRequired[int]
     scopes: list[ModelRulesJson]
     pad: NotRequired[int]
@@ -62,7 +61,6 @@ class RuleSet:
         experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
         uncertain: why the head size is assumed, and how to specify it; "" if it is known. If it is assumed, boundaries
             have to be valid for smaller head sizes, too.
-        scale_block: rows and columns of a block with one scale, as in the config.
         vocab_multiple: the vocabulary is padded to a multiple of this before it is sharded.
         engine: name of the engine whose rules are included; None for shardconv's own runtime.
     """
@@ -71,7 +69,6 @@ class RuleSet:
     models: tuple[ModelRules, ...]
     experts: str = "tensor"
     uncertain: str = ""
-    scale_block: object = None
     vocab_multiple: int = 1
     engine: str | None = None
 
@@ -142,7 +139,6 @@ class RuleSet:
             "family": self.family,
             "experts": self.experts,
             "uncertain": self.uncertain,
-            "scale_block": self.scale_block,
             "vocab_multiple": self.vocab_multiple,
             "scopes": [_model_to_json(rules) for rules in self.models],
         }
@@ -174,7 +170,7 @@ class RuleSet:
         engine = data.get("engine")
         if engine is not None and not isinstance(engine, str):
             raise ValueError(f"engine is {engine!r:.60} (expected a name)")
-        rules = cls(data["family"], models, data["experts"], data["uncertain"], data["scale_block"], multiple, engine)
+        rules = cls(data["family"], models, data["experts"], data["uncertain"], multiple, engine)
         return rules.with_padding(pad)
 
 

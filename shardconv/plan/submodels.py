@@ -10,7 +10,6 @@ from shardconv.plan.config_fields import lookup
 from shardconv.plan.family import Family, Submodel
 from shardconv.plan.family_file import family_for, load_family
 from shardconv.plan.model_rules import ModelRules
-from shardconv.plan.quantization import DEFAULT_BLOCK, block_size
 from shardconv.plan.rule_set import RuleSet
 
 #: The deepest nesting of submodels.
@@ -31,8 +30,7 @@ def rules_for(
     Raises:
         PlanError: if submodels are nested too deep, or one that a plan file names has no config.
     """
-    block = block_size(config) or list(DEFAULT_BLOCK)
-    return RuleSet(family.name, tuple(model_rules_of(family, config)), experts, uncertain, block)
+    return RuleSet(family.name, tuple(model_rules_of(family, config)), experts, uncertain)
 
 
 def model_rules_of(

@@ -12,10 +12,10 @@ from shardconv.errors import PlanError
 from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import Expert, find_experts
 from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.grid import Grid
 from shardconv.plan.matcher import Match, Matcher, pattern_for
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.quantization import SCALE
 from shardconv.plan.rule import STYLES, Rule
 from shardconv.plan.rule_set import RuleSet
 
@@ -34,9 +34,8 @@ class TensorGroup:
         name: the first of the tensors, for messages.
         rule: the rule that matches their names.
         model_rules: the rules of the model or submodel.
-        leaf: ``weight``, ``bias`` or ``weight_scale_inv``: which tensor of its module each is.
-        spec: dtype and shape.
-        weight: the weight that a block scale belongs to; None for other tensors.
+        leaf: ``weight`` or ``bias``: which tensor of its module each is.
+        spec: dtype, shape and grid.
         rows: rows of the weight of the layer ``beside`` of the rule; None without one.
         stage: the stage of the model, where the units of the rule differ by stage.
         expert: the expert that it belongs to, if experts are distributed over ranks.
@@ -47,25 +46,24 @@ class TensorGroup:
     model_rules: ModelRules
     leaf: str
     spec: TensorSpec
-    weight: TensorSpec | None = None
     rows: int | None = None
     stage: int | None = None
     expert: Expert | None = None
 
     @property
-    def sized(self) -> TensorSpec:
-        """The tensor whose sizes the rule reads: for a block scale, its weight."""
-        return self.weight if self.leaf == "weight_scale_inv" and self.weight else self.spec
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the rule reads: of a quantized tensor, that of its logical matrix."""
+        return self.spec.shape if self.spec.grid is None else self.spec.grid.shape
 
     @property
     def dim(self) -> int | None:
-        """The dim of :attr:`sized` that the rule shards, from 0; None where it is replicated."""
-        return sharded_dim_of(self.rule, self.leaf, self.sized.shape, self.name)
+        """The dim of :attr:`shape` that the rule shards, from 0; None where it is replicated."""
+        return sharded_dim_of(self.rule, self.leaf, self.shape, self.name)
 
     def fields(self) -> Fields:
         """The fields that the rule's expressions read: the config, ``features`` (the sharded dim) and ``rows``."""
         dim = self.dim
-        sizes = {"features": None if dim is None else self.sized.shape[dim], "rows": self.rows}
+        sizes = {"features": None if dim is None else self.shape[dim], "rows": self.rows}
         return self.model_rules.fields(self.stage, **{field: size for field, size in sizes.items() if size is not None})
 
 
@@ -83,18 +81,16 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
     group_of: dict[str, TensorGroup] = {}
     unmatched: list[str] = []
     for name, spec in tensors.items():
-        match, weight = matcher.match(name), None
-        if name.endswith(SCALE):
-            match, weight = _scale_match(name, match, matcher, tensors, ruled)
-        if prod(spec.shape) <= 1 and (match is None or weight is not None):
-            match = None
-        elif match is None:
+        match = matcher.match(name)
+        if spec.grid is not None:
+            match = _match_of_matrix(name, spec.grid, match, matcher, ruled)
+        if match is None and prod(spec.shape) > 1:
             unmatched.append(name)
             continue
         rule, model_rules = no_match if match is None else ruled[match.pattern_index]
         rows = _rows_beside(name, rule.beside, tensors) if rule.beside else None
         stage = model_rules.stage_of(name) if id(rule) in staged else None
-        key = (match, spec, weight, rows, stage, experts.get(name))
+        key = (match, spec, rows, stage, experts.get(name))
         group = groups.get(key)
         if group is None:
             leaf = "weight" if match is None else match.leaf
@@ -171,25 +167,20 @@ def _rows_beside(name: str, layer: str, tensors: Mapping[str, TensorSpec]) -> in
     return weight.shape[0]
 
 
-def _scale_match(
-    name: str,
-    scale_match: Match | None,
-    matcher: Matcher,
-    tensors: Mapping[str, TensorSpec],
-    ruled: Sequence[tuple[Rule, ModelRules]],
-) -> tuple[Match | None, TensorSpec]:
-    """The match of a block scale, which is that of its weight; and its weight."""
-    weight_name = name.removesuffix("_scale_inv")
-    if weight_name not in tensors:
-        raise PlanError(f"{name}: there is no weight next to this scale")
-    match = matcher.match(weight_name)
-    if scale_match is not None and match is not None and scale_match.pattern_index != match.pattern_index:
-        rule, weights_rule = (ruled[each.pattern_index][0].pattern for each in (scale_match, match))
-        raise PlanError(
-            f"{name}: rule {rule!r} matches this scale, but {weights_rule!r} its weight, and both have to be sharded "
-            f"alike: add a rule for their module, {weight_name.removesuffix('.weight')!r}"
-        )
-    return (None if match is None else Match(match.pattern_index, "weight_scale_inv")), tensors[weight_name]
+def _match_of_matrix(
+    name: str, grid: Grid, own_match: Match | None, matcher: Matcher, ruled: Sequence[tuple[Rule, ModelRules]]
+) -> Match | None:
+    """The match of a tensor of a quantized layer, which is that of its logical matrix."""
+    matrix = grid.logical_name(name)
+    match = matcher.match(matrix)
+    if own_match is not None and match is not None and own_match.pattern_index != match.pattern_index:
+        own_rule, rule = (ruled[each.pattern_index][0] for each in (own_match, match))
+        if own_rule.by_user or rule.by_user:
+            raise PlanError(
+                f"{name}: rule {own_rule.pattern!r} matches this tensor, but {rule.pattern!r} its weight {matrix}, and "
+                f"both have to be sharded alike: add a rule for their module, {matrix.removesuffix('.weight')!r}"
+            )
+    return match
 
 
 def _no_rule_message(

@@ -16,7 +16,7 @@ from shardconv.plan.experts import place_expert
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.padding import UnitPadding
-from shardconv.plan.placement import Interval, Placement
+from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Reason, TensorPlan, TensorSpec
 from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import RuleSet
@@ -102,10 +102,10 @@ class GroupPlanner:
         try:
             if group.expert is not None:
                 placement = place_expert(group.expert, group.spec.shape, tp)
-                return TensorPlan(placement, "expert", (), Reason(rule.origin, rule.pattern))
-            placement = self._place(tp)
-            if group.sized is not group.spec:
-                placement = _on_blocks(placement, group.spec, group.sized, self._block())
+                return TensorPlan(placement, "expert", (), Reason(rule.origin, rule.pattern), group.spec.grid)
+            matrix_placement = self._place(tp)
+            grid = group.spec.grid
+            placement = matrix_placement if grid is None else grid.place(matrix_placement, group.spec.shape)
             _check_bytes(placement, group.spec)
         except IndivisibleError as error:
             raise BlockedError(group.name, self._blocked_reason(error)) from error
@@ -113,7 +113,9 @@ class GroupPlanner:
             if self._rules.family != NAMES_FAMILY or self._rules.has_plan_file:
                 raise
             raise PlanError(f"{error}. No family is known for this model: pass --rules") from error
-        return TensorPlan(placement, rule.style, rule.units, Reason(rule.origin, rule.pattern, self._fields_read()))
+        edits = None if grid is None else grid.edits(matrix_placement)
+        reason = Reason(rule.origin, rule.pattern, self._fields_read())
+        return TensorPlan(placement, rule.style, rule.units, reason, grid, edits)
 
     def padding(self, tp: int) -> tuple[int, int]:
         """Bits of padding, and of everything else, of one tensor of the group on all ranks together."""
@@ -132,7 +134,7 @@ class GroupPlanner:
             return
         if not self.plan(tp).placement.is_padded:
             return
-        names, units, _ = self._units(group.spec.shape[group.dim or 0])
+        names, units, _ = self._units(group.shape[group.dim or 0])
         for unit_name, unit in zip(names, units, strict=True):
             padding = group.model_rules.padding(group.rule, unit_name)
             padded = (padding.apply(unit, group.model_rules.multiple(tp)) if padding else unit).padded_count(tp)
@@ -176,7 +178,7 @@ class GroupPlanner:
         uncertain = self._rules.uncertain
         is_unsure = uncertain and not HEAD_FIELDS.isdisjoint(self._fields.read)
         unsure = f"{uncertain} Under this assumption " if is_unsure else ""
-        return f"{unsure}{error} ({', '.join(self._fields_read()) or f'shape {list(self._group.sized.shape)}'})"
+        return f"{unsure}{error} ({', '.join(self._fields_read()) or f'shape {list(self._group.shape)}'})"
 
     def _fields_read(self) -> tuple[str, ...]:
         """The config fields that were read, with a mark on those that were assumed."""
@@ -184,21 +186,21 @@ class GroupPlanner:
         return tuple(f"{key}={value}{' assumed' * (key in assumed)}" for key, value in self._fields.read.items())
 
     def _place(self, tp: int) -> Placement:
-        """The placement of :attr:`TensorGroup.sized`."""
-        group, rule, spec = self._group, self._group.rule, self._group.sized
-        if rule.size is not None and spec.shape[-1:] != (expected := self._fields.evaluate(rule.size),):
+        """The placement of a tensor of shape :attr:`TensorGroup.shape`."""
+        group, rule, shape = self._group, self._group.rule, self._group.shape
+        if rule.size is not None and shape[-1:] != (expected := self._fields.evaluate(rule.size),):
             raise PlanError(
-                f"{group.name}: shape {list(spec.shape)} does not end in {rule.size} = {expected}, so rule "
+                f"{group.name}: shape {list(shape)} does not end in {rule.size} = {expected}, so rule "
                 f"{rule.pattern!r} is not meant for it: pass a family or a plan file with a rule for it as --rules"
             )
         if (dim := group.dim) is None:
             return Placement.replicated(tp)
-        if len(spec.shape) > 2 and rule.origin == f"family {NAMES_FAMILY}":
+        if len(shape) > 2 and rule.origin == f"family {NAMES_FAMILY}":
             raise PlanError(
-                f"{group.name} of shape {list(spec.shape)}: its name does not determine which dim to shard: pass "
+                f"{group.name} of shape {list(shape)}: its name does not determine which dim to shard: pass "
                 f"--rules with a family, or with a plan file that has a rule for it"
             )
-        names, units, chunks = self._units(spec.shape[dim])
+        names, units, chunks = self._units(shape[dim])
         groups = self._fields.evaluate(rule.groups)
         self._check_size(dim, groups * sum(unit.width for unit in units), chunks, names)
         if chunks > 1:
@@ -207,7 +209,7 @@ class GroupPlanner:
         return _padded_placement(dim, units, tp, groups, paddings, group.model_rules.multiple(tp))
 
     def _check_size(self, dim: int, expected: int, chunks: int, names: Sequence[str | None]) -> None:
-        group, size = self._group, self._group.sized.shape[dim]
+        group, size = self._group, self._group.shape[dim]
         if expected == size * chunks:
             return
         read = ", ".join(f"{key}={value}" for key, value in self._fields.read.items())
@@ -251,18 +253,6 @@ class GroupPlanner:
             )
         return Unit(size // unit_size, unit_size, copies, rule.pad)
 
-    def _block(self) -> tuple[int, ...]:
-        """Rows and columns of the weight that have a scale each."""
-        block, scale, weight = self._rules.scale_block, self._group.spec, self._group.sized
-        if isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) > 0:
-            blocks = tuple(-(-size // unit) for size, unit in zip(weight.shape[-2:], block, strict=False))
-            if scale.shape == (*weight.shape[:-2], *blocks) and len(blocks) == 2:
-                return tuple(block)
-        raise PlanError(
-            f"{self._group.name}: shape {list(scale.shape)} does not fit blocks of {block!r:.60} over a weight of "
-            f"{list(weight.shape)}: quantization_config.weight_block_size is needed, pass --config FILE with it"
-        )
-
 
 def _padded_placement(
     dim: int, units: Sequence[Unit], tp: int, groups: int, paddings: Sequence[UnitPadding | None], multiple: int
@@ -280,33 +270,6 @@ def _padded_placement(
     except IndivisibleError as error:
         refusal = next((padding.refusal for padding in paddings if padding and padding.refusal), "")
         raise IndivisibleError(f"{error}, and is not padded: {refusal}" if refusal else str(error)) from error
-
-
-def _on_blocks(placement: Placement, scale: TensorSpec, weight: TensorSpec, block: tuple[int, ...]) -> Placement:
-    """The placement of a block scale, from that of its weight.
-
-    Raises:
-        IndivisibleError: if a boundary would be inside a block.
-    """
-    if placement.dim is None:
-        return placement
-    width = block[placement.dim - len(weight.shape)]
-    kind = "input" if placement.dim == len(weight.shape) - 1 else "output"
-    if placement.is_padded:
-        raise IndivisibleError(
-            f"{placement.size} {kind} features would be padded, and with them blocks that have a scale"
-        )
-    ranks = []
-    for entries in placement.ranks:
-        for entry in entries:
-            ends_inside = isinstance(entry, Interval) and entry.stop % width and entry.stop != placement.size
-            if not isinstance(entry, Interval) or entry.start % width or ends_inside:
-                raise IndivisibleError(
-                    f"{placement.size} / {placement.tp} = {entry.size} {kind} features per rank is not a multiple of "
-                    f"the {width}-wide scale block"
-                )
-        ranks.append(tuple(Interval(p.start // width, -(-p.stop // width)) for p in entries if isinstance(p, Interval)))
-    return Placement(placement.dim, scale.shape[placement.dim], tuple(ranks))
 
 
 def _check_bytes(placement: Placement, spec: TensorSpec) -> None:

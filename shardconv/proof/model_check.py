@@ -13,7 +13,6 @@ from shardconv.errors import PlanError, RunError, SourceError
 from shardconv.hf.classes import model_class
 from shardconv.hf.names import match_names
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.quantization import SCALE
 from shardconv.plan.unused import known_unused
 
 #: How many tensors of each kind a message names.
@@ -164,5 +163,5 @@ def _without_block_scales(config: Mapping[str, object], specs: Mapping[str, Tens
     settings = config.get("quantization_config")
     if not isinstance(settings, dict) or settings.get("quant_method") != "fp8":
         return list(specs)
-    end = SCALE.removeprefix(".weight")
+    end = "_scale_inv"
     return [name for name in specs if not (name.endswith(end) and name.removesuffix(end) in specs)]
