@@ -1,5 +1,6 @@
 """The command line: what goes where, which exit code, what is imported; and the public names."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -295,11 +297,21 @@ def test_no_progress_when_quiet(commands, monkeypatch):
 def stderr_on_a_terminal(arguments: list[str], **environment: str) -> str:
     """Run a command whose stderr is a terminal; gives what that shows."""
     terminal, end = os.openpty()
+    shown: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # a terminal whose other end is closed
+            while data := os.read(terminal, 2**16):
+                shown.append(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
     done = run(*arguments, stderr=end, env={"TERM": "xterm-256color", "COLUMNS": "100", **environment})
     os.close(end)
+    reader.join()
+    os.close(terminal)
     assert done.code == 0
-    with os.fdopen(terminal, "rb") as shown:
-        return shown.read1(2**16).decode()
+    return b"".join(shown).decode()
 
 
 COLOR = re.compile(r"\x1b\[(?:\d+;)*(?:[349]\d|10[0-7])[;\d]*m")

@@ -29,6 +29,7 @@ from shardconv.errors import ShardconvError
 from shardconv.layouts.layout import NATIVE
 from shardconv.proof import prove
 from shardconv.proof.ranks import SPLIT, sharded_fraction
+from shardconv.proof.report import Proof
 from shardconv.proof.small_models import REFERENCE, SMALL
 from shardconv.runtime.run import RunOptions, check_run, run_rank
 from tests.support.checkpoints import contents, write_index
@@ -826,7 +827,7 @@ FOREIGN = re.compile(r"Traceback|internal error|(?m:^(rank \d+: )?\w*(Error|Exce
 def _proofs_on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
     """Run proofs on existing processes, as starting them takes seconds."""
 
-    def proofs(folder: Path, source: Any, plans: Mapping[int, Any], request: Any) -> tuple[shardconv.Proof, ...]:
+    def proofs(folder: Path, source: Any, plans: Mapping[int, Any], request: Any) -> tuple[Proof, ...]:
         made = []
         kind = source.config["architectures"][0]
         for tp, plan in plans.items():
@@ -836,7 +837,7 @@ def _proofs_on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
             found = worst(ranks(LAYOUTS[tp], check, kind, folder / SMALL, place, request, reference))
             output, tokens, gradient, note, _ = (None, None, None, found, None) if isinstance(found, str) else found
             fraction = sharded_fraction(source.specs, plan)
-            made.append(shardconv.Proof(tp, output, tokens, gradient, fraction, note))
+            made.append(Proof(tp, output, tokens, gradient, fraction, note))
         return tuple(made)
 
     monkeypatch.setattr(prove, "prove_all", proofs)
