@@ -19,6 +19,7 @@ LAYERS = [
     "protocols",
     "plan",
     "layouts",
+    "formats",
     "checkpoint",
     "distributed",
     "layers",

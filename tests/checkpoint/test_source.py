@@ -15,6 +15,7 @@ from tests.support.checkpoints import (
     llama_specs,
     part_names,
     safetensors_bytes,
+    stored,
     write_checkpoint,
     write_config,
     write_index,
@@ -55,7 +56,7 @@ def test_file(tmp_path):
     specs = llama_specs(llama_config())
     path = write_weights(tmp_path / "weights.safetensors", specs, metadata={"format": "pt", "x": "y"})
     source = open_source(path)
-    assert source.specs == specs
+    assert stored(source) == specs
     assert source.metadata == {"format": "pt", "x": "y"}
     assert (source.is_folder, source.config, source.index, source.auxiliary_files) == (False, None, None, {})
 
@@ -80,7 +81,7 @@ def test_folder_with_several_files(folder):
     source = open_source(folder)
     assert [part.name for part in source.files] == PARTS
     assert list(source.specs) == list(weight_map(folder))
-    assert source.specs == llama_specs(llama_config())
+    assert stored(source) == llama_specs(llama_config())
     assert source.index == (INDEX, (folder / INDEX).read_text())
     assert sorted(source.auxiliary_files) == ["config.json", "tokenizer.json"]
     assert source.left_out == {}
@@ -211,7 +212,7 @@ def test_link_out_of_the_folder(folder, tmp_path, name):
     (folder / name).symlink_to(outside)
     refuses(folder, f"{name}: is a link out of its folder: pass --follow-links")
     source = open_source(folder, follow_links=True)
-    assert source.specs == llama_specs(llama_config())
+    assert stored(source) == llama_specs(llama_config())
     assert source.config == llama_config()
 
 
@@ -344,14 +345,14 @@ def test_index_lists_some_of_the_tensors_of_one_file(single):
     names = dict.fromkeys(list(open_source(single).specs)[1:], "model.safetensors")
     write_index(single, names)
     refuses(single, f"{FIRST_TENSOR} of model.safetensors is not in the index: .* or pass .*/model.safetensors instead")
-    assert open_source(single / "model.safetensors").specs == llama_specs(llama_config())
+    assert stored(open_source(single / "model.safetensors")) == llama_specs(llama_config())
 
 
 def test_index_of_one_file_with_the_same_name(single):
     """There is only one checkpoint, so this is not ambiguous."""
     write_index(single, dict.fromkeys(open_source(single).specs, "model.safetensors"))
     source = open_source(single)
-    assert source.specs == llama_specs(llama_config())
+    assert stored(source) == llama_specs(llama_config())
     assert source.index is not None
     assert source.left_out == {}
 
@@ -420,7 +421,7 @@ def test_source_files_without_an_index_next_to_a_single_file(folder):
     (folder / INDEX).unlink()
     write_weights(folder / "model.safetensors", {"x": ("U8", (2,))})
     refuses(folder, r"not in model.safetensors: .*pass .*, or pass .*/model.safetensors instead of the folder")
-    assert open_source(folder, ignore=("model-*",)).specs == {"x": ("U8", (2,))}
+    assert stored(open_source(folder, ignore=("model-*",))) == {"x": ("U8", (2,))}
 
 
 def test_index_next_to_a_single_file_of_another_name(folder):
@@ -428,8 +429,8 @@ def test_index_next_to_a_single_file_of_another_name(folder):
     refuses(
         folder, f"not in {INDEX}: consolidated.safetensors. .*--ignore consolidated.safetensors, or pass .*{INDEX} "
     )
-    assert open_source(folder / INDEX).specs == llama_specs(llama_config())
-    assert open_source(folder / "consolidated.safetensors").specs == {"x": ("U8", (2,))}
+    assert stored(open_source(folder / INDEX)) == llama_specs(llama_config())
+    assert stored(open_source(folder / "consolidated.safetensors")) == {"x": ("U8", (2,))}
 
 
 def test_two_indexes(folder):
@@ -439,17 +440,17 @@ def test_two_indexes(folder):
     write_index(folder, {"x": names[0]}, other)
     refuses(folder, "has several indexes .*: pass one")
     assert list(open_source(folder / INDEX).left_out) == sorted([names[0], other])
-    assert open_source(folder, ignore=("*fp16*",)).specs == llama_specs(llama_config())
-    assert open_source(folder / other).specs == {"x": ("F16", (2,))}
+    assert stored(open_source(folder, ignore=("*fp16*",))) == llama_specs(llama_config())
+    assert stored(open_source(folder / other)) == {"x": ("F16", (2,))}
 
 
 def test_index_next_to_a_single_file_of_its_name(folder):
     specs = {"x": ("U8", (2,))}
     write_weights(folder / "model.safetensors", specs)
     refuses(folder, f"has both model.safetensors and {INDEX}: pass one of them")
-    assert open_source(folder / "model.safetensors").specs == specs
+    assert stored(open_source(folder / "model.safetensors")) == specs
     assert list(open_source(folder / INDEX).left_out) == ["model.safetensors"]
-    assert open_source(folder, ignore=("model.safetensors",)).specs == llama_specs(llama_config())
+    assert stored(open_source(folder, ignore=("model.safetensors",))) == llama_specs(llama_config())
 
 
 def test_several_single_files(single):

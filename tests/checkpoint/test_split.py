@@ -15,6 +15,10 @@ from safetensors import safe_open
 import shardconv
 from shardconv.checkpoint import copy, split
 from shardconv.checkpoint.header import DTYPE_BITS, num_bytes, read_header
+from shardconv.checkpoint.source import open_source
+from shardconv.checkpoint.split import split_by
+from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.resolve import Resolver
 from tests.support.checkpoints import contents, llama_config, safetensors_bytes, write_checkpoint
 
 #: Rules for tensors that do not belong to a model.
@@ -57,9 +61,8 @@ def write_all_dtypes(path: Path) -> bytes:
 def test_merge_restores_every_dtype(tmp_path, tp):
     source = tmp_path / "all.safetensors"
     data = write_all_dtypes(source)
-    plan = tmp_path / "plan.toml"
-    plan.write_text(PLAN)
-    shardconv.split(source, tmp_path / "out", tp=tp, rules=plan, config=quantized(tmp_path))
+    opened = open_source(source)
+    split_by(opened, tmp_path / "out", resolver(opened, PLAN).plan(tp), PlanRequest())
     assert shardconv.merge(tmp_path / "out", tmp_path / "back.safetensors").is_identical
     assert (tmp_path / "back.safetensors").read_bytes() == data
     assert shardconv.verify(tmp_path / "out", against=source).differences == ()
@@ -71,11 +74,11 @@ def test_merge_restores_every_dtype(tmp_path, tp):
             assert info.start % max(DTYPE_BITS[info.dtype] // 8, 1) == 0, f"{name} is not aligned to its dtype"
 
 
-def quantized(folder):
-    """Write a config that allows dtypes of quantized values."""
-    path = folder / "config.json"
-    path.write_text('{"quantization_config": {"quant_method": "fp8"}}')
-    return path
+def resolver(source, plan_file):
+    """The resolver of a plan file for tensors of any dtype, also of dtypes that only quantized checkpoints have."""
+    specs = {name: spec._replace(dtype="U8") for name, spec in source.specs.items()}
+    rules = resolve(specs, None, PlanRequest(plan_file=("plan.toml", plan_file))).resolver.rules
+    return Resolver(source.specs, rules)
 
 
 def test_boundary_inside_a_byte_is_refused(tmp_path):
@@ -83,12 +86,11 @@ def test_boundary_inside_a_byte_is_refused(tmp_path):
     source.write_bytes(
         safetensors_bytes({"columns.a": {"dtype": "F4", "shape": [3, 6], "data_offsets": [0, 9]}}, bytes(9))
     )
-    plan = tmp_path / "plan.toml"
-    plan.write_text('[rules]\n"columns.*" = { style = "rowwise" }')
+    plan_file = '[rules]\n"columns.*" = { style = "rowwise" }'
     with pytest.raises(
         shardconv.PlanError, match=r"columns\.a: a boundary of F4 would be inside a byte.*Use --tp 1, 3"
     ):
-        shardconv.split(source, tmp_path / "out", tp=2, rules=plan, config=quantized(tmp_path))
+        resolver(open_source(source), plan_file).plan(2)
 
 
 def test_safetensors_reads_rank_files(tmp_path):

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from shardconv.checkpoint.source import Source
+
 #: Name to dtype and shape, in the order of the data.
 Specs = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -54,6 +56,11 @@ def llama_config(
         "intermediate_size": intermediate,
         "vocab_size": vocab,
     }
+
+
+def stored(source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of every tensor of a source."""
+    return {name: (spec.dtype, spec.shape) for name, spec in source.specs.items()}
 
 
 def llama_specs(config: Mapping[str, Any], dtype: str = "BF16") -> Specs:
