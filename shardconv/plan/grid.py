@@ -8,7 +8,7 @@ one scale. The planner places the logical matrix, and the placement of each stor
 from collections.abc import Sequence
 from typing import NamedTuple, Self, TypedDict
 
-from shardconv.plan.placement import Interval, IntervalOrPadding, Padding, Placement
+from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, intervals
 from shardconv.plan.units import IndivisibleError
 
 
@@ -81,15 +81,22 @@ class Grid(NamedTuple):
             stored: shape of the stored tensor.
 
         Raises:
-            IndivisibleError: if a boundary would be inside a block.
+            IndivisibleError: if a boundary would be inside a block, or the matrix is padded: the code 0 is not the value
+                0 in every format.
         """
+        if placement.is_padded:
+            raise IndivisibleError(
+                f"{placement.size} {self.axes[placement.dim or 0]} features would be padded, and padding of quantized "
+                f"layers is not supported"
+            )
         covering = [at for at, dim in enumerate(self.dims) if dim.dim is not None and dim.dim == placement.dim]
         if placement.dim is None or not covering:
             return Placement.replicated(placement.tp)
         grid_dim = self.dims[covering[0]]
         size = stored[covering[0]]
         ranks = tuple(
-            tuple(self._entry(entry, grid_dim, placement, size) for entry in entries) for entries in placement.ranks
+            tuple(self._interval(interval, grid_dim, placement, size) for interval in intervals(entries))
+            for entries in placement.ranks
         )
         return Placement(covering[0], size, ranks)
 
@@ -140,19 +147,16 @@ class Grid(NamedTuple):
             raise ValueError(f"not a grid: {data!r:.100}")
         return grid
 
-    def _entry(self, entry: IntervalOrPadding, grid_dim: GridDim, placement: Placement, size: int) -> IntervalOrPadding:
-        """The entry of the stored dim for an entry of the logical dim."""
+    def _interval(self, interval: Interval, grid_dim: GridDim, placement: Placement, size: int) -> Interval:
+        """The interval of the stored dim for an interval of the logical dim."""
         elements, entries = grid_dim.elements, grid_dim.entries
-        edges = (entry.size,) if isinstance(entry, Padding) else (entry.start, entry.stop)
-        if any(edge % elements and edge != placement.size for edge in edges):
+        if interval.start % elements or (interval.stop % elements and interval.stop != placement.size):
             axis = self.axes[placement.dim or 0]
             raise IndivisibleError(
-                f"{placement.size} / {placement.tp} = {entry.size} {axis} features per rank is not a multiple of the "
+                f"{placement.size} / {placement.tp} = {interval.size} {axis} features per rank is not a multiple of the "
                 f"{elements}-wide {grid_dim.kind}"
             )
-        if isinstance(entry, Padding):
-            return Padding(entry.size // elements * entries)
-        return Interval(entry.start // elements * entries, min(-(-entry.stop // elements) * entries, size))
+        return Interval(interval.start // elements * entries, min(-(-interval.stop // elements) * entries, size))
 
 
 def _first(entries: Sequence[IntervalOrPadding]) -> int:
