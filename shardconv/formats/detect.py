@@ -102,6 +102,10 @@ class _Layer:
         for suffix, stored in form.companions.items():
             name = stem + suffix
             is_wanted = not (stored.optional or (stored.asymmetric and self.scheme.is_symmetric))
+            if suffix == "weight_g_idx":  # stored only if groups are not consecutive
+                is_wanted = self.scheme.strategy == "act_order"
+                if name in self.tensors and not is_wanted:
+                    raise self._error(name, "has indices of groups, and the settings have no actorder")
             if name in self.tensors:
                 grids[name] = self._grid(name, suffix, stored, shape)
             elif is_wanted:

@@ -14,9 +14,14 @@ SCALE_DIMS = {
     "channel": ("out", "-"),
     "group": ("out", "in / group"),
     "block": ("out / rows", "in / columns"),
+    "act_order": ("out", "-"),  # groups are not consecutive: every rank has the scales of all groups
 }
 #: The same for zero points that are packed into words.
-PACKED_SCALE_DIMS = {"channel": ("out / word", "-"), "group": ("out / word", "in / group")}
+PACKED_SCALE_DIMS = {
+    "channel": ("out / word", "-"),
+    "group": ("out / word", "in / group"),
+    "act_order": ("out / word", "-"),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,9 @@ def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Sc
     blocks: dict[str, Block] = {"pair": (2, 1)}
     if kind == "pack-quantized":
         blocks["word"] = _word(_choice(weights, "num_bits", (1, 2, 3, 4, 5, 6, 7, 8)))
-    if strategy == "group":
+    if strategy == "group" and weights.get("actorder") == "group":
+        strategy = "act_order"
+    elif strategy == "group":
         blocks["group"] = (_positive(weights, "group_size"), 1)
     elif strategy == "block":
         blocks |= _rows_and_columns(weights.get("block_structure"))

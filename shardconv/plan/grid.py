@@ -8,7 +8,7 @@ one scale. The planner places the logical matrix, and the placement of each stor
 from collections.abc import Sequence
 from typing import NamedTuple, Self, TypedDict
 
-from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, intervals
+from shardconv.plan.placement import Interval, Placement, intervals
 from shardconv.plan.units import IndivisibleError
 
 
@@ -81,8 +81,8 @@ class Grid(NamedTuple):
             stored: shape of the stored tensor.
 
         Raises:
-            IndivisibleError: if a boundary would be inside a block, or the matrix is padded: the code 0 is not the value
-                0 in every format.
+            IndivisibleError: if a boundary would be inside a block, or the matrix is padded: not in every format is the
+                code 0 the value 0.
         """
         if placement.is_padded:
             raise IndivisibleError(
@@ -116,7 +116,16 @@ class Grid(NamedTuple):
             return tuple(tuple(one * (at == placement.dim) for at in range(len(self.shape))) for one in lost)
         if not self.group or self.dims[0].dim != placement.dim:
             return None
-        return tuple((_first(entries) // self.group,) for entries in placement.ranks)
+        return tuple(self._index_edits(intervals(entries)) for entries in placement.ranks)
+
+    def _index_edits(self, held: Sequence[Interval]) -> tuple[int, ...]:
+        """What is subtracted from the indices of groups on a rank, whose groups are counted from 0."""
+        if len(held) == 1:
+            return (held[0].start // self.group,)
+        edits: list[int] = []
+        for interval in held:
+            edits += [(interval.start - len(edits)) // self.group] * interval.size
+        return tuple(edits)
 
     def to_json(self) -> GridJson:
         """Convert to JSON data."""
@@ -153,12 +162,7 @@ class Grid(NamedTuple):
         if interval.start % elements or (interval.stop % elements and interval.stop != placement.size):
             axis = self.axes[placement.dim or 0]
             raise IndivisibleError(
-                f"{placement.size} / {placement.tp} = {interval.size} {axis} features per rank is not a multiple of the "
-                f"{elements}-wide {grid_dim.kind}"
+                f"{placement.size} / {placement.tp} = {interval.size} {axis} features per rank is not a multiple of "
+                f"the {elements}-wide {grid_dim.kind}"
             )
         return Interval(interval.start // elements * entries, min(-(-interval.stop // elements) * entries, size))
-
-
-def _first(entries: Sequence[IntervalOrPadding]) -> int:
-    """The first element of a rank."""
-    return next((entry.start for entry in entries if isinstance(entry, Interval)), 0)
