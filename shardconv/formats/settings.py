@@ -138,7 +138,7 @@ def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Sc
     blocks: dict[str, Block] = {"pair": (2, 1)}
     if kind == "pack-quantized":
         blocks["word"] = _word(_choice(weights, "num_bits", (1, 2, 3, 4, 5, 6, 7, 8)))
-    if strategy == "group" and weights.get("actorder") == "group":
+    if strategy == "group" and weights.get("actorder") in ("group", True):
         strategy = "act_order"
     elif strategy == "group":
         blocks["group"] = (_positive(weights, "group_size"), 1)
