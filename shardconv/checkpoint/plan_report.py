@@ -79,7 +79,7 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
     """
     if is_split(path := local_path(src)):
         return _report_stored(path, tp, options)
-    source, _, (resolver, assumed), _ = plan_source(src, **options)
+    source, _, _, (resolver, assumed), _ = plan_source(src, **options)
     sizes = resolver.tp_sizes()
     tp_plan = None if tp is None else resolver.plan(tp, assumed=assumed)
     tensors = () if tp_plan is None else tensor_reports(source.specs, tp_plan)

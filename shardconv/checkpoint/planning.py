@@ -49,9 +49,18 @@ class PlanOptions(TypedDict, total=False):
 
 
 class PlannedSource(NamedTuple):
-    """A source, the user's options for its plan, its rules, and the paths of all files that were read."""
+    """A source that is planned.
+
+    Attributes:
+        source: the source.
+        tensors: its tensors, those of quantized layers with their grids.
+        request: the user's options for the plan.
+        resolution: the rules and assumptions.
+        paths: all files that were read.
+    """
 
     source: Source
+    tensors: Mapping[str, TensorSpec]
     request: PlanRequest
     resolution: Resolution
     paths: tuple[Path, ...]
@@ -89,13 +98,13 @@ def plan_source(
     tensors = with_grids(source.specs, settings)
     if isinstance(rules, Plan):
         request, resolution = _resolution_of(rules, tensors, options)
-        return PlannedSource(source, request_for(request, layout), resolution, paths)
+        return PlannedSource(source, tensors, request_for(request, layout), resolution, paths)
     if (plan_file := plan_file_of(rules)) is not None:
         local_path(str(rules))
         paths = (*paths, plan_file)
     named = _named(rules)
     request = request_for(replace(options, family=named.family, plan_file=named.plan_file), layout)
-    return PlannedSource(source, request, resolve(tensors, settings, request), paths)
+    return PlannedSource(source, tensors, request, resolve(tensors, settings, request), paths)
 
 
 def _named(rules: Rules) -> PlanRequest:

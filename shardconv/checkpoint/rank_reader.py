@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from shardconv.checkpoint.copy import Shards
+from shardconv.checkpoint.copy import Edits, Shards
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.geometry import Box, geometry
 from shardconv.checkpoint.layout import lay_out_source
@@ -105,7 +105,8 @@ class RankFileReader(RankReader):
         shards = self._shards[name]
         start, size = shards.offsets[self._rank], _shard_bytes(shards, self._rank)
         self.num_bytes_read += size
-        return memoryview(self._mapped)[start : start + size]
+        data = memoryview(self._mapped)[start : start + size]
+        return data if shards.edits is None else _source_values(data, shards.edits, self._rank)
 
 
 class SourceReader(RankReader):
@@ -153,6 +154,15 @@ class SourceReader(RankReader):
             self._read(full.files[0], full_rows, full.offsets[0] + box.full + row * box.full_width)
             start = box.local + row * box.local_width
             strided.scatter(full_rows, [block_box], data[start : start + rows * box.local_width], is_padded=False)
+
+
+def _source_values(data: Bytes, edits: Edits, rank: int) -> Bytes:
+    """The values of the source, of which a shard has edited ones."""
+    from shardconv.checkpoint.edits import add  # noqa: PLC0415 - see its docstring
+
+    values = memoryview(bytearray(data))
+    add(values, edits.dtype, 0, edits.values[rank])
+    return values
 
 
 def _is_in_runs(box: Box) -> bool:

@@ -101,7 +101,7 @@ def split(
         OutputError: if the destination exists, is in use, or has too little free space.
     """
     began = time.perf_counter()
-    source, request, (resolver, assumed), input_paths = plan_source(src, layout=layout, **options)
+    source, _, request, (resolver, assumed), input_paths = plan_source(src, layout=layout, **options)
     file_layout = choose_layout(layout, source.specs, with_settings(source))
     plan = resolver.plan(tp, assumed=assumed)
     manifest = Manifest.of_source(

@@ -26,6 +26,17 @@ class TensorSpec(NamedTuple):
     grid: Grid | None = None
 
 
+def logical_tensors(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The tensors of the same model without quantization: each logical matrix in place of those that store it."""
+    found: dict[str, TensorSpec] = {}
+    for name, spec in tensors.items():
+        if spec.grid is None:
+            found[name] = spec
+        elif spec.grid.axes:
+            found[spec.grid.logical_name(name)] = TensorSpec("BF16", spec.grid.shape)
+    return found
+
+
 class Reason(NamedTuple):
     """The rule that determines the placement of a tensor.
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
+from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.source import open_source
 from shardconv.errors import PlanError, RunError, SourceError
+from shardconv.formats.detect import with_grids
 from shardconv.hf.classes import model_class
 from shardconv.hf.names import match_names
-from shardconv.plan.plan import TensorSpec
+from shardconv.plan.plan import TensorSpec, logical_tensors
 from shardconv.plan.unused import known_unused
 
 #: How many tensors of each kind a message names.
@@ -87,7 +89,8 @@ def check_source(
     """
     beside = None if config is None else local_path(config)
     source = open_source(local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore))
-    return require_model(source.config or {}, source.specs, str(src))
+    tensors = logical_tensors(with_grids(source.specs, with_settings(source)))
+    return require_model(source.config or {}, tensors, str(src))
 
 
 def require_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec], path: str) -> ModelCheck:
@@ -139,15 +142,14 @@ def check_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -
         RunError: if transformers does not have the class, or cannot build the model.
     """
     kind, full_config = model_class(config)
-    names = _without_block_scales(config, specs)
     try:
-        match = match_names(kind, full_config, {name: specs[name].shape for name in names})
+        match = match_names(kind, full_config, {name: spec.shape for name, spec in specs.items()})
     except Exception as error:
         raise RunError(
             f"transformers cannot build {kind.__name__} by this config, so its tensors cannot be compared with it: "
             f"{type(error).__name__}: {error}"
         ) from error
-    unused = match.unused - known_unused(names)
+    unused = match.unused - known_unused(specs)
     return ModelCheck(
         model=kind.__name__,
         unused=tuple(sorted(unused)),
@@ -156,12 +158,3 @@ def check_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -
         failed=tuple(sorted(match.failed.items())),
         ignored=tuple(sorted((match.unused | match.ignored) - unused)),
     )
-
-
-def _without_block_scales(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> list[str]:
-    """All names, except those of block scales if the config has fp8 quantization."""
-    settings = config.get("quantization_config")
-    if not isinstance(settings, dict) or settings.get("quant_method") != "fp8":
-        return list(specs)
-    end = "_scale_inv"
-    return [name for name in specs if not (name.endswith(end) and name.removesuffix(end) in specs)]

@@ -14,7 +14,7 @@ from typing import Unpack
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.errors import PlanError, RunError
-from shardconv.plan.plan import Plan
+from shardconv.plan.plan import Plan, logical_tensors
 from shardconv.plan.request import resolve
 from shardconv.plan.resolve import Resolver
 from shardconv.proof.model_check import require_model
@@ -53,9 +53,9 @@ def prove(
     """
     planned = plan_source(src, **options)
     source, request = planned.source, replace(planned.request, may_miss=True)
-    config = require_config(source)
+    config, tensors = require_config(source), logical_tensors(planned.tensors)
     if check_model:
-        require_model(config, source.specs, str(src))
+        require_model(config, tensors, str(src))
     resolver, pads = planned.resolution.resolver, bool(request.pad)
     possible, unsupported = _plans(resolver, tps)
     with TemporaryDirectory(prefix="shardconv-") as name:
@@ -78,7 +78,7 @@ def prove(
         ),
         note=note,
         supported_tp=resolver.tp_sizes().usable(pad=pads),
-        unreached=tuple(sorted(without_numbers(source.specs) - without_numbers(small.specs))),
+        unreached=tuple(sorted(without_numbers(tensors) - without_numbers(small.specs))),
         is_proven=bool(proofs) and all(proof.is_right for proof in proofs),
     )
 

@@ -77,7 +77,7 @@ def estimate_cost(
     if config is not None and (other := options.get("config")) is not None:
         config = read_json(local_path(other))
     opened = src if config is None else _without_weights(local_path(src), config)
-    source, request, (resolver, assumed), _ = plan_source(opened, **options)
+    source, _, request, (resolver, assumed), _ = plan_source(opened, **options)
     sizes = [size for size in resolver.tp_sizes().supported if size <= MAX_TP] if tps is None else tps
     plans = [resolver.plan(size) for size in sizes]
     link = Link() if link is None else link
