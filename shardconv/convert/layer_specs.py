@@ -19,7 +19,7 @@ from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNo
 from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorPlan
 

@@ -34,7 +34,8 @@ from shardconv.convert.products import with_parallel_products
 from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
-from shardconv.layers.sharding import ParallelModule, take_shard
+from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.sharding import take_shard
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.module_override import InputRule, ModuleRule
 from shardconv.plan.placement import Placement

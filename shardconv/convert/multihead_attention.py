@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from shardconv.convert.modules import Sharded
 from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
-from shardconv.layers.sharding import ParallelModule, take_shard
+from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.sharding import take_shard
 from shardconv.plan.placement import Placement
 
 

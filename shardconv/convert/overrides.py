@@ -16,7 +16,7 @@ from shardconv.convert.converted_model import RankConfig
 from shardconv.convert.modules import GatherOnUse
 from shardconv.convert.substitution import ForwardWithShards
 from shardconv.distributed import Axis
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule
 
 #: A class that extends a module's own class, and the attributes that it needs.
 Extension = tuple[type[ParallelModule], Mapping[str, object]]

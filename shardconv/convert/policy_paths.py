@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardconv.errors import PlanError
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.policy import STYLE_OF, Layer, Policy
 
 _STEP = re.compile(r"([^.\[\]]+)|\[(-?\d+)\]")
