@@ -28,7 +28,7 @@ from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.policy import Policy
 from shardconv.plan.quantization import check_quantization
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.rules import AUTO, Rules, request_of
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_groups import SCALAR

@@ -17,7 +17,7 @@ from shardconv.plan.matcher import Matcher
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.rule_format import parse_family, parse_module
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for

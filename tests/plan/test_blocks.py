@@ -13,7 +13,7 @@ from shardconv.plan.family_file import expand_family, family_for, family_names, 
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.rule_format import parse_block, parse_family, parse_module, to_table
 from shardconv.plan.rule_set import RuleSet
 

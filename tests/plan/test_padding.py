@@ -27,7 +27,7 @@ from shardconv.plan.padding import Heads, UnitPadding, _matched_modules, unit_pa
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.rule import Rule, UnitRule
 from shardconv.plan.units import Unit, shard_dim
 from shardconv.proof.compare import write_reference
