@@ -12,8 +12,8 @@ from functools import partial
 from torch import nn
 
 from shardconv.convert.classes import converted_class
-from shardconv.convert.converted_model import RankConfig
 from shardconv.convert.modules import GatherOnUse
+from shardconv.convert.rank_config import RankConfig
 from shardconv.convert.substitution import ForwardWithShards
 from shardconv.distributed import Axis
 from shardconv.layers.parallel_module import ParallelModule
@@ -65,7 +65,7 @@ def _apply(overrides: Overrides, axis: Axis) -> None:
     if overrides.new_class is not None:
         module.__class__ = overrides.new_class
     if overrides.config_fields:
-        module.__dict__["config"] = RankConfig(module.config, dict(overrides.config_fields))
+        module.__dict__["config"] = RankConfig(module.config, overrides.config_fields)
     for name, value in overrides.attributes.items():
         setattr(module, name, value)
     for name, (layer, size) in overrides.limits.items():
