@@ -188,7 +188,7 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
     resolver, policies = _resolver(model, specs, config, request, axis.size)
     plan = resolver.plan(axis.size)
     _check_numbers(model, plan)
-    prepared = Preparation(plan_conversions(model, plan, {} if policies is None else policies.kinds, axis))
+    prepared = Preparation(plan_conversions(model, plan, {} if policies is None else policies.layer_classes, axis))
     replacements = prepared.replacements()
     overrides = [
         override

@@ -29,7 +29,7 @@ from shardconv.convert.modules import (
 )
 from shardconv.convert.multihead_attention import FunctionalAttention
 from shardconv.convert.norms import NormsOfHeads
-from shardconv.convert.overrides import Extension, InputSlice, Overrides
+from shardconv.convert.overrides import Extension, InputSlice, Overrides, split_config_fields
 from shardconv.convert.products import with_parallel_products
 from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis, copy_to_tp
@@ -100,15 +100,16 @@ def _overrides(
 ) -> Overrides:
     limits = {name: (layer, size) for name, (layer, size) in rule.at_most.items() if hasattr(module, name)}
     outputs = _output_sizes(module)
-    attributes = {name: expression for name, expression in rule.attributes.items() if _has_attribute(replacement, name)}
-    values = {name: model_rules.on_rank(expression, axis.size, **outputs) for name, expression in attributes.items()}
-    fields = {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")}
+    expressions = {name: value for name, value in rule.attributes.items() if _has_attribute(replacement, name)}
+    fields, attributes = split_config_fields(
+        {name: model_rules.on_rank(expression, axis.size, **outputs) for name, expression in expressions.items()}
+    )
     if missing := sorted({name for pair in limits.values() for name in pair if not hasattr(module, name)}):
         raise PlanError(f"module overrides need attributes that a {type(module).__name__} does not have: {missing}")
     return Overrides(
         module,
         config_fields=fields,
-        attributes={name: value for name, value in values.items() if not name.startswith("config.")},
+        attributes=attributes,
         limits=limits,
         inputs={
             name: _input_slice(one, model_rules, axis)

@@ -51,6 +51,12 @@ class Overrides:
     gathers: Sequence[re.Pattern[str]] = ()
 
 
+def split_config_fields(values: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """Split values by name into config fields, whose names start with ``config.``, and attributes of the module."""
+    fields = {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")}
+    return fields, {name: value for name, value in values.items() if not name.startswith("config.")}
+
+
 def apply_overrides(model: nn.Module, overrides: Sequence[Overrides], axis: Axis) -> None:
     """Apply overrides to modules of a model whose layers are converted."""
     for one in overrides:

@@ -1,4 +1,4 @@
-"""Paths of a policy in one block of a model, such as ``attention.layers[0].weight``.
+"""Paths of a policy in a module that it matches, such as ``attention.layers[0].weight``.
 
 Owns how a path is parsed and resolved, and which missing layers a policy allows.
 """
@@ -62,8 +62,8 @@ class AttributeTarget(NamedTuple):
     value: object
 
 
-class Block:
-    """A module that a policy applies to.
+class MatchedModule:
+    """A module that a policy matches, and the lookup of its layers and attributes.
 
     Args:
         policy: the policy's class.
