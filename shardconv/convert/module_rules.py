@@ -37,7 +37,7 @@ from shardconv.errors import PlanError
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.model_rules import ModelRules
-from shardconv.plan.module_override import InputRule, ModuleRule
+from shardconv.plan.module_override import ModuleRule, SliceRule
 from shardconv.plan.placement import Placement
 from shardconv.plan.units import shard_dim
 
@@ -185,12 +185,12 @@ def _tensor_slices(module: nn.Module, rule: ModuleRule, model_rules: ModelRules,
     return slices
 
 
-def _is_sharded(place: InputRule, model_rules: ModelRules, axis: Axis) -> bool:
+def _is_sharded(place: SliceRule, model_rules: ModelRules, axis: Axis) -> bool:
     """Whether the units are sharded, and not replicated."""
     return all(model_rules.is_sharded(unit, axis.size) for unit in place.units())
 
 
-def _slice(place: InputRule, model_rules: ModelRules, tp: int) -> Placement:
+def _slice(place: SliceRule, model_rules: ModelRules, tp: int) -> Placement:
     """The placement of a tensor of which each rank reads a slice."""
     sizes = (
         (name, model_rules.fields().evaluate((model_rules.family.units or {})[name].size)) for name in place.units()
@@ -198,7 +198,7 @@ def _slice(place: InputRule, model_rules: ModelRules, tp: int) -> Placement:
     return shard_dim(place.dim, [model_rules.unit(name, tp, size=size) for name, size in sizes], tp)
 
 
-def _input_slice(rule: InputRule, model_rules: ModelRules, axis: Axis) -> InputSlice:
+def _input_slice(rule: SliceRule, model_rules: ModelRules, axis: Axis) -> InputSlice:
     """Choose the function that slices an argument for this rank."""
     if rule.size is None:
         return partial(slice_matrices, rule.dim, model_rules.units(rule.unit, axis.size, dim=rule.dim + 1), axis.rank)

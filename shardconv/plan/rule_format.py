@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from shardconv.plan.config_fields import check_expression
-from shardconv.plan.module_override import PRODUCTS, InputRule, ModuleRule
+from shardconv.plan.module_override import PRODUCTS, ModuleRule, SliceRule
 from shardconv.plan.rule import Rule, UnitRule, check_pattern
 
 #: Keys of a table to the types of their values.
@@ -108,7 +108,7 @@ _SLICE_KEYS: Keys = {"dim": int, "unit": str, "parts": list}
 _UNSHARDED_KEYS: Keys = {"dim": int, "unit": str}
 
 
-def _parse_slice(data: object, known: Keys) -> InputRule:
+def _parse_slice(data: object, known: Keys) -> SliceRule:
     """Parse how an argument, an output, a parameter or a buffer is sliced; ``known`` has the keys and their types."""
     table = check_table(data, known)
     check_expression(table.get("size", 1))
@@ -122,7 +122,7 @@ def _parse_slice(data: object, known: Keys) -> InputRule:
     items = tuple(table.get("items", ()))
     if not all(type(item) is int and item >= 0 for item in items) or (items and "size" not in table):
         raise ValueError(f"{table!r:.60}: items are indices of a list, from 0, and need size")
-    return InputRule(**{**table, "parts": parts, "items": items})
+    return SliceRule(**{**table, "parts": parts, "items": items})
 
 
 def check_table(data: object, known: Keys) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def to_table(rule: UnitRule | Rule | ModuleRule, *, without: Sequence[str] = ())
 
 def _to_plain(value: object) -> object:
     match value:
-        case InputRule():
+        case SliceRule():
             return {name: _to_plain(field) for name, field in value._asdict().items() if field not in (None, "", ())}
         case Mapping():
             return {name: _to_plain(item) for name, item in value.items()}
