@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 
 from shardconv.checkpoint.duplicates import unproven
 from shardconv.checkpoint.formats import ADAPTER_FILES, is_trainer_state, is_weights, merge_adapter
-from shardconv.checkpoint.ignore import ignored, options_for
+from shardconv.checkpoint.ignore import ignore_options, ignored_files
 from shardconv.checkpoint.paths import leads_out
 from shardconv.errors import SourceError
 
@@ -48,7 +48,7 @@ def list_files(folder: Path, ignore: Collection[str] = (), optional: Collection[
         name = path.relative_to(folder).as_posix()
         files[f"{name}/" if path.name.startswith(".") and path.is_dir() else name] = path
     left_out = {name: "hidden folder" for name in files if name.endswith("/")}
-    patterns = ignored(folder, files, ignore, optional)
+    patterns = ignored_files(folder, files, ignore, optional)
     left_out |= {name: f"ignored by {pattern!r}" for name, pattern in patterns.items()}
     return FolderFiles({name: path for name, path in files.items() if name not in left_out}, left_out)
 
@@ -80,7 +80,7 @@ def refuse_adapter(folder: Path, names: Collection[str]) -> None:
     if not adapter:
         return
     has_base = any(is_weights(name) and name not in adapter and not is_trainer_state(name) for name in names)
-    without = f"Pass {options_for(adapter, set(names) - {*adapter})} to split the base model without it. " * has_base
+    without = f"Pass {ignore_options(adapter, set(names) - {*adapter})} to split the base model without it. " * has_base
     raise SourceError(
         f"{folder}: holds a PEFT adapter ({', '.join(adapter)}){' next to the base model' * has_base}, and adapters "
         f"cannot be split. {without}{merge_adapter(folder)}"
@@ -141,7 +141,7 @@ def _refuse(folder: Path, unknown: Mapping[str, str], files: FolderFiles, checkp
     more = f" and {len(described) - _MAX_NAMES} more" if len(described) > _MAX_NAMES else ""
     raise SourceError(
         f"{folder}: holds weights that are not in {checkpoint}: {', '.join(described[:_MAX_NAMES])}{more}. If the "
-        f"model does not need them, pass {options_for(unknown, files.kept.keys() - unknown.keys())}, or pass "
+        f"model does not need them, pass {ignore_options(unknown, files.kept.keys() - unknown.keys())}, or pass "
         f"{folder / checkpoint} instead of the folder"
     )
 

@@ -26,7 +26,7 @@ from shardconv.errors import SourceError, UsageError
 from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.tp_sizes import PaddingReport
 
 #: Checks that a model of a config has these tensors; raises if not.

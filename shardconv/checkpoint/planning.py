@@ -14,7 +14,7 @@ from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, Resolution, resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.rules import AUTO, Rules, plan_file_of, request_of
 
 #: A path that a user passes.

@@ -15,7 +15,7 @@ from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.unused import known_unused
 

@@ -26,7 +26,7 @@ from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.layout import FileLayout
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 
 _ENGINE = "vllm"
 #: Name and metadata of the only source file.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _RunFlags(TypedDict):
-    """Values of the options that :class:`~shardconv.runtime.run.RunOptions` has, too."""
+    """Values of the command's options that are passed to :class:`~shardconv.runtime.run_options.RunOptions`."""
 
     max_new_tokens: int
     temperature: float
@@ -88,8 +88,8 @@ def run(
     quiet: bool,
     **options: Unpack[_RunFlags],
 ) -> None:
-    """Run the split checkpoint DIR, one process per rank. Starts the processes, unless torchrun has."""
-    gc.enable()
+    """Run the split checkpoint DIR with one process per rank. Under torchrun, this process is one of them."""
+    gc.enable()  # disabled by cli.py; models have reference cycles
     if token_ids and (prompt or options["chat"]):
         raise UsageError(f"--token-ids replaces {'--prompt' if prompt else '--chat'}: give one of the two")
     if options["check"] is not None and options["dtype"] not in {None, "float32"}:
@@ -107,17 +107,19 @@ def run(
 def _run_options(
     src: Path, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: _RunFlags
 ) -> tuple[tuple[str, ...], "RunOptions"]:
-    """The prompts, if any are given, and the options; a check without tokenizer and prompt takes token ids."""
+    """Return the prompts, if any are given, and the options; a check without prompt and tokenizer uses token ids."""
     from shardconv.hf.tokenizer import has_tokenizer
     from shardconv.runtime.run_options import RunOptions
 
-    is_check = not prompt and options["check"] is not None and not options["chat"] and not has_tokenizer(src)
-    return prompt or token_ids, RunOptions(**options, token_ids=bool(token_ids) or is_check)
+    is_check_alone = not prompt and options["check"] is not None and not options["chat"]
+    uses_token_ids = bool(token_ids) or (is_check_alone and not has_tokenizer(src))
+    return prompt or token_ids, RunOptions(**options, token_ids=uses_token_ids)
 
 
 def _run_rank(
     src: Path, prompt: tuple[str, ...], token_ids: tuple[str, ...], console: Console, options: _RunFlags
 ) -> None:
+    """Run one rank in this process; the first rank reads stdin and prints the report."""
     default_signals()  # a rank has nothing to clean up
     from shardconv.runtime.launch import join, leave
     from shardconv.runtime.run import check_prompts, check_run, run_rank
@@ -126,7 +128,8 @@ def _run_rank(
     check_run(src, prompts, given)
     is_first = os.environ["RANK"] == "0"
     if is_first and not prompts and not given.token_ids:
-        prompts = tuple(sys.stdin.buffer.read().decode("utf-8", "surrogateescape").splitlines())
+        text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")  # as Python decodes arguments
+        prompts = tuple(text.splitlines())
         check_prompts(prompts)
     join()
     progress = partial(console.progress, "load") if is_first else nullcontext
@@ -140,34 +143,40 @@ def _run_rank(
 
 def _show(report: "RunReport", console: Console, *, is_text: bool, temperature: float) -> None:
     """Print the report, except for the text of a single prompt, which was printed while it was generated."""
-    if is_text and len(report.outputs) == 1 and report.first_token_seconds is not None:
+    if is_text and len(report.outputs) == 1 and report.has_continuations:
         console.report(report, [])
     else:
         console.report(report, _output_lines(report), quiet_lines=_quiet_lines(report, is_text=is_text))
     console.note(_figures(report))
     console.warn([*report.notes, *(f"DIFFERENT  {line}" for line in report.differences or ())])
     if report.differences == ():
-        console.note([_equal(report, temperature)])
+        console.note([_verdict(report, temperature)])
 
 
 def _output_lines(report: "RunReport") -> list[str]:
-    if report.first_token_seconds is None or len(report.outputs) == 1:
+    """The outputs; with several continuations, each after its prompt."""
+    if not report.has_continuations or len(report.outputs) == 1:
         return list(report.outputs)
     return [f"> {prompt}\n{text}\n" for prompt, text in zip(report.prompts, report.outputs, strict=True)]
 
 
 def _quiet_lines(report: "RunReport", *, is_text: bool) -> list[str]:
     """A line for each prompt; generated text, which may have several lines, as a JSON string."""
-    is_generated = is_text and report.first_token_seconds is not None
-    return [json.dumps(text, ensure_ascii=False) if is_generated else text for text in report.outputs]
+    is_any_text = is_text and report.has_continuations
+    return [json.dumps(text, ensure_ascii=False) if is_any_text else text for text in report.outputs]
 
 
-def _equal(report: "RunReport", temperature: float) -> str:
-    tokens = "" if report.first_token_seconds is None or temperature else ", and greedy tokens"
-    return f"equal to the unsharded model for this, in float32: outputs to {report.error:.0e} of the largest{tokens}"
+def _verdict(report: "RunReport", temperature: float) -> str:
+    """The line for a check that found no differences."""
+    tokens = "; greedy tokens are equal" if report.has_continuations and not temperature else ""
+    return (
+        f"equal to the unsharded model in float32, for this input: outputs differ by at most {report.error:.0e} of the "
+        f"largest{tokens}"
+    )
 
 
 def _figures(report: "RunReport") -> list[str]:
+    """Times, speeds and memory, one line for loading and one for generating."""
     memory = ", ".join(map(size, report.memory_bytes))
     lines = [
         f"{counted(report.tp, 'rank')} on {report.device}: {size(report.load_bytes)} per rank loaded in "

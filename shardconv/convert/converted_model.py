@@ -1,12 +1,11 @@
 """A converted model of transformers: generation, saving, and checks of the model as a whole.
 
 Owns the guards against silent errors: ranks that sample different tokens or dropout masks, attention weights of local
-heads only, and one rank's shards saved as if they were the model.
+heads only, and a saved model with the shards of one rank.
 """
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,27 +15,10 @@ from shardconv.distributed import Axis
 from shardconv.layers.dropout import SeedCheck, share_seeds
 from shardconv.protocols import PretrainedModel
 
-
-class RankConfig:
-    """The config of one module on one rank: local values of some fields, all others from the model's config.
-
-    Args:
-        shared: the model's config.
-        fields: the local values.
-    """
-
-    def __init__(self, shared: object, fields: dict[str, object]) -> None:
-        self.__dict__.update(fields, _shared=shared)
-
-    def __getattr__(self, name: str) -> Any:  # a field of any type
-        """Read a field of the model's config."""
-        if name.startswith("__") or "_shared" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self._shared, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set a field of the model's config."""
-        setattr(self._shared, name, value)
+#: Names of config fields that make a forward pass random in training.
+RANDOM_FIELDS = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob|pos_embed_(shift|rescale)")
+#: Those of them whose random numbers are from Python's or numpy's generator.
+_OTHER_GENERATORS = re.compile(r"layer_?drop|mask_(time|feature)_prob")
 
 
 class ConvertedModel(PretrainedModel):
@@ -53,24 +35,24 @@ class ConvertedModel(PretrainedModel):
     @property
     def unsharded_class(self) -> type[PretrainedModel]:
         """The model's class in transformers."""
-        return type(self).__bases__[1]
+        return type(self).__bases__[1]  # after ConvertedModel: see converted_class
 
     def generate(self, *arguments: object, **options: object) -> Tensor:
-        """Generate as the model's own method; all ranks sample the tokens of the first one."""
+        """Generate as the model's own method does; all ranks sample the tokens of the first rank."""
         if self.axis.size > 1:
             share_seeds(self.axis, self.device)
         return super().generate(*arguments, **options)
 
     def save_pretrained(self, *arguments: object, **options: object) -> None:
-        """Save as the model's own method, with full tensors. All ranks call it, and the first one writes."""
+        """Save full tensors as the model's own method does. All ranks call it, and the first rank writes."""
         options.setdefault("is_main_process", self.axis.rank == 0)
-        return super().save_pretrained(*arguments, **{"state_dict": gather_state_dict(self), **options})
+        super().save_pretrained(*arguments, **{"state_dict": gather_state_dict(self), **options})
 
     def resize_token_embeddings(self, *arguments: object, **options: object) -> nn.Module:
         """Return the input embeddings; resizing them is refused.
 
         Raises:
-            ValueError: if any argument is given.
+            ValueError: if there are arguments, as they may change the size.
         """
         if arguments or options:
             raise ValueError("the vocabulary is sharded: resize the embeddings before the model is converted")
@@ -78,7 +60,12 @@ class ConvertedModel(PretrainedModel):
 
 
 def extend_model_class(model: nn.Module, axis: Axis) -> None:
-    """Make a model of transformers, whose layers are converted, a :class:`ConvertedModel`; leave others unchanged."""
+    """Change the class of a model of transformers to a :class:`ConvertedModel`; leave other models unchanged.
+
+    Args:
+        model: the model, whose layers are already converted.
+        axis: the ranks.
+    """
     if not hasattr(model, "save_pretrained"):
         return
     model.__class__ = converted_class(ConvertedModel, type(model))
@@ -88,24 +75,21 @@ def extend_model_class(model: nn.Module, axis: Axis) -> None:
 
 
 def _check_call(model: nn.Module, _: tuple[object, ...], options: dict[str, object]) -> None:
+    """A forward pre-hook: refuse attention weights; in training, compare the random generators of the ranks."""
     assert isinstance(model, ConvertedModel)
-    if options.get("output_attentions", model.config.output_attentions):
+    requested = options.get("output_attentions")
+    if model.config.output_attentions if requested is None else requested:  # as None, models read the config
         raise ValueError(
-            "output_attentions: each rank has the attention weights of its local heads only, and they are not gathered"
+            "output_attentions: each rank has the attention weights of its local heads only, and these are not "
+            "gathered: pass output_attentions=False"
         )
     if model.training and model.axis.size > 1 and (fields := _random_fields(model.config.to_dict())):
         has_others = any(_OTHER_GENERATORS.search(name) for name in fields)
-        model.seed_check(model.device, has_others=has_others)  # at each call: some models set seeds of their own
-
-
-#: Names of config fields that make a forward pass in training random.
-RANDOM_FIELDS = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob|pos_embed_(shift|rescale)")
-#: Those of them for which models use the random generators of Python or numpy.
-_OTHER_GENERATORS = re.compile(r"layer_?drop|mask_(time|feature)_prob")
+        model.seed_check(model.device, has_others=has_others)  # in each pass: some models set seeds
 
 
 def _random_fields(config: Mapping[str, object]) -> list[str]:
-    """Find the fields that make training random, of a config and of the configs in it."""
+    """Find the fields of a config, and of its nested configs, that make training random."""
     found: list[str] = []
     for name, value in config.items():
         if isinstance(value, Mapping):

@@ -19,7 +19,8 @@ from shardconv.convert.overrides import Overrides, apply_overrides
 from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis
 from shardconv.distributed.agreement import digest, same_on_all_ranks
-from shardconv.layers.sharding import ParallelModule, take_shard
+from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.sharding import take_shard
 
 
 class LayerSpec(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardconv.layers import ColumnParallelLinear, RowParallelLinear
 from shardconv.layers.features import check_features, is_shard_of
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule
 
 #: Classes whose input has a fixed number of features.
 _FIXED_FEATURES = (nn.Linear, nn.LayerNorm, nn.RMSNorm)

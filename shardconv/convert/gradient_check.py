@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.distributed import Axis, reduce_from_tp
-from shardconv.layers.sharding import description
+from shardconv.layers.parallel_module import description
 
 #: The largest difference of norm or sum, relative to the norm: above rounding, below the effect of a rank's heads.
 _TOLERANCE = 0.01

@@ -21,7 +21,8 @@ from shardconv.convert.substitution import Substitutable, Substituted, substitut
 from shardconv.distributed import copy_to_tp, gather_from_tp
 from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelLinear
-from shardconv.layers.sharding import ParallelModule, gather_shards, take_shard
+from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.sharding import gather_shards, take_shard
 from shardconv.plan.placement import Placement
 
 _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)

@@ -19,7 +19,7 @@ from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNo
 from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorPlan
 
@@ -32,21 +32,21 @@ _LINEARS = ("Conv1D", "FalconLinear")
 
 
 def plan_conversions(
-    model: nn.Module, plan: Plan, kinds: Mapping[nn.Module, type[ParallelLinear]], axis: Axis
+    model: nn.Module, plan: Plan, layer_classes: Mapping[nn.Module, type[ParallelLinear]], axis: Axis
 ) -> list[Conversion]:
-    """The modules that become parallel.
+    """Choose the modules that become parallel, and their parallel classes.
 
     Args:
         model: the model.
         plan: its plan.
-        kinds: the classes that linear layers become instead of those that fit the plan.
+        layer_classes: parallel classes of linear layers, in place of those that fit the plan.
         axis: the ranks.
     """
     conversions = []
     for name, module in model.named_modules():
         plans = _own_plans(name, module, plan)
         if (spec := _layer_spec(name, module, plans)) is not None:
-            spec = spec._replace(kind=kinds.get(module, spec.kind))
+            spec = spec._replace(kind=layer_classes.get(module, spec.kind))
             conversions.append(_conversion(name, module, spec, plans, axis))
     return conversions + _readers(model, {one.module: one.replacement for one in conversions}, plan, axis)
 

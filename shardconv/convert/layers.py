@@ -21,7 +21,7 @@ from shardconv.layers import (
     RowParallelLinear,
     VocabParallelClassifier,
 )
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.units import IndivisibleError
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

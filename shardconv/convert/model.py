@@ -28,7 +28,7 @@ from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.policy import Policy
 from shardconv.plan.quantization import check_quantization
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.rules import AUTO, Rules, request_of
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_groups import SCALAR
@@ -188,7 +188,7 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
     resolver, policies = _resolver(model, specs, config, request, axis.size)
     plan = resolver.plan(axis.size)
     _check_numbers(model, plan)
-    prepared = Preparation(plan_conversions(model, plan, {} if policies is None else policies.kinds, axis))
+    prepared = Preparation(plan_conversions(model, plan, {} if policies is None else policies.layer_classes, axis))
     replacements = prepared.replacements()
     overrides = [
         override

@@ -29,14 +29,15 @@ from shardconv.convert.modules import (
 )
 from shardconv.convert.multihead_attention import FunctionalAttention
 from shardconv.convert.norms import NormsOfHeads
-from shardconv.convert.overrides import Extension, InputSlice, Overrides
+from shardconv.convert.overrides import Extension, InputSlice, Overrides, split_config_fields
 from shardconv.convert.products import with_parallel_products
 from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
-from shardconv.layers.sharding import ParallelModule, take_shard
+from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.sharding import take_shard
 from shardconv.plan.model_rules import ModelRules
-from shardconv.plan.module_override import InputRule, ModuleRule
+from shardconv.plan.module_override import ModuleRule, SliceRule
 from shardconv.plan.placement import Placement
 from shardconv.plan.units import shard_dim
 
@@ -99,15 +100,16 @@ def _overrides(
 ) -> Overrides:
     limits = {name: (layer, size) for name, (layer, size) in rule.at_most.items() if hasattr(module, name)}
     outputs = _output_sizes(module)
-    attributes = {name: expression for name, expression in rule.attributes.items() if _has_attribute(replacement, name)}
-    values = {name: model_rules.on_rank(expression, axis.size, **outputs) for name, expression in attributes.items()}
-    fields = {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")}
+    expressions = {name: value for name, value in rule.attributes.items() if _has_attribute(replacement, name)}
+    fields, attributes = split_config_fields(
+        {name: model_rules.on_rank(expression, axis.size, **outputs) for name, expression in expressions.items()}
+    )
     if missing := sorted({name for pair in limits.values() for name in pair if not hasattr(module, name)}):
         raise PlanError(f"module overrides need attributes that a {type(module).__name__} does not have: {missing}")
     return Overrides(
         module,
         config_fields=fields,
-        attributes={name: value for name, value in values.items() if not name.startswith("config.")},
+        attributes=attributes,
         limits=limits,
         inputs={
             name: _input_slice(one, model_rules, axis)
@@ -183,12 +185,12 @@ def _tensor_slices(module: nn.Module, rule: ModuleRule, model_rules: ModelRules,
     return slices
 
 
-def _is_sharded(place: InputRule, model_rules: ModelRules, axis: Axis) -> bool:
+def _is_sharded(place: SliceRule, model_rules: ModelRules, axis: Axis) -> bool:
     """Whether the units are sharded, and not replicated."""
     return all(model_rules.is_sharded(unit, axis.size) for unit in place.units())
 
 
-def _slice(place: InputRule, model_rules: ModelRules, tp: int) -> Placement:
+def _slice(place: SliceRule, model_rules: ModelRules, tp: int) -> Placement:
     """The placement of a tensor of which each rank reads a slice."""
     sizes = (
         (name, model_rules.fields().evaluate((model_rules.family.units or {})[name].size)) for name in place.units()
@@ -196,7 +198,7 @@ def _slice(place: InputRule, model_rules: ModelRules, tp: int) -> Placement:
     return shard_dim(place.dim, [model_rules.unit(name, tp, size=size) for name, size in sizes], tp)
 
 
-def _input_slice(rule: InputRule, model_rules: ModelRules, axis: Axis) -> InputSlice:
+def _input_slice(rule: SliceRule, model_rules: ModelRules, axis: Axis) -> InputSlice:
     """Choose the function that slices an argument for this rank."""
     if rule.size is None:
         return partial(slice_matrices, rule.dim, model_rules.units(rule.unit, axis.size, dim=rule.dim + 1), axis.rank)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from shardconv.convert.classes import Recompiled
 from shardconv.convert.substitution import Substitutable, Substituted, Substitution
 from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
+from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.row_linear import num_copies
-from shardconv.layers.sharding import ParallelModule
 from shardconv.plan.placement import Placement, intervals
 
 

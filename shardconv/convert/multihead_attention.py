@@ -1,32 +1,51 @@
-"""Multi-head attention of torch over local heads: nn.MultiheadAttention, and its function.
+"""torch's multi-head attention over local heads.
 
-Owns the class of nn.MultiheadAttention and the class behind the module override ``functional``.
+Owns the class that nn.MultiheadAttention becomes, and that of the module override ``functional``, for modules that call
+``torch.nn.functional.multi_head_attention_forward``.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from shardconv.convert.modules import Sharded
+from shardconv.convert.modules import Sharded, ShardedOptions
 from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
-from shardconv.layers.sharding import ParallelModule, take_shard
+from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.sharding import take_shard
 from shardconv.plan.placement import Placement
 
 
 class ParallelMultiheadAttention(Sharded):
-    """torch's multi-head attention over local heads; q, k and v are segments of one tensor, each sharded by heads."""
+    """nn.MultiheadAttention over local heads; q, k and v are segments of ``in_proj_weight``, each sharded by heads."""
 
+    in_proj_weight: Tensor | None
     in_proj_bias: Tensor | None
     head_dim: int
     batch_first: bool
     dropout: float
     out_proj: nn.Module
+    add_zero_attn: bool
+    bias_k: Tensor | None
+
+    def set_up(self, axis: Axis, **options: Unpack[ShardedOptions]) -> None:
+        """See :meth:`ParallelModule.set_up`.
+
+        Raises:
+            ValueError: if the module has options that are not supported.
+        """
+        if self.in_proj_weight is None or self.bias_k is not None or self.add_zero_attn:
+            raise ValueError(
+                f"{self.name_in_model}: a MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn is not "
+                f"supported"
+            )
+        super().set_up(axis, **options)
 
     def forward(
         self,
@@ -39,35 +58,42 @@ class ParallelMultiheadAttention(Sharded):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """Attend as nn.MultiheadAttention, without attention weights.
+        """Compute what nn.MultiheadAttention computes with ``need_weights=False``.
 
         Args:
-            query: [batch, tokens, features]; [tokens, batch, features] if not ``batch_first``. So is the output.
-            key: likewise.
-            value: likewise.
+            query: [batch, query tokens, features], or [query tokens, batch, features] if not ``batch_first``.
+            key: [batch, key tokens, features], or [key tokens, batch, features].
+            value: like ``key``.
             key_padding_mask: [batch, key tokens]; True excludes a token, numbers are added to the scores.
-            need_weights: may not be True; no weights are returned if it is omitted, either.
+            need_weights: must not be True; None and False are equivalent.
             attn_mask: [query tokens, key tokens] or [batch * local heads, query tokens, key tokens]; likewise.
-            average_attn_weights: ignored.
+            average_attn_weights: ignored, as no weights are returned.
             is_causal: a hint that ``attn_mask`` is causal.
 
+        Returns:
+            The output, of the shape of ``query``, and None in place of the attention weights.
+
         Raises:
-            ValueError: if weights are requested, or ``is_causal`` comes without a mask.
+            ValueError: if weights are requested, inputs have no batch dim, or ``is_causal`` is True without a mask.
         """
         if need_weights:
-            raise ValueError("need_weights: each rank has the attention of its own heads only: pass need_weights=False")
+            raise ValueError(
+                "need_weights: each rank has the attention weights of its local heads only: pass need_weights=False"
+            )
+        if query.dim() != 3:
+            raise ValueError(f"query has shape {list(query.shape)} (expected 3 dims): add a batch dim")
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal without attn_mask: pass the causal mask, as torch's attention requires, too")
+            raise ValueError("is_causal without attn_mask: pass the causal mask, which torch's attention also requires")
         del average_attn_weights
-        masks = [] if key_padding_mask is None else [_additive_mask(key_padding_mask, query)[:, None, None]]
         if attn_mask is not None:
-            added = _additive_mask(attn_mask, query)
-            masks.append(added if added.dim() == 2 else added.unflatten(0, (query.shape[not self.batch_first], -1)))
-        mask = sum(masks[1:], masks[0]) if masks else None
+            attn_mask = _additive_mask(attn_mask, query)
+            if attn_mask.dim() == 3:
+                attn_mask = attn_mask.unflatten(0, (query.shape[0 if self.batch_first else 1], -1))
+        mask = _with_key_padding(attn_mask, key_padding_mask, query)
         queries, keys, values = self._heads(query, key, value)
         dropout = self.dropout if self.training else 0.0
-        heads = scaled_dot_product_attention(queries, keys, values, mask, dropout)
-        output = heads.transpose(1, 2).flatten(2)
+        attended = scaled_dot_product_attention(queries, keys, values, mask, dropout)
+        output = attended.transpose(1, 2).flatten(2)
         return self.out_proj(output if self.batch_first else output.transpose(0, 1)), None
 
     def _heads(self, *inputs: Tensor) -> Iterator[Tensor]:
@@ -75,8 +101,8 @@ class ParallelMultiheadAttention(Sharded):
         weights = self.shard("in_proj_weight").chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.shard("in_proj_bias").chunk(3)
         for input, weight, bias in zip(inputs, weights, biases, strict=True):
-            made = linear(copy_to_tp(input, group=self.axis), weight, bias).unflatten(-1, (-1, self.head_dim))
-            yield made.transpose(1, 2) if self.batch_first else made.permute(1, 2, 0, 3)
+            heads = linear(copy_to_tp(input, group=self.axis), weight, bias).unflatten(-1, (-1, self.head_dim))
+            yield heads.transpose(1, 2) if self.batch_first else heads.permute(1, 2, 0, 3)
 
 
 class FunctionalAttention(ParallelModule):
@@ -89,15 +115,19 @@ class FunctionalAttention(ParallelModule):
     heads: Placement
 
     def forward(self, *inputs: object, **options: object) -> object:
-        """Run the module's own forward, without attention weights."""
+        """Run the module's own forward, in which torch's function returns None in place of attention weights."""
         with _LocalHeads(self.heads, self.axis):
             return super().forward(*inputs, **options)
 
 
 class _LocalHeads(TorchFunctionMode):
-    """Compute torch's multi-head attention over local heads, from sharded weights.
+    """A mode in which torch's function computes attention over local heads, from sharded weights.
 
     Inputs, masks and output are replicated.
+
+    Args:
+        heads: the placement of the heads.
+        axis: the ranks.
     """
 
     def __init__(self, heads: Placement, axis: Axis) -> None:
@@ -119,34 +149,42 @@ class _LocalHeads(TorchFunctionMode):
 
     def _attend(self, call: SimpleNamespace) -> Tensor:
         """Compute [tokens, batch, features] from the arguments of torch's function."""
-        others = (call.bias_k, call.bias_v, call.static_k, call.static_v)
-        if not call.use_separate_proj_weight or call.add_zero_attn or any(one is not None for one in others):
-            raise ValueError("multi_head_attention_forward: only separate weights, and no further keys, are sharded")
+        added_keys = (call.bias_k, call.bias_v, call.static_k, call.static_v)
+        if not call.use_separate_proj_weight or call.add_zero_attn or any(tensor is not None for tensor in added_keys):
+            raise ValueError(
+                "multi_head_attention_forward is supported only with use_separate_proj_weight, and without bias_k, "
+                "bias_v, static_k, static_v and add_zero_attn"
+            )
         head_dim: int = call.embed_dim_to_check // call.num_heads
         biases = (None,) * 3 if call.in_proj_bias is None else call.in_proj_bias.chunk(3)
         weights = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
         queries, keys, values = (
-            linear(copy_to_tp(one, group=self.axis), weight, bias).unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3)
-            for one, weight, bias in zip((call.query, call.key, call.value), weights, biases, strict=True)
+            linear(copy_to_tp(input, group=self.axis), weight, bias).unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3)
+            for input, weight, bias in zip((call.query, call.key, call.value), weights, biases, strict=True)
         )
         dropout = call.dropout_p if call.training else 0.0
-        found = scaled_dot_product_attention(queries, keys, values, self._mask(call), dropout)
-        features = found.permute(2, 0, 1, 3).flatten(2)
+        attended = scaled_dot_product_attention(queries, keys, values, self._mask(call), dropout)
+        features = attended.permute(2, 0, 1, 3).flatten(2)
         output = reduce_from_tp(linear(features, call.out_proj_weight), group=self.axis)
         return output if call.out_proj_bias is None else output + call.out_proj_bias
 
     def _mask(self, call: SimpleNamespace) -> Tensor | None:
         """Sum all masks, to be added to the scores of the local heads."""
-        padding, mask = call.key_padding_mask, call.attn_mask
-        masks = [] if padding is None else [_additive_mask(padding, call.query)[:, None, None]]
+        mask: Tensor | None = None if call.attn_mask is None else _additive_mask(call.attn_mask, call.query)
         if mask is not None and mask.dim() == 3:
-            full = copy_to_tp(_additive_mask(mask, call.query), group=self.axis).unflatten(0, (-1, call.num_heads))
-            masks.append(take_shard(full, replace(self.heads, dim=1), self.axis.rank))
-        elif mask is not None:
-            masks.append(_additive_mask(mask, call.query))
-        return sum(masks[1:], masks[0]) if masks else None
+            full = copy_to_tp(mask, group=self.axis).unflatten(0, (-1, call.num_heads))
+            mask = take_shard(full, replace(self.heads, dim=1), self.axis.rank)
+        return _with_key_padding(mask, call.key_padding_mask, call.query)
 
 
 def _additive_mask(mask: Tensor, like: Tensor) -> Tensor:
     """Convert a mask to numbers that are added to scores."""
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
+
+
+def _with_key_padding(mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Add a mask of keys, [batch, key tokens], to an additive mask that broadcasts to the scores; None for neither."""
+    if key_padding_mask is None:
+        return mask
+    padding = _additive_mask(key_padding_mask, query)[:, None, None]
+    return padding if mask is None else padding + mask

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from shardconv.convert.modules import Sharded, ShardedOptions
 from shardconv.distributed import Axis, copy_to_tp, gather_from_tp, reduce_from_tp
-from shardconv.layers.sharding import ParallelModule, take_shard
+from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.sharding import take_shard
 from shardconv.plan.placement import Interval, Placement, intervals
 
 

@@ -12,11 +12,11 @@ from functools import partial
 from torch import nn
 
 from shardconv.convert.classes import converted_class
-from shardconv.convert.converted_model import RankConfig
 from shardconv.convert.modules import GatherOnUse
+from shardconv.convert.rank_config import RankConfig
 from shardconv.convert.substitution import ForwardWithShards
 from shardconv.distributed import Axis
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule
 
 #: A class that extends a module's own class, and the attributes that it needs.
 Extension = tuple[type[ParallelModule], Mapping[str, object]]
@@ -51,6 +51,12 @@ class Overrides:
     gathers: Sequence[re.Pattern[str]] = ()
 
 
+def split_config_fields(values: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """Split values by name into config fields, whose names start with ``config.``, and attributes of the module."""
+    fields = {name.removeprefix("config."): value for name, value in values.items() if name.startswith("config.")}
+    return fields, {name: value for name, value in values.items() if not name.startswith("config.")}
+
+
 def apply_overrides(model: nn.Module, overrides: Sequence[Overrides], axis: Axis) -> None:
     """Apply overrides to modules of a model whose layers are converted."""
     for one in overrides:
@@ -65,7 +71,7 @@ def _apply(overrides: Overrides, axis: Axis) -> None:
     if overrides.new_class is not None:
         module.__class__ = overrides.new_class
     if overrides.config_fields:
-        module.__dict__["config"] = RankConfig(module.config, dict(overrides.config_fields))
+        module.__dict__["config"] = RankConfig(module.config, overrides.config_fields)
     for name, value in overrides.attributes.items():
         setattr(module, name, value)
     for name, (layer, size) in overrides.limits.items():

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch import nn
 
 from shardconv.convert.classes import combined_class
-from shardconv.convert.overrides import Overrides
-from shardconv.convert.policy_paths import Block, ParameterTarget
+from shardconv.convert.overrides import Overrides, split_config_fields
+from shardconv.convert.policy_paths import MatchedModule, ParameterTarget
 from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from shardconv.plan.family import Family
@@ -23,27 +23,28 @@ class CompiledPolicies(NamedTuple):
 
     Attributes:
         family: the rules: one for each tensor that a policy names, and one for all others.
-        kinds: the classes that linear layers become, where a policy names them.
+        layer_classes: the parallel classes of linear layers for which a policy names one.
         overrides: the module overrides.
     """
 
     family: Family
-    kinds: dict[nn.Module, type[ParallelLinear]]
+    layer_classes: dict[nn.Module, type[ParallelLinear]]
     overrides: list[Overrides]
 
 
 def as_policies(policy: object) -> tuple[type[Policy], ...]:
-    """Return the policies of an argument: one class, or several in a list or tuple.
+    """Convert a policy, or a list or tuple of policies, to a tuple.
 
     Raises:
-        TypeError: if it is something else.
+        TypeError: if it is something else, or empty.
     """
     policies = tuple(policy) if isinstance(policy, (list, tuple)) else (policy,)
-    for found in policies or (policy,):
-        if not (isinstance(found, type) and issubclass(found, Policy)):
-            raise TypeError(
-                f"policy {found!r:.80}: is not a class derived from shardconv.Policy (expected one, or a family name)"
-            )
+    wrong = [found for found in policies if not (isinstance(found, type) and issubclass(found, Policy))]
+    if wrong or not policies:
+        raise TypeError(
+            f"policy {wrong[0] if wrong else policy!r:.80} is not a class derived from shardconv.Policy (expected one, "
+            f"several, or a family name)"
+        )
     return policies
 
 
@@ -66,30 +67,30 @@ class _Compiler:
         self._model, self._tp = model, tp
         self._rules: dict[str, Rule] = {}
         self._owners: dict[nn.Module, str] = {}
-        self._kinds: dict[nn.Module, type[ParallelLinear]] = {}
-        self._classes: dict[nn.Module, type[nn.Module]] = {}
+        self._layer_classes: dict[nn.Module, type[ParallelLinear]] = {}
+        self._new_classes: dict[nn.Module, type[nn.Module]] = {}
         self._attributes: dict[tuple[nn.Module, str], object] = {}
 
     def add(self, policy: type[Policy]) -> None:
         """Add the rules and overrides of one policy, for all modules of its class."""
         kind = policy.original_layer_class()
-        every = self._model.named_modules(remove_duplicate=False)
-        blocks = [Block(policy, name, module) for name, module in every if _is_of_class(module, kind)]
-        if not blocks:
+        named = self._model.named_modules(remove_duplicate=False)
+        found = [MatchedModule(policy, name, module) for name, module in named if _is_of_class(module, kind)]
+        if not found:
             raise PlanError(
                 f"{policy.__name__}: {type(self._model).__name__} has no module of exactly the class "
                 f"{getattr(kind, '__qualname__', kind)}, which the policy is for"
             )
-        for block in blocks:
-            self._add_layers(block)
-            self._add_attributes(block)
-        self._add_classes(blocks[0])
+        for matched in found:
+            self._add_layers(matched)
+            self._add_attributes(matched)
+        self._add_classes(found[0])  # they apply to the whole model, so once is enough
 
     def result(self, name: str) -> CompiledPolicies:
         """Return the rules and overrides of all policies that were added."""
         _check_biases(self._owners, self._rules)
         _check_ties(self._model, self._rules)
-        for module in self._classes:
+        for module in self._new_classes:
             if module in self._owners:
                 raise PlanError(
                     f"{name}: replace_modules gives {self._owners[module]} another class, and a layer names it: use "
@@ -97,81 +98,77 @@ class _Compiler:
                 )
         units = {part: UnitRule(int(part)) for rule in self._rules.values() for part in rule.parts}
         family = Family(name, units=units, rules=(*self._rules.values(), REPLICATE))
-        return CompiledPolicies(family, self._kinds, self._overrides())
+        return CompiledPolicies(family, self._layer_classes, self._overrides())
 
     def _overrides(self) -> list[Overrides]:
-        values: dict[nn.Module, dict[str, object]] = {module: {} for module in self._classes}
+        values: dict[nn.Module, dict[str, object]] = {module: {} for module in self._new_classes}
         for (module, name), value in self._attributes.items():
             values.setdefault(module, {})[name] = value
+        split = ((module, *split_config_fields(own)) for module, own in values.items())
         return [
-            Overrides(
-                module,
-                new_class=self._classes.get(module),
-                config_fields={
-                    name.removeprefix("config."): value for name, value in own.items() if name.startswith("config.")
-                },
-                attributes={name: value for name, value in own.items() if not name.startswith("config.")},
-            )
-            for module, own in values.items()
+            Overrides(module, new_class=self._new_classes.get(module), config_fields=fields, attributes=attributes)
+            for module, fields, attributes in split
         ]
 
-    def _add_layers(self, block: Block) -> None:
-        for style, layer in block.layers:
+    def _add_layers(self, matched: MatchedModule) -> None:
+        for style, layer in matched.layers:
             for leaf in layer.paths:
-                found = block.tensor(layer, leaf)
+                found = matched.tensor(layer, leaf)
                 if found is None:
                     continue
                 if found.name in self._rules:
-                    raise block.error(f"{found.name} is named by two layers")
-                _check_fits(block, layer, leaf, style, found)
+                    raise matched.error(f"{found.name} is named by two layers")
+                _check_fits(matched, layer, leaf, style, found)
                 self._rules[found.name] = layer.rule(
-                    found.name, found.value.shape, style, f"policy {block.policy_name}", is_bias=leaf == "bias"
+                    found.name, found.value.shape, style, f"policy {matched.policy_name}", is_bias=leaf == "bias"
                 )
                 self._owners[found.owner] = found.name
                 if layer.replace is not None:
-                    self._kinds[found.owner] = _replacement_class(block, layer.replace, style, found)
+                    self._layer_classes[found.owner] = _replacement_class(matched, layer.replace, style, found)
 
-    def _add_attributes(self, block: Block) -> None:
-        arguments = block.policy.replace_arguments(getattr(self._model, "config", None), self._tp)
+    def _add_attributes(self, matched: MatchedModule) -> None:
+        arguments = matched.policy.replace_arguments(getattr(self._model, "config", None), self._tp)
         for path, value in arguments.items():
-            found = block.attribute(path)
+            found = matched.attribute(path)
             if found is None:
                 continue
-            _check_divides(block, path, found.value, value, self._tp)
+            _check_divides(matched, path, found.value, value, self._tp)
             key = (found.module, found.name)
             if self._attributes.setdefault(key, value) != value:
-                raise block.error(f"attribute {path!r} is set twice, to {self._attributes[key]!r} and {value!r}")
+                raise matched.error(f"attribute {path!r} is set twice, to {self._attributes[key]!r} and {value!r}")
 
-    def _add_classes(self, block: Block) -> None:
-        for old, new in block.policy.replace_modules().items():
+    def _add_classes(self, matched: MatchedModule) -> None:
+        for old, new in matched.policy.replace_modules().items():
             if not (isinstance(new, type) and issubclass(new, nn.Module)):
-                raise block.error(f"replace_modules: {new!r:.80} is not a class of modules")
-            found = [module for module in self._model.modules() if old in (type(module), type(module).__qualname__)]
-            if not found:
-                raise block.error(f"replace_modules: the model has no module of the class {old!r:.80}")
-            if any(self._classes.setdefault(module, new) is not new for module in found):
-                raise block.error(f"replace_modules: another policy gives {old!r:.80} another class")
+                raise matched.error(f"replace_modules: {new!r:.80} is not a class of modules")
+            modules = [module for module in self._model.modules() if old in (type(module), type(module).__qualname__)]
+            if not modules:
+                raise matched.error(f"replace_modules: the model has no module of the class {old!r:.80}")
+            for module in modules:
+                if self._new_classes.setdefault(module, new) is not new:
+                    raise matched.error(f"replace_modules: another policy gives {old!r:.80} another class")
 
 
 def _is_of_class(module: nn.Module, kind: object) -> bool:
+    """Whether a class is exactly that of a module. A function, as type checkers would narrow the module to ``kind``."""
     return type(module) is kind
 
 
-def _check_fits(block: Block, layer: Layer, leaf: str, style: str, found: ParameterTarget) -> None:
+def _check_fits(matched: MatchedModule, layer: Layer, leaf: str, style: str, found: ParameterTarget) -> None:
     """Refuse a layer whose class is not supported, or whose shape does not fit its style."""
     kind, shape = type(found.owner).__name__, list(found.value.shape)
     if leaf == "bias" or style not in ("colwise", "rowwise"):
         if leaf == "bias" and len(shape) != 1:
-            raise block.error(f"bias {found.name} of shape {shape} has to have one dim")
+            raise matched.error(f"bias {found.name} has shape {shape} (expected one dim)")
         return
     is_linear = isinstance(found.owner, nn.Linear) or kind == "Conv1D"
     if len(shape) > 1 and not (found.key == "weight" and (is_linear or isinstance(found.owner, nn.Embedding))):
-        raise block.error(f"weight {found.name}: a {kind} is none of nn.Linear, Conv1D and nn.Embedding")
+        raise matched.error(f"weight {found.name} is of a {kind} (expected nn.Linear, Conv1D or nn.Embedding)")
     if len(shape) == 1 and style == "rowwise":
-        raise block.error(f"weight {found.name} of shape {shape}: only a matrix has input features to shard")
-    if is_linear and bool(layer.reversed) is not (kind == "Conv1D"):
+        raise matched.error(f"weight {found.name} of shape {shape}: only a matrix has input features to shard")
+    if is_linear and bool(layer.reversed) != (kind == "Conv1D"):
         stored = "(in, out): it needs" if kind == "Conv1D" else "(out, in): it cannot have"
-        raise block.error(f"weight {found.name}: a {kind} stores it {stored} reversed=True")
+        raise matched.error(f"weight {found.name}: a {kind} stores it {stored} reversed=True")
 
 
 def _check_biases(owners: dict[nn.Module, str], rules: dict[str, Rule]) -> None:
@@ -197,27 +194,36 @@ def _check_ties(model: nn.Module, rules: dict[str, Rule]) -> None:
             )
 
 
-def _check_divides(block: Block, path: str, old: object, new: object, tp: int) -> None:
-    """Refuse a count that ``//`` rounded down: some heads would be on no rank."""
+def _check_divides(matched: MatchedModule, path: str, old: object, new: object, tp: int) -> None:
+    """Refuse a quotient that ``old // tp`` rounded down: the ranks would hold fewer heads than the model has."""
     if type(old) is int and type(new) is int and old % tp and new == old // tp:
         supported = ", ".join(str(size) for size in range(1, min(old, 256) + 1) if old % size == 0)
-        raise block.error(
+        raise matched.error(
             f"attribute {path!r}: {old} is not a multiple of {tp}. Supported tensor parallel sizes: {supported}"
         )
 
 
-def _replacement_class(block: Block, kind: object, style: str, found: ParameterTarget) -> type[ParallelLinear]:
-    """Return the class that a layer becomes by the policy's ``replace``."""
+def _replacement_class(
+    matched: MatchedModule, kind: object, style: str, found: ParameterTarget
+) -> type[ParallelLinear]:
+    """Return the parallel class that the policy's ``replace`` gives a layer.
+
+    Args:
+        matched: the matched module, for messages.
+        kind: the value of ``replace``.
+        style: the style of the layer's weight.
+        found: the weight.
+    """
     if not isinstance(found.owner, nn.Linear) and type(found.owner).__name__ != "Conv1D":
-        raise block.error(f"{found.name}: replace is for linear layers, not for a {type(found.owner).__name__}")
+        raise matched.error(f"{found.name}: replace is for linear layers, not for a {type(found.owner).__name__}")
     pair: tuple[type[ParallelLinear], ...] = (ColumnParallelLinear, RowParallelLinear)
-    fits, other = reversed(pair) if style == "rowwise" else pair
+    fitting, other = reversed(pair) if style == "rowwise" else pair
     if not (isinstance(kind, type) and issubclass(kind, ParallelLinear)) or issubclass(kind, other):
-        raise block.error(
-            f"{found.name}: replace = {getattr(kind, '__name__', kind)} is not derived from shardconv.{fits.__name__} "
-            f"or ParallelLinear: without replace the layer becomes what fits"
+        raise matched.error(
+            f"{found.name}: replace = {getattr(kind, '__name__', kind)} is not derived from "
+            f"shardconv.{fitting.__name__} or ParallelLinear: pass one of these, or remove replace"
         )
     if kind is ParallelLinear:
-        return fits
-    combined: type[ParallelLinear] = kind if issubclass(kind, fits) else combined_class(kind, kind, fits)
+        return fitting
+    combined: type[ParallelLinear] = kind if issubclass(kind, fitting) else combined_class(kind, kind, fitting)
     return combined

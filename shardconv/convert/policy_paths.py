@@ -1,4 +1,4 @@
-"""Paths of a policy in one block of a model, such as ``attention.layers[0].weight``.
+"""Paths of a policy in a module that it matches, such as ``attention.layers[0].weight``.
 
 Owns how a path is parsed and resolved, and which missing layers a policy allows.
 """
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardconv.errors import PlanError
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.policy import STYLE_OF, Layer, Policy
 
 _STEP = re.compile(r"([^.\[\]]+)|\[(-?\d+)\]")
@@ -62,8 +62,8 @@ class AttributeTarget(NamedTuple):
     value: object
 
 
-class Block:
-    """A module that a policy applies to.
+class MatchedModule:
+    """A module that a policy matches, and the lookup of its layers and attributes.
 
     Args:
         policy: the policy's class.

@@ -1,6 +1,6 @@
-"""Construction of vLLM's model for one rank in this process: no GPU, no other ranks, no engine.
+"""Construct vLLM's model of one rank in this process, without a GPU, other ranks or a running engine.
 
-Imports vLLM when a function is called.
+Importing this module does not import vLLM; calling its functions does.
 """
 
 import os
@@ -15,33 +15,33 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: No downloads, and no log messages below errors.
+#: Environment in which vLLM downloads nothing, and logs errors only.
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 class EngineModel(nn.Module):
-    """A model of vLLM. Never instantiated: it declares what shardconv calls."""
+    """Type of vLLM's models: nn.Module with the method that shardconv calls. Not a base of any class."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-        """Load tensors by their names on disk; returns the parameters that were loaded, unless unknown."""
+        """Load tensors by their names on disk; return the names of the loaded parameters, or None if unknown."""
         raise NotImplementedError
 
 
 @contextmanager
 def one_rank(folder: Path, *, tp: int, rank: int, **arguments: object) -> Iterator["VllmConfig"]:
-    """Make this process one rank of a tensor parallel group for vLLM.
+    """Context manager in which vLLM takes this process for one rank of a tensor parallel group.
 
-    The process group has one process; the size and rank that vLLM reads from its tensor parallel group are patched. So
-    constructing a model and loading its weights work, but collectives do not.
+    The process group has one process; the size and rank that vLLM reads from its tensor parallel group are patched.
+    Constructing a model and loading its weights work; collectives do not.
 
     Args:
         folder: folder with the config.json of the model.
         tp: tensor parallel size.
         rank: the rank, from 0.
-        arguments: other fields of vLLM's EngineArgs, such as ``dtype``.
+        arguments: further fields of vLLM's EngineArgs, such as ``dtype``.
 
     Yields:
-        vLLM's config, which is vLLM's current one inside the context.
+        vLLM's config, which is also vLLM's current config inside the context.
     """
     with mock.patch.dict(os.environ, _ENVIRONMENT):
         from shardconv.engines.vllm_process import group_of_one  # noqa: PLC0415 - vLLM reads the environment on import

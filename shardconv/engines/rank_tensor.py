@@ -5,158 +5,39 @@ Views of a rank tensor read nothing. Every other operation reads the elements of
 them, and raises otherwise.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from math import prod
-from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NoReturn, Self, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C import _disabled_torch_function_impl
+from torch._C import _disabled_torch_function_impl  # torch's documentation of subclasses uses it
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_any, tree_map_only
 
+from shardconv.engines.held_shard import CPU, HeldShard, Selection, ViewDim, gather, select, span_of
 from shardconv.errors import NotHeldError
-from shardconv.plan.placement import Interval, Placement
 
 #: Positional and keyword arguments of an operation, of any type.
 _Arguments: TypeAlias = tuple[Any, ...]
 _Options: TypeAlias = dict[str, Any]
 
-_CPU = torch.device("cpu")
-aten = torch.ops.aten
+_aten = torch.ops.aten
 
 
 def _operations(*names: str) -> frozenset[OpOverload]:
-    return frozenset(getattr(aten, name).default for name in names)
+    return frozenset(getattr(_aten, name).default for name in names)
 
 
 #: Operations that copy each element, but do not have the tag pointwise.
 _COPIES = _operations("clone", "_to_copy")
 #: Views for which ``is_view`` is False.
 _VIEWS = _operations("_unsafe_view", "_reshape_alias")
-#: Views whose values are not values of the tensor: computed from the held elements.
+#: Views that torch computes lazily, such as conjugates: their values are not elements of the tensor.
 _COMPUTED = _operations("_conj", "_neg_view")
 #: Operations that use shape, dtype and device of a tensor, but not its values.
 _LIKE = _operations(
     "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"
 )
-
-
-@dataclass(frozen=True, eq=False)
-class HeldShard:
-    """One rank's shard of a full tensor, read on first use.
-
-    Attributes:
-        name: name of the tensor, for messages.
-        shape: shape of the full tensor.
-        dim: the dim that is sharded.
-        positions: [shape[dim]], the index in the shard of each index of that dim, -1 if this rank does not hold it.
-        read: returns the shard, [*shape[:dim], held, *shape[dim + 1:]], contiguous; called at most once.
-        remedy: what to do if an element is used that this rank does not hold, for the message.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-    positions: Tensor
-    read: Callable[[], Tensor]
-    remedy: str
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """The shard as [elements before the dim, held, elements after it]."""
-        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
-        return self.read().view(prod(before), -1, prod(after))
-
-
-def positions_of(placement: Placement, rank: int) -> Tensor:
-    """Return the index in a rank's shard of each index of the sharded dim, -1 if not held: [placement.size]."""
-    positions = torch.full((placement.size,), -1, device=_CPU)  # engines change the default device
-    local = 0
-    for interval in placement.ranks[rank]:
-        if isinstance(interval, Interval):  # else padding
-            positions[interval.start : interval.stop] = torch.arange(local, local + interval.size, device=_CPU)
-        local += interval.size
-    return positions
-
-
-class _Dim(NamedTuple):
-    """A dim of a view: its size, its level (0 before the sharded dim, 1 in it, 2 after it), and its step there."""
-
-    size: int
-    level: int
-    step: int
-
-
-class _Selection(NamedTuple):
-    """The elements of a full tensor that a view selects; the tensor has three levels, [before, sharded dim, after].
-
-    Attributes:
-        dims: dims of the view; a dim that covers two levels is split into two.
-        start: the first index of each level.
-        indices: selected indices of the sharded dim, with one dim for each of ``dims`` of level 1.
-    """
-
-    dims: tuple[_Dim, ...]
-    start: tuple[int, int, int]
-    indices: Tensor
-
-
-def _select(view: Tensor, shard: HeldShard) -> _Selection | None:
-    """Determine the elements that a view selects; None if they are not ranges in each of the three levels."""
-    size, after = shard.shape[shard.dim], prod(shard.shape[shard.dim + 1 :])
-    units = (size * after, after, 1)
-    view_dims = list(zip(view.shape, view.stride(), strict=True))
-    for unit in units[:2]:
-        view_dims = [split for dim in view_dims for split in _split_at_unit(*dim, unit)]
-    levels = (next(level for level, unit in enumerate(units) if stride % unit == 0) for _, stride in view_dims)
-    dims = tuple(_Dim(n, level, stride // units[level]) for (n, stride), level in zip(view_dims, levels, strict=True))
-    offset = int(view.storage_offset())
-    start = (offset // units[0], offset % units[0] // after, offset % after)
-    last = list(start)
-    for dim in dims:
-        last[dim.level] += (dim.size - 1) * dim.step
-    if last[1] >= size or last[2] >= after:
-        return None
-    indices = torch.tensor(start[1], device=_CPU)
-    for dim in dims:
-        if dim.level == 1:
-            indices = indices.unsqueeze(-1) + torch.arange(dim.size, device=_CPU) * dim.step
-    return _Selection(dims, start, indices)
-
-
-def _split_at_unit(size: int, stride: int, unit: int) -> Sequence[tuple[int, int]]:
-    """Split a dim that covers several units of ``unit`` elements in two (size, stride): over units, and within one."""
-    within = unit // stride if stride else 0
-    if within <= 1 or unit % stride or size <= within or size % within:
-        return ((size, stride),)
-    return (size // within, unit), (within, stride)
-
-
-def _span(dims: Sequence[_Dim]) -> tuple[int, int] | None:
-    """Return the range [first, end) of the dims of level 1; None if dims of another level are between them."""
-    sharded = [n for n, dim in enumerate(dims) if dim.level == 1]
-    sharded = [n for n in sharded if dims[n].size > 1] or sharded[:1]  # dims of size 1 may be anywhere
-    if not sharded or any(dim.level != 1 and dim.size > 1 for dim in dims[sharded[0] : sharded[-1]]):
-        return None
-    return sharded[0], sharded[-1] + 1
-
-
-def _gather(shard: HeldShard, selection: _Selection, positions: Tensor) -> Tensor:
-    """Return the elements of a selection, whose indices of the sharded dim are at ``positions`` in the shard."""
-    flat = positions.flatten()
-    first = int(flat[0])
-    is_range = bool((flat == torch.arange(first, first + len(flat), device=_CPU)).all())
-    rows = shard.rows
-    rows = rows.narrow(1, first, len(flat)) if is_range else rows.index_select(1, flat.to(rows.device))
-    strides, inner = [], len(flat)
-    for dim in selection.dims:
-        inner = inner // dim.size if dim.level == 1 else inner
-        strides.append(rows.stride(dim.level) * (inner if dim.level == 1 else dim.step))
-    offset = rows.storage_offset() + selection.start[0] * rows.stride(0) + selection.start[2] * rows.stride(2)
-    return rows.as_strided([dim.size for dim in selection.dims], strides, offset)
 
 
 class RankTensor(Tensor):
@@ -184,7 +65,7 @@ class RankTensor(Tensor):
             view.stride(),
             view.storage_offset(),
             dtype=view.dtype,
-            device=device or _CPU,
+            device=device or CPU,
         )
         tensor.shard, tensor._view = shard, view
         return tensor
@@ -195,7 +76,7 @@ class RankTensor(Tensor):
         return cls(shard, torch.empty(shard.shape, dtype=dtype, device="meta"), device)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """The name, shape and dtype; values are not read."""
+        """Describe the tensor by name, shape and dtype, without reading its values."""
         return f"RankTensor({self.shard.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
     def data_ptr(self) -> int:
@@ -222,28 +103,28 @@ class RankTensor(Tensor):
     ) -> object:
         """Apply views and elementwise operations lazily; read the elements for others."""
         kwargs = kwargs or {}
-        if func is aten.as_strided.default:
+        if func is _aten.as_strided.default:
             raise TypeError(
                 f"{func} is not supported on a rank tensor, which does not have a storage: select elements by narrow"
             )
         if (func.is_view and func not in _COMPUTED) or func in _VIEWS:
             return args[0].viewed(func, args[1:], kwargs)
-        if func in _COPIES or _is_of_one_tensor(func, args, kwargs):
+        if func in _COPIES or _is_elementwise(func, args, kwargs):
             return args[0].mapped(func, args[1:], kwargs)
-        if func is aten.cat.default:
+        if func is _aten.cat.default:
             return _concatenate(*args, **kwargs)
         if func in _LIKE:
             like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
             return func(like, *args[1:], **kwargs)
         _refuse_writes(func, args, kwargs)
-        args, kwargs = tree_map_only(RankTensor, RankTensor.held, (args, kwargs))
+        args, kwargs = tree_map_only(RankTensor, RankTensor.read, (args, kwargs))
         return func(*args, **kwargs)
 
-    def is_along(self, dim: int) -> bool:
+    def is_sharded_along(self, dim: int) -> bool:
         """Whether this is a full tensor, not a view of some of its elements, that is sharded along ``dim``."""
         return self.shard.dim == dim and self.shard.shape == self.shape and self._view.is_contiguous()
 
-    def held(self) -> Tensor:
+    def read(self) -> Tensor:
         """Read the elements, [*self.shape]; a view of the shard where possible.
 
         Raises:
@@ -256,10 +137,10 @@ class RankTensor(Tensor):
         positions = shard.positions[selection.indices]
         if (positions < 0).any():
             raise NotHeldError(self._missing(selection.indices[positions < 0]))
-        return _gather(shard, selection, positions).view(self.dtype).reshape(self.shape)
+        return gather(shard, selection, positions).view(self.dtype).reshape(self.shape)
 
-    def _selection(self) -> _Selection:
-        selection = _select(self._view, self.shard)
+    def _selection(self) -> Selection:
+        selection = select(self._view, self.shard)
         if selection is None:
             raise NotHeldError(
                 f"{self.shard.name}: a view of shape {list(self.shape)} mixes elements of dim {self.shard.dim} with "
@@ -268,6 +149,7 @@ class RankTensor(Tensor):
         return selection
 
     def _missing(self, index: Tensor) -> str:
+        """The message for indices of the sharded dim that this rank does not hold."""
         shard, first, last = self.shard, int(index.min()), int(index.max())
         local = (shard.positions >= 0).nonzero().flatten()
         held = f"[{int(local[0])}, {int(local[-1]) + 1})" if len(local) else "nothing"
@@ -277,32 +159,32 @@ class RankTensor(Tensor):
         )
 
     def viewed(self, func: OpOverload, args: _Arguments, kwargs: _Options) -> object:
-        """Return a view, without reading; for a view as a dtype of another size, read the elements first."""
+        """Return the views, without reading; for a view as a dtype of another size, read the elements first."""
         views = func(self._view, *args, **kwargs)
         if isinstance(views, Tensor) and views.dtype.itemsize != self.dtype.itemsize:
-            return func(self.held(), *args, **kwargs)
+            return func(self.read(), *args, **kwargs)
         return tree_map_only(Tensor, lambda view: RankTensor(self.shard, view, self.device), views)
 
     def mapped(self, func: OpOverload, args: _Arguments, kwargs: _Options) -> Tensor:
         """Apply an elementwise operation lazily: to the held elements, when they are read."""
-        selection = None if self.numel() == 0 else _select(self._view, self.shard)
-        span = None if selection is None else _span(selection.dims)
+        selection = None if self.numel() == 0 else select(self._view, self.shard)
+        span = None if selection is None else span_of(selection.dims)
         if selection is None or span is None:
-            mapped: Tensor = func(self.held(), *args, **kwargs)
+            mapped: Tensor = func(self.read(), *args, **kwargs)
             return mapped
         before, after = selection.dims[: span[0]], selection.dims[span[1] :]
         shard, positions, dtype = self.shard, self.shard.positions[selection.indices].flatten(), self.dtype
-        held = positions[positions >= 0]
-        held_selection = selection._replace(dims=(*before, _Dim(len(held), 1, 1), *after))
+        held_positions = positions[positions >= 0]
+        held_selection = selection._replace(dims=(*before, ViewDim(len(held_positions), 1, 1), *after))
 
         def read() -> Tensor:
-            values: Tensor = func(_gather(shard, held_selection, held).view(dtype), *args, **kwargs)
+            values: Tensor = func(gather(shard, held_selection, held_positions).view(dtype), *args, **kwargs)
             return values.contiguous()
 
-        local = torch.full_like(positions, -1)
-        local[positions >= 0] = torch.arange(len(held), device=_CPU)
+        new_positions = torch.full_like(positions, -1)
+        new_positions[positions >= 0] = torch.arange(len(held_positions), device=CPU)
         shape = (*(dim.size for dim in before), len(positions), *(dim.size for dim in after))
-        result = HeldShard(shard.name, shape, len(before), local, read, shard.remedy)
+        result = HeldShard(shard.name, shape, len(before), new_positions, read, shard.remedy)
         device = torch.device(kwargs.get("device") or self.device)
         on_meta = {name: value for name, value in kwargs.items() if name != "device"}
         return RankTensor.of(result, func(self._view, *args, **on_meta).dtype, device).view(self.shape)
@@ -310,12 +192,13 @@ class RankTensor(Tensor):
 
 def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Apply ``torch.cat``, lazily if it is along the sharded dim."""
+    # clones are full rank tensors also where a tensor is a view, and nothing else reads their shards
     copies = [tensor.clone() if isinstance(tensor, RankTensor) else tensor for tensor in tensors]
     joined = torch.cat([torch.empty_like(tensor, device="meta") for tensor in copies], dim)  # raises as torch does
     dim %= joined.dim()
-    lazy = [tensor for tensor in copies if isinstance(tensor, RankTensor) and tensor.is_along(dim)]
+    lazy = [tensor for tensor in copies if isinstance(tensor, RankTensor) and tensor.is_sharded_along(dim)]
     if len(lazy) != len(copies) or any(tensor.dtype != joined.dtype for tensor in copies):
-        return torch.cat([tensor.held() if isinstance(tensor, RankTensor) else tensor for tensor in copies], dim)
+        return torch.cat([tensor.read() if isinstance(tensor, RankTensor) else tensor for tensor in copies], dim)
     shards = [tensor.shard for tensor in lazy]
     positions, held = [], 0
     for shard in shards:
@@ -330,18 +213,18 @@ def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return RankTensor.of(result, joined.dtype, copies[0].device)
 
 
-def _is_of_one_tensor(func: OpOverload, args: _Arguments, kwargs: _Options) -> bool:
-    """Whether an operation is elementwise, functional, and has one tensor argument."""
+def _is_elementwise(func: OpOverload, args: _Arguments, kwargs: _Options) -> bool:
+    """Whether an operation is elementwise, writes into no argument, and has one tensor argument."""
     if torch.Tag.pointwise not in func.tags or not isinstance(args[0], RankTensor):
         return False
-    is_functional = not any(argument.alias_info is not None for argument in _arguments(func))
+    is_functional = not any(argument.alias_info is not None for argument in _declared_arguments(func))
     return is_functional and not tree_any(lambda value: isinstance(value, Tensor), (args[1:], kwargs))
 
 
 def _refuse_writes(func: OpOverload, args: _Arguments, kwargs: _Options) -> None:
     """Raise TypeError if an operation writes into a rank tensor."""
-    passed = dict(zip((argument.name for argument in _arguments(func)), args, strict=False)) | kwargs
-    for argument in _arguments(func):
+    passed = dict(zip((argument.name for argument in _declared_arguments(func)), args, strict=False)) | kwargs
+    for argument in _declared_arguments(func):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written and tree_any(lambda value: isinstance(value, RankTensor), passed.get(argument.name)):
             raise TypeError(
@@ -350,6 +233,6 @@ def _refuse_writes(func: OpOverload, args: _Arguments, kwargs: _Options) -> None
             )
 
 
-def _arguments(func: OpOverload) -> Sequence[torch.Argument]:
+def _declared_arguments(func: OpOverload) -> Sequence[torch.Argument]:
     """The declared arguments of an operation."""
     return func._schema.arguments  # noqa: SLF001 - there is no public attribute

@@ -12,7 +12,8 @@ from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.planning import plan_source
 from shardconv.checkpoint.rank_reader import RankFileReader, RankReader, SourceReader
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.engines.rank_tensor import HeldShard, RankTensor, positions_of
+from shardconv.engines.held_shard import HeldShard, positions_of
+from shardconv.engines.rank_tensor import RankTensor
 from shardconv.errors import PlanError, WorldSizeError
 from shardconv.plan.plan import TensorSpec
 from shardconv.runtime.model_config import check_config

@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from shardconv.convert.converted_model import RankConfig
+from shardconv.convert.rank_config import RankConfig
 from shardconv.errors import RunError
 from shardconv.hf.package import import_transformers
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from shardconv.layers.embedding import ParallelEmbedding, VocabParallelEmbedding
 from shardconv.layers.linear import ParallelLinear
 from shardconv.layers.lora import LoRALinear
 from shardconv.layers.loss import ParallelCrossEntropyLoss
+from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.row_linear import RowParallelLinear
-from shardconv.layers.sharding import ParallelModule
 from shardconv.layers.tags import RegisterParallelDim, get_parallel_dim
 
 __all__ = [

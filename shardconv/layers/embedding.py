@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.layers.init import Initializer, fill_shard_, get_initializer
 from shardconv.layers.lookup import look_up, table_placement
-from shardconv.layers.sharding import ParallelModule, public_function, take_shard
+from shardconv.layers.parallel_module import ParallelModule, public_function
+from shardconv.layers.sharding import take_shard
 from shardconv.layers.tags import check_tag
 from shardconv.plan.placement import Placement
 

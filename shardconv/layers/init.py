@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis
-from shardconv.layers.sharding import description, take_shard
+from shardconv.layers.parallel_module import description
+from shardconv.layers.sharding import take_shard
 from shardconv.plan.placement import Placement
 from shardconv.plan.units import Unit, shard_dim
 

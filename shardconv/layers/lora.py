@@ -10,7 +10,7 @@ from torch.nn import functional
 from shardconv.distributed import copy_to_tp
 from shardconv.layers.init import fill_shard_, linear_weight_
 from shardconv.layers.linear import ParallelLinear
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule
 
 
 class LoRALinear(ParallelModule):

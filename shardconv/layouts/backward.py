@@ -13,7 +13,7 @@ from shardconv.layouts.choice import ChosenRules, rules_for
 from shardconv.layouts.rules import Rule
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.tensor_placement import ShardedDim
 
 #: The index of a layer in a name.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shardconv.errors import PlanError
 from shardconv.plan.config_fields import fields_in
 from shardconv.plan.family import Block, Mount, fields_read
-from shardconv.plan.module_override import InputRule, ModuleRule
+from shardconv.plan.module_override import ModuleRule, SliceRule
 from shardconv.plan.rule import SIZE_NAMES, Rule, UnitRule
 
 #: The deepest nesting of blocks.
@@ -228,7 +228,7 @@ def _module(rule: ModuleRule, fields: Mapping[str, Expression], units: Mapping[s
     )
 
 
-def _slice(rule: InputRule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> InputRule:
+def _slice(rule: SliceRule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> SliceRule:
     size = None if rule.size is None else replaced(rule.size, fields)
     return rule._replace(unit=units.get(rule.unit, ""), parts=tuple(units[part] for part in rule.parts), size=size)
 

@@ -1,6 +1,6 @@
 """Load families, blocks and plan files, and find the family of a model type.
 
-A family file has one or more families, each a table. rule_format.py parses the tables.
+A family file has one or more families, each a table. family_format.py parses the tables.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shardconv.errors import PlanError
 from shardconv.plan.blocks import expand_blocks
 from shardconv.plan.family import PLAN_FILE, Block, Family, units_named
-from shardconv.plan.rule_format import parse_block, parse_family
+from shardconv.plan.family_format import parse_block, parse_family
 
 _FOLDER = Path(__file__).parent / "families"
 _BLOCKS = Path(__file__).parent / "blocks"

@@ -11,7 +11,7 @@ from shardconv.plan.config_fields import fields_in
 PRODUCTS = ("colwise", "rowwise", "rowwise_shared")
 
 
-class InputRule(NamedTuple):
+class SliceRule(NamedTuple):
     """How an argument, an output, a parameter or a buffer is sliced to the rank's units.
 
     Attributes:
@@ -72,13 +72,13 @@ class ModuleRule:
 
     pattern: str
     attributes: Mapping[str, str | int] = field(default_factory=dict)
-    inputs: Mapping[str, InputRule] = field(default_factory=dict)
+    inputs: Mapping[str, SliceRule] = field(default_factory=dict)
     at_most: Mapping[str, Sequence[str]] = field(default_factory=dict)
     full_width: str | int | None = None
     locals: Mapping[str, str | int] = field(default_factory=dict)
-    slices: Mapping[str, InputRule] = field(default_factory=dict)
-    output: InputRule | None = None
-    unsharded: Mapping[str, InputRule] = field(default_factory=dict)
+    slices: Mapping[str, SliceRule] = field(default_factory=dict)
+    output: SliceRule | None = None
+    unsharded: Mapping[str, SliceRule] = field(default_factory=dict)
     products: Mapping[str, str] = field(default_factory=dict)
     functional: str = ""
     norms: str = ""

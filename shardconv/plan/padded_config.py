@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shardconv.errors import PlanError
 from shardconv.plan.config_fields import Fields, fields_in, lookup
 from shardconv.plan.model_rules import ModelRules
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.tensor_placement import PaddedRule
 
 #: The config field of the vocabulary size.

@@ -16,7 +16,7 @@ from shardconv.plan.family_file import expand_family, family_for, load_family, p
 from shardconv.plan.head_inference import check_pairs, towers_in, with_heads
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import check_quantization
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.plan.submodels import rules_for

@@ -24,6 +24,9 @@ class ModelRulesJson(TypedDict):
     """JSON form of the rules of a model or submodel.
 
     Attributes:
+        at: pattern of the submodel's module; "" for the model itself.
+        prefix: prefixes that names may lack, the first as in the patterns.
+        config: the config fields that the rules read; None without a config.
         defaults: defaults of config fields.
         units: name to the table of the unit.
         rules: tables of rules, which also have their pattern and origin.
@@ -40,7 +43,7 @@ class ModelRulesJson(TypedDict):
 
 
 class RuleSetJson(TypedDict):
-    """JSON form of a :class:`RuleSet`; ``scopes`` has its models."""
+    """JSON form of a :class:`RuleSet`, with the same keys as its fields, except ``scopes`` for ``models``."""
 
     family: str
     experts: str
@@ -53,7 +56,7 @@ class RuleSetJson(TypedDict):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RuleSet:
-    """The rules of a plan, which together with tensor names, tensor shapes and tp determine it.
+    """The rules of a plan. With tensor names, tensor shapes and tp, they determine it.
 
     Attributes:
         family: name of the family whose rules are used.
@@ -78,12 +81,12 @@ class RuleSet:
         return self.models[0].pad
 
     def with_padding(self, pad: int, used: Mapping[Rule, frozenset[str]] | None = None) -> Self:
-        """The same rules with other values of ``pad`` and ``used``: attributes of each of :attr:`models`."""
+        """Return the rule set with ``pad`` and ``used`` of all its models replaced; see ``ModelRules`` for both."""
         return replace(self, models=tuple(replace(model_rules, pad=pad, used=used) for model_rules in self.models))
 
     @property
     def padding_refusal(self) -> str:
-        """Why nothing of such a model is padded; "" if padding is supported."""
+        """The reason why padding is not supported for the model; "" if it is supported."""
         if self.uncertain:
             return self.uncertain
         if self.family in (NAMES_FAMILY, TRANSFORMERS):
@@ -99,7 +102,9 @@ class RuleSet:
         return any(origin.startswith(PLAN_FILE) for origin in origins)
 
     def for_engine(self, engine: Engine) -> Self:
-        """The rules with those of an engine in place of those of another engine, tried after the user's rules.
+        """Return the rule set with the rules of an engine, which are tried after the user's rules and before others.
+
+        They replace the rules of another engine.
 
         Args:
             engine: the engine, or :data:`~shardconv.plan.engines.SHARDCONV`.
@@ -116,7 +121,7 @@ class RuleSet:
         return replace(self, models=models, vocab_multiple=engine.vocab_multiple, engine=name)
 
     def without_engine(self) -> Self:
-        """The rules without those of an engine, as shardconv's own runtime uses them."""
+        """Return the rule set without the rules of an engine, for shardconv's own runtime."""
 
         def without_rules(model_rules: ModelRules) -> ModelRules:
             rules = tuple(rule for rule in model_rules.family.rules if not rule.origin.startswith(ENGINE))
@@ -125,7 +130,7 @@ class RuleSet:
         return replace(self, models=tuple(map(without_rules, self.models)), engine=None)
 
     def without_overrides(self, blocks: Container[str]) -> Self:
-        """The rules without the module overrides of ``blocks``."""
+        """Return the rule set without the module overrides of ``blocks``."""
 
         def without_modules(model_rules: ModelRules) -> ModelRules:
             modules = tuple(rule for rule in model_rules.family.modules if rule.block not in blocks)

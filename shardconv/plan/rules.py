@@ -1,9 +1,9 @@
-"""The ``rules`` argument of public functions, and the option ``--rules``: which rules shard a model.
+"""The ``rules`` argument of public functions, and the option ``--rules``: where the rules of a model come from.
 
-Owns how the argument is read. A family or a plan file becomes a request; plans and policies are used as they are.
+Owns how the argument is interpreted. A family name or a plan file becomes a request; callers use plans and policies
+directly.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -17,9 +17,9 @@ from shardconv.plan.request import PlanRequest
 #:
 #: - ``"auto"``: the family of the config's ``model_type``;
 #: - the name of a family;
-#: - the path of a plan file: a ``Path``, or text with a slash, or that ends with ``.toml`` or ``.json``;
-#: - a :class:`~shardconv.plan.plan.Plan`, whose rules are used, also for another tp;
-#: - policies, which match modules by class, and so apply to models in memory only.
+#: - the path of a plan file: a ``Path``, or a string that has a slash or ends with ``.toml`` or ``.json``;
+#: - a :class:`~shardconv.plan.plan.Plan`, whose rules are used;
+#: - policies, for models in memory only, as they match modules by class.
 Rules: TypeAlias = str | Path | Plan | type[Policy] | Sequence[type[Policy]]
 
 #: The default: the family of the config's ``model_type``.
@@ -27,18 +27,18 @@ AUTO = "auto"
 
 
 def plan_file_of(rules: Rules) -> Path | None:
-    """The path of a plan file; None if ``rules`` is something else."""
-    if isinstance(rules, str) and (rules.endswith((".toml", ".json")) or "/" in rules or os.sep in rules):
+    """Return the path of the plan file that ``rules`` names; None for other rules."""
+    if isinstance(rules, str) and (rules.endswith((".toml", ".json")) or "/" in rules):
         return Path(rules)
     return rules if isinstance(rules, Path) else None
 
 
 def request_of(rules: Rules) -> PlanRequest:
-    """The request for the rules of a family or plan file.
+    """Return the request for a family or a plan file.
 
     Raises:
         PlanError: if the plan file cannot be read.
-        TypeError: if ``rules`` is neither the name of a family nor the path of a plan file.
+        TypeError: if ``rules`` is a plan or policies.
     """
     if (path := plan_file_of(rules)) is not None:
         return PlanRequest(plan_file=(path.name, _read(path)))

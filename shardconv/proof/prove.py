@@ -16,7 +16,7 @@ from shardconv.checkpoint.source import Source, open_source
 from shardconv.errors import PlanError, RunError
 from shardconv.plan.plan import Plan, logical_tensors
 from shardconv.plan.request import resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.proof.model_check import require_model
 from shardconv.proof.ranks import prove_all
 from shardconv.proof.report import ProofReport

@@ -14,7 +14,7 @@ from shardconv.hf.heads import head_sizes
 from shardconv.hf.isolation import isolated
 from shardconv.hf.small import HEADS, SAME
 from shardconv.plan.padding import Heads
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.proof.compare import write_reference
 from shardconv.protocols import PretrainedModel
 

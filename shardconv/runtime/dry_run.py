@@ -21,7 +21,8 @@ from shardconv.hf.package import hide_warnings
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest
 from shardconv.protocols import ModelOutput, PretrainedModel
-from shardconv.runtime.meter import Call, CountedAxis, CountingGroup, LiveBytes, held_tensors
+from shardconv.runtime.collective_meter import Call, CountedAxis, CountingGroup
+from shardconv.runtime.memory_meter import LiveBytes, held_tensors
 
 #: The names of caches in outputs, and of the arguments for them.
 _CACHES = ("past_key_values", "cache_params", "state")

@@ -68,3 +68,8 @@ class RunReport:
     differences: tuple[str, ...] | None
     error: float | None
     notes: tuple[str, ...]
+
+    @property
+    def has_continuations(self) -> bool:
+        """Whether the model generates tokens, rather than filling masks or encoding."""
+        return self.first_token_seconds is not None

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardconv.distributed.groups import Axis, as_axis, current_groups, has_groups
 from shardconv.distributed.new_groups import new_members_group
-from shardconv.layers.sharding import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, intervals
 from shardconv.tensor.chunked_shard import Chunk, ChunkedShard
 

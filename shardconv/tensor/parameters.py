@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from shardconv.layers.sharding import ParallelModule, description
+from shardconv.layers.parallel_module import ParallelModule, description
 from shardconv.tensor.sharded import from_global
 
 

@@ -18,7 +18,7 @@ from shardconv.checkpoint.header import DTYPE_BITS, num_bytes, read_header
 from shardconv.checkpoint.source import open_source
 from shardconv.checkpoint.split import split_by
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from tests.support.checkpoints import contents, llama_config, safetensors_bytes, write_checkpoint
 
 #: Rules for tensors that do not belong to a model.

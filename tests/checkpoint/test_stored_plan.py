@@ -22,7 +22,7 @@ from shardconv.plan import family_file
 from shardconv.plan.family_file import family_for, family_names, load_family
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardconv.convert.engine import Conversion, LayerSpec
 from shardconv.convert.heads import (
     FullWidth,
     SlicedOutput,
@@ -86,7 +87,7 @@ def check_functional(axis):
     for expected, found in zip(*results, strict=True):
         near(found, expected)
     near(own.q.weight.grad, take_shard(plain.q.weight.grad, placements["q"], axis.rank))
-    with pytest.raises(ValueError, match="only separate weights, and no further keys, are sharded"):
+    with pytest.raises(ValueError, match="is supported only with use_separate_proj_weight"):
         own(fixed(5, 2, WIDTH), None, bias_k=fixed(1, 1, WIDTH))
 
 
@@ -314,10 +315,16 @@ def check_attention(axis, batch_first, mask):
         near(getattr(module, name).grad, take_shard(grads[name], placement, axis.rank))
     padded = torch.tensor([[False] * 4 + [True]] * 2)
     near(module(*inputs, padded, attn_mask=own)[0], plain(*inputs, padded, attn_mask=masks[mask])[0])
-    with pytest.raises(ValueError, match="need_weights: each rank has the attention of its own heads only"):
+    with pytest.raises(ValueError, match="need_weights: each rank has the attention weights of its local heads only"):
         module(*inputs, attn_mask=own, need_weights=True)
     with pytest.raises(ValueError, match="is_causal without attn_mask"):
         module(*inputs, is_causal=True)
+    with pytest.raises(ValueError, match=r"query has shape .* \(expected 3 dims\): add a batch dim"):
+        module(*(one[0] for one in inputs))
+    for options in ({"kdim": 6}, {"add_bias_kv": True}, {"add_zero_attn": True}):
+        refused = nn.MultiheadAttention(WIDTH, HEADS, **options)
+        with pytest.raises(ValueError, match="pool: a MultiheadAttention with kdim, vdim, add_bias_kv or"):
+            Conversion.prepare("pool", refused, LayerSpec(ParallelMultiheadAttention, {}), axis)
 
 
 def check_layer_norm(axis):

@@ -23,7 +23,7 @@ from shardconv.layers import (
     VocabParallelClassifier,
 )
 from shardconv.layers.init import shard_init_
-from shardconv.layers.sharding import description
+from shardconv.layers.parallel_module import description
 
 WORDS, WIDTH = 21, 16
 

@@ -260,6 +260,10 @@ def check_saved(axis, folder):
     for one in (after, copy.deepcopy(after)):
         with pytest.raises(ValueError, match="output_attentions"):
             one(**inputs_of(MODELS["mixtral"]), output_attentions=True)
+    after.set_attn_implementation("eager")
+    after.config.output_attentions = True
+    with pytest.raises(ValueError, match="output_attentions"):
+        after(**inputs_of(MODELS["mixtral"]), output_attentions=None)
 
 
 def test_saved(ranks, tmp_path):

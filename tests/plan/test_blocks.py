@@ -10,11 +10,12 @@ from shardconv.errors import PlanError
 from shardconv.plan import family_file
 from shardconv.plan.family import Family
 from shardconv.plan.family_file import expand_family, family_for, family_names, load_block, load_family
+from shardconv.plan.family_format import parse_block, parse_family
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver
-from shardconv.plan.rule_format import parse_block, parse_family, parse_module, to_table
+from shardconv.plan.resolver import Resolver
+from shardconv.plan.rule_format import parse_module, to_table
 from shardconv.plan.rule_set import RuleSet
 
 LLAMA_LIKE = '[blocks]\n"model" = "decoder"\n"" = "heads"\n'

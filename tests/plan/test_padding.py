@@ -21,13 +21,13 @@ import shardconv
 from shardconv.errors import IntegrityError, PlanError
 from shardconv.plan.family import Family
 from shardconv.plan.model_rules import ModelRules
-from shardconv.plan.module_override import InputRule, ModuleRule
+from shardconv.plan.module_override import ModuleRule, SliceRule
 from shardconv.plan.padded_config import change_config
 from shardconv.plan.padding import Heads, UnitPadding, _matched_modules, unit_paddings
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.rule import Rule, UnitRule
 from shardconv.plan.units import Unit, shard_dim
 from shardconv.proof.compare import write_reference
@@ -155,10 +155,10 @@ def test_units_of_one_module_are_padded_together():
 OVERRIDES = {
     "attributes": {"attributes": {"num_heads": "2 * number"}},
     "locals": {"locals": {"num_heads": "number"}},
-    "inputs": {"inputs": {"mask": InputRule(1, "number")}},
-    "slices": {"slices": {"slopes": InputRule(0, "number")}},
-    "slices of parts": {"slices": {"slopes": InputRule(0, parts=("number", "number"))}},
-    "output": {"output": InputRule(-1, "number")},
+    "inputs": {"inputs": {"mask": SliceRule(1, "number")}},
+    "slices": {"slices": {"slopes": SliceRule(0, "number")}},
+    "slices of parts": {"slices": {"slopes": SliceRule(0, parts=("number", "number"))}},
+    "output": {"output": SliceRule(-1, "number")},
     "norms": {"norms": "number"},
     "shared output": {"shared_output": "number"},
 }
@@ -201,7 +201,7 @@ def test_override_applies_to_one_module_of_a_rule():
 
 def test_units_of_unknown_order_are_not_padded():
     """With padding at the end, values would belong to other heads."""
-    model_rules = model_rules_of(ModuleRule("elsewhere", slices={"slopes": InputRule(0, "number")}), q="query", k="kv")
+    model_rules = model_rules_of(ModuleRule("elsewhere", slices={"slopes": SliceRule(0, "number")}), q="query", k="kv")
     with pytest.raises(PlanError, match=r"unit number: 6 is not a multiple of 4, and is not padded: no rule"):
         model_rules.units("number", 4)
     assert not model_rules.units("number", 3).is_padded

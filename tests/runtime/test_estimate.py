@@ -16,7 +16,7 @@ from shardconv.plan.request import PlanRequest
 from shardconv.runtime.cost_report import Collective, CostReport, TpCost, Traffic
 from shardconv.runtime.dry_run import MetaModel, Usage, dry_run
 from shardconv.runtime.estimate import estimate_cost
-from shardconv.runtime.meter import LiveBytes
+from shardconv.runtime.memory_meter import LiveBytes
 from shardconv.tensor.cost import Link
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.command import call

@@ -10,7 +10,7 @@ from shardconv.errors import PlanError
 from shardconv.plan.family_file import load_family, parse_plan_file
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolve import Resolver
+from shardconv.plan.resolver import Resolver
 from shardconv.plan.submodels import rules_for
 from tests.support.checkpoints import safetensors_bytes, write_config, write_weights
 

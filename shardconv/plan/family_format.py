@@ -1,0 +1,150 @@
+"""Parse the tables of families, plan files and blocks.
+
+docs/plan-files.md describes the format. Unknown keys are errors. rule_format.py parses the rules in the tables.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardconv.errors import PlanError
+from shardconv.plan.config_fields import check_expression
+from shardconv.plan.family import Block, Family, Mount, Submodel, check_units
+from shardconv.plan.rule import check_pattern
+from shardconv.plan.rule_format import Keys, check_table, parse_module, parse_rule, parse_unit
+
+_FAMILY_KEYS: Keys = {
+    "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
+    "modules": dict, "parts": dict, "blocks": dict, "gathered": str,
+}  # fmt: skip
+#: Keys of attributes that a family inherits, unless its file has them empty.
+_INHERITED = {"prefix": "prefix", "parts": "submodels", "gathered": "gathered"}
+#: Keys that a plan file does not have: it applies to the checkpoint it is passed for, and is not in docs/models.md.
+_NOT_BY_USER = ("model_types", "gathered")
+_BLOCK_KEYS: Keys = {"config": dict, "units": dict, "rules": dict, "modules": dict, "blocks": dict}
+
+
+def parse_family(name: str, data: object, origin: str, *, by_user: bool = False) -> Family:
+    """Parse the table of a family, without expanding blocks and what it inherits.
+
+    Args:
+        name: name of the family.
+        data: the table.
+        origin: the source of its rules, for reports.
+        by_user: whether the table is a plan file.
+
+    Raises:
+        PlanError: if the table does not have the format.
+    """
+    try:
+        known = {key: kind for key, kind in _FAMILY_KEYS.items() if not by_user or key not in _NOT_BY_USER}
+        table = check_table(data, known)
+        family = Family(
+            name=name,
+            model_types=tuple(table.get("model_types", ())),
+            inherits=table.get("inherits", ""),
+            prefix=_parse_prefix(table.get("prefix", [])),
+            config=table.get("config", {}),
+            units={key: parse_unit(key, unit) for key, unit in table.get("units", {}).items()},
+            rules=tuple(
+                parse_rule(pattern, rule, origin, by_user=by_user)
+                for pattern, rule in _alternatives(table.get("rules", {}))
+            ),
+            modules=tuple(
+                parse_module(pattern, rule, origin, by_user=by_user)
+                for pattern, rule in _alternatives(table.get("modules", {}))
+            ),
+            gathered=table.get("gathered", ""),
+            submodels={
+                start: _parse_submodel(start, part)._replace(by_user=by_user)
+                for start, part in table.get("parts", {}).items()
+            },
+            blocks=_parse_blocks(table.get("blocks", {})),
+            origin=origin,
+            empty=frozenset(_INHERITED[key] for key in _INHERITED if key in table and not table[key]),
+        )
+        for expression in (family.config or {}).values():
+            check_expression(expression)
+    except ValueError as error:
+        raise PlanError(f"{origin}: {error}") from error
+    return family
+
+
+def parse_block(name: str, data: object) -> Block:
+    """Parse the table of a block.
+
+    Args:
+        name: name of the block.
+        data: the table.
+
+    Raises:
+        PlanError: if the table does not have the format, or a rule names a unit that does not exist.
+    """
+    origin = f"block {name}"
+    try:
+        table = check_table(data, _BLOCK_KEYS)
+        alternatives = {key: _alternatives(table.get(key, {})) for key in ("rules", "modules")}
+        block = Block(
+            name,
+            config=table.get("config", {}),
+            units={key: parse_unit(key, unit) for key, unit in table.get("units", {}).items()},
+            rules=tuple(parse_rule(pattern, rule, origin) for pattern, rule in alternatives["rules"]),
+            modules=tuple(parse_module(pattern, rule, origin) for pattern, rule in alternatives["modules"]),
+            blocks=_parse_blocks(table.get("blocks", {})),
+        )
+        for expression in block.config.values():
+            check_expression(expression)
+        if overrides := [key for key, unit in block.units.items() if unit.override]:
+            raise ValueError(f"unit {overrides[0]}: override = true is not for blocks, as they inherit no units")
+    except ValueError as error:
+        raise PlanError(f"{origin}: {error}") from error
+    check_units(block.units, block.rules, block.modules)
+    return block
+
+
+def _parse_blocks(table: Mapping[str, object]) -> tuple[Mount, ...]:
+    return tuple(_parse_mount(pattern, mount) for pattern, mount in _alternatives(table))
+
+
+def _parse_mount(pattern: str, data: object) -> Mount:
+    """Parse an entry of ``[blocks]``: a block's name, or a table with the name and replaced config fields."""
+    table: dict[str, Any] = data if isinstance(data, dict) else {"block": data}
+    name, optional = table.get("block"), table.get("optional", False)
+    fields = {key: value for key, value in table.items() if key not in ("block", "optional")}
+    if not isinstance(name, str) or type(optional) is not bool:
+        raise ValueError(f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME")
+    try:
+        check_pattern(pattern)
+    except ValueError as error:
+        raise ValueError(f"blocks {pattern!r}: {error}") from error
+    for value in fields.values():
+        if type(value) not in (str, int):
+            raise ValueError(f"blocks {pattern!r}: {value!r:.60} is not an expression of config fields")
+        check_expression(value)
+    return Mount(pattern, name, tuple(fields.items()), optional)
+
+
+def _parse_prefix(data: str | list[str]) -> tuple[str, ...]:
+    prefixes = tuple(data) if isinstance(data, list) else (data,) if data else ()
+    if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
+        raise ValueError(f"prefix = {data!r:.60} is not a string, or a list of non-empty strings")
+    return prefixes
+
+
+def _alternatives(table: Mapping[str, object]) -> Iterable[tuple[str, object]]:
+    """Each pattern with each of its rules, in order: a pattern has one rule or a list of them."""
+    for pattern, rules in table.items():
+        yield from ((pattern, rule) for rule in (rules if isinstance(rules, list) else [rules]))
+
+
+def _parse_submodel(start: str, data: object) -> Submodel:
+    try:
+        check_pattern(start)
+    except ValueError as error:
+        raise ValueError(f"part {start!r}: {error}") from error
+    if isinstance(data, str):
+        return Submodel(data)
+    try:
+        table = check_table(data, {"config": str, "family": str})
+        return Submodel(table["config"], table["family"])
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"part {start!r}: {error}: expected a config field, or config and family") from error
