@@ -280,7 +280,7 @@ def test_version():
 
 def test_progress_where_there_is_no_terminal(commands, monkeypatch):
     """A line now and then, on stderr."""
-    monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     result = call(*commands["split"], "--json")
     lines = result.err.splitlines()
     assert lines
@@ -290,7 +290,7 @@ def test_progress_where_there_is_no_terminal(commands, monkeypatch):
 
 
 def test_no_progress_when_quiet(commands, monkeypatch):
-    monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     assert call(*commands["split"], "-q") == (0, "", "")
 
 

@@ -40,7 +40,7 @@ DATA = Path(__file__).parents[1] / "data"
 def installed(folder):
     """Replace the installed families by those in a folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(family_file, "_FOLDER", folder)
+        patch.setattr(family_file, "FOLDER", folder)
         family_file.clear_cache()
         yield
     family_file.clear_cache()
@@ -48,7 +48,7 @@ def installed(folder):
 
 def changed_families(folder, model_type, text):
     """Write the installed families, and add rules for a model type before those of its family."""
-    shutil.copytree(family_file._FOLDER, folder)
+    shutil.copytree(family_file.FOLDER, folder)
     family = family_for(model_type)
     for path in folder.glob("*.toml"):  # the type is no other family's
         lists = re.compile(r"^model_types = \[[^]]*\]", re.MULTILINE)
@@ -203,7 +203,7 @@ def test_older_formats_are_read(ranks, tmp_path, name):
     assert shardconv.verify(tmp_path / "four", against=source).differences == ()
     assert json.loads((tmp_path / "four" / "shardconv.json").read_text())["format_version"] == 3
     assert "tp 2:" in call("plan", split).out
-    ranks("pairs", check_equal, "LlamaForCausalLM", source, split, family_file._FOLDER)
+    ranks("pairs", check_equal, "LlamaForCausalLM", source, split, family_file.FOLDER)
 
 
 # --- rules as data --------------------------------------------------------------------------------------------------

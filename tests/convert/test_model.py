@@ -18,7 +18,7 @@ from torch import nn
 import shardconv
 from shardconv.convert import gather_state_dict
 from shardconv.convert.heads import LocalValues, UnshardedMethods
-from shardconv.convert.model import _sort_keys, convert_with_request
+from shardconv.convert.model import convert_with_request, sort_keys
 from shardconv.convert.module_rules import slice_features, slice_items, slice_matrices
 from shardconv.convert.modules import ParallelExperts, ParallelProducts
 from shardconv.convert.substitution import ForwardWithShards
@@ -427,5 +427,5 @@ def test_the_order_of_keys_is_no_difference():
     """Configs whose keys stand in the order of a set differ so from rank to rank."""
     one, other = {"rope": {"full": 1, "sliding": [{"a": 1, 0: 2}]}}, {"rope": {"sliding": [{0: 2, "a": 1}], "full": 1}}
     assert repr(one) != repr(other)
-    assert repr(_sort_keys(one)) == repr(_sort_keys(other))
-    assert repr(_sort_keys(one)) != repr(_sort_keys({"rope": {"full": 1, "sliding": [{"a": 1, 0: 3}]}}))
+    assert repr(sort_keys(one)) == repr(sort_keys(other))
+    assert repr(sort_keys(one)) != repr(sort_keys({"rope": {"full": 1, "sliding": [{"a": 1, 0: 3}]}}))

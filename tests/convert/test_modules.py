@@ -11,7 +11,7 @@ from shardconv.convert.engine import Conversion, LayerSpec
 from shardconv.convert.modules import AllReducedOutput, InputGradientAllReduce, ParallelDepthwise, Sharded
 from shardconv.convert.norms import GroupedRMSNorm
 from shardconv.convert.overrides import Overrides, apply_overrides, extend_class, gather_on_use
-from shardconv.convert.substitution import _current
+from shardconv.convert.substitution import current_substitution
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement
@@ -82,7 +82,7 @@ def test_on_two_ranks(ranks, check):
 
 class Fails(Product):
     def forward(self, x):
-        assert (self, "weight") in _current.values
+        assert (self, "weight") in current_substitution.values
         raise KeyError(x)
 
 
@@ -92,7 +92,7 @@ def test_nothing_is_left_where_a_forward_fails():
     extend_class(module, Sharded, single(), styles={"weight": "replicated_with_grad_allreduce"})
     with pytest.raises(KeyError):
         module(numbers(2, 4))
-    assert not _current.values
+    assert not current_substitution.values
 
 
 class Head(nn.Module):
@@ -103,7 +103,7 @@ class Head(nn.Module):
         self.tables = [table]  # no module of its own
 
     def forward(self, x, *, fails=False):
-        assert (self.tables[0], "weight") in _current.values
+        assert (self.tables[0], "weight") in current_substitution.values
         return (x if not fails else None) @ self.tables[0].weight.t()
 
 
@@ -115,7 +115,7 @@ def test_a_table_that_is_read_is_whole_meanwhile():
     assert torch.equal(head(x), x @ table.weight.t())
     with pytest.raises(TypeError):
         head(x, fails=True)
-    assert not _current.values
+    assert not current_substitution.values
 
 
 def test_no_more_than_there_are_rows_for():

@@ -197,7 +197,7 @@ def test_split_checkpoint_does_not_need_the_installed_layouts(source_of, tmp_pat
     for tp in (2, 4):
         shardconv.split(source, tmp_path / str(tp), tp=tp, layout="vllm")
     (tmp_path / "none").mkdir()
-    monkeypatch.setattr(choice, "_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(choice, "FOLDER", tmp_path / "none")
     choice._file.cache_clear()
     try:
         with pytest.raises(FileNotFoundError):

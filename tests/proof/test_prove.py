@@ -22,8 +22,8 @@ from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family
 from shardconv.plan.family_file import expand_family, parse_plan_file
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.transformers_plan import transformers_family
-from shardconv.proof.compare import Reference, _difference, write_reference
-from shardconv.proof.prove import _skipped
+from shardconv.proof.compare import Reference, largest_difference, write_reference
+from shardconv.proof.prove import skipped_sizes
 from shardconv.proof.small_models import REFERENCE, heads_for, write_small_model
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.command import call
@@ -178,12 +178,12 @@ def test_a_tp_of_more_ranks_than_a_small_model_usually_has_heads():
 
 def test_a_plan_file_is_blamed_only_where_there_is_one():
     blame = "If the plan file has numbers of the large model, write fields of its config instead."
-    skipped = _skipped("SRC", {3: "no"}, {7: "reason."}, has_plan_file=False)
+    skipped = skipped_sizes("SRC", {3: "no"}, {7: "reason."}, has_plan_file=False)
     assert list(skipped) == [
         "tp 3: SRC cannot be sharded for it: no",
         "tp 7: the small model cannot be sharded for it, though SRC may be: reason.",
     ]
-    assert next(_skipped("SRC", {}, {7: "reason."}, has_plan_file=True)).endswith(f"reason. {blame}")
+    assert next(skipped_sizes("SRC", {}, {7: "reason."}, has_plan_file=True)).endswith(f"reason. {blame}")
 
 
 #: Gates of heads; layers in modules of their own; code that joins heads to the width of its input.
@@ -250,8 +250,8 @@ def test_no_plan_of_transformers(tmp_path):
 
 def test_what_is_barred_is_no_measure():
     expected = torch.tensor([1.0, 2.0, torch.finfo(torch.float32).min])
-    assert _difference(expected + torch.tensor([0.5, 0.0, 0.0]), expected) == 0.25
-    assert _difference(torch.tensor([1.0, 2.0, 3.0]), expected) == float("inf")
+    assert largest_difference(expected + torch.tensor([0.5, 0.0, 0.0]), expected) == 0.25
+    assert largest_difference(torch.tensor([1.0, 2.0, 3.0]), expected) == float("inf")
 
 
 #: Model type, and fields of its config.

@@ -48,7 +48,7 @@ def test_remembered_shapes_are_those_of_torch(monkeypatch):
         arguments = MetaModel(config, torch.bfloat16), PlanRequest()
         remembered = dry_run(*arguments, tp=2, batch=2, seq=9)
         with monkeypatch.context() as context:
-            context.setattr(memory_meter, "_REUSED", frozenset[object]())
+            context.setattr(memory_meter, "REUSED", frozenset[object]())
             assert dry_run(*arguments, tp=2, batch=2, seq=9) == remembered
 
 

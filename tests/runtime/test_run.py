@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import shardconv
-from shardconv.commands.run import _show
+from shardconv.commands.run import show_report
 from shardconv.console import Console
 from shardconv.errors import RunError, ShardconvError
 from shardconv.runtime.launch import RENDEZVOUS
@@ -397,7 +397,7 @@ def test_quiet_of_models_that_generate_nothing(tmp_path, capsys):
         capsys.readouterr()
         shown = {}
         for quiet, as_json in ((False, False), (True, False), (True, True)):
-            _show(report, Console(as_json=as_json, quiet=quiet), is_text=True, temperature=0.0)
+            show_report(report, Console(as_json=as_json, quiet=quiet), is_text=True, temperature=0.0)
             shown[quiet, as_json] = capsys.readouterr()
         assert shown[False, False].out == shown[True, False].out == report.outputs[0] + "\n"
         assert json.loads(shown[True, True].out)["outputs"] == list(report.outputs)

@@ -14,7 +14,6 @@ from shardconv.plan.placement import Interval, Padding, Placement
 from shardconv.plan.units import Unit, shard_dim
 from shardconv.tensor import as_dtensor
 from shardconv.tensor.chunked_shard import ChunkedShard
-from shardconv.tensor.interop import _num_chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what the tests want
 
@@ -204,7 +203,7 @@ def test_without_processes():
 
 
 @pytest.mark.parametrize(
-    ("placement", "num_chunks"),
+    ("placement", "chunks"),
     [
         (Placement.replicated(4), 1),
         (shard_dim(0, [Unit(8)], 1), 1),
@@ -223,5 +222,5 @@ def test_without_processes():
         (Placement(0, 4, ((Interval(0, 2), Padding(2)), (Interval(2, 4), Padding(2)))), 2),
     ],
 )
-def test_which_placements_are_chunks(placement, num_chunks):
-    assert _num_chunks(placement) == num_chunks
+def test_which_placements_are_chunks(placement, chunks):
+    assert num_chunks(placement) == chunks
