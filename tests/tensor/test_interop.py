@@ -14,6 +14,7 @@ from shardconv.plan.placement import Interval, Padding, Placement
 from shardconv.plan.units import Unit, shard_dim
 from shardconv.tensor import as_dtensor
 from shardconv.tensor.chunked_shard import ChunkedShard
+from shardconv.tensor.interop import num_chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what the tests want
 
