@@ -233,7 +233,7 @@ def test_the_summary_of_models_is_that_of_the_table():
     page = (ROOT / "docs" / "models-and-families.md").read_text("utf-8")
     summary = page.partition("<!-- models -->\n")[2].partition("<!-- end of models -->")[0]
     assert summary in (ROOT / "docs" / "models.md").read_text("utf-8")
-    assert summary.startswith("| models | types | right on 2 and 4 ranks |")
+    assert summary.startswith("| task | types | right on 2 and 4 ranks |")
     rows = [line.split(" | ") for line in summary.splitlines()[2:]]
     types, right = (sum(int(row[column]) for row in rows) for column in (1, 2))
     claim = f"{types} pairs of task and model type in transformers, {right} of them correct on 2 and 4 ranks"

@@ -151,7 +151,7 @@ def test_family_that_changed_after_the_split(ranks, tmp_path, what):
 
 def test_no_family_is_read_for_a_split_checkpoint(ranks, tmp_path):
     """Every command works without installed families; KV heads are replicated, the vocabulary is padded."""
-    model = small(model_class("causal language models", "llama"))
+    model = small(model_class("text generation", "llama"))
     model.resize_token_embeddings(131)
     model.save_pretrained(tmp_path / "source")
     shardconv.split(tmp_path / "source", tmp_path / "four", tp=4)
@@ -177,7 +177,7 @@ def check_planner_changed(axis, split):
 
 
 def test_planner_that_changed_after_the_split(ranks, tmp_path):
-    model = small(model_class("causal language models", "llama"))
+    model = small(model_class("text generation", "llama"))
     model.save_pretrained(tmp_path / "source")
     shardconv.split(tmp_path / "source", tmp_path / "split", tp=2)
 

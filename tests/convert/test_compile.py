@@ -27,15 +27,15 @@ from tools.model_matrix.trial import model_class, small
 
 #: For each mechanism of a conversion a type that uses it.
 TYPES = {
-    "llama": ("causal language models", None),
-    "mixtral": ("causal language models", ParallelExperts),
-    "resnet": ("images", Sharded),
-    "trocr": ("causal language models", FullWidth),
-    "codegen": ("causal language models", LocalValues),
-    "siglip": ("images beside text", ParallelMultiheadAttention),
-    "mobilebert": ("masked language models", GatherOnUse),
-    "mamba2": ("causal language models", ParallelDepthwise),
-    "minimax": ("causal language models", SlicedTensors),
+    "llama": ("text generation", None),
+    "mixtral": ("text generation", ParallelExperts),
+    "resnet": ("image classification", Sharded),
+    "trocr": ("text generation", FullWidth),
+    "codegen": ("text generation", LocalValues),
+    "siglip": ("zero-shot image classification", ParallelMultiheadAttention),
+    "mobilebert": ("fill-mask", GatherOnUse),
+    "mamba2": ("text generation", ParallelDepthwise),
+    "minimax": ("text generation", SlicedTensors),
 }
 BACKENDS = ["eager", "aot_eager"]
 
@@ -87,7 +87,7 @@ def test_fullgraph_of_forward(ranks):
 
 def check_dropout(axis):
     """The seeds are compared in each pass of a graph, too."""
-    model = small(model_class("masked language models", "bert"))
+    model = small(model_class("fill-mask", "bert"))
     inputs = example_inputs(model)
     model = shardconv.convert_model(model, group=axis).train()
     torch.manual_seed(1)
@@ -254,7 +254,7 @@ def check_threads_of_readers(axis):
 
 def check_groups_of_threads(axis):
     """Models in threads that run freely, each over a group of its own."""
-    plain = small(model_class("images", "resnet")).eval()
+    plain = small(model_class("image classification", "resnet")).eval()
     inputs = example_inputs(plain)
     axes = [axis, as_axis(new_members_group(axis.ranks))]
     models = [shardconv.convert_model(copy.deepcopy(plain), group=one) for one in axes]

@@ -211,14 +211,14 @@ def check_training(axis):
 
 def check_training_of_models_in_models(axis):
     """Dropout may stand in a config in the config, and be drawn by numpy."""
-    small_one = small(model_class("images and text", "llava"))
+    small_one = small(model_class("image-text-to-text", "llava"))
     small_one.config.text_config.attention_dropout = 0.5
     inputs = example_inputs(small_one)
     after = shardconv.convert_model(small_one, group=axis).train()
     torch.manual_seed(axis.rank)
     with pytest.raises(RuntimeError, match="are seeded differently"):
         after(**inputs)
-    small_one = small(model_class("speech, letter by letter", "wav2vec2"))
+    small_one = small(model_class("automatic speech recognition (CTC)", "wav2vec2"))
     inputs = example_inputs(small_one)
     after = shardconv.convert_model(small_one, group=axis).train()
     torch.manual_seed(0)
@@ -233,7 +233,7 @@ def test_training_of_models_in_models(ranks):
 
 def check_unfused(axis):
     """Only what has the layer whose weights would be read: attention beside it keeps its dropout."""
-    after = shardconv.convert_model(small(model_class("causal language models", "nemotron_h")), group=axis).train()
+    after = shardconv.convert_model(small(model_class("text generation", "nemotron_h")), group=axis).train()
     mixers = [module for name, module in after.named_modules() if name.endswith(".mixer")]
     assert {hasattr(module, "conv1d"): module.training for module in mixers} == {True: False, False: True}
     assert all(layer.training for module in mixers for layer in module.children())
@@ -268,11 +268,11 @@ def test_saved(ranks, tmp_path):
 
 #: For each way in which a class is made at run time, a type that has it.
 PICKLED = {
-    "mixtral": ("causal language models", ParallelExperts),
-    "codegen": ("causal language models", LocalValues),
-    "prophetnet": ("causal language models", UnshardedMethods),
-    "xlnet": ("causal language models", ParallelProducts),
-    "mobilebert": ("masked language models", ForwardWithShards),
+    "mixtral": ("text generation", ParallelExperts),
+    "codegen": ("text generation", LocalValues),
+    "prophetnet": ("text generation", UnshardedMethods),
+    "xlnet": ("text generation", ParallelProducts),
+    "mobilebert": ("fill-mask", ForwardWithShards),
 }
 
 
@@ -349,7 +349,7 @@ def test_wrong_overrides(what):
 
 def test_an_output_that_cannot_be_gathered():
     """A router with a weight of its own is no linear layer, though its weight is a matrix."""
-    model = small(model_class("causal language models", "mixtral"))
+    model = small(model_class("text generation", "mixtral"))
     request = PlanRequest(plan_file=("plan.toml", '[rules]\n"**.gate" = { style = "colwise_gather_output" }\n'))
     with pytest.raises(ValueError, match="is not a linear layer"):
         convert_with_request(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))

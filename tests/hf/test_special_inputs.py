@@ -35,7 +35,7 @@ def test_types_with_the_same_inputs_refer_to_a_table():
 
 
 def test_placeholders_precede_random_text():
-    model = small(model_class("images and text", "inkling2"))
+    model = small(model_class("image-text-to-text", "inkling2"))
     inputs = example_inputs(model)
     token = model.config.image_token_id
     assert inputs["input_ids"].shape == (2, 9)

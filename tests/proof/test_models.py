@@ -87,7 +87,8 @@ def test_how_attention_is_sharded(ranks, tmp_path, model_type, attention, cache)
 
 
 def test_gathered_attention_has_a_reason():
-    row = Row("images", "swin", "swin", ("right", "right"), 1.0, attention="heads, gathered", reasons=("few heads",))
+    kind = "image classification"
+    row = Row(kind, "swin", "swin", ("right", "right"), 1.0, attention="heads, gathered", reasons=("few heads",))
     assert not unexplained([row], is_all=False)
     problems = unexplained([replace(row, reasons=("few heads", ""))], is_all=False)
     assert problems == ["gathered, without a reason in the family file: swin"]

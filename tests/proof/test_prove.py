@@ -31,7 +31,7 @@ from tests.support.forked import run
 from tests.support.models import MODELS
 from tools.model_matrix.trial import check, model_class, small, worst
 
-CAUSAL = "causal language models"
+CAUSAL = "text generation"
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("forked_ranks")]
 
@@ -269,7 +269,7 @@ COUNTS = {
 def test_with_padding_the_small_model_has_as_many_heads_as_the_source(case, tmp_path):
     """Whole groups are padded, or each group: that depends on the counts, and so does what a proof shows."""
     model_type, fields = COUNTS[case]
-    kind = model_class("images and text" if "text_config" in fields else CAUSAL, model_type)
+    kind = model_class("image-text-to-text" if "text_config" in fields else CAUSAL, model_type)
     config = {**kind.config_class(**fields).to_dict(), "architectures": [kind.__name__]}
     small = write_small_model(config, tmp_path, has_real_counts=True)[0].config.to_dict()
     for path, value in fields.items():
