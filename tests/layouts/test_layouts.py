@@ -229,7 +229,7 @@ def check_model(axis, source, split):
     assert all(any(low <= weight.data_ptr() < high for low, high in maps) for weight in fused)
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks /proc what is mapped")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="requires /proc")
 @pytest.mark.parametrize("kind", ["llama", "llama, tied", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize(("layout", "tp"), [("pair", 2), ("four", 4)])
 def test_load(ranks, source_of, tmp_path, kind, layout, tp):

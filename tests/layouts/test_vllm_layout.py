@@ -69,7 +69,7 @@ def test_unused_source_tensors_are_refused():
     assert [name for name in MATCHING if LOADED[name]["unused"]] == []
 
 
-# --- forms of checkpoints that the fixture does not have --------------------------------------------------------------
+# --- forms of checkpoints that the fixture does not have ------------------------------------------------------------
 
 
 def put(name, shape):

@@ -18,7 +18,7 @@ MESHES = [("pairs", 1), ("four", 1), ("four", 2)]
 SHAPES = [(8, 12), (7, 5), (3, 1)]
 
 
-# --- a search of the test's own: breadth first, over layouts as strings -----------------------------------------------
+# --- a search of the test's own: breadth first, over layouts as strings ---------------------------------------------
 
 
 def name_of(layout):
@@ -170,7 +170,7 @@ def test_backward_is_priced():
     assert redistribution_cost((8,), 4, (1,), [Shard(0)], [Replicate()]).total == 0
 
 
-# --- what runs --------------------------------------------------------------------------------------------------------
+# --- what runs ------------------------------------------------------------------------------------------------------
 
 
 def check_pair(mesh, shape, source, target, links=None):
