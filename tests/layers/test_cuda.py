@@ -1,4 +1,4 @@
-"""The layers on CUDA tensors, two ranks on gloo, which may share one device; skipped, by name, where there is none."""
+"""The layers on CUDA tensors, on two ranks with gloo, which may share a device."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from shardconv.layers.functional import parallel_cross_entropy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
-#: float64 on the device, sums over ranks: rounding only.
+#: Rounding errors of sums over ranks in float64.
 NEAR = {"rtol": 1e-12, "atol": 1e-12}
 
 

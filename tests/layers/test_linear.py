@@ -1,7 +1,7 @@
-"""Linear layers that are cut, against nn.Linear with weights that the test builds itself.
+"""Parallel linear layers, compared with nn.Linear.
 
-Outputs and gradients are compared closely, not exactly, where ranks add up partial sums: in float64 1e-12 of the
-largest, in float32 1e-6, since a sum of tp parts rounds otherwise than one sum over all.
+Outputs and gradients that are sums over ranks are compared to 1e-12 of the
+largest in float64 and 1e-6 in float32, as partial sums round differently.
 """
 
 import copy
@@ -36,7 +36,7 @@ def assert_near(found, expected, what=""):
 
 
 def plain_layer(dtype=torch.float64, *, bias=True, out=OUT, seed=3):
-    """nn.Linear with values of the test's own, the same on every rank."""
+    """nn.Linear with the same values on every rank."""
     layer = nn.Linear(IN, out, bias, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def fixed(shape, dtype=torch.float64, seed=4):
 
 
 def columns_of(axis, parts):
-    """The columns of a rank: its share of each part."""
+    """The columns of a rank, of each segment."""
     starts = [sum(parts[:number]) for number in range(len(parts))]
     shares = [
         (start + axis.rank * size // axis.size, size // axis.size) for start, size in zip(starts, parts, strict=True)
@@ -142,7 +142,7 @@ def test_functional(ranks):
 
 
 def check_pair(axis):
-    """A column and a row layer behind it, with what they send counted."""
+    """Check a column and a row parallel layer, and their number of collectives."""
     first, second = plain_layer(), nn.Linear(OUT, IN, dtype=torch.float64)
     column = ColumnParallelLinear(IN, OUT, dtype=torch.float64, group=axis)
     row = RowParallelLinear(OUT, IN, dtype=torch.float64, group=axis)
@@ -181,12 +181,12 @@ def check_pair(axis):
 
 
 @pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_a_pair_costs_one_collective_each_way(ranks, layout):
+def test_pair_takes_one_collective_per_direction(ranks, layout):
     ranks(layout, check_pair)
 
 
-def check_copies(axis, gather):
-    """As kv heads are held where there are fewer than ranks: output, gradients and a step are the plain layer's."""
+def check_replicas(axis, gather):
+    """Check output, gradients and an optimizer step with replicated rows, as of fewer KV heads than ranks."""
     heads, size = axis.size // 2, 3
     placement = shard_dim(0, [Unit(heads, size, copies=True)], axis.size)
     plain = plain_layer(out=heads * size)
@@ -201,7 +201,7 @@ def check_copies(axis, gather):
     if gather:
         expected, expected_grad = run(plain, fixed((BATCH, IN)), grads[0])
         found, found_grad = run(layer, fixed((BATCH, IN)), grads[0])
-    else:  # each of the two that hold a head uses it otherwise
+    else:  # both replicas are used differently
         owners = [
             torch.zeros_like(grad).index_copy(1, rank // 2 * size + torch.arange(size), grad[:, :size])
             for rank, grad in enumerate(grads)
@@ -219,8 +219,8 @@ def check_copies(axis, gather):
 
 
 @pytest.mark.parametrize("gather", [False, True])
-def test_copies(ranks, gather):
-    ranks("four", check_copies, gather)
+def test_replicated_rows(ranks, gather):
+    ranks("four", check_replicas, gather)
 
 
 def check_placements_refused(axis):
@@ -234,7 +234,7 @@ def check_placements_refused(axis):
             ParallelLinear(size, size, dim=dim, placement=placement, group=axis)
 
 
-def test_placements_that_are_refused(ranks):
+def test_invalid_placements_are_errors(ranks):
     ranks("pairs", check_placements_refused)
 
 
@@ -251,13 +251,13 @@ def split_pair(dtype, axis):
 
 
 def check_autocast(axis):
-    """The dtypes are torch's: bfloat16 out, float32 gradients."""
+    """Check the dtypes, which are torch's: bfloat16 outputs, float32 gradients."""
     pair, x = split_pair(torch.float32, axis), fixed((BATCH, IN), torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, expected = pair(x), plain_pair(torch.float32)(x)
     assert found.dtype == expected.dtype == torch.bfloat16
     error = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
-    assert error < 4 * torch.finfo(torch.bfloat16).eps  # the partial sums, their sum, and the bias are each rounded
+    assert error < 4 * torch.finfo(torch.bfloat16).eps  # partial sums, their sum and the bias are rounded
     found.sum().backward()
     assert {parameter.grad.dtype for parameter in pair.parameters()} == {torch.float32}
 
@@ -291,7 +291,7 @@ def check_shapes(axis):
     for x in (fixed((IN,)), fixed((0, IN)), fixed((3, 0, IN)), fixed((IN, BATCH)).t(), fixed((4, 3, IN))[:, ::2]):
         found, expected = pair(x), plain(x)
         assert found.shape == expected.shape
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # a sum in two parts
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # partial sums
 
 
 def test_inputs_of_any_shape(ranks):
@@ -299,7 +299,7 @@ def test_inputs_of_any_shape(ranks):
 
 
 def check_initial_values(axis, seeds_differ):
-    """What the layers draw is what nn.Linear draws on the first rank; the generator is left as nn.Linear leaves it."""
+    """Check that initial values and the generator's state are those of nn.Linear on the first rank."""
     for dim in (None, -1, 0):
         for options in ({}, {"split_sizes": (8, 8, 8)}):
             if dim is None and options:
@@ -314,7 +314,7 @@ def check_initial_values(axis, seeds_differ):
             layer = ParallelLinear(24, 24, True, dim, group=axis, **options)
             assert torch.equal(torch.get_rng_state(), state)
             if seeds_differ and dim is None:
-                continue  # not split and so not compared
+                continue  # replicated, so not compared
             assert torch.equal(layer.master_weight, plain.weight)
             assert torch.equal(layer.master_bias, plain.bias)
 
@@ -396,7 +396,7 @@ def test_options(ranks):
 
 
 def check_low_rank(axis, dim):
-    """The pair beside a layer, with every gradient, against plain matrices."""
+    """Check a low-rank pair and all gradients against unsharded matrices."""
     options = {"gather_output": True} if dim == -1 else {}
     base = ParallelLinear(IN, OUT, dim=dim, dtype=torch.float64, group=axis, **options)
     layer = LoRALinear(base, 3, alpha=6)
@@ -439,7 +439,7 @@ def test_low_rank(ranks, layout, dim):
 
 
 def check_tied(axis):
-    """A head that is tied to an embedding of 21 words: the padding is -inf, and one parameter gets both gradients."""
+    """Check a head tied to an embedding with a vocabulary of 21: padded logits are -inf, and gradients are summed."""
     words = 21
     embedding = VocabParallelEmbedding(words, IN, dtype=torch.float64, group=axis)
     head = VocabParallelClassifier(IN, words, False, weight=embedding.weight, group=axis)
@@ -470,7 +470,7 @@ def test_tied_head(ranks, layout):
 
 
 def check_master_gradients(axis):
-    """A loss of the full tensors reaches each shard, in the right order."""
+    """Check the shards' gradients of a loss of the full tensors."""
     for dim, parts in ((-1, (8, 8, 24)), (0, None)):
         layer = ParallelLinear(IN, OUT, dim=dim, split_sizes=parts, dtype=torch.float64, group=axis)
         weights = fixed((OUT, IN))
