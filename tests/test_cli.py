@@ -127,8 +127,8 @@ def test_dry_run_writes_nothing(commands, tmp_path, command, options):
     assert list(tmp_path.iterdir()) == []
     wet = call(*commands[command], *options)
     if options:
-        said = {**json.loads(dry.out), "dry_run": False}
-        assert {**said, "seconds": 0} == {**json.loads(wet.out), "seconds": 0}
+        report = {**json.loads(dry.out), "dry_run": False}
+        assert {**report, "seconds": 0} == {**json.loads(wet.out), "seconds": 0}
     else:
         assert "would be written" in dry.out
         assert "would be written" not in wet.out

@@ -148,8 +148,8 @@ def test_sources_without_a_small_model(tmp_path):
 def test_single_file_requires_a_config(tmp_path, option):
     bare = shutil.copyfile(DEMO / "model.safetensors", tmp_path / "bare.safetensors")
     result = call("plan", bare, option)
-    said = "a proof builds a small model from config.json, and this source does not have one: pass --config FILE"
-    assert (result.code, result.err) == (1, f"shardconv: {bare}: {said}\n")
+    message = "a proof builds a small model from config.json, and this source does not have one: pass --config FILE"
+    assert (result.code, result.err) == (1, f"shardconv: {bare}: {message}\n")
 
 
 @pytest.mark.parametrize(

@@ -248,13 +248,13 @@ def test_encoder_returns_embeddings(tmp_path):
     assert "equal to the unsharded model for this, in float32: outputs to " in result.err
 
 
-@pytest.mark.parametrize(("auto", "said"), [
+@pytest.mark.parametrize(("auto", "message"), [
     ("BertForMaskedLM", r"put \[MASK\] into each prompt"),
     ("BertForSequenceClassification", "neither text nor embeddings"),
 ])  # fmt: skip
-def test_models_without_output_for_a_prompt(tmp_path, auto, said):
+def test_models_without_output_for_a_prompt(tmp_path, auto, message):
     shardconv.split(write_bert(tmp_path / "bert", auto), tmp_path / "split", tp=1)
-    with pytest.raises(RunError, match=said):
+    with pytest.raises(RunError, match=message):
         rank_report(tmp_path / "split", "an exception")
 
 
@@ -293,54 +293,54 @@ def test_rank_file_with_other_bytes(split, tmp_path):
 
 
 def test_errors_before_ranks_start(split, tmp_path):
-    for options, said in (
+    for options, message in (
         (["--prompt", " "], "--prompt is empty"),
         (["--prompt", PROMPT, "--check", str(tmp_path / "nothing")], "nothing: is not a folder"),
     ):
         result = call("run", split, "--device", "cpu", *options)
         assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
-        assert said in result.err
+        assert message in result.err
 
 
 def test_prompts_that_are_not_utf8(single):
     result = call("run", single, "--device", "cpu", "--prompt", "caf\udce9")
     assert (result.code, result.err) == (1, "shardconv: prompt 1 is not UTF-8: convert it\n")
-    for given, said in (
+    for given, message in (
         (b"a list\ncaf\xe9\n", "prompt 2 is not UTF-8: convert it"),
         (b"\n", "there is no prompt: pass "),
     ):
         result = run_python("-m", "shardconv", "run", single, "--device", "cpu", given=given, is_text=False)
-        assert (result.returncode, said in result.stderr.decode()) == (1, True), result.stderr
+        assert (result.returncode, message in result.stderr.decode()) == (1, True), result.stderr
 
 
-@pytest.mark.parametrize(("file", "text", "said"), [
+@pytest.mark.parametrize(("file", "text", "message"), [
     ("config.json", "{", "is not JSON"),
     ("config.json", "[]", "JSON object"),
     ("config.json", None, "differs from the config that was split, in num_hidden_layers: restore it"),
     ("generation_config.json", "[]", "generation_config.json cannot be read"),
     ("chat_template.jinja", "{% for %}", "the chat template cannot be used: TemplateSyntaxError"),
 ])  # fmt: skip
-def test_damaged_files(single, tmp_path, file, text, said):
+def test_damaged_files(single, tmp_path, file, text, message):
     folder = shutil.copytree(single, tmp_path / "split")
     if text is None:  # it would load, but generate nonsense
         text = json.dumps({**json.loads((folder / file).read_text()), "num_hidden_layers": 2})
     (folder / file).write_text(text)
     options = RunOptions(device="cpu", chat=file == "chat_template.jinja", max_new_tokens=2)
-    with pytest.raises(ShardconvError, match=said):
+    with pytest.raises(ShardconvError, match=message):
         checked_and_run(folder, options)
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "message"), [
     ({"architectures": None}, r"does not name a model class of transformers \S+ \(got .* architectures None"),
     ({"architectures": ["LlamaConfig"]}, r"does not name a model class .* architectures \['LlamaConfig'\]"),
     ({"model_type": "nosuch"}, r"does not name a model class .*got model_type 'nosuch' [^\n]+$"),
     ({"hidden_act": "nosuch"}, "a LlamaForCausalLM cannot be built from config.json: KeyError: 'nosuch'"),
 ])  # fmt: skip
-def test_configs_without_a_model(tmp_path, change, said):
+def test_configs_without_a_model(tmp_path, change, message):
     source = shutil.copytree(DEMO, tmp_path / "source")
     (source / "config.json").write_text(json.dumps({**json.loads((source / "config.json").read_text()), **change}))
     shardconv.split(source, tmp_path / "split", tp=1)
-    with pytest.raises(RunError, match=said):
+    with pytest.raises(RunError, match=message):
         rank_report(tmp_path / "split", PROMPT)
 
 
@@ -351,15 +351,15 @@ def test_generation_is_greedy_despite_generation_config(single, tmp_path):
     assert list(rank_report(folder, PROMPT, max_new_tokens=TOKENS).outputs) == plain_texts(PROMPT)
 
 
-@pytest.mark.parametrize(("damage", "said"), [
+@pytest.mark.parametrize(("damage", "message"), [
     ("model.safetensors", "cannot be loaded as a LlamaForCausalLM: "),
     ("config.json", "does not have a config.json: pass the folder of"),
 ])  # fmt: skip
-def test_check_against_an_incomplete_checkpoint(single, tmp_path, damage, said):
+def test_check_against_an_incomplete_checkpoint(single, tmp_path, damage, message):
     source = shutil.copytree(DEMO, tmp_path / "source")
     (source / damage).unlink()
     options = RunOptions(device="cpu", check=source, max_new_tokens=2)
-    with pytest.raises(RunError, match=f"--check {source}: {said}"):
+    with pytest.raises(RunError, match=f"--check {source}: {message}"):
         checked_and_run(single, options)
 
 
@@ -498,23 +498,23 @@ def test_token_ids_as_prompts(split):
     assert (result.code, result.out.splitlines(), result.err) == (0, expected, "")
 
 
-@pytest.mark.parametrize(("ids", "said"), [
+@pytest.mark.parametrize(("ids", "message"), [
     ("5 six", "got '5 six', expected numbers"),
     ("5 1999", "1999 is not in the model's vocabulary of 1,999"),
 ])  # fmt: skip
-def test_invalid_token_ids(single, ids, said):
-    with pytest.raises(RunError, match=said):
+def test_invalid_token_ids(single, ids, message):
+    with pytest.raises(RunError, match=message):
         rank_report(single, ids, token_ids=True)
 
 
 def test_options_that_contradict_each_other(split):
-    for options, said in (
+    for options, message in (
         (["--prompt", PROMPT, "--token-ids", "1"], "--token-ids replaces --prompt"),
         (["--chat", "--token-ids", "1"], "--token-ids replaces --chat"),
         (["--check", DEMO, "--dtype", "float16"], "--check compares in float32 (got --dtype float16)"),
     ):
         result = call("run", split, "--device", "cpu", *options)
-        assert (result.code, result.out, said in result.err) == (2, "", True), result
+        assert (result.code, result.out, message in result.err) == (2, "", True), result
 
 
 def test_tokenizer_that_cannot_be_loaded(single, tmp_path):
@@ -555,11 +555,13 @@ def test_single_file_is_not_run(tmp_path):
     shardconv.split(DEMO / "model.safetensors", tmp_path / "with", tp=1, config=DEMO / "config.json")
     bare = shutil.copyfile(DEMO / "model.safetensors", tmp_path / "bare.safetensors")
     shardconv.split(bare, tmp_path / "without", tp=1)
-    said = f"{tmp_path / 'without'}: does not have a config.json, which names the model's class: split the source again"
+    message = (
+        f"{tmp_path / 'without'}: does not have a config.json, which names the model's class: split the source again"
+    )
     result = call("run", tmp_path / "without", "--prompt", PROMPT, "--device", "cpu")
-    assert (result.code, said in result.err, "--config FILE" in result.err) == (1, True, True)
+    assert (result.code, message in result.err, "--config FILE" in result.err) == (1, True, True)
     assert "shardconv.load(DIR, model=...)" in result.err
-    with pytest.raises(RunError, match=re.escape(said)):
+    with pytest.raises(RunError, match=re.escape(message)):
         shardconv.load(tmp_path / "without", device="cpu")
     result = call("run", tmp_path / "with", "--prompt", PROMPT, "--device", "cpu")
     assert "does not have a tokenizer" in result.err
