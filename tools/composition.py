@@ -230,20 +230,16 @@ def describe(part: Block | Joined) -> Any:
         return _describe_block(part)
     if part.dim < 0:
         return ["unknown", *dict.fromkeys(pattern(block.source) for block in part.parts if isinstance(block, Block))]
-    described = [describe(one) for one in part.parts]
+    texts = [describe(one) for one in part.parts]
     sources = {block.source for block in _blocks(part)}
-    if len(described) > 1 and all(one == described[0] for one in described):
-        word = "stack" if "#" in str(described[0]) or "[expert" in str(described[0]) else "repeat"
+    if len(texts) > 1 and all(one == texts[0] for one in texts):
+        word = "stack" if "#" in str(texts[0]) or "[expert" in str(texts[0]) else "repeat"
         order = "" if _ascends(part) else ", reordered"
-        return [f"{word} {part.dim}{order}", described[0]]
-    for width in range(2, len(described) // 2 + 1):  # [q, k, v] of each head
-        if (
-            len(described) % width == 0
-            and described == described[:width] * (len(described) // width)
-            and len(sources) == 1
-        ):
-            return [f"repeat {part.dim}", *described[:width]]
-    return [f"cat {part.dim}", *_merged(described)]
+        return [f"{word} {part.dim}{order}", texts[0]]
+    for width in range(2, len(texts) // 2 + 1):  # [q, k, v] of each head
+        if len(texts) % width == 0 and texts == texts[:width] * (len(texts) // width) and len(sources) == 1:
+            return [f"repeat {part.dim}", *texts[:width]]
+    return [f"cat {part.dim}", *_merged(texts)]
 
 
 def _ascends(part: Block | Joined) -> bool:
@@ -254,10 +250,10 @@ def _ascends(part: Block | Joined) -> bool:
     return all(before <= after for (name, before), (following, after) in pairs if name == following)
 
 
-def _merged(described: list[Any]) -> list[Any]:
+def _merged(texts: list[Any]) -> list[Any]:
     """Merge equal neighbors into one, followed by ``...``."""
     merged: list[Any] = []
-    for _, same in groupby(described, key=str):
+    for _, same in groupby(texts, key=str):
         group = list(same)
         merged += group if len(group) == 1 else [group[0], "..."]
     return merged

@@ -312,11 +312,11 @@ def check_placements(axis, before, after):
     """Check that a policy shards tensors as the family does, and replicates the others."""
     family = shardconv.convert_model(copy.deepcopy(before), group=axis)
     shards = {name: description(parameter) for name, parameter in after.named_parameters()}
-    cut = [name for name, shard in shards.items() if shard is not None]
-    assert len(cut) > 6
-    for name in cut:
+    sharded = [name for name, shard in shards.items() if shard is not None]
+    assert len(sharded) > 6
+    for name in sharded:
         assert shards[name][0] == description(family.get_parameter(name))[0], name
-    assert not any("norm" in name.lower() or "shared" in name or "embed" in name for name in cut)
+    assert not any("norm" in name.lower() or "shared" in name or "embed" in name for name in sharded)
 
 
 @pytest.mark.parametrize("name", CASES)
