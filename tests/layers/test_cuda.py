@@ -57,14 +57,14 @@ def check_embedding_and_loss(axis):
 
 
 def check_conversion_and_dropout(axis):
-    plain = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double().cuda()
-    expected = plain(torch.arange(20, device="cuda"))
-    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    convert_parallel_embedding(plain, 0, group=axis)
-    convert_parallel_linear(nn.ModuleList([plain[1]]), -1, group=axis)
-    convert_parallel_linear(nn.ModuleList([plain[3]]), 0, group=axis)
-    torch.testing.assert_close(plain(torch.arange(20, device="cuda")), expected, **NEAR)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in gather_state_dict(plain).items())
+    unsharded = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double().cuda()
+    expected = unsharded(torch.arange(20, device="cuda"))
+    state = {name: tensor.clone() for name, tensor in unsharded.state_dict().items()}
+    convert_parallel_embedding(unsharded, 0, group=axis)
+    convert_parallel_linear(nn.ModuleList([unsharded[1]]), -1, group=axis)
+    convert_parallel_linear(nn.ModuleList([unsharded[3]]), 0, group=axis)
+    torch.testing.assert_close(unsharded(torch.arange(20, device="cuda")), expected, **NEAR)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in gather_state_dict(unsharded).items())
     dropout = ParallelDropout(0.5, input_is_parallel=True, group=axis)
     assert set(dropout(torch.ones(64, 64, device="cuda")).unique().tolist()) == {0.0, 2.0}
 

@@ -35,7 +35,7 @@ def assert_near(found, expected, what=""):
     assert error <= TOLERANCE[expected.dtype], f"{what}: {error}"
 
 
-def plain_layer(dtype=torch.float64, *, bias=True, out=OUT, seed=3):
+def unsharded_layer(dtype=torch.float64, *, bias=True, out=OUT, seed=3):
     """nn.Linear with the same values on every rank."""
     layer = nn.Linear(IN, out, bias, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -66,23 +66,27 @@ def run(layer, x, grad):
 
 
 def check_column(axis, dtype, bias, gather, parts):
-    plain, x, grad = plain_layer(dtype, bias=bias), fixed((2, BATCH, IN), dtype), fixed((2, BATCH, OUT), dtype, seed=5)
+    unsharded, x, grad = (
+        unsharded_layer(dtype, bias=bias),
+        fixed((2, BATCH, IN), dtype),
+        fixed((2, BATCH, OUT), dtype, seed=5),
+    )
     layer = ColumnParallelLinear(IN, OUT, bias, gather_output=gather, split_sizes=parts, dtype=dtype, group=axis)
     mine = columns_of(axis, parts or (OUT,))
     with torch.no_grad():
-        layer.weight.copy_(plain.weight[mine])
+        layer.weight.copy_(unsharded.weight[mine])
         if bias:
-            layer.bias.copy_(plain.bias[mine])
-    expected, expected_x = run(plain, x, grad)
+            layer.bias.copy_(unsharded.bias[mine])
+    expected, expected_x = run(unsharded, x, grad)
     found, found_x = run(layer, x, grad if gather else grad[..., mine])
     assert found.shape[-1] == (OUT if gather else OUT // axis.size)
     assert_near(found, expected if gather else expected[..., mine], "output")
     assert_near(found_x, expected_x, "input gradient")
-    assert_near(layer.weight.grad, plain.weight.grad[mine], "weight gradient")
-    assert torch.equal(layer.master_weight, plain.weight)
+    assert_near(layer.weight.grad, unsharded.weight.grad[mine], "weight gradient")
+    assert torch.equal(layer.master_weight, unsharded.weight)
     if bias:
-        assert_near(layer.bias.grad, plain.bias.grad[mine], "bias gradient")
-        assert torch.equal(layer.master_bias, plain.bias)
+        assert_near(layer.bias.grad, unsharded.bias.grad[mine], "bias gradient")
+        assert torch.equal(layer.master_bias, unsharded.bias)
 
 
 @pytest.mark.parametrize("parts", [None, (8, 8, 24), (16, 12, 12)])
@@ -94,24 +98,28 @@ def test_column(ranks, layout, gather, parts):
 
 
 def check_row(axis, dtype, bias, is_parallel, parts):
-    plain, x, grad = plain_layer(dtype, bias=bias), fixed((2, BATCH, IN), dtype), fixed((2, BATCH, OUT), dtype, seed=5)
+    unsharded, x, grad = (
+        unsharded_layer(dtype, bias=bias),
+        fixed((2, BATCH, IN), dtype),
+        fixed((2, BATCH, OUT), dtype, seed=5),
+    )
     layer = RowParallelLinear(IN, OUT, bias, input_is_parallel=is_parallel, split_sizes=parts, dtype=dtype, group=axis)
     mine = columns_of(axis, parts or (IN,))
     with torch.no_grad():
-        layer.weight.copy_(plain.weight[:, mine])
+        layer.weight.copy_(unsharded.weight[:, mine])
         if bias:
-            layer.bias.copy_(plain.bias)
-    expected, expected_x = run(plain, x, grad)
+            layer.bias.copy_(unsharded.bias)
+    expected, expected_x = run(unsharded, x, grad)
     splits = [False, True] if is_parallel is None else [is_parallel]
     for split in splits:
         layer.zero_grad()
         found, found_x = run(layer, x[..., mine] if split else x, grad)
         assert_near(found, expected, "output")
         assert_near(found_x, expected_x[..., mine] if split else expected_x, "input gradient")
-        assert_near(layer.weight.grad, plain.weight.grad[:, mine], "weight gradient")
+        assert_near(layer.weight.grad, unsharded.weight.grad[:, mine], "weight gradient")
         if bias:
-            assert_near(layer.bias.grad, plain.bias.grad, "bias gradient")
-    assert torch.equal(layer.master_weight, plain.weight)
+            assert_near(layer.bias.grad, unsharded.bias.grad, "bias gradient")
+    assert torch.equal(layer.master_weight, unsharded.weight)
     for wrong in {1, IN, IN // axis.size} - {IN // axis.size if split else IN for split in splits}:
         with pytest.raises(ValueError, match=r"has \d+ features \(expected"):
             layer(fixed((BATCH, wrong), dtype))
@@ -126,15 +134,15 @@ def test_row(ranks, layout, is_parallel, parts):
 
 
 def check_functional(axis):
-    plain, x = plain_layer(), fixed((BATCH, IN))
+    unsharded, x = unsharded_layer(), fixed((BATCH, IN))
     mine, rows = columns_of(axis, (OUT,)), columns_of(axis, (IN,))
-    column = parallel_linear(x, plain.weight[mine], plain.bias[mine], -1, gather_output=True, group=axis)
-    assert_near(column, plain(x))
-    assert torch.equal(parallel_linear(x, plain.weight, plain.bias), plain(x))
+    column = parallel_linear(x, unsharded.weight[mine], unsharded.bias[mine], -1, gather_output=True, group=axis)
+    assert_near(column, unsharded(x))
+    assert torch.equal(parallel_linear(x, unsharded.weight, unsharded.bias), unsharded(x))
     for each in (x, x[:, rows]):
-        assert_near(parallel_linear(each, plain.weight[:, rows], plain.bias, 0, group=axis), plain(x))
+        assert_near(parallel_linear(each, unsharded.weight[:, rows], unsharded.bias, 0, group=axis), unsharded(x))
     with pytest.raises(ValueError, match=r"dim is not supported \(got 2, expected None"):
-        parallel_linear(x, plain.weight, dim=2)
+        parallel_linear(x, unsharded.weight, dim=2)
 
 
 def test_functional(ranks):
@@ -143,7 +151,7 @@ def test_functional(ranks):
 
 def check_pair(axis):
     """Check a column and a row parallel layer, and their number of collectives."""
-    first, second = plain_layer(), nn.Linear(OUT, IN, dtype=torch.float64)
+    first, second = unsharded_layer(), nn.Linear(OUT, IN, dtype=torch.float64)
     column = ColumnParallelLinear(IN, OUT, dtype=torch.float64, group=axis)
     row = RowParallelLinear(OUT, IN, dtype=torch.float64, group=axis)
     mine = columns_of(axis, (OUT,))
@@ -189,33 +197,33 @@ def check_replicas(axis, gather):
     """Check output, gradients and an optimizer step with replicated rows, as of fewer KV heads than ranks."""
     heads, size = axis.size // 2, 3
     placement = shard_dim(0, [Unit(heads, size, copies=True)], axis.size)
-    plain = plain_layer(out=heads * size)
+    unsharded = unsharded_layer(out=heads * size)
     layer = ParallelLinear(
         IN, heads * size, dim=-1, placement=placement, gather_output=gather, dtype=torch.float64, group=axis
     )
     own = torch.arange(axis.rank // 2 * size, axis.rank // 2 * size + size)
     with torch.no_grad():
-        layer.weight.copy_(plain.weight[own])
-        layer.bias.copy_(plain.bias[own])
+        layer.weight.copy_(unsharded.weight[own])
+        layer.bias.copy_(unsharded.bias[own])
     grads = [fixed((BATCH, heads * size), seed=7 + rank) for rank in range(axis.size)]
     if gather:
-        expected, expected_grad = run(plain, fixed((BATCH, IN)), grads[0])
+        expected, expected_grad = run(unsharded, fixed((BATCH, IN)), grads[0])
         found, found_grad = run(layer, fixed((BATCH, IN)), grads[0])
     else:  # both replicas are used differently
         owners = [
             torch.zeros_like(grad).index_copy(1, rank // 2 * size + torch.arange(size), grad[:, :size])
             for rank, grad in enumerate(grads)
         ]
-        expected, expected_grad = run(plain, fixed((BATCH, IN)), sum(owners))
+        expected, expected_grad = run(unsharded, fixed((BATCH, IN)), sum(owners))
         expected = expected[:, own]
         found, found_grad = run(layer, fixed((BATCH, IN)), grads[axis.rank][:, :size])
     assert_near(found, expected, "output")
     assert_near(found_grad, expected_grad, "gradient of the input")
-    assert_near(layer.weight.grad, plain.weight.grad[own], "gradient of the weight")
-    assert_near(layer.bias.grad, plain.bias.grad[own], "gradient of the bias")
+    assert_near(layer.weight.grad, unsharded.weight.grad[own], "gradient of the weight")
+    assert_near(layer.bias.grad, unsharded.bias.grad[own], "gradient of the bias")
     layer.zero_grad()
     layer.master_weight.pow(2).sum().backward()
-    assert_near(layer.weight.grad, 2 * plain.weight[own], "gradient through the full weight")
+    assert_near(layer.weight.grad, 2 * unsharded.weight[own], "gradient through the full weight")
 
 
 @pytest.mark.parametrize("gather", [False, True])
@@ -238,13 +246,13 @@ def test_invalid_placements_are_errors(ranks):
     ranks("pairs", check_placements_refused)
 
 
-def plain_pair(dtype):
+def unsharded_pair(dtype):
     torch.manual_seed(6)
     return nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN)).to(dtype)
 
 
 def split_pair(dtype, axis):
-    pair = plain_pair(dtype)
+    pair = unsharded_pair(dtype)
     pair[0] = ParallelLinear.convert_parallel_linear(pair[0], -1, group=axis)
     pair[1] = ParallelLinear.convert_parallel_linear(pair[1], 0, group=axis)
     return pair
@@ -254,7 +262,7 @@ def check_autocast(axis):
     """Check the dtypes, which are torch's: bfloat16 outputs, float32 gradients."""
     pair, x = split_pair(torch.float32, axis), fixed((BATCH, IN), torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = pair(x), plain_pair(torch.float32)(x)
+        found, expected = pair(x), unsharded_pair(torch.float32)(x)
     assert found.dtype == expected.dtype == torch.bfloat16
     error = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
     assert error < 4 * torch.finfo(torch.bfloat16).eps  # partial sums, their sum and the bias are rounded
@@ -275,11 +283,11 @@ def penalised(pair):
 
 
 def check_second_gradients(axis):
-    gathers, scatters = plain_pair(torch.float64), plain_pair(torch.float64)
+    gathers, scatters = unsharded_pair(torch.float64), unsharded_pair(torch.float64)
     gathers[0] = ParallelLinear.convert_parallel_linear(gathers[0], -1, gather_output=True, group=axis)
     scatters[0] = ParallelLinear.convert_parallel_linear(scatters[0], 0, group=axis)
     for pair in (split_pair(torch.float64, axis), gathers, scatters):
-        assert_near(penalised(pair), penalised(plain_pair(torch.float64)))
+        assert_near(penalised(pair), penalised(unsharded_pair(torch.float64)))
 
 
 def test_second_gradients(ranks):
@@ -287,9 +295,9 @@ def test_second_gradients(ranks):
 
 
 def check_shapes(axis):
-    pair, plain = split_pair(torch.float64, axis), plain_pair(torch.float64)
+    pair, unsharded = split_pair(torch.float64, axis), unsharded_pair(torch.float64)
     for x in (fixed((IN,)), fixed((0, IN)), fixed((3, 0, IN)), fixed((IN, BATCH)).t(), fixed((4, 3, IN))[:, ::2]):
-        found, expected = pair(x), plain(x)
+        found, expected = pair(x), unsharded(x)
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # partial sums
 
@@ -306,7 +314,7 @@ def check_initial_values(axis, seeds_differ):
                 continue
             seed = 10 + (axis.rank if seeds_differ else 0)
             torch.manual_seed(10)
-            plain = nn.Linear(24, 24)
+            unsharded = nn.Linear(24, 24)
             torch.manual_seed(seed)
             nn.Linear(24, 24)
             state = torch.get_rng_state()
@@ -315,8 +323,8 @@ def check_initial_values(axis, seeds_differ):
             assert torch.equal(torch.get_rng_state(), state)
             if seeds_differ and dim is None:
                 continue  # replicated, so not compared
-            assert torch.equal(layer.master_weight, plain.weight)
-            assert torch.equal(layer.master_bias, plain.bias)
+            assert torch.equal(layer.master_weight, unsharded.weight)
+            assert torch.equal(layer.master_bias, unsharded.bias)
 
 
 @pytest.mark.parametrize("seeds_differ", [False, True])
@@ -328,12 +336,12 @@ def test_initial_values(ranks, layout, seeds_differ):
 def check_initialisers(axis):
     for name in sorted(set(INITIALIZERS) - {"dirac"}):
         torch.manual_seed(1)
-        plain = torch.empty(OUT, IN)
-        INITIALIZERS[name](plain)
+        unsharded = torch.empty(OUT, IN)
+        INITIALIZERS[name](unsharded)
         for dim in (-1, 0):
             torch.manual_seed(1)
             layer = ParallelLinear(IN, OUT, False, dim, weight_init=name, group=axis)
-            assert torch.equal(layer.master_weight, plain), name
+            assert torch.equal(layer.master_weight, unsharded), name
     torch.manual_seed(1)
     expected = nn.init.kaiming_normal_(torch.empty(OUT, IN), a=0.3, mode="fan_out")
     torch.manual_seed(1)

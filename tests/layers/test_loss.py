@@ -41,8 +41,8 @@ def case(shape, num_classes, dtype):
 
 
 def compare(axis, logits, target, expected_target, num_classes, **options):
-    plain, mine = logits.clone().requires_grad_(), split(axis, logits, num_classes).clone().requires_grad_()
-    expected = F.cross_entropy(plain, expected_target, **options)
+    unsharded, mine = logits.clone().requires_grad_(), split(axis, logits, num_classes).clone().requires_grad_()
+    expected = F.cross_entropy(unsharded, expected_target, **options)
     found = parallel_cross_entropy(mine, target, num_classes=num_classes, group=axis, **options)
     assert found.dtype == logits.dtype
     tolerance = 1e-13 if logits.dtype == torch.float64 else 1e-6
@@ -50,7 +50,7 @@ def compare(axis, logits, target, expected_target, num_classes, **options):
     weights = torch.rand_like(expected)
     (expected * weights).sum().backward()
     (found * weights).sum().backward()
-    expected_grad = split(axis, plain.grad, num_classes, fill=0.0)
+    expected_grad = split(axis, unsharded.grad, num_classes, fill=0.0)
     scale = expected_grad.abs().max().nan_to_num().clamp_min(1).item()
     torch.testing.assert_close(mine.grad, expected_grad, rtol=0, atol=tolerance * scale, equal_nan=True)
 
@@ -262,12 +262,12 @@ def check_full_or_sharded(axis):
 def check_outputs_under_autocast(axis):
     """Check that the tag of logits survives the cast of autocast."""
     torch.manual_seed(0)
-    plain = torch.nn.Linear(8, 16)
-    layer = convert_parallel_linear(plain, -1, group=axis)
+    unsharded = torch.nn.Linear(8, 16)
+    layer = convert_parallel_linear(unsharded, -1, group=axis)
     x, target = torch.randn(4, 8), torch.tensor([1, 2, 7, 15])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = ParallelCrossEntropyLoss(group=axis)(layer(x), target)
-        expected = torch.nn.functional.cross_entropy(plain(x), target)
+        expected = torch.nn.functional.cross_entropy(unsharded(x), target)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)  # bfloat16 has 8 bits
 
 
@@ -276,8 +276,8 @@ def check_outputs_of_layers(axis):
     x, target = torch.randn(BATCH, 8), torch.arange(BATCH)
     for classes, make in ((4 * axis.size, ColumnParallelLinear), (4 * axis.size - 1, VocabParallelClassifier)):
         layer = make(8, classes, group=axis)
-        plain = F.cross_entropy(F.linear(x, layer.master_weight, layer.master_bias), target)
-        torch.testing.assert_close(ParallelCrossEntropyLoss(group=axis)(layer(x), target), plain)
+        unsharded = F.cross_entropy(F.linear(x, layer.master_weight, layer.master_bias), target)
+        torch.testing.assert_close(ParallelCrossEntropyLoss(group=axis)(layer(x), target), unsharded)
         with pytest.raises(ValueError, match="pass num_classes"):
             ParallelCrossEntropyLoss(group=axis)(layer(x) * 2, target)
         with pytest.raises(ValueError, match=rf"num_classes is .*got 4, expected {classes} of"):

@@ -18,7 +18,7 @@ from tests.support.gpt import GPT, LAYERS, WIDTH, Block, batch
 STEPS = 50
 
 
-def plain_state():
+def unsharded_state():
     torch.manual_seed(1)
     return {name: tensor.double() for name, tensor in GPT().state_dict().items()}
 
@@ -42,16 +42,16 @@ def loaded(axis, state):
 
 
 def check_split(axis):
-    plain = GPT().double()
-    plain.load_state_dict(plain_state())
-    expected = train(plain, range(STEPS))
-    model = loaded(axis, plain_state())
+    unsharded = GPT().double()
+    unsharded.load_state_dict(unsharded_state())
+    expected = train(unsharded, range(STEPS))
+    model = loaded(axis, unsharded_state())
     found = train(model, range(STEPS))
     assert expected[-1] < 0.5 * expected[0]  # the model learns
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
     state = gather_state_dict(model)
-    assert list(state) == list(plain.state_dict())
-    for name, tensor in plain.state_dict().items():
+    assert list(state) == list(unsharded.state_dict())
+    for name, tensor in unsharded.state_dict().items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-7, atol=1e-9)
 
 
@@ -63,10 +63,10 @@ def test_tensor_parallel(ranks, layout):
 def check_replicated(_):
     """Check tp=2 with two replicas under torch's DistributedDataParallel, each with half of the batch."""
     groups = init_parallel(tensor=2, data=2)
-    plain = GPT().double()
-    plain.load_state_dict(plain_state())
-    expected = train(plain, range(STEPS))
-    model = DistributedDataParallel(loaded(groups.tensor, plain_state()), process_group=groups.data.group)
+    unsharded = GPT().double()
+    unsharded.load_state_dict(unsharded_state())
+    expected = train(unsharded, range(STEPS))
+    model = DistributedDataParallel(loaded(groups.tensor, unsharded_state()), process_group=groups.data.group)
     half = slice(groups.data.rank * 4, groups.data.rank * 4 + 4)
     found = train(model, range(STEPS), half)
     dist.all_reduce(found, group=groups.data.group)
@@ -86,10 +86,10 @@ def train_some(axis, state, first, last):
 
 
 def test_continued_at_another_tp(ranks):
-    plain = GPT().double()
-    plain.load_state_dict(plain_state())
-    expected = train(plain, range(STEPS))
-    begun = ranks("pairs", train_some, plain_state(), 0, 25)[0]
+    unsharded = GPT().double()
+    unsharded.load_state_dict(unsharded_state())
+    expected = train(unsharded, range(STEPS))
+    begun = ranks("pairs", train_some, unsharded_state(), 0, 25)[0]
     continued = ranks("four", train_some, begun["state"], 25, STEPS)[0]
     found = torch.cat([begun["losses"], continued["losses"]])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)

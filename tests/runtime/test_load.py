@@ -52,11 +52,11 @@ def architecture(source):
 
 
 def check_logits(axis, name, source, split):
-    plain = architecture(source).from_pretrained(source).eval()
+    unsharded = architecture(source).from_pretrained(source).eval()
     model = shardconv.load(split, device="cpu", group=axis)
-    assert model.unsharded_class is type(plain)
+    assert model.unsharded_class is type(unsharded)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    expected, found = (one(**inputs_of(name, one)) for one in (plain, model))
+    expected, found = (one(**inputs_of(name, one)) for one in (unsharded, model))
     for key, value in expected.items():
         if torch.is_tensor(value) and value.is_floating_point():
             assert (found[key] - value).abs().max() <= 1e-4 * value.abs().max(), key
@@ -87,8 +87,8 @@ def check_reads(axis, source, split):
     assert all(any(low <= parameter.data_ptr() < high for low, high in maps) for parameter in model.parameters())
     held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     assert held < Path(own).stat().st_size
-    plain = transformers.AutoModelForCausalLM.from_pretrained(source)
-    assert held <= 0.6 * sum(parameter.numel() * parameter.element_size() for parameter in plain.parameters())
+    unsharded = transformers.AutoModelForCausalLM.from_pretrained(source)
+    assert held <= 0.6 * sum(parameter.numel() * parameter.element_size() for parameter in unsharded.parameters())
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="requires /proc")
@@ -97,12 +97,12 @@ def test_each_rank_reads_its_own_file_once(ranks, home):
 
 
 def check_generation(axis, source, split):
-    plain = transformers.AutoModelForCausalLM.from_pretrained(source)
+    unsharded = transformers.AutoModelForCausalLM.from_pretrained(source)
     model = shardconv.load(split, device="cpu", group=axis)
-    ids = inputs_of("llama", plain)["input_ids"]
+    ids = inputs_of("llama", unsharded)["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     assert model.generation_config.max_length == 77  # from the checkpoint's generation_config.json
-    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+    assert torch.equal(model.generate(ids, **options), unsharded.generate(ids, **options))
 
 
 def test_generation_config_of_the_checkpoint_is_used(ranks, home, tmp_path):
@@ -233,9 +233,9 @@ class MineForCausalLM(LlamaForCausalLM):
 
 
 def check_own_code(axis, source, split):
-    plain = transformers.LlamaForCausalLM.from_pretrained(source).eval()
+    unsharded = transformers.LlamaForCausalLM.from_pretrained(source).eval()
     model = shardconv.load(split, device="cpu", group=axis, trust_remote_code=True)
-    expected, found = (one(**inputs_of("llama", one)).logits for one in (plain, model))
+    expected, found = (one(**inputs_of("llama", one)).logits for one in (unsharded, model))
     assert (found - 2 * expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
@@ -326,12 +326,12 @@ class Mlp(nn.Module):
 def check_own(axis, source, split):
     from safetensors.torch import load_file  # noqa: PLC0415 - in the ranks only
 
-    plain = Mlp()
-    plain.load_state_dict(load_file(source))
+    unsharded = Mlp()
+    unsharded.load_state_dict(load_file(source))
     model = shardconv.load(split, model=Mlp, device="cpu", group=axis)
     assert tuple(model.up.weight.shape) == (24 // axis.size, 8)
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(model(x), plain(x))
+    torch.testing.assert_close(model(x), unsharded(x))
 
 
 def test_own_module(ranks, tmp_path):

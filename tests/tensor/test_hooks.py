@@ -295,8 +295,8 @@ def check_silence(axis, kind):
         handle.remove()
         later.remove()
         recorder.take()
-        plain = nn.Parameter(case.x.detach().clone())  # replicated, or not a shard
-        F.linear(plain, plain).sum().backward()
+        unsharded = nn.Parameter(case.x.detach().clone())  # replicated, or not a shard
+        F.linear(unsharded, unsharded).sum().backward()
         case.x.sum().backward()
         assert recorder.take() == []
     assert copy.deepcopy(w).is_leaf
@@ -498,12 +498,12 @@ def check_embedding_with_a_norm(axis):
     """Check an operation in place without a trailing underscore: max_norm rescales the rows that it reads."""
     layer = ColumnParallelLinear(6, 8, group=axis)
     recorder, ids = Recorder({"w": layer.weight}), torch.tensor([0, 2])
-    plain = layer.weight.detach().clone()
-    expected = F.embedding(ids, plain, max_norm=0.1)
+    unsharded = layer.weight.detach().clone()
+    expected = F.embedding(ids, unsharded, max_norm=0.1)
     with use_param_hooks(recorder):
         found = F.embedding(ids, layer.weight, max_norm=0.1)
     assert torch.equal(found, expected)
-    assert torch.equal(layer.weight, plain)
+    assert torch.equal(layer.weight, unsharded)
     assert recorder.take() == around("w", FORWARD)
 
 
@@ -536,7 +536,7 @@ def train(model, ids, hooks):
 
 def check_llama(axis, recomputes):
     model = convert_model(tiny_llama(), group=axis).train()
-    plain = tiny_llama()
+    unsharded = tiny_llama()
     ids = torch.arange(2, 14).view(2, 6)
     if recomputes is not None:
         model.gradient_checkpointing_enable({"use_reentrant": recomputes})
@@ -547,7 +547,7 @@ def check_llama(axis, recomputes):
     assert torch.equal(found_logits, logits)
     assert found.keys() == grads.keys()
     assert all(torch.equal(found[name], grad) for name, grad in grads.items())
-    assert torch.allclose(logits, plain(input_ids=ids).logits, atol=1e-5)  # sums over ranks have another order
+    assert torch.allclose(logits, unsharded(input_ids=ids).logits, atol=1e-5)  # sums over ranks have another order
     log = recorder.take()
     counts = Counter(log)
     names = {name.strip() for _, name in log}

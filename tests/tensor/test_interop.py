@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 NAMES = ["llama", "tied", "phi3", "gpt2", "gpt_neox", "falcon-7b", "mixtral"]
 
 
-def plain_model(name):
+def unsharded_model(name):
     from tests.support.models import GQA, MODELS, Model  # noqa: PLC0415 - transformers takes seconds to import
 
     model = Model("llama", {**GQA, "tie_word_embeddings": True}) if name == "tied" else MODELS[name]
@@ -29,10 +29,10 @@ def plain_model(name):
 
 
 def check_save(axis, name, path):
-    plain, model = plain_model(name), convert_model(plain_model(name), group=axis)
+    unsharded, model = unsharded_model(name), convert_model(unsharded_model(name), group=axis)
     tensors = as_dtensor(model)
-    assert list(tensors) == list(plain.state_dict())
-    for key, expected in plain.state_dict().items():
+    assert list(tensors) == list(unsharded.state_dict())
+    for key, expected in unsharded.state_dict().items():
         assert type(tensors[key]) is DTensor
         assert tensors[key].shape == expected.shape
         if isinstance(tensors[key].to_local(), ChunkedShard):
@@ -45,14 +45,14 @@ def check_save(axis, name, path):
 
 
 def check_load(axis, name, path):
-    plain, model = plain_model(name), convert_model(plain_model(name), group=axis)
+    unsharded, model = unsharded_model(name), convert_model(unsharded_model(name), group=axis)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
     parameters = dict(model.named_parameters())
     dcp.load({"model": as_dtensor(model)}, checkpoint_id=path)
     assert all(parameter is parameters[key] for key, parameter in model.named_parameters())
-    assert_equal(gather_state_dict(model), plain.state_dict())
+    assert_equal(gather_state_dict(model), unsharded.state_dict())
 
 
 def assert_equal(found, expected):
@@ -65,7 +65,7 @@ def test_checkpoint_at_another_tp(ranks, tmp_path, name):
     path = str(tmp_path / "checkpoint")
     ranks("four", check_save, name, path)
     ranks("pairs", check_load, name, path)
-    expected = plain_model(name).state_dict()
+    expected = unsharded_model(name).state_dict()
     found = {key: torch.full_like(tensor, 7) for key, tensor in expected.items()}
     dcp.load({"model": found}, checkpoint_id=path, no_dist=True)
     assert_equal(found, expected)
@@ -75,7 +75,7 @@ def test_checkpoint_at_another_tp(ranks, tmp_path, name):
 def test_checkpoint_of_the_unsharded_model(ranks, tmp_path, name):
     """Written by torch, and loaded on more ranks."""
     path = str(tmp_path / "checkpoint")
-    dcp.save({"model": plain_model(name).state_dict()}, checkpoint_id=path, no_dist=True)
+    dcp.save({"model": unsharded_model(name).state_dict()}, checkpoint_id=path, no_dist=True)
     ranks("four", check_load, name, path)
     ranks("strided", check_load, name, path)
 
@@ -146,7 +146,7 @@ def test_ranks_without_a_chunk(ranks, tmp_path):
 
 def check_equal_meshes(axis):
     """Check that tensors of two calls have equal meshes."""
-    module = convert_model(plain_model("llama"), group=axis)
+    module = convert_model(unsharded_model("llama"), group=axis)
     first, second = as_dtensor(module), as_dtensor(module)
     for key, tensor in first.items():
         assert tensor.device_mesh == second[key].device_mesh

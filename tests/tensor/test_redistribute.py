@@ -333,9 +333,9 @@ def check_partial_gradients(axis):
     with spied() as seen:
         output.sum().backward()
     assert [kind for kind, _ in seen] == ["reduce_scatter"]
-    plain = weight.clone().requires_grad_()
-    (batch @ plain.T).sum().backward()
-    assert torch.equal(sharded.grad.full_tensor(), plain.grad)
+    unsharded = weight.clone().requires_grad_()
+    (batch @ unsharded.T).sum().backward()
+    assert torch.equal(sharded.grad.full_tensor(), unsharded.grad)
 
 
 @pytest.mark.parametrize("layout", ["pairs", "four"])

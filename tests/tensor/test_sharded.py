@@ -168,15 +168,15 @@ def check_parameters(axis):
 def check_training(axis):
     """Check a training step with a sharded weight against one with the full weight."""
     mesh, x = mesh_of(axis, 1), numbers((3, 4), 5)
-    plain, net = nn.Linear(4, 8, bias=False).double(), nn.Linear(4, 8, bias=False).double()
-    net.load_state_dict(plain.state_dict())
+    unsharded, net = nn.Linear(4, 8, bias=False).double(), nn.Linear(4, 8, bias=False).double()
+    net.load_state_dict(unsharded.state_dict())
     shard_parameter(net, "weight", mesh, [S0])
-    plain(x).square().sum().backward()
+    unsharded(x).square().sum().backward()
     net(from_local(x, mesh, [R])).full_tensor().square().sum().backward()
-    for model in (plain, net):
+    for model in (unsharded, net):
         torch.optim.SGD(model.parameters(), lr=0.5).step()
     # The rows of a product are computed separately, so values are equal.
-    torch.testing.assert_close(net.weight.full_tensor(), plain.weight)
+    torch.testing.assert_close(net.weight.full_tensor(), unsharded.weight)
 
 
 def check_layers(axis):
