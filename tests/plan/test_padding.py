@@ -528,7 +528,7 @@ UNITS = {
 @pytest.mark.parametrize("case", UNITS)
 def test_models_that_are_not_padded(case, tmp_path):
     model_type, message = UNITS[case]
-    model = small(model_class("causal language models", model_type))
+    model = small(model_class("text generation", model_type))
     model.save_pretrained(tmp_path / "source")
     with pytest.raises(PlanError, match=message) as error:
         shardconv.split(tmp_path / "source", tmp_path / "split", tp=3, pad=True)
@@ -538,7 +538,7 @@ def test_models_that_are_not_padded(case, tmp_path):
 
 def test_one_value_per_head_is_padded_like_the_heads(tmp_path):
     """MPNet's bias has a column per head, in another module than the heads; widths are padded further."""
-    model = small(model_class("masked language models", "mpnet"))
+    model = small(model_class("fill-mask", "mpnet"))
     model.save_pretrained(tmp_path / "source")
     report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=3, pad=True)
     found = {unit.name: (unit.size, unit.padded_size) for unit in report.padding.units}
