@@ -1,1 +1,1 @@
-"""Benchmarks: one module a claim; ``python -m benchmarks`` runs them and writes RESULTS.md."""
+"""Benchmarks: ``python -m benchmarks`` runs them and writes RESULTS.md."""

@@ -25,7 +25,7 @@ ROUNDS = 5
 
 
 class Row(NamedTuple):
-    """One claim, what it should reach, what was measured, and what was run."""
+    """A row of a table: the claim, its goal, the measured figure and details."""
 
     claim: str
     goal: str
@@ -34,20 +34,20 @@ class Row(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A folder to measure in, and the kind of storage that it is on."""
+    """A folder to measure in, and its kind of storage."""
 
     kind: str
     folder: Path
 
 
 def shardconv(*words: str | Path) -> Command:
-    """A command of shardconv, as a process of its own."""
+    """A shardconv command in a new process."""
     return (*SHARDCONV, *words)
 
 
 @contextmanager
 def llama(place: Place) -> Iterator[Path]:
-    """The source of most rows."""
+    """Write the source of most rows, and remove it afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     try:
         source = folder / "llama.safetensors"
@@ -60,7 +60,7 @@ def llama(place: Place) -> Iterator[Path]:
 
 
 def write_llama(path: Path, *options: str) -> int:
-    """Write a source from a process of its own, since a process begins with the peak memory of the one that made it."""
+    """Write a source in a new process, as a child inherits the peak memory of its parent."""
     run((sys.executable, "-m", "benchmarks.models", path, *options))
     return path.stat().st_size
 
@@ -71,7 +71,7 @@ def _pair_row(claim: str, goal: str, pairs: Pairs, against: str) -> Row:
 
 
 def copying(place: Place) -> Iterator[Row]:
-    """Split, merge and reshard against ``cp`` of the source."""
+    """Split, merge and reshard, compared with ``cp`` of the source."""
     with llama(place) as source:
         parent = source.parent
         copied, out, out4, back = parent / "cp.out", parent / "out8", parent / "out4", parent / "back.safetensors"
@@ -90,7 +90,7 @@ def copying(place: Place) -> Iterator[Row]:
 
 
 def usual_script(place: Place) -> Iterator[Row]:
-    """Split against the script that people write today."""
+    """Split, compared with a common script (get_slice, save_file)."""
     with llama(place) as source:
         ours, theirs = source.parent / "ours", source.parent / "theirs"
         script = (sys.executable, Path(__file__).with_name("usual_script.py"), source, theirs, "8")
@@ -98,7 +98,7 @@ def usual_script(place: Place) -> Iterator[Row]:
         pairs = run_pairs(split, script, outputs=(ours, theirs), rounds=ROUNDS)
         theirs_mb = max(usage.peak_mb for usage in pairs.theirs)
         yield Row(
-            "the usual script (get_slice, save_file) / split",
+            "script / split",
             "4 or more",
             f"{1 / pairs.ratio:.1f}",
             f"script {pairs.their_seconds:.2f} s, peak {theirs_mb:.0f} MB; split {pairs.our_seconds:.2f} s, "
@@ -107,7 +107,7 @@ def usual_script(place: Place) -> Iterator[Row]:
 
 
 def checksums(place: Place) -> Iterator[Row]:
-    """What checksums cost a split."""
+    """Time of a split with checksums, compared with one without."""
     with llama(place) as source:
         out = source.parent / "out"
         split = shardconv("split", source, "--tp", "8", "-o", out)
@@ -116,7 +116,7 @@ def checksums(place: Place) -> Iterator[Row]:
 
 
 def memory(place: Place) -> Iterator[Row]:
-    """Peak memory, on a source of three sizes."""
+    """Peak memory for sources of three sizes."""
     for count in (2, 10, 40):
         folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
         source, out, out4, back = (folder / name for name in ("llama.safetensors", "out8", "out4", "back.safetensors"))
@@ -139,7 +139,7 @@ def memory(place: Place) -> Iterator[Row]:
 
 
 def startup(_: Place) -> Iterator[Row]:
-    """How long ``--help`` takes, beyond Python itself."""
+    """Time of ``--help`` beyond the start of Python."""
     pairs = run_pairs(shardconv("--help"), (sys.executable, "-c", "pass"), rounds=4 * ROUNDS)
     extra = pairs.our_seconds - pairs.their_seconds
     detail = f"{pairs.our_seconds:.3f} s, python -c pass {pairs.their_seconds:.3f} s"
@@ -147,7 +147,7 @@ def startup(_: Place) -> Iterator[Row]:
 
 
 def planning(place: Place) -> Iterator[Row]:
-    """A plan for a checkpoint shaped like DeepSeek-V3."""
+    """A plan for a checkpoint with the names and shapes of DeepSeek-V3."""
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     tensors = models.deepseek_tensors()
     gigabytes = models.write_parts(folder / "deepseek", tensors, models.DEEPSEEK_CONFIG, 163) / 1e9
@@ -161,25 +161,27 @@ def planning(place: Place) -> Iterator[Row]:
 
 
 def parallel_layers(place: Place) -> Iterator[Row]:
-    """A transformer block over two ranks on gloo, forward and backward, one thread each."""
+    """Forward and backward of a transformer block on two ranks with gloo, one thread each."""
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     for size, goal in ((layers.SMALL, "1.3 or more"), (layers.LARGE, "1.0 or more")):
         report = layers.measure(("ours", "torch"), size, folder, 4 * ROUNDS)
         speed, ours, theirs = layers.ratio(report, "ours", "torch")
         claim = f"torch's parallelize_module / ours, width {size[0]}, {size[1]} tokens"
-        yield Row(claim, goal, f"{speed:.2f}", f"{ours * 1e3:.1f} ms a step, parallelize_module {theirs * 1e3:.1f} ms")
+        yield Row(
+            claim, goal, f"{speed:.2f}", f"{ours * 1e3:.1f} ms per step, parallelize_module {theirs * 1e3:.1f} ms"
+        )
     split = layers.measure(("ours",), layers.HEAVY, folder, 1)
-    plain = layers.measure(("plain",), layers.HEAVY, folder, 1, ranks=1)
-    ours, theirs = max(rank["peak_bytes"] for rank in split), plain[0]["peak_bytes"]
-    claim = f"peak memory of a rank / of the plain block, width {layers.HEAVY[0]}, {layers.HEAVY[1]} tokens"
-    yield Row(claim, "0.55 or less", f"{ours / theirs:.2f}", f"{ours / 1e6:.0f} MB, plain {theirs / 1e6:.0f} MB")
+    unsharded = layers.measure(("unsharded",), layers.HEAVY, folder, 1, ranks=1)
+    ours, theirs = max(rank["peak_bytes"] for rank in split), unsharded[0]["peak_bytes"]
+    claim = f"peak memory per rank / of the unsharded block, width {layers.HEAVY[0]}, {layers.HEAVY[1]} tokens"
+    yield Row(claim, "0.55 or less", f"{ours / theirs:.2f}", f"{ours / 1e6:.0f} MB, unsharded {theirs / 1e6:.0f} MB")
     remove(folder)
 
 
 def loading_and_running(place: Place) -> Iterator[Row]:
-    """`shardconv.load` of a split checkpoint against transformers' own tensor parallelism on the unsplit one.
+    """`shardconv.load` of a split checkpoint, compared with transformers' tensor parallelism on the source.
 
-    Two ranks of one thread on gloo, warm cache, bf16.
+    Two ranks with gloo, one thread each; warm page cache, bf16.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     try:
@@ -190,12 +192,12 @@ def loading_and_running(place: Place) -> Iterator[Row]:
     finally:
         remove(folder)
     claims = {
-        "load": ("from the call to the loaded model", "0.5 or less", 1, "s"),
-        "bytes": ("bytes of the checkpoint that a rank maps or reads", "0.5 or less", 1e6, "MB"),
-        "memory": ("peak private memory of a rank while it loads", "0.6 or less", 1e6, "MB"),
-        "first": (f"first pass of {running.PROMPT} tokens, which brings the pages in", "(none)", 1, "s"),
+        "load": ("load time", "0.5 or less", 1, "s"),
+        "bytes": ("bytes of the checkpoint that are mapped or read per rank", "0.5 or less", 1e6, "MB"),
+        "memory": ("peak private memory per rank during load", "0.6 or less", 1e6, "MB"),
+        "first": (f"first pass of {running.PROMPT} tokens, with page faults", "(none)", 1, "s"),
         "prefill": (f"prefill of {running.PROMPT} tokens", "1.0 or less", 1, "s"),
-        "decode": ("a token", "1.0 or less, aim 0.77", 1e-3, "ms"),
+        "decode": ("time per token", "1.0 or less, aim 0.77", 1e-3, "ms"),
     }
     for name, (claim, goal, unit, symbol) in claims.items():
         ratio, ours, theirs = found[name]
@@ -205,10 +207,10 @@ def loading_and_running(place: Place) -> Iterator[Row]:
 
 
 def vllm_loading(place: Place) -> Iterator[Row]:
-    """Loading a model into two vLLM workers, against vLLM's default loader; of each run the slower worker counts.
+    """Loading a model into two vLLM workers, compared with vLLM's default loader; figures of the slower worker.
 
-    Ratios are of seconds in ``load_weights``, warm page cache. Bytes are those fetched from storage with a cold one.
-    Memory is private memory beyond that before loading, by the size of the rank's model. Nothing but loading runs.
+    Ratios are of seconds in ``load_weights`` with a warm page cache. Bytes are those read from storage with a cold one.
+    Memory is additional private memory, as a multiple of the size of the rank's model.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     try:
@@ -217,12 +219,12 @@ def vllm_loading(place: Place) -> Iterator[Row]:
     finally:
         remove(folder)
     base = next(iter(found.values()))
-    goals = {"shardconv, of a split, without checksums": "1.0 or less"}
+    goals = {"shardconv, split, without verification": "1.0 or less"}
     for name, figures in found.items():
         detail = (
             f"warm {figures['seconds']:.2f} s, cold {figures['cold_seconds']:.2f} s; "
             f"read {figures['cold_bytes'] / 1e6:.0f} MB per worker, {figures['all_bytes'] / 1e6:.0f} MB by both; "
-            f"memory {figures['memory_bytes'] / figures['model_bytes']:.2f} of a rank's "
+            f"memory {figures['memory_bytes'] / figures['model_bytes']:.2f} of the rank's "
             f"{figures['model_bytes'] / 1e6:.0f} MB"
         )
         yield Row(name, goals.get(name, "(none)"), f"{figures['seconds'] / base['seconds']:.2f}", detail)
@@ -234,7 +236,7 @@ def main() -> None:
         "--memory", type=Path, default=Path("/dev/shm"), help="folder on a tmpfs [default: %(default)s]"
     )
     parser.add_argument("--disk", type=Path, default=Path.cwd(), help="folder on a disk [default: here]")
-    parser.add_argument("--only", help="run just the benchmark of this name, print it, and leave RESULTS.md alone")
+    parser.add_argument("--only", help="run only this benchmark, and replace its section")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each pair [default: %(default)s]")
     arguments = parser.parse_args()
     global ROUNDS  # noqa: PLW0603 - set once, before anything runs
@@ -256,7 +258,7 @@ def main() -> None:
 
 
 def _write_section(benchmark: Callable[..., object], rows: list[Row], order: list[str]) -> None:
-    """Put the rows of one benchmark into the results, in place of those from its last run."""
+    """Replace the section of one benchmark in the results."""
     old = RESULTS.read_text() if RESULTS.exists() else ""
     sections = {text.partition("\n")[0]: text for text in old.split("\n## ")[1:]}
     what = inspect.cleandoc(benchmark.__doc__ or "")
@@ -269,7 +271,7 @@ def _write_section(benchmark: Callable[..., object], rows: list[Row], order: lis
         "",
         f"{what} Measured by `{command}` on {datetime.now(UTC):%Y-%m-%d}: {machine}.",
         "",
-        "| claim | to reach | measured | detail |",
+        "| claim | goal | measured | detail |",
         "|---|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
@@ -282,12 +284,12 @@ def _introduction() -> str:
     gigabytes = sum(prod(shape) * 2 for _, shape in models.llama_tensors().values()) / 1e9
     return f"""# Results
 
-`make bench` measures all of this and writes it; nothing here is typed by hand.
+`make bench` writes this file.
 
-The source of most rows is a llama-shaped bf16 file of {gigabytes:.2f} GB with random bytes. Times are those of whole
-processes, from start to exit, where nothing else is said. A ratio is the median over rounds in which both commands run
-right after each other, in changing order; times alone say little on a shared machine. Before each command the disk is
-waited for. GB and MB are powers of ten."""
+The source of most rows is a bf16 file with Llama's names and shapes, of {gigabytes:.2f} GB with random bytes.
+Times are from start to exit of a process, unless a section states otherwise. A ratio is the median over rounds in which
+both commands run after each other, in alternating order, as absolute times vary on a shared machine. The disk is synced
+before each command. GB and MB are powers of ten."""
 
 
 if __name__ == "__main__":

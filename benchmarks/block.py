@@ -20,7 +20,7 @@ HEAD = 32
 
 
 class Block(nn.Module):
-    """Attention with q, k and v apart, and an MLP; on a rank of a split block, the rank's heads only."""
+    """Attention with separate q, k and v, and an MLP; in a sharded block, over local heads."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[1, tokens, width] to the same."""
+        """Map [1, tokens, width] to the same shape."""
         y = self.norm1(x)
         q, k, v = (part(y).unflatten(-1, (-1, HEAD)).transpose(-3, -2) for part in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -42,7 +42,7 @@ COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")
 
 
 def split_block(kind: str, width: int) -> nn.Module:
-    """The block as ``ours``, ``torch`` or ``plain`` has it."""
+    """Build the block sharded by shardconv (``ours``) or by ``torch``, or ``unsharded``."""
     torch.manual_seed(0)
     block = Block(width)
     if kind == "ours":
@@ -95,7 +95,7 @@ def _resident() -> int:
 
 
 def _forget_peak() -> None:
-    """What converting takes for a moment does not count: a large model is built on the meta device."""
+    """Reset the peak memory, to exclude the conversion; a large model would be built on the meta device."""
     if Path("/proc/self/clear_refs").exists():
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -1,4 +1,4 @@
-"""A transformer block, split over two ranks: ours against torch's ``parallelize_module``, and its memory.
+"""A transformer block over two ranks: shardconv compared with torch's ``parallelize_module``, and its memory.
 
 The blocks run in :mod:`benchmarks.block`, one process per rank.
 """
@@ -20,11 +20,11 @@ HEAVY = (4096, 128, 1)
 def measure(
     kinds: tuple[str, ...], size: tuple[int, int, int], folder: Path, turns: int, *, ranks: int = 2
 ) -> list[dict[str, Any]]:
-    """What every rank reports of forward and backward passes, the kinds in turns in the same processes.
+    """Time forward and backward passes on every rank, alternating between the kinds in the same processes.
 
     Returns:
-        For each rank: kind to seconds per step of each turn, and ``peak_bytes``, what the steps added to the peak
-        memory of the process.
+        For each rank: kind to seconds per step of each turn, and ``peak_bytes``, the increase of the peak
+        memory of the process during the steps.
     """
     for path in folder.glob("rendezvous*"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""Processes, measured whole: wall time from start to exit, and peak memory; and pairs of them in one run."""
+"""Measure processes: wall time from start to exit, and peak memory; alone or in pairs."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ Command = Sequence[str | Path]
 
 
 class Usage(NamedTuple):
-    """What a process took: wall time in seconds, peak resident memory in MB (10^6 bytes)."""
+    """Usage of a process: wall time in seconds, peak resident memory in MB (10^6 bytes)."""
 
     seconds: float
     peak_mb: float
@@ -24,7 +24,7 @@ _ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHO
 
 
 def run(command: Command) -> Usage:
-    """Run a command to its end.
+    """Run a command until it exits.
 
     Raises:
         subprocess.CalledProcessError: if it fails.
@@ -49,10 +49,10 @@ def remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Two commands, run in turns.
+    """Usage of two commands that run in turns.
 
     Attributes:
-        ours: usage of the first command, a round each.
+        ours: usage of the first command in each round.
         theirs: usage of the second.
     """
 
@@ -87,16 +87,16 @@ def run_pairs(
     outputs: Sequence[Path] = (),
     rounds: int = 5,
 ) -> Pairs:
-    """Run two commands in turns, the first one first in every other round, after one round that does not count.
+    """Run two commands in turns, in alternating order, after one warm-up round.
 
-    What is not on the disk yet is waited for before each; then the outputs are removed, and the command starts at once:
-    on a virtual machine, memory that was just freed is the least slow to use again.
+    Before each command the disk is synced and the outputs are removed; then the command starts at once, as
+    recently freed memory is the fastest to reuse on a virtual machine.
 
     Args:
         ours: a command.
         theirs: the command to compare with.
-        outputs: what the commands write.
-        rounds: how many rounds count.
+        outputs: the files and folders that the commands write.
+        rounds: the number of measured rounds.
     """
     results: tuple[list[Usage], list[Usage]] = ([], [])
     for number in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""Checkpoints to measure on, written by hand: headers of the real shapes, random or absent data."""
+"""Checkpoints for benchmarks: headers with the shapes of real models, and random or absent data."""
 
 import argparse
 import json
@@ -53,7 +53,7 @@ def llama_tensors(layers: int = 10) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def deepseek_tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """DeepSeek-V3's tensors: 62 layers (the last predicts the token after the next), 256 experts, fp8 blocks."""
+    """DeepSeek-V3's tensors: 61 layers and an MTP layer, 256 experts, fp8 blocks."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {"model.embed_tokens.weight": ("BF16", (129280, 7168))}
 
     def linear(name: str, out_features: int, in_features: int) -> None:
@@ -126,7 +126,7 @@ def _random_blocks(num_bytes: int) -> Iterator[bytes]:
 
 
 def write_parts(folder: Path, tensors: Tensors, config: Mapping[str, object], num_parts: int) -> int:
-    """Write a sparse checkpoint in parts with an index and a config; returns its size in bytes."""
+    """Write a sparse checkpoint of several files with an index and a config; returns its size in bytes."""
     folder.mkdir(parents=True)
     names = list(tensors)
     weight_map: dict[str, str] = {}

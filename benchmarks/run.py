@@ -1,4 +1,4 @@
-"""Loading and running a split checkpoint, against transformers' own tensor parallelism on the unsplit one.
+"""Loading and running a split checkpoint, compared with transformers' tensor parallelism on the source.
 
 The ranks run in :mod:`benchmarks.runner`, two processes of one thread each on gloo.
 """
@@ -27,12 +27,12 @@ transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pr
 
 
 def write_model(folder: Path) -> None:
-    """Write the model, as transformers makes it, from a process of its own."""
+    """Write the model with transformers, in a new process."""
     subprocess.run([sys.executable, "-c", WRITE, str(folder), json.dumps(CONFIG)], check=True, capture_output=True)
 
 
 def run_ranks(kind: str, path: Path, work: Path) -> list[dict[str, Any]]:
-    """What every rank reports of one run of ``ours`` or ``theirs``."""
+    """The reports of all ranks of one run of ``ours`` or ``theirs``."""
     rendezvous = work / "rendezvous"
     rendezvous.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS)}
@@ -51,7 +51,7 @@ def run_ranks(kind: str, path: Path, work: Path) -> list[dict[str, Any]]:
 
 
 class Figure(NamedTuple):
-    """One figure of the slower rank, median of the rounds.
+    """A figure of the slower rank, as the median of the rounds.
 
     Attributes:
         ratio: ours by theirs, median of the pairs.
@@ -65,7 +65,7 @@ class Figure(NamedTuple):
 
 
 def compare(source: Path, split: Path, work: Path, rounds: int) -> dict[str, Figure]:
-    """What loading and running take, in pairs of changing order; of each run the slower rank counts."""
+    """Measure loading and running in pairs of alternating order; returns figures of the slower rank."""
     runs: dict[str, list[list[dict[str, Any]]]] = {"ours": [], "theirs": []}
     for number in range(rounds):
         for kind in sorted(runs, reverse=bool(number % 2)):

@@ -19,7 +19,7 @@ from benchmarks.run import PROMPT, TOKENS
 
 
 def load(kind: str, path: str) -> Any:  # noqa: ANN401 - a model of transformers
-    """The model, as ``ours`` or ``theirs`` loads it."""
+    """Load the model with shardconv (``ours``) or transformers (``theirs``)."""
     if kind == "ours":
         return shardconv.load(path, device="cpu", verify=False)  # transformers does not verify either
     config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
@@ -27,7 +27,7 @@ def load(kind: str, path: str) -> Any:  # noqa: ANN401 - a model of transformers
 
 
 class Watch:
-    """The most memory of the process's own, and the most of a folder's files in memory; looked at every few ms."""
+    """Peak private memory, and peak bytes of a folder's files in memory, sampled every few milliseconds."""
 
     def __init__(self, folder: str) -> None:
         self.own_bytes = self.mapped_bytes = 0
@@ -56,14 +56,14 @@ def own_bytes() -> int:
 
 
 def mapped_bytes(folder: str) -> int:
-    """What this process maps of the files in a folder."""
+    """Bytes of the files in a folder that this process maps."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     ends = (line.split()[0].split("-") for line in lines if folder in line)
     return sum(int(end, 16) - int(start, 16) for start, end in ends)
 
 
 def read_bytes() -> int:
-    """What this process has read from files by calls."""
+    """Bytes that this process has read from files by calls."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -107,17 +107,17 @@ def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
 
 
 class Clock:
-    """When each token came."""
+    """A streamer that records the time of each token."""
 
     def __init__(self, times: list[float]) -> None:
         self._times = times
 
     def put(self, _: object) -> None:
-        """Take the prompt, or a token."""
+        """Record the time of the prompt or of a token."""
         self._times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Do nothing at the end of the text."""
 
 
 if __name__ == "__main__":

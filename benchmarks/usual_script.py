@@ -1,4 +1,4 @@
-"""What people write today: a slice of every tensor for every rank, then save_file. A peer to compare split with."""
+"""A common script to compare split with: a slice of every tensor for every rank, then save_file."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Loading into vLLM's workers: shardconv's load format against vLLM's own, on two workers of one model.
+"""Loading into vLLM's workers: shardconv's load format compared with vLLM's, on two workers.
 
 The workers run in :mod:`benchmarks.vllm_worker`, in the environment of ``make test-vllm``; each constructs the model
 that vLLM would run on its rank, and loads its weights, without an engine.
@@ -20,7 +20,7 @@ RANKS = 2
 
 
 def workers(folder: Path, load_format: str, *options: str, cold: bool = False) -> list[dict[str, Any]]:
-    """What each worker reports of one run."""
+    """The reports of all workers of one run."""
     if cold:
         drop(folder)
     with tempfile.TemporaryDirectory() as meeting:
@@ -41,7 +41,7 @@ def workers(folder: Path, load_format: str, *options: str, cold: bool = False) -
 
 
 def drop(folder: Path) -> None:
-    """Have the system forget the files of a folder, which are on disk by then."""
+    """Drop the files of a folder from the page cache, after they are written to disk."""
     os.sync()
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
@@ -53,7 +53,7 @@ Form = tuple[str | Path, ...]
 
 
 def prepare(work: Path, write: Any) -> dict[str, Form]:  # noqa: ANN401 - a function
-    """The model in the forms that are compared: name to folder, load format and options of a worker."""
+    """Write the compared forms of the model; returns name to folder, load format and options of a worker."""
     source, split, state = work / "source", work / "split", work / "state"
     write(source)
     command = [sys.executable, "-m", "shardconv", "split", str(source), "-o", str(split), "-q"]
@@ -61,16 +61,16 @@ def prepare(work: Path, write: Any) -> dict[str, Form]:  # noqa: ANN401 - a func
     shutil.copytree(source, state, ignore=shutil.ignore_patterns("*.safetensors*"))
     workers(source, "auto", "--save", str(state))
     return {
-        "vLLM's default, of the source": (source, "auto"),
-        "vLLM's sharded_state, saved by vLLM": (state, "sharded_state"),
-        "shardconv, of the source": (source, "shardconv"),
-        "shardconv, of a split": (split, "shardconv"),
-        "shardconv, of a split, without checksums": (split, "shardconv", "--extra", '{"verify": false}'),
+        "vLLM's default, source": (source, "auto"),
+        "vLLM's sharded_state": (state, "sharded_state"),
+        "shardconv, source": (source, "shardconv"),
+        "shardconv, split": (split, "shardconv"),
+        "shardconv, split, without verification": (split, "shardconv", "--extra", '{"verify": false}'),
     }
 
 
 def measure(forms: dict[str, Form], rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """For each form the figures of the slower worker, medians of the rounds; the forms take turns in each round."""
+    """Yield the figures of each form: medians of the slower worker over rounds, in which the forms alternate."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in forms}
     for number in range(rounds):
         for name in sorted(forms, reverse=bool(number % 2)):

@@ -22,13 +22,13 @@ def status_bytes(field: str) -> int:
 
 
 def read_bytes() -> int:
-    """What this process made the system fetch from storage, by calls and through mapped memory."""
+    """Bytes read from storage for this process, by calls and page faults."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
 class Peak:
-    """The most private memory while this is open, looked at every few milliseconds."""
+    """Peak private memory in a context, sampled every few milliseconds."""
 
     def __init__(self) -> None:
         self.start = self.most = status_bytes("RssAnon")
@@ -49,7 +49,7 @@ class Peak:
 
 
 def meet(folder: Path, rank: int, tp: int) -> None:
-    """Wait until all workers of a run are here."""
+    """Wait for all workers of a run."""
     (folder / f"ready-{rank}").touch()
     while len(list(folder.glob("ready-*"))) < tp:
         time.sleep(0.01)
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--extra", type=json.loads, default={})
     given = parser.parse_args()
     with one_rank(given.folder, tp=given.tp, rank=given.rank, dtype="bfloat16") as config:
-        from vllm.config.load import LoadConfig  # noqa: PLC0415 - once the environment is set
+        from vllm.config.load import LoadConfig  # noqa: PLC0415 - after the environment is set
         from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415
         from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader  # noqa: PLC0415
 
@@ -91,7 +91,7 @@ def main() -> None:
             "memory_bytes": peak.most - peak.start,
         }  # fmt: skip
     print(json.dumps(found), flush=True)
-    os._exit(0)  # what vLLM leaves running is not measured
+    os._exit(0)  # do not wait for threads of vLLM
 
 
 if __name__ == "__main__":

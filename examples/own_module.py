@@ -1,4 +1,4 @@
-"""A module of your own: its checkpoint split by a plan file, and loaded on two ranks.
+"""Split the checkpoint of a custom module with a plan file, and load it on two ranks.
 
 torchrun --standalone --nproc-per-node 2 examples/own_module.py
 """
@@ -15,23 +15,23 @@ import shardconv
 
 PLAN = """
 [units]
-hidden = { count = 96 }       # cuts fall between these
+hidden = { count = 96 }       # boundaries are between units
 
-[rules]                       # every tensor has one
+[rules]                       # a rule for every tensor
 "up"   = { style = "colwise", unit = "hidden" }
 "down" = { style = "rowwise", unit = "hidden" }
 """
 
 
 class Mlp(nn.Module):
-    """Two layers with 96 features between them."""
+    """Two layers with an inner dim of 96."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(32, 96), nn.Linear(96, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[*, 32] to the same."""
+        """Map [*, 32] to the same shape."""
         output: torch.Tensor = self.down(torch.tanh(self.up(x)))
         return output
 
@@ -45,10 +45,10 @@ def main(folder: Path) -> None:
         print(shardconv.split(checkpoint, split, tp=2, rules=plan))
     dist.barrier()
     model = shardconv.load(split, model=Mlp, device="cpu")
-    plain = Mlp()
-    plain.load_state_dict(load_file(checkpoint))
+    unsharded = Mlp()
+    unsharded.load_state_dict(load_file(checkpoint))
     x = torch.ones(4, 32)
-    error = (model(x) - plain(x)).abs().max().item()
+    error = (model(x) - unsharded(x)).abs().max().item()
     print(f"rank {dist.get_rank()}: {model}, off by {error:.1e}")
     if error > 1e-5:
         raise SystemExit("not equal")

@@ -59,7 +59,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Make the untrained model for the tokenizer's vocabulary."""
+    """Build the untrained model for the tokenizer's vocabulary."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -86,9 +86,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
 
 
 def windows_at(stream: torch.Tensor, starts: torch.Tensor, bos: int) -> torch.Tensor:
-    """Cut a window at each start, with BOS before it, as a prompt has."""
-    cut = stream[starts[:, None] + torch.arange(SEQUENCE_TOKENS - 1)]
-    return torch.cat([torch.full((len(starts), 1), bos), cut], dim=1)
+    """Slice a window at each start, with BOS before it, as in a prompt."""
+    windows = stream[starts[:, None] + torch.arange(SEQUENCE_TOKENS - 1)]
+    return torch.cat([torch.full((len(starts), 1), bos), windows], dim=1)
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
@@ -148,12 +148,12 @@ def parse_arguments() -> argparse.Namespace:
     default_out = Path(__file__).parent / "demo-model"
     parser.add_argument("--out", type=Path, default=default_out, help="folder to save into")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
-    parser.add_argument("--batch", type=int, default=4, help="windows in a step")
+    parser.add_argument("--batch", type=int, default=4, help="windows per step")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     parser.add_argument("--threads", type=int, default=1, help="processor threads; the result depends on them")
     parser.add_argument("--prompt", default="If the class defines", help="text to continue")
-    parser.add_argument("--tokens", type=int, default=80, help="tokens to continue it by")
+    parser.add_argument("--tokens", type=int, default=80, help="number of tokens to generate")
     return parser.parse_args()
 
 

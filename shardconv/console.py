@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 #: Seconds between two lines of progress if stderr is not a terminal.
-_LINE_SECONDS = 10.0
+LINE_SECONDS = 10.0
 
 Progress = Callable[[int, int], None]
 
@@ -141,7 +141,7 @@ def _lines(what: str, *, counts: bool) -> Iterator[Progress]:
     def show(done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last >= _LINE_SECONDS and done:
+        if now - last >= LINE_SECONDS and done:
             last = now
             rate = done / (now - began)
             left = (total - done) / rate

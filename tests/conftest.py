@@ -6,26 +6,26 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-#: Before torch is imported: several threads of several processes on few cores wait for each other while they spin, and
-#: take four times as long.
+#: Set before torch is imported: spinning threads of several processes on few cores slow each other down by a factor of
+#: four.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from importlib.util import find_spec
 
 import pytest
 
-pytest.register_assert_rewrite("tests.support")  # before any import of it, so that its checks say what they found
+pytest.register_assert_rewrite("tests.support")  # before its import, for detailed assertion messages
 
-#: Tests in vLLM run in an environment of its own: make test-vllm.
+#: Tests in vLLM run in a separate environment: make test-vllm.
 collect_ignore = [] if find_spec("vllm") else ["engines/vllm"]
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as what a shell has put into the background: tests send it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The checkpoint of a tiny model, by its name in models.py; each is written once."""
+    """Write the checkpoint of a tiny model of models.py, once per name."""
     from tests.support.models import MODELS  # noqa: PLC0415 - transformers takes seconds to import
 
     return cache(lambda name: MODELS[name].write(tmp_path_factory.mktemp(name)))
@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the ranks that this process launches, which saves their imports: see support/forked.py."""
+    """Fork the ranks that this process launches, to save their imports: see support/forked.py."""
     from tests.support import forked  # noqa: PLC0415 - likewise
 
     handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
@@ -42,7 +42,7 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Run a check on four processes, see ranks.py; each module on its own: idle groups of others take time."""
+    """Run a check on four processes, see ranks.py; started per module, as idle groups take time."""
     from tests.support.ranks import ranks_in  # noqa: PLC0415 - for tests of layers only
 
     with ranks_in(tmp_path_factory.mktemp("ranks")) as run:

@@ -1,4 +1,4 @@
-"""The command line: what goes where, which exit code, what is imported; and the public names."""
+"""The command line: output streams, exit codes and imports; and the public names of the package."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def commands(made, tmp_path, monkeypatch) -> dict[str, list[str]]:
-    """A command line for each command, run in an empty folder."""
+    """Command to a command line in an empty folder."""
     monkeypatch.chdir(tmp_path)
     source, parts = str(made / "tiny"), str(made / "tiny-tp2")
     return {
@@ -74,8 +74,8 @@ def test_json_is_the_report(commands, command):
         assert all(list(tensor) == names for tensor in report["tensors"])
 
 
-def test_json_of_a_verification_that_fails(made, commands, tmp_path):
-    """The exit code says it, and the object what."""
+def test_json_of_a_failed_verification(made, commands, tmp_path):
+    """The exit code shows the failure, and the object has the differences."""
     write_checkpoint(tmp_path / "other", config=llama_config(layers=1), seed=1)
     result = call(*commands["verify"], "--against", tmp_path / "other", "--json")
     assert result.code == 3
@@ -91,20 +91,20 @@ def test_results_go_to_stdout(commands, command):
 
 @each_command
 @pytest.mark.parametrize("option", ["-q", "--quiet"])
-def test_quiet(commands, command, option):
+def test_quiet_prints_nothing(commands, command, option):
     assert call(*commands[command], option) == (0, "", "")
 
 
 @each_command
-def test_quiet_does_not_silence_json_nor_errors(commands, command):
+def test_quiet_keeps_json_and_errors(commands, command):
     assert json.loads(call(*commands[command], "-q", "--json").out)
     wrong = call(command, "nowhere", *commands[command][2:], "-q")
     assert (wrong.code, wrong.out) == (1, "")
     assert "nowhere" in wrong.err
 
 
-def test_quiet_does_not_silence_warnings(made, commands):
-    """What was assumed, what could not be checked and what differs is on stderr, once."""
+def test_quiet_keeps_warnings(made, commands):
+    """Assumptions, skipped checks and differences are on stderr, once."""
     bare = shutil.copyfile(made / "tiny" / "model.safetensors", "bare.safetensors")
     for arguments in (["plan", bare], ["split", bare, "--tp", 1, "-o", "split"]):
         quiet, loud = call(*arguments, "-q"), call(*arguments, *(["--overwrite"] if "split" in arguments else []))
@@ -120,15 +120,15 @@ def test_quiet_does_not_silence_warnings(made, commands):
 
 @each_writing_command
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_dry_run(commands, tmp_path, command, options):
-    """It says what would be, and writes nothing."""
+def test_dry_run_writes_nothing(commands, tmp_path, command, options):
+    """It reports what the command would write."""
     dry = call(*commands[command], "--dry-run", *options)
     assert (dry.code, dry.err) == (0, "")
     assert list(tmp_path.iterdir()) == []
     wet = call(*commands[command], *options)
     if options:
-        said = {**json.loads(dry.out), "dry_run": False}
-        assert {**said, "seconds": 0} == {**json.loads(wet.out), "seconds": 0}
+        report = {**json.loads(dry.out), "dry_run": False}
+        assert {**report, "seconds": 0} == {**json.loads(wet.out), "seconds": 0}
     else:
         assert "would be written" in dry.out
         assert "would be written" not in wet.out
@@ -137,7 +137,7 @@ def test_dry_run(commands, tmp_path, command, options):
 @each_writing_command
 @pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwrite"])
 def test_dry_run_where_the_destination_exists(commands, tmp_path, command, overwrite):
-    """Nothing would be written, so it is not an error; the report says what the run itself would need."""
+    """This is not an error; the report names the option that the command requires."""
     first = json.loads(call(*commands[command], "--json").out)
     before = contents(tmp_path)
     arguments = [*commands[command], "--dry-run", *(["--overwrite"] if overwrite else [])]
@@ -151,7 +151,7 @@ def test_dry_run_where_the_destination_exists(commands, tmp_path, command, overw
 
 
 @each_writing_command
-def test_a_run_says_that_it_replaced_what_was_there(commands, command):
+def test_overwrite_is_reported(commands, command):
     assert call(*commands[command]).code == 0
     refused = call(*commands[command])
     assert (refused.code, "exists: choose another path" in refused.err) == (1, True)
@@ -242,7 +242,7 @@ def test_exit_codes(commands, tmp_path, monkeypatch, command, error, code, messa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_debug_shows_the_traceback_and_nothing_else_does(commands):
+def test_only_debug_shows_the_traceback(commands):
     for arguments in (["split", "x", "--tp", "2"], ["merge", "x"]):
         plain, debug = run(*arguments), run(*arguments, "--debug")
         assert "Traceback" not in plain.err
@@ -251,7 +251,7 @@ def test_debug_shows_the_traceback_and_nothing_else_does(commands):
         assert plain.code == debug.code == 1
 
 
-def test_debug_changes_nothing_else(commands):
+def test_debug_does_not_change_results(commands):
     result = call(*commands["plan"], "--debug")
     assert result == call(*commands["plan"])
     assert result.code == 0
@@ -266,7 +266,7 @@ def test_help(command, option):
 
 
 @each_command
-def test_every_command_has_the_same_ways_of_printing(command):
+def test_every_command_has_the_output_options(command):
     shown = call(command, "--help").out
     assert all(option in shown for option in ("--json", "-q, --quiet", "--debug"))
 
@@ -275,12 +275,12 @@ def test_version():
     assert call("--version") == (0, f"shardconv {shardconv.__version__}\n", "")
 
 
-# --- how it looks ---------------------------------------------------------------------------------------------------
+# --- appearance -----------------------------------------------------------------------------------------------------
 
 
-def test_progress_where_there_is_no_terminal(commands, monkeypatch):
-    """A line now and then, on stderr."""
-    monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
+def test_progress_without_a_terminal(commands, monkeypatch):
+    """Lines on stderr, at intervals."""
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     result = call(*commands["split"], "--json")
     lines = result.err.splitlines()
     assert lines
@@ -290,17 +290,17 @@ def test_progress_where_there_is_no_terminal(commands, monkeypatch):
 
 
 def test_no_progress_when_quiet(commands, monkeypatch):
-    monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     assert call(*commands["split"], "-q") == (0, "", "")
 
 
 def stderr_on_a_terminal(arguments: list[str], **environment: str) -> str:
-    """Run a command whose stderr is a terminal; gives what that shows."""
+    """Run a command with a terminal as stderr; returns the text on it."""
     terminal, end = os.openpty()
     shown: list[bytes] = []
 
     def read() -> None:
-        with contextlib.suppress(OSError):  # a terminal whose other end is closed
+        with contextlib.suppress(OSError):  # the other end of the terminal is closed
             while data := os.read(terminal, 2**16):
                 shown.append(data)
 
@@ -338,16 +338,16 @@ def test_no_bar_when_quiet(commands, command):
     os.close(writing)
     os.set_blocking(reading, False)
     with os.fdopen(reading, "rb", buffering=0) as shown, pytest.raises(OSError, match="Input/output error"):
-        shown.read(1)  # nothing was written, and nobody is left who could
+        shown.read(1)  # nothing was written, and all writers have exited
 
 
 @each_command
-def test_no_escapes_where_there_is_no_terminal(commands, command):
+def test_no_escapes_without_a_terminal(commands, command):
     assert "\x1b" not in run(*commands[command]).out
 
 
-def test_names_are_no_markup(tmp_path):
-    """Of tensors, as rich would take it: brackets stay, and nothing is styled by them."""
+def test_names_of_tensors_are_not_markup(tmp_path):
+    """Rich would interpret brackets as styles."""
     path = write_weights(
         tmp_path / "x.safetensors", {"[red]x[/red].weight": ("F32", (1,)), "y[0].weight": ("F32", (1,))}
     )
@@ -357,14 +357,14 @@ def test_names_are_no_markup(tmp_path):
     assert "y[0].weight" in result.out
 
 
-def test_narrow_pipes_do_not_cut_the_table(commands):
+def test_narrow_pipes_do_not_truncate_the_table(commands):
     shown = run(*commands["plan"], env={"COLUMNS": "20"}).out
     assert "model.layers.*.self_attn.q_proj.weight" in shown
 
 
 @pytest.mark.parametrize("options", [[], ["--json"], ["--all"]])
 def test_closed_pipe(commands, options):
-    """As after ``| head -1``: no traceback, and no message about it."""
+    """As after ``| head -1``: no traceback and no message."""
     reading, writing = os.pipe()
     process = start(*commands["plan"], *options, stdout=writing)
     os.close(reading)
@@ -377,7 +377,7 @@ def test_closed_pipe(commands, options):
 @each_command
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_closed_stream(commands, tmp_path, command, number):
-    """As after ``>&-``: it is as if it were the null device, and no file takes its number."""
+    """As after ``>&-``: the stream is replaced by the null device, so that no file gets its descriptor."""
     patch = (
         f"import os; os.close({number}); os.execv(sys.executable, [sys.executable, '-m', 'shardconv', *sys.argv[1:]])"
     )
@@ -387,7 +387,7 @@ def test_closed_stream(commands, tmp_path, command, number):
     assert ("12 tensors" in result.out) == (number != 1)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="requires /dev/full")
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_result_that_cannot_be_written(commands, options):
     with Path("/dev/full").open("w") as full:
@@ -402,7 +402,7 @@ def test_as_a_module_and_as_a_script(commands, made):
         assert result.out.endswith("correct\n")
 
 
-# --- what is imported -----------------------------------------------------------------------------------------------
+# --- imports --------------------------------------------------------------------------------------------------------
 
 HEAVY = {"torch", "transformers", "safetensors", "numpy", "rich", "xxhash"}
 
@@ -432,7 +432,7 @@ atexit.register(lambda: print("imported", *(name for name in heavy if name in sy
     assert imported <= allowed
 
 
-def test_import_of_the_package_imports_nothing_of_it():
+def test_importing_the_package_imports_no_modules_of_it():
     code = "import sys, shardconv; print(*(name for name in sys.modules if name.startswith('shardconv')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert done.stdout.split() == ["shardconv"]
@@ -447,5 +447,5 @@ def test_public_names():
         _ = shardconv.nonsense
 
 
-def test_nothing_was_written_into_the_source(made):
+def test_commands_do_not_write_into_the_source(made):
     assert sorted(contents(made / "tiny")) == ["config.json", "model.safetensors", "tokenizer.json"]

@@ -1,4 +1,4 @@
-"""docs/coming-from.md: what each row names exists and is called, and no public name of the references is missing."""
+"""docs/coming-from.md: the names in each row exist, and every public name of the references has a row."""
 
 import copy
 import re
@@ -15,7 +15,7 @@ from tests.support.command import call
 from tests.support.models import MODELS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "coming-from.md").read_text("utf-8")
-#: Each section's rows: what it is called there, and here.
+#: Section to rows of the reference's name and shardconv's.
 SECTIONS = {
     section.split("\n", 1)[0]: [line.split(" | ")[:2] for line in section.split("\n") if line.startswith("| ")][1:]
     for section in PAGE.split("\n## ")[1:]
@@ -31,7 +31,7 @@ ROWS = [
 
 COMMANDS = sorted(set(re.findall(r"`shardconv ([^`]+)`", PAGE)))
 
-#: The public names of the references, as they list them.
+#: Reference to its public names, as it lists them.
 REFERENCES = {
     "torchshard.nn": (
         "ParallelLinear", "ParallelLinear.convert_parallel_linear", "Embedding", "ParallelEmbedding",
@@ -66,7 +66,7 @@ REFERENCES = {
 
 
 class MlpPolicy(shardconv.Policy):
-    """That of convert_model's docstring."""
+    """The example of convert_model's docstring."""
 
     @staticmethod
     def original_layer_class():
@@ -83,7 +83,7 @@ class MlpPolicy(shardconv.Policy):
 
 @pytest.fixture
 def names(tmp_path):
-    """What the page says is there; on one process, with groups of torch's."""
+    """The names that the page's code uses, in one process with torch's groups."""
     transformers.logging.set_verbosity_error()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     shardconv.init_parallel()
@@ -98,13 +98,13 @@ def names(tmp_path):
 
 
 @pytest.mark.parametrize(("row", "code"), ROWS, ids=[row for row, _ in ROWS])
-def test_what_stands_there_runs(names, row, code):
+def test_code_of_the_page_runs(names, row, code):
     eval(code, names)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_are_there(command):
-    """With --help nothing is run, and options that are not there are still refused."""
+def test_commands_of_the_page_exist(command):
+    """``--help`` runs nothing, but unknown options are still refused."""
     result = call(*command.split(), "--help")
     assert (result.code, result.err) == (0, "")
     assert call(*command.split(), "--no-such-option", "--help").code == 2

@@ -1,4 +1,4 @@
-"""Every example in a docstring of the layers runs, and gives what it says, on one process."""
+"""Every example in a docstring of the layers runs in one process and has the documented output."""
 
 import doctest
 import importlib
@@ -23,7 +23,7 @@ MODULES = [
 
 
 def public(module: ModuleType) -> dict[str, object]:
-    """The classes and functions that a module defines for others."""
+    """The public classes and functions that a module defines."""
     return {
         name: thing
         for name, thing in vars(module).items()
@@ -41,7 +41,7 @@ def test_examples(module):
 
 
 def test_public_layers_have_examples():
-    """All that users call has one; what only moves between layers need not."""
+    """Only functions for use between layers may lack them."""
     named = [getattr(shardconv.layers, name) for name in shardconv.layers.__all__]
     classes = [thing for thing in named if isinstance(thing, type)]
     functions = [getattr(shardconv.layers.functional, name) for name in shardconv.layers.functional.__all__]

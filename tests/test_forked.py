@@ -1,4 +1,4 @@
-"""Forked processes against started ones: what the process finds, and how it ends."""
+"""Forked processes compared with started ones: their environment, and how they exit."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.support.command import ENVIRONMENT
 
 pytestmark = pytest.mark.skipif(forked.Popen is subprocess.Popen, reason="forks on Linux only")
 
-#: Prints what a process finds; where no two processes have the same, whether it is as expected.
+#: Prints the state of a process; for state that differs between any two processes, whether it is as expected.
 SCRIPT = """
 import json, os, signal, sys, threading
 print(json.dumps({
@@ -44,7 +44,7 @@ def script(tmp_path):
 
 
 @pytest.mark.parametrize("is_session", [False, True])
-def test_a_forked_process_finds_what_a_started_one_does(script, tmp_path, is_session):
+def test_forked_process_has_the_state_of_a_started_one(script, tmp_path, is_session):
     environment = {**ENVIRONMENT, "ONLY": "here"}
     options = {"cwd": tmp_path, "env": environment, "start_new_session": is_session, "text": True}
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -58,7 +58,7 @@ def test_a_forked_process_finds_what_a_started_one_does(script, tmp_path, is_ses
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, -15), (signal.SIGINT, -2)])
-def test_a_signal_ends_it(tmp_path, sent, code):
+def test_signal_terminates_a_forked_process(tmp_path, sent, code):
     script = tmp_path / "script.py"
     script.write_text(ENDLESS)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -69,5 +69,5 @@ def test_a_signal_ends_it(tmp_path, sent, code):
         assert process.wait(20) == code
 
 
-def test_a_module_is_run_as_a_program():
+def test_module_is_run_as_main():
     assert forked.run("--version").out.startswith("shardconv ")

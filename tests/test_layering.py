@@ -34,7 +34,7 @@ LAYERS = [
     "cli",
     "__main__",
 ]
-#: The first does not import the second, although it is above it.
+#: Pairs of a layer and one below it that it may not import.
 APART = {
     ("distributed", "checkpoint"), ("layers", "checkpoint"), ("tensor", "checkpoint"), ("console", "checkpoint"),
     ("proof", "engines"),
@@ -42,7 +42,7 @@ APART = {
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """The full names that a module imports anywhere in it, but not those for types alone."""
+    """The full names that a module imports, without those under TYPE_CHECKING."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -58,7 +58,7 @@ def imported_names(path: Path) -> Iterator[str]:
 
 
 def layer_of(name: str) -> str:
-    """The layer of a name of shardconv; of a public name, that of the module that defines it."""
+    """The layer of the module that defines a name."""
     part = name.split(".")[1]
     if (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file():
         return part
@@ -70,7 +70,7 @@ def modules_of(layer: str) -> list[Path]:
 
 
 def test_every_module_is_in_a_layer():
-    """But for the first one, which imports public names when they are used."""
+    """Except for shardconv/__init__.py, which imports public names on use."""
     modules = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
     assert modules - {"__init__"} == set(LAYERS)
 
@@ -88,7 +88,7 @@ def test_imports_point_downward(layer):
 
 
 @pytest.mark.parametrize("layer", ["plan", "checkpoint"])
-def test_there_is_no_torch(layer):
+def test_layers_do_not_import_torch(layer):
     wrong = [
         path.name for path in modules_of(layer) if any(name.split(".")[0] == "torch" for name in imported_names(path))
     ]
@@ -104,8 +104,8 @@ def test_only_hf_imports_transformers():
     assert found == {"hf"}
 
 
-def test_only_the_console_prints():
-    """So that --json and -q hold everywhere."""
+def test_only_the_console_module_prints():
+    """Otherwise --json and -q would not apply."""
     printing = [
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")

@@ -18,7 +18,7 @@ from tests.support.forked import python_command
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-#: Their code is run by tests/test_coming_from.py.
+#: Pages whose code tests/test_coming_from.py runs.
 TESTED_ELSEWHERE = {"coming-from.md"}
 LINKED = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"))]
 
@@ -28,7 +28,7 @@ _FENCED = re.compile(
     r"^(?:<!-- (?P<comment>[^\n]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 
-#: Code that is appended to the Python block with this text: what the page claims about its result.
+#: Text of a Python block to the code appended to it, which checks the page's claims about its result.
 CHECKS = {
     "convert_parallel_linear(ModuleList": "model",
     "rules=LlamaPolicy": "model",
@@ -99,7 +99,7 @@ def by_name(page: Path) -> str:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", TO_RUN, ids=by_name)
-def test_the_code_of_a_page_runs(page, tmp_path):
+def test_code_of_a_page_runs(page, tmp_path):
     """All blocks in order, in one folder with the demo model; the output of commands is the printed one."""
     home = tmp_path / "home"
     home.mkdir()
@@ -114,7 +114,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
 
 
 def command_environment(folder: Path) -> dict[str, str]:
-    """An environment whose commands are those of this Python and this package, without GPUs."""
+    """An environment with the commands of this Python and this package, without GPUs."""
     folder.mkdir()
     for name, module in {"shardconv": "shardconv", "torchrun": "torch.distributed.run --standalone"}.items():
         (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(python_command())} -m {module} "$@"\n')
@@ -167,7 +167,7 @@ def check_python(block: Block, script: Path, environment: dict[str, str]) -> Non
     assert result.returncode == 0, f"{block.text}\n{result.stdout}\n{result.stderr}"
 
 
-def test_the_reader_of_the_format_page_reads_padding_and_small_stripes(tmp_path, monkeypatch):
+def test_reader_of_the_format_page(tmp_path, monkeypatch):
     """Stripes that begin inside a row, at the end of an interval, and in padding."""
     monkeypatch.setattr("shardconv.checkpoint.split.STRIPE_BYTES", 5000)
     shardconv.split(ROOT / "examples" / "demo-model", tmp_path / "demo-model-tp3", tp=3, pad=True)
@@ -215,32 +215,32 @@ def test_links_lead_to_files_and_headings(page):
     assert broken == []
 
 
-def test_the_index_links_all_pages():
+def test_index_links_all_pages():
     linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "index.md").read_text("utf-8")))
     assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
 
 
-def test_nothing_is_left_to_fill_in():
+def test_pages_have_no_placeholders():
     assert [page.name for page in LINKED if "@@" in page.read_text("utf-8")] == []
 
 
-def test_the_readme_is_short():
+def test_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
 
 
-def test_the_summary_of_models_is_that_of_the_table():
+def test_summary_of_models_equals_that_of_the_table():
     """Both are written by tools/model_matrix; README.md has their sums."""
     page = (ROOT / "docs" / "models-and-families.md").read_text("utf-8")
     summary = page.partition("<!-- models -->\n")[2].partition("<!-- end of models -->")[0]
     assert summary in (ROOT / "docs" / "models.md").read_text("utf-8")
-    assert summary.startswith("| models | types | right on 2 and 4 ranks |")
+    assert summary.startswith("| task | types | right on 2 and 4 ranks |")
     rows = [line.split(" | ") for line in summary.splitlines()[2:]]
     types, right = (sum(int(row[column]) for row in rows) for column in (1, 2))
     claim = f"{types} pairs of task and model type in transformers, {right} of them correct on 2 and 4 ranks"
     assert claim in (ROOT / "README.md").read_text("utf-8")
 
 
-def test_the_page_of_reports_has_their_fields():
+def test_reports_page_has_all_fields():
     page = (ROOT / "docs" / "reports.md").read_text("utf-8")
     sections = re.findall(r"Defined\s+as\s+`([\w.]+)\.(\w+)`\.\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
     assert len(sections) == page.count("\n## ")
@@ -250,7 +250,7 @@ def test_the_page_of_reports_has_their_fields():
         assert re.findall(r"^\| `(\w+)`", text, re.MULTILINE) == list(names), name
 
 
-def test_the_python_page_names_all_public_names():
+def test_python_page_has_all_public_names():
     page = (ROOT / "docs" / "python.md").read_text("utf-8")
     pages = page + (ROOT / "docs" / "parallel-layers.md").read_text("utf-8")
     assert [name for name in shardconv.__all__ if not re.search(rf"`(shardconv\.)?{name}\b", pages)] == []

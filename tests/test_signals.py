@@ -1,4 +1,4 @@
-"""SIGINT at any moment: exit code 130 and one line, or a command that finishes; and no process is left."""
+"""SIGINT at any moment: exit code 130 and one line, or the command finishes; no process is left."""
 
 import os
 import random
@@ -21,7 +21,7 @@ LINE = "shardconv: interrupted; nothing was left behind"
 MARK = "SHARDCONV_TEST_MARK"
 pytestmark = pytest.mark.timeout(240)
 
-#: Sends SIGINT before the n-th import after the entry point was imported, which Python itself has to do before.
+#: Sends SIGINT before the n-th import after the import of the entry point.
 BEFORE_IMPORT = """
 import itertools, os, signal, sys
 import shardconv.__main__
@@ -34,15 +34,15 @@ sys.addaudithook(interrupt)
 shardconv.__main__.main()
 """
 
-#: Says when the entry point begins, so that a signal does not reach Python before any line of ours runs.
-TELLS_WHEN = """
+#: Prints when the entry point begins, so that the signal does not arrive while Python starts.
+PRINTS_WHEN_STARTED = """
 import os, signal, sys
 import shardconv.__main__
 signal.signal(signal.SIGINT, signal.default_int_handler)
-def tell(event, arguments):
+def report(event, arguments):
     if event == "import" and arguments[0] == "shardconv.parent":
         os.write(1, b"x")
-sys.addaudithook(tell)
+sys.addaudithook(report)
 shardconv.__main__.main()
 """
 
@@ -56,7 +56,7 @@ def made(tmp_path_factory):
 
 
 def interrupted(code, arguments, delay=None):
-    """Run a command from these lines of Python, with SIGINT after a delay if one is given; gives its result."""
+    """Run a command in these lines of Python, with SIGINT after a delay if given; returns its result."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
@@ -95,28 +95,28 @@ def check(result, done=0):
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 5, 10, 20, 60, 120, 180])
-def test_before_an_import_of_a_light_command(made, step):
+def test_sigint_before_an_import_of_a_light_command(made, step):
     check(interrupted(BEFORE_IMPORT.format(step=step), ["plan", made / "tiny", "--tp", 2]))
 
 
 @pytest.mark.parametrize("step", [100, 500, 1100])
-def test_before_an_import_of_a_run(made, step):
+def test_sigint_before_an_import_of_run(made, step):
     arguments = ["run", made / "demo-tp2", "--prompt", "A list", "--device", "cpu", "--max-new-tokens", 2]
     check(interrupted(BEFORE_IMPORT.format(step=step), arguments))
 
 
 @pytest.mark.parametrize("step", [500, 1500, 2400])
-def test_before_an_import_of_a_proof(step):
+def test_sigint_before_an_import_of_a_proof(step):
     check(interrupted(BEFORE_IMPORT.format(step=step), ["plan", DEMO, "--prove", "--tp", 2]))
 
 
 @pytest.mark.parametrize("options", [["--cost"], ["--propose"]])
-def test_before_an_import_of_other_plans(options):
+def test_sigint_before_an_import_of_other_plans(options):
     check(interrupted(BEFORE_IMPORT.format(step=1500), ["plan", DEMO, *options]))
 
 
-def test_at_any_moment(made, tmp_path):
-    """Of commands that write, that start processes, and that prove."""
+def test_sigint_at_any_moment(made, tmp_path):
+    """For commands that write, that start processes, and that prove."""
     moments = random.Random(0)
     commands = [
         ["split", made / "tiny", "--tp", 2, "-o", tmp_path / "split"],
@@ -125,17 +125,17 @@ def test_at_any_moment(made, tmp_path):
     ]
     for arguments in commands:
         for delay in (0, moments.uniform(0, 0.3), moments.uniform(0.3, 1.5)):
-            check(interrupted(TELLS_WHEN, arguments, delay))
+            check(interrupted(PRINTS_WHEN_STARTED, arguments, delay))
             shutil.rmtree(tmp_path / "split", ignore_errors=True)
 
 
-def test_json(made):
+def test_sigint_with_json(made):
     result = interrupted(BEFORE_IMPORT.format(step=30), ["plan", made / "tiny", "--tp", 2, "--json"])
     assert (result.code, result.out) == (130, f'{{"error": "{LINE.removeprefix("shardconv: ")}", "exit_code": 130}}\n')
 
 
-def test_while_ranks_start(made):
-    """A signal that comes while processes are started ends those that were."""
+def test_sigint_while_ranks_start(made):
+    """Processes that were already started are terminated."""
     patch = """
 import os, signal, subprocess
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -153,8 +153,8 @@ subprocess.Popen = Popen
     check(result)
 
 
-def test_an_ignored_signal_stays_ignored(made):
-    """As in a job that a shell has put into the background."""
+def test_ignored_sigint_stays_ignored(made):
+    """As in a background job of a shell."""
     patch = """
 import atexit, os, signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The wheel, and not only the tree: what users install splits and merges."""
+"""The wheel has all files, and its package splits and merges."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """A folder with what the wheel has in it, built from a copy of the tree."""
+    """The folder of an unpacked wheel, built from a copy of the tree."""
     pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "shardconv", folder / "tree" / "shardconv", ignore=shutil.ignore_patterns("__pycache__"))
@@ -31,7 +31,7 @@ def installed(tmp_path_factory) -> Path:
     return folder / "site"
 
 
-def test_the_wheel_has_the_data_files(installed):
+def test_wheel_has_the_data_files(installed):
     assert (installed / "shardconv" / "py.typed").is_file()
     for data in ("plan/families", "plan/blocks"):
         own, files = (sorted((root / "shardconv" / data).glob("*.toml")) for root in (ROOT, installed))
@@ -39,15 +39,15 @@ def test_the_wheel_has_the_data_files(installed):
     assert (installed / "shardconv" / "layouts" / "vllm.toml").is_file()
 
 
-def test_the_wheel_has_the_plugin_of_vllm(installed):
-    """What the entry point names can be imported without vLLM; it is called inside vLLM only."""
+def test_wheel_has_the_plugin_of_vllm(installed):
+    """Its entry point can be imported without vLLM; only vLLM calls it."""
     (metadata,) = installed.glob("shardconv-*.dist-info/entry_points.txt")
     assert "[vllm.general_plugins]\nshardconv = shardconv.engines.vllm_plugin:register\n" in metadata.read_text()
     code = "import sys; from shardconv.engines.vllm_plugin import register; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(installed)}, check=True)
 
 
-def test_the_wheel_splits_and_merges(installed, tmp_path):
+def test_wheel_splits_and_merges(installed, tmp_path):
     source = write_checkpoint(tmp_path / "model", parts=2)
 
     def run(*words: str) -> None:

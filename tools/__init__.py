@@ -1,1 +1,1 @@
-"""Tools for those who work on shardconv; none of them is installed."""
+"""Development tools, which are not installed."""

@@ -1,7 +1,7 @@
-"""How a tensor is made of others, by the numbers of the elements in it.
+"""Find the composition of a tensor from source tensors, by the numbers of its elements.
 
 The elements of a checkpoint are numbered from 1, over its tensors in the order of their names. Pure functions of numpy
-arrays of such numbers; knows nothing of vLLM, torch or files.
+arrays of such numbers, independent of vLLM, torch and files.
 """
 
 import math
@@ -19,10 +19,10 @@ Floats = npt.NDArray[np.float32]
 Values = npt.NDArray[np.float64]
 Range = tuple[int, int, int]
 
-#: A value stands for its number in the second checkpoint: large numbers are small, and none overflows in exp.
+#: Values of the second checkpoint are mirrored numbers divided by this, so that exp does not overflow.
 SCALE = 2.0**20
 
-#: Elements that are no source's: padding.
+#: Number of padding elements.
 PADDING = 0
 
 
@@ -44,14 +44,14 @@ class Block:
 
     @property
     def sliced(self) -> tuple[int, ...]:
-        """The dims of which only a range is taken."""
+        """The dims that are sliced."""
         whole = [(0, size, 1) for size in self.shape]
         return tuple(dim for dim, (have, full) in enumerate(zip(self.ranges, whole, strict=True)) if have != full)
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Parts next to each other along a dim; dim -1 where they are no blocks of a source."""
+    """Concatenated blocks along a dim; dim -1 if they are not blocks of a source."""
 
     dim: int
     parts: tuple["Block | Joined", ...]
@@ -72,12 +72,12 @@ class Numbering:
 
     @property
     def total(self) -> int:
-        """How many elements there are."""
+        """The number of elements."""
         return int(self.starts[-1]) - 1
 
     @property
     def mirror(self) -> int:
-        """What the numbers of an element in both checkpoints add up to: odd, so that no number is its own mirror."""
+        """The sum of an element's numbers in both checkpoints; odd, so that no number is its own mirror."""
         return self.total + 1 + self.total % 2
 
     def tensors(self, *, mirrored: bool = False) -> Iterator[tuple[str, Floats]]:
@@ -97,9 +97,9 @@ class Numbering:
 
 
 def numbers_of(numbering: Numbering, first: Floats, second: Floats) -> Numbers | None:
-    """The numbers of the elements that a tensor has, by what it was loaded with from both checkpoints.
+    """Element numbers of a tensor, from its values loaded from both checkpoints.
 
-    None if some value is computed. What was in a tensor before loading and is there still counts as padding.
+    None if a value was computed. Values that loading did not change count as padding.
     """
     one, two = first.astype(np.float64), second.astype(np.float64)
     kept = (np.isfinite(one) & (one == two)) | (np.isnan(one) & np.isnan(two))
@@ -109,7 +109,7 @@ def numbers_of(numbering: Numbering, first: Floats, second: Floats) -> Numbers |
     return np.where(copied, np.where(np.isfinite(one), one, 0), PADDING).astype(np.int64)
 
 
-#: Formulas that tensors are computed by, and their inverses.
+#: Formulas that loaders apply to tensors, and their inverses.
 _FORMULAS: dict[str, tuple[Callable[[Values], Values], Callable[[Values], Values]]] = {
     "-exp(x)": (lambda x: -np.exp(x), lambda value: np.log(-value)),
     "exp(x)": (np.exp, np.log),
@@ -120,12 +120,12 @@ _FORMULAS: dict[str, tuple[Callable[[Values], Values], Callable[[Values], Values
 
 
 def edit_of(numbering: Numbering, first: Floats, second: Floats) -> tuple[str, Numbers] | None:
-    """The formula that a tensor was computed by, and the numbers that went into it; None if it is not known.
+    """The formula of a computed tensor, and the numbers of its inputs; None if it is unknown.
 
     Args:
-        numbering: of the checkpoints.
-        first: what the tensor was loaded with from the first.
-        second: likewise from the second.
+        numbering: the numbering of both checkpoints.
+        first: values loaded from the first checkpoint.
+        second: values loaded from the second checkpoint.
     """
     one, two = first.astype(np.float64), second.astype(np.float64)
     with np.errstate(all="ignore"):
@@ -142,12 +142,12 @@ def edit_of(numbering: Numbering, first: Floats, second: Floats) -> tuple[str, N
 
 
 def is_known(part: Block | Joined) -> bool:
-    """Whether all of a tensor was found to be blocks of sources."""
+    """Whether a composition consists of source blocks only."""
     return isinstance(part, Block) or (part.dim >= 0 and all(is_known(one) for one in part.parts))
 
 
 def compose(numbering: Numbering, numbers: Numbers) -> Block | Joined:
-    """How a tensor is made of blocks of its sources."""
+    """The composition of a tensor from blocks of its sources."""
     numbers = np.atleast_1d(numbers)
     if (block := _block(numbering, numbers)) is not None:
         return block
@@ -165,7 +165,7 @@ def compose(numbering: Numbering, numbers: Numbers) -> Block | Joined:
 
 
 def _block(numbering: Numbering, numbers: Numbers) -> Block | None:
-    """The block of one source that a tensor is, if it is one."""
+    """The source block equal to a tensor; None if there is none."""
     if not numbers.any():
         return Block("")
     if not numbers.all():
@@ -185,14 +185,14 @@ def _block(numbering: Numbering, numbers: Numbers) -> Block | None:
 
 
 def _range(indices: npt.NDArray[np.intp]) -> Range:
-    """The range of a dim that the indices of elements are in: its first two tell the step."""
+    """The range of a dim with these indices; the first two determine the step."""
     taken = np.unique(indices)
     step = int(taken[1] - taken[0]) if len(taken) > 1 else 1
     return int(taken[0]), int(taken[-1]) + 1, step
 
 
 def _runs(numbering: Numbering, numbers: Numbers) -> list[tuple[int, int]]:
-    """Ranges of rows that go on in the same way: from the same source, the same number of elements further each."""
+    """Runs of rows from the same source with a constant distance of element numbers."""
     rows = numbers.reshape(numbers.shape[0], -1)
     if not rows.shape[1]:
         return [(0, rows.shape[0])]
@@ -212,7 +212,7 @@ def _runs(numbering: Numbering, numbers: Numbers) -> list[tuple[int, int]]:
 
 
 def pattern(name: str) -> str:
-    """A tensor's name with * for the numbers of layers and # for those of experts."""
+    """A tensor's name with * for layer numbers and # for expert numbers."""
     words = name.split(".")
     for place, word in enumerate(words):
         if word.isdigit():
@@ -223,37 +223,37 @@ def pattern(name: str) -> str:
 def describe(part: Block | Joined) -> Any:
     """A composition in JSON: patterns instead of names, dims instead of ranges.
 
-    A block is ``"name"``, ``"name[rows]"`` or ``"name[cols]"``, ``"name.T"`` where it is transposed; blocks next to
-    each other are ``["cat 0", ...]``, equal ones are ``["stack", ...]`` or ``["repeat", ...]``.
+    A block is ``"name"``, ``"name[rows]"`` or ``"name[cols]"``, and ``"name.T"`` if it is transposed. Concatenated
+    blocks are ``["cat 0", ...]``, similar ones ``["stack", ...]`` or ``["repeat", ...]``.
     """
     if isinstance(part, Block):
         return _describe_block(part)
     if part.dim < 0:
         return ["unknown", *dict.fromkeys(pattern(block.source) for block in part.parts if isinstance(block, Block))]
-    said = [describe(one) for one in part.parts]
+    texts = [describe(one) for one in part.parts]
     sources = {block.source for block in _blocks(part)}
-    if len(said) > 1 and all(one == said[0] for one in said):
-        word = "stack" if "#" in str(said[0]) or "[expert" in str(said[0]) else "repeat"
+    if len(texts) > 1 and all(one == texts[0] for one in texts):
+        word = "stack" if "#" in str(texts[0]) or "[expert" in str(texts[0]) else "repeat"
         order = "" if _ascends(part) else ", reordered"
-        return [f"{word} {part.dim}{order}", said[0]]
-    for width in range(2, len(said) // 2 + 1):  # [q, k, v] of each head
-        if len(said) % width == 0 and said == said[:width] * (len(said) // width) and len(sources) == 1:
-            return [f"repeat {part.dim}", *said[:width]]
-    return [f"cat {part.dim}", *_merged(said)]
+        return [f"{word} {part.dim}{order}", texts[0]]
+    for width in range(2, len(texts) // 2 + 1):  # [q, k, v] of each head
+        if len(texts) % width == 0 and texts == texts[:width] * (len(texts) // width) and len(sources) == 1:
+            return [f"repeat {part.dim}", *texts[:width]]
+    return [f"cat {part.dim}", *_merged(texts)]
 
 
 def _ascends(part: Block | Joined) -> bool:
-    """Whether blocks of one source come in the order in which they are in it."""
+    """Whether the blocks of one source are in its order."""
     starts = [[start for start, _, _ in one.ranges] for one in _blocks(part)]
     names = [block.source for block in _blocks(part)]
     pairs = zip(zip(names, starts, strict=True), list(zip(names, starts, strict=True))[1:], strict=False)
     return all(before <= after for (name, before), (following, after) in pairs if name == following)
 
 
-def _merged(said: list[Any]) -> list[Any]:
-    """Neighbors that are alike made one, with ``...`` behind."""
+def _merged(texts: list[Any]) -> list[Any]:
+    """Merge equal neighbors into one, followed by ``...``."""
     merged: list[Any] = []
-    for _, same in groupby(said, key=str):
+    for _, same in groupby(texts, key=str):
         group = list(same)
         merged += group if len(group) == 1 else [group[0], "..."]
     return merged

@@ -1,9 +1,9 @@
-"""timm and torchvision, for the few types that need them, beside an environment whose torch has no CUDA.
+"""timm and torchvision for the types that require them, in an environment with torch for CPU.
 
-The torchvision of the package index is built for CUDA, and where torch has none it stops on import: it describes two
-operators that its library, which cannot be loaded, would have defined. All of transformers would stop with it, so it is
-not installed where other tests see it, but in a folder of its own, which ``make test-models`` has in its path. With
-the two operators declared the rest of it works, and so does timm, which needs nothing of that library.
+torchvision from the package index is built for CUDA, and its import fails with torch for CPU: it registers fake kernels
+of two operators of a library that cannot be loaded. transformers would then fail, too, so torchvision is installed in a
+separate folder, which only ``make test-models`` has in its path. With the two operators declared, torchvision and timm
+work.
 """
 
 import importlib

@@ -1,8 +1,8 @@
-"""Which elements a rank of vLLM takes that the same rank of a shardconv plan does not hold.
+"""List elements that a rank of vLLM reads, but the same rank of a shardconv plan does not hold.
 
-    python -m tools.vllm_compare FOLDER     of all checkpoints that vllm_names left in --work FOLDER
+    python -m tools.vllm_compare FOLDER     for all checkpoints that vllm_names wrote to --work FOLDER
 
-Tensors that are sharded by vocabulary are left out: vLLM's boundaries are those of a padded vocabulary.
+Vocabulary-parallel tensors are not compared: vLLM's boundaries are those of a padded vocabulary.
 """
 
 import json
@@ -35,7 +35,7 @@ def held(placement: Placement, shape: tuple[int, ...], rank: int) -> Mask:
 
 
 def ranges(mask: Mask) -> str:
-    """The elements of a mask: ranges of the dims that they do not cover."""
+    """Describe the elements of a mask by ranges of the dims that it does not cover."""
     words = []
     for dim, size in enumerate(mask.shape):
         others = tuple(axis for axis in range(mask.ndim) if axis != dim)
@@ -50,12 +50,12 @@ def ranges(mask: Mask) -> str:
 
 
 def is_vocabulary(placement: Placement, shape: tuple[int, ...], size: int | None) -> bool:
-    """Whether a tensor is sharded by vocabulary, whose boundaries vLLM puts at multiples of 64 of the padded size."""
+    """Whether a tensor is vocabulary-parallel; vLLM pads its rows to a multiple of 64."""
     return placement.dim == 0 and shape[0] == size
 
 
 def differences(folder: Path, name: str, found: Mapping[str, Any]) -> list[str]:
-    """A line for each pattern of tensors of which some rank of vLLM needs what shardconv's lacks."""
+    """One line per pattern of tensors with elements that a rank of vLLM reads and shardconv's does not hold."""
     if found.get("status") != "loaded":
         return []
     numbering = Numbering(json.loads((folder / "shapes.json").read_text()))

@@ -1,6 +1,6 @@
-"""What vLLM's CPU build refuses to construct for want of a kernel, constructed without one. Runs under vLLM.
+"""Construct models for which vLLM's CPU build lacks kernels. Runs under vLLM.
 
-Tensors have the same names and shapes with another kernel; what a kernel changes, it changes after loading.
+Names and shapes of tensors do not depend on the kernel, which changes them after loading only.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-#: Kernels that the CPU lacks and that a model asked for, since :func:`without_kernels` began.
+#: Names of missing kernels that a model requested inside :func:`without_kernels`.
 Missing = set[str]
 
 
@@ -77,7 +77,7 @@ def _sparse_attention(missing: Missing) -> Any:
             return AttentionBackendEnum.FLASHMLA_SPARSE.get_path()
         return original(selected_backend, attn_selector_config, **others)
 
-    selector._cached_get_attn_backend.cache_clear()  # noqa: SLF001 - so that each folder asks anew
+    selector._cached_get_attn_backend.cache_clear()  # noqa: SLF001 - each folder selects again
     return mock.patch.object(cpu.CpuPlatform, "get_attn_backend_cls", staticmethod(select))
 
 

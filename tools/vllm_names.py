@@ -1,11 +1,11 @@
-"""Learn from vLLM which tensors it holds on each rank, and write what tests compare with.
+"""Record the tensors that vLLM holds on each rank, as expected values of tests.
 
     python -m tools.vllm_names --vllm PYTHON [TYPE ...]
 
-PYTHON is the interpreter of an environment with vLLM; this one runs in the project's own. Small checkpoints are written
-by transformers, with the number of each element as its value (``vllm_sources.py``); vLLM loads them for each rank
-(``vllm_record.py``); and what it holds then goes into ``tests/data/vllm/VERSION.json``, one line for each checkpoint.
-With types, only their lines are written anew.
+PYTHON is the interpreter of an environment with vLLM; this tool runs in the project's environment. It writes small
+checkpoints with transformers, whose values are the numbers of elements (``vllm_sources.py``); vLLM loads them on each
+rank (``vllm_record.py``); the tensors are recorded in ``tests/data/vllm/VERSION.json``, one line per checkpoint.
+With types, only their lines are replaced.
 """
 
 import argparse
@@ -29,7 +29,7 @@ DATA = ROOT / "tests" / "data" / "vllm"
 
 
 def record_all(python: str, folders: Iterable[Path]) -> None:
-    """Let vLLM serve each folder; what ends the process loses only the folder that it was at."""
+    """Load each folder in vLLM; a crash of its process loses only the current folder."""
     left = list(folders)
     while left:
         command = [python, "-m", "tools.vllm_record", *map(str, left)]
@@ -60,7 +60,7 @@ def entry(folder: Path, model_type: str, served: Mapping[str, str]) -> dict[str,
 
 
 def _tensor(found: Mapping[str, Any]) -> list[Any]:
-    """[dtype, {tp: [shape, digest of each rank, or one of all]}], and the value of a constant instead of digests."""
+    """[dtype, {tp: [shape, digest per rank, or one for all]}], with the value of a constant instead of digests."""
     if len(set(values := found["values"])) == 1 and values[0] != "loaded":
         return [found["dtype"], {tp: [shapes[0]] for tp, shapes in found["shapes"].items()}, values[0]]
     ranks = {}
@@ -78,13 +78,13 @@ def dump(fixture: Mapping[str, Any]) -> str:
 
 
 def table(fixture: Mapping[str, Any]) -> str:
-    """What became of each checkpoint."""
+    """The status of each checkpoint."""
     rows = [(name, line) for name, line in fixture.items() if "status" in line]
     return "\n".join(f"{name:28} {line['status']:20} {line.get('reason', '')}" for name, line in rows)
 
 
 def run(python: str, home: Path, only: list[str]) -> dict[str, Any]:
-    """All stages, in a folder for what is between them."""
+    """Run all stages, with intermediate files in a folder."""
     about = home / "architectures.json"
     subprocess.run([python, "-m", "tools.vllm_record", "--architectures", str(about)], cwd=ROOT, check=True)
     known = json.loads(about.read_text())
@@ -102,7 +102,7 @@ def run(python: str, home: Path, only: list[str]) -> dict[str, Any]:
 
 
 def write(fixture: Mapping[str, Any], *, only: bool) -> Path:
-    """Write the file of vLLM's release; with ``only``, keep the lines that are not written anew."""
+    """Write the file of vLLM's release; with ``only``, keep the other lines."""
     release = ".".join(fixture["versions"]["vllm"].split(".")[:2])
     target = DATA / f"{release}.json"
     old = json.loads(target.read_text()) if only and target.exists() else {}
@@ -112,11 +112,11 @@ def write(fixture: Mapping[str, Any], *, only: bool) -> Path:
 
 
 def main() -> int:
-    """Serve the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vllm", required=True, metavar="PYTHON", help="Interpreter of an environment with vLLM.")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="Keep the files between the stages here.")
-    parser.add_argument("types", nargs="*", metavar="TYPE", help="Model types or checkpoints to write anew.")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="Folder for intermediate files.")
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="Model types or checkpoints to record again.")
     options = parser.parse_args()
     declare_operators()
     transformers.logging.set_verbosity_error()
@@ -128,7 +128,7 @@ def main() -> int:
         fixture = run(options.vllm, home, options.types)
         target = write(fixture, only=bool(options.types))
         sys.stdout.write(f"{table(fixture)}\n\n{target}: {target.stat().st_size} bytes\n\n")
-        sys.stdout.write("Elements that ranks of vLLM need and those of shardconv lack:\n")
+        sys.stdout.write("Elements that ranks of vLLM read and those of shardconv do not hold:\n")
         for name, found in fixture.items():
             sys.stdout.writelines(f"{line}\n" for line in differences(home / name, name, found))
     return 0

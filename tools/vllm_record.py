@@ -1,7 +1,7 @@
-"""What vLLM holds on each rank, of small checkpoints whose values are the numbers of their elements. Runs under vLLM.
+"""Record the tensors of vLLM on each rank, for checkpoints whose values are element numbers. Runs under vLLM.
 
-    python -m tools.vllm_record --architectures FILE    writes which module of vLLM serves an architecture
-    python -m tools.vllm_record FOLDER ...              writes FOLDER/record.json of each
+    python -m tools.vllm_record --architectures FILE    writes architectures and their modules in vLLM
+    python -m tools.vllm_record FOLDER ...              writes FOLDER/record.json for each
 
 A folder has config.json and shapes.json. A process serves several folders, as importing vLLM takes longer than a
 folder; it exits when one takes too long.
@@ -36,16 +36,16 @@ Values = dict[str, torch.Tensor]
 
 
 def values_of(folder: Path, tp: int, rank: int, load_format: str = "auto") -> Values:
-    """What vLLM's model holds after loading in a load format, as its loader of sharded states names it.
+    """The tensors of vLLM's model after loading, with the names of its sharded_state loader.
 
-    Memory that nothing was written to holds NaN.
+    Uninitialized memory is NaN.
     """
     from vllm.config.load import LoadConfig  # noqa: PLC0415
     from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader  # noqa: PLC0415
 
     with one_rank(folder, tp=tp, rank=rank, dtype="float32", max_model_len=64) as config:
-        torch.use_deterministic_algorithms(True)  # fills memory that is not set
+        torch.use_deterministic_algorithms(True)  # fills uninitialized memory
         try:
             model = construct(config, "cpu")
         finally:
@@ -57,16 +57,16 @@ def values_of(folder: Path, tp: int, rank: int, load_format: str = "auto") -> Va
             loader.load_weights(model, config.model_config)
         except Exception as error:
             raise LoadError(reason(error)) from error
-        values: Values = ShardedStateLoader._filter_subtensors(model.state_dict())  # noqa: SLF001 - nothing else does this
+        values: Values = ShardedStateLoader._filter_subtensors(model.state_dict())  # noqa: SLF001 - there is no public function
         return values
 
 
 class LoadError(Exception):
-    """vLLM constructs a model, and does not load it."""
+    """vLLM constructs a model, but cannot load it."""
 
 
 class NotNativeError(Exception):
-    """vLLM runs a model by its transformers backend."""
+    """vLLM runs a model with its transformers backend."""
 
 
 def check_native(model: torch.nn.Module) -> None:
@@ -76,7 +76,7 @@ def check_native(model: torch.nn.Module) -> None:
 
 
 def keep_numbers(model: torch.nn.Module) -> None:
-    """Make float32 what is smaller whatever the model's dtype is: numbers of elements would be rounded."""
+    """Convert tensors of smaller dtypes to float32, as element numbers would be rounded."""
     for value in (*model.parameters(), *model.buffers()):
         if value.dtype in (torch.bfloat16, torch.float16):
             value.data = value.data.float()
@@ -95,20 +95,20 @@ def reason(error: BaseException) -> str:
 
 
 def dtypes_of(folder: Path, tp: int) -> dict[str, str]:
-    """Name to dtype of what the model holds in bfloat16."""
+    """Name to dtype of a bfloat16 model's tensors."""
     with one_rank(folder, tp=tp, rank=0, dtype="bfloat16", max_model_len=64, use_tqdm_on_load=False) as config:
         model = construct(config, "cpu")  # some compute buffers, which the meta device cannot
         return {name: str(value.dtype).removeprefix("torch.") for name, value in model.state_dict().items()}
 
 
 def digest(value: torch.Tensor) -> str:
-    """The digest of the float32 bytes of a tensor; memory that nothing was written to counts as zeros."""
+    """The digest of the float32 bytes of a tensor; uninitialized memory counts as zeros."""
     data = np.nan_to_num(value.float().numpy(), nan=0.0)
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(data, "<f4").tobytes())
 
 
 class Recorder:
-    """What is found of one folder, over all ranks.
+    """Records one folder over all ranks.
 
     Args:
         folder: the folder.
@@ -131,7 +131,7 @@ class Recorder:
         return checkpoint
 
     def record(self) -> dict[str, Any]:
-        """All ranks of all sizes; a size that vLLM does not load has a reason instead, if it is not the first."""
+        """Record all tp sizes; a size that vLLM does not load, except the first, gets a reason instead."""
         refused = {}
         for tp in TPS:
             try:
@@ -149,7 +149,7 @@ class Recorder:
         return {"unused": unused, "refused": refused, "made": self.made, "tensors": self.tensors}
 
     def _forget(self, tp: str) -> None:
-        """Remove what some ranks of a size hold, where others are refused."""
+        """Remove the tensors of a tp size that other ranks cannot load."""
         for one in self.tensors.values():
             one["shapes"].pop(tp, None)
             one["digests"].pop(tp, None)
@@ -161,21 +161,21 @@ class Recorder:
         taken = np.zeros(self.numbering.total + 1, dtype=bool)
         for name, value in first.items():
             entry = self.tensors.setdefault(name, {"dtype": dtypes[name], "values": [], "shapes": {}, "digests": {}})
-            said, numbers = self._made(value, second[name])
+            composition, numbers = self._made(value, second[name])
             if numbers is not None:
                 taken[numbers.ravel()] = True
-            entry["values"].append(said.get("constant", "loaded") if isinstance(said, dict) else "loaded")
+            entry["values"].append(composition.get("constant", "loaded") if isinstance(composition, dict) else "loaded")
             entry["shapes"].setdefault(str(tp), []).append(list(value.shape))
             entry["digests"].setdefault(str(tp), []).append(digest(value))
             found = self.made.setdefault(pattern(name), [])
-            if said not in found:
-                found.append(said)
+            if composition not in found:
+                found.append(composition)
         taken[0] = False
         self.used |= taken
         np.save(self.folder / f"taken-{tp}-{rank}.npy", np.packbits(taken))
 
     def _made(self, value: torch.Tensor, other: torch.Tensor) -> tuple[Any, Any]:
-        """How a tensor is made, and the numbers of the elements that went into it."""
+        """The composition of a tensor, and the numbers of its elements."""
         one, two = value.float().numpy(), other.float().numpy()
         numbers = numbers_of(self.numbering, one, two)
         if numbers is None:
@@ -189,7 +189,7 @@ class Recorder:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """What is to be known of one folder."""
+    """The record of one folder."""
     try:
         with without_kernels() as missing:
             return {"status": "loaded", **Recorder(folder).record(), "kernels": sorted(missing)}
@@ -198,20 +198,20 @@ def record(folder: Path) -> dict[str, Any]:
     except LoadError as error:
         (folder / "traceback").write_text(traceback.format_exc())
         return {"status": "not loaded", "reason": str(error)}
-    except Exception as error:  # noqa: BLE001 - whatever it is goes into the table
+    except Exception as error:  # noqa: BLE001 - the table reports it
         (folder / "traceback").write_text(traceback.format_exc())
         return {"status": "not constructed", "reason": reason(error)}
 
 
 def architectures() -> dict[str, str]:
-    """Architecture to the module of vLLM that serves it."""
+    """Architecture to its module in vLLM."""
     from vllm.model_executor.models import registry  # noqa: PLC0415
 
     return {name: found[0] for name, found in sorted(registry._VLLM_MODELS.items())}  # noqa: SLF001 - no public list
 
 
 def main(arguments: list[str]) -> int:
-    """Serve the command line."""
+    """Run the command line."""
     torch.set_num_threads(1)
     declare_operators()
     if arguments[0] == "--architectures":

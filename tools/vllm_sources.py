@@ -1,6 +1,6 @@
-"""Small checkpoints of every model type that vLLM serves, as transformers writes them: config.json, names and shapes.
+"""Small checkpoints of every model type that vLLM supports, as transformers writes them: config.json, names and shapes.
 
-Owns how large these models are. Needs transformers, not vLLM.
+Defines the sizes of these models. Requires transformers, but not vLLM.
 """
 
 import json
@@ -18,10 +18,10 @@ from shardconv.hf.build import build_small
 from shardconv.hf.heads import real_heads, with_heads
 from shardconv.hf.small import HEADS, default_config, small_fields
 
-#: Float32 holds no more numbers than these.
+#: Number of consecutive integers that float32 represents.
 MAX_NUMEL = 2**24
 
-#: What a field of a small config is set to where it is a number: heads and widths that vLLM accepts.
+#: Values of integer fields of small configs: heads and widths that vLLM supports.
 _SIZES = {"vocab_size": 1000, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4}
 _HEAD_FIELDS = (
     "head_dim", "linear_key_head_dim", "linear_value_head_dim", "swa_head_dim", "global_head_dim", "v_head_dim",
@@ -29,7 +29,7 @@ _HEAD_FIELDS = (
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 
-#: What single types need beside it.
+#: Additional fields of single types.
 _TYPES: dict[str, dict[str, Any]] = {
     "falcon": {"ffn_hidden_size": 4 * 8 * 32},
     "glm4_moe": {"hidden_size": 8 * 32},
@@ -41,7 +41,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {"indexer_head_dim": 32},
 }
 
-#: What configs of these types hold on the Hub and vLLM reads, and transformers does not write.
+#: Config fields that checkpoints on the Hub have and vLLM reads, but transformers does not write.
 _ON_HUB: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "dbrx": {
@@ -64,7 +64,7 @@ _ON_HUB: dict[str, dict[str, Any]] = {
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
 }  # fmt: skip
 
-#: Variants of types: fields of the config, and what changes the shapes that transformers writes.
+#: Variants of types: config fields, and functions that change the shapes that transformers writes.
 _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {"tied": {"tie_word_embeddings": True}, "biases": {"attention_bias": True, "mlp_bias": True}},
     "qwen2": {"tied": {"tie_word_embeddings": True}},
@@ -101,7 +101,7 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def kinds(served: Mapping[str, str]) -> dict[str, str]:
-    """Model type to class, of the types that vLLM's registry has."""
+    """Model type to class, for the types in vLLM's registry."""
     found = {}
     for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         name = names if isinstance(names, str) else names[0]
@@ -126,7 +126,7 @@ def small_config(kind: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def _sized(own: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
-    """Heads of 32 features, but those of multi-head latent attention, which stay as they are."""
+    """Set head sizes to 32, except those of multi-head latent attention."""
     is_latent = bool(default.get("kv_lora_rank"))
     sized: dict[str, Any] = {}
     for name, value in own.items():
@@ -140,7 +140,7 @@ def _sized(own: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _vllm_sizes(small: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
-    """Vocabulary, experts and KV heads."""
+    """Set sizes of the vocabulary, experts and KV heads."""
     sized = dict(small)
     for name, value in small.items():
         if isinstance(value, Mapping) and str(name).endswith("_config"):
@@ -153,7 +153,7 @@ def _vllm_sizes(small: Mapping[str, Any], default: Mapping[str, Any]) -> dict[st
 
 
 def pack_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Shapes of per-expert tensors as transformers holds them, stacked: gate and up one below the other, and down."""
+    """Shapes of stacked experts, as transformers holds them: concatenated gate and up, and down."""
     packed: dict[str, list[int]] = {}
     for name, shape in shapes.items():
         before, found, after = name.replace("block_sparse_moe", "mlp").partition(".experts.")
@@ -198,7 +198,7 @@ def write_all(home: Path, served: Mapping[str, str], only: list[str]) -> Iterato
             folder.mkdir(parents=True)
             try:
                 write(folder, class_name, fields, packed=name.endswith("-packed"))
-            except Exception as error:  # noqa: BLE001 - whatever it is goes into the table
+            except Exception as error:  # noqa: BLE001 - the table reports it
                 yield name, model_type, f"{type(error).__name__}: {error}".splitlines()[0][:300]
             else:
                 yield name, model_type, ""

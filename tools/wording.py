@@ -24,6 +24,23 @@ WORDS = {
     r"\bgo(?:es|ing)? on with\b": "continues",
     r"\bmodels? in (?:a|the) models?\b": "submodel",
     r"\bwords of the vocabulary\b": "vocabulary",
+    r"\btables? of words\b": "embedding table",
+    r"\b(?:by|over) words\b": "vocabulary-parallel",
+    r"\bwhole tensors?\b": "full tensor",
+    r"\b(?:whole on every rank|stays? whole|left whole)\b": "replicated",
+    r"\b(?:is|are|be|was|were|being) cut\b": "sharded",
+    r"\bcuts? (?:by|over|as|between|along|into)\b": "shard, boundary",
+    r"\bplain (?:ones?|blocks?|weights?)\b": "unsharded, full",
+    r"\bunsplit\b": "unsharded",
+    r"\bcopied (?:input|heads?)\b": "all-reduce the input gradient, replicated",
+    r"\bsummed output\b": "all-reduced output",
+    r"\b(?:drawn tokens|tokens (?:that are )?drawn)\b": "sampled tokens",
+    r"\b(?:made with|with) random numbers\b": "randomly initialized",
+    r"\bletter by letter\b": "CTC",
+    r"\b(?:the|all|every|each|both) ranks? says?\b|\branks say\b": "reports, returns",
+    r"\bbe a rank\b(?!')": "start a process",
+    r"\bhas not\b(?! (?:been|yet|\w+ed\b))": "does not have",
+    r"\b(?:nobody|whoever)\b": "no process, a caller",
 }
 _SUFFIXES = {".py", ".md", ".toml"}
 

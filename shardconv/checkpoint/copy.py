@@ -26,8 +26,8 @@ from shardconv.errors import IntegrityError, UsageError
 #: Bytes of a stripe. There is one checksum per rank and stripe, so a manifest stores the value it was written with.
 STRIPE_BYTES = 32 * 2**20
 #: Bytes of a block; it grows with the number of shards, so that single writes do not become small.
-_BLOCK_BYTES = 2 * 2**20
-_BLOCK_BYTES_PER_SHARD = 256 * 2**10
+BLOCK_BYTES = 2 * 2**20
+BLOCK_BYTES_PER_SHARD = 256 * 2**10
 #: Maximum bytes of the blocks of all threads together.
 _MAX_BLOCKS_BYTES = 12 * 2**20
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 64 * 2**10, 4 * 2**20
@@ -227,7 +227,7 @@ class CopyJob:
         sides = [self.reader.tensors, *(sink.tensors for sink in self.sinks)]
         geometries = [tensors[span.tensor].geometry for tensors in sides]
         shards = max(len(geometry.shards) for geometry in geometries)
-        size = min(max(_BLOCK_BYTES, shards * _BLOCK_BYTES_PER_SHARD), max_bytes)
+        size = min(max(BLOCK_BYTES, shards * BLOCK_BYTES_PER_SHARD), max_bytes)
         width = max((geometry.width for geometry in geometries if geometry.width <= size), default=1)
         start = span.start
         while start < span.stop:

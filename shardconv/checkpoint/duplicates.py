@@ -19,7 +19,7 @@ from shardconv.errors import SourceError
 
 _INDEX_SUFFIX = ".bin.index.json"
 #: Prints for each file a list of name, shape and storage of every tensor, or a description of the error.
-_LISTING = """
+LISTING = """
 import json, sys, torch
 found = []
 for path in sys.argv[1:]:
@@ -60,7 +60,7 @@ def unproven(files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -
     pickles = [name for name in files if name.endswith(PICKLE_SUFFIXES) and reasons[name] != _PROVEN]
     listed = [name for name in pickles if is_zipfile(files[name])]
     reasons |= dict.fromkeys(set(pickles) - set(listed), "not in the zip format of torch.save")
-    for name, listing in zip(listed, _list([files[name] for name in listed]), strict=True):
+    for name, listing in zip(listed, list_tensors([files[name] for name in listed]), strict=True):
         reasons[name] = listing if isinstance(listing, str) else _first_mismatch(listing, shapes)
     for name, index in indexes.items():
         if isinstance(index, str):
@@ -94,11 +94,11 @@ def _index(name: str, path: Path) -> _Index | str:
     return _Index(set(weight_map), {str(PurePosixPath(name).parent / file) for file in weight_map.values()})
 
 
-def _list(paths: list[Path]) -> list[Listing | str]:
+def list_tensors(paths: list[Path]) -> list[Listing | str]:
     """List the tensors of files with torch, in a subprocess."""
     if not paths:
         return []
-    command = [sys.executable, "-P", "-c", _LISTING, *map(str, paths)]
+    command = [sys.executable, "-P", "-c", LISTING, *map(str, paths)]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)  # noqa: S603
     if result.returncode:
         return [f"torch cannot list it ({(result.stderr.strip() or 'no message').splitlines()[-1]})"] * len(paths)

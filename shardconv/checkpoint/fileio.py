@@ -19,7 +19,7 @@ _WRITE_BYTES = 256 * 2**10
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def _pread_into(descriptor: int, buffers: Sequence[Bytes], offset: int) -> int:
+def pread_into(descriptor: int, buffers: Sequence[Bytes], offset: int) -> int:
     """Replacement of ``os.preadv`` for one buffer, on systems without it."""
     (buffer,) = buffers
     data = os.pread(descriptor, len(buffer), offset)
@@ -27,8 +27,8 @@ def _pread_into(descriptor: int, buffers: Sequence[Bytes], offset: int) -> int:
     return len(data)
 
 
-_preadv = getattr(os, "preadv", _pread_into)
-_fadvise = getattr(os, "posix_fadvise", None)
+preadv = getattr(os, "preadv", pread_into)
+fadvise = getattr(os, "posix_fadvise", None)
 
 
 def read_exactly(descriptor: int, buffer: Bytes, offset: int) -> None:
@@ -38,7 +38,7 @@ def read_exactly(descriptor: int, buffer: Bytes, offset: int) -> None:
         EOFError: if the file is too short.
     """
     while len(buffer):
-        count = _preadv(descriptor, [buffer], offset)
+        count = preadv(descriptor, [buffer], offset)
         if count == 0:
             raise EOFError(f"it ends at byte {offset} (expected at least {offset + len(buffer)} bytes)")
         buffer, offset = buffer[count:], offset + count
@@ -67,9 +67,9 @@ def permissions(paths: Iterable[Path]) -> int:
 
 def will_need(descriptor: int, offset: int, size: int) -> None:
     """Ask the operating system to read a byte range ahead, if it supports that."""
-    if _fadvise is not None:
+    if fadvise is not None:
         with suppress(OSError):
-            _fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+            fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
 
 def allow_open_files(count: int) -> None:

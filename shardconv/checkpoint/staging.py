@@ -55,7 +55,7 @@ def staging(
         partial = path.parent / f".{path.name}.partial"
         with _locked(partial, path) as descriptor:
             check_destination(path, is_folder=is_folder, overwrite=overwrite, auxiliary_files=auxiliary_files)
-            _check_room(path, num_bytes)
+            check_room(path, num_bytes)
             result = partial / (_RESULT if is_folder else path.name)
             if is_folder:
                 result.mkdir(mode | 0o700)
@@ -64,11 +64,11 @@ def staging(
                 raise OutputError(f"{partial}: was removed while it was in use: run the command again")
             if overwrite:
                 if os.path.lexists(path):
-                    _flush(result)  # the result has to be on the disk before the existing checkpoint is removed
+                    flush(result)  # the result has to be on the disk before the existing checkpoint is removed
                 check_destination(path, is_folder=is_folder, overwrite=True, auxiliary_files=auxiliary_files)
                 _replace(result, path, partial / _REPLACED)
             else:
-                _publish(result, path)
+                publish(result, path)
 
 
 @contextmanager
@@ -176,7 +176,8 @@ def _recover(partial: Path, path: Path) -> None:
         raise OutputError(f"{path}: was created by another process; the previous checkpoint is kept as {replaced}")
 
 
-def _check_room(path: Path, num_bytes: int) -> None:
+def check_room(path: Path, num_bytes: int) -> None:
+    """Refuse to write if the file system has fewer free bytes."""
     free = shutil.disk_usage(path.parent).free
     if num_bytes > free:
         raise OutputError(
@@ -185,7 +186,7 @@ def _check_room(path: Path, num_bytes: int) -> None:
         )
 
 
-def _publish(result: Path, path: Path) -> None:
+def publish(result: Path, path: Path) -> None:
     """Rename the result to ``path`` if that does not exist; the kernel checks it, to avoid a race."""
     try:
         if result.is_dir():
@@ -224,15 +225,16 @@ def _replace(result: Path, path: Path, replaced: Path) -> None:
             path.rmdir()
     result.rename(path)
     if exists:
-        _sync(path.parent)
+        sync_folder(path.parent)
 
 
-def _flush(result: Path) -> None:
+def flush(result: Path) -> None:
+    """Write a file or a folder to the disk."""
     for path in [*result.rglob("*"), result] if result.is_dir() else [result]:
-        _sync(path)
+        sync_folder(path)
 
 
-def _sync(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     """Wait until a file or folder is on the disk; on macOS os.fsync does not."""
     full_sync: int | None = getattr(fcntl, "F_FULLFSYNC", None)
     descriptor = os.open(path, os.O_RDONLY)

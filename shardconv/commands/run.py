@@ -135,13 +135,13 @@ def _run_rank(
     progress = partial(console.progress, "load") if is_first else nullcontext
     report = run_rank(src, prompts, given, console.stream, progress)
     if is_first:
-        _show(report, console, is_text=not given.token_ids, temperature=given.temperature)
+        show_report(report, console, is_text=not given.token_ids, temperature=given.temperature)
     leave()
     if report.differences:
         sys.exit(3)
 
 
-def _show(report: "RunReport", console: Console, *, is_text: bool, temperature: float) -> None:
+def show_report(report: "RunReport", console: Console, *, is_text: bool, temperature: float) -> None:
     """Print the report, except for the text of a single prompt, which was printed while it was generated."""
     if is_text and len(report.outputs) == 1 and report.has_continuations:
         console.report(report, [])

@@ -211,7 +211,7 @@ def _check_plain(layer: nn.Module, plain: type[nn.Module]) -> None:
     if type(layer) is not plain or "weight" not in parameters or parameters.keys() - {"weight", "bias"}:
         raise ValueError(
             f"is a {type(layer).__name__} with parameters {', '.join(parameters)}, not a plain {plain.__name__}, and "
-            f"may compute something else; convert the modules of the model that hold plain layers"
+            f"may compute something else; convert the modules of the model that hold unsharded layers"
         )
     gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
     if "forward" in vars(layer) or any(gradient.is_sparse for gradient in gradients):

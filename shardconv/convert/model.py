@@ -173,11 +173,11 @@ def convert_with_request(
     return model
 
 
-def _sort_keys(value: object) -> object:
+def sort_keys(value: object) -> object:
     """Sort all keys: some configs have the order of a set, which differs between processes."""
     if isinstance(value, Mapping):
-        return sorted(((str(key), _sort_keys(one)) for key, one in value.items()), key=lambda item: item[0])
-    return [_sort_keys(one) for one in value] if isinstance(value, list | tuple) else value
+        return sorted(((str(key), sort_keys(one)) for key, one in value.items()), key=lambda item: item[0])
+    return [sort_keys(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, axis: Axis) -> Preparation:
@@ -197,7 +197,7 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
     ]
     overrides += [] if policies is None else policies.overrides
     rules = json.dumps(resolver.rules.to_json(), default=repr)
-    return prepared._replace(overrides=overrides, description=repr((_sort_keys(config), rules)))
+    return prepared._replace(overrides=overrides, description=repr((sort_keys(config), rules)))
 
 
 def _resolver(

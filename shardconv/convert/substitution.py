@@ -40,7 +40,7 @@ class _ThreadState(threading.local):
     values: Substitution = MappingProxyType({})
 
 
-_current = _ThreadState()
+current_substitution = _ThreadState()
 
 
 class Substitutable(nn.Module):
@@ -54,7 +54,7 @@ class Substitutable(nn.Module):
 
     def __getattr__(self, name: str) -> Any:  # any attribute, as of nn.Module
         """Return the substitute, else the module's own parameter, buffer or child."""
-        found = _current.values.get((self, name))
+        found = current_substitution.values.get((self, name))
         return super().__getattr__(name) if found is None else found
 
 
@@ -62,7 +62,7 @@ def substitutable_attribute(name: str) -> property:
     """Make a property, for a class of modules, that can be substituted; its value is stored in the module as usual."""
 
     def read(self: nn.Module) -> object:
-        found = _current.values.get((self, name))
+        found = current_substitution.values.get((self, name))
         return self.__dict__[name] if found is None else found
 
     def write(self: nn.Module, value: object) -> None:
@@ -84,13 +84,13 @@ class Substituted:
 
     def __enter__(self) -> None:
         """Add the substitutes to those of the thread."""
-        self._before = _current.values
+        self._before = current_substitution.values
         kept = {key: value for key, value in self._before.items() if key[0] is not self._without}
-        _current.values = {**kept, **self._values}
+        current_substitution.values = {**kept, **self._values}
 
     def __exit__(self, *_: object) -> None:
         """Restore the earlier substitutions."""
-        _current.values = self._before
+        current_substitution.values = self._before
 
 
 class ForwardWithShards(Substitutable):

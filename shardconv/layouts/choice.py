@@ -16,7 +16,7 @@ from shardconv.layouts.rules import Group, GroupTable, Rule, file_tensors
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 
-_FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent
 _FIXED = {layout.name: layout for layout in (NATIVE, DCP)}
 #: The layouts of engines, each with a TOML file.
 _ENGINES = ("vllm",)
@@ -117,7 +117,7 @@ def rules_for(name: str, config: Mapping[str, object]) -> ChosenRules:
 
 @cache
 def _file(name: str) -> LayoutTable:
-    return cast("LayoutTable", tomllib.loads((_FOLDER / f"{name}.toml").read_text("utf-8")))
+    return cast("LayoutTable", tomllib.loads((FOLDER / f"{name}.toml").read_text("utf-8")))
 
 
 def _groups(name: str, model_type: object) -> list[Group]:

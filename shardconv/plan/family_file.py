@@ -18,7 +18,7 @@ from shardconv.plan.blocks import expand_blocks
 from shardconv.plan.family import PLAN_FILE, Block, Family, units_named
 from shardconv.plan.family_format import parse_block, parse_family
 
-_FOLDER = Path(__file__).parent / "families"
+FOLDER = Path(__file__).parent / "families"
 _BLOCKS = Path(__file__).parent / "blocks"
 
 
@@ -138,7 +138,7 @@ def _index() -> _Index:
         PlanError: if two families have the same name or serve the same model type.
     """
     index = _Index({}, {})
-    for path in sorted(_FOLDER.glob("*.toml")):
+    for path in sorted(FOLDER.glob("*.toml")):
         for name, table in tomllib.loads(path.read_text("utf-8")).items():
             if name in index.tables:
                 raise PlanError(f"family {name} is defined twice, also in {path.name}: rename one of them")

@@ -186,7 +186,7 @@ def _units_by_module(model_rules: "ModelRules") -> dict[str, _LinkedUnits]:
                 linked.refusal = f"{rule.pattern} computes along the dim that would be padded (style by_rows)"
     for regex, override in model_rules.modules():
         if names := override.reads() & units.keys():
-            for module in by_module.keys() & {*expand_choices(override.pattern), *_matched_modules(model_rules, regex)}:
+            for module in by_module.keys() & {*expand_choices(override.pattern), *matched_modules(model_rules, regex)}:
                 by_module[module].names |= names
     gathering = (rule.pattern for _, rule in model_rules.modules() if rule.gathered_output)
     for module in (module for pattern in gathering for module in expand_choices(pattern) if module in by_module):
@@ -194,7 +194,7 @@ def _units_by_module(model_rules: "ModelRules") -> dict[str, _LinkedUnits]:
     return by_module
 
 
-def _matched_modules(model_rules: "ModelRules", regex: re.Pattern[str]) -> Iterator[str]:
+def matched_modules(model_rules: "ModelRules", regex: re.Pattern[str]) -> Iterator[str]:
     """The patterns of modules with a tensor in a module that an override matches, or in a layer of that module."""
     for rule, layers in (model_rules.used or {}).items():
         names = [name for name in layers if regex.fullmatch(name) or regex.fullmatch(name.rpartition(".")[0])]

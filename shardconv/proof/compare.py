@@ -145,14 +145,14 @@ def _compare_outputs(model: PretrainedModel, expected: Reference) -> tuple[float
         result = model(**copy_inputs(expected.inputs))
     found = float_tensors(result)
     cache = cache_bytes(result) / expected.cache if expected.cache else None
-    output = max(_difference(found[key], value) for key, value in expected.output.items())
+    output = max(largest_difference(found[key], value) for key, value in expected.output.items())
     tokens = greedy_tokens(model, expected.inputs)
     if tokens is None or expected.tokens is None:
         return output, None if tokens is expected.tokens else False, cache
     return output, torch.equal(tokens, expected.tokens), cache
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def largest_difference(found: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest expected value; infinite if shapes or masked values differ."""
     if found.shape != expected.shape:
         return float("inf")

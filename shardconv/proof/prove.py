@@ -73,7 +73,7 @@ def prove(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         proofs=proofs,
         skipped=(
-            *_skipped(str(src), unsupported, not_small, has_plan_file=request.plan_file is not None),
+            *skipped_sizes(str(src), unsupported, not_small, has_plan_file=request.plan_file is not None),
             *(f"tp {tp}: {reason}" for tp, reason in mismatched.items()),
         ),
         note=note,
@@ -119,7 +119,7 @@ def _plans(resolver: Resolver, tps: Sequence[int]) -> tuple[dict[int, Plan], dic
     return plans, reasons
 
 
-def _skipped(
+def skipped_sizes(
     source: str, unsupported: Mapping[int, str], not_small: Mapping[int, str], *, has_plan_file: bool
 ) -> Iterator[str]:
     """The tensor parallel sizes that the source or the small model does not support."""

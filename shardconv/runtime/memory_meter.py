@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _aten = torch.ops.aten
 #: Operations whose shapes are reused: those that layers call most and whose result is one tensor that is not a view.
-_REUSED = {
+REUSED = {
     _aten.add.Tensor, _aten.cat.default, _aten.mean.dim, _aten.mm.default, _aten.mul.Tensor, _aten.neg.default,
     _aten.pow.Tensor_Scalar, _aten.rsqrt.default, _aten.silu.default,
 }  # fmt: skip
@@ -66,7 +66,7 @@ class LiveBytes(TorchDispatchMode):
         On the meta device torch computes shapes in Python, in up to half a millisecond per operation. Reuse takes a
         fraction of that, as all layers have the same shapes.
         """
-        if func not in _REUSED:
+        if func not in REUSED:
             return func(*args, **kwargs)
         key = (func, _shape_key(args), _shape_key(tuple(kwargs.items())))
         if key not in self._results:

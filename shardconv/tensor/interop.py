@@ -77,27 +77,27 @@ def _dtensor(name: str, value: Tensor, placement: Placement, axis: Axis) -> DTen
             f"{name}: a DTensor requires a process group, even for one process: call "
             f"torch.distributed.init_process_group first, or use module.state_dict(), which is not sharded"
         )
-    num_chunks = _num_chunks(placement)
+    chunks = num_chunks(placement)
     dim, rank = placement.dim, axis.rank
     if (device_type := _mesh(axis, value).device_type) != value.device.type:
         raise ValueError(
             f"{name} is on {value.device}, but the mesh of its ranks is on {device_type}, so a DTensor would be a "
             f"copy: move the model there, or call shardconv.init_parallel(device_type={value.device.type!r})"
         )
-    if dim is None or num_chunks == 1:
+    if dim is None or chunks == 1:
         return DTensor.from_local(value, _mesh(axis, value), [Replicate()], run_check=False)
     shape = torch.Size((*value.shape[:dim], placement.size, *value.shape[dim + 1 :]))
     make = partial(DTensor.from_local, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
-    if num_chunks is None:
+    if chunks is None:
         return make(ChunkedShard(value, _chunks(value, placement, rank)), _mesh(axis, value), [Shard(dim)])
     interval, position = next(_local_intervals(placement.ranks[rank]), (Interval(0, 0), 0))
     local = value.narrow(dim, position, interval.size)
-    if num_chunks == axis.size:
+    if chunks == axis.size:
         return make(local, _mesh(axis, value), [Shard(dim)])
-    return make(local, _replica_mesh(axis, value, num_chunks), [Shard(dim), Replicate()])
+    return make(local, _replica_mesh(axis, value, chunks), [Shard(dim), Replicate()])
 
 
-def _num_chunks(placement: Placement) -> int | None:
+def num_chunks(placement: Placement) -> int | None:
     """Number of chunks of the dim if they are those of ``torch.chunk``, else None.
 
     Replicas of a chunk have to be on adjacent ranks, the same number for each chunk.

@@ -118,8 +118,8 @@ def run(folder, old, old_files, new, new_sizes, *, stripe_bytes, checksums=None,
 @given(case=cases(), stripe_bytes=st.integers(1, 200), block_bytes=st.integers(1, 64), seed=st.integers(0, 9))
 def test_copy_between_any_two_placements(tmp_path, monkeypatch, case, stripe_bytes, block_bytes, seed):
     """split, reshard and merge are such copies; each result equals that of numpy."""
-    monkeypatch.setattr(engine, "_BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(engine, "_BLOCK_BYTES_PER_SHARD", 1)
+    monkeypatch.setattr(engine, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(engine, "BLOCK_BYTES_PER_SHARD", 1)
     rng = np.random.default_rng(seed)
     arrays = [
         rng.integers(1, 256, (*shape, np.dtype(DTYPES[dtype]).itemsize), np.uint8).view(DTYPES[dtype]).reshape(shape)

@@ -206,7 +206,7 @@ def test_overwrite_flushes_the_result_before_it_removes_the_checkpoint(job, targ
     put_checkpoint(target)
     replaced = target.parent / ".result.partial" / "replaced"
     synced: list[tuple[Path, bool]] = []
-    monkeypatch.setattr(staging, "_sync", lambda path: synced.append((path, replaced.exists())))
+    monkeypatch.setattr(staging, "sync_folder", lambda path: synced.append((path, replaced.exists())))
     check_done(job.call(target, "--overwrite"), job, target)
     assert (target.parent / ".result.partial" / "result", False) in synced
     assert synced[-1] == (target.parent, True)
@@ -217,8 +217,8 @@ def test_overwrite_flushes_the_result_before_it_removes_the_checkpoint(job, targ
 
 def when_all_is_written(monkeypatch, action: Callable[[], object]) -> None:
     """Call a function after all files are written and before they are published."""
-    publish = staging._publish
-    monkeypatch.setattr(staging, "_publish", lambda *arguments: (action(), publish(*arguments)))
+    publish = staging.publish
+    monkeypatch.setattr(staging, "publish", lambda *arguments: (action(), publish(*arguments)))
 
 
 @pytest.mark.parametrize("put", [put_file, put_notes, put_checkpoint, put_link, put_dangling_link])
@@ -243,8 +243,8 @@ def test_empty_folder_that_appears_during_the_run_is_replaced(job, target, monke
 
 def test_overwrite_checks_the_destination_again_before_it_replaces_it(job, target, monkeypatch):
     put_checkpoint(target)
-    flush = staging._flush
-    monkeypatch.setattr(staging, "_flush", lambda path: (flush(path), (target / "notes.txt").write_text("mine")))
+    flush = staging.flush
+    monkeypatch.setattr(staging, "flush", lambda path: (flush(path), (target / "notes.txt").write_text("mine")))
     assert "holds notes.txt, which is not part of a checkpoint" in job.call(target, "--overwrite").err
     assert beside(target) == [target.name]
     assert contents(target)["notes.txt"] == b"mine"

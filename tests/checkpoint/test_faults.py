@@ -156,7 +156,7 @@ def test_too_little_space_is_found_before_the_copy(job, mount):
 def test_full_disk_during_the_copy(job, mount, monkeypatch, share):
     """Other processes may fill the disk while the copy runs."""
     target = mount(int(sum(map(len, job.expected.values())) * share))
-    monkeypatch.setattr(staging, "_check_room", lambda *_: None)
+    monkeypatch.setattr(staging, "check_room", lambda *_: None)
     check_failed(job.call(target), target, "the disk is full: free some space (no files were left behind)")
 
 
@@ -178,7 +178,7 @@ def test_write_error(job, target, monkeypatch, after, threads):
 
 @pytest.mark.parametrize("after", [0, 3])
 def test_read_error(job, target, monkeypatch, after):
-    monkeypatch.setattr(fileio, "_preadv", failing(fileio._preadv, after))
+    monkeypatch.setattr(fileio, "preadv", failing(fileio.preadv, after))
     check_failed(job.call(target), target, "cannot be read: Input/output error")
 
 
@@ -249,15 +249,15 @@ def test_config_changed_between_plan_and_copy(made, tmp_path, target, monkeypatc
 
 
 def test_systems_without_optional_calls(job, target, monkeypatch):
-    monkeypatch.setattr(fileio, "_preadv", fileio._pread_into)
-    monkeypatch.setattr(fileio, "_fadvise", None)
+    monkeypatch.setattr(fileio, "preadv", fileio.pread_into)
+    monkeypatch.setattr(fileio, "fadvise", None)
     check_done(job.call(target), job, target)
 
 
-@pytest.mark.parametrize("preadv", [fileio._preadv, fileio._pread_into], ids=["preadv", "pread"])
+@pytest.mark.parametrize("preadv", [fileio.preadv, fileio.pread_into], ids=["preadv", "pread"])
 def test_short_reads_and_writes(job, target, monkeypatch, preadv):
     write = os.pwrite
-    monkeypatch.setattr(fileio, "_preadv", lambda file, buffers, at: preadv(file, [buffers[0][:97]], at))
+    monkeypatch.setattr(fileio, "preadv", lambda file, buffers, at: preadv(file, [buffers[0][:97]], at))
     monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:89], at))
     check_done(job.call(target), job, target)
 
@@ -267,5 +267,5 @@ def test_full_sync_on_systems_that_have_it(tmp_path, monkeypatch):
     calls: list[int] = []
     monkeypatch.setattr(staging.fcntl, "F_FULLFSYNC", 51, raising=False)
     monkeypatch.setattr(staging.fcntl, "fcntl", lambda _, command: calls.append(command))
-    staging._flush(tmp_path)
+    staging.flush(tmp_path)
     assert calls == [51]

@@ -157,7 +157,9 @@ REASON = "duplicate of the checkpoint in another format"
 
 def test_index_over_files_of_the_same_tensors(folder, monkeypatch):
     """Only the index is read."""
-    monkeypatch.setattr(duplicates, "_list", lambda paths: [] if not paths else pytest.fail("torch is not needed"))
+    monkeypatch.setattr(
+        duplicates, "list_tensors", lambda paths: [] if not paths else pytest.fail("torch is not needed")
+    )
     files = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
     for name in files:
         put(folder, name)
@@ -278,7 +280,7 @@ def test_what_is_not_a_regular_file_is_not_opened(single, tmp_path):
 def test_without_torch(single, monkeypatch):
     """Duplicates are not proven, and the message has the reason."""
     torch.save(tensors(), single / "pytorch_model.bin")
-    monkeypatch.setattr(duplicates, "_LISTING", "import a_module_that_is_not_there")
+    monkeypatch.setattr(duplicates, "LISTING", "import a_module_that_is_not_there")
     assert "pytorch_model.bin (torch cannot list it (ModuleNotFoundError: " in refusal(single)
 
 

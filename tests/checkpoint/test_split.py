@@ -125,7 +125,7 @@ def test_safetensors_reads_rank_files(tmp_path):
 def test_reshard_equals_a_split_of_the_source(tmp_path, monkeypatch, old, new):
     """Includes sizes of which neither divides the other, and stripes and blocks that end in the middle of a row."""
     monkeypatch.setattr(split, "STRIPE_BYTES", 5000)
-    monkeypatch.setattr(copy, "_BLOCK_BYTES", 700)
+    monkeypatch.setattr(copy, "BLOCK_BYTES", 700)
     config = llama_config(hidden=96, heads=12, kv_heads=12, intermediate=120)
     source = write_checkpoint(tmp_path / "model", parts=3, config=config)
     shardconv.split(source, tmp_path / "old", tp=old)

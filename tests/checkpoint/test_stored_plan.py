@@ -30,7 +30,7 @@ from shardconv.proof.outputs import float_tensors
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.manifests import change_manifest
-from tests.support.wrong_rules import KIND_OF, TOLD_WRONG, WRONG
+from tests.support.wrong_rules import KIND_OF, WRONG, WRONG_OVERRIDES
 from tools.model_matrix.trial import model_class, small
 
 DATA = Path(__file__).parents[1] / "data"
@@ -40,7 +40,7 @@ DATA = Path(__file__).parents[1] / "data"
 def installed(folder):
     """Replace the installed families by those in a folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(family_file, "_FOLDER", folder)
+        patch.setattr(family_file, "FOLDER", folder)
         family_file.clear_cache()
         yield
     family_file.clear_cache()
@@ -48,7 +48,7 @@ def installed(folder):
 
 def changed_families(folder, model_type, text):
     """Write the installed families, and add rules for a model type before those of its family."""
-    shutil.copytree(family_file._FOLDER, folder)
+    shutil.copytree(family_file.FOLDER, folder)
     family = family_for(model_type)
     for path in folder.glob("*.toml"):  # the type is no other family's
         lists = re.compile(r"^model_types = \[[^]]*\]", re.MULTILINE)
@@ -67,8 +67,8 @@ def changed_families(folder, model_type, text):
 CHANGED = {
     **{what: (kind, f"[units]\npart = {{}}\n[rules]\n{rules}\n") for what, (kind, rules) in WRONG.items()},
     **{
-        what: (kind, f"[units]\nwhole = {{ count = 2, copies = true }}\n[modules]\n{told}\n")
-        for what, (kind, told) in TOLD_WRONG.items()
+        what: (kind, f"[units]\nwhole = {{ count = 2, copies = true }}\n[modules]\n{overrides}\n")
+        for what, (kind, overrides) in WRONG_OVERRIDES.items()
     },
     "the order of heads in a submodel": (
         "qwen2_vl",
@@ -140,7 +140,7 @@ def test_family_that_changed_after_the_split(ranks, tmp_path, what):
     shardconv.split(tmp_path / "source", tmp_path / "split", tp=2)
     families = changed_families(tmp_path / "families", model_type, text)
     ranks("pair", check_equal, type(model).__name__, tmp_path / "source", tmp_path / "split", families)
-    if what not in TOLD_WRONG:
+    if what not in WRONG_OVERRIDES:
         to_format_1(tmp_path / "split")
         ranks("pair", check_refused, tmp_path / "split", families, "does not store rules, .* was split as .*Merge it")
     else:
@@ -151,7 +151,7 @@ def test_family_that_changed_after_the_split(ranks, tmp_path, what):
 
 def test_no_family_is_read_for_a_split_checkpoint(ranks, tmp_path):
     """Every command works without installed families; KV heads are replicated, the vocabulary is padded."""
-    model = small(model_class("causal language models", "llama"))
+    model = small(model_class("text generation", "llama"))
     model.resize_token_embeddings(131)
     model.save_pretrained(tmp_path / "source")
     shardconv.split(tmp_path / "source", tmp_path / "four", tp=4)
@@ -177,7 +177,7 @@ def check_planner_changed(axis, split):
 
 
 def test_planner_that_changed_after_the_split(ranks, tmp_path):
-    model = small(model_class("causal language models", "llama"))
+    model = small(model_class("text generation", "llama"))
     model.save_pretrained(tmp_path / "source")
     shardconv.split(tmp_path / "source", tmp_path / "split", tp=2)
 
@@ -203,7 +203,7 @@ def test_older_formats_are_read(ranks, tmp_path, name):
     assert shardconv.verify(tmp_path / "four", against=source).differences == ()
     assert json.loads((tmp_path / "four" / "shardconv.json").read_text())["format_version"] == 3
     assert "tp 2:" in call("plan", split).out
-    ranks("pairs", check_equal, "LlamaForCausalLM", source, split, family_file._FOLDER)
+    ranks("pairs", check_equal, "LlamaForCausalLM", source, split, family_file.FOLDER)
 
 
 # --- rules as data --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Unusual inputs, and the result of every command for each: a correct result, an error or a warning.
+"""Unusual inputs: every command has a correct result, an error or a warning for each of them.
 
 ``CASES`` is the table. A row has the change and one outcome for each command: ``right`` (compared here with torch and
 transformers alone), ``error`` (an exit code other than 0, a message that names the tensor or file, no output
@@ -54,11 +54,11 @@ pytestmark = pytest.mark.timeout(200)
 
 
 class Outcome(NamedTuple):
-    """The correct result of a command.
+    """The expected outcome of a command.
 
     Attributes:
         kind: ``right``, ``error``, ``warning`` or ``na``.
-        texts: all that the message has to name; of ``na`` the reason.
+        texts: strings that the message has to contain; for ``na``, the reason.
     """
 
     kind: str
@@ -88,7 +88,7 @@ def every(commands: tuple[str, ...], outcome: Outcome) -> Expected:
 
 
 def refused(outcome: Outcome) -> Expected:
-    """Outcomes for a source without a plan, which is therefore not split."""
+    """Outcomes for a source that cannot be split."""
     return every(OF_SOURCE, outcome) | every(OF_SPLIT, na("the source is not split"))
 
 
@@ -100,9 +100,9 @@ def moved(model: Outcome, *, proof: Outcome = RIGHT, **others: Outcome) -> Expec
 
 
 def damaged(outcome: Outcome, **others: Outcome) -> Expected:
-    """Outcomes for a split checkpoint that was changed."""
+    """Outcomes for a damaged split checkpoint."""
     commands = {name.replace("__", " --"): other for name, other in others.items()}
-    return every(OF_SOURCE, na("the source is as it was")) | every(OF_SPLIT, outcome) | commands
+    return every(OF_SOURCE, na("the source is unchanged")) | every(OF_SPLIT, outcome) | commands
 
 
 # --- changes --------------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ Change = Callable[[Path], None]
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Change:
-    """A change of the tensors of a source with one file."""
+    """Change the tensors of a source with one file."""
 
     def apply(source: Path) -> None:
         found = read(source)
@@ -169,7 +169,7 @@ def in_two_files(
         files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
         chosen = second(found)
         rest = [name for name in found if name not in chosen]
-        if not index:  # the same tensor in both
+        if not index:  # both files have the same tensor
             rest = list(found)
         save_file({name: found[name] for name in rest}, source / files[0], metadata={"format": "pt"})
         save_file({name: found[name] for name in chosen}, source / files[1], metadata={"format": "pt"})
@@ -190,7 +190,7 @@ def adapter(source: Path) -> None:
 
 
 def fp8_scales(source: Path) -> None:
-    """Quantize as NVIDIA ModelOpt does: FP8 weights, a scale for each weight and its input, and a config file."""
+    """Quantize as NVIDIA ModelOpt does: FP8 weights, scales per weight and input, and a config file."""
 
     def change(found: dict[str, torch.Tensor]) -> None:
         for name in [name for name in found if name.endswith("_proj.weight")]:
@@ -263,13 +263,13 @@ class Case:
     Attributes:
         expected: the outcome of each command.
         change: a change of the source before anything else.
-        damage: a change of the split checkpoint, after the split of a source as it was.
+        damage: a change of the split checkpoint, after the split of an unchanged source.
         base: the model type.
         while_split: a change of the source while it is split.
-        has_plan: whether plan and split take the plan file that the change wrote.
-        options: further options of both.
-        left_out: files of the source that they leave out.
-        layout: of the rank files.
+        has_plan: whether plan and split get the plan file that the change wrote.
+        options: further options of plan and split.
+        left_out: files of the source that these options exclude.
+        layout: the layout of the rank files.
     """
 
     expected: Expected
@@ -290,8 +290,8 @@ BIAS = f"{LAYER}.self_attn.q_proj.bias"
 QKV = f"{LAYER}.self_attn.qkv_proj.weight (colwise instead of packed_colwise)"
 NO_RULE = "no rule of family llama matches it"
 
-GROUPS = "the shards of groups are compared with the heads of queries in test_padding"
-OTHER_NAMES = "the names and shapes of its files are compared in test_layouts and test_vllm_layout"
+GROUPS = "test_padding compares the shards of padded groups with query heads"
+OTHER_NAMES = "test_layouts and test_vllm_layout compare the names and shapes of its files"
 
 CASES: Mapping[str, Case] = {
     "plain": Case(moved(RIGHT)),
@@ -372,14 +372,14 @@ CASES: Mapping[str, Case] = {
         refused(error("not in model.safetensors.index.json", "model-00002-of-00002.safetensors", "--ignore")),
         in_two_files(second=lambda found: [UP], index=True, names=-1),
     ),
-    "adapter beside the base": Case(
+    "adapter next to the base": Case(
         refused(error("adapter_model.safetensors", "merge_and_unload", "--ignore")), adapter,
     ),
-    "adapter beside the base, left out by the user": Case(
+    "adapter next to the base, excluded by an option": Case(
         moved(RIGHT), adapter, options=("--ignore", "adapter_*"),
         left_out=("adapter_model.safetensors", "adapter_config.json"),
     ),
-    "PyTorch file beside that may be another model": Case(
+    "PyTorch file that may be another model": Case(
         refused(error("pytorch_model.bin", "--ignore")),
         lambda source: (source / "pytorch_model.bin").write_bytes(b"not a copy") and None,
     ),
@@ -427,7 +427,7 @@ CASES: Mapping[str, Case] = {
     # plan files
     "plan file that matches too much": Case(
         moved(
-            error("plan.toml"), load=na("a warning names the plan file, and torch refuses its shapes in forward"),
+            error("plan.toml"), load=na("a warning has the plan file, and forward fails in torch"),
             plan=warning(NORM), split=warning(NORM), proof=error("not proven"),
         ),
         plan_file('[rules]\n"**.*" = { style = "colwise", pad = true }\n'), has_plan=True,
@@ -439,11 +439,11 @@ CASES: Mapping[str, Case] = {
         ),
         plan_file('[rules]\n"**.qkv_proj" = { style = "colwise" }\n'), base="phi3", has_plan=True,
     ),
-    "plan file with a block at no module": Case(
+    "plan file with a block that matches no module": Case(
         refused(error("blocks 'model.layer.*.self_attn' = 'gathered_attention'", "none of its rules applies")),
         plan_file('[blocks]\n"model.layer.*.self_attn" = "gathered_attention"\n'), has_plan=True,
     ),
-    "plan file with a block behind another that covers all of its tensors": Case(
+    "plan file with a block whose tensors another block covers": Case(
         refused(error("blocks 'model.layers.*.self_attn' = 'attention'", "none of its rules applies")),
         plan_file('[blocks]\n"model.layers.*.self_attn" = ["gathered_attention", "attention"]\n'), has_plan=True,
     ),
@@ -452,12 +452,12 @@ CASES: Mapping[str, Case] = {
         plan_file('[blocks]\n"model.layers.*.mlp" = { block = "mlp", intermediate_sise = "ffn_size" }\n'),
         has_plan=True,
     ),
-    "plan file with another unit of the name of one of the family": Case(
+    "plan file that redefines a unit of the family": Case(
         refused(error("unit 'query_head' is ", "rename it")),
         plan_file('[units]\nquery_head = { count = "num_attention_heads // 2", size = "head_dim * 2" }\n[rules]\n'
                   '"lm_head" = { style = "colwise", unit = "query_head" }\n'), has_plan=True,
     ),
-    "plan file with a submodel whose config is not there": Case(
+    "plan file with a submodel without a config": Case(
         refused(error("part 'model.layers'", "no nested config 'text_config'")),
         plan_file('[parts]\n"model.layers" = { config = "text_config", family = "llama" }\n'), has_plan=True,
     ),
@@ -476,7 +476,7 @@ CASES: Mapping[str, Case] = {
         while_split=config(num_key_value_heads=8),
     ),
     # split checkpoints
-    "rank file of another tp beside": Case(
+    "additional rank file of another tp": Case(
         damaged(RIGHT, verify=warning(NATIVE.rank_file(0, 2)),
                 verify__against=warning(NATIVE.rank_file(0, 2))),
         damage=from_other(NATIVE.rank_file(0, 2), tp=2),
@@ -484,7 +484,7 @@ CASES: Mapping[str, Case] = {
     "config.json edited after the split": Case(
         damaged(error("config.json")), damage=lambda _, split: change_config(split, {"num_attention_heads": 4}),
     ),
-    "rank file of another tp in the place of one": Case(
+    "rank file replaced by one of another tp": Case(
         damaged(error(NATIVE.rank_file(0, TP))),
         damage=from_other(NATIVE.rank_file(0, 2), tp=2, to=NATIVE.rank_file(0, TP)),
     ),
@@ -515,7 +515,7 @@ def counts() -> Counter[str]:
     return Counter(outcome.kind for case in CASES.values() for outcome in case.expected.values())
 
 
-def test_the_page_on_reliability_has_the_counts():
+def test_reliability_page_has_the_counts():
     text = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
     found = counts()
     expected = (
@@ -526,7 +526,7 @@ def test_the_page_on_reliability_has_the_counts():
     assert [each for each in expected if each not in " ".join(text.split())] == []
 
 
-def test_the_table_has_every_command_for_every_case():
+def test_every_case_has_an_outcome_for_every_command():
     assert all(set(case.expected) == set(COMMANDS) for case in CASES.values())
     outcomes = [outcome for case in CASES.values() for outcome in case.expected.values()]
     assert all(outcome.texts for outcome in outcomes if outcome.kind != "right")
@@ -544,15 +544,15 @@ FIELDS = {
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """The source of a case and its split checkpoint, by the name of the case; made once."""
+    """Build the source and the split checkpoint of a case, once per case."""
     bases = cache(lambda model_type: write_base(tmp_path_factory.mktemp(model_type) / "source", model_type))
     return cache(lambda name: write_case(tmp_path_factory.mktemp("case"), CASES[name], bases))
 
 
-#: A model whose dims tp does not divide, and its dims with padding.
+#: A model whose dims are not multiples of tp, and its dims with padding.
 ODD = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 90}
 PADDED = {r"[qo]_proj": 128, r"[kv]_proj": 64, r"(gate|up|down)_proj": 96}
-#: Query and KV heads for which 4 ranks pad each group; and layers of linear attention, with a slope for each head.
+#: Numbers of query and KV heads for which 4 ranks pad each group; linear attention has a slope per head.
 FEW = {
     "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "block_size": 8,
     "layer_types": ["linear_attention", "full_attention"],
@@ -590,7 +590,7 @@ def split_of(case: Case, source: Path, split: Path) -> Path:
         options = [*options_of(case, source), "--layout", case.layout]
         result = call("split", source, "--tp", TP, "-o", split, *options)
         if result.code:
-            raise RuntimeError(result.err)  # not an outcome of the command under test
+            raise RuntimeError(result.err)  # not the command under test
     return split
 
 
@@ -602,7 +602,7 @@ def options_of(case: Case, source: Path) -> list[Any]:
 
 
 class Found(NamedTuple):
-    """The result of a command: an error or "", warnings, and a check that the result is correct."""
+    """The result of a command: its error or "", warnings, and a check that the result is correct."""
 
     error: str
     warnings: str
@@ -610,7 +610,7 @@ class Found(NamedTuple):
 
 
 def of_result(result: Result, check: Callable[[], None]) -> Found:
-    """The result of a command with its messages; with -q, stderr has warnings only."""
+    """The result of a command and its messages; with -q, stderr has warnings only."""
     message = f"{result.err}{result.out}" if result.code else ""
     return Found(message, result.err, check)
 
@@ -628,7 +628,7 @@ def plan(case: Case, source: Path, _: Path, __: Path, ___: Any) -> Found:
 
 def prove_plan(case: Case, source: Path, _: Path, __: Path, ___: Any) -> Found:
     def check() -> None:
-        """A proof compares by itself; test_prove.py shows that it finds what is wrong."""
+        """Do nothing: the proof compares, and test_prove.py tests that it finds errors."""
 
     result = call("plan", source, "--prove", "--tp", 2, *options_of(case, source))
     return of_result(result, check)._replace(warnings=result.err)
@@ -650,7 +650,7 @@ def split(case: Case, source: Path, _: Path, target: Path, __: Any) -> Found:
 
 
 def change_during(patch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
-    """Change a source while it is split: after its files are open, before the first byte is copied."""
+    """Change a source during split, after its files are open and before the first byte is copied."""
     from shardconv.checkpoint import split as module  # noqa: PLC0415 - the package has a function of that name
 
     copy = module.copy_files
@@ -718,7 +718,7 @@ def ran(found: list[Any], source: Path) -> Found:
 
 
 def run_on_rank(_: Any, place: Path, against: Path | None) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """The message of an error or of differences, outputs, and notes."""
+    """Returns the message of an error or of differences, the outputs, and the notes."""
     options = RunOptions(max_new_tokens=TOKENS, device="cpu", check=against)
     try:
         check_run(place, [PROMPT], options)
@@ -758,7 +758,7 @@ IDS = torch.arange(3, 12).view(1, -1)
 
 
 def load_on_rank(axis: Any, place: Path) -> tuple[str, torch.Tensor | None, list[str]]:
-    """The message of an error, logits, and warnings."""
+    """Returns the message of an error, the logits, and the warnings."""
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
@@ -775,9 +775,9 @@ RUNNERS: Mapping[str, Callable[..., Found]] = dict(
 )
 
 
-# --- what is right: by torch and safetensors alone ------------------------------------------------------------------
+# --- correct results, by torch and safetensors alone ----------------------------------------------------------------
 
-#: The dim along which a llama or mixtral is sharded, by the ends of names; all else is replicated.
+#: Suffix of names to the sharded dim, for Llama and Mixtral; all other tensors are replicated.
 DIMS = {
     r"((q|k|v|gate|up)_proj|w1|w3)\.(weight|bias)": 0,
     r"(embed_tokens|lm_head)\.weight": 0,
@@ -819,13 +819,13 @@ def check_shards(case: Case, name: str, tensor: torch.Tensor, shards: list[torch
 
 # --- the harness ----------------------------------------------------------------------------------------------------
 
-#: An error of another library that is passed on, or an unexpected one.
+#: Errors of other libraries, and unexpected errors.
 FOREIGN = re.compile(r"Traceback|internal error|(?m:^(rank \d+: )?\w*(Error|Exception): )")
 
 
 @pytest.fixture(autouse=True)
 def _proofs_on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
-    """Run proofs on existing processes, as starting them takes seconds."""
+    """Run proofs on existing processes, as the start of new ones takes seconds."""
 
     def proofs(folder: Path, source: Any, plans: Mapping[int, Any], request: Any) -> tuple[Proof, ...]:
         made = []
@@ -854,7 +854,7 @@ def pairs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "command"), pairs())
-def test_nothing_is_silently_wrong(inputs, ranks, tmp_path, name, command):
+def test_outcome(inputs, ranks, tmp_path, name, command):
     case, (source, place) = CASES[name], inputs(name)
     outcome, target = case.expected[command], tmp_path / "target"
     found = RUNNERS[command](case, source, place, target, ranks)
@@ -865,14 +865,14 @@ def test_nothing_is_silently_wrong(inputs, ranks, tmp_path, name, command):
 
 
 def wrong(outcome: Outcome, found: Found, left: list[Path]) -> str:
-    """Describe how a result differs from the outcome; "" if it does not."""
+    """Describe the difference of a result from the outcome; "" if there is none."""
     text = found.warnings if outcome.kind == "warning" else found.error
     if outcome.kind != "error":
         problem = f"failed: {found.error}" if found.error else ""
     elif not found.error:
         problem = "no error"
     elif FOREIGN.search(found.error):
-        problem = f"not a message of shardconv's: {found.error}"
+        problem = f"not a message of shardconv:  {found.error}"
     else:
         problem = f"left behind: {left}" if left else ""
     missing = [each for each in outcome.texts if each not in text]

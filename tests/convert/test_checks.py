@@ -1,6 +1,6 @@
-"""What convert_parallel_linear and convert_parallel_embedding refuse, and an odd vocabulary, which they pad.
+"""Errors of convert_parallel_linear and convert_parallel_embedding, and the padding of an odd vocabulary.
 
-Converted models compute what the unsharded model computes: float64, near by 1e-12, since sums over ranks round
+Converted models are compared with unsharded ones in float64 to 1e-12, as sums over ranks round
 otherwise.
 """
 
@@ -29,13 +29,13 @@ LAYOUTS = ["pairs", "four"]
 
 
 def linears(*sizes):
-    """Linear layers that fit on each other, with an activation in between."""
+    """A chain of linear layers of these sizes, with activations in between."""
     layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
     return [one for layer in layers for one in (layer, nn.GELU())][:-1]
 
 
 def refused(model, message, axis, convert=convert_parallel_linear, dim=-1, **options):
-    """Check that a conversion raises, and leaves the model as it was."""
+    """Check that a conversion raises and does not change the model."""
     kinds, before = [type(module) for module in model.modules()], copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=message):
         convert(model, dim, group=axis, **options)
@@ -44,7 +44,7 @@ def refused(model, message, axis, convert=convert_parallel_linear, dim=-1, **opt
 
 
 class Mlp(nn.Module):
-    """A chain in a module of its own."""
+    """A chain in a submodule."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -68,7 +68,7 @@ def check_chains(axis):
         nn.LogSoftmax(-1),
         nn.LogSoftmax(),
         nn.GLU(),
-    ):  # these would compute something else, without an error
+    ):  # these would compute wrong values without an error
         refused(Mlp(nn.Linear(8, 16), last), r"mlp\.1: .* is sharded .*expected all 16", axis)
     half = Mlp(*linears(8, 16, 8))
     convert_parallel_linear(nn.ModuleList([half.mlp[0]]), -1, group=axis)
@@ -76,7 +76,7 @@ def check_chains(axis):
 
 
 def check_no_false_alarms(axis):
-    """What computes correctly is converted."""
+    """Check that correct models are converted."""
     torch.manual_seed(1)
     x = torch.randn(3, 8)
     for model in (Mlp(*linears(8, 16, 8)), Mlp(*linears(8, 16, 16, 8)), Mlp(nn.Linear(8, 16), nn.LayerNorm(16))):
@@ -91,16 +91,16 @@ def check_no_false_alarms(axis):
     convert_parallel_linear(model.mlp[:2], -1, group=axis)
     convert_parallel_linear(model.mlp[2:], 0, group=axis)
     torch.testing.assert_close(model(x), plain(x))
-    not_called = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4))  # as q, k and v: no chain
+    not_called = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4))  # like q, k and v: not a chain
     assert all(type(layer) is ColumnParallelLinear for layer in convert_parallel_linear(not_called, -1, group=axis))
     other_dim = nn.Sequential(nn.Linear(8, 16), nn.Softmax(0))
     convert_parallel_linear(other_dim, -1, group=axis)
-    with_break = nn.Sequential(nn.Linear(8, 16), nn.Flatten(), nn.Linear(16, 8))  # may mix features: not known
+    with_break = nn.Sequential(nn.Linear(8, 16), nn.Flatten(), nn.Linear(16, 8))  # may mix features
     convert_parallel_linear(with_break, -1, group=axis)
 
 
 class Attention(nn.Module):
-    """Of which nobody knows the order of calls."""
+    """A module whose order of calls is unknown."""
 
     def __init__(self, norm=None):
         super().__init__()
@@ -112,7 +112,7 @@ class Attention(nn.Module):
 
 
 def check_forward(axis):
-    """The error of the pass names the layer, the sizes and the remedy."""
+    """Check that the error of a forward pass has the layer, the sizes and the remedy."""
     shard, x = 8 // axis.size, torch.randn(2, 3, 8)
     remedy = rf"one rank's shard of 8 features on {axis.size} ranks\. Convert .* with gather_output=True, or .* dim=0"
     model = convert_parallel_linear(Attention(), -1, group=axis)
@@ -125,7 +125,7 @@ def check_forward(axis):
         for each in (model, copy.deepcopy(model)):
             with pytest.raises(ValueError, match=rf"^norm \({type(norm).__name__}\(.*\)\): .*{remedy}"):
                 each(x)
-    convert_parallel_linear(model, -1, group=axis)  # again: nothing to do, and no second check
+    convert_parallel_linear(model, -1, group=axis)  # a repeated conversion does nothing, and adds no second check
     assert len(model.norm._forward_pre_hooks) == 1
     with pytest.raises(
         ValueError, match=r"^ColumnParallelLinear\(.*\): input of shape \[2, 5\] has 5 features \(expected 8\)$"
@@ -137,7 +137,7 @@ def check_forward(axis):
 
 
 class ColumnsOnly(Policy):
-    """Forgets ``o``, which stays an nn.Linear."""
+    """Does not convert ``o``, which stays an nn.Linear."""
 
     @staticmethod
     def original_layer_class():
@@ -158,7 +158,7 @@ def check_policy(axis):
 
 
 class Tied(nn.Module):
-    """An embedding, a layer, and a classifier head that may be tied to the embedding."""
+    """An embedding, a layer, and a classification head, optionally tied to the embedding."""
 
     def __init__(self, words=21, *, tied=True, bias=False):
         super().__init__()
@@ -173,7 +173,7 @@ class Tied(nn.Module):
 
 
 def check_ties(axis):
-    """Messages name a tie, and no layer is converted without those that are tied to it."""
+    """Check that messages name tied layers, and that tied layers are converted together."""
     model = Tied(24)
     convert_parallel_embedding(model, 0, group=axis)
     message = r"^head \(tied to words\): is already parallel, as VocabParallelClassifier\(.*gather_output=False\)"
@@ -188,13 +188,13 @@ def check_ties(axis):
         with pytest.raises(ValueError, match=rf"^one: tied to {type(other).__name__}\(.*\), which is not in this Mod"):
             convert(part, 0, group=axis)
         assert tuple(model.words.weight.shape) == (21, 8)
-    alone = convert_parallel_embedding(model.words, 0, group=axis)  # a new layer: nothing is shared
+    alone = convert_parallel_embedding(model.words, 0, group=axis)  # a new layer, not tied
     assert alone.weight is not model.words.weight
     stray = nn.Embedding(24, 8)
     layer = nn.Linear(8, 24, bias=False)
     layer.weight = stray.weight
     stray.cycle = stray
-    del stray  # nothing uses it any more
+    del stray  # it is no longer used
     convert_parallel_linear(nn.ModuleList([layer]), -1, group=axis)
 
 
@@ -206,7 +206,7 @@ def near(found, expected):
 
 
 def check_odd_vocabulary(axis, tied, bias):
-    """Padded as split pads it: outputs, gradients and state are the unsharded model's."""
+    """Check outputs, gradients and state of a padded vocabulary against the unsharded model."""
     torch.manual_seed(2)
     plain = Tied(tied=tied, bias=bias).double()
     expected = plain(IDS)
@@ -251,7 +251,7 @@ def check_odd_vocabulary(axis, tied, bias):
 
 
 def gathered(shard, size, axis):
-    """A full tensor out of shards of dim 0 with padding behind; by torch alone."""
+    """Gather a full tensor from shards of dim 0 with padding at the end, by torch alone."""
     shards = [torch.empty_like(shard) for _ in range(axis.size)]
     torch.distributed.all_gather(shards, shard.contiguous(), group=axis.group)
     full = torch.cat(shards)
@@ -264,7 +264,7 @@ class Derived(RowParallelLinear):
 
 
 def check_classes(axis):
-    """A class for one dim converts to it, and to no other."""
+    """Check that a class for one dim refuses others."""
     linear = nn.Linear(8, 8)
     assert ColumnParallelLinear.convert_parallel_linear(linear, group=axis).dim == -1
     assert ColumnParallelLinear.convert_parallel_linear(linear, 1, group=axis).dim == -1

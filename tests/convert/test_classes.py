@@ -1,4 +1,4 @@
-"""Classes that are made at run time: made once, named as the module's own, copied and pickled with their instances."""
+"""Classes created at run time: they are cached, keep the module's name, and are copied and pickled with instances."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ AXIS = Axis("tensor", 0, 1, (0,), None)
 
 
 class Counted(nn.Module):
-    """Multiplies by a number in a local variable."""
+    """Multiplies by a local variable."""
 
     def forward(self, x):
         count = 4
@@ -34,13 +34,13 @@ class Table(nn.Embedding):
 
 
 class Remade(nn.Module):
-    """Decides by itself how it is pickled."""
+    """Has a custom ``__reduce__``."""
 
     def __reduce__(self):
         return Remade, ()
 
 
-def test_each_class_is_made_once():
+def test_classes_are_cached():
     kind = converted_class(AllReducedOutput, Counted)
     assert converted_class(AllReducedOutput, Counted) is kind
     assert converted_class(AllReducedOutput, kind) is kind
@@ -49,7 +49,7 @@ def test_each_class_is_made_once():
 
 
 def test_order_of_bases():
-    """Methods of an embedding's own class call those of the parallel class; all others are called by them."""
+    """The class of an embedding precedes the parallel class; other classes follow it."""
     assert converted_class(ParallelEmbedding, nn.Embedding) is ParallelEmbedding
     assert converted_class(ParallelEmbedding, Table).__mro__[1:3] == (Table, ParallelEmbedding)
     assert converted_class(AllReducedOutput, Counted).__mro__[1] is AllReducedOutput
@@ -63,7 +63,7 @@ def test_order_of_bases():
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_copies(protocol):
-    """Of a module whose class was made in several steps."""
+    """A module whose class was created in several steps."""
     module = Counted()
     extend_class(module, with_local_values(Counted, ("count",)), AXIS, local_values={"count": 3})
     extend_class(module, InputGradientAllReduce, AXIS)
@@ -73,7 +73,7 @@ def test_copies(protocol):
         assert torch.equal(copied(torch.ones(2)), 3 * torch.ones(2))
 
 
-def test_own_way_of_pickling():
+def test_custom_reduce():
     module = Remade()
     extend_class(module, InputGradientAllReduce, AXIS)
     assert type(pickle.loads(pickle.dumps(module))) is Remade

@@ -1,7 +1,7 @@
-"""Converted models under torch.compile, in threads and with hooks: all find the parameters that they should.
+"""Converted models under torch.compile, in threads and with hooks.
 
-Equal to the eager converted model: backends "eager" and "aot_eager" run the same kernels. Near the unsharded model, as
-sums are taken rank by rank.
+Compiled models equal the eager converted model, as backends "eager" and "aot_eager" run the same kernels; they are
+close to the unsharded model, as sums are computed per rank.
 """
 
 import copy
@@ -25,17 +25,17 @@ from shardconv.layers import ParallelEmbedding
 from shardconv.layers.sharding import even_placement, take_shard
 from tools.model_matrix.trial import model_class, small
 
-#: For each mechanism of a conversion a type that uses it.
+#: Model types that use each mechanism of a conversion.
 TYPES = {
-    "llama": ("causal language models", None),
-    "mixtral": ("causal language models", ParallelExperts),
-    "resnet": ("images", Sharded),
-    "trocr": ("causal language models", FullWidth),
-    "codegen": ("causal language models", LocalValues),
-    "siglip": ("images beside text", ParallelMultiheadAttention),
-    "mobilebert": ("masked language models", GatherOnUse),
-    "mamba2": ("causal language models", ParallelDepthwise),
-    "minimax": ("causal language models", SlicedTensors),
+    "llama": ("text generation", None),
+    "mixtral": ("text generation", ParallelExperts),
+    "resnet": ("image classification", Sharded),
+    "trocr": ("text generation", FullWidth),
+    "codegen": ("text generation", LocalValues),
+    "siglip": ("zero-shot image classification", ParallelMultiheadAttention),
+    "mobilebert": ("fill-mask", GatherOnUse),
+    "mamba2": ("text generation", ParallelDepthwise),
+    "minimax": ("text generation", SlicedTensors),
 }
 BACKENDS = ["eager", "aot_eager"]
 
@@ -72,12 +72,12 @@ def check_type(axis, model_type, backend):
         assert (found - full).abs().max() <= 1e-5 * full.abs().max()
     call = compiled(model, backend)
     assert_same(results(call, model, inputs), expected)
-    assert_same(results(call, model, inputs), expected)  # of the graph that there is now
+    assert_same(results(call, model, inputs), expected)  # the compiled graph
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_fullgraph(ranks, model_type):
-    """The graphs of forward and backward."""
+    """Forward and backward are compiled without graph breaks."""
     ranks("pair", check_type, model_type, "aot_eager")
 
 
@@ -86,8 +86,8 @@ def test_fullgraph_of_forward(ranks):
 
 
 def check_dropout(axis):
-    """The seeds are compared in each pass of a graph, too."""
-    model = small(model_class("masked language models", "bert"))
+    """Check that each pass of a graph compares the seeds of ranks."""
+    model = small(model_class("fill-mask", "bert"))
     inputs = example_inputs(model)
     model = shardconv.convert_model(model, group=axis).train()
     torch.manual_seed(1)
@@ -105,12 +105,12 @@ def test_dropout(ranks):
 
 
 def numbers(*shape):
-    """Whole ones, so that sums are exact in any order."""
+    """Integers, so that sums are exact in any order."""
     return (torch.arange(torch.Size(shape).numel()) * 5 % 7 - 3).view(shape).float()
 
 
 class Scaled(nn.Module):
-    """Reads its parameter before and after something happens."""
+    """Reads its parameter before and after a callback."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ class Breaking(Scaled):
 
 
 def gathered(module, axis):
-    """The module with its matrix sharded, and gathered on use."""
+    """The module with its matrix sharded and gathered on use."""
     placement = even_placement(0, (4,), axis.size, what="rows")
     module.weight = nn.Parameter(take_shard(module.weight.detach(), placement, axis.rank))
     extend_class(module, Sharded, axis, styles={"weight": "gathered"})
@@ -138,7 +138,7 @@ def gathered(module, axis):
 
 
 def check_graph_breaks(axis):
-    """Two modules of one class, which have the code that Dynamo resumes at in common."""
+    """Check two modules of one class, which share Dynamo's resume functions."""
     plain = nn.Sequential(Breaking(), nn.Linear(6, 4), Breaking())
     model = copy.deepcopy(plain)
     gathered(model[0], axis), gathered(model[2], axis)
@@ -164,7 +164,7 @@ def test_graph_breaks(ranks):
 
 
 class Head(nn.Module):
-    """Calls an embedding, and reads its table."""
+    """Calls an embedding and reads its table."""
 
     def __init__(self, table):
         super().__init__()
@@ -187,7 +187,7 @@ def head(axis):
 
 
 def check_own_forward(axis):
-    """A layer whose table another module reads computes with its shard all the same, wherever it was compiled."""
+    """Check that a layer computes with its shard although another module reads its full table."""
     plain, model = head(axis)
     ids = torch.tensor([0, 3, 5])
     assert isinstance(model.table, ForwardWithShards)
@@ -211,7 +211,7 @@ def test_own_forward(ranks):
 
 
 def run_within(call, inner):
-    """Call in a thread; while it is in its forward, call something else in this one."""
+    """Call in a thread; during its forward, call ``inner`` in this thread."""
     entered, done, found = threading.Event(), threading.Event(), []
 
     def meanwhile():
@@ -230,7 +230,7 @@ def run_within(call, inner):
 
 
 def check_threads(axis):
-    """Two threads in one module at once, and their gradients; their collectives are in the same order on all ranks."""
+    """Check two concurrent threads in one module, whose collectives have the same order on all ranks."""
     plain, module = Scaled(), gathered(Scaled(), axis)
     x, y = numbers(3, 4), numbers(2, 4) + 1
     outer, inner = run_within(lambda meanwhile: module(x, meanwhile), lambda: module(y))
@@ -253,8 +253,8 @@ def check_threads_of_readers(axis):
 
 
 def check_groups_of_threads(axis):
-    """Models in threads that run freely, each over a group of its own."""
-    plain = small(model_class("images", "resnet")).eval()
+    """Check concurrent threads without synchronization, each with a model and a group."""
+    plain = small(model_class("image classification", "resnet")).eval()
     inputs = example_inputs(plain)
     axes = [axis, as_axis(new_members_group(axis.ranks))]
     models = [shardconv.convert_model(copy.deepcopy(plain), group=one) for one in axes]
@@ -280,7 +280,7 @@ def test_threads(ranks, check):
 
 
 def check_hooks(axis):
-    """Outside of its forward a module has its shard; state dicts have it always; within, its code has all."""
+    """Check that hooks and state dicts read the shard, and code in forward the full tensor."""
     plain, module = Scaled(), gathered(Scaled(), axis)
     shard = module.weight
     seen = []
@@ -313,7 +313,7 @@ def check_compiled_hooks(axis):
 
 
 def check_copies(axis):
-    """A copy has parameters of its own, under the names of the unsharded module."""
+    """Check that a copy has separate parameters with the names of the unsharded module."""
     module = gathered(Scaled(), axis)
     copied = copy.deepcopy(module)
     with torch.no_grad():
@@ -329,7 +329,7 @@ def test_hooks(ranks, check):
     ranks("pair", check)
 
 
-def test_what_is_not_there():
-    """Attributes that a module lacks are an error, as of any module."""
+def test_missing_attributes_are_errors():
+    """As for other modules."""
     with pytest.raises(AttributeError, match="has no attribute 'weight'"):
         _ = Substitutable().weight

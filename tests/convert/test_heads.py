@@ -1,4 +1,4 @@
-"""Attention modules and norms on a rank's heads, by themselves: on two ranks, against the same on all heads."""
+"""Attention modules and norms over local heads on two ranks, compared with the same modules over all heads."""
 
 import threading
 from dataclasses import replace
@@ -54,7 +54,7 @@ class Joined(nn.Module):
 
 
 class Functional(nn.Module):
-    """Hands the weights of its layers to torch's function, with a mask of each head."""
+    """Passes the weights of its layers to torch's function, with a mask per head."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ def check_functional(axis):
 
 
 class Split(nn.Module):
-    """Divides the width of its input by how many heads there are."""
+    """Divides the width of its input by the number of heads."""
 
     def forward(self, x, heads, joined):
         return joined.reshape(*joined.shape[:-1], heads, x.shape[-1] // heads)
@@ -121,7 +121,7 @@ class Blocks(nn.Module):
 
 
 class Mixed(nn.Module):
-    """One method has a number for each head; the other gives each head those of the next one."""
+    """One method returns values per head; the other rolls them to the next head."""
 
     def __init__(self):
         super().__init__()
@@ -157,7 +157,7 @@ def check_mixed_heads(axis):
 
 
 def check_full_width_with_padding(axis):
-    """Three heads on two ranks: the second one has a head of zeros."""
+    """Check three heads on two ranks; the second rank has one head of padding."""
     module = Joined()
     module.proj = ParallelLinear(WIDTH, 9, dim=-1, placement=shard_dim(0, [Unit(3, SIZE, pad=True)], 2), group=axis)
     extend_class(module, FullWidth, axis, full_width=9)
@@ -167,7 +167,7 @@ def check_full_width_with_padding(axis):
 
 
 class Attending(nn.Module):
-    """A column parallel product, a row parallel one, and one of rows that goes on to shards, in two methods."""
+    """A column parallel product, a row parallel one, and a row parallel one with sharded output, in two methods."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +190,7 @@ class Read(Attending):
 
 
 class Enclosed(Attending):
-    """Needs the class that its method is of."""
+    """Uses ``__class__`` in its method."""
 
     def forward(self, x):
         return super().forward(x @ self.q)
@@ -246,7 +246,7 @@ def check_local_names(axis):
 
 
 def check_sliced_output(axis):
-    """Ranks use different slices of a replicated output: its gradient is the sum over the slices."""
+    """Check the gradient of a replicated output whose slices ranks use: the sum over the slices."""
     layer = with_values(nn.Linear(3, 4))
     expected = with_values(nn.Linear(3, 4))
     (expected(fixed(2, 3)) * fixed(2, 4)).sum().backward()
@@ -267,8 +267,8 @@ class Slopes(nn.Module):
         return self.slopes
 
 
-def check_parts_of_other_sizes(axis):
-    """Where there are not as many elements as units of all ranks, nothing is taken from the beginning."""
+def check_slices_of_unexpected_sizes(axis):
+    """Check the error if a dim does not have one element per unit; its first elements are not used."""
     layer, halves = nn.Linear(3, 8).double(), shard_dim(0, [Unit(4)], 2)
     extend_class(layer, SlicedOutput, axis, item=None, output_dim=-1, output_units=halves)
     with pytest.raises(PlanError, match=r"an output of shape \[2, 8\] does not have 4 elements along dim -1"):
@@ -283,8 +283,8 @@ def check_parts_of_other_sizes(axis):
             other()
 
 
-def test_parts_of_other_sizes(ranks):
-    ranks("pairs", check_parts_of_other_sizes)
+def test_slices_of_unexpected_sizes(ranks):
+    ranks("pairs", check_slices_of_unexpected_sizes)
 
 
 def check_attention(axis, batch_first, mask):
@@ -328,7 +328,7 @@ def check_attention(axis, batch_first, mask):
 
 
 def check_layer_norm(axis):
-    """Features whose mean is far from 0, sharded evenly, with padding, and with one rank that has padding alone."""
+    """Check features with a mean far from 0, sharded evenly, with padding, and with a rank of padding only."""
     ragged = shard_dim(0, [Unit(3, 4, pad=True)], 2)
     lopsided = Placement(0, WIDTH, ((Interval(0, WIDTH),), (Padding(WIDTH),)))
     for placement in (even_placement(0, (WIDTH,), 2, what="norm"), ragged, lopsided):
@@ -352,8 +352,8 @@ def check_layer_norm(axis):
         torch.testing.assert_close(module.weight.grad, shard(plain.weight.grad, 0), rtol=1e-8, atol=1e-9)
 
 
-def check_copied_rows(axis):
-    """Both ranks hold all rows, as of kv heads of which there are fewer than ranks: the output has them once."""
+def check_replicated_rows(axis):
+    """Check replicated rows, as of fewer KV heads than ranks; the gathered output has them once."""
     plain, whole = with_values(nn.Linear(4, 3)), Interval(0, 4)
     layer = ParallelLinear(
         4, 3, dim=0, placement=Placement(1, 4, ((whole,), (whole,))), dtype=torch.float64, group=axis
@@ -365,7 +365,7 @@ def check_copied_rows(axis):
     expected.sum().backward()
     found.sum().backward()
     near(layer.weight.grad, plain.weight.grad)
-    near(2 * own.grad, x.grad)  # of each copy; what comes before sums them
+    near(2 * own.grad, x.grad)  # of each replica; the preceding layer sums them
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def check_copied_rows(axis):
         check_mixed_heads,
         check_full_width_with_padding,
         check_layer_norm,
-        check_copied_rows,
+        check_replicated_rows,
     ],
 )
 def test_modules(ranks, check):
@@ -393,7 +393,7 @@ def test_attention(ranks, batch_first, mask):
 
 
 class Paused(Mixed):
-    """Waits in the method that mixes heads, until another thread has run."""
+    """Waits in the method that mixes heads until another thread has run."""
 
     entered, may_leave = threading.Event(), threading.Event()
 
@@ -404,7 +404,7 @@ class Paused(Mixed):
 
 
 def test_threads_of_mixed_heads():
-    """While a method reads full attributes and layers in one thread, another thread reads the local ones."""
+    """A thread reads local attributes while a method in another thread reads full ones."""
     axis = Axis("tensor", 0, 1, (0,), None)
     module = with_values(Paused())
     layer = module.proj = ParallelLinear.convert_parallel_linear(module.proj, -1, group=axis)
@@ -419,7 +419,7 @@ def test_threads_of_mixed_heads():
         assert module.entered.wait(60)
         assert (module.heads, module.proj, layer.gather_output) == (HEADS // 2, layer, False)
         assert module.own(x).shape == (4, HEADS // 2)
-        module.heads = 1  # neither thread undoes this
+        module.heads = 1  # neither thread resets it
     finally:
         module.may_leave.set()
         thread.join()

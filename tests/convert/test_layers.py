@@ -1,4 +1,4 @@
-"""Conversion of layers in place: all but the shards stays; and state dicts of the unsharded model."""
+"""Conversion of layers in place, and gathered state dicts, which equal the unsharded model's."""
 
 import copy
 import itertools
@@ -29,7 +29,7 @@ WORDS, WIDTH = 21, 16
 
 
 class Net(nn.Module):
-    """Nested, shared and tied: ``again`` is ``inner.up``, and the head's weight is the embedding's."""
+    """Nested, shared and tied layers: ``again`` is ``inner.up``, and the head is tied to the embedding."""
 
     def __init__(self, words=WORDS, inner=32):
         super().__init__()
@@ -56,7 +56,7 @@ def net(**options):
 
 
 def check_model(axis):
-    """Converted step by step, it computes what it did, forward and backward; nothing else of it changes."""
+    """Check forward and backward of a model that is converted in steps, and that nothing else changes."""
     plain, model = net(), net()
     calls = []
     up, down, words = model.inner["up"], model.inner["down"], model.words
@@ -66,7 +66,7 @@ def check_model(axis):
     down.bias.requires_grad_(False)
     model.eval()
     parameters = list(model.parameters())
-    convert_parallel_linear(up, -1, group=axis)  # a bare layer: a new one, and the old one is as it was
+    convert_parallel_linear(up, -1, group=axis)  # a new layer is returned; the old one does not change
     assert type(up) is nn.Linear
     assert convert_parallel_linear(nn.ModuleList([up]), -1, group=axis)[0] is up
     assert convert_parallel_linear(nn.Sequential(down), 0, group=axis)[0] is down
@@ -111,7 +111,7 @@ def test_model(ranks, layout):
 
 
 def check_tied_by_linear(axis):
-    """Converting the linear layers takes along the embedding that is tied to one of them."""
+    """Check that converting linear layers also converts an embedding tied to one of them."""
     plain = net(words=24)
     model = net(words=24)
     both = nn.ModuleDict({"words": model.words, "head": model.head})
@@ -126,7 +126,7 @@ def check_tied_by_linear(axis):
     torch.testing.assert_close(model(IDS), plain(IDS))
 
 
-def test_tied_layers_go_together(ranks):
+def test_tied_layers_are_converted_together(ranks):
     ranks("four", check_tied_by_linear)
 
 
@@ -139,7 +139,7 @@ class Odd(nn.Module):
 
 
 def check_refused(axis):
-    """Each refusal leaves the model as it was."""
+    """Check that each refusal leaves the model unchanged."""
 
     def fails(model, message, convert=convert_parallel_linear, dim=-1):
         before = copy.deepcopy(model.state_dict())
@@ -171,7 +171,7 @@ def check_refused(axis):
 
 
 def check_ranks_that_differ(axis):
-    """All ranks refuse, and none waits for another."""
+    """Check that all ranks raise, and none waits for another."""
 
     def fails(model, message, dim=-1):
         with pytest.raises(ValueError, match=message):
@@ -191,7 +191,7 @@ def test_ranks_that_differ(ranks):
 
 
 def check_descriptions(axis):
-    """Parameters that take the place of others are shards of the same layer."""
+    """Check that new parameters of a parallel layer are its shards."""
     torch.manual_seed(0)
     expected = nn.init.normal_(torch.empty(16, 8)).chunk(axis.size)[axis.rank]
     layer = ParallelLinear(8, 16, dim=-1, device="meta", group=axis).to_empty(device="cpu")
@@ -208,7 +208,7 @@ def test_descriptions(ranks):
 
 
 def check_parameters_stored(axis, path):
-    """They are stored as torch.Tensor, which needs no code to be loaded."""
+    """Check that parameters are stored as torch.Tensor, which can be loaded without code of shardconv."""
     layer = ParallelLinear(8, 16, dim=-1, group=axis)
     torch.save(dict(layer.named_parameters()), f"{path}/{axis.ranks}-{axis.rank}")
     loaded = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=True)
@@ -223,7 +223,7 @@ def test_refused(ranks):
     ranks("four", check_refused)
 
 
-def check_bare(axis):
+def check_single(axis):
     linear = nn.Linear(8, 16, dtype=torch.bfloat16)
     linear.weight.requires_grad_(False)
     new = ParallelLinear.convert_parallel_linear(linear, -1, group=axis)
@@ -247,24 +247,24 @@ def check_bare(axis):
     new.register_forward_hook(lambda *_: calls.append(1))
     new.register_buffer("extra", torch.zeros(1))
     graded(torch.ones(8))
-    assert (calls, list(graded.state_dict())) == ([], ["weight", "bias"])  # the old layer is as it was
+    assert (calls, list(graded.state_dict())) == ([], ["weight", "bias"])  # the old layer is unchanged
     kept = graded.weight.grad.clone()
     convert_parallel_linear(nn.Sequential(graded), 0, group=axis)
     assert torch.equal(graded.weight.grad, kept.chunk(axis.size, 1)[axis.rank])
 
 
-def test_bare_layers(ranks):
-    ranks("pairs", check_bare)
+def test_single_layers(ranks):
+    ranks("pairs", check_single)
 
 
 def check_stored(axis, path):
-    """A layer is stored without its group, and finds it again among the current ones; another rank's is refused."""
+    """Check that a stored layer gets its group from the current ones, and that another rank's is refused."""
     layer = convert_parallel_linear(nn.Linear(8, 16), -1, group=axis)
     torch.save(layer, f"{path}/{axis.ranks}-{axis.rank}")
     dist.barrier()
     stored = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=False)
     assert torch.equal(stored.weight, layer.weight)
-    assert torch.equal(stored.master_weight, layer.master_weight)  # by a group that works
+    assert torch.equal(stored.master_weight, layer.master_weight)  # its group works
     assert description(stored.weight)[0] == layer.placements["weight"]
     with pytest.raises(RuntimeError, match=r"has no such axis: call shardconv.init_parallel as in"):
         torch.load(f"{path}/{axis.ranks}-{(axis.rank + 1) % axis.size}", weights_only=False)
@@ -279,7 +279,7 @@ def storage(tensor):
 
 
 def check_state_dict_ties(axis, path):
-    """Tied names have one storage, as in the unsharded model's state dict: in memory, saved, and loaded."""
+    """Check that tied names share storage as in the unsharded state dict: in memory, saved and loaded."""
     plain, model = net(), net()
     convert_parallel_embedding(model, 0, group=axis)
     convert_parallel_linear(nn.ModuleList([model.inner["up"]]), -1, group=axis)
@@ -299,7 +299,7 @@ def check_state_dict_ties(axis, path):
         assert model.again.weight is model.inner["up"].weight
         assert description(model.head.weight)[0] == model.words.placements["weight"]
         torch.testing.assert_close(model(IDS), plain(IDS))
-    untied = {**saved, "head.weight": saved["head.weight"] + 1}  # as torch's: two parameters with values of their own
+    untied = {**saved, "head.weight": saved["head.weight"] + 1}  # as in torch: two parameters with different values
     load_full_state_dict(model, untied, assign=True)
     assert all(torch.equal(tensor, untied[name]) for name, tensor in gather_state_dict(model).items())
 
@@ -323,7 +323,7 @@ def check_state_dict(axis):
     assert model.head.weight is model.words.weight
     load_full_state_dict(model, other, assign=True)
     up = model.inner["up"].weight
-    assert up.untyped_storage().nbytes() == up.numel() * up.element_size()  # not all of the full tensor
+    assert up.untyped_storage().nbytes() == up.numel() * up.element_size()  # not the full tensor
     assert torch.equal(gather_state_dict(model)["again.weight"], other["again.weight"])
     wrong = {**other, "words.weight": torch.zeros(3, 3), "extra": torch.zeros(1)}
     del wrong["again.bias"], wrong["inner.up.bias"]

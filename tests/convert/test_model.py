@@ -1,8 +1,8 @@
-"""Converted models: every family computes what the unsharded model computes, at two and four ranks.
+"""Converted models of every family, compared with unsharded models on two and four ranks.
 
-Near, not equal: sums over features are taken rank by rank. float32, to 1e-5 of the largest output and, for gradients,
-to 1e-4 of the larger of the tensor's own gradient and a thousandth of the largest one (a key's bias has none but
-rounding). Every number of the models is random, norms and biases too, so each rule matters.
+In float32, as sums over features are computed per rank: outputs to 1e-5 of the largest, and gradients
+to 1e-4 of the larger of the tensor's gradient and a thousandth of the largest one (a key's bias has only
+rounding errors). All values of the models are random, including norms and biases, so each rule matters.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch import nn
 import shardconv
 from shardconv.convert import gather_state_dict
 from shardconv.convert.heads import LocalValues, UnshardedMethods
-from shardconv.convert.model import _sort_keys, convert_with_request
+from shardconv.convert.model import convert_with_request, sort_keys
 from shardconv.convert.module_rules import slice_features, slice_items, slice_matrices
 from shardconv.convert.modules import ParallelExperts, ParallelProducts
 from shardconv.convert.substitution import ForwardWithShards
@@ -32,7 +32,7 @@ from tests.support.comparison import SCALE, check_gradients, inputs_of, numbers
 from tests.support.models import GQA, MODELS
 from tools.model_matrix.trial import model_class, small
 
-#: Those whose config and weights a model can be made of.
+#: Models that can be built from their config and weights.
 NAMES = [name for name, model in MODELS.items() if not model.rewrite and not model.extra]
 GENERATING = [name for name in NAMES if MODELS[name].auto in ("AutoModelForCausalLM", "T5ForConditionalGeneration")]
 
@@ -78,7 +78,7 @@ def check_named(axis, name):
 
 
 def check_generation(axis, name):
-    """Greedy tokens with a cache, of prompts of which one is padded."""
+    """Check greedy tokens with a cache, for a padded and an unpadded prompt."""
     model = MODELS[name]
     if name.startswith("t5"):
         model = replace(model, config={**model.config, "decoder_start_token_id": 0})
@@ -97,7 +97,7 @@ def test_generation(ranks, layout, name):
 
 
 def check_tied(axis):
-    """A tied head stays tied, with a vocabulary that does not divide."""
+    """Check that a tied head stays tied, with a vocabulary that is padded."""
     model = replace(MODELS["llama"], config={**GQA, "tie_word_embeddings": True})
     _, after, *_ = check_forward(axis, model)
     assert after.lm_head.weight is after.model.embed_tokens.weight
@@ -144,7 +144,7 @@ def check_refused(axis):
 
 class _Doubled:
     class Linear(nn.Linear):
-        """Of the name of torch's, and another thing."""
+        """Another class with the name of torch's Linear."""
 
         def forward(self, x):
             return 2 * super().forward(x)
@@ -159,11 +159,11 @@ def test_refused(ranks):
     ranks("four", check_refused)
 
 
-# --- the model as a whole -------------------------------------------------------------------------------------------
+# --- converted models -----------------------------------------------------------------------------------------------
 
 
 def check_attention_switched(axis, name):
-    """What is set on the model later reaches modules that have overrides."""
+    """Check that later changes of the config apply to modules with overrides."""
     for first, second in (("eager", "sdpa"), ("sdpa", "eager")):
         model = replace(MODELS[name], config={**MODELS[name].config, "attn_implementation": first})
         before, after = models_of(model, axis)
@@ -179,7 +179,7 @@ def test_attention_switched(ranks, name):
 
 
 def check_sampling(axis):
-    """All ranks draw the same tokens, however they are seeded: those of the first."""
+    """Check that all ranks sample the tokens of the first rank, whatever their seeds are."""
     before, after = models_of(MODELS["llama"], axis)
     options = {"max_new_tokens": 8, "do_sample": True, "attention_mask": torch.ones(2, 7, dtype=torch.long)}
     ids = inputs_of(MODELS["llama"])["input_ids"]
@@ -194,7 +194,7 @@ def test_sampling(ranks):
 
 
 def check_training(axis):
-    """With dropout, ranks that are seeded differently are refused; without it seeds do not matter."""
+    """Check that different seeds are refused with dropout, and permitted without."""
     inputs = inputs_of(MODELS["gpt2"])
     after = models_of(replace(MODELS["gpt2"], config={**MODELS["gpt2"].config, "resid_pdrop": 0.5}), axis)[1].train()
     torch.manual_seed(axis.rank)
@@ -209,16 +209,16 @@ def check_training(axis):
     after(**inputs)
 
 
-def check_training_of_models_in_models(axis):
-    """Dropout may stand in a config in the config, and be drawn by numpy."""
-    small_one = small(model_class("images and text", "llava"))
+def check_training_of_composite_models(axis):
+    """Check dropout in nested configs, and dropout sampled by numpy."""
+    small_one = small(model_class("image-text-to-text", "llava"))
     small_one.config.text_config.attention_dropout = 0.5
     inputs = example_inputs(small_one)
     after = shardconv.convert_model(small_one, group=axis).train()
     torch.manual_seed(axis.rank)
     with pytest.raises(RuntimeError, match="are seeded differently"):
         after(**inputs)
-    small_one = small(model_class("speech, letter by letter", "wav2vec2"))
+    small_one = small(model_class("automatic speech recognition (CTC)", "wav2vec2"))
     inputs = example_inputs(small_one)
     after = shardconv.convert_model(small_one, group=axis).train()
     torch.manual_seed(0)
@@ -227,13 +227,13 @@ def check_training_of_models_in_models(axis):
         after(**inputs)
 
 
-def test_training_of_models_in_models(ranks):
-    ranks("pair", check_training_of_models_in_models)
+def test_training_of_composite_models(ranks):
+    ranks("pair", check_training_of_composite_models)
 
 
 def check_unfused(axis):
-    """Only what has the layer whose weights would be read: attention beside it keeps its dropout."""
-    after = shardconv.convert_model(small(model_class("causal language models", "nemotron_h")), group=axis).train()
+    """Check that only modules with a fused kernel lose it; attention keeps its dropout."""
+    after = shardconv.convert_model(small(model_class("text generation", "nemotron_h")), group=axis).train()
     mixers = [module for name, module in after.named_modules() if name.endswith(".mixer")]
     assert {hasattr(module, "conv1d"): module.training for module in mixers} == {True: False, False: True}
     assert all(layer.training for module in mixers for layer in module.children())
@@ -248,7 +248,7 @@ def test_training(ranks):
 
 
 def check_saved(axis, folder):
-    """One rank's shards are never written as the model: the file is the unsharded model's."""
+    """Check that save_pretrained writes the unsharded model, not one rank's shards."""
     before, after = models_of(MODELS["mixtral"], axis)
     after.save_pretrained(folder)
     dist.barrier(axis.group)
@@ -270,19 +270,19 @@ def test_saved(ranks, tmp_path):
     ranks("four", check_saved, tmp_path)
 
 
-#: For each way in which a class is made at run time, a type that has it.
+#: Model types with each kind of class that is created at run time.
 PICKLED = {
-    "mixtral": ("causal language models", ParallelExperts),
-    "codegen": ("causal language models", LocalValues),
-    "prophetnet": ("causal language models", UnshardedMethods),
-    "xlnet": ("causal language models", ParallelProducts),
-    "mobilebert": ("masked language models", ForwardWithShards),
+    "mixtral": ("text generation", ParallelExperts),
+    "codegen": ("text generation", LocalValues),
+    "prophetnet": ("text generation", UnshardedMethods),
+    "xlnet": ("text generation", ParallelProducts),
+    "mobilebert": ("fill-mask", ForwardWithShards),
 }
 
 
 @pytest.mark.parametrize("model_type", PICKLED)
 def test_pickled(model_type):
-    """A converted model is pickled as its classes are made: the copy has the very same classes."""
+    """The unpickled model has the same classes."""
     task, kind = PICKLED[model_type]
     model = small(model_class(task, model_type)).eval()
     inputs = example_inputs(model)
@@ -296,7 +296,7 @@ def test_pickled(model_type):
 
 
 def check_stored(axis, folder):
-    """Each rank stores its part of a model, and reads it again."""
+    """Check that each rank stores its model and loads it again."""
     _, after = models_of(MODELS["llama"], axis)
     torch.save(after, f"{folder}/{axis.rank}")
     loaded = torch.load(f"{folder}/{axis.rank}", weights_only=False)
@@ -310,7 +310,7 @@ def test_stored(ranks, tmp_path):
 
 
 def test_arguments_for_each_head():
-    """What has no dim of heads is no argument for each head, whatever its sizes are."""
+    """An argument without a dim of heads is not sliced, whatever its shape is."""
     rows, of_examples = (shard_dim(dim, [Unit(8)], 2) for dim in (1, 2))
     mask = torch.ones(2, 16)
     assert slice_matrices(1, of_examples, 1, mask) is mask
@@ -322,26 +322,38 @@ def test_arguments_for_each_head():
 
 #: Module overrides in plan files that do not fit LLaMA, with the error message of each.
 WRONG_OVERRIDES = {
-    "no module": ('"model.layer.*.self_attn" = { attributes = { num_heads = 1 } }', "match no module of the model"),
-    "no attribute": ('"**.mlp" = { attributes = { num_heads = 1 } }', "a LlamaMLP has no 'num_heads'"),
-    "no norms": ('"**.mlp" = { norms = "query_head" }', "a LlamaMLP has no 'norms'"),
-    "no tensor": ('"**.mlp" = { slices = { x = { dim = 0, unit = "single" } } }', "a LlamaMLP has no 'x'"),
-    "no attribute to limit": ('"**.mlp" = { at_most = { x = ["up_proj", "hidden_size"] } }', "a LlamaMLP has no 'x'"),
-    "no layer in it": ('"**.mlp" = { unfused = "conv1d" }', "a LlamaMLP has no 'conv1d'"),
-    "no field of its config": ('"**.mlp" = { attributes = { "config.x" = 1 } }', "a LlamaMLP has no 'config.x'"),
-    "no local variable": ('"**.mlp" = { locals = { x = 1 } }', "LlamaMLP.forward assigns no x"),
-    "no unit": ('"**.mlp" = { norms = "heads" }', "there is no unit 'heads'"),
-    "no unit of an input": ('"**.mlp" = { inputs = { x = { dim = 0, unit = "heads" } } }', "there is no unit 'heads'"),
-    "no field": ('"**.mlp" = { attributes = { hidden_size = "no_such_field" } }', "no_such_field"),
-    "no parameter": ('"**.self_attn" = { slices = { head_dim = { dim = 0, unit = "query_head" } } }', "can be sliced"),
-    "no variable": ('"**.mlp" = { locals = { count = 2 } }', "LlamaMLP.forward assigns no count"),
-    "a unit without a count": ('"**.self_attn" = { attributes = { head_dim = "single" } }', "follows from a tensor"),
+    "wrong path": (
+        '"model.layer.*.self_attn" = { attributes = { num_heads = 1 } }',
+        "match no module of the model",
+    ),
+    "unknown attribute": ('"**.mlp" = { attributes = { num_heads = 1 } }', "a LlamaMLP has no 'num_heads'"),
+    "module without norms": ('"**.mlp" = { norms = "query_head" }', "a LlamaMLP has no 'norms'"),
+    "unknown tensor": ('"**.mlp" = { slices = { x = { dim = 0, unit = "single" } } }', "a LlamaMLP has no 'x'"),
+    "attribute to limit": (
+        '"**.mlp" = { at_most = { x = ["up_proj", "hidden_size"] } }',
+        "a LlamaMLP has no 'x'",
+    ),
+    "unknown layer": ('"**.mlp" = { unfused = "conv1d" }', "a LlamaMLP has no 'conv1d'"),
+    "unknown field of its config": ('"**.mlp" = { attributes = { "config.x" = 1 } }', "a LlamaMLP has no 'config.x'"),
+    "unknown local variable": ('"**.mlp" = { locals = { x = 1 } }', "LlamaMLP.forward assigns no x"),
+    "unknown unit": ('"**.mlp" = { norms = "heads" }', "there is no unit 'heads'"),
+    "unit of an input": (
+        '"**.mlp" = { inputs = { x = { dim = 0, unit = "heads" } } }',
+        "there is no unit 'heads'",
+    ),
+    "unknown field": ('"**.mlp" = { attributes = { hidden_size = "no_such_field" } }', "no_such_field"),
+    "no tensor": (
+        '"**.self_attn" = { slices = { head_dim = { dim = 0, unit = "query_head" } } }',
+        "can be sliced",
+    ),
+    "constant for an unknown variable": ('"**.mlp" = { locals = { count = 2 } }', "LlamaMLP.forward assigns no count"),
+    "unit without a count": ('"**.self_attn" = { attributes = { head_dim = "single" } }', "follows from a tensor"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG_OVERRIDES)
 def test_wrong_overrides(what):
-    """They are refused, and the model is unchanged."""
+    """They are errors, and the model is unchanged."""
     override, message = WRONG_OVERRIDES[what]
     model = MODELS["llama"].build()
     request = PlanRequest(plan_file=("plan.toml", f"[units]\nsingle = {{}}\n[modules]\n{override}\n"))
@@ -351,9 +363,9 @@ def test_wrong_overrides(what):
     assert {name: type(module) for name, module in model.named_modules()} == before
 
 
-def test_an_output_that_cannot_be_gathered():
-    """A router with a weight of its own is no linear layer, though its weight is a matrix."""
-    model = small(model_class("causal language models", "mixtral"))
+def test_output_that_cannot_be_gathered():
+    """A router with a weight matrix that is not an nn.Linear."""
+    model = small(model_class("text generation", "mixtral"))
     request = PlanRequest(plan_file=("plan.toml", '[rules]\n"**.gate" = { style = "colwise_gather_output" }\n'))
     with pytest.raises(ValueError, match="is not a linear layer"):
         convert_with_request(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
@@ -378,12 +390,12 @@ def check_gathered_embedding(axis):
 
 
 @pytest.mark.parametrize("layout", ["pair", "four"])
-def test_words_cut_by_features(ranks, layout):
-    """A table of words that is cut by features gives all of them on every rank."""
+def test_embedding_dim_parallel_with_gathered_output(ranks, layout):
+    """The output has all features on every rank."""
     ranks(layout, check_gathered_embedding)
 
 
-def test_a_linear_layer_is_no_embedding():
+def test_embedding_style_refuses_a_linear_layer():
     model = MODELS["llama"].build()
     style = '{ style = "embedding_colwise_gather_output" }'
     request = PlanRequest(plan_file=("plan.toml", f'[rules]\n"**.up_proj" = {style}\n'))
@@ -402,12 +414,12 @@ def check_features(axis):
     assert slice_features(2, three, axis, None) is None
 
 
-def test_arguments_with_features_of_each_head(ranks):
+def test_arguments_with_features_per_head(ranks):
     ranks("pair", check_features)
 
 
 def check_items(axis):
-    """Of three states, two hold features; they are sharded once, and do not keep the full ones alive."""
+    """Check that two of three states are sharded once, and do not keep the full ones alive."""
     states = [torch.arange(6.0).view(1, 6, 1) + 10 * place for place in range(3)]
     three = shard_dim(1, [Unit(3, 2, pad=True)], 2)
     found = slice_items((1, 2), three, axis, states)
@@ -423,9 +435,9 @@ def test_states_with_features(ranks):
     ranks("pair", check_items)
 
 
-def test_the_order_of_keys_is_no_difference():
-    """Configs whose keys stand in the order of a set differ so from rank to rank."""
+def test_config_keys_in_another_order_are_equal():
+    """Keys in the order of a set differ between ranks."""
     one, other = {"rope": {"full": 1, "sliding": [{"a": 1, 0: 2}]}}, {"rope": {"sliding": [{0: 2, "a": 1}], "full": 1}}
     assert repr(one) != repr(other)
-    assert repr(_sort_keys(one)) == repr(_sort_keys(other))
-    assert repr(_sort_keys(one)) != repr(_sort_keys({"rope": {"full": 1, "sliding": [{"a": 1, 0: 3}]}}))
+    assert repr(sort_keys(one)) == repr(sort_keys(other))
+    assert repr(sort_keys(one)) != repr(sort_keys({"rope": {"full": 1, "sliding": [{"a": 1, 0: 3}]}}))

@@ -1,6 +1,6 @@
-"""What modules become that are no plain layers, by themselves: on two ranks, against the same computed whole.
+"""Conversion of single modules other than linear layers, on two ranks, compared with the unsharded module.
 
-Numbers are small whole ones, so sums are exact in any order.
+Values are small integers, so sums are exact in any order.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from shardconv.convert.engine import Conversion, LayerSpec
 from shardconv.convert.modules import AllReducedOutput, InputGradientAllReduce, ParallelDepthwise, Sharded
 from shardconv.convert.norms import GroupedRMSNorm
 from shardconv.convert.overrides import Overrides, apply_overrides, extend_class, gather_on_use
-from shardconv.convert.substitution import _current
+from shardconv.convert.substitution import current_substitution
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement
@@ -22,13 +22,13 @@ def single():
 
 
 def numbers(*shape, start=-3):
-    """Whole ones, of both signs."""
+    """Integers of both signs."""
     count = torch.Size(shape).numel()
     return (torch.arange(count) * 5 % 7 + start).view(shape).float()
 
 
 class Product(nn.Module):
-    """A matrix of its own, and something that is added."""
+    """A product with a parameter, plus a bias."""
 
     def __init__(self):
         super().__init__()
@@ -40,8 +40,8 @@ class Product(nn.Module):
         return output if scale is None else output * scale
 
 
-def check_copied_input(axis):
-    """Each rank computes something else with the same: what its gradient is, all of them know."""
+def check_all_reduced_input_gradient(axis):
+    """Check that the input gradient is the sum over ranks."""
     module = Product()
     with torch.no_grad():
         module.weight += axis.rank
@@ -56,8 +56,8 @@ def check_copied_input(axis):
     assert torch.equal(scale.grad, wanted[1].grad)
 
 
-def check_summed_output(axis):
-    """The rank's rows of the matrix and its features: the sum over the ranks, with what is added once."""
+def check_all_reduced_output(axis):
+    """Check a row parallel product: the sum over ranks, with the bias added once."""
     module = Product()
     rows = slice(2 * axis.rank, 2 * axis.rank + 2)
     module.weight = nn.Parameter(module.weight.detach()[rows])
@@ -75,39 +75,39 @@ def check_summed_output(axis):
     assert torch.equal(module.added.grad, plain.added.grad)
 
 
-@pytest.mark.parametrize("check", [check_copied_input, check_summed_output])
+@pytest.mark.parametrize("check", [check_all_reduced_input_gradient, check_all_reduced_output])
 def test_on_two_ranks(ranks, check):
     ranks("pairs", check)
 
 
 class Fails(Product):
     def forward(self, x):
-        assert (self, "weight") in _current.values
+        assert (self, "weight") in current_substitution.values
         raise KeyError(x)
 
 
-def test_nothing_is_left_where_a_forward_fails():
-    """The substitution of a parameter ends with the forward."""
+def test_parameter_is_restored_after_a_failed_forward():
+    """The full parameter is set during forward only."""
     module = Fails()
     extend_class(module, Sharded, single(), styles={"weight": "replicated_with_grad_allreduce"})
     with pytest.raises(KeyError):
         module(numbers(2, 4))
-    assert not _current.values
+    assert not current_substitution.values
 
 
 class Head(nn.Module):
-    """Reads the table of another module, and may fail."""
+    """Reads the table of another module, and optionally raises."""
 
     def __init__(self, table):
         super().__init__()
-        self.tables = [table]  # no module of its own
+        self.tables = [table]  # not registered as a submodule
 
     def forward(self, x, *, fails=False):
-        assert (self.tables[0], "weight") in _current.values
+        assert (self.tables[0], "weight") in current_substitution.values
         return (x if not fails else None) @ self.tables[0].weight.t()
 
 
-def test_a_table_that_is_read_is_whole_meanwhile():
+def test_table_that_another_module_reads_is_full_during_forward():
     table = ParallelLinear(4, 6, dim=-1, group=single())
     head = Head(table)
     gather_on_use(head, ((table, "weight"),), single())
@@ -115,11 +115,11 @@ def test_a_table_that_is_read_is_whole_meanwhile():
     assert torch.equal(head(x), x @ table.weight.t())
     with pytest.raises(TypeError):
         head(x, fails=True)
-    assert not _current.values
+    assert not current_substitution.values
 
 
-def test_no_more_than_there_are_rows_for():
-    """Of 8 that are asked for a rank has the 12 rows of 3, by 4 a piece."""
+def test_count_is_limited_to_local_rows():
+    """With 12 local rows and 4 rows each, a count of 8 becomes 3."""
     module = nn.Module()
     module.layer, module.wide, module.chosen, module.few = nn.Linear(2, 12), 4, 8, 2
     limits = {"chosen": ("layer", "wide"), "few": ("layer", "wide")}
@@ -128,13 +128,13 @@ def test_no_more_than_there_are_rows_for():
 
 
 def converted(name, module, kind, dim, sizes):
-    """The first of two ranks' part of a module that is sharded evenly."""
+    """The first of two ranks' module, evenly sharded."""
     placements = {own: even_placement(dim, (size,), 2, what=own) for own, size in sizes.items()}
     spec = LayerSpec(kind, {"placements": placements})
     return Conversion.prepare(name, module, spec, Axis("tensor", 0, 2, (0, 1), None)).replacement
 
 
-def test_convolutions_that_are_not_sharded():
+def test_convolutions_that_cannot_be_sharded():
     conv = nn.Conv1d(8, 8, 3, groups=8)
     for dim, sizes in ((1, {"weight": 2, "bias": 8}), (0, {"weight": 8, "bias": 4})):
         with pytest.raises(ValueError, match="conv: only the channels of a convolution can be sharded"):
@@ -159,7 +159,7 @@ class Norm(nn.Module):
 
 @pytest.mark.parametrize(("group_size", "held", "whole"), [(6, 6, 6), (12, 6, 12), (24, 6, 24), (2, 2, 2)])
 def test_groups_of_norms(group_size, held, whole):
-    """12 features, 6 per rank: full groups, or an equal part of one."""
+    """Each rank holds 6 of 12 features: full groups, or an equal fraction of one."""
     norm = converted("norm", Norm(12, group_size), GroupedRMSNorm, 0, {"weight": 12})
     assert (norm.group_size, norm.whole_group) == (held, whole)
 

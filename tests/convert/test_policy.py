@@ -1,7 +1,7 @@
-"""Policies: models of transformers cut by classes as parallelformers has them compute what the plain ones compute.
+"""Policies in the format of parallelformers: sharded models of transformers, compared with unsharded ones.
 
-Near, not equal, as in test_convert_model.py: sums are taken rank by rank. The policies are written here as users write
-them, for two and four ranks; where a family cuts the same tensors, its placements are the same.
+Outputs are close, as in test_model.py: sums are computed per rank. The policies are written as users write
+them, for two and four ranks; if a family shards the same tensors, placements are equal.
 """
 
 import copy
@@ -32,7 +32,7 @@ def both(path, **options):
 
 
 class BertPolicy(Policy):
-    """As parallelformers has it, with the row layers' replace."""
+    """The policy of parallelformers, with ``replace`` for row parallel layers."""
 
     @staticmethod
     def replace_arguments(config, world_size):
@@ -73,7 +73,7 @@ class BertPolicy(Policy):
 
 
 class GPT2Policy(Policy):
-    """Weights stored (in, out), and q, k and v in one."""
+    """Weights stored (in, out), and fused q, k and v."""
 
     @staticmethod
     def replace_arguments(config, world_size):
@@ -112,7 +112,7 @@ class GPT2Policy(Policy):
 
 
 class OPTPolicy(Policy):
-    """Methods need not be static."""
+    """Methods without staticmethod."""
 
     def replace_arguments(self, config, world_size):
         return {"self_attn.num_heads": config.num_attention_heads // world_size}
@@ -135,7 +135,7 @@ class OPTPolicy(Policy):
 
 
 class T5Policy(Policy):
-    """Paths into lists, also from their ends; encoder and decoder; position biases of each head."""
+    """Paths into lists, also with negative indices; encoder and decoder; position biases per head."""
 
     @staticmethod
     def replace_arguments(config, world_size):
@@ -174,7 +174,7 @@ class T5Policy(Policy):
 
 
 class LlamaAttentionPolicy(Policy):
-    """One of two: attention."""
+    """The first of two policies: attention."""
 
     @staticmethod
     def attn_qkv():
@@ -190,7 +190,7 @@ class LlamaAttentionPolicy(Policy):
 
 
 class LlamaMlpPolicy(Policy):
-    """The other of two: the MLP."""
+    """The second of two policies: the MLP."""
 
     @staticmethod
     def mlp_in():
@@ -269,12 +269,12 @@ CASES = {
 }
 
 
-#: With cross attention that their family has no rules for.
+#: Models with cross-attention, for which their family does not have rules.
 WITHOUT_FAMILY = ("bert-decoder", "gpt2-cross")
 
 
 def given(name):
-    """The arguments of a call; where there is cross attention, with what it attends to."""
+    """The arguments of a call; for cross-attention, with encoder states."""
     inputs = inputs_of(CASES[name][0])
     if name in WITHOUT_FAMILY:
         inputs["encoder_hidden_states"] = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(3))
@@ -309,14 +309,14 @@ def check_case(axis, name):
 
 
 def check_placements(axis, before, after):
-    """What a policy cuts, the family cuts alike; what it leaves whole, is whole."""
+    """Check that a policy shards tensors as the family does, and replicates the others."""
     family = shardconv.convert_model(copy.deepcopy(before), group=axis)
     shards = {name: description(parameter) for name, parameter in after.named_parameters()}
-    cut = [name for name, shard in shards.items() if shard is not None]
-    assert len(cut) > 6
-    for name in cut:
+    sharded = [name for name, shard in shards.items() if shard is not None]
+    assert len(sharded) > 6
+    for name in sharded:
         assert shards[name][0] == description(family.get_parameter(name))[0], name
-    assert not any("norm" in name.lower() or "shared" in name or "embed" in name for name in cut)
+    assert not any("norm" in name.lower() or "shared" in name or "embed" in name for name in sharded)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -326,28 +326,28 @@ def test_models(ranks, layout, name):
 
 
 def changed(policy, **roles):
-    """The policy with other answers."""
+    """The policy with other results of its methods."""
     return type(
         "Changed", (policy,), {role: staticmethod(lambda *_, answer=answer: answer) for role, answer in roles.items()}
     )
 
 
-#: A policy that is wrong in one thing, and what comes of it: other numbers, or an error of this kind in the first pass.
+#: Policies with one mistake, and the error of the first pass; None for different outputs.
 WRONG = {
     "not fused": ("gpt2", changed(GPT2Policy, attn_qkv=[both("attn.c_attn", reversed=True)]), None),
-    "fused otherwise": ("gpt2", changed(GPT2Policy, attn_qkv=[both("attn.c_attn", n_fused=6, reversed=True)]), None),
+    "fused sizes": ("gpt2", changed(GPT2Policy, attn_qkv=[both("attn.c_attn", n_fused=6, reversed=True)]), None),
     "gate and up not fused": ("phi3", changed(Phi3Policy, mlp_in=[Layer("mlp.gate_up_proj.weight")]), None),
-    "no row": ("bert", changed(BertPolicy, attn_out=[]), r"output.dense .* has 32 features \(expected 64\)"),
-    "no column": ("bert", changed(BertPolicy, attn_qkv=BertPolicy.attn_qkv()[1:]), "must match"),
+    "no rows": ("bert", changed(BertPolicy, attn_out=[]), r"output.dense .* has 32 features \(expected 64\)"),
+    "no columns": ("bert", changed(BertPolicy, attn_qkv=BertPolicy.attn_qkv()[1:]), "must match"),
     "swapped": (
         "bert", changed(BertPolicy, mlp_in=[both("output.dense")], mlp_out=[both("intermediate.dense")]), "must match",
     ),
-    "heads not told": ("gpt2", changed(GPT2Policy, replace_arguments={}), "not enough values"),
-    "kv heads not told": (
+    "heads not set": ("gpt2", changed(GPT2Policy, replace_arguments={}), "not enough values"),
+    "kv heads not set": (
         "phi3", changed(Phi3Policy, replace_arguments={"self_attn.config.num_attention_heads": 4}), None,
     ),
-    "position biases whole": ("t5", changed(T5Policy, attn_out=T5Policy.attn_out()[:2]), "must match"),
-    "norms whole": ("qwen3", changed(Qwen3Policy, on_parts=[]), "_norm.weight: its gradient is not the same"),
+    "replicated position biases": ("t5", changed(T5Policy, attn_out=T5Policy.attn_out()[:2]), "must match"),
+    "replicated norms": ("qwen3", changed(Qwen3Policy, on_parts=[]), "_norm.weight: its gradient is not the same"),
 }  # fmt: skip
 
 
@@ -363,12 +363,11 @@ def check_wrong(axis, name):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_policies_are_seen(ranks, name):
-    """So that the comparisons above compare something; and what of a policy cannot go wrong without a word."""
+def test_wrong_policies_are_detected(ranks, name):
     ranks("pair", check_wrong, name)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 class Halves(nn.Linear):
@@ -379,7 +378,7 @@ def qkv(*layers):
     return changed(BertPolicy, attn_qkv=[*layers, *BertPolicy.attn_qkv()[3:]])
 
 
-def told(**arguments):
+def arguments_of(**arguments):
     return changed(BertPolicy, replace_arguments={path.replace("__", "."): value for path, value in arguments.items()})
 
 
@@ -416,9 +415,9 @@ REFUSED = {
     "bias not named": (qkv(Layer("attention.self.query.weight")), "query.bias is not named, and the outputs"),
     "twice": (qkv(both("attention.self.query"), both("attention.self.query")), "query.weight is named by two layers"),
     "twice, by two": ([BertPolicy, BertIntermediatePolicy], "intermediate.dense.weight is named by two layers"),
-    "attribute": (told(attention__self__num_head=4), "has no attribute 'attention.self.num_head'"),
-    "attribute of nothing": (told(attentio__self__num_heads=4), "has no attribute 'attentio.self.num_heads'"),
-    "attribute is a module": (told(attention__self=4), "cannot set a BertSelfAttention"),
+    "attribute": (arguments_of(attention__self__num_head=4), "has no attribute 'attention.self.num_head'"),
+    "attribute of nothing": (arguments_of(attentio__self__num_heads=4), "has no attribute 'attentio.self.num_heads'"),
+    "attribute is a module": (arguments_of(attention__self=4), "cannot set a BertSelfAttention"),
     "attribute of others": (
         changed(BertPolicy, replace_arguments={"attention.self.config.id2label[0]": "a"}),
         "one of a dict, which others may share",
@@ -429,8 +428,8 @@ REFUSED = {
         {"num_attention_heads": 6, "hidden_size": 48},
     ),
     "sizes": ([BertPolicy], r"dense.* 90 is not a multiple of 4.*Use --tp 1, 2", {"intermediate_size": 90}),
-    "parts": (qkv(both("attention.self.query", n_fused=3)), "query.weight: 64 is not a multiple of n_fused = 3"),
-    "part sizes": (qkv(both("attention.self.query", n_fused=32)), "2 is not a multiple of 4.*Use --tp 1, 2"),
+    "fused sizes": (qkv(both("attention.self.query", n_fused=3)), "query.weight: 64 is not a multiple of n_fused = 3"),
+    "fused heads": (qkv(both("attention.self.query", n_fused=32)), "2 is not a multiple of 4.*Use --tp 1, 2"),
     "reversed": (qkv(both("attention.self.query", reversed=True)), "a Linear stores it .out, in.: it cannot have"),
     "row of a norm": (changed(BertPolicy, attn_out=[both("output.LayerNorm")]), "only a matrix has input features"),
     "class": (changed(BertPolicy, original_layer_class=GPT2Block), "has no module of exactly the class GPT2Block"),
@@ -438,8 +437,8 @@ REFUSED = {
     "replace by a row": (qkv(both("attention.self.query", replace=RowParallelLinear)), "not derived from .*Column"),
     "modules": (changed(BertPolicy, replace_modules={"BertSelf": nn.Linear}), "has no module of the class 'BertSelf'"),
     "modules by none": (changed(BertPolicy, replace_modules={"BertPooler": 3}), "3 is not a class of modules"),
-    "modules that are cut": (changed(BertPolicy, replace_modules={nn.Linear: Halves}), "and a layer names it"),
-    "fused, whole": (
+    "modules that are sharded": (changed(BertPolicy, replace_modules={nn.Linear: Halves}), "and a layer names it"),
+    "fused and replicated": (
         changed(BertPolicy, on_parts=[Layer("output.LayerNorm.weight", n_fused=2)]), "n_fused is for sharded layers",
     ),
 }  # fmt: skip
@@ -464,7 +463,7 @@ def test_refused(ranks):
 
 
 def check_refused_models(axis):
-    """What a model, rather than a policy, is the reason of."""
+    """Check errors that depend on the model."""
     model = Model("gpt2").build()
     with pytest.raises(PlanError, match=r"a Conv1D stores it .in, out.: it needs reversed=True"):
         shardconv.convert_model(model, changed(GPT2Policy, mlp_in=[both("mlp.c_fc")]), group=axis)
@@ -486,7 +485,7 @@ def test_refused_models(ranks):
     ranks("four", check_refused_models)
 
 
-def test_refused_words():
+def test_refused_arguments():
     with pytest.raises(ValueError, match="has neither a weight"):
         Layer(n_fused=3)
     with pytest.raises(ValueError, match="n_fused is 0"):
@@ -498,18 +497,18 @@ def test_refused_words():
         type("Lacking", (Policy,), {})(None)
 
 
-# --- what else a policy says ----------------------------------------------------------------------------------------
+# --- other options of a policy --------------------------------------------------------------------------------------
 
 
 class Quiet(BertIntermediate):
-    """Half of what it was."""
+    """Returns half of the output."""
 
     def forward(self, hidden_states):
         return super().forward(hidden_states) / 2
 
 
 class Counted(ParallelLinear):
-    """A row layer that counts its calls."""
+    """A row parallel layer that counts its calls."""
 
     calls = 0
 
@@ -519,7 +518,7 @@ class Counted(ParallelLinear):
 
 
 def check_classes(axis, name):
-    """Modules of a class become another, and layers a class of the user's; of this model, and of no other."""
+    """Check replaced classes of modules and of layers; other models do not change."""
     before, other = (Model("bert").build(SCALE).eval() for _ in range(2))
     attributes = [dict(vars(type(module))) for module in before.modules()]
     for layer in before.bert.encoder.layer:
@@ -553,7 +552,7 @@ def test_conv1d_class(ranks):
 
 
 class BlockPolicy(Policy):
-    """A module that is not of transformers: a fused weight and bias, stored (out, in)."""
+    """A custom module with a fused weight and bias, stored (out, in)."""
 
     @staticmethod
     def attn_qkv():
@@ -590,12 +589,12 @@ def check_own_model(axis):
 
 
 @pytest.mark.parametrize("layout", ["pair", "four"])
-def test_own_model(ranks, layout):
+def test_custom_model(ranks, layout):
     ranks(layout, check_own_model)
 
 
 def check_fused_rows(axis, transposed):
-    """A row layer whose inputs are fused as the outputs before it are."""
+    """Check a row parallel layer whose inputs are fused like the outputs of the preceding layer."""
     make = (lambda i, o: Conv1D(o, i)) if transposed else nn.Linear
     before = nn.Sequential(make(4, 24), nn.Tanh(), make(24, 4))
     x = torch.randn(3, 4)
@@ -616,7 +615,7 @@ def test_fused_rows(ranks, transposed):
 
 
 def check_frozen_and_trained(axis):
-    """The look at gradients is of the first that are not zero, and over then."""
+    """Check that only the first gradients other than zero are compared between ranks."""
     model = CASES["qwen3"][0].build(SCALE)
     after = shardconv.convert_model(model, Qwen3Policy, group=axis)
     hooks = lambda: sum(len(parameter._backward_hooks or {}) for parameter in after.parameters())  # noqa: E731
@@ -627,5 +626,5 @@ def check_frozen_and_trained(axis):
     assert hooks() == 0
 
 
-def test_gradients_are_looked_at_once(ranks):
+def test_gradients_are_compared_once(ranks):
     ranks("pair", check_frozen_and_trained)

@@ -1,4 +1,4 @@
-"""Groups over given ranks: made by their members alone, in the order that was asked for."""
+"""Groups over given ranks, which only their members create, in the given order."""
 
 from contextlib import contextmanager
 
@@ -25,7 +25,7 @@ from tests.support.forked import run_python
 
 @contextmanager
 def parallel(**sizes):
-    """Groups for a while; torch's stay, the current ones go."""
+    """Parallel groups in a context; torch's groups remain after it."""
     try:
         yield init_parallel(**sizes)
     finally:
@@ -33,12 +33,12 @@ def parallel(**sizes):
 
 
 def names_of(axis):
-    """The ranks of an axis, told by each of them in the axis's own order."""
+    """The global ranks of an axis, all-gathered in its order."""
     return gather_from_tp(torch.tensor([dist.get_rank()]), 0, group=axis).tolist()
 
 
 def check_two_sets(_):
-    """[1, 3] beside [0, 2], at once: torch's ``rank % tp`` would say 1 and 1 for the first."""
+    """Check groups [1, 3] and [0, 2] at the same time; ``rank % tp`` would be 1 for both ranks of the first."""
     rank = dist.get_rank()
     ranks = [rank % 2, rank % 2 + 2]
     with parallel(tensor=2, ranks=ranks) as groups:
@@ -53,7 +53,7 @@ def check_two_sets(_):
 
 
 def check_order_is_kept(_):
-    """The mesh and the group have the given order; torch sorts by default, and then they would differ."""
+    """Check that mesh and group have the given order; torch sorts ranks by default."""
     rank = dist.get_rank()
     ranks = [[2, 0], [3, 1]][rank % 2]
     with parallel(tensor=-1, ranks=ranks) as groups:
@@ -68,7 +68,7 @@ def check_order_is_kept(_):
 
 
 def check_part_of_the_world(_):
-    """Three processes out of four; the fourth gets an error, and nobody waits for it."""
+    """Check a group of three of four processes; the fourth gets an error, and no process waits for it."""
     rank = dist.get_rank()
     if rank == 2:
         with pytest.raises(ValueError, match=r"global rank 2 of this process is not in ranks=\[0, 1, 3"):
@@ -82,8 +82,8 @@ def check_part_of_the_world(_):
     dist.barrier()
 
 
-def check_different_pasts(_):
-    """Processes that have made other groups, and not as many, still meet."""
+def check_different_earlier_groups(_):
+    """Check processes that have created different numbers of groups before."""
     rank = dist.get_rank()
     if rank == 3:
         for _ in range(3):
@@ -115,7 +115,7 @@ def check_refusals(_):
             init_parallel(**sizes)
 
 
-def check_what_is_left(_):
+def check_groups_are_destroyed(_):
     for sizes in ({"tensor": 2, "data": -1}, {"tensor": -1, "data": 2}, {"tensor": -1, "pipeline": 2}):
         with parallel(**sizes) as groups:
             found = {"tensor": groups.tensor.size, "data": groups.data.size, "pipeline": groups.pipeline.size}
@@ -141,7 +141,7 @@ def check_cpu_groups(axis):
     assert message.item() == sum(axis.ranks)
 
 
-def check_made_once(_):
+def check_groups_are_cached(_):
     order = [1, 0, 3, 2]
     assert group_over(range(4)) is dist.group.WORLD
     assert group_over(order) is group_over(order)
@@ -151,8 +151,8 @@ def check_made_once(_):
 @pytest.mark.parametrize(
     "check",
     [
-        check_two_sets, check_order_is_kept, check_part_of_the_world, check_different_pasts, check_refusals,
-        check_what_is_left, check_made_once,
+        check_two_sets, check_order_is_kept, check_part_of_the_world, check_different_earlier_groups, check_refusals,
+        check_groups_are_destroyed, check_groups_are_cached,
     ],
 )  # fmt: skip
 def test_groups(ranks, check):
@@ -164,7 +164,7 @@ def test_cpu_groups(ranks, layout):
     ranks(layout, check_cpu_groups)
 
 
-def test_one_process_alone():
+def test_groups_of_one_process():
     try:
         groups = init_parallel(data=-1, ranks=[0])
         assert (groups.rank, groups.size, groups.ranks, groups.mesh) == (0, 1, (0,), None)
@@ -194,7 +194,7 @@ class MlpPolicy(shardconv.Policy):
 
 
 X, WEIGHT, IDS = torch.ones(4, 8), torch.ones(8, 8), torch.arange(4)
-#: Everything that takes ``group=`` and reads the current tensor axis without it.
+#: Calls that use the current tensor axis without ``group=``.
 WAYS = {
     "ParallelLinear": lambda: layers.ParallelLinear(8, 8, dim=-1),
     "ParallelLinear that is not parallel": lambda: layers.ParallelLinear(8, 8),
@@ -221,15 +221,15 @@ NO_GROUPS = r"WORLD_SIZE is 2.*call shardconv\.init_parallel\(tensor=N\) first, 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_refused_without_groups_under_a_launcher(way, monkeypatch):
-    """How many of the processes are tensor parallel is not in the environment; 1 would be silently wrong."""
+def test_missing_groups_under_a_launcher_are_an_error(way, monkeypatch):
+    """The environment does not have the tensor parallel size; 1 would be silently wrong."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=NO_GROUPS):
         WAYS[way]()
 
 
 @pytest.mark.parametrize("size", [None, "", "1"])
-def test_one_process_needs_no_groups(size, monkeypatch):
+def test_one_process_runs_without_groups(size, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if size is not None:
         monkeypatch.setenv("WORLD_SIZE", size)
@@ -259,7 +259,7 @@ shardconv.destroy_parallel()
 
 
 def test_under_torchrun(tmp_path):
-    """Without groups an error on each rank; with torch's, all processes; with shardconv's, what was asked for."""
+    """An error without groups; all processes with torch's group; the given sizes with init_parallel."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     result = run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)

@@ -1,4 +1,4 @@
-"""Groups, and the four operations between them, against sums and chunks of what the test built itself."""
+"""Groups and the four operations over them, compared with sums and chunks by torch."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_groups(ranks):
     ranks("four", check_groups)
 
 
-def test_one_process_alone():
+def test_operations_of_one_process():
     """Without torch.distributed all operations are the identity."""
     with pytest.raises(RuntimeError, match=r"call shardconv\.init_parallel"):
         shardconv.distributed.current_groups()
@@ -91,5 +91,5 @@ def check_compiled(axis):
     assert torch.equal(plain.grad, compiled.grad)
 
 
-def test_traceable(ranks):
+def test_operations_are_compiled(ranks):
     ranks("strided", check_compiled)

@@ -55,7 +55,7 @@ def check_messages(axis):
 
 
 def check_many(axis):
-    """No slot is overwritten while a rank reads it, although ranks run at different speeds."""
+    """Check that no slot is overwritten while a rank reads it, with ranks of different speeds."""
     axis = shared(axis)
     for number in range(1000):
         mine = torch.full((512,), float(number * axis.size + axis.rank))
@@ -71,7 +71,7 @@ def check_operations(axis):
 
 
 def check_reductions(axis):
-    """Sums in half precision are rounded once, and are bitwise equal on all ranks."""
+    """Check that sums in half precision are rounded once, and bitwise equal on all ranks."""
     for message in (torch.randn(1, 1, 96).bfloat16(), torch.randint(-9, 9, (4, 4))):
         mine = message * (axis.ranks[axis.rank] + 1)
         inputs = gathered(axis, mine)
@@ -84,7 +84,7 @@ def check_reductions(axis):
 
 
 def check_long(axis):
-    """Messages longer than a slot use the process group."""
+    """Check that messages longer than a slot use the process group."""
     axis = shared(axis)
     longest = shared_memory.SLOT_BYTES // 4
     for size in (longest, longest + 1):
@@ -94,7 +94,7 @@ def check_long(axis):
 
 
 def check_calls_differ(axis):
-    """Mismatched calls raise an error on all ranks."""
+    """Check that mismatched calls raise an error on all ranks."""
     mine = (torch.zeros(2), torch.zeros(1, dtype=torch.int64))[axis.rank % 2]  # of equal length
     for message, purpose in ((torch.zeros(4 + axis.rank), ""), (mine, ""), (torch.zeros(3), str(axis.rank))):
         channel = shared(axis).channel
@@ -105,7 +105,7 @@ def check_calls_differ(axis):
 
 
 def check_interrupted(axis):
-    """An interrupted rank cannot continue, and its peers wait no longer than the timeout of the group."""
+    """Check that an interrupted rank cannot continue, and that its peers wait for the timeout of the group."""
     channel = shared(axis).channel
     channel._timeout = 3
     channel.all_gather(torch.zeros(1))
@@ -143,7 +143,7 @@ def check_inference_mode(axis):
 
 
 def check_one_rank_cannot_join(axis):
-    """No rank uses the channel if one of them cannot map the memory."""
+    """Check that no rank uses the channel if one of them cannot map the memory."""
     join = shared_memory._join
     shared_memory._join = (lambda *_: None) if axis.rank == axis.size - 1 else join
     try:

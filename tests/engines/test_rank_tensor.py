@@ -1,7 +1,6 @@
-"""Rank tensors, against full tensors that go through the same operations.
+"""Rank tensors, compared with full tensors after the same operations.
 
-What a chain of views selects, and which of it a rank holds, comes from a full tensor and a full mask; torch computes
-both.
+torch computes the expected elements, and which of them a rank holds, from a full tensor and a full mask.
 """
 
 import re
@@ -22,7 +21,7 @@ from shardconv.plan.units import Unit, shard_dim
 
 
 def rank_tensor(full, placement, rank, reads=None):
-    """A rank tensor and the mask of what it holds."""
+    """A rank tensor and the mask of the elements that it holds."""
 
     def read():
         if reads is not None:
@@ -39,7 +38,7 @@ def rank_tensor(full, placement, rank, reads=None):
 
 @st.composite
 def tensors(draw):
-    """A full tensor of distinct numbers, and a placement: even, fused, padded or with copies."""
+    """A full tensor of distinct numbers, and a placement: even, fused, padded or with replicas."""
     tp = draw(st.integers(2, 4))
     dim = draw(st.integers(0, 2))
     shape = [draw(st.integers(1, 4)) for _ in range(draw(st.integers(dim + 1, 3)))]
@@ -55,7 +54,7 @@ def tensors(draw):
     return full, shard_dim(dim, units, tp), draw(st.integers(0, tp - 1))
 
 
-#: Operations that loaders of engines use, on a tensor with at least one dim; numbers are taken modulo its sizes.
+#: Operations that weight loaders use, on a tensor with at least one dim; numbers are taken modulo its sizes.
 OPERATIONS = {
     "narrow": lambda t, d, a, b: t.narrow(d, a % t.shape[d], min(b, t.shape[d] - a % t.shape[d])),
     "select": lambda t, d, a, b: t.select(d, a % t.shape[d]),
@@ -91,8 +90,8 @@ def apply(tensor, chain):
 
 @given(tensors(), st.lists(steps, max_size=5))
 @settings(max_examples=400, deadline=None)
-def test_views_give_what_is_held_or_raise(made, chain):
-    """Exact: no sums. What is held may be refused only where a view runs over two levels of dims, or after ``cat``."""
+def test_views_equal_those_of_the_full_tensor_or_raise(made, chain):
+    """They may raise for held elements only if a view merges dims, or after ``cat``."""
     full, placement, rank = made
     reads = []
     lazy, mask = rank_tensor(full, placement, rank, reads)
@@ -125,8 +124,8 @@ def rows(count=8, tp=2, rank=1, behind=3):
     return full, rank_tensor(full, shard_dim(0, [Unit(count)], tp), rank)[0]
 
 
-def test_row_parallel_tensor_costs_its_shard():
-    """The view of a contiguous interval is a view of the shard: nothing is copied."""
+def test_contiguous_interval_is_not_copied():
+    """Its view is a view of the shard."""
     full = torch.arange(24.0).view(4, 6)
     placement, shards = shard_dim(1, [Unit(6)], 2), []
     lazy, _ = rank_tensor(full, placement, 1)
@@ -138,7 +137,7 @@ def test_row_parallel_tensor_costs_its_shard():
     assert shards == [1]
 
 
-def test_parameter_is_filled():
+def test_copy_into_a_parameter():
     full, lazy = rows()
     parameter = torch.nn.Parameter(torch.zeros(4, 3))
     parameter.data.copy_(lazy.narrow(0, 4, 4))
@@ -161,8 +160,7 @@ MASK = torch.ones(8, dtype=torch.bool)
     lambda t: torch.empty(8, 3).copy_(t), lambda t: t.view(torch.uint8).sum(),
     lambda t: t.repeat(2, 1), lambda t: list(map(float, t[0])), lambda t: torch.save(t, "/dev/null"),
 ])  # fmt: skip
-def test_nothing_is_read_silently(read):
-    """Whatever reads elements that are not there raises."""
+def test_reading_missing_elements_is_an_error(read):
     _, lazy = rows()
     with pytest.raises((NotHeldError, RuntimeError, NotImplementedError, TypeError)):
         read(lazy)
@@ -172,14 +170,14 @@ def test_nothing_is_read_silently(read):
     lambda t: t.zero_(), lambda t: t.mul_(2), lambda t: t[4:].copy_(torch.ones(4, 3)), lambda t: t.__setitem__(5, 0),
     lambda t: torch.add(t, t, out=t),
 ])  # fmt: skip
-def test_nothing_is_written(write):
-    """A write would be lost."""
+def test_writing_is_an_error(write):
+    """The value would be lost."""
     _, lazy = rows()
     with pytest.raises((TypeError, NotHeldError)):
         write(lazy)
 
 
-def test_facts_need_no_values():
+def test_metadata_does_not_read_values():
     full, lazy = rows()
     assert (lazy.shape, lazy.dtype, lazy.numel(), lazy.dim(), lazy.device) == (
         full.shape, full.dtype, full.numel(), full.dim(), full.device
@@ -189,7 +187,7 @@ def test_facts_need_no_values():
     assert repr(lazy) == "RankTensor('w', shape=[8, 3], dtype=torch.float32)"
 
 
-def test_message_names_what_is_missing():
+def test_message_has_the_missing_elements():
     _, lazy = rows()
     with pytest.raises(NotHeldError, match=r"^w: elements \[2, 4\) of dim 0 are not on this rank, which holds"):
         lazy[2:6].sum()
@@ -214,7 +212,7 @@ def test_conjugate_is_computed():
 
 
 def test_rank_without_elements():
-    """An expert of another rank can be passed over, and not be read."""
+    """A loader can skip an expert of another rank, but not read it."""
     full = torch.ones(4, 3)
     lazy, _ = rank_tensor(full, Placement(0, 4, (shard_dim(0, [Unit(4)], 1).ranks[0], ())), 1)
     assert lazy.narrow(0, 0, 2).shape == (2, 3)

@@ -35,7 +35,7 @@ def test_types_with_the_same_inputs_refer_to_a_table():
 
 
 def test_placeholders_precede_random_text():
-    model = small(model_class("images and text", "inkling2"))
+    model = small(model_class("image-text-to-text", "inkling2"))
     inputs = example_inputs(model)
     token = model.config.image_token_id
     assert inputs["input_ids"].shape == (2, 9)
@@ -44,4 +44,4 @@ def test_placeholders_precede_random_text():
     assert inputs["image_grid_thw"].tolist() == [[1, 1, 2]] * 2
     assert inputs["pixel_values"].min() < -0.5
     assert inputs["pixel_values"].max() > 0.5
-    assert torch.equal(inputs["input_ids"], example_inputs(model)["input_ids"])  # the same values each time
+    assert torch.equal(inputs["input_ids"], example_inputs(model)["input_ids"])  # deterministic values

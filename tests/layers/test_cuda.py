@@ -1,4 +1,4 @@
-"""The layers on CUDA tensors, two ranks on gloo, which may share one device; skipped, by name, where there is none."""
+"""The layers on CUDA tensors, on two ranks with gloo, which may share a device."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from shardconv.layers.functional import parallel_cross_entropy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
-#: float64 on the device, sums over ranks: rounding only.
+#: Rounding errors of sums over ranks in float64.
 NEAR = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -57,14 +57,14 @@ def check_embedding_and_loss(axis):
 
 
 def check_conversion_and_dropout(axis):
-    plain = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double().cuda()
-    expected = plain(torch.arange(20, device="cuda"))
-    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    convert_parallel_embedding(plain, 0, group=axis)
-    convert_parallel_linear(nn.ModuleList([plain[1]]), -1, group=axis)
-    convert_parallel_linear(nn.ModuleList([plain[3]]), 0, group=axis)
-    torch.testing.assert_close(plain(torch.arange(20, device="cuda")), expected, **NEAR)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in gather_state_dict(plain).items())
+    unsharded = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double().cuda()
+    expected = unsharded(torch.arange(20, device="cuda"))
+    state = {name: tensor.clone() for name, tensor in unsharded.state_dict().items()}
+    convert_parallel_embedding(unsharded, 0, group=axis)
+    convert_parallel_linear(nn.ModuleList([unsharded[1]]), -1, group=axis)
+    convert_parallel_linear(nn.ModuleList([unsharded[3]]), 0, group=axis)
+    torch.testing.assert_close(unsharded(torch.arange(20, device="cuda")), expected, **NEAR)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in gather_state_dict(unsharded).items())
     dropout = ParallelDropout(0.5, input_is_parallel=True, group=axis)
     assert set(dropout(torch.ones(64, 64, device="cuda")).unique().tolist()) == {0.0, 2.0}
 

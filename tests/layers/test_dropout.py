@@ -1,4 +1,4 @@
-"""Dropout: masks that agree or differ, come back, and survive checkpointing."""
+"""Dropout: masks that are equal or differ between ranks, are reproducible, and work with checkpointing."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def check_checkpointed(axis):
                 return dropout(x * 2).square()
 
             y = checkpoint(block, x, use_reentrant=False) if wrapped else block(x)
-            dropout(torch.ones(3))  # what is drawn afterwards does not change what is drawn again
+            dropout(torch.ones(3))  # later samples do not change the recomputed mask
             y.sum().backward()
             results.append((y.detach(), x.grad))
         assert torch.equal(results[0][0], results[1][0])
@@ -72,7 +72,7 @@ def check_seeds(axis):
         ParallelDropout(0.5, group=axis)(torch.ones(2))
 
 
-def test_ranks_that_are_seeded_differently(ranks):
+def test_different_seeds_are_an_error(ranks):
     ranks("four", check_seeds)
 
 
@@ -85,5 +85,5 @@ def check_compiled(axis):
     assert not torch.equal(parts[0], parts[1])
 
 
-def test_compiled(ranks):
+def test_compiled_dropout(ranks):
     ranks("pairs", check_compiled)

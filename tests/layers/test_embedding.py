@@ -1,8 +1,8 @@
-"""Embeddings that are cut, against nn.Embedding with tables that the test builds itself.
+"""Parallel embeddings, compared with nn.Embedding.
 
-A row of the output comes from one rank, the others add zeros: outputs are equal, not near. So are gradients of the
-table, except where norms are summed over ranks, and those of a table cut by words with a row looked up several times,
-which torch adds up in the order of the rank's own ids.
+A row of the output is from one rank, and the others add zeros, so outputs are exactly equal. So are gradients of the
+table, except if norms are summed over ranks, and if rows of a vocabulary-parallel table are looked up several times,
+which torch adds in the order of the local ids.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def table_of(dtype=torch.float64, words=WORDS):
 
 
 def mine_of(axis, full, dim):
-    """The rank's part of a table, with zeros where there are no more words."""
+    """The rank's shard of a table, padded with zeros."""
     if dim is None:
         return full
     if dim != 0:
@@ -49,25 +49,27 @@ def mine_of(axis, full, dim):
 
 def check_options(axis, dim, options):
     ids, grad = torch.tensor(IDS), torch.randn(2, 5, WIDTH, dtype=torch.float64)
-    plain = nn.Embedding(WORDS, WIDTH, dtype=torch.float64, _weight=table_of(), **options)
+    unsharded = nn.Embedding(WORDS, WIDTH, dtype=torch.float64, _weight=table_of(), **options)
     layer = ParallelEmbedding(WORDS, WIDTH, dim=dim, _weight=table_of(), group=axis, **options)
     assert torch.equal(layer.weight, mine_of(axis, table_of(), dim))
-    expected, found = plain(ids), layer(ids)
+    expected, found = unsharded(ids), layer(ids)
     expected.backward(grad)
     found.backward(grad)
-    is_summed = dim != 0 and "max_norm" in options  # a norm over ranks rounds otherwise than one over a row
+    is_summed = dim != 0 and "max_norm" in options  # a sum over ranks rounds differently
     torch.testing.assert_close(found, expected, rtol=1e-14 if is_summed else 0, atol=0)
-    torch.testing.assert_close(layer.weight, mine_of(axis, plain.weight, dim), rtol=1e-14 if is_summed else 0, atol=0)
-    assert layer.weight.grad.is_sparse == plain.weight.grad.is_sparse
-    if plain.weight.grad.is_sparse and dim == 0:
-        first = axis.rank * -(-WORDS // axis.size)
-        rows = plain.weight.grad.coalesce().indices()[0] - first
-        own = rows[(rows >= 0) & (rows < len(layer.weight))]
-        assert torch.equal(layer.weight.grad.coalesce().indices()[0], own)  # no row that was not looked up
     torch.testing.assert_close(
-        layer.weight.grad.to_dense(), mine_of(axis, plain.weight.grad.to_dense(), dim), rtol=1e-14, atol=0
+        layer.weight, mine_of(axis, unsharded.weight, dim), rtol=1e-14 if is_summed else 0, atol=0
     )
-    torch.testing.assert_close(layer.master_weight, plain.weight, rtol=1e-14 if is_summed else 0, atol=0)
+    assert layer.weight.grad.is_sparse == unsharded.weight.grad.is_sparse
+    if unsharded.weight.grad.is_sparse and dim == 0:
+        first = axis.rank * -(-WORDS // axis.size)
+        rows = unsharded.weight.grad.coalesce().indices()[0] - first
+        own = rows[(rows >= 0) & (rows < len(layer.weight))]
+        assert torch.equal(layer.weight.grad.coalesce().indices()[0], own)  # only rows that were looked up
+    torch.testing.assert_close(
+        layer.weight.grad.to_dense(), mine_of(axis, unsharded.weight.grad.to_dense(), dim), rtol=1e-14, atol=0
+    )
+    torch.testing.assert_close(layer.master_weight, unsharded.weight, rtol=1e-14 if is_summed else 0, atol=0)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "none")
@@ -97,7 +99,7 @@ def check_initial_values(axis, seeds_differ):
     for dim in (0, -1):
         for options in ({}, {"padding_idx": 3}):
             torch.manual_seed(10)
-            plain = nn.Embedding(WORDS, WIDTH, **options)
+            unsharded = nn.Embedding(WORDS, WIDTH, **options)
             seed = 10 + (axis.rank if seeds_differ else 0)
             torch.manual_seed(seed)
             nn.Embedding(WORDS, WIDTH)
@@ -105,7 +107,7 @@ def check_initial_values(axis, seeds_differ):
             torch.manual_seed(seed)
             layer = ParallelEmbedding(WORDS, WIDTH, dim=dim, group=axis, **options)
             assert torch.equal(torch.get_rng_state(), state)
-            assert torch.equal(layer.master_weight, plain.weight)
+            assert torch.equal(layer.master_weight, unsharded.weight)
 
 
 @pytest.mark.parametrize("seeds_differ", [False, True])
@@ -114,8 +116,8 @@ def test_initial_values(ranks, layout, seeds_differ):
     ranks(layout, check_initial_values, seeds_differ)
 
 
-def check_few_words(axis):
-    """Fewer words than ranks: some ranks hold nothing but padding."""
+def check_small_vocabulary(axis):
+    """Check a vocabulary smaller than the number of ranks; some ranks hold only padding."""
     layer = VocabParallelEmbedding(3, WIDTH, 1, group=axis, dtype=torch.float64)
     full = layer.master_weight
     assert full.shape == (3, WIDTH)
@@ -125,18 +127,18 @@ def check_few_words(axis):
     assert torch.equal(layer.weight.grad, mine_of(axis, torch.tensor([[1.0], [0], [1]]).expand(3, WIDTH).double(), 0))
 
 
-def test_fewer_words_than_ranks(ranks):
-    ranks("four", check_few_words)
+def test_vocabulary_smaller_than_the_number_of_ranks(ranks):
+    ranks("four", check_small_vocabulary)
 
 
 def check_half_norms(axis):
-    """The squares of large float16 values are beyond float16."""
+    """Check norms of large float16 values, whose squares overflow float16."""
     table = (torch.arange(1.0, 13 * WIDTH + 1).view(13, WIDTH)).half()
     for dim in (0, -1):
-        plain = nn.Embedding(13, WIDTH, max_norm=1.0, _weight=table.clone())
+        unsharded = nn.Embedding(13, WIDTH, max_norm=1.0, _weight=table.clone())
         layer = ParallelEmbedding(13, WIDTH, max_norm=1.0, _weight=table.clone(), dim=dim, group=axis)
-        plain(torch.arange(13)), layer(torch.arange(13))
-        torch.testing.assert_close(layer.master_weight, plain.weight)
+        unsharded(torch.arange(13)), layer(torch.arange(13))
+        torch.testing.assert_close(layer.master_weight, unsharded.weight)
 
 
 def test_half_norms(ranks):

@@ -1,7 +1,7 @@
-"""Linear layers that are cut, against nn.Linear with weights that the test builds itself.
+"""Parallel linear layers, compared with nn.Linear.
 
-Outputs and gradients are compared closely, not exactly, where ranks add up partial sums: in float64 1e-12 of the
-largest, in float32 1e-6, since a sum of tp parts rounds otherwise than one sum over all.
+Outputs and gradients that are sums over ranks are compared to 1e-12 of the
+largest in float64 and 1e-6 in float32, as partial sums round differently.
 """
 
 import copy
@@ -35,8 +35,8 @@ def assert_near(found, expected, what=""):
     assert error <= TOLERANCE[expected.dtype], f"{what}: {error}"
 
 
-def plain_layer(dtype=torch.float64, *, bias=True, out=OUT, seed=3):
-    """nn.Linear with values of the test's own, the same on every rank."""
+def unsharded_layer(dtype=torch.float64, *, bias=True, out=OUT, seed=3):
+    """nn.Linear with the same values on every rank."""
     layer = nn.Linear(IN, out, bias, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def fixed(shape, dtype=torch.float64, seed=4):
 
 
 def columns_of(axis, parts):
-    """The columns of a rank: its share of each part."""
+    """The columns of a rank, of each segment."""
     starts = [sum(parts[:number]) for number in range(len(parts))]
     shares = [
         (start + axis.rank * size // axis.size, size // axis.size) for start, size in zip(starts, parts, strict=True)
@@ -66,23 +66,27 @@ def run(layer, x, grad):
 
 
 def check_column(axis, dtype, bias, gather, parts):
-    plain, x, grad = plain_layer(dtype, bias=bias), fixed((2, BATCH, IN), dtype), fixed((2, BATCH, OUT), dtype, seed=5)
+    unsharded, x, grad = (
+        unsharded_layer(dtype, bias=bias),
+        fixed((2, BATCH, IN), dtype),
+        fixed((2, BATCH, OUT), dtype, seed=5),
+    )
     layer = ColumnParallelLinear(IN, OUT, bias, gather_output=gather, split_sizes=parts, dtype=dtype, group=axis)
     mine = columns_of(axis, parts or (OUT,))
     with torch.no_grad():
-        layer.weight.copy_(plain.weight[mine])
+        layer.weight.copy_(unsharded.weight[mine])
         if bias:
-            layer.bias.copy_(plain.bias[mine])
-    expected, expected_x = run(plain, x, grad)
+            layer.bias.copy_(unsharded.bias[mine])
+    expected, expected_x = run(unsharded, x, grad)
     found, found_x = run(layer, x, grad if gather else grad[..., mine])
     assert found.shape[-1] == (OUT if gather else OUT // axis.size)
     assert_near(found, expected if gather else expected[..., mine], "output")
     assert_near(found_x, expected_x, "input gradient")
-    assert_near(layer.weight.grad, plain.weight.grad[mine], "weight gradient")
-    assert torch.equal(layer.master_weight, plain.weight)
+    assert_near(layer.weight.grad, unsharded.weight.grad[mine], "weight gradient")
+    assert torch.equal(layer.master_weight, unsharded.weight)
     if bias:
-        assert_near(layer.bias.grad, plain.bias.grad[mine], "bias gradient")
-        assert torch.equal(layer.master_bias, plain.bias)
+        assert_near(layer.bias.grad, unsharded.bias.grad[mine], "bias gradient")
+        assert torch.equal(layer.master_bias, unsharded.bias)
 
 
 @pytest.mark.parametrize("parts", [None, (8, 8, 24), (16, 12, 12)])
@@ -94,24 +98,28 @@ def test_column(ranks, layout, gather, parts):
 
 
 def check_row(axis, dtype, bias, is_parallel, parts):
-    plain, x, grad = plain_layer(dtype, bias=bias), fixed((2, BATCH, IN), dtype), fixed((2, BATCH, OUT), dtype, seed=5)
+    unsharded, x, grad = (
+        unsharded_layer(dtype, bias=bias),
+        fixed((2, BATCH, IN), dtype),
+        fixed((2, BATCH, OUT), dtype, seed=5),
+    )
     layer = RowParallelLinear(IN, OUT, bias, input_is_parallel=is_parallel, split_sizes=parts, dtype=dtype, group=axis)
     mine = columns_of(axis, parts or (IN,))
     with torch.no_grad():
-        layer.weight.copy_(plain.weight[:, mine])
+        layer.weight.copy_(unsharded.weight[:, mine])
         if bias:
-            layer.bias.copy_(plain.bias)
-    expected, expected_x = run(plain, x, grad)
+            layer.bias.copy_(unsharded.bias)
+    expected, expected_x = run(unsharded, x, grad)
     splits = [False, True] if is_parallel is None else [is_parallel]
     for split in splits:
         layer.zero_grad()
         found, found_x = run(layer, x[..., mine] if split else x, grad)
         assert_near(found, expected, "output")
         assert_near(found_x, expected_x[..., mine] if split else expected_x, "input gradient")
-        assert_near(layer.weight.grad, plain.weight.grad[:, mine], "weight gradient")
+        assert_near(layer.weight.grad, unsharded.weight.grad[:, mine], "weight gradient")
         if bias:
-            assert_near(layer.bias.grad, plain.bias.grad, "bias gradient")
-    assert torch.equal(layer.master_weight, plain.weight)
+            assert_near(layer.bias.grad, unsharded.bias.grad, "bias gradient")
+    assert torch.equal(layer.master_weight, unsharded.weight)
     for wrong in {1, IN, IN // axis.size} - {IN // axis.size if split else IN for split in splits}:
         with pytest.raises(ValueError, match=r"has \d+ features \(expected"):
             layer(fixed((BATCH, wrong), dtype))
@@ -126,15 +134,15 @@ def test_row(ranks, layout, is_parallel, parts):
 
 
 def check_functional(axis):
-    plain, x = plain_layer(), fixed((BATCH, IN))
+    unsharded, x = unsharded_layer(), fixed((BATCH, IN))
     mine, rows = columns_of(axis, (OUT,)), columns_of(axis, (IN,))
-    column = parallel_linear(x, plain.weight[mine], plain.bias[mine], -1, gather_output=True, group=axis)
-    assert_near(column, plain(x))
-    assert torch.equal(parallel_linear(x, plain.weight, plain.bias), plain(x))
+    column = parallel_linear(x, unsharded.weight[mine], unsharded.bias[mine], -1, gather_output=True, group=axis)
+    assert_near(column, unsharded(x))
+    assert torch.equal(parallel_linear(x, unsharded.weight, unsharded.bias), unsharded(x))
     for each in (x, x[:, rows]):
-        assert_near(parallel_linear(each, plain.weight[:, rows], plain.bias, 0, group=axis), plain(x))
+        assert_near(parallel_linear(each, unsharded.weight[:, rows], unsharded.bias, 0, group=axis), unsharded(x))
     with pytest.raises(ValueError, match=r"dim is not supported \(got 2, expected None"):
-        parallel_linear(x, plain.weight, dim=2)
+        parallel_linear(x, unsharded.weight, dim=2)
 
 
 def test_functional(ranks):
@@ -142,8 +150,8 @@ def test_functional(ranks):
 
 
 def check_pair(axis):
-    """A column and a row layer behind it, with what they send counted."""
-    first, second = plain_layer(), nn.Linear(OUT, IN, dtype=torch.float64)
+    """Check a column and a row parallel layer, and their number of collectives."""
+    first, second = unsharded_layer(), nn.Linear(OUT, IN, dtype=torch.float64)
     column = ColumnParallelLinear(IN, OUT, dtype=torch.float64, group=axis)
     row = RowParallelLinear(OUT, IN, dtype=torch.float64, group=axis)
     mine = columns_of(axis, (OUT,))
@@ -181,46 +189,46 @@ def check_pair(axis):
 
 
 @pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_a_pair_costs_one_collective_each_way(ranks, layout):
+def test_pair_takes_one_collective_per_direction(ranks, layout):
     ranks(layout, check_pair)
 
 
-def check_copies(axis, gather):
-    """As kv heads are held where there are fewer than ranks: output, gradients and a step are the plain layer's."""
+def check_replicas(axis, gather):
+    """Check output, gradients and an optimizer step with replicated rows, as of fewer KV heads than ranks."""
     heads, size = axis.size // 2, 3
     placement = shard_dim(0, [Unit(heads, size, copies=True)], axis.size)
-    plain = plain_layer(out=heads * size)
+    unsharded = unsharded_layer(out=heads * size)
     layer = ParallelLinear(
         IN, heads * size, dim=-1, placement=placement, gather_output=gather, dtype=torch.float64, group=axis
     )
     own = torch.arange(axis.rank // 2 * size, axis.rank // 2 * size + size)
     with torch.no_grad():
-        layer.weight.copy_(plain.weight[own])
-        layer.bias.copy_(plain.bias[own])
+        layer.weight.copy_(unsharded.weight[own])
+        layer.bias.copy_(unsharded.bias[own])
     grads = [fixed((BATCH, heads * size), seed=7 + rank) for rank in range(axis.size)]
     if gather:
-        expected, expected_grad = run(plain, fixed((BATCH, IN)), grads[0])
+        expected, expected_grad = run(unsharded, fixed((BATCH, IN)), grads[0])
         found, found_grad = run(layer, fixed((BATCH, IN)), grads[0])
-    else:  # each of the two that hold a head uses it otherwise
+    else:  # both replicas are used differently
         owners = [
             torch.zeros_like(grad).index_copy(1, rank // 2 * size + torch.arange(size), grad[:, :size])
             for rank, grad in enumerate(grads)
         ]
-        expected, expected_grad = run(plain, fixed((BATCH, IN)), sum(owners))
+        expected, expected_grad = run(unsharded, fixed((BATCH, IN)), sum(owners))
         expected = expected[:, own]
         found, found_grad = run(layer, fixed((BATCH, IN)), grads[axis.rank][:, :size])
     assert_near(found, expected, "output")
     assert_near(found_grad, expected_grad, "gradient of the input")
-    assert_near(layer.weight.grad, plain.weight.grad[own], "gradient of the weight")
-    assert_near(layer.bias.grad, plain.bias.grad[own], "gradient of the bias")
+    assert_near(layer.weight.grad, unsharded.weight.grad[own], "gradient of the weight")
+    assert_near(layer.bias.grad, unsharded.bias.grad[own], "gradient of the bias")
     layer.zero_grad()
     layer.master_weight.pow(2).sum().backward()
-    assert_near(layer.weight.grad, 2 * plain.weight[own], "gradient through the full weight")
+    assert_near(layer.weight.grad, 2 * unsharded.weight[own], "gradient through the full weight")
 
 
 @pytest.mark.parametrize("gather", [False, True])
-def test_copies(ranks, gather):
-    ranks("four", check_copies, gather)
+def test_replicated_rows(ranks, gather):
+    ranks("four", check_replicas, gather)
 
 
 def check_placements_refused(axis):
@@ -234,30 +242,30 @@ def check_placements_refused(axis):
             ParallelLinear(size, size, dim=dim, placement=placement, group=axis)
 
 
-def test_placements_that_are_refused(ranks):
+def test_invalid_placements_are_errors(ranks):
     ranks("pairs", check_placements_refused)
 
 
-def plain_pair(dtype):
+def unsharded_pair(dtype):
     torch.manual_seed(6)
     return nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN)).to(dtype)
 
 
 def split_pair(dtype, axis):
-    pair = plain_pair(dtype)
+    pair = unsharded_pair(dtype)
     pair[0] = ParallelLinear.convert_parallel_linear(pair[0], -1, group=axis)
     pair[1] = ParallelLinear.convert_parallel_linear(pair[1], 0, group=axis)
     return pair
 
 
 def check_autocast(axis):
-    """The dtypes are torch's: bfloat16 out, float32 gradients."""
+    """Check the dtypes, which are torch's: bfloat16 outputs, float32 gradients."""
     pair, x = split_pair(torch.float32, axis), fixed((BATCH, IN), torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = pair(x), plain_pair(torch.float32)(x)
+        found, expected = pair(x), unsharded_pair(torch.float32)(x)
     assert found.dtype == expected.dtype == torch.bfloat16
     error = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
-    assert error < 4 * torch.finfo(torch.bfloat16).eps  # the partial sums, their sum, and the bias are each rounded
+    assert error < 4 * torch.finfo(torch.bfloat16).eps  # partial sums, their sum and the bias are rounded
     found.sum().backward()
     assert {parameter.grad.dtype for parameter in pair.parameters()} == {torch.float32}
 
@@ -275,11 +283,11 @@ def penalised(pair):
 
 
 def check_second_gradients(axis):
-    gathers, scatters = plain_pair(torch.float64), plain_pair(torch.float64)
+    gathers, scatters = unsharded_pair(torch.float64), unsharded_pair(torch.float64)
     gathers[0] = ParallelLinear.convert_parallel_linear(gathers[0], -1, gather_output=True, group=axis)
     scatters[0] = ParallelLinear.convert_parallel_linear(scatters[0], 0, group=axis)
     for pair in (split_pair(torch.float64, axis), gathers, scatters):
-        assert_near(penalised(pair), penalised(plain_pair(torch.float64)))
+        assert_near(penalised(pair), penalised(unsharded_pair(torch.float64)))
 
 
 def test_second_gradients(ranks):
@@ -287,11 +295,11 @@ def test_second_gradients(ranks):
 
 
 def check_shapes(axis):
-    pair, plain = split_pair(torch.float64, axis), plain_pair(torch.float64)
+    pair, unsharded = split_pair(torch.float64, axis), unsharded_pair(torch.float64)
     for x in (fixed((IN,)), fixed((0, IN)), fixed((3, 0, IN)), fixed((IN, BATCH)).t(), fixed((4, 3, IN))[:, ::2]):
-        found, expected = pair(x), plain(x)
+        found, expected = pair(x), unsharded(x)
         assert found.shape == expected.shape
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # a sum in two parts
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # partial sums
 
 
 def test_inputs_of_any_shape(ranks):
@@ -299,14 +307,14 @@ def test_inputs_of_any_shape(ranks):
 
 
 def check_initial_values(axis, seeds_differ):
-    """What the layers draw is what nn.Linear draws on the first rank; the generator is left as nn.Linear leaves it."""
+    """Check that initial values and the generator's state are those of nn.Linear on the first rank."""
     for dim in (None, -1, 0):
         for options in ({}, {"split_sizes": (8, 8, 8)}):
             if dim is None and options:
                 continue
             seed = 10 + (axis.rank if seeds_differ else 0)
             torch.manual_seed(10)
-            plain = nn.Linear(24, 24)
+            unsharded = nn.Linear(24, 24)
             torch.manual_seed(seed)
             nn.Linear(24, 24)
             state = torch.get_rng_state()
@@ -314,9 +322,9 @@ def check_initial_values(axis, seeds_differ):
             layer = ParallelLinear(24, 24, True, dim, group=axis, **options)
             assert torch.equal(torch.get_rng_state(), state)
             if seeds_differ and dim is None:
-                continue  # not split and so not compared
-            assert torch.equal(layer.master_weight, plain.weight)
-            assert torch.equal(layer.master_bias, plain.bias)
+                continue  # replicated, so not compared
+            assert torch.equal(layer.master_weight, unsharded.weight)
+            assert torch.equal(layer.master_bias, unsharded.bias)
 
 
 @pytest.mark.parametrize("seeds_differ", [False, True])
@@ -328,12 +336,12 @@ def test_initial_values(ranks, layout, seeds_differ):
 def check_initialisers(axis):
     for name in sorted(set(INITIALIZERS) - {"dirac"}):
         torch.manual_seed(1)
-        plain = torch.empty(OUT, IN)
-        INITIALIZERS[name](plain)
+        unsharded = torch.empty(OUT, IN)
+        INITIALIZERS[name](unsharded)
         for dim in (-1, 0):
             torch.manual_seed(1)
             layer = ParallelLinear(IN, OUT, False, dim, weight_init=name, group=axis)
-            assert torch.equal(layer.master_weight, plain), name
+            assert torch.equal(layer.master_weight, unsharded), name
     torch.manual_seed(1)
     expected = nn.init.kaiming_normal_(torch.empty(OUT, IN), a=0.3, mode="fan_out")
     torch.manual_seed(1)
@@ -396,7 +404,7 @@ def test_options(ranks):
 
 
 def check_low_rank(axis, dim):
-    """The pair beside a layer, with every gradient, against plain matrices."""
+    """Check a low-rank pair and all gradients against unsharded matrices."""
     options = {"gather_output": True} if dim == -1 else {}
     base = ParallelLinear(IN, OUT, dim=dim, dtype=torch.float64, group=axis, **options)
     layer = LoRALinear(base, 3, alpha=6)
@@ -439,7 +447,7 @@ def test_low_rank(ranks, layout, dim):
 
 
 def check_tied(axis):
-    """A head that is tied to an embedding of 21 words: the padding is -inf, and one parameter gets both gradients."""
+    """Check a head tied to an embedding with a vocabulary of 21: padded logits are -inf, and gradients are summed."""
     words = 21
     embedding = VocabParallelEmbedding(words, IN, dtype=torch.float64, group=axis)
     head = VocabParallelClassifier(IN, words, False, weight=embedding.weight, group=axis)
@@ -470,7 +478,7 @@ def test_tied_head(ranks, layout):
 
 
 def check_master_gradients(axis):
-    """A loss of the full tensors reaches each shard, in the right order."""
+    """Check the shards' gradients of a loss of the full tensors."""
     for dim, parts in ((-1, (8, 8, 24)), (0, None)):
         layer = ParallelLinear(IN, OUT, dim=dim, split_sizes=parts, dtype=torch.float64, group=axis)
         weights = fixed((OUT, IN))

@@ -1,6 +1,6 @@
-"""Cross entropy over split logits, against F.cross_entropy over the whole ones.
+"""Cross entropy of sharded logits, compared with F.cross_entropy of full logits.
 
-Near, not equal: exponentials are summed rank by rank. float64 to 1e-13 of the largest value, float32 to 1e-6.
+Exponentials are summed per rank, so the limit is 1e-13 of the largest value in float64, and 1e-6 in float32.
 """
 
 import itertools
@@ -26,7 +26,7 @@ SHAPES = [(BATCH,), (BATCH, 2, 2), None]
 
 
 def split(axis, full, num_classes, fill=7.0):
-    """The rank's classes of full logits, classes in dim 1 or alone; with nonsense in the padding."""
+    """The rank's shard of full logits, with classes in dim 1 or the only dim; padding has arbitrary values."""
     dim = 0 if full.dim() == 1 else 1
     width = -(-num_classes // axis.size)
     missing = list(full.shape)
@@ -41,8 +41,8 @@ def case(shape, num_classes, dtype):
 
 
 def compare(axis, logits, target, expected_target, num_classes, **options):
-    plain, mine = logits.clone().requires_grad_(), split(axis, logits, num_classes).clone().requires_grad_()
-    expected = F.cross_entropy(plain, expected_target, **options)
+    unsharded, mine = logits.clone().requires_grad_(), split(axis, logits, num_classes).clone().requires_grad_()
+    expected = F.cross_entropy(unsharded, expected_target, **options)
     found = parallel_cross_entropy(mine, target, num_classes=num_classes, group=axis, **options)
     assert found.dtype == logits.dtype
     tolerance = 1e-13 if logits.dtype == torch.float64 else 1e-6
@@ -50,7 +50,7 @@ def compare(axis, logits, target, expected_target, num_classes, **options):
     weights = torch.rand_like(expected)
     (expected * weights).sum().backward()
     (found * weights).sum().backward()
-    expected_grad = split(axis, plain.grad, num_classes, fill=0.0)
+    expected_grad = split(axis, unsharded.grad, num_classes, fill=0.0)
     scale = expected_grad.abs().max().nan_to_num().clamp_min(1).item()
     torch.testing.assert_close(mine.grad, expected_grad, rtol=0, atol=tolerance * scale, equal_nan=True)
 
@@ -111,7 +111,7 @@ def check_collectives(axis):
             logits, torch.arange(BATCH), label_smoothing=0.1, num_classes=8 * axis.size, group=axis
         )
         assert len(counts) <= 3
-        assert max(counts) <= 3 * BATCH  # never the logits
+        assert max(counts) <= 3 * BATCH  # much less than the logits
         forward = len(counts)
         loss.backward()
         assert len(counts) == forward
@@ -124,7 +124,7 @@ def test_collectives(ranks):
 
 
 def check_large_and_half(axis):
-    """What overflows in the open: large logits, -inf for masked classes, and half precision."""
+    """Check values that could overflow: large logits, -inf for masked classes, and half precision."""
     logits = torch.tensor([[1e4, -1e4, 0, 1], [float("-inf"), 3, 2, 1]], dtype=torch.float64)
     compare(axis, logits, torch.tensor([0, 1]), torch.tensor([0, 1]), 4)
     for dtype in (torch.bfloat16, torch.float16):
@@ -143,13 +143,13 @@ def test_large_and_half(ranks):
 
 
 def check_autocast(axis):
-    """There torch computes the loss in float32, and gives it so."""
+    """Check autocast, under which torch returns the loss in float32."""
     logits, target = case((BATCH,), 12, torch.float32)
     logits = logits.bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = F.cross_entropy(logits, target)
         found = parallel_cross_entropy(split(axis, logits, 12), target, num_classes=12, group=axis)
-    torch.testing.assert_close(found, expected)  # of the same dtype
+    torch.testing.assert_close(found, expected)  # also compares dtypes
 
 
 def test_autocast(ranks):
@@ -157,7 +157,7 @@ def test_autocast(ranks):
 
 
 def check_no_rows(axis):
-    """The mean of nothing is nan, as in torch."""
+    """Check that the mean over no rows is nan, as in torch."""
     for target in (torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)):
         for reduction in ("mean", "sum", "none"):
             expected = F.cross_entropy(torch.zeros(0, 4), target, reduction=reduction)
@@ -171,7 +171,7 @@ def test_no_rows(ranks):
 
 
 def check_second_gradient(axis):
-    """As a gradient penalty takes it, against torch's."""
+    """Check the gradient of a gradient penalty against torch's."""
     logits, target = case((BATCH,), 12, torch.float64)
     weight = torch.rand(12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for options in ({}, {"weight": weight, "label_smoothing": 0.2}):
@@ -196,7 +196,7 @@ def check_module(axis):
     loss = ParallelCrossEntropyLoss(weight, label_smoothing=0.2, num_classes=10, group=axis)
     expected = F.cross_entropy(logits, target, weight, label_smoothing=0.2)
     torch.testing.assert_close(loss(split(axis, logits, 10), target), expected)
-    torch.testing.assert_close(loss(logits, target), expected)  # not split: told by the width
+    torch.testing.assert_close(loss(logits, target), expected)  # full logits: recognized by their width
     assert list(loss.state_dict()) == ["weight"]
     for old in ({"size_average": False}, {"reduce": False}, {"size_average": True, "reduce": True}):
         with pytest.warns(UserWarning, match="deprecated"):
@@ -239,7 +239,7 @@ def test_refused(ranks):
 
 
 def check_full_or_sharded(axis):
-    """Whether logits are full or sharded is given or known, never guessed."""
+    """Check that logits are full or sharded by argument or tag, never by a guess."""
     logits, target = case((BATCH,), 4 * axis.size, torch.float64)
     unknown = rf"shape \[{BATCH}, \d+\] .* pass num_classes"
     shard, weight = split(axis, logits, 4 * axis.size), torch.rand(4 * axis.size, dtype=torch.float64)
@@ -252,7 +252,7 @@ def check_full_or_sharded(axis):
             parallel_cross_entropy(given, torch.softmax(given, -1), group=axis)
         found = ParallelCrossEntropyLoss(num_classes=4 * axis.size, group=axis)(given, target)
         torch.testing.assert_close(found, F.cross_entropy(logits, target))
-        found = ParallelCrossEntropyLoss(weight, group=axis)(given, target)  # a weight for each class
+        found = ParallelCrossEntropyLoss(weight, group=axis)(given, target)  # the weight has all classes
         torch.testing.assert_close(found, F.cross_entropy(logits, target, weight))
     full = logits.clone().requires_grad_()
     parallel_cross_entropy(full, target, num_classes=4 * axis.size, group=axis).backward()
@@ -260,29 +260,29 @@ def check_full_or_sharded(axis):
 
 
 def check_outputs_under_autocast(axis):
-    """The loss casts its input there; the layer of the logits is still known."""
+    """Check that the tag of logits survives the cast of autocast."""
     torch.manual_seed(0)
-    plain = torch.nn.Linear(8, 16)
-    layer = convert_parallel_linear(plain, -1, group=axis)
+    unsharded = torch.nn.Linear(8, 16)
+    layer = convert_parallel_linear(unsharded, -1, group=axis)
     x, target = torch.randn(4, 8), torch.tensor([1, 2, 7, 15])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = ParallelCrossEntropyLoss(group=axis)(layer(x), target)
-        expected = torch.nn.functional.cross_entropy(plain(x), target)
+        expected = torch.nn.functional.cross_entropy(unsharded(x), target)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)  # bfloat16 has 8 bits
 
 
 def check_outputs_of_layers(axis):
-    """The output of a column parallel layer is known to be sharded, and how; what is computed from it is not."""
+    """Check that outputs of column parallel layers are tagged as sharded, but values computed from them are not."""
     x, target = torch.randn(BATCH, 8), torch.arange(BATCH)
     for classes, make in ((4 * axis.size, ColumnParallelLinear), (4 * axis.size - 1, VocabParallelClassifier)):
         layer = make(8, classes, group=axis)
-        plain = F.cross_entropy(F.linear(x, layer.master_weight, layer.master_bias), target)
-        torch.testing.assert_close(ParallelCrossEntropyLoss(group=axis)(layer(x), target), plain)
+        unsharded = F.cross_entropy(F.linear(x, layer.master_weight, layer.master_bias), target)
+        torch.testing.assert_close(ParallelCrossEntropyLoss(group=axis)(layer(x), target), unsharded)
         with pytest.raises(ValueError, match="pass num_classes"):
             ParallelCrossEntropyLoss(group=axis)(layer(x) * 2, target)
         with pytest.raises(ValueError, match=rf"num_classes is .*got 4, expected {classes} of"):
             ParallelCrossEntropyLoss(num_classes=4, group=axis)(layer(x), target)
-        if classes % axis.size == 0:  # the last class is padding to whoever counts one class less
+        if classes % axis.size == 0:  # with one class less, the last class is padding
             fewer = ParallelCrossEntropyLoss(num_classes=classes - 1, group=axis)(layer(x), target)
             full = F.linear(x, layer.master_weight, layer.master_bias)[:, :-1]
             torch.testing.assert_close(fewer, F.cross_entropy(full, target))
@@ -299,7 +299,7 @@ def check_outputs_of_layers(axis):
     for num_classes in (None, 12):
         with pytest.raises(ValueError, match="consecutive classes"):
             parallel_cross_entropy(fused(x), target, num_classes=num_classes, group=axis)
-    sequence = ColumnParallelLinear(8, 12, group=axis)(x.view(2, 3, 8))  # classes in dim 2, where dim 1 is needed
+    sequence = ColumnParallelLinear(8, 12, group=axis)(x.view(2, 3, 8))  # classes in dim 2, expected in dim 1
     with pytest.raises(ValueError, match="pass num_classes"):
         parallel_cross_entropy(sequence, target, group=axis)
 

@@ -1,4 +1,4 @@
-"""Tags on tensors: how they are set, and that layers and losses raise where a tag contradicts what they assume."""
+"""Tags of tensors: how they are set, and errors of layers and losses for unexpected tags."""
 
 import pytest
 import torch
@@ -50,14 +50,14 @@ def test_wrong_dims_and_inputs():
 
 
 def check_allowed(axis, call, shape, dims, *, name="input", dtype=torch.float32):
-    """Check that a call takes an untagged tensor and one with each tag of ``dims``, and refuses the other tags."""
+    """Check that a call accepts an untagged tensor and the tags of ``dims``, and refuses other tags."""
     call(torch.zeros(shape, dtype=dtype))
     for dim in TAGS:
         if dim in dims:
             call(tagged(dim, *shape, dtype=dtype))
         elif dim is None or -len(shape) <= dim < len(shape):
-            says = "replicated" if dim is None else f"sharded along dim {dim}"
-            with pytest.raises(ValueError, match=rf": {name} of shape .* is tagged as {says} \(expected "):
+            tag = "replicated" if dim is None else f"sharded along dim {dim}"
+            with pytest.raises(ValueError, match=rf": {name} of shape .* is tagged as {tag} \(expected "):
                 call(tagged(dim, *shape, dtype=dtype))
 
 
@@ -119,12 +119,12 @@ def check_loss(axis):
 
 @pytest.mark.parametrize("check", [check_linear, check_embedding, check_dropout, check_loss])
 @pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_contradicted_tags(ranks, layout, check):
+def test_unexpected_tags_are_errors(ranks, layout, check):
     ranks(layout, check)
 
 
 @pytest.mark.parametrize("dim", TAGS)
 def test_one_rank_accepts_every_tag(dim):
-    """Sharded over one rank is replicated."""
+    """A tensor sharded over one rank is replicated."""
     ColumnParallelLinear(FEATURES, 4)(tagged(dim, BATCH, FEATURES))
     RowParallelLinear(FEATURES, 4)(tagged(dim, BATCH, FEATURES))

@@ -1,7 +1,7 @@
-"""A small GPT trained: plain, split, split and replicated; and continued at another tp.
+"""Training of a small GPT: unsharded, tensor parallel, with data parallelism, and continued at another tp.
 
-Losses of fifty steps in float64 are near, not equal: sums over ranks round otherwise, and training carries that on.
-1e-9 is some million times the rounding of one step, and far less than any wrong gradient makes.
+Losses of fifty steps in float64 are compared to 1e-9, as sums over ranks round differently and errors accumulate.
+The limit is about a million times the rounding error of one step, and far below the effect of a wrong gradient.
 """
 
 import pytest
@@ -18,7 +18,7 @@ from tests.support.gpt import GPT, LAYERS, WIDTH, Block, batch
 STEPS = 50
 
 
-def plain_state():
+def unsharded_state():
     torch.manual_seed(1)
     return {name: tensor.double() for name, tensor in GPT().state_dict().items()}
 
@@ -42,31 +42,31 @@ def loaded(axis, state):
 
 
 def check_split(axis):
-    plain = GPT().double()
-    plain.load_state_dict(plain_state())
-    expected = train(plain, range(STEPS))
-    model = loaded(axis, plain_state())
+    unsharded = GPT().double()
+    unsharded.load_state_dict(unsharded_state())
+    expected = train(unsharded, range(STEPS))
+    model = loaded(axis, unsharded_state())
     found = train(model, range(STEPS))
-    assert expected[-1] < 0.5 * expected[0]  # it learns
+    assert expected[-1] < 0.5 * expected[0]  # the model learns
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
     state = gather_state_dict(model)
-    assert list(state) == list(plain.state_dict())
-    for name, tensor in plain.state_dict().items():
+    assert list(state) == list(unsharded.state_dict())
+    for name, tensor in unsharded.state_dict().items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("layout", ["pairs", "strided", "four"])
-def test_split(ranks, layout):
+def test_tensor_parallel(ranks, layout):
     ranks(layout, check_split)
 
 
 def check_replicated(_):
-    """tp=2, and two replicas under torch's DistributedDataParallel that see half of the batch each."""
+    """Check tp=2 with two replicas under torch's DistributedDataParallel, each with half of the batch."""
     groups = init_parallel(tensor=2, data=2)
-    plain = GPT().double()
-    plain.load_state_dict(plain_state())
-    expected = train(plain, range(STEPS))
-    model = DistributedDataParallel(loaded(groups.tensor, plain_state()), process_group=groups.data.group)
+    unsharded = GPT().double()
+    unsharded.load_state_dict(unsharded_state())
+    expected = train(unsharded, range(STEPS))
+    model = DistributedDataParallel(loaded(groups.tensor, unsharded_state()), process_group=groups.data.group)
     half = slice(groups.data.rank * 4, groups.data.rank * 4 + 4)
     found = train(model, range(STEPS), half)
     dist.all_reduce(found, group=groups.data.group)
@@ -74,7 +74,7 @@ def check_replicated(_):
     torch.testing.assert_close(found / 2, expected, rtol=1e-9, atol=0)
 
 
-def test_split_and_replicated(ranks):
+def test_tensor_and_data_parallel(ranks):
     ranks("four", check_replicated)
 
 
@@ -86,10 +86,10 @@ def train_some(axis, state, first, last):
 
 
 def test_continued_at_another_tp(ranks):
-    plain = GPT().double()
-    plain.load_state_dict(plain_state())
-    expected = train(plain, range(STEPS))
-    begun = ranks("pairs", train_some, plain_state(), 0, 25)[0]
+    unsharded = GPT().double()
+    unsharded.load_state_dict(unsharded_state())
+    expected = train(unsharded, range(STEPS))
+    begun = ranks("pairs", train_some, unsharded_state(), 0, 25)[0]
     continued = ranks("four", train_some, begun["state"], 25, STEPS)[0]
     found = torch.cat([begun["losses"], continued["losses"]])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
@@ -106,7 +106,7 @@ def check_compiled(axis):
     block.zero_grad()
     found = torch.compile(block, fullgraph=True)(compiled_x)
     found.square().sum().backward()
-    # The compiler fuses and reorders sums: near, not equal.
+    # The compiler fuses and reorders sums.
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(compiled_x.grad, eager_x.grad, rtol=1e-11, atol=1e-12)
     for parameter, grad in zip(block.parameters(), grads, strict=True):
@@ -117,6 +117,6 @@ def test_compiled_block(ranks):
     ranks("pairs", check_compiled)
 
 
-def test_plain_and_split_have_the_same_names():
+def test_parallel_and_unsharded_models_have_the_same_names():
     assert list(GPT().state_dict()) == list(GPT(shardconv.distributed.as_axis()).state_dict())
     assert len([module for module in GPT().modules() if isinstance(module, nn.Linear)]) == 4 * LAYERS + 1

@@ -1,4 +1,4 @@
-"""Rank files that torch's own reader loads, into full tensors and into DTensors."""
+"""Rank files in the dcp layout, loaded by torch into full tensors and DTensors."""
 
 import json
 
@@ -21,7 +21,7 @@ from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.manifests import change_manifest
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what the tests want
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # intended
 
 KEY = "DCP_SHARDING_INFO"
 
@@ -38,7 +38,7 @@ def write(folder, kind, **config):
 
 
 def load_full(folder, expected):
-    """By torch alone, with memory that is written to only if something is read."""
+    """Load by torch alone, into tensors with other values."""
     found = {name: torch.full_like(tensor, 7) for name, tensor in expected.items()}
     dcp.load(found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     return found
@@ -51,15 +51,14 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("mixtral", {}), ("mixtral", {"experts": "expert"})])
 def test_torch_reads_full_tensors(tmp_path, kind, options):
-    """Four ranks on two KV heads, which are replicated; with whole experts distributed, ranks without a tensor."""
+    """Four ranks replicate two KV heads; with experts distributed over ranks, some ranks do not have a tensor."""
     source = write(tmp_path, kind)
     expected = load_file(source / "model.safetensors")
     shardconv.split(source, tmp_path / "out", tp=4, layout="dcp", **options)
     assert_equal(load_full(tmp_path / "out", expected), expected)
 
 
-def test_torch_cannot_without(tmp_path):
-    """Else the tests here would show nothing."""
+def test_torch_cannot_read_the_native_layout(tmp_path):
     source = write(tmp_path, "llama")
     shardconv.split(source, tmp_path / "out", tp=4)
     with pytest.raises(dcp.CheckpointException, match="Size mismatch"):
@@ -67,7 +66,7 @@ def test_torch_cannot_without(tmp_path):
 
 
 def check_dtensors(axis, folder, source):
-    """Cut along dims, and on meshes, of which the split knows nothing."""
+    """Check DTensors with other sharded dims and meshes than the split."""
     expected = load_file(source)
     mesh = DeviceMesh.from_group(axis.group, "cpu")
     for placed in ([Shard(0)], [Shard(-1)], [Replicate()]):
@@ -104,8 +103,7 @@ def test_merge_verify_and_reshard(tmp_path):
     assert contents(tmp_path / "resharded") == contents(tmp_path / "two")
 
 
-def test_what_is_written(tmp_path):
-    """Only where it is asked for."""
+def test_dcp_metadata_is_written_only_with_the_layout(tmp_path):
     source = write(tmp_path, "llama")
     name = "model.layers.0.mlp.down_proj.weight"
     for folder, dcp_option in (("native", False), ("dcp", True)):
@@ -125,7 +123,7 @@ def test_what_is_written(tmp_path):
         ("llama", {"vocab_size": 131}, "lm_head.weight: is sharded as dim 0, padded from 131, but torch"),
     ],
 )
-def test_refusal(tmp_path, kind, config, expected):
+def test_unsupported_placements_are_errors(tmp_path, kind, config, expected):
     source = write(tmp_path, kind, **config)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(PlanError) as caught:
@@ -135,14 +133,14 @@ def test_refusal(tmp_path, kind, config, expected):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_reshard_refuses_likewise(tmp_path):
+def test_reshard_refuses_unsupported_placements(tmp_path):
     source = write(tmp_path, "llama", vocab_size=130)
     shardconv.split(source, tmp_path / "two", tp=2, layout="dcp")
     with pytest.raises(PlanError, match=r"lm_head\.weight: is sharded as dim 0, padded from 130"):
         shardconv.reshard(tmp_path / "two", tmp_path / "four", tp=4)
 
 
-def test_a_manifest_that_promises_too_much(tmp_path):
+def test_manifest_with_an_unsupported_placement(tmp_path):
     source = write(tmp_path, "llama", vocab_size=131)
     shardconv.split(source, tmp_path / "out", tp=4)
     change_manifest(tmp_path / "out", lambda data: data.update(layout=DCP.to_json(())))

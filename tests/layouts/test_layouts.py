@@ -39,7 +39,7 @@ LAYER, VOCAB = "model.layers.0", 256
 SCALES = ("_k_scale", "_prob_scale", "_q_scale", "_v_scale")
 DENSE = {**GQA, "vocab_size": VOCAB}
 SPARSE = {**DENSE, **{name: value for name, value in MOE.items() if "shared" not in name}}
-#: One checkpoint of each form that vLLM's layout supports; test_vllm_layout.py has one of each model type.
+#: One checkpoint per form that vLLM's layout supports; test_vllm_layout.py has one per model type.
 KINDS = {
     "llama": Model("llama", {**DENSE, "attention_bias": True, "mlp_bias": True}),
     "llama, tied": Model("llama", {**DENSE, "tie_word_embeddings": True}),
@@ -61,16 +61,16 @@ def rank_files(folder, tp):
     return [load_file(folder / f"model-rank-{rank}-part-0.safetensors") for rank in range(tp)]
 
 
-# --- vLLM's tensors, by hand ----------------------------------------------------------------------------------------
+# --- the tensors of vLLM, by torch alone ----------------------------------------------------------------------------
 
 
-def part(tensor, dim, tp, rank):
+def chunk(tensor, dim, tp, rank):
     """An even chunk along a dim."""
     return tensor.chunk(tp, dim)[rank]
 
 
 def of_heads(tensor, tp, rank):
-    """The rows of a rank's KV heads, of two in total; four ranks replicate them."""
+    """The rows of a rank's KV heads; four ranks replicate the two KV heads."""
     head = rank * 2 // tp
     return tensor.view(2, -1, *tensor.shape[1:])[head : head + max(2 // tp, 1)].flatten(0, 1)
 
@@ -78,17 +78,17 @@ def of_heads(tensor, tp, rank):
 def expected_attention(full, at, tp, rank, leaves):
     own = {f"{at}.attn.{name}": torch.tensor(1.0) for name in SCALES}
     for leaf in leaves:
-        query = part(full[f"{at}.q_proj.{leaf}"], 0, tp, rank)
+        query = chunk(full[f"{at}.q_proj.{leaf}"], 0, tp, rank)
         keys = [of_heads(full[f"{at}.{name}.{leaf}"], tp, rank) for name in ("k_proj", "v_proj")]
         own[f"{at}.qkv_proj.{leaf}"] = torch.cat([query, *keys])
-    own[f"{at}.o_proj.weight"] = part(full[f"{at}.o_proj.weight"], 1, tp, rank)
+    own[f"{at}.o_proj.weight"] = chunk(full[f"{at}.o_proj.weight"], 1, tp, rank)
     return own
 
 
 def expected_mlp(full, at, tp, rank, leaves):
-    own = {f"{at}.down_proj.weight": part(full[f"{at}.down_proj.weight"], 1, tp, rank)}
+    own = {f"{at}.down_proj.weight": chunk(full[f"{at}.down_proj.weight"], 1, tp, rank)}
     for leaf in leaves:
-        halves = [part(full[f"{at}.{name}.{leaf}"], 0, tp, rank) for name in ("gate_proj", "up_proj")]
+        halves = [chunk(full[f"{at}.{name}.{leaf}"], 0, tp, rank) for name in ("gate_proj", "up_proj")]
         own[f"{at}.gate_up_proj.{leaf}"] = torch.cat(halves)
     return own
 
@@ -96,18 +96,18 @@ def expected_mlp(full, at, tp, rank, leaves):
 def expected_experts(full, at, names, tp, rank):
     """Four experts with a tensor each; ``names`` of gate, up and down."""
     gate, up, down = ([full[f"{at}.experts.{number}.{name}.weight"] for number in range(4)] for name in names)
-    both = [torch.cat([part(g, 0, tp, rank), part(u, 0, tp, rank)]) for g, u in zip(gate, up, strict=True)]
+    both = [torch.cat([chunk(g, 0, tp, rank), chunk(u, 0, tp, rank)]) for g, u in zip(gate, up, strict=True)]
     return {
         f"{at}.experts.routed_experts.w13_weight": torch.stack(both),
-        f"{at}.experts.routed_experts.w2_weight": torch.stack([part(d, 1, tp, rank) for d in down]),
+        f"{at}.experts.routed_experts.w2_weight": torch.stack([chunk(d, 1, tp, rank) for d in down]),
     }
 
 
 def expected_packed(full, at, tp, rank):
     gate, up = full[f"{at}.experts.gate_up_proj"].chunk(2, dim=1)
     return {
-        f"{at}.experts.routed_experts.w13_weight": torch.cat([part(gate, 1, tp, rank), part(up, 1, tp, rank)], dim=1),
-        f"{at}.experts.routed_experts.w2_weight": part(full[f"{at}.experts.down_proj"], 2, tp, rank),
+        f"{at}.experts.routed_experts.w13_weight": torch.cat([chunk(gate, 1, tp, rank), chunk(up, 1, tp, rank)], dim=1),
+        f"{at}.experts.routed_experts.w2_weight": chunk(full[f"{at}.experts.down_proj"], 2, tp, rank),
     }
 
 
@@ -115,7 +115,7 @@ def expected_file(kind, full, tp, rank):
     """All tensors of a rank's file."""
     leaves = ("weight", "bias") if kind == "llama" else ("weight",)
     own = {
-        name: part(full[name], 0, tp, rank) for name in ("model.embed_tokens.weight", "lm_head.weight") if name in full
+        name: chunk(full[name], 0, tp, rank) for name in ("model.embed_tokens.weight", "lm_head.weight") if name in full
     }
     if kind == "llama, tied":
         own = {"lm_head.weight": own["model.embed_tokens.weight"]}
@@ -162,7 +162,7 @@ def test_kinds_cover_all_forms(source_of):
     assert f"{LAYER}.self_attn.k_proj.bias" in read(source_of("llama"))
 
 
-# --- the way back ---------------------------------------------------------------------------------------------------
+# --- merge and reshard ----------------------------------------------------------------------------------------------
 
 
 #: The native layout keeps the boundaries of an engine unless others are requested.
@@ -197,7 +197,7 @@ def test_split_checkpoint_does_not_need_the_installed_layouts(source_of, tmp_pat
     for tp in (2, 4):
         shardconv.split(source, tmp_path / str(tp), tp=tp, layout="vllm")
     (tmp_path / "none").mkdir()
-    monkeypatch.setattr(choice, "_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(choice, "FOLDER", tmp_path / "none")
     choice._file.cache_clear()
     try:
         with pytest.raises(FileNotFoundError):
@@ -229,7 +229,7 @@ def check_model(axis, source, split):
     assert all(any(low <= weight.data_ptr() < high for low, high in maps) for weight in fused)
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks /proc what is mapped")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="requires /proc")
 @pytest.mark.parametrize("kind", ["llama", "llama, tied", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize(("layout", "tp"), [("pair", 2), ("four", 4)])
 def test_load(ranks, source_of, tmp_path, kind, layout, tp):
@@ -237,7 +237,7 @@ def test_load(ranks, source_of, tmp_path, kind, layout, tp):
     ranks(layout, check_model, source_of(kind), tmp_path / "out")
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 def change_tensors(source, change):
@@ -271,7 +271,7 @@ REFUSED = {
     "a type without rules": ("qwen2", config(model_type="olmo2"), {}, "does not support model type 'olmo2'.*native"),
     "no model type": ("llama", config(model_type=None), {}, "needs a config.json with a model_type"),
     "no config": ("llama", lambda source: (source / "config.json").unlink(), {}, "needs a config.json"),
-    "a tensor without a place": (
+    "a tensor without a target": (
         "llama", put(f"{LAYER}.self_attn.rotary_emb.inv_freq", torch.ones(8)), {},
         rf"{LAYER}.self_attn.rotary_emb.inv_freq: layout vllm does not support this tensor",
     ),
@@ -289,7 +289,7 @@ REFUSED = {
     "experts that the config does not have": (
         "mixtral", config(num_local_experts=5), {}, r"w13_weight: the source has 4 experts .*expected 5 by config.json",
     ),
-    "a head beside tied embeddings": (
+    "a head and tied embeddings": (
         "llama, tied", put("lm_head.weight", torch.ones(VOCAB, 64)), {},
         r"lm_head.weight: .* has 2 tensors of this name",
     ),
@@ -404,23 +404,23 @@ def qkv(layout):
 
 #: Malicious changes of the layout in a manifest.
 LIES = {
-    "a way out of the folder": lambda layout: layout.update(file_name="../model-{rank}.safetensors"),
+    "a path out of the folder": lambda layout: layout.update(file_name="../model-{rank}.safetensors"),
     "one file for all ranks": lambda layout: layout.update(file_name="model.safetensors"),
-    "the file of another": lambda layout: layout.update(file_name="shardconv.json"),
+    "the name of the manifest": lambda layout: layout.update(file_name="shardconv.json"),
     "no file name": lambda layout: layout.update(file_name=7),
     "a tensor that does not exist": lambda layout: layout["tensors"][0]["members"].append(10**6),
     "a tensor in two places": lambda layout: layout["tensors"].append({"name": "x", "members": [0, 0], "stack": 0}),
     "a tensor without members": lambda layout: layout["tensors"][0].update(members=[]),
-    "two of one name": lambda layout: layout["tensors"][0].update(name="model.norm.weight"),
+    "two tensors of one name": lambda layout: layout["tensors"][0].update(name="model.norm.weight"),
     "metadata": lambda layout: layout["tensors"][0].update(name="__metadata__"),
     "a stack that does not fit": lambda layout: qkv(layout).update(stack=2),
     "members of other shapes": lambda layout: qkv(layout).update(stack=3),
     "members that cannot be concatenated": lambda layout: qkv(layout)["members"].append(NORM),
     "a dim 0 of another size": lambda layout: qkv(layout).update(squeeze=True),
     "a negative stack": lambda layout: layout["tensors"][0].update(stack=-1),
-    "a constant without end": lambda layout: layout["constants"][0].update(shape=[10**15]),
+    "a huge constant": lambda layout: layout["constants"][0].update(shape=[10**15]),
     "a constant of a negative shape": lambda layout: layout["constants"][0].update(shape=[-1]),
-    "a constant of no dtype": lambda layout: layout["constants"][0].update(dtype="F7"),
+    "a constant of an unknown dtype": lambda layout: layout["constants"][0].update(dtype="F7"),
     "a constant that does not fit": lambda layout: layout["constants"][0].update(dtype="I8", value=1000),
     "constants of an odd size": lambda layout: layout["constants"][0].update(dtype="U8", value=1, names=["x"]),
     "offsets": lambda layout: layout.update(has_offsets=True),
@@ -438,7 +438,7 @@ def test_manifest_with_a_wrong_layout_is_refused(source_of, tmp_path, what):
 
 
 def test_manifest_with_huge_constants_is_refused(source_of, tmp_path):
-    """Each constant is small enough, but all together take gigabytes."""
+    """Each constant is small, but together they take gigabytes."""
     shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
     many = {"dtype": "U8", "shape": [2**20], "value": 0, "names": [f"c{number}" for number in range(4096)]}
     change_manifest(tmp_path / "out", lambda data: data["layout"]["constants"].append(many))
@@ -523,7 +523,7 @@ def write_source(path, tensors):
         size = int(np.prod(shape)) * {"F32": 4, "BF16": 2}[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
         end += size
-    values = np.arange(end // 2, dtype=np.uint16)  # all different, so that a swap is found
+    values = np.arange(end // 2, dtype=np.uint16)  # distinct, so that swaps are found
     path.write_bytes(safetensors_bytes(header, values.tobytes()))
 
 
@@ -639,10 +639,10 @@ def test_layout_file_with_an_unknown_key_is_refused():
         Group.of_table({"tensor": {}})
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------------------------
 
 
-def test_command(source_of, tmp_path):
+def test_split_prints_the_layout(source_of, tmp_path):
     source, split = source_of("llama"), tmp_path / "out"
     made = call("split", source, "--tp", 2, "--layout", "vllm", "-o", split)
     assert (made.code, ", layout vllm" in made.out) == (0, True)

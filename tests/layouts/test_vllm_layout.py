@@ -1,4 +1,4 @@
-"""Rank files in vLLM's layout, against the tensors of vLLM's models (tests/data/vllm). Exact, and without vLLM."""
+"""Rank files in vLLM's layout, compared with the recorded tensors of vLLM's models (tests/data/vllm), without vLLM."""
 
 import json
 from pathlib import Path
@@ -21,11 +21,11 @@ TYPE_OF = {name: line["config"]["model_type"] for name, line in LOADED.items()}
 DROPPED = {"cohere-biases": "model.layers.0.self_attn.k_proj.bias"}
 MATCHING = [name for name, model_type in TYPE_OF.items() if model_type in TYPES and name not in DROPPED]
 OTHERS = [name for name in LOADED if name not in MATCHING]
-#: How many model types and checkpoints of them have files with all that vLLM holds.
+#: Number of supported model types and checkpoints.
 NUM_TYPES, NUM_CHECKPOINTS = 49, 67
 
 
-def test_the_page_has_the_types():
+def test_page_has_the_supported_types():
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
     listed = page.partition("<!-- types -->")[2].partition("<!-- end of types -->")[0]
     assert listed.split() == ", ".join(sorted(TYPES)).split()
@@ -42,8 +42,8 @@ def source_of(tmp_path):
 
 
 @pytest.mark.parametrize("name", MATCHING)
-def test_files_are_what_vllm_holds(source_of, tmp_path, name):
-    """Names, shapes and values of every rank, and the source again."""
+def test_files_have_the_tensors_of_vllm(source_of, tmp_path, name):
+    """Compares names, shapes and values of every rank, and the merged source."""
     source, line = source_of(name), LOADED[name]
     for tp in supported_tp(line):
         split = tmp_path / f"tp{tp}"
@@ -57,7 +57,7 @@ def test_files_are_what_vllm_holds(source_of, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_checkpoints_are_refused(source_of, tmp_path, name):
+def test_unsupported_checkpoints_are_refused(source_of, tmp_path, name):
     named = DROPPED.get(name) or f"does not support model type '{TYPE_OF[name]}'"
     with pytest.raises(PlanError, match=f"{named}.*use the native layout"):
         shardconv.split(source_of(name), tmp_path / "out", tp=2, layout="vllm")
@@ -65,11 +65,11 @@ def test_other_checkpoints_are_refused(source_of, tmp_path, name):
 
 
 def test_unused_source_tensors_are_refused():
-    """A tensor that no rank takes an element of is lost: none of these checkpoints has one."""
+    """A tensor of which no rank has an element would be lost."""
     assert [name for name in MATCHING if LOADED[name]["unused"]] == []
 
 
-# --- forms of checkpoints that the fixture does not have --------------------------------------------------------------
+# --- forms of checkpoints that the fixture does not have ------------------------------------------------------------
 
 
 def put(name, shape):
@@ -85,15 +85,15 @@ def config(**fields):
 
 
 AT = "model.layers"
-#: Checkpoint, what is changed, and what the error has to say.
+#: Name to the checkpoint, its change, and the expected message.
 REFUSED = {
-    "MTP layers behind the others": ("glm4_moe", put(f"{AT}.2.eh_proj.weight", (4, 4)), "2.eh_proj.weight: .*support"),
-    "MTP layers beside the others": ("qwen3_next", put("mtp.norm.weight", (4,)), "mtp.norm.weight: .*support"),
+    "MTP layers after the others": ("glm4_moe", put(f"{AT}.2.eh_proj.weight", (4, 4)), "2.eh_proj.weight: .*support"),
+    "MTP layers with a prefix": ("qwen3_next", put("mtp.norm.weight", (4,)), "mtp.norm.weight: .*support"),
     "packed experts": ("deepseek_v3", put(f"{AT}.1.mlp.experts.down_proj", (4, 4, 4)), "experts.down_proj: .*support"),
     "norms of heads": (
         "stablelm", put(f"{AT}.0.self_attn.q_layernorm.norms.0.weight", (16,)), "norms.0.weight: .*support",
     ),
-    "a head beside tied embeddings": ("gemma2", put("lm_head.weight", (1000, 128)), "lm_head.weight: .*support"),
+    "a head and tied embeddings": ("gemma2", put("lm_head.weight", (1000, 128)), "lm_head.weight: .*support"),
     "a gemma4 with experts": ("gemma4_text", put(f"{AT}.0.experts.down_proj", (4, 4, 4)), "down_proj: .*support"),
     "low-rank queries that are missing": (
         "deepseek_v2-no-q-lora", config(q_lora_rank=24), "q_a_proj.weight: is missing",
@@ -102,7 +102,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals(source_of, tmp_path, case):
+def test_unsupported_forms_are_refused(source_of, tmp_path, case):
     name, change, message = REFUSED[case]
     source = source_of(name)
     change(source)
@@ -111,7 +111,7 @@ def test_refusals(source_of, tmp_path, case):
 
 
 def test_embeddings_are_tied_by_default(source_of, tmp_path):
-    """A config.json without the field."""
+    """If config.json does not have the field."""
     source = source_of("gemma")
     shardconv.split(source, tmp_path / "with", tp=2, layout="vllm")
     fields = {name: value for name, value in LOADED["gemma"]["config"].items() if name != "tie_word_embeddings"}
@@ -126,7 +126,7 @@ def tensors_of(path):
 
 
 @pytest.mark.parametrize("model_type", sorted(TYPES.intersection(CONFIG_MAPPING)))
-def test_defaults_are_those_of_transformers(model_type):
+def test_defaults_equal_those_of_transformers(model_type):
     groups = choice._groups("vllm", model_type)
     if not any("tie_word_embeddings" in rule.when for group in groups for rule in group.rules):
         return

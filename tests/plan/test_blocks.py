@@ -286,7 +286,7 @@ def test_a_block_has_no_key_of_a_family():
 
 def test_every_block_is_mounted_somewhere():
     folder = family_file._BLOCKS
-    texts = [path.read_text() for root in (folder, family_file._FOLDER) for path in root.glob("*.toml")]
+    texts = [path.read_text() for root in (folder, family_file.FOLDER) for path in root.glob("*.toml")]
     unused = [path.stem for path in folder.glob("*.toml") if not any(f'"{path.stem}"' in text for text in texts)]
     assert unused == []
     assert all(load_block(path.stem) for path in folder.glob("*.toml"))
@@ -304,7 +304,7 @@ def folder_of(folder, **texts):
     for name, text in texts.items():
         (folder / f"{name}.toml").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(family_file, "_FOLDER", folder)
+        patch.setattr(family_file, "FOLDER", folder)
         family_file.clear_cache()
         yield
     family_file.clear_cache()

@@ -16,7 +16,7 @@ from shardconv.proof.small_models import REFERENCE
 from tests.support.checkpoints import contents
 from tools.model_matrix.trial import check, model_class, small
 
-CAUSAL = "causal language models"
+CAUSAL = "text generation"
 #: One by one on the hub; packed with biases; packed with shared experts beside them; two names on disk and in memory.
 TYPES = ["mixtral", "gpt_oss", "qwen2_moe", "deepseek_v3", "nemotron_h"]
 

@@ -23,7 +23,7 @@ from shardconv.plan.family import Family
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.module_override import ModuleRule, SliceRule
 from shardconv.plan.padded_config import change_config
-from shardconv.plan.padding import Heads, UnitPadding, _matched_modules, unit_paddings
+from shardconv.plan.padding import Heads, UnitPadding, matched_modules, unit_paddings
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
@@ -196,7 +196,7 @@ def test_override_applies_to_one_module_of_a_rule():
     family = Family("made up", units=UNITS_OF, rules=(rule, kv), modules=(ModuleRule("**.block", norms="kv"),))
     used = {rule: frozenset({"block.q"}), kv: frozenset({"mlp.down"})}
     model_rules = ModelRules(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10}, pad=1, used=used)
-    assert "mlp" not in set(_matched_modules(model_rules, re.compile(model_rules.regex("**.block"))))
+    assert "mlp" not in set(matched_modules(model_rules, re.compile(model_rules.regex("**.block"))))
 
 
 def test_units_of_unknown_order_are_not_padded():
@@ -528,7 +528,7 @@ UNITS = {
 @pytest.mark.parametrize("case", UNITS)
 def test_models_that_are_not_padded(case, tmp_path):
     model_type, message = UNITS[case]
-    model = small(model_class("causal language models", model_type))
+    model = small(model_class("text generation", model_type))
     model.save_pretrained(tmp_path / "source")
     with pytest.raises(PlanError, match=message) as error:
         shardconv.split(tmp_path / "source", tmp_path / "split", tp=3, pad=True)
@@ -538,7 +538,7 @@ def test_models_that_are_not_padded(case, tmp_path):
 
 def test_one_value_per_head_is_padded_like_the_heads(tmp_path):
     """MPNet's bias has a column per head, in another module than the heads; widths are padded further."""
-    model = small(model_class("masked language models", "mpnet"))
+    model = small(model_class("fill-mask", "mpnet"))
     model.save_pretrained(tmp_path / "source")
     report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=3, pad=True)
     found = {unit.name: (unit.size, unit.padded_size) for unit in report.padding.units}

@@ -96,8 +96,8 @@ def test_units_that_do_not_divide_are_refused(unit, tp):
 @pytest.mark.parametrize(
     "ranks",
     [
-        ((Interval(0, 2),), (Interval(3, 4),)),  # element 2 is nobody's
-        ((Interval(0, 2),), (Interval(2, 3),)),  # the last element is nobody's
+        ((Interval(0, 2),), (Interval(3, 4),)),  # no rank holds element 2
+        ((Interval(0, 2),), (Interval(2, 3),)),  # no rank holds the last element
         ((Interval(0, 2), Interval(1, 4)),),  # a rank holds an element twice
         ((Interval(2, 4), Interval(0, 2)),),  # not ascending
         ((Interval(0, 5),),),  # outside

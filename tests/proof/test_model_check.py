@@ -1,6 +1,6 @@
-"""Names and shapes of a checkpoint, compared with the model that its config names.
+"""Names and shapes of a checkpoint, compared with those of the model class in its config.
 
-No false alarms for what transformers writes, nor for what hubs hold; anything else is an error that names the tensor.
+Checkpoints of transformers and of the Hub pass; every other difference is an error with the tensor's name.
 """
 
 import re
@@ -19,7 +19,7 @@ from tests.support.models import MODELS, change_config, pack_experts, read
 from tests.support.mtp import HUB, KIND_OF, with_mtp
 from tools.model_matrix.trial import KINDS, model_class, small
 
-#: Types whose names on disk and in memory differ in a way of their own.
+#: Types with special differences between names on disk and in memory.
 RENAMED = [
     "bamba", "dbrx", "ernie4_5_vl_moe", "gemma3", "gpt_oss", "idefics3", "jamba", "llama4", "llava", "minimax_m2",
     "mllama", "nemotron_h", "paligemma", "phimoe", "qwen2_vl", "qwen3_5_moe", "qwen3_vl_moe", "qwen4_exp", "siglip",
@@ -33,7 +33,7 @@ def checked(folder):
 
 
 def rewritten(folder, change):
-    """The checkpoint, after a change of its tensors."""
+    """A checkpoint with changed tensors."""
     tensors = read(folder)
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -46,14 +46,14 @@ def llama(tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_checkpoints_of_hubs(checkpoint, name):
+def test_checkpoints_of_the_hub_pass(checkpoint, name):
     found = checked(checkpoint(name))
     assert found.differences() == ""
     assert found.is_right
 
 
 @pytest.mark.parametrize("model_type", RENAMED)
-def test_names_on_disk_and_in_memory_differ(tmp_path, model_type):
+def test_names_on_disk_may_differ_from_those_in_memory(tmp_path, model_type):
     kind = next(kind for kind, names in KINDS.items() if model_type in names)
     made = small(model_class(kind, model_type))
     made.save_pretrained(tmp_path)
@@ -72,7 +72,7 @@ def test_mtp_layers_are_not_needed(tmp_path, model_type):
     assert set(found.ignored) >= {name for name in (*of_layer, *drawn) if name.startswith("mtp.")} - used
 
 
-def test_layers_behind_the_last_that_are_no_mtp_layers(llama):
+def test_additional_layers_that_are_not_mtp_layers_are_unused(llama):
     change_config(llama, {"num_hidden_layers": 1})
     found = checked(llama)
     assert (len(found.unused), found.missing) == (9, ())
@@ -96,7 +96,7 @@ def rename(old, new):
 
 
 LAYER = "model.layers.0"
-#: What is changed, and what the message has to name.
+#: Name to the change and the expected message.
 WRONG = {
     "bias": (add(f"{LAYER}.self_attn.q_proj.bias", 128), f"1 unused: {LAYER}.self_attn.q_proj.bias"),
     "norm": (drop(f"{LAYER}.input_layernorm.weight"), f"1 missing: {LAYER}.input_layernorm.weight"),
@@ -122,7 +122,7 @@ WRONG = {
 }  # fmt: skip
 
 
-#: What a plan refuses, by the message.
+#: Name to the message of the plan, for changes that a plan refuses.
 BY_PLAN = {
     "renamed": "no rule of family llama matches it",
     "with and without a prefix": "with and without the prefix",
@@ -132,22 +132,22 @@ BY_PLAN = {
 
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("command", ["split", "plan", "plan --prove", "plan --propose"])
-def test_what_is_wrong_is_named_and_nothing_is_written(llama, tmp_path, command, what):
+def test_differences_are_errors_and_nothing_is_written(llama, tmp_path, command, what):
     change, message = WRONG[what]
     rewritten(llama, change)
     name, *more = command.split()
     more += ["--tp", "2", "-o", tmp_path / "split"] if name == "split" else []
     result = call(name, llama, "--check-model", *more)
     assert result.code == 1, result.out
-    if command == "plan --prove":  # which makes a plan first
+    if command == "plan --prove":  # makes a plan first
         message = BY_PLAN.get(what, message)
     assert (message in result.err, "Traceback" in result.err) == (True, False)
     assert result.err.count("\n") == 1
     assert (result.out, (tmp_path / "split").exists()) == ("", False)
 
 
-def test_experts(tmp_path):
-    """The message has names on disk where tensors are unused; names in memory, of all experts, where some are not."""
+def test_messages_name_experts_on_disk_or_in_memory(tmp_path):
+    """Names on disk for unused tensors; names in memory, of all experts, for missing ones."""
     folder = MODELS["mixtral"].write(tmp_path / "mixtral")
     expert = "model.layers.0.block_sparse_moe.experts"
     rewritten(folder, add(f"{expert}.0.w1.bias", 64))
@@ -159,7 +159,7 @@ def test_experts(tmp_path):
     assert {name for name, *_ in checked(folder).mismatched} >= {"model.layers.1.mlp.experts.down_proj"}
 
 
-def test_packed_experts_of_too_few(tmp_path):
+def test_packed_tensors_with_too_few_experts(tmp_path):
     folder = MODELS["mixtral"].write(tmp_path / "mixtral")
     save_file(pack_experts(read(folder)), folder / "model.safetensors")
     change_config(folder, {"num_local_experts": 3})
@@ -182,15 +182,15 @@ def test_configs_of_other_models(llama, fields, kind, count):
     assert found.differences().startswith(f"{count} ")
 
 
-def test_tied_embeddings(llama):
-    """transformers takes a head that is stored though it is tied, and a model without one if it is tied."""
+def test_stored_or_missing_heads_of_tied_embeddings_pass(llama):
+    """transformers loads both."""
     change_config(llama, {"tie_word_embeddings": True})
     assert checked(llama).is_right
     rewritten(llama, drop("lm_head.weight"))
     assert checked(llama).is_right
 
 
-def test_from_the_library(llama):
+def test_check_model_function(llama):
     found = shardconv.check_source(llama)
     assert (found.model, found.is_right) == ("LlamaForCausalLM", True)
     rewritten(llama, drop("model.norm.weight"))
@@ -200,7 +200,7 @@ def test_from_the_library(llama):
         shardconv.prove(llama)
 
 
-def test_the_plain_case(llama, tmp_path):
+def test_matching_checkpoint_is_reported(llama, tmp_path):
     line = "names and shapes are those of LlamaForCausalLM"
     for arguments in (["plan", llama], ["split", llama, "--tp", "2", "-o", tmp_path / "split"]):
         result = call(*arguments, "--check-model")
@@ -209,7 +209,7 @@ def test_the_plain_case(llama, tmp_path):
     assert f"{line}; not used by it: 1, as model.layers.0.self_attn.rotary_emb.inv_freq" in result.out
 
 
-def test_models_that_transformers_does_not_have(llama):
+def test_unknown_model_class_is_an_error(llama):
     change_config(llama, {"model_type": "mine"})
     result = call("split", llama, "--tp", "2", "--check-model", "--rules", "llama")
     assert (result.code, "(got model_type 'mine'" in result.err) == (1, True)
@@ -217,12 +217,12 @@ def test_models_that_transformers_does_not_have(llama):
         check_model({}, {})
 
 
-def test_not_for_costs(llama):
+def test_check_model_excludes_cost(llama):
     result = call("plan", llama, "--cost", "--check-model")
     assert (result.code, "--check-model cannot be combined with --cost" in result.err) == (2, True)
 
 
-def test_names_that_are_known_to_be_unused():
+def test_known_unused_names():
     names = {
         "mtp.fc.weight", "model.mtp.layers.0.norm.weight", "model.mtp_block.0.mlp.up_proj.weight",
         "model.layers.61.eh_proj.weight", "model.layers.61.mlp.up_proj.weight", "h.0.attn.masked_bias",

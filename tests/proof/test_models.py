@@ -1,6 +1,6 @@
-"""One model type of every family, as tools/model_matrix tries all of them; and that the matrix sees a wrong rule.
+"""Trials of tools/model_matrix: some model types of every family, and wrong rules, which it has to detect.
 
-Near, not equal: see shardconv/proof/prove.py for the limits.
+Outputs are compared within the limits of shardconv/proof/prove.py.
 """
 
 from dataclasses import replace
@@ -21,17 +21,17 @@ from shardconv.proof.ranks import sharded_fraction
 from shardconv.proof.small_models import REFERENCE
 from tests.support.models import MODELS
 from tests.support.ranks import ranks_in
-from tests.support.wrong_rules import KIND_OF, TOLD_WRONG, WRONG
+from tests.support.wrong_rules import KIND_OF, WRONG, WRONG_OVERRIDES
 from tools import torchvision as vision
 from tools.model_matrix.table import unexplained
 from tools.model_matrix.trial import REASONS, Row, check, model_class, small, try_type, worst
 
-#: Of a family that serves many types, one of so many is tried.
+#: One of this many types of a family is tried.
 EVERY = 8
 
 
 def tried_types(family):
-    """Types of a family that are models by themselves and need no missing package: the first, and some more."""
+    """Every EVERY-th type of a family, without submodel types and types that require missing packages."""
     left_out = {*REASONS, *vision.TYPES}
     return [kind for kind in load_family(family).model_types if kind in KIND_OF and kind not in left_out][::EVERY]
 
@@ -40,13 +40,13 @@ TRIED = [model_type for name in family_names() if name != NAMES_FAMILY for model
 
 
 @pytest.mark.parametrize("model_type", TRIED)
-def test_types_of_every_family(ranks, tmp_path, model_type):
+def test_types_of_every_family_are_right(ranks, tmp_path, model_type):
     row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
     assert row.verdicts == ("right",), row
 
 
-def test_eight_ranks(tmp_path):
-    """Fewer kv heads than ranks: two and one, of eight query heads; and more ranks than heads of any kind."""
+def test_models_are_right_on_eight_ranks(tmp_path):
+    """With fewer KV heads than ranks, and with fewer query heads than ranks."""
     with ranks_in(tmp_path, 8) as eight_ranks:
         for name in ("llama", "falcon-7b"):
             folder = tmp_path / name
@@ -58,14 +58,14 @@ def test_eight_ranks(tmp_path):
             assert any(planned.placement.has_replicas for planned in plan.tensors.values())
             assert sharded_fraction(opened.specs, plan) > 0.9
             assert compared(eight_ranks, "eight", type(made), folder, PlanRequest()) == "right"
-        for model_type in ("mamba2", "swin"):  # which may be cut for more ranks than it has heads
+        for model_type in ("mamba2", "swin"):  # with fewer heads than ranks
             row = try_type(eight_ranks, tmp_path, KIND_OF[model_type], model_type, [8], at_default_size=False)
             assert row.verdicts == ("right",), row
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3n_text", "wav2vec2"])
 def test_gradients_are_those_of_training(ranks, tmp_path, model_type):
-    """And not of something else because no step in training works."""
+    """A type without a training step would be compared in eval mode."""
     row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
     assert (row.verdicts, "gradients" in row.note) == (("right",), False), row
 
@@ -87,14 +87,15 @@ def test_how_attention_is_sharded(ranks, tmp_path, model_type, attention, cache)
 
 
 def test_gathered_attention_has_a_reason():
-    row = Row("images", "swin", "swin", ("right", "right"), 1.0, attention="heads, gathered", reasons=("few heads",))
+    kind = "image classification"
+    row = Row(kind, "swin", "swin", ("right", "right"), 1.0, attention="heads, gathered", reasons=("few heads",))
     assert not unexplained([row], is_all=False)
     problems = unexplained([replace(row, reasons=("few heads", ""))], is_all=False)
     assert problems == ["gathered, without a reason in the family file: swin"]
 
 
 def test_linear_attention_of_default_sizes(ranks, tmp_path):
-    """Values twice as large as keys: transformers writes the fused convolution in thirds, between no heads."""
+    """Values are twice as large as keys, but transformers writes the fused convolution in thirds, across heads."""
     config = transformers.OlmoHybridConfig
     fields = {name: value for name, value in small_fields(default_config(config)).items() if "linear" not in name}
     model = build_small(transformers.OlmoHybridForCausalLM, config(**fields))
@@ -109,19 +110,19 @@ def test_linear_attention_of_default_sizes(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(("heads", "sizes"), [(4, (1, 2, 4)), (8, (1, 2, 4, 8)), (24, (1, 2, 4, 8, 12, 24))])
-def test_heads_in_four_blocks(heads, sizes):
-    """CodeGen's layout has four blocks of heads; a rank has several of them, or a part of one."""
+def test_supported_tp_sizes_of_codegen(heads, sizes):
+    """Its qkv_proj has four blocks of heads; a rank holds several of them, or a fraction of one."""
     specs = {"transformer.h.0.attn.qkv_proj.weight": TensorSpec("F32", (24 * heads, 8 * heads))}
     config = {"model_type": "codegen", "n_head": heads, "n_embd": 8 * heads}
     assert resolve(specs, config, PlanRequest()).resolver.tp_sizes().supported == sizes
 
 
-#: Other numbers, or an error of the model's own on a rank.
-SEEN = ("wrong", "fails")
+#: Verdicts on wrong rules: different outputs, or an error of the model on a rank.
+DETECTED = ("wrong", "fails")
 
 
 def verdict(ranks, folder, model_type, text):
-    """How a model, split with these rules first, compares with the plain one."""
+    """The verdict on a model that is split with these additional rules."""
     plan = folder / "wrong.toml"
     plan.write_text(text)
     model = small(model_class(KIND_OF[model_type], model_type))
@@ -141,23 +142,23 @@ def compared(ranks, layout, kind, folder, request):
 
 
 @pytest.mark.parametrize(
-    "model_type", sorted({model_type for model_type, _ in [*WRONG.values(), *TOLD_WRONG.values()]})
+    "model_type", sorted({model_type for model_type, _ in [*WRONG.values(), *WRONG_OVERRIDES.values()]})
 )
-def test_right_as_it_is(ranks, tmp_path, model_type):
-    """What the following tests break is right before."""
+def test_models_with_correct_rules_are_right(ranks, tmp_path, model_type):
+    """The types of the next two tests."""
     assert verdict(ranks, tmp_path, model_type, "") == "right"
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_rule_is_seen(ranks, tmp_path, what):
-    """Not by a refusal to split: the plan is one, and what comes of it is not the model."""
+def test_wrong_rules_are_detected(ranks, tmp_path, what):
+    """The model can be split with them, but its outputs differ."""
     model_type, rules = WRONG[what]
     text = f"[units]\npart = {{}}\n[rules]\n{rules}\n"
-    assert verdict(ranks, tmp_path, model_type, text) in SEEN
+    assert verdict(ranks, tmp_path, model_type, text) in DETECTED
 
 
-@pytest.mark.parametrize("what", TOLD_WRONG)
-def test_a_module_told_wrong_is_seen(ranks, tmp_path, what):
-    model_type, told = TOLD_WRONG[what]
+@pytest.mark.parametrize("what", WRONG_OVERRIDES)
+def test_wrong_overrides_are_detected(ranks, tmp_path, what):
+    model_type, overrides = WRONG_OVERRIDES[what]
     units = "[units]\nwhole = { count = 2, copies = true }\n"
-    assert verdict(ranks, tmp_path, model_type, f"{units}[modules]\n{told}\n") in SEEN
+    assert verdict(ranks, tmp_path, model_type, f"{units}[modules]\n{overrides}\n") in DETECTED

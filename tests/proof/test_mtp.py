@@ -1,6 +1,6 @@
-"""MTP layers (multi-token prediction): checkpoints on the hub have them, transformers has not.
+"""MTP layers (multi-token prediction) of checkpoints on the Hub, which transformers does not use.
 
-Their names are those that serving frameworks load; their tensors those of a layer of the model, or drawn.
+Their names are those that serving frameworks load; their tensors are copies of a layer, or random.
 """
 
 import re
@@ -20,13 +20,13 @@ from shardconv.proof.small_models import REFERENCE
 from tests.support.mtp import HUB, KIND_OF, with_mtp
 from tools.model_matrix.trial import check, model_class, small, worst
 
-#: Of what is added, the dim that is cut; all else is whole on every rank.
-CUT = {r"embed_tokens|up_proj|shared_head.output": 0, "down_proj": 1}
+#: Pattern of added tensors to the dim that is sharded; all others are replicated.
+SHARDED_DIMS = {r"embed_tokens|up_proj|shared_head.output": 0, "down_proj": 1}
 
 
 @pytest.mark.parametrize("model_type", HUB)
-def test_layers_behind_the_last(ranks, tmp_path, model_type):
-    """They are cut as a layer of the model is, merged byte for byte, and the model is the same with them."""
+def test_mtp_layers_are_split_and_merged(ranks, tmp_path, model_type):
+    """They are sharded as other layers, merged byte for byte, and do not change the outputs."""
     made = small(model_class(KIND_OF[model_type], model_type))
     made.save_pretrained(tmp_path / "source")
     write_reference(type(made), tmp_path / "source", tmp_path / REFERENCE)
@@ -38,10 +38,10 @@ def test_layers_behind_the_last(ranks, tmp_path, model_type):
     for new, name in of_layer.items():
         assert all(torch.equal(shard[new], shard[name]) for shard in shards), new
     for name, tensor in drawn.items():
-        dim = next((dim for pattern, dim in CUT.items() if re.search(pattern, name)), None)
-        whole = shards[0][name] if dim is None else torch.cat([shard[name] for shard in shards], dim)
+        dim = next((dim for pattern, dim in SHARDED_DIMS.items() if re.search(pattern, name)), None)
+        full = shards[0][name] if dim is None else torch.cat([shard[name] for shard in shards], dim)
         assert shards[1][name].numel() == tensor.numel() // (1 if dim is None else 2), name
-        assert torch.equal(whole, tensor), name
+        assert torch.equal(full, tensor), name
     merge(tmp_path / "split", tmp_path / "merged")
     assert (tmp_path / "merged/model.safetensors").read_bytes() == (tmp_path / "source/model.safetensors").read_bytes()
     source, place = tmp_path / "source", tmp_path / "split"
@@ -50,7 +50,7 @@ def test_layers_behind_the_last(ranks, tmp_path, model_type):
     assert (found[0] < 1e-4, found[1] is not False) == (True, True)
 
 
-def test_what_stands_in_the_place_of_a_prefix():
+def test_alternative_prefixes():
     regex = re.compile(name_regex("model.layers.*.norm", ("model.", "mtp.")))
     assert all(regex.fullmatch(f"{start}layers.0.norm") for start in ("model.", "mtp.", ""))
     assert not any(regex.fullmatch(f"{start}layers.0.norm") for start in ("mtp.model.", "model.mtp.", "a.mtp.", "m."))

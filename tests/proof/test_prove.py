@@ -1,4 +1,4 @@
-"""`shardconv plan --prove` and `--propose`, as users start them; and plans that are transformers' own."""
+"""`shardconv plan --prove` and `--propose`, and plans from transformers' own tp_plan."""
 
 import json
 import random
@@ -22,8 +22,8 @@ from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family
 from shardconv.plan.family_file import expand_family, parse_plan_file
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.transformers_plan import transformers_family
-from shardconv.proof.compare import Reference, _difference, write_reference
-from shardconv.proof.prove import _skipped
+from shardconv.proof.compare import Reference, largest_difference, write_reference
+from shardconv.proof.prove import skipped_sizes
 from shardconv.proof.small_models import REFERENCE, heads_for, write_small_model
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.command import call
@@ -31,13 +31,13 @@ from tests.support.forked import run
 from tests.support.models import MODELS
 from tools.model_matrix.trial import check, model_class, small, worst
 
-CAUSAL = "causal language models"
+CAUSAL = "text generation"
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("forked_ranks")]
 
 
-def test_a_right_plan_is_proven(tmp_path):
-    """But for a tensor that the small model has not, which is said."""
+def test_correct_plan_is_proven(tmp_path):
+    """The proof names a tensor that the small model does not have."""
     source, plan = shutil.copytree(DEMO, tmp_path / "source"), tmp_path / "plan.toml"
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.0.extra.weight"] = tensors["model.norm.weight"].clone()
@@ -57,7 +57,7 @@ def test_a_right_plan_is_proven(tmp_path):
     )
 
 
-def test_a_wrong_plan_is_not(tmp_path):
+def test_wrong_plan_is_not_proven(tmp_path):
     plan = tmp_path / "plan.toml"
     plan.write_text(
         '[units]\npart = {}\n[rules]\n"**.q_proj" = { style = "packed_colwise", parts = ["part", "part"] }\n'
@@ -66,19 +66,19 @@ def test_a_wrong_plan_is_not(tmp_path):
     assert (result.code, "tp 2: DIFFERENT" in result.out, "not proven" in result.out) == (3, True, True), result.err
 
 
-#: Plans that are right for small models as they usually are, by the number of ranks at which they are seen to be wrong.
-RIGHT_FOR_SMALL_ONES = {
-    # half a head: right as long as ranks have two halves
+#: Tensor parallel size at which a plan fails, to the plan; smaller heads or sizes would not show the mistake.
+CORRECT_FOR_SMALLER_HEADS = {
+    # half a head: correct while ranks hold two halves
     8: 'query_head = { count = "num_attention_heads * 2", size = "head_dim // 2", override = true }',
-    # right for heads of 8 features
+    # correct for heads of 8 features only
     4: 'kv_head = { count = "num_key_value_heads * head_dim // 8", size = 8, copies = true, override = true }',
 }
 
 
-@pytest.mark.parametrize("seen_at", RIGHT_FOR_SMALL_ONES)
-def test_plans_that_are_right_for_small_models_only(ranks, tmp_path, seen_at):
+@pytest.mark.parametrize("fails_at", CORRECT_FOR_SMALLER_HEADS)
+def test_plans_that_are_correct_for_smaller_heads_only(ranks, tmp_path, fails_at):
     plan = tmp_path / "plan.toml"
-    plan.write_text(f"[units]\n{RIGHT_FOR_SMALL_ONES[seen_at]}\n")
+    plan.write_text(f"[units]\n{CORRECT_FOR_SMALLER_HEADS[fails_at]}\n")
     config = json.loads((DEMO / "config.json").read_text())
     made = small_model(config)
     made.save_pretrained(tmp_path / "source")
@@ -89,20 +89,20 @@ def test_plans_that_are_right_for_small_models_only(ranks, tmp_path, seen_at):
     report = shardconv.prove(DEMO, rules=plan)
     assert not report.is_proven
     proof = report.proofs[-1]
-    assert (proof.tp, proof.output, proof.is_right) == (seen_at, None, False)
+    assert (proof.tp, proof.output, proof.is_right) == (fails_at, None, False)
     assert re.search(r"fails to run: RuntimeError: shape '\[2, 7, -1, 32\]' is invalid", proof.note)
     assert all(other.is_right for other in report.proofs[:-1])
 
 
-def test_heads_that_cannot_be_as_large_are_named(tmp_path):
-    """xLSTM's, with its own, would be of a model that is not small."""
+def test_proof_names_heads_that_it_makes_smaller(tmp_path):
+    """With xLSTM's head size the small model would be large."""
     plain = model_class(CAUSAL, "xlstm")
     config = {**default_config(plain.config_class), "architectures": [plain.__name__]}
     assert write_small_model(config, tmp_path)[1] == "the small model has heads of 16 features instead of 512"
 
 
-def test_nothing_of_the_callers_settings_counts(tmp_path):
-    """And nothing of them is changed."""
+def test_proof_does_not_depend_on_global_settings(tmp_path):
+    """It does not change them either."""
     config = json.loads((DEMO / "config.json").read_text())
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     made, references = [], []
@@ -124,7 +124,7 @@ def test_nothing_of_the_callers_settings_counts(tmp_path):
     assert all(torch.equal(gradient, other.gradients[name]) for name, gradient in usual.gradients.items())
 
 
-def test_heads_are_as_large_as_the_sources():
+def test_small_model_has_the_head_size_of_the_source():
     config = json.loads((DEMO / "config.json").read_text())
     small = small_model({**config, "head_dim": 24, "num_attention_heads": 32}, has_real_heads=True)
     assert small.model.layers[0].self_attn.k_proj.weight.shape == (2 * 24, 64)
@@ -132,7 +132,7 @@ def test_heads_are_as_large_as_the_sources():
     assert small_model(config, has_real_heads=True).transformer.wte.weight.shape == (99, 96 * 4)
 
 
-def test_what_cannot_be_proven(tmp_path):
+def test_sources_without_a_small_model(tmp_path):
     source = shutil.copytree(DEMO, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
@@ -145,22 +145,22 @@ def test_what_cannot_be_proven(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--prove", "--propose"])
-def test_a_bare_file_needs_a_config(tmp_path, option):
+def test_single_file_requires_a_config(tmp_path, option):
     bare = shutil.copyfile(DEMO / "model.safetensors", tmp_path / "bare.safetensors")
     result = call("plan", bare, option)
-    said = "a proof builds a small model from config.json, and this source does not have one: pass --config FILE"
-    assert (result.code, result.err) == (1, f"shardconv: {bare}: {said}\n")
+    message = "a proof builds a small model from config.json, and this source does not have one: pass --config FILE"
+    assert (result.code, result.err) == (1, f"shardconv: {bare}: {message}\n")
 
 
 @pytest.mark.parametrize(
     ("tp", "heads", "kv_heads"), [(1, 4, 2), (2, 4, 2), (4, 4, 2), (3, 6, 3), (8, 8, 4), (16, 16, 8)]
 )
-def test_a_small_model_has_heads_for_a_tp(tp, heads, kv_heads):
-    """Of the same size as else; where no field says it, the model is wider."""
+def test_small_model_has_enough_heads_for_tp(tp, heads, kv_heads):
+    """The head size stays; without a field for it, the model is wider."""
     count = heads_for([tp])
     config = json.loads((DEMO / "config.json").read_text())
     attention = small_model(config, has_real_heads=True, heads=count).model.layers[0].self_attn
-    width = 96 if tp == 3 else 64  # which the number of heads has to divide
+    width = 96 if tp == 3 else 64  # a multiple of the number of heads
     assert attention.q_proj.weight.shape == (heads * 32, width)
     assert attention.k_proj.weight.shape == (kv_heads * 32, width)
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32 * 32, "n_head": 32}
@@ -168,7 +168,7 @@ def test_a_small_model_has_heads_for_a_tp(tp, heads, kv_heads):
     assert (model.config.n_head, model.config.n_embd) == (heads, heads * 32)
 
 
-def test_a_tp_of_more_ranks_than_a_small_model_usually_has_heads():
+def test_proof_at_a_large_tp():
     result = run("plan", DEMO, "--prove", "--tp", "8", "-q", "--json")
     assert result.code == 0, result.err
     report = json.loads(result.out)
@@ -176,19 +176,19 @@ def test_a_tp_of_more_ranks_than_a_small_model_usually_has_heads():
     assert (report["is_proven"], report["skipped"]) == (True, [])
 
 
-def test_a_plan_file_is_blamed_only_where_there_is_one():
+def test_message_blames_the_plan_file_only_with_one():
     blame = "If the plan file has numbers of the large model, write fields of its config instead."
-    skipped = _skipped("SRC", {3: "no"}, {7: "reason."}, has_plan_file=False)
+    skipped = skipped_sizes("SRC", {3: "no"}, {7: "reason."}, has_plan_file=False)
     assert list(skipped) == [
         "tp 3: SRC cannot be sharded for it: no",
         "tp 7: the small model cannot be sharded for it, though SRC may be: reason.",
     ]
-    assert next(_skipped("SRC", {}, {7: "reason."}, has_plan_file=True)).endswith(f"reason. {blame}")
+    assert next(skipped_sizes("SRC", {}, {7: "reason."}, has_plan_file=True)).endswith(f"reason. {blame}")
 
 
-#: Gates of heads; layers in modules of their own; code that joins heads to the width of its input.
+#: With gates per head, layers in separate modules, and code that joins heads to the width of its input.
 @pytest.mark.parametrize("model_type", ["beam", "moshi", "trocr", "prophetnet"])
-def test_a_proposal_by_heads(model_type, tmp_path):
+def test_proposal_shards_by_heads(model_type, tmp_path):
     small(model_class(CAUSAL, model_type)).save_pretrained(tmp_path)
     result = call("plan", tmp_path, "--propose")
     assert result.code == 0, result.err
@@ -198,14 +198,14 @@ def test_a_proposal_by_heads(model_type, tmp_path):
     assert {(rule.style, rule.unit) for rule in queries} >= {("colwise", "query_head")}, queries
 
 
-#: Attention by heads; a state space model, whose layers give whole outputs; experts; fused and interleaved projections.
+#: With attention, a state space, experts, fused projections and interleaved projections.
 @pytest.mark.parametrize("model_type", ["gptj", "mamba", "qwen3_moe", "codegen"])
-def test_a_proposal_is_right(ranks, tmp_path, model_type):
+def test_proposal_is_proven(ranks, tmp_path, model_type):
     model, source = small(model_class(CAUSAL, model_type)), tmp_path / "source"
     model.save_pretrained(source)
     result = call("plan", source, "--propose")
     assert result.code == 0, result.err
-    # names that are on disk only, as those of single experts, are the user's to say
+    # a proposal does not have rules for names that exist on disk only, such as single experts
     more = '"**.experts.*.{gate_proj,up_proj}" = { style = "colwise", optional = true }\n'
     more += '"**.experts.*.down_proj" = { style = "rowwise", optional = true }\n'
     plan = tmp_path / "plan.toml"
@@ -215,15 +215,15 @@ def test_a_proposal_is_right(ranks, tmp_path, model_type):
     assert_equal(ranks, type(model), tmp_path, request)
 
 
-def test_a_proposal_as_json():
-    """It is a plan file, too, with the same rules."""
+def test_proposal_as_json():
+    """It is a plan file with the same rules."""
     text, data = (call("plan", DEMO, "--propose", *options).out for options in ([], ["--json"]))
     assert json.loads(data) == tomllib.loads(text)
     assert parse_plan_file("plan.json", data).rules
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3", "qwen2_moe", "deepseek_v3", "llama4_text"])
-def test_plans_of_transformers(ranks, tmp_path, model_type):
+def test_tp_plan_of_transformers_is_right(ranks, tmp_path, model_type):
     model = small(model_class(CAUSAL, model_type))
     model.save_pretrained(tmp_path / "source")
     report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=2, rules=TRANSFORMERS)
@@ -232,7 +232,7 @@ def test_plans_of_transformers(ranks, tmp_path, model_type):
 
 
 def assert_equal(ranks, kind, folder, request, layout="pair"):
-    """A model that is split by a request equals the unsharded model."""
+    """Check that a model split by a request equals the unsharded model."""
     source, place, reference = folder / "source", folder / "split", folder / REFERENCE
     write_reference(kind, source, reference)
     found = worst(ranks(layout, check, kind.__name__, source, place, request, reference))
@@ -240,7 +240,7 @@ def assert_equal(ranks, kind, folder, request, layout="pair"):
     assert (found[0] < 1e-4, found[1], found[2] < 1e-3) == (True, True, True)
 
 
-def test_no_plan_of_transformers(tmp_path):
+def test_model_without_a_tp_plan(tmp_path):
     assert transformers_family("gpt2") is None
     assert transformers_family("no such type") is None
     small(model_class(CAUSAL, "gpt2")).save_pretrained(tmp_path)
@@ -248,13 +248,13 @@ def test_no_plan_of_transformers(tmp_path):
         shardconv.make_plan(tmp_path, tp=2, rules=TRANSFORMERS)
 
 
-def test_what_is_barred_is_no_measure():
+def test_masked_logits_are_not_compared():
     expected = torch.tensor([1.0, 2.0, torch.finfo(torch.float32).min])
-    assert _difference(expected + torch.tensor([0.5, 0.0, 0.0]), expected) == 0.25
-    assert _difference(torch.tensor([1.0, 2.0, 3.0]), expected) == float("inf")
+    assert largest_difference(expected + torch.tensor([0.5, 0.0, 0.0]), expected) == 0.25
+    assert largest_difference(torch.tensor([1.0, 2.0, 3.0]), expected) == float("inf")
 
 
-#: Model type, and fields of its config.
+#: Model type and config fields.
 COUNTS = {
     "llama": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 3072, "head_dim": 512}),
     "llama of many heads": ("llama", {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192}),
@@ -266,10 +266,10 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("case", COUNTS)
-def test_with_padding_the_small_model_has_as_many_heads_as_the_source(case, tmp_path):
-    """Whole groups are padded, or each group: that depends on the counts, and so does what a proof shows."""
+def test_small_model_with_padding_has_the_head_counts_of_the_source(case, tmp_path):
+    """The counts determine whether full groups are appended or each group is padded."""
     model_type, fields = COUNTS[case]
-    kind = model_class("images and text" if "text_config" in fields else CAUSAL, model_type)
+    kind = model_class("image-text-to-text" if "text_config" in fields else CAUSAL, model_type)
     config = {**kind.config_class(**fields).to_dict(), "architectures": [kind.__name__]}
     small = write_small_model(config, tmp_path, has_real_counts=True)[0].config.to_dict()
     for path, value in fields.items():
@@ -278,8 +278,8 @@ def test_with_padding_the_small_model_has_as_many_heads_as_the_source(case, tmp_
                 assert (small[path] if isinstance(value, dict) else small)[name] == number
 
 
-def test_other_numbers_of_heads_are_no_proof(tmp_path, monkeypatch):
-    """Where no small model with the source's heads can be built, padding of other heads proves nothing of it."""
+def test_padding_is_not_proven_with_other_head_counts(tmp_path, monkeypatch):
+    """If a small model with the source's head counts cannot be built."""
     source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1, hidden=96, heads=6, kv_heads=2))
 
     def without_counts(config: dict[str, Any], *, heads: int | None = None, **options: Any) -> Any:
@@ -297,7 +297,7 @@ def test_other_numbers_of_heads_are_no_proof(tmp_path, monkeypatch):
 
 
 def test_padding_is_proven(tmp_path):
-    """The small model has as many heads as the source, so that at tp 3 it is padded as the source is."""
+    """The small model has the head counts of the source, so it is padded in the same way."""
     source = MODELS["llama"].write(tmp_path / "source")
     report = shardconv.prove(source, tps=(3,), pad=True)
     assert report.is_proven

@@ -1,4 +1,4 @@
-"""Devices: what is there, what fits, and values that arrive as they were."""
+"""Devices: which exist, which have room for a model, and copies of values to them."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def tied_model():
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1 << 20])
-def test_values_arrive(monkeypatch, size):
-    """In buffers of any size, to memory of their own."""
+def test_copied_values_are_equal(monkeypatch, size):
+    """With staging buffers of any size, to new memory."""
     monkeypatch.setattr(device, "BUFFER_BYTES", size)
     model, same = tied_model(), tied_model()
     places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items() if tensor.numel()}
@@ -37,7 +37,7 @@ def test_values_arrive(monkeypatch, size):
     assert seen == sorted(seen)
 
 
-def test_what_is_not_there(monkeypatch):
+def test_missing_devices_are_errors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert device.rank_device(None) == CPU
     with pytest.raises(RunError, match="there is no CUDA device here: use --device cpu"):
@@ -61,8 +61,8 @@ def test_what_is_not_there(monkeypatch):
         (torch.float32, 1, 436, True),
     ],
 )
-def test_room(monkeypatch, dtype, ranks, free, fits):
-    """100 numbers of two bytes, 9 of four, none that changes; ranks that share a device share its room."""
+def test_room_on_a_device(monkeypatch, dtype, ranks, free, fits):
+    """100 values of two bytes and 9 of four, which keep their dtype; ranks that share a device share its room."""
     header = build_header([("a", "BF16", (10, 10)), ("b", "I32", (9,))], None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 10**9))

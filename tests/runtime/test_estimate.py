@@ -1,4 +1,4 @@
-"""What a dry run counts is what processes do that talk to each other: collectives, cache, and bytes that are alive."""
+"""Cost estimates of dry runs, compared with real runs: collectives, bytes of the cache, and live bytes."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from tests.support.recording_group import recording_axis
 
 BATCH, SEQ = 2, 11
 
-#: One of each kind: plain, transposed, fused, biased, not rotated, experts, latents, encoders, windows, states.
+#: Models with transposed or fused weights, biases, experts, latents, encoders, sliding windows and states.
 COUNTED = {
     **{
         name: MODELS[name]
@@ -49,12 +49,12 @@ COUNTED = {
 }  # fmt: skip
 
 
-#: Values have another size than keys there: the kernel for attention on a CPU cannot do that, and all scores are held.
+#: Values have another size than keys: the CPU kernel of attention does not support it, and all scores are in memory.
 WITHOUT_KERNEL = "deepseek_v3"
 
 
 def made(name: str, tp: int) -> Usage:
-    """What a dry run of a model says, of float32 as tests build it."""
+    """The estimate of a dry run of a model in float32."""
     model = COUNTED[name]
     with torch.device("meta"):
         real = model.build()
@@ -72,7 +72,7 @@ def ids_of(batch=BATCH, seq=SEQ):
 
 
 def converted(axis, name):
-    """The model with values, over processes whose collectives are written down."""
+    """The converted model with values, over a group that records its collectives."""
     recording = recording_axis(axis)
     real = shardconv.convert_model(COUNTED[name].build(0.2).eval(), group=recording)
     recording.group.taken()
@@ -80,7 +80,7 @@ def converted(axis, name):
 
 
 def check_counted(axis, name, prefill, decode, cache_bytes, activation_bytes):
-    """Predicted without values; seen by torch in a generation of one token, and of two, and live in the two passes."""
+    """Check an estimate against a generation of one token and of two tokens, and live bytes of both passes."""
     real, group = converted(axis, name)
     assert len(prefill) > LAYERS
     if not real.can_generate():
@@ -100,7 +100,7 @@ def check_counted(axis, name, prefill, decode, cache_bytes, activation_bytes):
 
 @torch.no_grad()
 def live_bytes(real):
-    """What is alive at most in the two passes, by the same meter on tensors with values; and the cache between them."""
+    """Peak live bytes of the two passes, by the same meter on tensors with values; and the cache between them."""
     ids = ids_of()
     with LiveBytes([*real.parameters(), *real.buffers(), ids]) as live:
         if not real.can_generate():
@@ -117,7 +117,7 @@ def live_bytes(real):
 
 
 def tensors_of(cache):
-    """What a cache of transformers keeps of each layer, by the names that it has there."""
+    """Name to tensor of each layer of a cache of transformers."""
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     names = ("keys", "values", "conv_states", "recurrent_states", "_sliding_window_tensor")
     layers = [layer for one in (parts if parts[0] else [cache]) for layer in one.layers]
@@ -128,7 +128,7 @@ def tensors_of(cache):
 
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize(("layout", "tp"), [("pair", 2), ("four", 4)])
-def test_real_runs_are_as_counted(ranks, layout, tp, name):
+def test_estimates_equal_real_runs(ranks, layout, tp, name):
     usage = made(name, tp)
     counts = counted(usage.prefill), counted(usage.decode), usage.cache_bytes, usage.activation_bytes
     ranks(layout, check_counted, name, *counts)
@@ -141,8 +141,8 @@ def check_loaded(axis, folder):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral-packed"])
 @pytest.mark.parametrize(("layout", "tp"), [("pair", 2), ("four", 4)])
-def test_weights_are_those_of_loaded_ranks(ranks, checkpoint, layout, tp, name):
-    """Where the vocabulary is padded, too, which has 131 words."""
+def test_estimated_weights_equal_those_of_loaded_ranks(ranks, checkpoint, layout, tp, name):
+    """Also with a padded vocabulary (of 131)."""
     source = checkpoint(name)
     shardconv.split(source, f"{source}-tp{tp}", tp=tp, overwrite=True)
     found = ranks(layout, check_loaded, str(source))
@@ -157,13 +157,13 @@ LINK = Link(alpha=1e-5, beta=1e-9)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Llama with 3 layers, in bfloat16: hidden 64, 8 heads, 2 kv heads of 8, 131 words."""
+    """Llama with 3 layers, in bfloat16: hidden size 64, 8 heads, 2 KV heads of size 8, vocabulary 131."""
     return write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny", config=llama_config(layers=3))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_by_hand(tiny, tp):
-    """Each layer reduces twice, the embedding once, and the head gathers words, of which there are 132 then."""
+def test_estimate_equals_manual_calculation(tiny, tp):
+    """Two all-reduces per layer, one of the embedding, and the all-gather of logits, padded to 132."""
     (cost,) = estimate_cost(tiny, tps=[tp], batch=3, seq=5, link=LINK).costs
     words = -(-131 // tp) * tp
     for traffic, tokens in ((cost.prefill, 3 * 5), (cost.decode, 3)):
@@ -181,7 +181,7 @@ def test_by_hand(tiny, tp):
     assert cost.not_counted is None
 
 
-def test_what_is_counted_if_nothing_is_said(tiny):
+def test_defaults(tiny):
     done = []
     report = estimate_cost(tiny, progress=lambda *numbers: done.append(numbers))
     supported = shardconv.report_plan(tiny).supported_tp
@@ -197,21 +197,26 @@ def changed(source, folder, **fields):
     return folder
 
 
-def test_notes(tiny, tmp_path, checkpoint):
-    """What a reader of the figures has to know."""
+def test_notes_of_dtype_and_positions(tiny, tmp_path):
     short = changed(tiny, tmp_path / "short", max_position_embeddings=100, dtype="float16")
     assert estimate_cost(short, tps=[2]).seq == 100
     report = estimate_cost(short, tps=[2], seq=200)
     assert (report.seq, report.dtype) == (200, "float16")
     assert "stored as bfloat16, and loaded as float16" in report.notes[0]
     assert report.notes[1] == "200 tokens are more than the 100 that the model is made for"
+
+
+def test_note_of_an_encoder(checkpoint):
     assert "the encoder processes the prompts" in estimate_cost(checkpoint("t5"), tps=[2]).notes[-1]
+
+
+def test_note_of_quantized_weights(checkpoint):
     report = estimate_cost(checkpoint("deepseek_v3-hub"), tps=[2])
     assert "the weights are quantized" in report.notes[-1]
     assert report.costs[0].decode.sent_bytes > 0
 
 
-def test_what_is_read_beside_text(tmp_path):
+def test_notes_of_inputs_other_than_text(tmp_path):
     kinds = {"vision_config": {"model_type": "clip_vision_model"}, "text_config": {"model_type": "llama"}}
     model = MetaModel(
         {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], **kinds}, torch.float32
@@ -226,8 +231,8 @@ def test_what_is_read_beside_text(tmp_path):
         ({"hidden_act": "nonsense"}, "nonsense"),
     ],
 )
-def test_weights_alone(tiny, tmp_path, fields, why):
-    """Where there is no model, nothing is made up for it."""
+def test_only_weights_are_counted_without_a_model(tiny, tmp_path, fields, why):
+    """Other columns are empty."""
     report = estimate_cost(changed(tiny, tmp_path / "changed", **fields), tps=[2, 4])
     for cost in report.costs:
         assert cost.weight_bytes == max(shardconv.report_plan(tiny, tp=cost.tp).rank_bytes)
@@ -235,7 +240,7 @@ def test_weights_alone(tiny, tmp_path, fields, why):
         assert not any((cost.cache_bytes, cost.activation_bytes, cost.memory_bytes, cost.prefill, cost.decode))
 
 
-def test_a_model_that_needs_values(tiny, monkeypatch):
+def test_model_that_reads_values(tiny, monkeypatch):
     def choose(self, hidden_states):
         return hidden_states[(hidden_states > 0).nonzero()[:, 0]]
 
@@ -246,18 +251,18 @@ def test_a_model_that_needs_values(tiny, monkeypatch):
     assert re.search(r"^2 +\d+ kB( +-){8} *$", result.out, re.MULTILINE)
 
 
-def test_no_config(tiny, tmp_path):
+def test_source_without_a_config(tiny, tmp_path):
     shutil.copy(tiny / "model.safetensors", tmp_path)
     (cost,) = estimate_cost(tmp_path / "model.safetensors", tps=[2], head_dim=8).costs
     assert cost.not_counted == "there is no config.json that names the model; --config FILE gives one"
 
 
 @pytest.mark.parametrize("name", ["tiny", "mixtral", "t5"])
-def test_a_config_alone(tiny, checkpoint, tmp_path, name):
-    """What is there before the weights, a folder or the file in it, counts as with them, whatever their names."""
+def test_config_without_weights(tiny, checkpoint, tmp_path, name):
+    """The estimate equals the one with weights."""
     with_weights = tiny if name == "tiny" else checkpoint(name)
     shutil.copy(with_weights / "config.json", tmp_path)
-    if name == "tiny":  # written by hand, without
+    if name == "tiny":  # its config was written without it
         change_config(tmp_path, {"dtype": "bfloat16"})
     expected = estimate_cost(with_weights, batch=BATCH, seq=SEQ)
     for source in (tmp_path, tmp_path / "config.json"):
@@ -266,8 +271,8 @@ def test_a_config_alone(tiny, checkpoint, tmp_path, name):
         assert report.notes[0].startswith(f"there are no weights: those of {report.model} are counted in ")
 
 
-def test_what_a_config_alone_leaves_open(tiny, tmp_path):
-    """Its dtype, and how it would be quantized."""
+def test_notes_of_a_config_without_weights(tiny, tmp_path):
+    """The dtype is assumed, and a quantization is not applied."""
     config = json.loads((tiny / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None, "quantization_config": FP8}))
     report = estimate_cost(tmp_path, tps=[2])
@@ -288,7 +293,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ("model.safetensors.index.json", "does not have a weight_map"),
     ],
 )
-def test_no_config_alone(tmp_path, name, message):
+def test_files_that_are_not_configs(tmp_path, name, message):
     text = '{"model_type": "none", "architectures": ["None"]}' if name == "config.json" else "{}"
     (tmp_path / name).write_text(text)
     with pytest.raises(ShardconvError, match=message):
@@ -301,7 +306,7 @@ def test_no_config_alone(tmp_path, name, message):
             estimate_cost(tmp_path)
 
 
-def test_a_config_that_is_a_link(tiny, tmp_path):
+def test_config_that_is_a_link(tiny, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").symlink_to(tiny / "config.json")
     with pytest.raises(SourceError, match="is a link out of its folder"):
@@ -309,7 +314,7 @@ def test_a_config_that_is_a_link(tiny, tmp_path):
     assert estimate_cost(tmp_path / "folder", tps=[2], follow_links=True).costs
 
 
-def test_refused(tiny):
+def test_invalid_arguments(tiny):
     with pytest.raises(PlanError, match="Use --tp"):
         estimate_cost(tiny, tps=[3])
     for numbers in ({"batch": 0}, {"seq": 0}):
@@ -320,7 +325,7 @@ def test_refused(tiny):
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_table(tiny):
+def test_table_of_the_command(tiny):
     result = call("plan", tiny, "--cost", "--batch", "3", "--seq", "5", "--alpha", "1e-5", "--beta", "1e-9")
     assert (result.code, result.err) == (0, "")
     assert "LlamaForCausalLM, family llama, 3 layers" in result.out
@@ -336,7 +341,7 @@ def test_table(tiny):
     assert cells[7:] == [duration(cost.decode.seconds), size(cost.prefill.sent_bytes), duration(cost.prefill.seconds)]
 
 
-def test_json(tiny):
+def test_json_of_the_command(tiny):
     result = call("plan", tiny, "--cost", "--json", "--tp", "4", "--alpha", "1e-5", "--beta", "1e-9")
     assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
     report = json.loads(result.out)
@@ -371,7 +376,7 @@ def test_wrong_options(tiny, arguments, code, message):
     assert "Traceback" not in result.err
 
 
-def test_a_source_is_needed_for_all_but_the_link():
+def test_only_measure_link_runs_without_a_source():
     for arguments in ([], ["--cost"], ["--cost", "--measure-link"], ["--prove"]):
         result = call("plan", *arguments)
         assert (result.code, "Missing argument 'SRC'" in result.err) == (2, True)

@@ -1,6 +1,6 @@
-"""Split checkpoints, loaded rank by rank: the model is the plain one, and what is wrong is said by every rank.
+"""Loading split checkpoints: models equal the unsharded ones, and every rank raises on errors.
 
-Logits near the unsharded model's, not equal: sums over features are taken rank by rank; to 1e-4 of the largest.
+Logits are compared to 1e-4 of the largest, as sums over features are computed per rank.
 """
 
 import json
@@ -20,7 +20,7 @@ from shardconv.layouts.layout import NATIVE
 from shardconv.runtime.versions import versions
 from tests.support.models import MODELS, VOCAB, change_config
 
-#: Quantised ones cannot be run so far; the other needs a field that configs of transformers 5.23 do not keep.
+#: Quantized models cannot be run; the other requires a field that configs of transformers 5.23 do not store.
 NAMES = [name for name in MODELS if name not in ("deepseek_v3-hub", "t5-classifier")]
 TP = {"pair": 2, "four": 4}
 
@@ -31,7 +31,7 @@ def home(tmp_path_factory):
 
 
 def source_and_split(home, name, tp):
-    """A model as a hub holds it, and split."""
+    """The checkpoint of a model, and the split checkpoint."""
     source, split = home / name, home / f"{name}-tp{tp}"
     if not source.exists():
         model = MODELS[name]
@@ -52,11 +52,11 @@ def architecture(source):
 
 
 def check_logits(axis, name, source, split):
-    plain = architecture(source).from_pretrained(source).eval()
+    unsharded = architecture(source).from_pretrained(source).eval()
     model = shardconv.load(split, device="cpu", group=axis)
-    assert model.unsharded_class is type(plain)
+    assert model.unsharded_class is type(unsharded)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    expected, found = (one(**inputs_of(name, one)) for one in (plain, model))
+    expected, found = (one(**inputs_of(name, one)) for one in (unsharded, model))
     for key, value in expected.items():
         if torch.is_tensor(value) and value.is_floating_point():
             assert (found[key] - value).abs().max() <= 1e-4 * value.abs().max(), key
@@ -64,12 +64,12 @@ def check_logits(axis, name, source, split):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", ["pair", "four"])
-def test_logits(ranks, home, layout, name):
+def test_logits_equal_those_of_the_unsharded_model(ranks, home, layout, name):
     ranks(layout, check_logits, name, *source_and_split(home, name, TP[layout]))
 
 
 def check_reads(axis, source, split):
-    """A rank opens its own file and no other, and holds its values as views of it."""
+    """Check that a rank opens only its rank file, and that parameters are views of it."""
     opened = []
     is_counting = [True]
 
@@ -87,25 +87,25 @@ def check_reads(axis, source, split):
     assert all(any(low <= parameter.data_ptr() < high for low, high in maps) for parameter in model.parameters())
     held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     assert held < Path(own).stat().st_size
-    plain = transformers.AutoModelForCausalLM.from_pretrained(source)
-    assert held <= 0.6 * sum(parameter.numel() * parameter.element_size() for parameter in plain.parameters())
+    unsharded = transformers.AutoModelForCausalLM.from_pretrained(source)
+    assert held <= 0.6 * sum(parameter.numel() * parameter.element_size() for parameter in unsharded.parameters())
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks /proc what is mapped")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="requires /proc")
 def test_each_rank_reads_its_own_file_once(ranks, home):
     ranks("pair", check_reads, *source_and_split(home, "llama", 2))
 
 
 def check_generation(axis, source, split):
-    plain = transformers.AutoModelForCausalLM.from_pretrained(source)
+    unsharded = transformers.AutoModelForCausalLM.from_pretrained(source)
     model = shardconv.load(split, device="cpu", group=axis)
-    ids = inputs_of("llama", plain)["input_ids"]
+    ids = inputs_of("llama", unsharded)["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    assert model.generation_config.max_length == 77  # of the checkpoint's own
-    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+    assert model.generation_config.max_length == 77  # from the checkpoint's generation_config.json
+    assert torch.equal(model.generate(ids, **options), unsharded.generate(ids, **options))
 
 
-def test_generation_by_the_checkpoints_own_settings(ranks, home, tmp_path):
+def test_generation_config_of_the_checkpoint_is_used(ranks, home, tmp_path):
     source = shutil.copytree(source_and_split(home, "llama", 2)[0], tmp_path / "source")
     (source / "generation_config.json").write_text('{"max_length": 77, "eos_token_id": 2, "pad_token_id": 0}')
     shardconv.split(source, tmp_path / "split", tp=2)
@@ -113,7 +113,7 @@ def test_generation_by_the_checkpoints_own_settings(ranks, home, tmp_path):
 
 
 def check_collectives(axis, split, layers, expected):
-    """What a token costs: a sum for the embedding, two for each layer, and the last position's words."""
+    """Check the collectives of a token: one all-reduce of the embedding, two per layer, and one gather of logits."""
     messages = []
 
     def counted(function, kind, source):
@@ -139,7 +139,7 @@ def check_collectives(axis, split, layers, expected):
         assert found == [("shared", (1, tokens, hidden))] * (1 + 2 * layers) + [("shared", (1, 1, words))]
 
 
-def test_a_token_costs_as_few_messages_as_can_be(ranks, home):
+def test_token_takes_the_minimal_number_of_collectives(ranks, home):
     split = source_and_split(home, "llama", 2)[1]
     config = json.loads((split / "config.json").read_text())
     words = -(-config["vocab_size"] // 2)
@@ -155,11 +155,11 @@ def test_dtype(ranks, home):
     ranks("pair", check_dtype, source_and_split(home, "llama", 2)[1])
 
 
-# --- what goes wrong ------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 def check_fails(axis, split, messages, **options):
-    """Every rank raises, none waits; ``messages`` has what each says, or one for all."""
+    """Check that every rank raises; ``messages`` has a pattern per rank, or one for all."""
     message = messages[axis.rank % len(messages)]
     with pytest.raises(shardconv.ShardconvError, match=message):
         shardconv.load(split, device="cpu", group=axis, **options)
@@ -198,7 +198,7 @@ def test_config_missing(ranks, damaged):
     ranks("pair", check_fails, damaged, ["config.json"])
 
 
-def test_architecture_that_is_none(ranks, home, tmp_path):
+def test_unknown_architecture(ranks, home, tmp_path):
     source = shutil.copytree(source_and_split(home, "llama", 2)[0], tmp_path / "source")
     change_config(source, {"architectures": ["LlamaForNothing"]})
     shardconv.split(source, tmp_path / "split", tp=2)
@@ -233,9 +233,9 @@ class MineForCausalLM(LlamaForCausalLM):
 
 
 def check_own_code(axis, source, split):
-    plain = transformers.LlamaForCausalLM.from_pretrained(source).eval()
+    unsharded = transformers.LlamaForCausalLM.from_pretrained(source).eval()
     model = shardconv.load(split, device="cpu", group=axis, trust_remote_code=True)
-    expected, found = (one(**inputs_of("llama", one)).logits for one in (plain, model))
+    expected, found = (one(**inputs_of("llama", one)).logits for one in (unsharded, model))
     assert (found - 2 * expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
@@ -267,14 +267,14 @@ def test_contents_are_checked_unless_verify_is_false(ranks, damaged):
 
 
 def check_seen_by_one(axis, split, other):
-    """Ranks that see something else, each by itself, get an error like all others."""
+    """Check that all ranks raise if one of them finds another checkpoint, or none."""
     mine = split if axis.rank == 0 else other
     messages = ["rank 1: .*does not exist", "does not exist"]
     check_fails(axis, mine if axis.rank == 0 else other.parent / "nothing", messages)
     check_fails(axis, mine, ["the ranks see different checkpoints"])
 
 
-def test_ranks_that_see_something_else(ranks, home, damaged):
+def test_ranks_with_different_checkpoints(ranks, home, damaged):
     shardconv.split(source_and_split(home, "qwen2", 2)[0], damaged.parent / "other", tp=2)
     ranks("pair", check_seen_by_one, damaged, damaged.parent / "other")
 
@@ -283,7 +283,7 @@ def check_link(axis, split):
     check_fails(axis, split, ["is a link out of its folder", "rank 0: .* is a link out of its folder"])
 
 
-def test_a_rank_file_that_is_a_link_out(ranks, damaged, tmp_path):
+def test_rank_file_that_is_a_link_out_of_the_folder(ranks, damaged, tmp_path):
     path = damaged / NATIVE.rank_file(0, 2)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
@@ -293,16 +293,16 @@ def test_a_rank_file_that_is_a_link_out(ranks, damaged, tmp_path):
 def check_no_room(axis, split):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sysconf", lambda _: 16)
-        shardconv.load(split, device="cpu", group=axis)  # the pages of a file come and go
+        shardconv.load(split, device="cpu", group=axis)  # pages of a mapped file can be evicted
         with pytest.raises(shardconv.ShardconvError, match=r"cpu has room for 0.0 GB: use more"):
             shardconv.load(split, device="cpu", group=axis, dtype=torch.float64)
 
 
-def test_memory_is_asked_before_anything_is_read(ranks, home):
+def test_memory_is_checked_before_reading(ranks, home):
     ranks("pair", check_no_room, source_and_split(home, "llama", 2)[1])
 
 
-# --- a module of the user's own -------------------------------------------------------------------------------------
+# --- a custom module ------------------------------------------------------------------------------------------------
 
 PLAN = """
 [units]
@@ -326,12 +326,12 @@ class Mlp(nn.Module):
 def check_own(axis, source, split):
     from safetensors.torch import load_file  # noqa: PLC0415 - in the ranks only
 
-    plain = Mlp()
-    plain.load_state_dict(load_file(source))
+    unsharded = Mlp()
+    unsharded.load_state_dict(load_file(source))
     model = shardconv.load(split, model=Mlp, device="cpu", group=axis)
     assert tuple(model.up.weight.shape) == (24 // axis.size, 8)
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(model(x), plain(x))
+    torch.testing.assert_close(model(x), unsharded(x))
 
 
 def test_own_module(ranks, tmp_path):
@@ -344,11 +344,11 @@ def test_own_module(ranks, tmp_path):
     ranks("pair", check_own, tmp_path / "mlp.safetensors", tmp_path / "split")
 
 
-# --- tensors that the model does not take, and parameters that no file fills ----------------------------------------
+# --- unused tensors and missing parameters --------------------------------------------------------------------------
 
 
 def changed_tensors(home, tmp_path, change):
-    """A checkpoint whose tensors were changed, split for 2 ranks."""
+    """Split a checkpoint with changed tensors for 2 ranks."""
     from safetensors.torch import load_file, save_file  # noqa: PLC0415 - as below
 
     source = shutil.copytree(source_and_split(home, "llama", 2)[0], tmp_path / "source")
@@ -359,8 +359,8 @@ def changed_tensors(home, tmp_path, change):
     return tmp_path / "split"
 
 
-def test_a_tensor_that_the_model_does_not_use(ranks, home, tmp_path):
-    """A bias that a config without attention_bias has no place for; and MTP layers, which are known to be unused."""
+def test_unused_tensor_is_an_error(ranks, home, tmp_path):
+    """A bias without attention_bias in the config; MTP layers are known to be unused."""
     name = "model.layers.0.self_attn.q_proj"
     add = lambda tensors: tensors.update({f"{name}.bias": torch.ones(len(tensors[f"{name}.weight"]))})  # noqa: E731
     split = changed_tensors(home, tmp_path, add)
@@ -373,14 +373,14 @@ def check_unused(axis, split, pattern):
     shardconv.load(split, device="cpu", group=axis, unused=(pattern,))
 
 
-def test_a_tensor_that_the_user_names_as_unused(ranks, home, tmp_path):
+def test_unused_option_permits_tensors(ranks, home, tmp_path):
     name = "model.layers.0.self_attn.q_proj"
     add = lambda tensors: tensors.update({f"{name}.bias": torch.ones(len(tensors[f"{name}.weight"]))})  # noqa: E731
     ranks("pair", check_unused, changed_tensors(home, tmp_path, add), "*.q_proj.bias")
 
 
 def test_heads_of_pretraining_may_be_unused(ranks, tmp_path):
-    """As of bert-base-uncased, whose config names BertForMaskedLM."""
+    """As in bert-base-uncased, whose config has BertForMaskedLM."""
     made = transformers.BertForPreTraining(MODELS["bert"].build().config)
     made.save_pretrained(tmp_path / "source")
     change_config(tmp_path / "source", {"architectures": ["BertForMaskedLM"]})
@@ -388,7 +388,7 @@ def test_heads_of_pretraining_may_be_unused(ranks, tmp_path):
     ranks("pair", check_unused, tmp_path / "split", "nothing")
 
 
-def test_a_parameter_that_no_file_fills(ranks, home, tmp_path):
+def test_parameter_without_a_tensor_is_an_error(ranks, home, tmp_path):
     name = "model.layers.1.post_attention_layernorm.weight"
     split = changed_tensors(home, tmp_path, lambda tensors: tensors.pop(name))
     ranks("pair", check_fails, split, [rf"parameters of LlamaForCausalLM without a tensor \(1\): {name}"])
@@ -402,5 +402,5 @@ def check_versions(axis, split):
         check_fails(axis, split, ["the ranks see different versions of torch .rank 0: 2", "rank 1: 9.9"])
 
 
-def test_ranks_with_other_versions(ranks, home):
+def test_ranks_with_different_versions(ranks, home):
     ranks("pair", check_versions, source_and_split(home, "llama", 2)[1])

@@ -1,4 +1,4 @@
-"""The meters, on operations whose bytes are known beforehand."""
+"""The meters, on operations with known bytes."""
 
 import pytest
 import torch
@@ -31,16 +31,16 @@ def test_live_bytes(device):
         assert live.now == 3 * KB  # the view holds it
         del view
         assert live.now == 2 * KB
-        parts = second.sort()  # values, and places of eight bytes each
+        parts = second.sort()  # values, and indices of eight bytes each
         assert live.now == live.peak == 2 * KB + 2 * KB + 8 * 2 * KB
         del parts, kept, second
         assert live.now == 0
-    _ = given + given  # not seen
+    _ = given + given  # not counted
     assert (live.now, live.peak) == (0, 20 * KB)
 
 
-def test_remembered_shapes_are_those_of_torch(monkeypatch):
-    """With and without the memory that makes dry runs of many layers quick."""
+def test_cached_shapes_equal_those_of_torch(monkeypatch):
+    """The cache makes dry runs of many layers fast."""
     for name in ("llama", "mixtral", "gpt2"):
         with torch.device("meta"):
             model = MODELS[name].build()
@@ -48,11 +48,11 @@ def test_remembered_shapes_are_those_of_torch(monkeypatch):
         arguments = MetaModel(config, torch.bfloat16), PlanRequest()
         remembered = dry_run(*arguments, tp=2, batch=2, seq=9)
         with monkeypatch.context() as context:
-            context.setattr(memory_meter, "_REUSED", frozenset[object]())
+            context.setattr(memory_meter, "REUSED", frozenset[object]())
             assert dry_run(*arguments, tp=2, batch=2, seq=9) == remembered
 
 
-def test_remembered_results_depend_on_all_that_shapes_do():
+def test_cache_key_has_everything_that_shapes_depend_on():
     def on(device):
         x, y = torch.ones(4, 6, device=device), torch.ones(6, device=device, dtype=torch.float64)
         made = [x + y, x.t() + 1, x + 1, 2 * x, x.mean(0), x.mean(0, True), x.mean((0, 1)), torch.cat([x, x]),
@@ -76,7 +76,7 @@ def test_collectives_are_counted():
     assert torch.equal(reduce_from_tp(same, op=dist.ReduceOp.MAX, group=axis), same)
 
 
-def test_what_cannot_be_counted_is_refused():
+def test_operations_that_cannot_be_counted_are_errors():
     group = CountingGroup(2)
     with pytest.raises(RuntimeError, match="values cannot be summed over ranks that do not exist"):
         reduce_from_tp(torch.ones(2), group=CountedAxis.of(group))

@@ -1,4 +1,4 @@
-"""`shardconv run` as users start it: real processes, real kills, and the demo model, which generates text."""
+"""`shardconv run` in real processes that are also killed, with the demo model, which generates text."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import shardconv
-from shardconv.commands.run import _show
+from shardconv.commands.run import show_report
 from shardconv.console import Console
 from shardconv.errors import RunError, ShardconvError
 from shardconv.runtime.launch import RENDEZVOUS
@@ -26,7 +26,7 @@ from tests.support.forked import Popen, run, run_python
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 PROMPT = "The import statement"
 TOKENS = 12
-pytestmark = pytest.mark.timeout(240)  # machines are busy
+pytestmark = pytest.mark.timeout(240)  # loaded machines are slow
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,14 @@ def split(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """For one rank, where it does not matter how many there are: each takes seconds to start."""
+    """A split for one rank, for tests that do not depend on tp, as each rank takes seconds to start."""
     folder = tmp_path_factory.mktemp("run") / "demo-tp1"
     shardconv.split(DEMO, folder, tp=1)
     return folder
 
 
 def plain_texts(*prompts):
-    """The continuation of the unsharded model, by transformers alone."""
+    """Continuations of the unsharded model, by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - other tests need none
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO, padding_side="left")
@@ -62,18 +62,18 @@ def plain_texts(*prompts):
 
 
 def rank_report(path, prompt, **options):
-    """What one rank by itself says, in this process."""
+    """The report of a single rank in this process."""
     return run_rank(path, [prompt], RunOptions(device="cpu", **options), lambda _: None)
 
 
 def checked_and_run(path, options):
-    """What one rank by itself says after the checks before it."""
+    """The report of a single rank after the checks that precede a run."""
     check_run(path, [PROMPT], options)
     return run_rank(path, [PROMPT], options, lambda _: None)
 
 
 def write_bert(folder, auto):
-    """A small BERT with a tokenizer of the few words that are needed."""
+    """A small BERT with a small tokenizer."""
     import transformers  # noqa: PLC0415
 
     folder.mkdir()
@@ -89,23 +89,23 @@ def write_bert(folder, auto):
 
 
 def children_of(pid):
-    """The processes that a process started, and they did."""
+    """The descendants of a process."""
     found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return found + [one for child in found for one in children_of(child)]
 
 
 def ranks_of(process, seconds=120):
-    """Rank to process of those that it started, once both are there."""
+    """Rank to process id, once both ranks run."""
     end = time.monotonic() + seconds
     while len(ranks := dict(filter(None, map(rank_of, children_of(process.pid))))) < 2:
-        assert process.poll() is None, "it ended by itself"
-        assert time.monotonic() < end, "it did not start two"
+        assert process.poll() is None, "the launcher exited"
+        assert time.monotonic() < end, "two ranks were not started"
         time.sleep(0.1)
     return ranks
 
 
 def rank_of(pid):
-    """The rank that a process is, and the process; None if it is none, is none yet, or is gone."""
+    """The rank of a process, with its id; None if it is not (yet) a rank, or has exited."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -121,7 +121,7 @@ def check_gone(pids, seconds=30):
         time.sleep(0.1)
 
 
-def test_text_is_the_unsplit_models(split):
+def test_text_equals_that_of_the_unsharded_model(split):
     result = run("run", split, "--prompt", PROMPT, "--max-new-tokens", TOKENS, "--device", "cpu", "--check", DEMO)
     assert result.code == 0, result.err
     assert result.out.rstrip("\n") == plain_texts(PROMPT)[0]
@@ -159,7 +159,7 @@ def test_joins_the_ranks_that_torchrun_started(split):
 
 
 def test_joins_ranks_of_two_nodes(split):
-    """Two agents with a rank each, as on two hosts: they meet on a port, and only rank 0 prints."""
+    """Two agents with one rank each, as on two hosts, meet on a port; only rank 0 prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -181,7 +181,7 @@ CHAT = "{% for message in messages %}<{{ message.role }}> {{ message.content }}{
 
 
 def test_chat_template(single, tmp_path):
-    """A prompt is put into the checkpoint's own template, which is asked for the model's turn."""
+    """A prompt is rendered by the checkpoint's template, with the generation prompt."""
     talking = shutil.copytree(single, tmp_path / "talking")
     (talking / "chat_template.jinja").write_text(CHAT)
     result = run("run", talking, "--prompt", PROMPT, "--chat", "--max-new-tokens", TOKENS, "--device", "cpu", "-q")
@@ -192,15 +192,15 @@ def test_chat_template(single, tmp_path):
 
 
 def test_without_a_config(split, tmp_path):
-    """What all ranks say is said once."""
+    """The message is printed once."""
     bare = shutil.copytree(split, tmp_path / "bare")
     (bare / "config.json").unlink()
     result = run("run", bare, "--prompt", PROMPT, "--device", "cpu")
     assert (result.code, "config.json" in result.err, result.err.count("\n")) == (1, True, 1), result.err
 
 
-def test_another_model_is_told_apart(split, tmp_path):
-    """The same names and shapes, other numbers."""
+def test_check_finds_another_model(split, tmp_path):
+    """The names and shapes are equal, but not the values."""
     from safetensors.torch import load_file, save_file  # noqa: PLC0415
 
     other = shutil.copytree(DEMO, tmp_path / "other")
@@ -211,8 +211,8 @@ def test_another_model_is_told_apart(split, tmp_path):
     assert (result.code, "DIFFERENT" in result.err, "logits differ by" in result.err) == (3, True, True)
 
 
-def test_drawn_tokens_follow_the_seed(split, single):
-    """On one rank and on two, which all draw the same."""
+def test_sampled_tokens_depend_on_the_seed_only(split, single):
+    """They are equal on one rank and on two."""
     options = ["--prompt", PROMPT, "--max-new-tokens", "8", "--device", "cpu", "--temperature", "1.5", "-q"]
     text = run("run", split, *options, "--seed", 1).out.rstrip("\n")
     texts = [
@@ -222,14 +222,14 @@ def test_drawn_tokens_follow_the_seed(split, single):
     assert text == texts[0] != texts[1]
 
 
-def test_example_of_an_own_module():
+def test_example_of_a_custom_module():
     example = DEMO.parent / "own_module.py"
     result = run_python(*TORCHRUN, "--standalone", "--nproc-per-node", "2", example)
     assert result.returncode == 0, result.stderr
     assert "ColumnParallelLinear(in_features=32, out_features=96, bias=True, dim=-1, tp=2)" in result.stdout
 
 
-def test_masks_are_filled_in(tmp_path):
+def test_masked_language_model_fills_masks(tmp_path):
     source = write_bert(tmp_path / "bert", "BertForMaskedLM")
     shardconv.split(source, tmp_path / "split", tp=2)
     result = run("run", tmp_path / "split", "--prompt", "an [MASK] is", "--device", "cpu", "--check", source)
@@ -239,7 +239,7 @@ def test_masks_are_filled_in(tmp_path):
     assert "greedy tokens" not in result.err
 
 
-def test_embeddings(tmp_path):
+def test_encoder_returns_embeddings(tmp_path):
     source = write_bert(tmp_path / "bert", "BertModel")
     shardconv.split(source, tmp_path / "split", tp=2)
     result = run("run", tmp_path / "split", "--prompt", "an exception", "--device", "cpu", "--check", source)
@@ -248,17 +248,17 @@ def test_embeddings(tmp_path):
     assert "equal to the unsharded model in float32, for this input: outputs differ by at most " in result.err
 
 
-@pytest.mark.parametrize(("auto", "said"), [
+@pytest.mark.parametrize(("auto", "message"), [
     ("BertForMaskedLM", r"put \[MASK\] into each prompt"),
     ("BertForSequenceClassification", "neither text nor embeddings"),
 ])  # fmt: skip
-def test_models_that_have_no_answer(tmp_path, auto, said):
+def test_models_without_output_for_a_prompt(tmp_path, auto, message):
     shardconv.split(write_bert(tmp_path / "bert", auto), tmp_path / "split", tp=1)
-    with pytest.raises(RunError, match=said):
+    with pytest.raises(RunError, match=message):
         rank_report(tmp_path / "split", "an exception")
 
 
-# --- what goes wrong ------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 def lines_of(err):
@@ -276,7 +276,7 @@ def test_rank_file_missing(split, tmp_path):
 
 
 def test_rank_file_with_other_bytes(split, tmp_path):
-    """Each rank checks its file, unless that is not wanted; what it then reads may be of another dtype."""
+    """Each rank checks its file, unless --no-verify is given; then a dtype may differ."""
     folder = shutil.copytree(split, tmp_path / "split")
     path = folder / "rank-1-of-2.safetensors"
     data = bytearray(path.read_bytes())
@@ -292,78 +292,78 @@ def test_rank_file_with_other_bytes(split, tmp_path):
     assert (result.code, len(result.out) > 4) == (0, True), result.err
 
 
-def test_what_is_wrong_before_anything_starts(split, tmp_path):
-    for options, said in (
+def test_errors_before_ranks_start(split, tmp_path):
+    for options, message in (
         (["--prompt", " "], "--prompt is empty"),
         (["--prompt", PROMPT, "--check", str(tmp_path / "nothing")], "nothing: is not a folder"),
     ):
         result = call("run", split, "--device", "cpu", *options)
         assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
-        assert said in result.err
+        assert message in result.err
 
 
-def test_prompts_that_are_not_text(single):
+def test_prompts_that_are_not_utf8(single):
     result = call("run", single, "--device", "cpu", "--prompt", "caf\udce9")
     assert (result.code, result.err) == (1, "shardconv: prompt 1 is not UTF-8: convert it\n")
-    for given, said in (
+    for given, message in (
         (b"a list\ncaf\xe9\n", "prompt 2 is not UTF-8: convert it"),
         (b"\n", "there is no prompt: pass "),
     ):
         result = run_python("-m", "shardconv", "run", single, "--device", "cpu", given=given, is_text=False)
-        assert (result.returncode, said in result.stderr.decode()) == (1, True), result.stderr
+        assert (result.returncode, message in result.stderr.decode()) == (1, True), result.stderr
 
 
-@pytest.mark.parametrize(("file", "text", "said"), [
+@pytest.mark.parametrize(("file", "text", "message"), [
     ("config.json", "{", "is not JSON"),
     ("config.json", "[]", "JSON object"),
     ("config.json", None, "differs from the config that was split, in num_hidden_layers: restore it"),
     ("generation_config.json", "[]", "generation_config.json cannot be read"),
     ("chat_template.jinja", "{% for %}", "the chat template cannot be used: TemplateSyntaxError"),
 ])  # fmt: skip
-def test_damaged_files(single, tmp_path, file, text, said):
+def test_damaged_files(single, tmp_path, file, text, message):
     folder = shutil.copytree(single, tmp_path / "split")
-    if text is None:  # which would load, and give nonsense
+    if text is None:  # it would load, but generate nonsense
         text = json.dumps({**json.loads((folder / file).read_text()), "num_hidden_layers": 2})
     (folder / file).write_text(text)
     options = RunOptions(device="cpu", chat=file == "chat_template.jinja", max_new_tokens=2)
-    with pytest.raises(ShardconvError, match=said):
+    with pytest.raises(ShardconvError, match=message):
         checked_and_run(folder, options)
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "message"), [
     ({"architectures": None}, r"does not name a model class of transformers \S+ \(got .* architectures None"),
     ({"architectures": ["LlamaConfig"]}, r"does not name a model class .* architectures \['LlamaConfig'\]"),
     ({"model_type": "nosuch"}, r"does not name a model class .*got model_type 'nosuch' [^\n]+$"),
     ({"hidden_act": "nosuch"}, "a LlamaForCausalLM cannot be built from config.json: KeyError: 'nosuch'"),
 ])  # fmt: skip
-def test_configs_that_no_model_is_built_from(tmp_path, change, said):
+def test_configs_without_a_model(tmp_path, change, message):
     source = shutil.copytree(DEMO, tmp_path / "source")
     (source / "config.json").write_text(json.dumps({**json.loads((source / "config.json").read_text()), **change}))
     shardconv.split(source, tmp_path / "split", tp=1)
-    with pytest.raises(RunError, match=said):
+    with pytest.raises(RunError, match=message):
         rank_report(tmp_path / "split", PROMPT)
 
 
-def test_generation_is_greedy_whatever_generation_config_says(single, tmp_path):
-    """Beam search would not be, and could not be printed as it comes."""
+def test_generation_is_greedy_despite_generation_config(single, tmp_path):
+    """Beam search could not be streamed."""
     folder = shutil.copytree(single, tmp_path / "split")
     (folder / "generation_config.json").write_text('{"num_beams": 3}')
     assert list(rank_report(folder, PROMPT, max_new_tokens=TOKENS).outputs) == plain_texts(PROMPT)
 
 
-@pytest.mark.parametrize(("damage", "said"), [
+@pytest.mark.parametrize(("damage", "message"), [
     ("model.safetensors", "cannot be loaded as a LlamaForCausalLM: "),
     ("config.json", "does not have a config.json: pass the folder of"),
 ])  # fmt: skip
-def test_a_check_against_what_is_not_complete(single, tmp_path, damage, said):
+def test_check_against_an_incomplete_checkpoint(single, tmp_path, damage, message):
     source = shutil.copytree(DEMO, tmp_path / "source")
     (source / damage).unlink()
     options = RunOptions(device="cpu", check=source, max_new_tokens=2)
-    with pytest.raises(RunError, match=f"--check {source}: {said}"):
+    with pytest.raises(RunError, match=f"--check {source}: {message}"):
         checked_and_run(single, options)
 
 
-def test_a_model_that_reads_no_text(tmp_path):
+def test_model_without_text_input(tmp_path):
     from transformers import ViTConfig, ViTForImageClassification  # noqa: PLC0415
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
@@ -373,14 +373,14 @@ def test_a_model_that_reads_no_text(tmp_path):
         rank_report(tmp_path / "split", "1 2", token_ids=True)
 
 
-def test_several_prompts_are_told_apart(single):
+def test_several_prompts_are_labeled(single):
     result = run("run", single, "--prompt", PROMPT, "--prompt", "A list", "--device", "cpu", "--check", DEMO)
     assert result.code == 0, result.err
     assert re.fullmatch(rf"> {PROMPT}\n.+\n> A list\n.+", result.out, re.DOTALL)
 
 
 def test_quiet_prints_each_text(single):
-    """A JSON string on a line for each prompt, and nothing else; a single text as it is."""
+    """One JSON string per line and prompt; a single text is printed as it is."""
     prompts, options = [PROMPT, "A list"], ["--max-new-tokens", TOKENS, "--device", "cpu", "-q"]
     result = run("run", single, *(one for prompt in prompts for one in ("--prompt", prompt)), *options)
     assert (result.code, result.err) == (0, "")
@@ -389,23 +389,23 @@ def test_quiet_prints_each_text(single):
     assert (result.code, result.out, result.err) == (0, plain_texts(PROMPT)[0] + "\n", "")
 
 
-def test_quiet_of_models_that_generate_nothing(tmp_path, capsys):
-    """What there is instead of text is printed as without -q; with --json it is in the object."""
+def test_quiet_of_models_that_do_not_generate(tmp_path, capsys):
+    """Their output is printed as without -q; with --json it is in the object."""
     for auto, prompt in (("BertForMaskedLM", "an [MASK] is"), ("BertModel", "an exception")):
         shardconv.split(write_bert(tmp_path / auto, auto), tmp_path / f"{auto}-tp1", tp=1)
         report = rank_report(tmp_path / f"{auto}-tp1", prompt)
         capsys.readouterr()
         shown = {}
         for quiet, as_json in ((False, False), (True, False), (True, True)):
-            _show(report, Console(as_json=as_json, quiet=quiet), is_text=True, temperature=0.0)
+            show_report(report, Console(as_json=as_json, quiet=quiet), is_text=True, temperature=0.0)
             shown[quiet, as_json] = capsys.readouterr()
         assert shown[False, False].out == shown[True, False].out == report.outputs[0] + "\n"
         assert json.loads(shown[True, True].out)["outputs"] == list(report.outputs)
         assert ("peak memory" in shown[False, False].err, shown[True, False].err) == (True, "")
 
 
-def test_quiet_does_not_silence_warnings(single, tmp_path):
-    """Of a check that found differences, and of a prompt that is too long."""
+def test_quiet_keeps_warnings(single, tmp_path):
+    """Warnings of a failed check, and of a prompt that is too long."""
     from safetensors.torch import load_file, save_file  # noqa: PLC0415
 
     other = shutil.copytree(DEMO, tmp_path / "other")
@@ -420,7 +420,7 @@ def test_quiet_does_not_silence_warnings(single, tmp_path):
     )
 
 
-def test_a_model_that_a_plan_file_cut_wrong():
+def test_error_of_a_model_with_a_wrong_plan_file():
     for raised, plan_file, expected in (
         (RuntimeError("shape"), ("mine.toml", ""), (RunError, "the model does not run as mine.toml shards it: shape")),
         (RuntimeError("shape"), None, (RuntimeError, "^shape$")),
@@ -432,13 +432,13 @@ def test_a_model_that_a_plan_file_cut_wrong():
             raise raised
 
 
-def test_more_tokens_than_positions(single):
+def test_warning_of_more_tokens_than_positions(single):
     notes = rank_report(single, "the " * 300, max_new_tokens=2).notes
     assert "tokens are more than the 256 that the model is made for" in notes[0]
 
 
-def test_ranks_that_only_others_ended(split):
-    """What looks like the fault of another is said where nobody says more."""
+def test_error_of_ranks_whose_peers_exited(split):
+    """A connection error is reported only if no rank has another error."""
     result = run("run", split, "--prompt", PROMPT, "--device", "cpu", env={"GLOO_DEVICE_TRANSPORT": "NONE"})
     assert (result.code, result.err.count("shardconv: ")) == (1, 1)
 
@@ -459,14 +459,14 @@ NEEDS_TOKENIZER = (
 
 
 @pytest.mark.parametrize("options", [["--prompt", PROMPT], ["--prompt", PROMPT, "--check", DEMO], []])
-def test_text_without_a_tokenizer(without_tokenizer, options):
+def test_text_requires_a_tokenizer(without_tokenizer, options):
     """The message is complete and comes before any process is started."""
     result = call("run", without_tokenizer, "--device", "cpu", *options)
     assert result == (1, "", NEEDS_TOKENIZER.format(without_tokenizer))
 
 
 def plain_tokens(ids):
-    """The token ids with which the unsplit model continues others, by transformers alone."""
+    """The unsharded model's continuation of token ids, by transformers alone."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
@@ -475,8 +475,8 @@ def plain_tokens(ids):
     return tokens[0, len(ids) :].tolist()
 
 
-def test_a_check_without_a_tokenizer(without_tokenizer):
-    """On token ids in the vocabulary's range, the same ones each time; tokens are reported as ids."""
+def test_check_without_a_tokenizer(without_tokenizer):
+    """It uses fixed token ids over the vocabulary, and reports tokens as ids."""
     options = ["--max-new-tokens", TOKENS, "--device", "cpu", "--check", DEMO, "--json"]
     result = run("run", without_tokenizer, *options)
     assert result.code == 0, result.err
@@ -486,11 +486,11 @@ def test_a_check_without_a_tokenizer(without_tokenizer):
     assert report["outputs"] == [" ".join(map(str, plain_tokens(prompt)))]
     assert (report["differences"], report["error"] < 1e-4) == ([], True)
     assert any("compared on token ids over the whole vocabulary" in note for note in report["notes"])
-    assert any(note.startswith("tokenizer.json: is missing") for note in report["notes"])  # it was there at the split
+    assert any(note.startswith("tokenizer.json: is missing") for note in report["notes"])  # it existed at the split
 
 
-def test_token_ids(split):
-    """Also where there is a tokenizer; prompts of different lengths do not change each other."""
+def test_token_ids_as_prompts(split):
+    """Also with a tokenizer; padding of a batch does not change the results."""
     prompts = [[5, 6, 7], [1500]]
     options = [one for ids in prompts for one in ("--token-ids", ",".join(map(str, ids)))]
     result = run("run", split, *options, "--max-new-tokens", TOKENS, "--device", "cpu", "--dtype", "float32", "-q")
@@ -498,35 +498,35 @@ def test_token_ids(split):
     assert (result.code, result.out.splitlines(), result.err) == (0, expected, "")
 
 
-@pytest.mark.parametrize(("ids", "said"), [
+@pytest.mark.parametrize(("ids", "message"), [
     ("5 six", "got '5 six', expected numbers"),
     ("5 1999", "1999 is not in the model's vocabulary of 1,999"),
 ])  # fmt: skip
-def test_token_ids_that_are_wrong(single, ids, said):
-    with pytest.raises(RunError, match=said):
+def test_invalid_token_ids(single, ids, message):
+    with pytest.raises(RunError, match=message):
         rank_report(single, ids, token_ids=True)
 
 
 def test_options_that_contradict_each_other(split):
-    for options, said in (
+    for options, message in (
         (["--prompt", PROMPT, "--token-ids", "1"], "--token-ids replaces --prompt"),
         (["--chat", "--token-ids", "1"], "--token-ids replaces --chat"),
         (["--check", DEMO, "--dtype", "float16"], "--check compares in float32 (got --dtype float16)"),
     ):
         result = call("run", split, "--device", "cpu", *options)
-        assert (result.code, result.out, said in result.err) == (2, "", True), result
+        assert (result.code, result.out, message in result.err) == (2, "", True), result
 
 
-def test_a_tokenizer_that_cannot_be_loaded(single, tmp_path):
-    """The message names what transformers found, in one line that is not cut off."""
+def test_tokenizer_that_cannot_be_loaded(single, tmp_path):
+    """The message has transformers' error in one line that is not truncated."""
     folder = shutil.copytree(single, tmp_path / "split")
     (folder / "tokenizer.json").write_text('{"version": ')
     with pytest.raises(RunError, match=r"the tokenizer cannot be loaded: copy .* Got \S+: [^\n]+$"):
         rank_report(folder, PROMPT)
 
 
-def test_a_tokenizer_without_a_vocabulary(tmp_path):
-    """For some types transformers makes an empty one, to which each word is unknown."""
+def test_tokenizer_without_a_vocabulary(tmp_path):
+    """For some types transformers builds an empty one, which maps each word to the unknown token."""
     shardconv.split(write_bert(tmp_path / "bert", "BertModel"), tmp_path / "split", tp=1)
     for name in ("tokenizer.json", "vocab.txt"):
         (tmp_path / "split" / name).unlink(missing_ok=True)
@@ -534,8 +534,8 @@ def test_a_tokenizer_without_a_vocabulary(tmp_path):
         rank_report(tmp_path / "split", "an exception")
 
 
-def test_a_batch_of_an_encoder_gives_what_each_prompt_gives(tmp_path):
-    """Positions are counted from the first token: padding comes behind it."""
+def test_batch_of_an_encoder_equals_single_prompts(tmp_path):
+    """Positions are counted from the first token, so the batch is padded on the right."""
     shardconv.split(write_bert(tmp_path / "bert", "BertModel"), tmp_path / "split", tp=1)
     prompts, options = ["an exception is raised", "an"], RunOptions(device="cpu")
     batch = run_rank(tmp_path / "split", prompts, options, lambda _: None).outputs
@@ -544,36 +544,38 @@ def test_a_batch_of_an_encoder_gives_what_each_prompt_gives(tmp_path):
         assert torch.allclose(torch.tensor(json.loads(found)), torch.tensor(json.loads(alone)), atol=1e-5)
 
 
-def test_more_tokens_than_learned_positions(tmp_path):
+def test_error_of_more_tokens_than_learned_positions(tmp_path):
     shardconv.split(write_bert(tmp_path / "bert", "BertModel"), tmp_path / "split", tp=1)
     with pytest.raises(RunError, match=r"512 positions \(embeddings.position_embeddings\).* up to 602: use a shorter"):
         rank_report(tmp_path / "split", "an " * 600)
 
 
-def test_a_bare_file_is_not_run(tmp_path):
-    """It names no class; its own module is loaded with ``model``."""
+def test_single_file_is_not_run(tmp_path):
+    """It does not have a model class; in Python, pass a module as ``model``."""
     shardconv.split(DEMO / "model.safetensors", tmp_path / "with", tp=1, config=DEMO / "config.json")
     bare = shutil.copyfile(DEMO / "model.safetensors", tmp_path / "bare.safetensors")
     shardconv.split(bare, tmp_path / "without", tp=1)
-    said = f"{tmp_path / 'without'}: does not have a config.json, which names the model's class: split the source again"
+    message = (
+        f"{tmp_path / 'without'}: does not have a config.json, which names the model's class: split the source again"
+    )
     result = call("run", tmp_path / "without", "--prompt", PROMPT, "--device", "cpu")
-    assert (result.code, said in result.err, "--config FILE" in result.err) == (1, True, True)
+    assert (result.code, message in result.err, "--config FILE" in result.err) == (1, True, True)
     assert "shardconv.load(DIR, model=...)" in result.err
-    with pytest.raises(RunError, match=re.escape(said)):
+    with pytest.raises(RunError, match=re.escape(message)):
         shardconv.load(tmp_path / "without", device="cpu")
     result = call("run", tmp_path / "with", "--prompt", PROMPT, "--device", "cpu")
     assert "does not have a tokenizer" in result.err
 
 
-def test_without_checksums_nothing_is_verified(tmp_path):
-    """Which is said, also with -q."""
+def test_rank_files_without_checksums_are_not_verified(tmp_path):
+    """A warning reports it, also with -q."""
     shardconv.split(DEMO, tmp_path / "split", tp=1, checksums=False)
     result = run("run", tmp_path / "split", "--prompt", PROMPT, "--max-new-tokens", 2, "--device", "cpu", "-q")
     assert (result.code, result.err) == (0, "the rank files were not verified: the split checkpoint has no checksums\n")
 
 
-def test_the_tokenizer_of_another_model(tmp_path):
-    """It makes tokens that the model has no rows for."""
+def test_tokenizer_of_another_model(tmp_path):
+    """Its token ids exceed the embedding table."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
     source = shutil.copytree(DEMO, tmp_path / "source")
@@ -586,19 +588,19 @@ def test_the_tokenizer_of_another_model(tmp_path):
         rank_report(tmp_path / "split", PROMPT)
 
 
-def test_no_split_checkpoint(tmp_path):
+def test_folder_that_is_not_a_split_checkpoint(tmp_path):
     result = call("run", tmp_path, "--prompt", PROMPT)
     assert (result.code, "is not a split checkpoint" in result.err) == (1, True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_device_that_is_not_there(split):
+def test_missing_device(split):
     result = call("run", split, "--prompt", PROMPT, "--device", "cuda")
     assert (result.code, result.err) == (1, "shardconv: there is no CUDA device here: use --device cpu\n")
 
 
-#: A rank that imports transformers when torch.distributed runs, as ranks do, and says which of gloo's threads are left.
-ENDED = """
+#: A rank that imports transformers after torch.distributed is initialized, and prints the remaining threads of gloo.
+LEAVE = """
 from pathlib import Path
 from shardconv.runtime.launch import join, leave
 join()
@@ -608,19 +610,19 @@ print([name for task in Path("/proc/self/task").iterdir() if "gloo" in (name := 
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc which threads there are")
-def test_no_thread_is_left_at_the_end(tmp_path):
-    """One that still lets go of a message while the interpreter ends would end the process by SIGABRT."""
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="requires /proc")
+def test_no_thread_of_gloo_is_left_at_exit(tmp_path):
+    """A thread that releases a message while the interpreter exits would abort the process (SIGABRT)."""
     environment = {**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "1", RENDEZVOUS: f"file://{tmp_path}/rendezvous"}
     result = subprocess.run(
-        [sys.executable, "-c", ENDED], capture_output=True, text=True, check=False, timeout=100, env=environment
+        [sys.executable, "-c", LEAVE], capture_output=True, text=True, check=False, timeout=100, env=environment
     )
     assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc which processes there are")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="requires /proc")
 @pytest.mark.parametrize(("seconds", "rank"), [(0, 1), (2, 0), (5, 1)])
-def test_a_rank_is_killed(split, seconds, rank):
+def test_killed_rank_is_reported(split, seconds, rank):
     """While it starts, loads, or generates."""
     process = start("run", split, "--prompt", PROMPT, "--max-new-tokens", "100000", "--device", "cpu")
     ranks = ranks_of(process)
@@ -636,12 +638,12 @@ def test_a_rank_is_killed(split, seconds, rank):
     ]
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc which processes there are")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="requires /proc")
 @pytest.mark.parametrize(
     ("sent", "code", "seconds"),
     [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 2), (signal.SIGKILL, -9, 5), (signal.SIGKILL, -9, 0)],
 )
-def test_ended_from_outside(split, sent, code, seconds):
+def test_terminated_by_a_signal(split, sent, code, seconds):
     process = start("run", split, "--prompt", PROMPT, "--max-new-tokens", "100000", "--device", "cpu")
     ranks = ranks_of(process)
     time.sleep(seconds)

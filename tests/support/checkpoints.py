@@ -1,4 +1,4 @@
-"""Small checkpoints, written by hand: no torch, so that the tests that use them start at once."""
+"""Small checkpoints, written without torch, whose import takes time."""
 
 import json
 import struct
@@ -17,13 +17,13 @@ _ITEM_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}
 
 
 def safetensors_bytes(header: bytes | Mapping[str, Any], data: bytes = b"", *, length: int | None = None) -> bytes:
-    """A file from its header and data, right or wrong; ``length`` is what it claims to be the header's."""
+    """The bytes of a file, valid or not; ``length`` replaces the length of the header."""
     raw = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
     return struct.pack("<Q", len(raw) if length is None else length) + raw + data
 
 
 def entries(specs: Specs) -> dict[str, dict[str, Any]]:
-    """What a header says of tensors that lie one behind the other."""
+    """Header entries of consecutive tensors."""
     result: dict[str, dict[str, Any]] = {}
     end = 0
     for name, (dtype, shape) in specs.items():
@@ -44,7 +44,7 @@ def write_weights(path: Path, specs: Specs, *, seed: int = 0, metadata: Mapping[
 def llama_config(
     *, layers: int = 2, hidden: int = 64, heads: int = 8, kv_heads: int = 2, intermediate: int = 96, vocab: int = 131
 ) -> dict[str, Any]:
-    """A config; by default one whose tensors, over 4 ranks, are cut, copied, padded and replicated."""
+    """A config; by default, 4 ranks shard, pad and replicate its tensors, and replicate KV heads."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -64,7 +64,7 @@ def stored(source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def llama_specs(config: Mapping[str, Any], dtype: str = "BF16") -> Specs:
-    """The tensors that a model with this config has."""
+    """The tensors of a model with this config."""
     hidden, intermediate, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     query = config["num_attention_heads"] * config["head_dim"]
     key = config["num_key_value_heads"] * config["head_dim"]
@@ -94,21 +94,21 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> Path:
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], name: str = "model.safetensors.index.json") -> Path:
-    """Write an index over parts."""
+    """Write an index of files."""
     path = folder / name
     path.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}, indent=2))
     return path
 
 
 def part_names(count: int, stem: str = "model") -> list[str]:
-    """The names of parts, as Hugging Face libraries write them."""
+    """Names of the files of a checkpoint, as Hugging Face libraries write them."""
     return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def write_checkpoint(
     folder: Path, *, parts: int = 1, config: Mapping[str, Any] | None = None, dtype: str = "BF16", seed: int = 0
 ) -> Path:
-    """Write a llama-shaped folder: one file, or ``parts`` with an index over them; config and tokenizer beside."""
+    """Write a Llama checkpoint in one file, or ``parts`` files with an index; with config and tokenizer."""
     config = llama_config() if config is None else config
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, config)

@@ -1,4 +1,4 @@
-"""The command line, run in this process or in one of its own."""
+"""Run the command line in this process or in a new one."""
 
 import io
 import os
@@ -12,12 +12,12 @@ from typing import NamedTuple
 import shardconv
 from shardconv.cli import main
 
-#: For a process of its own: it finds the package that these tests run on.
+#: Environment of a new process, which imports the package under test.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(shardconv.__file__).parents[1])}
 
 
 class Result(NamedTuple):
-    """What a command gave."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -25,7 +25,7 @@ class Result(NamedTuple):
 
 
 def call(*arguments: object) -> Result:
-    """Run a command in this process, up to its exit: as the console script does, but for the start of Python."""
+    """Run a command in this process, as the console script does."""
     out, err = io.StringIO(), io.StringIO()
     argv, handlers = sys.argv, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     sys.argv = ["shardconv", *map(str, arguments)]
@@ -43,7 +43,7 @@ def call(*arguments: object) -> Result:
 
 
 def start(*arguments: object, patch: str = "", popen=subprocess.Popen, **options) -> subprocess.Popen[str]:
-    """Start a command in a process of its own, after ``patch``, some lines of Python, has run in it."""
+    """Start a command in a new process, which first runs ``patch``, some lines of Python."""
     command = ["-m", "shardconv"] if not patch else ["-c", f"{patch}\nfrom shardconv.cli import main\nmain()"]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     streams["env"] = {**ENVIRONMENT, **options.get("env", {})}
@@ -57,5 +57,5 @@ def finish(process: subprocess.Popen[str]) -> Result:
 
 
 def run(*arguments: object, **options) -> Result:
-    """Run a command in a process of its own."""
+    """Run a command in a new process."""
     return finish(start(*arguments, **options))

@@ -1,11 +1,11 @@
-"""Inputs for models of models.py, and gradients of a converted model against those of the unsharded one."""
+"""Inputs for the models of models.py, and the comparison of gradients of converted and unsharded models."""
 
 import torch
 
 from shardconv.layers.sharding import take_shard
 from tests.support.models import VOCAB
 
-SCALE = 0.3  # so that attention is neither even nor of one token
+SCALE = 0.3  # attention is neither uniform nor on one token
 
 
 def inputs_of(model):

@@ -1,4 +1,4 @@
-"""Commands that write, as jobs; what makes them fail, what can be in their way, and what they have to leave.
+"""Commands that write files, faults that make them fail, and checks of what they leave.
 
 The fixtures that make the jobs are in tests/checkpoint/conftest.py.
 """
@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, list[str], Callable[..., Any]]] = {
     "reshard": ("split", ["--tp", "2"], partial(reshard, tp=2)),
 }
 
-#: A slow disk, so that there is time to hit a copy in its midst; and Ctrl-C works even where pytest was started with it
+#: A slow disk, so that tests can interrupt a copy; restores SIGINT, as pytest may have been started with it
 #: ignored.
 SLOW = """
 import os, signal, time
@@ -39,12 +39,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Job(NamedTuple):
-    """A command that writes, and what it has to write.
+    """A command and the files that it writes.
 
     Attributes:
-        arguments: the command line, but for the output.
-        function: the same as a function of source and destination.
-        source: what it reads.
+        arguments: the command line without the output.
+        function: the equivalent function of source and destination.
+        source: the checkpoint that it reads.
         expected: name to bytes of the files it writes.
     """
 
@@ -67,7 +67,7 @@ def beside(target: Path) -> list[str]:
 
 
 def check_failed(result: Result, target: Path, message: str, code: int = 1) -> None:
-    """One message, an exit code, and nothing left."""
+    """Check the message, the exit code, and that no file was left."""
     assert result.code == code
     assert message in result.err
     assert result.err.strip().startswith("shardconv: ")
@@ -83,7 +83,7 @@ def check_done(result: Result, job: Job, target: Path) -> None:
 
 
 def failing(function: Callable[..., Any], after: int) -> Callable[..., Any]:
-    """The function, failing from its n-th call on."""
+    """A function that fails after a number of calls."""
     calls = itertools.count()
 
     def fail(*arguments: Any, **options: Any) -> Any:
@@ -95,7 +95,7 @@ def failing(function: Callable[..., Any], after: int) -> Callable[..., Any]:
 
 
 def refuse_to_list(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let a folder be one that may not be read; root, who may be running this, could read any."""
+    """Make a folder unreadable, also for root."""
     for name in ("scandir", "listdir"):
         plain = getattr(os, name)
 

@@ -3,7 +3,7 @@
     python -m tests.support.fork_server LISTENER ALIVE SOCKET
 
 Started by :mod:`tests.support.forked`. LISTENER is the descriptor of a listening Unix socket at the path SOCKET; the
-server exits when nobody holds the other end of the pipe ALIVE any more. A request is a message with the descriptors of
+server exits when the other end of the pipe ALIVE is closed. A request is a message with the descriptors of
 stdin, stdout and stderr; the answers are the process id, once the process is set up, and its wait status.
 
 A forked process has the standard streams, environment, folder, signals and session of its request, and leaves through
@@ -48,11 +48,11 @@ IMPORTED = (
 
 
 def main() -> None:
-    """Serve, and in each forked process run what was requested."""
+    """Serve, and run the request in each forked process."""
     listener, alive, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     for name in IMPORTED:
         importlib.import_module(name)
-    # what starts ranks from a forked process starts them here, too
+    # ranks that a forked process launches are forked by this server, too
     handler = sys.modules["torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"]
     handler.Popen = lambda *arguments, **options: ForkedPopen(*arguments, server=path, **options)
     assert threading.active_count() == 1
@@ -80,7 +80,7 @@ class Server:
         self._wakes = wakes
 
     def serve(self) -> dict[str, Any] | None:
-        """Serve until nobody needs this process; in a forked process, returns its request."""
+        """Serve until all clients have exited; in a forked process, returns its request."""
         while True:
             processes = {connection.fileno(): pid for pid, connection in self._processes.items()}
             waited = [self._listener.fileno(), self._alive, self._woken, *self._requests, *processes]
@@ -99,13 +99,13 @@ class Server:
                     request = self._fork(self._requests.pop(descriptor))
                     if request is not None:
                         return request
-                elif processes[descriptor] in self._processes:  # whoever asked for it is gone
+                elif processes[descriptor] in self._processes:  # its client has exited
                     os.kill(processes[descriptor], signal.SIGKILL)
                     self._processes.pop(processes[descriptor]).close()
             self._reap()
 
     def _fork(self, connection: socket.socket) -> dict[str, Any] | None:
-        """Fork a process for a request; returns the request in the forked one."""
+        """Fork a process for a request; returns the request in the forked process."""
         message, streams, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
         if not message:
             connection.close()
@@ -149,13 +149,13 @@ class Server:
 
 
 def set_up(request: dict[str, Any]) -> None:
-    """Give a forked process what a started one would have."""
+    """Set up a forked process like a started one."""
     if request["start_new_session"]:
         os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    if PARENT in os.environ:  # which a rank watches
+    if PARENT in os.environ:  # a rank watches it
         os.environ[PARENT] = str(os.getppid())
     ignored = set(request["ignored"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

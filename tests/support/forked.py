@@ -1,7 +1,7 @@
-"""Processes of Python that import torch and transformers, started by a fork of one that has: see fork_server.py.
+"""Start Python processes by a fork of one that has imported torch and transformers: see fork_server.py.
 
-They are real processes with streams, signals and exit codes of their own, seconds of imports earlier. Not for tests of
-what happens while Python starts and imports, of process trees, or with a GPU.
+They are real processes with their own streams, signals and exit codes, but save seconds of imports. Not for tests of
+the start of Python and its imports, of process trees, or with a GPU.
 """
 
 import atexit
@@ -24,7 +24,7 @@ _CAN_FORK = sys.platform == "linux"
 
 
 class ForkedPopen(subprocess.Popen):
-    """A :class:`subprocess.Popen` of ``[sys.executable, [-u], -m MODULE or SCRIPT, ...]`` that asks a server for it.
+    """A :class:`subprocess.Popen` of ``[sys.executable, [-u], -m MODULE or SCRIPT, ...]`` that a server forks.
 
     Args:
         server: the path of the server's socket; by default of this process's own server.
@@ -77,7 +77,7 @@ class ForkedPopen(subprocess.Popen):
 
 @cache
 def server() -> str:
-    """Start the server of this process, if it does not run yet; returns the path of its socket."""
+    """Start the server of this process unless it runs; returns the path of its socket."""
     folder = tempfile.TemporaryDirectory(prefix="fork-")
     path = f"{folder.name}/socket"
     alive, ours = os.pipe()
@@ -104,7 +104,7 @@ def python_command() -> list[str]:
     return [sys.executable, *(["-m", "tests.support.forked_client", server()] if _CAN_FORK else [])]
 
 
-#: For commands without a GPU; elsewhere than on Linux processes are started as usual.
+#: For commands without a GPU. On systems other than Linux, processes are started as usual.
 Popen = ForkedPopen if _CAN_FORK else subprocess.Popen
 
 
@@ -116,7 +116,7 @@ def run(*arguments: object, **options: Any) -> command.Result:
 def run_python(
     *words: object, given: str | bytes | None = None, is_text: bool = True, timeout: float = 200, **options: Any
 ) -> subprocess.CompletedProcess:
-    """Run ``python WORDS``; ``given`` is its stdin."""
+    """Run ``python WORDS`` with ``given`` as stdin."""
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": is_text}
     options["env"] = {**command.ENVIRONMENT, **options.get("env", {})}
     with Popen([sys.executable, *map(str, words)], **streams, **options) as process:

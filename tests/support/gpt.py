@@ -1,4 +1,4 @@
-"""A small GPT, of torch's own layers or of parallel ones; the same in all else."""
+"""A small GPT with torch's layers or with parallel layers."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everywhere
@@ -17,7 +17,7 @@ WORDS, WIDTH, HEADS, LENGTH, LAYERS = 45, 32, 4, 12, 2
 
 
 class Block(nn.Module):
-    """Attention and an MLP; on ``axis`` the rank's heads only."""
+    """Attention and an MLP; with ``axis``, over the local heads."""
 
     def __init__(self, axis: Axis | None) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens to their loss; the head is tied to the embedding, and 45 words divide by no tp."""
+    """Maps tokens to their loss; the head is tied, and the vocabulary of 45 is not a multiple of any tp."""
 
     def __init__(self, axis: Axis | None = None) -> None:
         super().__init__()
@@ -64,6 +64,6 @@ class GPT(nn.Module):
 
 
 def batch(step: int) -> Tensor:
-    """Tokens with something to learn: [8, LENGTH + 1], counting up from a random start."""
+    """Learnable tokens of shape [8, LENGTH + 1]: consecutive numbers from a random start."""
     start = torch.randint(WORDS, (8, 1), generator=torch.Generator().manual_seed(step))
     return (start + torch.arange(LENGTH + 1) * (1 + start % 3)) % WORDS

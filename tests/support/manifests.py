@@ -1,4 +1,4 @@
-"""Changes of the manifest of a split checkpoint."""
+"""Change the manifest of a split checkpoint."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import xxhash
 
 
 def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object], *, sign: bool = True) -> None:
-    """Change the manifest and, as whoever means harm would, its own checksum with it."""
+    """Change the manifest and, as an attacker would, update its checksum."""
     path = folder / "shardconv.json"
     data = json.loads(path.read_text())
     change(data)

@@ -1,4 +1,4 @@
-"""Layouts of tensors over meshes, told by torch.chunk alone, and what really passes between ranks."""
+"""Layouts of tensors over meshes, computed with torch.chunk, and a record of collectives."""
 
 from contextlib import contextmanager
 from functools import cache
@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 ALL = (R, P, S0, S1)
-#: What torch calls a collective, and what we do. What is not here is not to be called.
+#: torch's name of a collective to shardconv's; :func:`spied` forbids all others.
 COLLECTIVES = {
     "all_gather_single": "all_gather",
     "all_reduce": "all_reduce",
@@ -24,7 +24,7 @@ OTHERS = ("all_gather", "all_gather_object", "all_to_all", "broadcast", "gather"
 
 @cache
 def mesh_2d():
-    """All four ranks, two by two."""
+    """A mesh of all four ranks, two by two."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
 
@@ -42,12 +42,12 @@ def layouts(ndim):
 
 
 def gradient_of(layout):
-    """How the gradient of a tensor lies."""
+    """The layout of a tensor's gradient."""
     return tuple(R if each == P else each for each in layout)
 
 
 def piece(full, mesh, layout):
-    """What this rank has of a tensor, but for partial sums."""
+    """This rank's shard of a tensor, without partial sums."""
     for index, size, each in zip(mesh.get_coordinate(), mesh.shape, layout, strict=True):
         if isinstance(each, Shard):
             chunks = full.chunk(size, each.dim)
@@ -56,7 +56,7 @@ def piece(full, mesh, layout):
 
 
 def lying(full, mesh, layout):
-    """What this rank has of a tensor; where sums are partial, numbers that add up to it."""
+    """This rank's shard of a tensor; for partial sums, numbers that add up to it."""
     count, mine = 1, 0
     for index, size, each in zip(mesh.get_coordinate(), mesh.shape, layout, strict=True):
         if each == P:
@@ -67,12 +67,12 @@ def lying(full, mesh, layout):
 
 
 def numbers(shape, seed):
-    """Whole numbers, whose sums are exact in any order."""
+    """Integers, whose sums are exact in any order."""
     return torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
 def added_up(local, mesh, layout):
-    """With its partial sums added; to be called by all ranks."""
+    """The shard with its partial sums added; a collective call."""
     total = local.clone()
     for number, each in enumerate(layout):
         if each == P:
@@ -82,7 +82,7 @@ def added_up(local, mesh, layout):
 
 @contextmanager
 def spied():
-    """A list to which each collective that runs adds its kind and the bytes of its larger tensor."""
+    """A list with the kind of each collective and the bytes of its larger tensor."""
     seen = []
 
     def spy(name):
@@ -95,7 +95,7 @@ def spied():
         return collective
 
     def forbidden(*_, **__):
-        raise AssertionError("not one of the collectives that are counted")
+        raise AssertionError("this collective is not counted")
 
     names = {name: spy(name) for name in COLLECTIVES} | dict.fromkeys(OTHERS, forbidden)
     with patch.multiple(dist, **names):

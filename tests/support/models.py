@@ -1,7 +1,7 @@
-"""Tiny random models of each family, as transformers writes them, and in the other forms that hubs hold.
+"""Tiny, randomly initialized models of each family, as transformers writes them and in other forms of the Hub.
 
-Every model has the structure of a real one: 8 heads, 2 kv heads where they may differ, an odd vocabulary, and random
-numbers everywhere, norms and biases too.
+Models have 8 heads, 2 KV heads where they may differ, an odd vocabulary, and random
+values in all tensors, including norms and biases.
 """
 
 import json
@@ -20,7 +20,7 @@ Tensors = dict[str, torch.Tensor]
 HEADS, KV_HEADS, LAYERS, HIDDEN, INTERMEDIATE, EXPERTS, VOCAB = 8, 2, 2, 64, 96, 4, 131
 FP8_BLOCK = 8
 
-#: What every config is given; configs ignore, but keep, what is not theirs.
+#: Fields of every config; configs ignore, but store, unknown fields.
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -80,14 +80,14 @@ T5 = {"d_model": HIDDEN, "d_ff": INTERMEDIATE, "d_kv": 16, "num_heads": HEADS, "
 
 @dataclass(frozen=True)
 class Model:
-    """How a tiny model is made.
+    """The recipe of a tiny model.
 
     Attributes:
         model_type: its type.
         config: fields beside :data:`COMMON`.
-        auto: the transformers class that makes a model of its config.
-        rewrite: what changes the tensors that transformers wrote into another form.
-        extra: further fields of config.json that go with the rewriting.
+        auto: the transformers class that builds the model from its config.
+        rewrite: converts the tensors that transformers wrote into another form.
+        extra: additional fields of config.json for the rewritten tensors.
     """
 
     model_type: str
@@ -97,7 +97,7 @@ class Model:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, scale: float = 1.0) -> transformers.PreTrainedModel:
-        """The model, with random numbers of this standard deviation everywhere."""
+        """Build the model; all values are random with this standard deviation."""
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(self.model_type, **{**COMMON, **self.config})
         make = getattr(transformers, self.auto)
@@ -147,7 +147,7 @@ def pack_experts(tensors: Tensors) -> Tensors:
 
 
 def deepseek_hub(tensors: Tensors) -> Tensors:
-    """As DeepSeek-V3 is on the hub: an MTP layer, and matrices of layers in fp8 with block scales."""
+    """The form of DeepSeek-V3 on the Hub: an MTP layer, and matrices of layers in fp8 with block scales."""
     last = f"model.layers.{LAYERS - 1}."
     extra = {name.replace(last, f"model.layers.{LAYERS}."): tensor for name, tensor in tensors.items() if last in name}
     for name, shape in {
@@ -170,7 +170,7 @@ def deepseek_hub(tensors: Tensors) -> Tensors:
 
 
 def adding(buffers: Mapping[str, tuple[int, ...]], *, without_prefix: str = "") -> Callable[[Tensors], Tensors]:
-    """Old checkpoints: with the buffers that later ones do not store, and some without the prefix of their names."""
+    """The form of old checkpoints: with stored buffers, and optionally without the prefix of names."""
 
     def rewrite(tensors: Tensors) -> Tensors:
         old = {name.removeprefix(without_prefix): tensor for name, tensor in tensors.items()}
@@ -180,7 +180,7 @@ def adding(buffers: Mapping[str, tuple[int, ...]], *, without_prefix: str = "") 
 
 
 def old_bert(tensors: Tensors) -> Tensors:
-    """As Google's BERT is on the hub: a norm's weight has its old name, and positions are stored."""
+    """The form of Google's BERT on the Hub: old names of norms, and stored positions."""
     old = {name.replace("embeddings.LayerNorm.weight", "embeddings.LayerNorm.gamma"): tensors[name] for name in tensors}
     return {**old, "bert.embeddings.position_ids": torch.randn(1, 32)}
 
@@ -267,7 +267,7 @@ MODELS = {
 
 
 def plain(model_type: str) -> Model:
-    """The model that represents a type which needs no fields of its own."""
+    """A model of a type that does not require additional fields."""
     kinds = transformers.models.auto.modeling_auto
     if model_type in kinds.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return Model(model_type, {**(T5 if model_type.endswith("t5") else BART)}, "AutoModelForSeq2SeqLM")

@@ -15,8 +15,8 @@ QWEN = {
 }
 NEXTN = {"enorm.weight": 0, "hnorm.weight": 0, "eh_proj.weight": 2, "final_layernorm.weight": 0}
 
-#: By the type: what names of a layer become, which are left out, and which are added with so many hidden sizes of
-#: columns, 0 for none.
+#: Type to the renamed tensors of a layer, those left out, and those added, with their columns in multiples of the
+#: hidden size (0 for vectors).
 HUB = {
     "qwen3_next": (r"model\.layers\.\d+\.", "mtp.layers.0.", "linear_attn", QWEN),
     "qwen3_5": (r"model\.language_model\.layers\.\d+\.", "mtp.layers.0.", "linear_attn", QWEN),
@@ -79,12 +79,12 @@ HUB = {
         {f"mtp.layers.0.{name}": size for name, size in NEXTN.items()},
     ),
 }  # fmt: skip
-#: Of models with and without images the ones with: their names differ.
+#: Of composite and text-only types, the composite ones: their names differ.
 KIND_OF = {model_type: kind for kind, names in KINDS.items() for model_type in names}
 
 
 def with_mtp(source, model_type):
-    """Add to a checkpoint what the hub's has; gives the names, and whose tensors they are, where they are a layer's."""
+    """Add MTP layers to a checkpoint; returns added names to the layer's tensors they copy, and random tensors."""
     pattern, place, left_out, extra = HUB[model_type]
     tensors = load_file(source / "model.safetensors")
     of_layer = {

@@ -1,4 +1,4 @@
-"""The operations of an axis against sums and chunks of what the check built itself; each runs on every rank."""
+"""Checks of the operations of an axis against sums and chunks; each runs on every rank."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from shardconv.distributed import copy_to_tp, gather_from_tp, reduce_from_tp, sc
 
 
 def everyones(axis, shape, seed=1):
-    """What each rank of the axis holds, in order; the same on every rank."""
+    """The tensors of all ranks of the axis, in order; the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(axis.size)]
 
 
 def passed(function, value, grad):
-    """Output, and gradient, of a function; checks that neither argument changes."""
+    """Output and gradient of a function; checks that its arguments do not change."""
     argument = value.clone().requires_grad_()
     before, grad_before = argument.detach().clone(), grad.clone()
     output = function(argument)
@@ -28,7 +28,7 @@ def check_copy(axis):
     values, grads = everyones(axis, (3, 4)), everyones(axis, (3, 4), seed=2)
     output, grad = passed(lambda x: copy_to_tp(x, group=axis), values[0], grads[axis.rank])
     assert torch.equal(output, values[0])
-    torch.testing.assert_close(grad, sum(grads))  # a sum of four, in an order that gloo chooses
+    torch.testing.assert_close(grad, sum(grads))  # gloo chooses the order of the sum
 
 
 def check_reduce(axis):

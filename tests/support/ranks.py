@@ -1,7 +1,7 @@
-"""Processes under torch.distributed for tests: started once, used by many.
+"""Processes under torch.distributed that many tests share.
 
-A check is a function of a test module. It runs on some of them at once, each with the axis of its group: two pairs of
-neighbours, two strided pairs, or all four; what takes long runs on one pair, and eight have to be asked for.
+A check is a function of a test module. It runs on several of them at once, each with the axis of its group: two pairs
+of neighbors, two strided pairs, all four, or, for slow checks, one pair. A world of eight is separate.
 """
 
 import importlib
@@ -27,8 +27,8 @@ LAYOUTS = {
     "six": (tuple(range(6)),),
     "twelve": (tuple(range(12)),),
 }
-#: What the processes have imported when they start: they are forked from one that has. With torchvision, torch alone:
-#: tools/torchvision.py comes before it.
+#: Modules that the processes have imported when they start. With torchvision only torch, as
+#: tools/torchvision.py has to be imported before the others.
 _IMPORTED = ["torch" if find_spec("torchvision") else "transformers.models.llama.modeling_llama"]
 _PATIENCE, _NO_ANSWER = 150, "no answer"
 
@@ -51,7 +51,7 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, layout: str, check: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run a check on every rank of a layout; gives what they return, or raises with what those that fail say."""
+        """Run a check on every rank of a layout; returns their results, or raises with the errors of failed ranks."""
         ranks = sorted(rank for group in LAYOUTS[layout] for rank in group)
         for rank in ranks:
             self._pipes[rank].send((layout, check.__module__, check.__qualname__, arguments))
@@ -78,7 +78,7 @@ class Ranks:
 
 @contextmanager
 def ranks_in(folder: Path, world: int = 4) -> Iterator[Callable[..., list[Any]]]:
-    """A function like :meth:`Ranks.run` that starts the processes when they are needed, anew after a failure."""
+    """A function like :meth:`Ranks.run` that starts processes on first use, and again after a failure."""
     current: list[Ranks] = []
 
     def run(*arguments: Any) -> list[Any]:
@@ -98,7 +98,7 @@ def _layouts(world: int) -> dict[str, tuple[tuple[int, ...], ...]]:
 
 
 def _serve(rank: int, world: int, pipe: Any, rendezvous: str) -> None:
-    import torch  # noqa: PLC0415 - in the processes only: those that start them need none
+    import torch  # noqa: PLC0415 - only the ranks need torch
     import torch.distributed as dist  # noqa: PLC0415
 
     from shardconv.distributed import as_axis  # noqa: PLC0415
@@ -125,5 +125,5 @@ def _serve(rank: int, world: int, pipe: Any, rendezvous: str) -> None:
             for part in name.split("."):
                 check = getattr(check, part)
             pipe.send((True, check(axes[layout], *arguments)))
-        except BaseException:  # noqa: BLE001 - whatever it was, the test has to hear of it
+        except BaseException:  # noqa: BLE001 - the test reports it
             pipe.send((False, traceback.format_exc()))

@@ -1,7 +1,7 @@
-"""A process group of real processes that writes down what goes through it: gloo does the work.
+"""A process group that records its collectives and runs them with gloo.
 
-It is one that torch makes by itself, under a name that is registered with it; so it sees what torch calls, whoever
-called torch.
+It is registered with torch as a backend, so it records all calls of torch, from
+any caller.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +14,12 @@ from shardconv.distributed.new_groups import new_members_group
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """Passes all that these tests use on to gloo, and keeps kind and bytes of what moves numbers of a model."""
+    """Passes collectives on to gloo, and records kind and bytes of those with values of the model."""
 
     def __init__(self, gloo: Any) -> None:
         super().__init__(gloo.rank(), gloo.size())
         self._gloo = gloo
-        self._thread = ThreadPoolExecutor(1)  # modes are a thread's own
+        self._thread = ThreadPoolExecutor(1)  # torch's modes are per thread
         self.seen: list[tuple[str, int]] = []
 
     def allreduce(self, tensors, opts):
@@ -33,19 +33,19 @@ class RecordingGroup(dist.ProcessGroup):
         self._thread.submit(_on_copies, lambda *own: gather(*own, opts), gathered, chunk).result()
 
     def broadcast(self, tensors, opts):
-        return self._gloo.broadcast(tensors, opts)  # of seeds, when generation begins
+        return self._gloo.broadcast(tensors, opts)  # seeds, at the start of generation
 
     def barrier(self, opts):
         return self._gloo.barrier(opts)
 
     def taken(self) -> list[tuple[str, int]]:
-        """What was seen since the last time."""
+        """Return and clear the record."""
         seen, self.seen = self.seen, []
         return seen
 
 
 def _on_copies(collective, output, *inputs):
-    """Do a collective where no meter of torch's sees it, on copies, which gloo's threads hold longer than the call."""
+    """Run a collective hidden from torch's meters, on copies, as gloo's threads hold them longer than the call."""
     own = output.clone()
     collective(own, *(one.clone() for one in inputs)).wait()
     output.copy_(own)

@@ -1,4 +1,4 @@
-"""The checkpoints of tests/data/vllm that vLLM loads, and the tensors that it holds of each."""
+"""The checkpoints of tests/data/vllm, and the tensors that vLLM loads from them."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,12 @@ from safetensors.numpy import save_file
 from tools.composition import Numbering
 
 _FIXTURE = json.loads((Path(__file__).parents[1] / "data" / "vllm" / "0.32.json").read_text())
-#: The name of each checkpoint to its line.
+#: Name of a checkpoint to its line.
 LOADED = {name: line for name, line in _FIXTURE.items() if line.get("status") == "loaded"}
 
 
 def write(folder, line):
-    """Write the checkpoint of a line, whose values are the numbers of their elements."""
+    """Write the checkpoint of a line; each value is the number of its element."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(line["config"]))
     tensors = dict(Numbering(line["sources"]).tensors())
@@ -24,7 +24,7 @@ def write(folder, line):
 
 
 def supported_tp(line):
-    """The tensor parallel sizes that vLLM loads it at."""
+    """The tensor parallel sizes at which vLLM loads the checkpoint of a line."""
     return [tp for tp in (2, 4) if str(tp) not in line["refused"]]
 
 

@@ -1,4 +1,4 @@
-"""Single communications on tensors, each with its gradient, against chunks and sums of what the test built."""
+"""Single communications of tensors and their gradients, compared with chunks and sums by torch."""
 
 import re
 
@@ -16,7 +16,7 @@ LAYOUTS = ["pairs", "four"]
 
 
 def passed(spec, mesh, local, grad, **options):
-    """Output, gradient, and what was sent forward and backward; neither argument changes."""
+    """Output, gradient, and collectives of forward and backward; checks that arguments do not change."""
     argument = local.clone().requires_grad_()
     before, grad_before = argument.detach().clone(), grad.clone()
     with spied() as forward:
@@ -30,7 +30,7 @@ def passed(spec, mesh, local, grad, **options):
 
 
 def check_patterns(axis):
-    """Each of colossalai's patterns, by its name there."""
+    """Check each of Colossal-AI's patterns, by its name there."""
     mesh, n, r = mesh_of(axis, 1), axis.size, axis.rank
     full, other = numbers((2 * n, 3 * n), 1), numbers((2 * n, 3 * n), 2)
     mine, theirs = [x.contiguous() for x in full.chunk(n, 1)], [x.contiguous() for x in other.chunk(n, 1)]
@@ -87,7 +87,7 @@ def test_patterns(ranks, layout, check):
 
 
 def check_uneven(axis):
-    """Sizes as torch.chunk gives them; of 5 over 4 the last rank has nothing."""
+    """Check sizes as of torch.chunk; with 5 over 4 ranks, the last one is empty."""
     mesh, n, r = mesh_of(axis, 1), axis.size, axis.rank
     full, other = numbers((5, 7), 1), numbers((5, 7), 2)
 
@@ -121,7 +121,7 @@ def test_uneven(ranks, layout):
 
 
 def check_several_axes(axis):
-    """MIXGATHER_FWD_SPLIT_BWD, and the others over both axes at once; the first axis is outermost."""
+    """Check MIXGATHER_FWD_SPLIT_BWD and others over both axes at once; the first axis is the outermost."""
     mesh = mesh_of(axis, 2)
     row, column = mesh.get_coordinate()
     full, other = numbers((4, 8), 1), numbers((4, 8), 2)
@@ -151,7 +151,7 @@ def check_several_axes(axis):
     assert torch.equal(found[0], 4 * full)
     turned = CommSpec("chunk", ("tensor", "data"), shard_dims=(1, 1)).apply(full, mesh)
     assert torch.equal(turned, full.chunk(4, 1)[2 * column + row])
-    with spied() as seen:  # one axis, its other ranks left alone
+    with spied() as seen:  # one axis only
         only = CommSpec("all_gather", "tensor", gather_dims=1).apply(tile(full), mesh)
     assert torch.equal(only, full.chunk(2, 0)[row])
     assert seen == [("all_gather", only.nbytes)]
@@ -166,7 +166,7 @@ def check_axes(axis):
     assert axis_over(mesh, ["tensor"]).group is mesh.get_group("tensor")
     assert axis_over(mesh, [0, 1]).group is dist.group.WORLD
     assert axis_over(mesh, [1, 0]).ranks == (0, 2, 1, 3)
-    # torch sorts the ranks of a mesh's groups, and then they are not those of the mesh
+    # torch sorts the ranks of groups, which then differ from those of the mesh
     crossed = DeviceMesh("cpu", [3, 1, 0, 2], mesh_dim_names=("tensor",))
     assert axis_over(crossed, ["tensor"]).ranks == (3, 1, 0, 2)
     gathered = CommSpec("all_gather", 0, gather_dims=0).apply(torch.tensor([dist.get_rank()]), crossed)
@@ -224,8 +224,8 @@ def test_costs(collective, dims, forward, backward):
     assert spec.cost((2, 1), LINK) == Cost(0.0, 0.0, 0.0)
 
 
-def test_several_axes_are_as_slow_as_the_slowest():
-    """Colossalai took the larger alpha, and the smaller beta."""
+def test_cost_over_several_axes_is_that_of_the_slowest():
+    """Colossal-AI used the larger alpha, but the smaller beta."""
     spec = CommSpec("all_gather", (0, 1), gather_dims=(0, 0), num_bytes=1 << 20)
     links = {0: Link(alpha=1e-5, beta=1e-9), 1: Link(alpha=1e-6, beta=1e-8)}
     assert spec.cost((2, 4), links).forward == collective_time("all_gather", 1 << 20, 8, Link(alpha=1e-5, beta=1e-8))
@@ -249,12 +249,12 @@ def test_several_axes_are_as_slow_as_the_slowest():
         ({"collective": "all_reduce", "axes": 0, "gather_dims": 0}, "gather_dims is [0], expected 0 dims"),
     ],
 )
-def test_illegal(arguments, message):
+def test_invalid_arguments(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         CommSpec(**arguments)
 
 
-def check_illegal(axis):
+def check_invalid(axis):
     mesh = mesh_of(axis, 1)
     with pytest.raises(ValueError, match=r"all_gather: dim 2 is out of range for shape \[3, 4\]"):
         CommSpec("all_gather", 0, gather_dims=2).apply(torch.zeros(3, 4), mesh)
@@ -266,8 +266,8 @@ def check_illegal(axis):
         CommSpec("all_reduce", "tensor", num_bytes=1).cost(mesh, {"data": LINK})
 
 
-def test_illegal_on_a_mesh(ranks):
-    ranks("pairs", check_illegal)
+def test_invalid_arguments_on_a_mesh(ranks):
+    ranks("pairs", check_invalid)
 
 
 def test_specs_are_values():

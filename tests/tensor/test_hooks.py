@@ -1,6 +1,6 @@
-"""Hooks around operations: which calls fire which phases in which order, and that nothing else changes.
+"""Hooks around operations: calls, phases and their order; hooks do not change results.
 
-Every check runs with DTensor parameters and with shards of shardconv's own layers, on two ranks and on four.
+Every check runs with DTensor parameters and with shards of parallel layers, on two and on four ranks.
 """
 
 import copy
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.overrides import wrap_torch_function
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -23,7 +23,7 @@ BACKWARD = ["pre_backward", "post_backward"]
 
 
 class Recorder(ParamHook):
-    """Writes down each phase, and what it is called with."""
+    """Records each phase and its parameters."""
 
     def __init__(self, parameters, log=None, name=""):
         self.names = {id(parameter): key for key, parameter in parameters.items()}
@@ -47,7 +47,7 @@ class Recorder(ParamHook):
         self.note("post_backward", params)
 
     def take(self):
-        """What was written down since the last time."""
+        """Return and clear the record."""
         taken = list(self.log)
         self.log.clear()
         return taken
@@ -58,7 +58,7 @@ def around(params, phases):
 
 
 class Case:
-    """A weight [8, 6] and a bias [8] that are sharded, and tensors to go with them."""
+    """A sharded weight [8, 6], a sharded bias [8], and tensors for operations with them."""
 
     def __init__(self, axis, kind):
         self.mesh = DeviceMesh.from_group(axis.group, "cpu") if kind == "dtensor" else None
@@ -81,14 +81,14 @@ class Case:
         return F.linear(self.x, self.w, self.b)
 
     def grads(self):
-        """The gradients so far, which are then forgotten."""
+        """Return and clear the gradients."""
         found = [None if one.grad is None else full(one.grad).clone() for one in (self.w, self.b, self.x)]
         self.w.grad = self.b.grad = self.x.grad = None
         return found
 
 
 def full(tensor):
-    """The values, to compare; it fires nothing."""
+    """The values, read without firing hooks."""
     with use_param_hooks():
         return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -115,7 +115,7 @@ def check_order(axis, kind):
             ("2 post_forward", "wb"),
         ]
         log.clear()
-    output.sum().backward()  # behind the context
+    output.sum().backward()  # after the context
     assert log == [(f"{name} {phase}", "wb") for phase in BACKWARD for name in (1, 2)]
     log.clear()
     case.linear().sum().backward()
@@ -123,7 +123,7 @@ def check_order(axis, kind):
 
 
 def check_chain(axis, kind):
-    """Each use by itself, the last one first; the second one's backward is over before the first one's begins."""
+    """Check that each use fires separately, in reverse order in backward, and without overlap."""
     case = Case(axis, kind)
     recorder = case.recorder
     with use_param_hooks(recorder):
@@ -135,7 +135,7 @@ def check_chain(axis, kind):
 
 
 def check_uses(axis, kind):
-    """What is given twice is there twice, and each use fires."""
+    """Check that a parameter passed twice is listed twice, and that each use fires."""
     case = Case(axis, kind)
     recorder = case.recorder
     with use_param_hooks(recorder):
@@ -148,7 +148,7 @@ def check_uses(axis, kind):
 
 
 def check_passes(axis, kind):
-    """Once for each backward pass, in which the operation takes part."""
+    """Check that backward phases fire once per backward pass with the operation."""
     case = Case(axis, kind)
     recorder = case.recorder
     with use_param_hooks(recorder):
@@ -166,7 +166,7 @@ def check_passes(axis, kind):
 
 
 def check_second_derivative(axis, kind):
-    """By the operation's output, and, where the first derivative is linear, by the weight alone."""
+    """Check second derivatives by the output and, for a linear first derivative, by the weight alone."""
     case = Case(axis, kind)
     recorder = case.recorder
     for loss in (lambda output: output.pow(2).sum(), torch.sum):
@@ -181,7 +181,7 @@ def check_second_derivative(axis, kind):
 
 
 class Noted(torch.autograd.Function):
-    """The product of two tensors; writes down when it computes."""
+    """The product of two tensors; records its calls."""
 
     @staticmethod
     def forward(ctx, log, first, second):
@@ -199,12 +199,12 @@ class Noted(torch.autograd.Function):
 
 @wrap_torch_function(lambda log, x, weight: (x, weight))
 def two_steps(log, x, weight):
-    """An operation of several nodes: the weight's gradient is there before the last of them."""
+    """An operation of several nodes; the weight's gradient is computed before the last of them."""
     return Noted.apply(log, Noted.apply(log, x, weight.detach()), weight)
 
 
 def check_brackets(axis, kind):
-    """The operation is computed between its phases, and all of its backward is."""
+    """Check that all nodes of an operation are computed between its phases, forward and backward."""
     case = Case(axis, kind)
     x = case.w.detach().clone().requires_grad_()
     expected = around("w", ["pre_forward", "post_forward"])
@@ -218,12 +218,12 @@ def check_brackets(axis, kind):
         assert case.recorder.take() == expected
 
 
-# --- what fires -----------------------------------------------------------------------------------------------------
+# --- operations that fire hooks -------------------------------------------------------------------------------------
 
 
 @wrap_torch_function(lambda options: (options["weights"][0],))
 def of_dict(options):
-    """As an operation whose parameters stand in a dict: gives a dict."""
+    """An operation with parameters in a dict; returns a dict."""
     return {"sum": options["weights"][0].sum(), "input": options["weights"][0]}
 
 
@@ -249,15 +249,15 @@ def check_arguments_and_results(axis, kind):
         assert recorder.take() == [*around("wwwwww", FORWARD), *around("wwwwww", BACKWARD), *around("w", BACKWARD)]
         assert not indices.requires_grad
         assert w.argmax().item() >= 0
-        assert recorder.take() == once  # what it gives is no view
+        assert recorder.take() == once  # its result is not a view
         assert w.contiguous() is w
         assert w.to(w.dtype) is w
         assert recorder.take() == once * 2
         w.requires_grad_(False)
         case.b.requires_grad_(False)
-        F.linear(case.x.detach(), w, case.b)  # nothing requires grad
+        F.linear(case.x.detach(), w, case.b)  # no tensor requires grad
         assert recorder.take() == around("wb", FORWARD)
-        case.linear().sum().backward()  # the input does
+        case.linear().sum().backward()  # the input requires grad
         assert recorder.take() == [*around("wb", FORWARD), *around("wb", BACKWARD)]
 
 
@@ -271,9 +271,9 @@ def check_views(axis, kind):
         assert recorder.take() == around("w", FORWARD)
         output.sum().backward()
         assert recorder.take() == around("w", BACKWARD * 2)
-        _ = case.x @ case.w.T  # a property is no operation, what is done with its view is
+        _ = case.x @ case.w.T  # a property is not an operation, but the product with its view is
         assert recorder.take() == around("w", FORWARD)
-        _ = case.x @ case.w.detach().t()  # detached: no longer the parameter
+        _ = case.x @ case.w.detach().t()  # detached: not the parameter
         assert recorder.take() == around("w", FORWARD)
 
 
@@ -295,8 +295,8 @@ def check_silence(axis, kind):
         handle.remove()
         later.remove()
         recorder.take()
-        plain = nn.Parameter(case.x.detach().clone())  # replicated, or no shard
-        F.linear(plain, plain).sum().backward()
+        unsharded = nn.Parameter(case.x.detach().clone())  # replicated, or not a shard
+        F.linear(unsharded, unsharded).sum().backward()
         case.x.sum().backward()
         assert recorder.take() == []
     assert copy.deepcopy(w).is_leaf
@@ -328,7 +328,7 @@ def check_no_grad(axis, kind):
 
 
 def check_in_place(axis, kind):
-    """What changes a tensor changes that tensor; a leaf that requires grad is refused by torch as ever."""
+    """Check in-place operations, and that torch still refuses leaves that require grad."""
     case = Case(axis, kind)
     recorder = case.recorder
     results = []
@@ -348,9 +348,9 @@ def check_in_place(axis, kind):
 
 
 def check_set_items(axis, kind):
-    """Into a part of a tensor: the node of the whole is the operation's."""
+    """Check assignments to slices, whose node is that of the full tensor."""
     if kind == "dtensor":
-        return  # torch has no strategy for it
+        return  # torch does not have a strategy for it
     case = Case(axis, kind)
     recorder = case.recorder
     results = []
@@ -396,7 +396,7 @@ def check_nesting(axis, kind):
 
 
 def check_failures(axis, kind):
-    """Whoever heard pre hears post; and the next operation is as any."""
+    """Check that each pre phase has a post phase after an error, and that the next operation works."""
     case = Case(axis, kind)
     recorder = case.recorder
 
@@ -418,7 +418,7 @@ def check_failures(axis, kind):
 
 
 def check_hooks_that_compute(axis, kind):
-    """What hooks do themselves fires nothing, in any phase."""
+    """Check that operations inside hooks do not fire hooks."""
     case = Case(axis, kind)
     log = []
 
@@ -440,14 +440,14 @@ def check_hooks_that_compute(axis, kind):
 def block(case):
     def run(x):
         hidden = F.linear(x, case.w, case.b)
-        hidden = torch.tanh(hidden)  # something that needs what was recomputed before any operation on parameters does
+        hidden = torch.tanh(hidden)  # uses recomputed values before any operation with parameters
         return torch.tanh(hidden @ case.w)
 
     return run
 
 
 def check_checkpoint(axis, kind, use_reentrant, early_stop, where):
-    """Forward phases again in recomputation, with the hooks of the first pass; backward phases once."""
+    """Check that recomputation repeats forward phases with the hooks of the first pass, but not backward phases."""
     case = Case(axis, kind)
     case.x = case.tensor(3, 6).requires_grad_()
     other = Recorder({"w": case.w, "b": case.b})
@@ -474,7 +474,7 @@ def check_checkpoint(axis, kind, use_reentrant, early_stop, where):
 
 
 def check_checkpoint_without_hooks(axis, kind, use_reentrant):
-    """A first pass without hooks is recomputed without hooks, also after torch's checkpoint was taught about them."""
+    """Check that a pass without hooks is recomputed without hooks, also after torch's checkpoint was patched."""
     case = Case(axis, kind)
     with use_param_hooks():
         pass
@@ -485,7 +485,7 @@ def check_checkpoint_without_hooks(axis, kind, use_reentrant):
 
 
 def check_checkpoint_that_ends_in_an_operation(axis, kind):
-    """Recomputation then begins in the midst of its backward: the parameter is there before, in and behind it."""
+    """Check recomputation that begins inside the backward of an operation."""
     case = Case(axis, kind)
     with use_param_hooks(case.recorder):
         output = checkpoint(lambda x: F.linear(x, case.w, case.b), case.x, use_reentrant=False)
@@ -495,15 +495,15 @@ def check_checkpoint_that_ends_in_an_operation(axis, kind):
 
 
 def check_embedding_with_a_norm(axis):
-    """It changes the rows that it reads, and does not say so by its name."""
+    """Check an operation in place without a trailing underscore: max_norm rescales the rows that it reads."""
     layer = ColumnParallelLinear(6, 8, group=axis)
     recorder, ids = Recorder({"w": layer.weight}), torch.tensor([0, 2])
-    plain = layer.weight.detach().clone()
-    expected = F.embedding(ids, plain, max_norm=0.1)
+    unsharded = layer.weight.detach().clone()
+    expected = F.embedding(ids, unsharded, max_norm=0.1)
     with use_param_hooks(recorder):
         found = F.embedding(ids, layer.weight, max_norm=0.1)
     assert torch.equal(found, expected)
-    assert torch.equal(layer.weight, plain)
+    assert torch.equal(layer.weight, unsharded)
     assert recorder.take() == around("w", FORWARD)
 
 
@@ -536,7 +536,7 @@ def train(model, ids, hooks):
 
 def check_llama(axis, recomputes):
     model = convert_model(tiny_llama(), group=axis).train()
-    plain = tiny_llama()
+    unsharded = tiny_llama()
     ids = torch.arange(2, 14).view(2, 6)
     if recomputes is not None:
         model.gradient_checkpointing_enable({"use_reentrant": recomputes})
@@ -547,7 +547,7 @@ def check_llama(axis, recomputes):
     assert torch.equal(found_logits, logits)
     assert found.keys() == grads.keys()
     assert all(torch.equal(found[name], grad) for name, grad in grads.items())
-    assert torch.allclose(logits, plain(input_ids=ids).logits, atol=1e-5)  # sums over ranks are in another order
+    assert torch.allclose(logits, unsharded(input_ids=ids).logits, atol=1e-5)  # sums over ranks have another order
     log = recorder.take()
     counts = Counter(log)
     names = {name.strip() for _, name in log}
@@ -558,9 +558,9 @@ def check_llama(axis, recomputes):
         assert pre == post
         assert {name.strip() for name in pre} == names
         times = 2 if recomputes is not None and phase == "forward" else 1
-        # the backward of a layer's last operation is where its recomputation begins, if torch does it so
+        # recomputation begins in the backward of a layer's last operation
         assert pre["model.layers.0.mlp.down_proj.weight "] == (2 if recomputes is False else times)
-        # on four ranks two share a kv head: where grad is enabled that is an operation, and what follows another
+        # on four ranks two replicate a kv head, which adds an operation if grad is enabled
         extra = 0 if axis.size == 2 else 1 if recomputes else times
         assert pre["model.layers.0.self_attn.k_proj.weight "] == times + extra
     with use_param_hooks(recorder):
@@ -604,7 +604,7 @@ def test_llama(ranks, layout, recomputes):
     ranks(layout, check_llama, recomputes)
 
 
-def test_an_abstract_hook_is_refused():
+def test_abstract_hook_is_refused():
     class Half(ParamHook):
         def pre_forward(self, params): ...
 

@@ -1,4 +1,4 @@
-"""A converted model's state dict as DTensors: through torch's distributed checkpoints at any tp, and by torch alone."""
+"""State dicts of converted models as DTensors, in torch's distributed checkpoints at any tp."""
 
 import re
 
@@ -14,14 +14,14 @@ from shardconv.plan.placement import Interval, Padding, Placement
 from shardconv.plan.units import Unit, shard_dim
 from shardconv.tensor import as_dtensor
 from shardconv.tensor.chunked_shard import ChunkedShard
-from shardconv.tensor.interop import _num_chunks
+from shardconv.tensor.interop import num_chunks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what the tests want
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # intended
 
 NAMES = ["llama", "tied", "phi3", "gpt2", "gpt_neox", "falcon-7b", "mixtral"]
 
 
-def plain_model(name):
+def unsharded_model(name):
     from tests.support.models import GQA, MODELS, Model  # noqa: PLC0415 - transformers takes seconds to import
 
     model = Model("llama", {**GQA, "tie_word_embeddings": True}) if name == "tied" else MODELS[name]
@@ -29,10 +29,10 @@ def plain_model(name):
 
 
 def check_save(axis, name, path):
-    plain, model = plain_model(name), convert_model(plain_model(name), group=axis)
+    unsharded, model = unsharded_model(name), convert_model(unsharded_model(name), group=axis)
     tensors = as_dtensor(model)
-    assert list(tensors) == list(plain.state_dict())
-    for key, expected in plain.state_dict().items():
+    assert list(tensors) == list(unsharded.state_dict())
+    for key, expected in unsharded.state_dict().items():
         assert type(tensors[key]) is DTensor
         assert tensors[key].shape == expected.shape
         if isinstance(tensors[key].to_local(), ChunkedShard):
@@ -45,14 +45,14 @@ def check_save(axis, name, path):
 
 
 def check_load(axis, name, path):
-    plain, model = plain_model(name), convert_model(plain_model(name), group=axis)
+    unsharded, model = unsharded_model(name), convert_model(unsharded_model(name), group=axis)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
     parameters = dict(model.named_parameters())
     dcp.load({"model": as_dtensor(model)}, checkpoint_id=path)
     assert all(parameter is parameters[key] for key, parameter in model.named_parameters())
-    assert_equal(gather_state_dict(model), plain.state_dict())
+    assert_equal(gather_state_dict(model), unsharded.state_dict())
 
 
 def assert_equal(found, expected):
@@ -65,17 +65,17 @@ def test_checkpoint_at_another_tp(ranks, tmp_path, name):
     path = str(tmp_path / "checkpoint")
     ranks("four", check_save, name, path)
     ranks("pairs", check_load, name, path)
-    expected = plain_model(name).state_dict()
+    expected = unsharded_model(name).state_dict()
     found = {key: torch.full_like(tensor, 7) for key, tensor in expected.items()}
     dcp.load({"model": found}, checkpoint_id=path, no_dist=True)
     assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3"])
-def test_checkpoint_of_the_plain_model(ranks, tmp_path, name):
-    """torch's own writer, and more ranks than wrote it."""
+def test_checkpoint_of_the_unsharded_model(ranks, tmp_path, name):
+    """Written by torch, and loaded on more ranks."""
     path = str(tmp_path / "checkpoint")
-    dcp.save({"model": plain_model(name).state_dict()}, checkpoint_id=path, no_dist=True)
+    dcp.save({"model": unsharded_model(name).state_dict()}, checkpoint_id=path, no_dist=True)
     ranks("four", check_load, name, path)
     ranks("strided", check_load, name, path)
 
@@ -98,7 +98,7 @@ def test_placements(ranks, tmp_path):
 
 
 def small_module(axis, *, fill):
-    """Five words, of which the last of four ranks has none, a fused weight and bias, and buffers; shards are filled."""
+    """A vocabulary of five, of which the last of four ranks has nothing, a fused layer, and buffers."""
     table = ParallelEmbedding(5, 4, dim=0, group=axis)
     fused = ColumnParallelLinear(4, 24, split_sizes=(8, 8, 8), group=axis)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def check_async(axis, path):
     expected = {key: tensor.clone() for key, tensor in gather_state_dict(written).items()}
     saving = dcp.async_save({"model": as_dtensor(written)}, checkpoint_id=path, process_group=axis.group)
     for parameter in written.parameters():
-        parameter.data.fill_(float("nan"))  # the copy was taken before
+        parameter.data.fill_(float("nan"))  # the save copied the value before
     saving.result()
     dcp.load({"model": as_dtensor(read)}, checkpoint_id=path, process_group=axis.group)
     assert_equal(gather_state_dict(read), expected)
@@ -136,7 +136,7 @@ def test_asynchronous_save(ranks, tmp_path):
 
 
 def test_ranks_without_a_chunk(ranks, tmp_path):
-    """Each rank has values of its own here, so a chunk that is taken from the wrong rank shows."""
+    """Ranks have different values, so a chunk of the wrong rank is detected."""
     path = str(tmp_path / "checkpoint")
     expected, *_ = ranks("four", check_small, path)
     found = {key: torch.full_like(tensor, 7) for key, tensor in expected.items()}
@@ -145,20 +145,20 @@ def test_ranks_without_a_chunk(ranks, tmp_path):
 
 
 def check_equal_meshes(axis):
-    """Two calls give tensors that go together."""
-    module = convert_model(plain_model("llama"), group=axis)
+    """Check that tensors of two calls have equal meshes."""
+    module = convert_model(unsharded_model("llama"), group=axis)
     first, second = as_dtensor(module), as_dtensor(module)
     for key, tensor in first.items():
         assert tensor.device_mesh == second[key].device_mesh
         assert torch.equal((tensor + second[key]).full_tensor(), 2 * gather_state_dict(module)[key])
 
 
-def test_meshes_are_made_once(ranks):
+def test_meshes_are_cached(ranks):
     ranks("four", check_equal_meshes)
 
 
 def check_own_mesh(axis):
-    """What init_parallel made is used, so that these go together with DTensors of the user's own."""
+    """Check that tensors use the mesh of init_parallel, and so combine with the user's DTensors."""
     made = init_parallel(tensor=2, data=2, device_type="cpu")
     try:
         tensors = as_dtensor(small_module(made.tensor, fill=True))
@@ -204,7 +204,7 @@ def test_without_processes():
 
 
 @pytest.mark.parametrize(
-    ("placement", "num_chunks"),
+    ("placement", "chunks"),
     [
         (Placement.replicated(4), 1),
         (shard_dim(0, [Unit(8)], 1), 1),
@@ -216,12 +216,12 @@ def test_without_processes():
         (shard_dim(0, [Unit(8), Unit(8)], 4), None),
         (shard_dim(0, [Unit(8), Unit(2, size=4, copies=True)], 4), None),
         (shard_dim(0, [Unit(8), Unit(8)], 4, groups=2), None),
-        (Placement(0, 8, ((Interval(0, 2),), (Interval(2, 8),))), None),  # torch.chunk makes 4 and 4
+        (Placement(0, 8, ((Interval(0, 2),), (Interval(2, 8),))), None),  # torch.chunk splits it into 4 and 4
         (Placement(0, 8, ((Interval(4, 8),), (Interval(0, 4),))), None),
         (Placement(0, 8, ((Interval(0, 4),), (Interval(4, 8),), (Interval(0, 4),), (Interval(4, 8),))), None),
         (Placement(0, 8, ((), (Interval(0, 8),))), None),
         (Placement(0, 4, ((Interval(0, 2), Padding(2)), (Interval(2, 4), Padding(2)))), 2),
     ],
 )
-def test_which_placements_are_chunks(placement, num_chunks):
-    assert _num_chunks(placement) == num_chunks
+def test_which_placements_are_chunks(placement, chunks):
+    assert num_chunks(placement) == chunks

@@ -1,4 +1,4 @@
-"""Links that are fitted and measured: by formulas, between ranks, and as users start it, by torchrun."""
+"""Links: the fit, measurements between ranks, and the command under torchrun."""
 
 import dataclasses
 import json
@@ -11,29 +11,29 @@ from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.forked import run_python
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardconv"]
-pytestmark = pytest.mark.timeout(240)  # machines are busy
+pytestmark = pytest.mark.timeout(240)  # loaded machines are slow
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("link", [Link(), Link(1e-3, 1e-9), Link(0.0, 1e-6), Link(1e-4, 0.0)])
-def test_a_link_is_found_again(num_ranks, link):
-    """From times that are exactly the formula's; rounding of floats aside."""
+def test_fit_recovers_a_link(num_ranks, link):
+    """From times that follow the formula."""
     times = [(size, collective_time("all_reduce", size, num_ranks, link)) for size in (8, 4096, 10**6, 10**8)]
     found = fit_link(times, num_ranks)
     assert found.alpha == pytest.approx(link.alpha, rel=1e-6, abs=1e-15)
     assert found.beta == pytest.approx(link.beta, rel=1e-6, abs=1e-21)
 
 
-def test_no_link_is_faster_than_none():
-    """Times that fall with size, or rise faster than it, have no exact fit."""
+def test_fit_is_not_negative():
+    """Times that decrease with size, or grow faster than it, do not have an exact fit."""
     falling = fit_link([(8, 1.0), (10**6, 1.1), (10**9, 0.1)], 2)
     assert (falling.alpha > 0, falling.beta) == (True, 0.0)
     rising = fit_link([(8, 1e-12), (10**6, 1.0), (10**9, 1e6)], 2)
     assert (rising.alpha, rising.beta > 0) == (0.0, True)
 
 
-def test_the_smallest_relative_error_counts():
-    """No neighbour of the fit is better."""
+def test_fit_minimizes_the_relative_error():
+    """No neighbor of the fit is better."""
     times = [(8, 3e-5), (4096, 2e-5), (10**6, 9e-4), (10**8, 0.2)]
     best = fit_link(times, 4)
 
@@ -65,7 +65,7 @@ def test_all_ranks_measure_the_same(ranks, layout, apart):
         assert report == reports[max(first for first in apart if first <= rank)]
 
 
-def test_one_rank_has_no_link():
+def test_one_rank_does_not_have_a_link():
     with pytest.raises(ValueError, match="got 1 ranks"):
         measure_link()
 
@@ -74,8 +74,8 @@ def torchrun(*arguments):
     return run_python(*TORCHRUN, "plan", "--measure-link", *arguments)
 
 
-def test_by_torchrun():
-    """One process says it, and all end."""
+def test_measurement_under_torchrun():
+    """One process prints the result, and all exit."""
     result = torchrun("--json")
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
@@ -87,8 +87,8 @@ def test_by_torchrun():
     )
 
 
-def test_by_torchrun_for_a_cost(tmp_path):
-    """The link is measured, said beside the result, and used for it; only one process prints."""
+def test_measured_link_is_used_for_costs(tmp_path):
+    """One process prints the link and the result."""
     source = write_checkpoint(tmp_path / "tiny", config=llama_config(layers=1))
     result = torchrun(source, "--cost", "--tp", "2", "--seq", "4")
     assert result.returncode == 0, result.stderr
@@ -100,8 +100,8 @@ def test_by_torchrun_for_a_cost(tmp_path):
     assert beta >= 0
 
 
-def test_by_torchrun_with_a_source_that_is_not_there():
-    """The process that prints fails, and so do all."""
+def test_missing_source_under_torchrun():
+    """All processes fail, and one prints the error."""
     result = torchrun("nowhere", "--cost")
     assert result.returncode != 0
     assert result.stderr.count("shardconv: nowhere: does not exist") == 1

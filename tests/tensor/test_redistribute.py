@@ -1,4 +1,4 @@
-"""From every layout to every other: values, gradients, and what is sent, against torch.Tensor and another search."""
+"""Redistribution between all layouts: values, gradients and collectives, compared with torch and another search."""
 
 import math
 from itertools import combinations, product
@@ -14,11 +14,11 @@ from shardconv.tensor.redistribution import START_SECONDS
 from tests.support.mesh_layouts import ALL, P, R, added_up, gradient_of, layouts, lying, mesh_of, numbers, piece, spied
 
 MESHES = [("pairs", 1), ("four", 1), ("four", 2)]
-#: Sizes that divide by all ranks, that do not, and of which some ranks get nothing.
+#: Sizes that are a multiple of all ranks, that are not, and that leave some ranks empty.
 SHAPES = [(8, 12), (7, 5), (3, 1)]
 
 
-# --- a search of the test's own: breadth first, over layouts as strings -----------------------------------------------
+# --- a separate search: breadth first, over layouts as strings ------------------------------------------------------
 
 
 def name_of(layout):
@@ -26,7 +26,7 @@ def name_of(layout):
 
 
 def is_order_kept(layout, axes):
-    """Of the axes that cut a dim, those that change have to be the last."""
+    """Whether the axes of a dim that change are its innermost ones."""
     for dim in {each for each in layout if each[0] == "S"}:
         cutting = [axis for axis, each in enumerate(layout) if each == dim]
         changing = [axis in axes for axis in cutting]
@@ -36,7 +36,7 @@ def is_order_kept(layout, axes):
 
 
 def neighbours(layout, ndim):
-    """(layout, collective or None, axes) for each that one communication, or none, leads to."""
+    """(layout, collective or None, axes) of each layout that one communication, or none, leads to."""
     shards = [f"S{dim}" for dim in range(ndim)]
     for size in range(1, len(layout) + 1):
         for axes in combinations(range(len(layout)), size):
@@ -67,7 +67,7 @@ def elements(shape, sizes, layout):
 
 
 def seconds(collective, shape, sizes, axes, before, after, itemsize, links):
-    """The ring formulas, written once more."""
+    """The ring formulas, implemented separately."""
     ranks = math.prod(sizes[axis] for axis in axes)
     if collective is None:
         return 0.0
@@ -79,7 +79,7 @@ def seconds(collective, shape, sizes, axes, before, after, itemsize, links):
 
 
 def least(shape, sizes, source, weight, *, sums=True):
-    """For each layout the least sum of weights of a way to it, over partial sums or not: relaxed until all stays."""
+    """Layout to the smallest total weight of a path to it, with or without partial sums (Bellman-Ford)."""
     found, changed = {source: 0.0}, [source]
     while changed:
         layout = changed.pop()
@@ -97,7 +97,7 @@ def least(shape, sizes, source, weight, *, sums=True):
     ("sizes", "shape"), [((2,), (8, 12)), ((4,), (8, 12)), ((2, 2), (8, 12)), ((2, 2), (7, 5)), ((2, 2), (3, 1))]
 )
 def test_no_plan_has_more_collectives_than_needed(sizes, shape):
-    """Of tensors so small that a message of any size takes as long as the shortest."""
+    """With tensors so small that the time of a message does not depend on its size."""
     for source in layouts(len(sizes)):
         fewest = least(shape, sizes, name_of(source), lambda collective, *_: collective is not None)
         for target in layouts(len(sizes)):
@@ -117,8 +117,8 @@ LINKS = [None, Link(alpha=1e-3), {0: Link(alpha=0.0), 1: Link(alpha=1e-4, beta=1
         ((8,), (640, 9, 16)),
     ],
 )  # fmt: skip
-def test_no_way_is_cheaper(sizes, shape, links):
-    """Large tensors rather go in two collectives than over all ranks at once."""
+def test_no_path_is_cheaper(sizes, shape, links):
+    """Large tensors take two collectives rather than one over all ranks."""
     links = {axis: links[axis] for axis in range(len(sizes))} if isinstance(links, dict) else links
     by_axis = links if isinstance(links, dict) else dict.fromkeys(range(len(sizes)), links or Link())
 
@@ -135,12 +135,12 @@ def test_no_way_is_cheaper(sizes, shape, links):
             expected = cheapest[P in (*source, *target)][name_of(target)]
             found = redistribution_cost(shape, torch.bfloat16, sizes, source, target, links).forward
             found += starts(source, target)
-            # The same sums in another order.
+            # The sums have another order.
             assert found == pytest.approx(expected, rel=1e-12, abs=0), (source, target)
 
 
-def test_what_is_chosen():
-    """Ways that can be checked by hand."""
+def test_chosen_collectives():
+    """Paths that can be checked manually."""
 
     def kinds(shape, sizes, source, target):
         return [(step.collective, step.axes) for step in plan_redistribution(shape, 4, sizes, source, target)]
@@ -155,12 +155,12 @@ def test_what_is_chosen():
     assert kinds(large, (2, 2), [Partial()] * 2, [Shard(1), Shard(0)]) == [("reduce_scatter", (0, 1))]
     assert kinds(large, (2, 2), [Partial()] * 2, [R, Shard(0)]) == [("reduce_scatter", (1,)), ("all_reduce", (0,))]
     assert kinds(large, (2, 2), [Shard(0), Shard(1)], [Shard(1), Shard(0)]) == [("all_to_all", (0, 1))]
-    # The inner shard is in the way of the outer one.
+    # The inner axis has to be gathered before the outer one.
     assert kinds(large, (2, 2), [Shard(0), Shard(0)], [Replicate(), Shard(0)])[0][1] != (0,)
     assert plan_redistribution(large, 4, (2,), [Shard(-1)], [Shard(1)]) == ()
 
 
-def test_backward_is_priced():
+def test_cost_includes_backward():
     cost = redistribution_cost((1024,), 4, (4,), [Replicate()], [Shard(0)], Link(alpha=0.0, beta=1e-6))
     assert cost.forward == 0
     assert cost.backward == pytest.approx(3 / 4 * 4096e-6, rel=1e-12)
@@ -170,7 +170,7 @@ def test_backward_is_priced():
     assert redistribution_cost((8,), 4, (1,), [Shard(0)], [Replicate()]).total == 0
 
 
-# --- what runs --------------------------------------------------------------------------------------------------------
+# --- execution ------------------------------------------------------------------------------------------------------
 
 
 def check_pair(mesh, shape, source, target, links=None):
@@ -217,7 +217,7 @@ def test_every_pair(ranks, layout, ndim, shape, first):
 
 
 def check_in_many_steps(axis, links):
-    """Where starting costs less than messages, plans go one axis at a time, in the order that nested shards need."""
+    """Check plans with low latency, which change one axis at a time in the order that nested shards require."""
     mesh = mesh_of(axis, 2)
     for shape in ((8, 12), (7, 5)):
         for source in layouts(2):
@@ -231,7 +231,7 @@ def test_in_many_steps(ranks, links):
 
 
 def check_as_torch(axis, ndim):
-    """Forward and backward as torch's own."""
+    """Check forward and backward against torch's redistribute."""
     mesh = mesh_of(axis, ndim)
     full = numbers((6, 7), 1)
     for source in layouts(ndim):
@@ -253,7 +253,7 @@ def test_as_torch(ranks, layout, ndim):
 
 
 def check_three_axes(_):
-    """An axis of one rank among them, and a tensor of three dims."""
+    """Check three axes, one of them of one rank, and a tensor of three dims."""
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
 
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pipeline", "data", "tensor"))
@@ -274,7 +274,7 @@ def test_three_axes(ranks):
 
 
 def check_kinds_of_tensors(axis):
-    """Whatever torch has: halves, booleans, no dims, no elements, not contiguous, not waited for yet."""
+    """Check half precision, booleans, scalars, empty and non-contiguous tensors, and pending results."""
     mesh = mesh_of(axis, 1)
     for dtype in (torch.bfloat16, torch.int64, torch.bool, torch.complex64):
         full = numbers((5, 6), 1).to(dtype)
@@ -323,7 +323,7 @@ def test_second_gradients(ranks, layout):
 
 
 def check_partial_gradients(axis):
-    """A whole weight over shards of a batch, as in data parallelism: what comes back is summed and cut in one."""
+    """Check a replicated weight with a sharded batch: its gradient is reduce-scattered."""
     mesh = mesh_of(axis, 1)
     n = axis.size
     weight, batch = numbers((2 * n, 3), 1), numbers((4 * n, 3), 2)
@@ -333,9 +333,9 @@ def check_partial_gradients(axis):
     with spied() as seen:
         output.sum().backward()
     assert [kind for kind, _ in seen] == ["reduce_scatter"]
-    plain = weight.clone().requires_grad_()
-    (batch @ plain.T).sum().backward()
-    assert torch.equal(sharded.grad.full_tensor(), plain.grad)
+    unsharded = weight.clone().requires_grad_()
+    (batch @ unsharded.T).sum().backward()
+    assert torch.equal(sharded.grad.full_tensor(), unsharded.grad)
 
 
 @pytest.mark.parametrize("layout", ["pairs", "four"])

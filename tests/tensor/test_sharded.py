@@ -1,4 +1,4 @@
-"""Sharded tensors made, moved to another mesh, and as parameters of modules."""
+"""Sharded tensors: creation, moves to another mesh, and parameters of modules."""
 
 import re
 
@@ -24,7 +24,7 @@ MESHES = [("pairs", 1), ("four", 1), ("four", 2)]
 
 
 def check_from_global(axis, ndim, shape):
-    """As torch's distribute_tensor, but without a message, and inside a graph."""
+    """Check against torch's distribute_tensor, without messages and in compiled graphs."""
     mesh, full, grad = mesh_of(axis, ndim), numbers(shape, 1), numbers(shape, 2)
     for layout in layouts(ndim):
         leaf = full.clone().requires_grad_()
@@ -75,7 +75,7 @@ def test_from_local(ranks, layout):
 
 
 def check_other_meshes(axis):
-    """From two by two to all four, and to each pair; whole in between, and only there."""
+    """Check moves from a 2x2 mesh to all four ranks and to pairs, replicated in between."""
     square, line, pair = (
         mesh_of(axis, 2),
         init_device_mesh("cpu", (4,), mesh_dim_names=("all",)),
@@ -147,7 +147,7 @@ def check_parameters(axis):
     assert torch.equal(found.to_local(), piece(full, mesh, [S0]))
     shard_parameter(net.inner["second"], "bias", mesh, [R])
     assert not shard_parameter(net, "scale", mesh, [S0]).requires_grad
-    # Shared: once, under its first name. Whole on every rank: not at all.
+    # A shared parameter is listed once, under its first name; a replicated one is not listed.
     names = dict(named_sharded_parameters(net))
     assert list(names) == ["scale", "first.weight"]
     assert all(parameter is net.get_parameter(name) for name, parameter in names.items())
@@ -166,21 +166,21 @@ def check_parameters(axis):
 
 
 def check_training(axis):
-    """One step with a sharded weight, as with the plain one."""
+    """Check a training step with a sharded weight against one with the full weight."""
     mesh, x = mesh_of(axis, 1), numbers((3, 4), 5)
-    plain, net = nn.Linear(4, 8, bias=False).double(), nn.Linear(4, 8, bias=False).double()
-    net.load_state_dict(plain.state_dict())
+    unsharded, net = nn.Linear(4, 8, bias=False).double(), nn.Linear(4, 8, bias=False).double()
+    net.load_state_dict(unsharded.state_dict())
     shard_parameter(net, "weight", mesh, [S0])
-    plain(x).square().sum().backward()
+    unsharded(x).square().sum().backward()
     net(from_local(x, mesh, [R])).full_tensor().square().sum().backward()
-    for model in (plain, net):
+    for model in (unsharded, net):
         torch.optim.SGD(model.parameters(), lr=0.5).step()
-    # The rows of a product are computed apart, so they are the same numbers.
-    torch.testing.assert_close(net.weight.full_tensor(), plain.weight)
+    # The rows of a product are computed separately, so values are equal.
+    torch.testing.assert_close(net.weight.full_tensor(), unsharded.weight)
 
 
 def check_layers(axis):
-    """Shards of this library's own layers, also where someone put another parameter in their place."""
+    """Check shards of parallel layers, also after a parameter was replaced."""
     net = nn.Sequential(
         ParallelEmbedding(16, 8, dim=0, group=axis), ParallelLinear(8, 8, dim=1, group=axis),
         ParallelLinear(8, 8, dim=0, group=axis), nn.Linear(8, 8),

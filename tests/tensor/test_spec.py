@@ -1,4 +1,4 @@
-"""Layouts: which a tensor can have, and the dicts that say the same."""
+"""Layouts of tensors: valid placements, and the equivalent dicts."""
 
 import re
 
@@ -10,14 +10,14 @@ from shardconv.tensor.spec import local_shape
 from tests.support.mesh_layouts import S0, S1, P, R, mesh_of
 
 
-def test_placements_are_torchs():
+def test_placements_are_those_of_torch():
     import shardconv.tensor  # noqa: PLC0415
 
     assert (shardconv.tensor.Replicate, shardconv.tensor.Shard, shardconv.tensor.Partial) == (Replicate, Shard, Partial)
     assert shardconv.tensor.__all__ == sorted(shardconv.tensor.__all__)
 
 
-def test_legal_layouts():
+def test_valid_layouts():
     assert check_placements((8, 6), (2, 2), [Shard(-2), Shard(-1)]) == (S0, S1)
     assert check_placements((8, 6), (2, 2), [S0, S0]) == (S0, S0)
     assert check_placements((8, 6), (2, 2), [R, P]) == (R, P)
@@ -39,7 +39,7 @@ def test_legal_layouts():
         ((8, 6), [Partial("max"), R], "Partial has reduce_op 'max', expected 'sum'"),
     ],
 )
-def test_illegal_layouts(shape, placements, message):
+def test_invalid_layouts(shape, placements, message):
     with pytest.raises(
         ValueError, match=re.escape(message).replace(r"S\(2\)", ".*").replace(r"S\(\-3\)", ".*")
     ) as error:
@@ -79,7 +79,7 @@ def test_placements_of_dims():
         ),
     ],
 )
-def test_illegal_dims(dims, message):
+def test_invalid_dims(dims, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         placements_of(dims, 2, (2, 2))
 
@@ -94,7 +94,7 @@ def test_dims_of_placements():
 
 
 def test_normalize_dims():
-    """Colossalai's changed the caller's dict, put what it changed last, and let a clash overwrite."""
+    """The argument does not change, the order is kept, and duplicates are errors, unlike in Colossal-AI."""
     given = {-1: [0], 0: [1]}
     found = normalize_dims(2, given)
     assert list(found.items()) == [(1, [0]), (0, [1])]
@@ -107,7 +107,7 @@ def test_normalize_dims():
 
 
 def test_merge_dims():
-    """Colossalai's extended the caller's lists."""
+    """The argument does not change, unlike in Colossal-AI."""
     given = {1: [0], -1: [1]}
     assert merge_dims(2, given) == {1: [0, 1]}
     assert given == {1: [0], -1: [1]}
@@ -135,8 +135,8 @@ def test_names(ranks):
 
 
 def check_local_shapes(axis, shape):
-    """As torch distributes."""
-    import torch  # noqa: PLC0415 - in the processes only
+    """Check against torch's distribute_tensor."""
+    import torch  # noqa: PLC0415 - only the ranks need torch
 
     mesh = mesh_of(axis, 2)
     for layout in ((S0, S0), (S1, S0), (S0, S1), (R, S1), (S1, S1)):

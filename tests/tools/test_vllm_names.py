@@ -1,4 +1,4 @@
-"""The tool behind tests/data/vllm: compositions that it finds of tensors put together here, and what it wrote."""
+"""The tool that writes tests/data/vllm: it finds compositions of tensors; and the files that it wrote."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ COMPOSITIONS = {
     "every other row": (Q[1::2], "layers.*.q.weight[rows, step 2]"),
     "transposed": (Q.T, "layers.*.q.weight.T"),
     "concatenated": (np.concatenate([Q[:4], K[:2]]), ["cat 0", "layers.*.q.weight[rows]", "layers.*.k.weight[rows]"]),
-    "two parts of one": (np.concatenate([Q[:2], Q[4:6]]), ["repeat 0", "layers.*.q.weight[rows]"]),
+    "two segments of one": (np.concatenate([Q[:2], Q[4:6]]), ["repeat 0", "layers.*.q.weight[rows]"]),
     "columns of two": (
         np.hstack([Q[:4, :2], K[:, :2]]),
         ["cat 1", "layers.*.q.weight[rows; cols]", "layers.*.k.weight[cols]"],
@@ -74,13 +74,13 @@ def both(change):
 @pytest.mark.parametrize(
     "change", [lambda x: x + 1, lambda x: 2 * x, lambda x: -np.exp(x), lambda x: -x], ids=["+1", "2x", "-exp", "-"]
 )
-def test_computed_values_are_no_numbers(change):
+def test_computed_values_are_not_element_numbers(change):
     with np.errstate(over="ignore"):
         first, second = both(lambda tensors: change(tensors["layers.0.q.weight"]))
     assert numbers_of(NUMBERING, first, second) is None or not np.isfinite(first).all()
 
 
-def test_copied_values_are_numbers_and_what_was_there_is_padding():
+def test_copied_values_are_element_numbers_and_others_padding():
     first, second = both(lambda tensors: np.concatenate([tensors["layers.0.a"], np.float32([np.nan, 1.5])]))
     assert numbers_of(NUMBERING, first, second).tolist() == [1, 2, 3, 4, 0, 0]
 
@@ -108,7 +108,7 @@ def test_patterns():
     assert pattern("mlp.shared_expert.up.weight") == "mlp.shared_expert.up.weight"
 
 
-#: In place of an interpreter with vLLM: writes records, and is killed at the folder b.
+#: Replaces an interpreter with vLLM: writes records, and is killed at the folder b.
 STUB = """#!/bin/sh
 shift 2
 for folder in "$@"; do
@@ -119,7 +119,7 @@ done
 """
 
 
-def test_a_crash_loses_only_the_checkpoint_it_is_at(tmp_path):
+def test_crash_loses_only_the_current_checkpoint(tmp_path):
     python = tmp_path / "python"
     python.write_text(STUB)
     python.chmod(0o755)
@@ -151,7 +151,7 @@ def test_fixture_has_heads_of_each_rank(tp):
     dtype, ranks = FIXTURE["llama"]["tensors"]["model.layers.1.self_attn.qkv_proj.weight"]
     rows, expected = 256 // tp, []
     for rank in range(tp):
-        head = rank * 2 // tp * 32  # two KV heads of 32: at tp 4, two ranks hold the same one
+        head = rank * 2 // tp * 32  # two KV heads of size 32: at tp 4, two ranks hold each
         expected.append(np.concatenate([q[rank * rows :][:rows], k[head : head + 32], v[head : head + 32]]))
     assert dtype == "bfloat16"
     assert ranks[str(tp)] == [list(expected[0].shape), *map(digest, expected)]
@@ -160,12 +160,12 @@ def test_fixture_has_heads_of_each_rank(tp):
 def test_fixture_pads_the_vocabulary():
     tensor = full_tensors("llama-tied")["model.embed_tokens.weight"]
     padded = np.concatenate([tensor, np.zeros((24, tensor.shape[1]), np.float32)])
-    _, ranks = FIXTURE["llama-tied"]["tensors"]["lm_head.weight"]  # of both names, vLLM keeps the smaller
+    _, ranks = FIXTURE["llama-tied"]["tensors"]["lm_head.weight"]  # tied: vLLM keeps the first name
     assert ranks["2"] == [[512, 64], digest(padded[:512]), digest(padded[512:])]
     assert "model.embed_tokens.weight" not in FIXTURE["llama-tied"]["tensors"]
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_fixture_knows_how_each_tensor_is_made(name):
+def test_fixture_has_the_composition_of_each_tensor(name):
     assert "unknown" not in json.dumps(FIXTURE[name]["made"])
     assert {pattern(tensor) for tensor in FIXTURE[name]["tensors"]} == set(FIXTURE[name]["made"])

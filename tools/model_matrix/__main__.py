@@ -5,7 +5,7 @@
 Without types it runs all of them, and writes docs/models.md and its summary in docs/models-and-families.md. With
 --update it replaces the rows of the types that it runs. It fails if the result of a type is wrong without a reason in
 :data:`~tools.model_matrix.trial.REASONS`, if less of a type is sharded than expected without a reason in
-:data:`~tools.model_matrix.trial.LESS_CUT`, and if a reason is not needed. Only these reasons are written by hand.
+:data:`~tools.model_matrix.trial.LESS_SHARDED`, and if a reason is not needed. Only these reasons are written by hand.
 """
 
 import shutil
@@ -25,7 +25,7 @@ from tools.model_matrix.trial import KINDS, Row, try_padded, try_type
 
 
 def rows(types: list[str]) -> Iterator[Row]:
-    """The lines of all types, or of some."""
+    """Try all types, or the given ones."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -43,16 +43,16 @@ def rows(types: list[str]) -> Iterator[Row]:
 
 
 def main() -> int:
-    """Try the types of the command line, or all; returns the exit code."""
+    """Try the types given on the command line, or all; returns the exit code."""
     types = [argument for argument in sys.argv[1:] if argument != "--update"]
     found = []
     for row in rows(types):
         found.append(row)
-        share, error = f"{row.cut:.3f}", f"{row.error:.0e}"
+        sharded, error = f"{row.sharded:.3f}", f"{row.error:.0e}"
         kept = "no cache" if row.cache is None else f"{row.cache:.2f}"
         how = f"[{row.attention}, {kept}]"
         verdicts = (*row.verdicts, row.padded)
-        print(row.kind, row.model_type, row.family, how, *verdicts, share, error, row.note, flush=True)
+        print(row.kind, row.model_type, row.family, how, *verdicts, sharded, error, row.note, flush=True)
     if types and "--update" in sys.argv:
         new = {(row.kind, row.model_type): row for row in found}
         found = [new.get((row.kind, row.model_type), row) for row in written()]
@@ -60,7 +60,7 @@ def main() -> int:
     if not types:
         write(found)
     problems = unexplained(found, is_all=not types)
-    print(f"{len(found)} types; {'; '.join(problems) or 'each as it is said to be'}")
+    print(f"{len(found)} types; {'; '.join(problems) or 'no unexpected result'}")
     return 1 if problems else 0
 
 

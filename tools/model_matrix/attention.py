@@ -1,4 +1,4 @@
-"""How the attention of a model is sharded, module by module: for docs/models.md."""
+"""How the attention modules of a model are sharded, for docs/models.md."""
 
 import re
 from collections.abc import Iterator
@@ -9,27 +9,27 @@ from torch import nn
 from shardconv.plan.family_file import load_family
 from shardconv.plan.plan import Plan, TensorPlan
 
-#: Classes of modules that attend, but for parts of them, or that keep a state of fixed size instead.
+#: Classes of attention modules (without their submodules), and of modules with a state of fixed size.
 _ATTENTION = re.compile(r"\w*(Attention|Attn)\w*(?<!Residual)(?<!Norm)(?<!Output)(?<!Projection)(?<!Projector)")
 _STATE = re.compile(
     r"\w*(Mixer|DeltaNet|DeltaAttention|\wLinearAttention|LightningAttention|RwkvSelfAttention|LSTMLayer|RecurrentBlock"
     r"|ShortConv|MambaLayer)"
 )
-#: Styles whose module computes with all features on every rank.
+#: Styles of modules that compute all features on every rank.
 _WHOLE = ("colwise_gather_output", "gathered", "replicate", "embedding_colwise_gather_output")
 
 
 def attention_kinds(model: nn.Module, plan: Plan) -> tuple[str, list[str]]:
-    """How attention is sharded, and why some is not.
+    """How attention is sharded, and why some of it is gathered.
 
     Args:
         model: a model of transformers.
-        plan: for its tensors in memory.
+        plan: the plan of its tensors in memory.
 
     Returns:
-        The kinds that it has of ``heads``, ``latent`` (heads over a latent that every rank holds), ``state`` (a state
+        The model's kinds: ``heads``, ``latent`` (heads over a latent that every rank holds), ``state`` (a state
         of fixed size, whose heads or channels are sharded) and ``gathered``, and the reasons of the families for the
-        last, also where it depends on the number of ranks; "" for families that give none.
+        last, also where it depends on the number of ranks; "" for a family without a reason.
     """
     kinds, reasons = set(), set()
     scopes = plan.rules.models if plan.rules else ()
@@ -49,7 +49,7 @@ def attention_kinds(model: nn.Module, plan: Plan) -> tuple[str, list[str]]:
 
 
 def _modules(model: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, list[TensorPlan]]]:
-    """Modules that attend and have none in them that do, with the plans of their matrices."""
+    """The innermost attention modules, with the plans of their matrices."""
     for name, module in model.named_modules():
         inside = [type(one).__name__ for one in module.modules()]
         if not _is_attention(inside[0]) or any(map(_is_attention, inside[1:])):

@@ -1,4 +1,4 @@
-"""docs/models.md and its summary in docs/models-and-families.md: write them, read them, and check the reasons."""
+"""Write and read docs/models.md and its summary in docs/models-and-families.md, and check the reasons."""
 
 import re
 from pathlib import Path
@@ -7,80 +7,87 @@ import transformers
 
 from shardconv.plan.family_file import family_names, load_family
 from shardconv.proof.report import GRADIENT_LIMIT, OUTPUT_LIMIT
-from tools.model_matrix.trial import KINDS, LEAST_CUT, LESS_CUT, NOT_TRAINED, REASONS, Row
+from tools.model_matrix.trial import KINDS, LEAST_SHARDED, LESS_SHARDED, NOT_TRAINED, REASONS, Row
 
 ROOT = Path(__file__).parents[2]
 
 
 def table(found: list[Row]) -> str:
-    """docs/models.md."""
+    """The text of docs/models.md."""
     lines = [
         "# Models",
         "",
-        f"Every model type that transformers {transformers.__version__} builds, by `make test-models`: a small model",
-        "of the type, randomly initialized, written by `save_pretrained`, split, loaded by `shardconv.load` on 2 and 4",
-        f"ranks, and compared in float32 with the unsharded one: outputs to {OUTPUT_LIMIT:.0e} of the largest, greedy",
-        f"tokens with a cache, and gradients of a training step to {GRADIENT_LIMIT:.0e}. *Error* is the larger of",
-        "both. *tp 3* is with `--pad`, and is refused where not all that does not divide can be padded: see",
-        "[padding](padding.md). *Cut* is the share of the bytes in matrices of which no rank holds all, in a model of",
-        "the type's default size. *Attention* is sharded by `heads`; by heads over a `latent` that every rank holds;",
-        "in layers with a `state` of fixed size by its heads or channels; or it is `gathered`, for the reason in the",
-        "note, which types have, too, that gather only at other tensor parallel sizes. *Cache* is what a forward pass",
-        "leaves in the cache on a rank at tp 2, of the bytes of the unsharded model's (KV heads, latents that every",
-        "rank holds, and states).",
+        f"Results of `make test-models` for all model types of transformers {transformers.__version__}: a small model",
+        "of the type, randomly initialized, is written by `save_pretrained`, split, loaded by `shardconv.load` on 2",
+        f"and 4 ranks, and compared in float32 with the unsharded model: outputs to {OUTPUT_LIMIT:.0e} of the largest,",
+        f"greedy tokens with a cache, and gradients of a training step to {GRADIENT_LIMIT:.0e}. The columns:",
+        "",
+        "- *attention*: sharded by `heads`; by heads over a `latent` that every rank holds; layers with a `state` of",
+        "  fixed size, by heads or channels; or `gathered`, with the reason in the note. A type that gathers attention",
+        "  only at other tensor parallel sizes has the reason, too.",
+        "- *cache*: bytes of the cache per rank at tp 2 after a forward pass, as a percentage of the unsharded model's",
+        "  (KV heads, latents that every rank holds, and states).",
+        "- *tp 3*: with `--pad`; `refused` if a dim that does not divide cannot be [padded](padding.md).",
+        "- *sharded*: bytes in matrices that are sharded or distributed over ranks, as a percentage of the bytes in",
+        "  all matrices of a model of the type's default size.",
+        "- *error*: the larger error of outputs and gradients.",
         "",
         *summary(found),
     ]
     for kind in KINDS:
-        lines += ["", f"## {kind.capitalize()}", "", _COLUMNS, "|---" * _COLUMNS.count(" | ") + "|---|"]
+        lines += ["", f"## {_heading(kind)}", "", _COLUMNS, "|---" * _COLUMNS.count(" | ") + "|---|"]
         for row in (row for row in found if row.kind == kind):
             two, four = (*row.verdicts, "", "")[:2]
             note = row.note
-            if row.is_right and not row.is_cut:
-                note = "; ".join(dict.fromkeys(filter(None, [*row.note.split("; "), LESS_CUT.get(row.model_type)])))
+            if row.is_right and not row.is_sharded:
+                note = "; ".join(dict.fromkeys(filter(None, [*row.note.split("; "), LESS_SHARDED.get(row.model_type)])))
             elif not row.is_right:
                 note = REASONS.get(row.model_type, row.note)
-            cut, error = (f"{row.cut:.1%}", f"{row.error:.0e}") if row.verdicts else ("", "")
+            sharded, error = (f"{row.sharded:.1%}", f"{row.error:.0e}") if row.verdicts else ("", "")
             text = re.sub(r"[|<>]", " ", "; ".join(filter(None, [note, *(f"gathered: {one}" for one in row.reasons)])))
             cache = "" if row.cache is None else f"{row.cache:.0%}"
-            cells = (row.model_type, row.family, row.attention, cache, two, four, row.padded, cut, error, text)
+            cells = (row.model_type, row.family, row.attention, cache, two, four, row.padded, sharded, error, text)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-#: The head of each table.
-_COLUMNS = "| type | family | attention | cache | tp 2 | tp 4 | tp 3 | cut | error | note |"
+def _heading(kind: str) -> str:
+    return kind[0].upper() + kind[1:]
+
+
+#: The header of each table.
+_COLUMNS = "| type | family | attention | cache | tp 2 | tp 4 | tp 3 | sharded | error | note |"
 
 
 def summary(found: list[Row]) -> list[str]:
-    """What is supported, in a few lines."""
+    """The table of counts, with a row for each task."""
     lines = [
-        f"| models | types | right on 2 and 4 ranks | of these, {LEAST_CUT:.0%} cut | right on 3, padded "
+        f"| task | types | right on 2 and 4 ranks | of these, {LEAST_SHARDED:.0%} sharded | right on 3, padded "
         "| attention gathered | not right |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind in KINDS:
         of_kind = [row for row in found if row.kind == kind]
         right = [row for row in of_kind if row.is_right]
-        cut, wrong = sum(row.is_cut for row in right), [row.model_type for row in of_kind if not row.is_right]
+        sharded, wrong = sum(row.is_sharded for row in right), [row.model_type for row in of_kind if not row.is_right]
         gathered, padded = sum(row.is_gathered for row in of_kind), sum(row.padded == "right" for row in right)
-        counts = (len(of_kind), len(right), cut, padded, gathered)
+        counts = (len(of_kind), len(right), sharded, padded, gathered)
         lines.append(f"| {kind} | {' | '.join(map(str, counts))} | {', '.join(wrong) or 'none'} |")
     return lines
 
 
 def written() -> list[Row]:
-    """The lines of docs/models.md, as an earlier run wrote them."""
+    """The rows of docs/models.md, as an earlier run wrote them."""
     found, kind = [], ""
-    kinds = {name.capitalize(): name for name in KINDS}
+    kinds = {_heading(name): name for name in KINDS}
     for line in (ROOT / "docs" / "models.md").read_text().splitlines():
         if line.startswith("## "):
             kind = kinds[line.removeprefix("## ")]
         elif kind and line.startswith("| ") and not line.startswith("| type "):
-            model_type, family, attention, cache, *verdicts, padded, cut, error, note = map(
+            model_type, family, attention, cache, *verdicts, padded, sharded, error, note = map(
                 str.strip, line[1:-1].split("|")
             )
-            numbers = float(cut.rstrip("%") or 0) / 100, float(error or 0)
+            numbers = float(sharded.rstrip("%") or 0) / 100, float(error or 0)
             note, *reasons = re.split(r"(?:^|; )gathered: ", note)
             share = float(cache.rstrip("%")) / 100 if cache else None
             verdict = tuple(filter(None, verdicts)), *numbers, note
@@ -98,9 +105,9 @@ def write(found: list[Row]) -> None:
 
 
 def unexplained(found: list[Row], *, is_all: bool) -> list[str]:
-    """What is otherwise than the tables of reasons say it; of all types together, also what they say of none."""
+    """Results without a reason; and, if all types were run (``is_all``), reasons that no result needs."""
     wrong = {row.model_type for row in found if not row.is_right}
-    less = {row.model_type for row in found if row.is_right and not row.is_cut}
+    less = {row.model_type for row in found if row.is_right and not row.is_sharded}
     padded = {row.model_type for row in found if row.padded in ("wrong", "fails")}
     untrained = {row.model_type for row in found if row.is_right and "gradients" in row.note}
     unreasoned = {row.model_type for row in found if row.is_gathered and not all(row.reasons or [""])}
@@ -108,18 +115,18 @@ def unexplained(found: list[Row], *, is_all: bool) -> list[str]:
     reasons = {name: load_family(name).gathered for name in families}
     ungathered = {name for name, reason in reasons.items() if reason and not reason.startswith("only ")}
     ungathered -= {row.family for row in found if row.is_gathered}
-    needless = (set(REASONS) - wrong) | (set(LESS_CUT) - less) | (set(NOT_TRAINED) - untrained)
+    needless = (set(REASONS) - wrong) | (set(LESS_SHARDED) - less) | (set(NOT_TRAINED) - untrained)
     return [
         f"{what}: {', '.join(sorted(which))}"
         for what, which in (
-            ("not right, without a reason", wrong - set(REASONS)),
-            ("not right with padding", padded),
-            (f"less than {LEAST_CUT:.0%} cut, without a reason", less - set(LESS_CUT)),
-            ("without gradients of training, and without a reason", untrained - set(NOT_TRAINED)),
+            ("wrong, without a reason", wrong - set(REASONS)),
+            ("wrong with padding", padded),
+            (f"less than {LEAST_SHARDED:.0%} sharded, without a reason", less - set(LESS_SHARDED)),
+            ("no gradients of a training step, without a reason", untrained - set(NOT_TRAINED)),
             ("gathered, without a reason in the family file", unreasoned),
-            ("with a reason that is not needed", needless if is_all else set()),
+            ("a reason that is not needed", needless if is_all else set()),
             (
-                "families with a reason for gathered attention, in none of whose types it is",
+                "families with a reason for gathered attention, but no type that gathers it",
                 ungathered if is_all else set(),
             ),
         )

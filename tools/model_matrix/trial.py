@@ -1,6 +1,6 @@
 """Try one model type: a small model of it, split, loaded, and compared with the unsharded one.
 
-Has the kinds of types, too, and the reasons of those that are not right, or not all sharded.
+Also defines the tasks of the types, and the reasons for types that are wrong or not fully sharded.
 """
 
 import json
@@ -32,10 +32,10 @@ from shardconv.proof.small_models import REFERENCE
 from tools.model_matrix.attention import attention_kinds
 
 LAYOUTS = {2: "pair", 4: "four", 8: "eight"}
-#: What a rank may hold more than its part, as bytes of matrices.
-LEAST_CUT = 0.95
+#: Smallest fraction of the bytes of matrices that has to be sharded.
+LEAST_SHARDED = 0.95
 
-#: Types with none of those auto classes, by a class of theirs.
+#: Type to model class, for types that none of the auto classes below has.
 OTHERS = {
     "clip_text_model": "CLIPTextModel",
     "clip_vision_model": "CLIPVisionModel",
@@ -45,40 +45,40 @@ OTHERS = {
     "visual_bert": "VisualBertForPreTraining",
 }
 
-#: Kinds of models, as transformers' auto classes sort them.
+#: Task on the Hub to the types that transformers' auto class for the task has.
 KINDS = {
-    "causal language models": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "masked language models": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    "sequence to sequence": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    "images and text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    "images beside text": modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    "speech to text": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-    "speech, letter by letter": modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES,
+    "text generation": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "fill-mask": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "text-to-text": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "image-text-to-text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "image classification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "zero-shot image classification": modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "automatic speech recognition (seq2seq)": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "automatic speech recognition (CTC)": modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES,
     "other models": OTHERS,
 }
 
-#: Types that are not proven, by the reason.
+#: Reason to the types that are not right.
 _REASONS = {
-    "transformers builds none: all its layers have to share keys, and one of each kind has to make them": (
+    "transformers cannot build a model: all layers would share keys, but one layer of each kind has to compute them": (
         "gemma4_assistant", "gemma4_unified_assistant",
     ),
-    "imports functions that natten has no longer": ("dinat",),
+    "imports functions that natten no longer has": ("dinat",),
 }  # fmt: skip
 REASONS = {model_type: reason for reason, types in _REASONS.items() for model_type in types}
 
-#: Types that are right, and of which less is cut than is to be, by the reason.
-_LESS_CUT = {
-    "its buffers of whole numbers stay whole": ("ibert",),
-    "adapters of its shared blocks stay whole": ("zamba2",),
-    "kernels of its tower and tables of queries stay whole": ("deepseek_ocr2",),
-    "a table of positions, which is most of the small model, stays whole": ("hunyuan_vl",),
+#: Reason to the types that are right, but of which less than LEAST_SHARDED is sharded.
+_LESS_SHARDED = {
+    "its integer buffers are replicated": ("ibert",),
+    "the adapters of its shared blocks are replicated": ("zamba2",),
+    "convolution kernels and query tables of its vision tower are replicated": ("deepseek_ocr2",),
+    "the position table, most of the small model, is replicated": ("hunyuan_vl",),
 }  # fmt: skip
-LESS_CUT = {model_type: reason for reason, types in _LESS_CUT.items() for model_type in types}
+LESS_SHARDED = {model_type: reason for reason, types in _LESS_SHARDED.items() for model_type in types}
 
-#: Types whose small model has no gradients of training, by the reason.
+#: Reason to the types whose small model cannot run a training step.
 _NOT_TRAINED = {
-    "asks for as many tokens in training as its positions have": ("reformer",),
+    "requires training sequences as long as its axial position table": ("reformer",),
 }  # fmt: skip
 NOT_TRAINED = {model_type: reason for reason, types in _NOT_TRAINED.items() for model_type in types}
 
@@ -90,15 +90,15 @@ class Row:
     Attributes:
         kind: a key of KINDS.
         model_type: the type.
-        family: whose rules cut it; "" if none did.
-        verdicts: for each number of ranks ``right``, or what went wrong.
-        cut: the share of the bytes in matrices that are cut, of a model of default size; of the small one, where that
-            cannot be made.
-        error: the largest of outputs and gradients, at any number of ranks.
-        note: what is to be known.
-        attention: how attention is sharded, as :func:`.attention.attention_kinds` has it; "" for models without.
-        cache: the bytes of the cache per rank at tp 2, of the unsharded model's; None for models that have none.
-        reasons: why attention is gathered, where it is.
+        family: the family whose rules shard it; "" without one.
+        verdicts: for each number of ranks ``right``, ``wrong``, ``fails`` or ``no plan``.
+        sharded: the sharded fraction of the bytes of matrices, of a model of default size; of the small model, where
+            that cannot be built.
+        error: the largest relative error of outputs and gradients, at any number of ranks.
+        note: remarks on the result.
+        attention: how attention is sharded, from :func:`.attention.attention_kinds`; "" for models without.
+        cache: the cache's bytes per rank at tp 2 as a fraction of the unsharded model's; None for models without.
+        reasons: why attention is gathered.
         padded: the verdict on 3 ranks with padding; ``refused`` where not all of the model can be padded.
     """
 
@@ -106,7 +106,7 @@ class Row:
     model_type: str
     family: str = ""
     verdicts: tuple[str, ...] = ()
-    cut: float = 0.0
+    sharded: float = 0.0
     error: float = 0.0
     note: str = ""
     attention: str = ""
@@ -125,58 +125,58 @@ class Row:
         return bool(self.verdicts) and set(self.verdicts) == {"right"}
 
     @property
-    def is_cut(self) -> bool:
-        """Whether as much of it is sharded as is to be."""
-        return self.cut >= LEAST_CUT
+    def is_sharded(self) -> bool:
+        """Whether at least LEAST_SHARDED of it is sharded."""
+        return self.sharded >= LEAST_SHARDED
 
 
 def model_class(kind: str, model_type: str) -> Any:
-    """The class of a type; of several, the first."""
+    """The model class of a type; the first one if there are several."""
     names = KINDS[kind][model_type]
     return getattr(transformers, names if isinstance(names, str) else names[0])
 
 
 def small(plain: Any) -> Any:
-    """A small model of a class, of its default config."""
+    """A small model of a class, built from its default config."""
     config = plain.config_class
     return build_small(plain, config(**small_fields(default_config(config))))
 
 
 def specs_in_memory(model: Any) -> dict[str, TensorSpec]:
-    """The tensors of a model under the names that they have in memory."""
+    """The specs of a model's state dict."""
     state = model.state_dict()
     return {name: TensorSpec(DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in state.items()}
 
 
 def plan_in_memory(model: Any, tp: int) -> Plan:
-    """The plan of a model by these names."""
+    """The plan of a model in memory."""
     return resolve(specs_in_memory(model), model.config.to_dict(), PlanRequest()).resolver.plan(tp)
 
 
-def default_cut(plain: Any) -> float | None:
-    """The share of bytes in matrices that are cut at tp=2, of a model of default size; None where there is none."""
+def default_sharded(plain: Any) -> float | None:
+    """The sharded fraction at tp=2 of a model of default size; None if it cannot be built."""
     try:
         with torch.device("meta"):
             model = plain(plain.config_class(**default_config(plain.config_class)))
         return sharded_fraction(specs_in_memory(model), plan_in_memory(model, 2))
-    except Exception:  # noqa: BLE001 - whatever it was: the small model stands in
+    except Exception:  # noqa: BLE001 - whatever the error, the small model is measured instead
         return None
 
 
 def check(axis: Any, kind: str, source: Path, place: Path, request: PlanRequest, reference: Path) -> Comparison | str:
-    """On a rank: the comparison, or what went wrong."""
+    """Compare on one rank; returns the comparison, or the error as text."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     try:
         return compare(axis, getattr(transformers, kind), source, place, request, reference)
-    except Exception as error:  # noqa: BLE001 - it goes into the table
+    except Exception as error:  # noqa: BLE001 - the table reports it
         where = traceback.extract_tb(error.__traceback__)[-1].name
         return f"{type(error).__name__} in {where}: {error}".replace("\n", " ")[:200]
 
 
 def worst(found: list[Any]) -> Comparison | str:
-    """What the ranks found, together: an error of any, or the largest differences."""
+    """Combine the results of all ranks: the first error, or the largest differences."""
     if errors := [one for one in found if isinstance(one, str)]:
         return errors[0]
     outputs, tokens, gradients, notes, caches = zip(*found, strict=True)
@@ -188,22 +188,22 @@ def worst(found: list[Any]) -> Comparison | str:
 def try_type(
     run: Any, home: Path, kind: str, model_type: str, tps: Iterable[int] = PROOF_TPS, *, at_default_size: bool = True
 ) -> Row:
-    """The line of one type; the share that is cut is that of its default size, or of the small one: quicker."""
+    """Try one type; ``at_default_size=False`` measures the sharded fraction on the small model, which is faster."""
     source = home / "source"
     shutil.rmtree(source, ignore_errors=True)
     try:
         plain = model_class(kind, model_type)
         model = small(plain)
         model.save_pretrained(source)
-    except Exception as error:  # noqa: BLE001 - it goes into the table
-        return Row(kind, model_type, note=f"is not built: {type(error).__name__}: {error}".replace("\n", " ")[:160])
+    except Exception as error:  # noqa: BLE001 - the table reports it
+        return Row(kind, model_type, note=f"cannot be built: {type(error).__name__}: {error}".replace("\n", " ")[:160])
     reference = home / REFERENCE
     try:
         write_reference(type(model), source, reference)
     except Exception as error:  # noqa: BLE001 - likewise
-        return Row(kind, model_type, note=f"does not run: {type(error).__name__}: {error}".replace("\n", " ")[:160])
+        return Row(kind, model_type, note=f"fails to run: {type(error).__name__}: {error}".replace("\n", " ")[:160])
     verdicts, errors, notes, family = [], [0.0], [], ""
-    cut = default_cut(plain) if at_default_size else None
+    sharded = default_sharded(plain) if at_default_size else None
     attention, caches = "", []
     reasons: list[str] = []
     for tp in tps:
@@ -217,10 +217,11 @@ def try_type(
             continue
         family = report.family or ""
         attention, reasons = attention_kinds(model, plan_in_memory(model, tp))
-        if cut is None:
+        if sharded is None:
             opened = open_source(source)
-            cut = sharded_fraction(opened.specs, resolve(opened.specs, opened.config, PlanRequest()).resolver.plan(tp))
-            notes.append("share of the small model")
+            resolver = resolve(opened.specs, opened.config, PlanRequest()).resolver
+            sharded = sharded_fraction(opened.specs, resolver.plan(tp))
+            notes.append("measured on the small model")
         try:
             found = worst(run(LAYOUTS[tp], check, type(model).__name__, source, place, PlanRequest(), reference))
         except AssertionError as error:
@@ -237,12 +238,12 @@ def try_type(
         notes += [note] if note else []
     notes = list(dict.fromkeys(notes))
     cache = caches[0] if caches else None
-    verdict = tuple(verdicts), cut or 0.0, max(errors), "; ".join(notes)
+    verdict = tuple(verdicts), sharded or 0.0, max(errors), "; ".join(notes)
     return Row(kind, model_type, family, *verdict, attention, cache, tuple(reasons))
 
 
 def try_padded(run: Any, home: Path) -> str:
-    """The verdict on 3 ranks with padding, of the model that :func:`try_type` left."""
+    """The verdict on 3 ranks with padding, for the model that :func:`try_type` wrote to ``home``."""
     source, place = home / "source", home / "tp3"
     shutil.rmtree(place, ignore_errors=True)
     try:

@@ -1,4 +1,4 @@
-"""What models of vLLM need to be imported, before anything imports transformers."""
+"""Imports that models of vLLM require before transformers is imported."""
 
 import sys
 from pathlib import Path

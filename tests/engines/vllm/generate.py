@@ -1,6 +1,6 @@
-"""Generate greedy tokens and their logprobs by vLLM's engine: ``python generate.py FOLDER LOAD_FORMAT TP FILE``.
+"""Generate greedy tokens and their logprobs with vLLM's engine: ``python generate.py FOLDER LOAD_FORMAT TP FILE``.
 
-FILE becomes JSON: for each prompt its tokens, and for each token its largest logprobs.
+Writes JSON to FILE: the tokens of each prompt, and the largest logprobs of each token.
 """
 
 import json
@@ -20,7 +20,7 @@ SETTINGS = {
 
 def main(folder, load_format, tp, file):
     os.environ.update(SETTINGS)
-    from vllm import LLM, SamplingParams  # noqa: PLC0415 - once the environment is set
+    from vllm import LLM, SamplingParams  # noqa: PLC0415 - after the environment is set
 
     llm = LLM(
         model=folder, load_format=load_format, tensor_parallel_size=int(tp), enforce_eager=True, dtype="bfloat16",

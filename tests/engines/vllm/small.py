@@ -1,4 +1,4 @@
-"""Small models that vLLM serves, in the sizes that it accepts; written by transformers."""
+"""Small models in sizes that vLLM supports, written by transformers."""
 
 from pathlib import Path
 
@@ -39,19 +39,19 @@ MODELS = {
     "gpt_oss": Model("gpt_oss", MOE),
     "deepseek_v2": Model("deepseek_v2", MLA),
     "olmo2": Model("olmo2", GQA),
-    "bert": Model("bert", BASE, auto="AutoModel"),  # whose loader collects all weights first
+    "bert": Model("bert", BASE, auto="AutoModel"),  # its loader collects all weights first
     "gpt2": Model("gpt2", {**BASE, "n_positions": 128}),
     "mamba2": Model("mamba2", {**BASE, "num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 2, "expand": 2}),
     "qwen3_next": Model("qwen3_next", GDN),
 }
 #: With fewer KV heads than ranks, or none.
 ON_FOUR_RANKS = ("llama", "llama, tied", "qwen2", "phi3", "falcon", "mixtral", "qwen3_moe", "deepseek_v2", "olmo2")
-#: Each model with the tensor parallel sizes that are tried.
+#: Model to the tensor parallel sizes to test.
 CASES = [*((name, 2) for name in MODELS), *((name, 4) for name in ON_FOUR_RANKS)]
 
 
 def write(name: str, folder: Path) -> Path:
-    """Write a model as a checkpoint; again if it is there."""
+    """Write a model as a checkpoint; overwrites an existing one."""
     path = folder / name.replace(", ", "-")
     if not path.exists():
         MODELS[name].write(path, max_shard_size="1MB")

@@ -1,6 +1,6 @@
-"""vLLM's engine on shardconv's files: greedy tokens and logprobs are those of its default loader on the source.
+"""vLLM's engine on rank files: greedy tokens and logprobs equal those with its default loader on the source.
 
-Exact: the same values in the same model. Each engine is a process of its own with ``tp`` workers.
+Comparisons are exact. Each engine is a process with ``tp`` workers.
 """
 
 import json
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def engine(model, load_format, tp, file, **variables):
-    """Run the engine on a folder or a model of the Hub, with environment variables; gives its process."""
+    """Run the engine on a folder or a model of the Hub, with environment variables; returns its process."""
     script = Path(__file__).with_name("generate.py")
     command = [sys.executable, str(script), str(model), load_format, str(tp), str(file)]
     environment = {**os.environ, **variables}
@@ -43,7 +43,7 @@ def generated(model, load_format, tp, **variables):
 
 @pytest.fixture(scope="session")
 def default(tmp_path_factory):
-    """The source of a model, and what vLLM's default loader makes of it."""
+    """The source of a model, and the tokens generated with vLLM's default loader."""
     folder = tmp_path_factory.mktemp("sources")
 
     @cache
@@ -61,13 +61,13 @@ def test_tokens(name, default, tmp_path):
     assert generated(tmp_path / "split", "shardconv", 2) == expected
 
 
-#: Those of them that have vLLM's layout.
+#: Models that vLLM's layout supports.
 WITH_LAYOUT = ("llama", "llama, tied", "qwen2", "qwen3", "gemma3_text", "phi3", "mixtral", "qwen3_moe")
 
 
 @pytest.mark.parametrize("name", WITH_LAYOUT)
 def test_layout(name, default, tmp_path):
-    """vLLM alone, by its own load format."""
+    """vLLM without the plugin, by its load format."""
     source, expected = default(name, 2)
     shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
     assert generated(tmp_path / "split", "sharded_state", 2) == expected
@@ -80,7 +80,7 @@ def test_source_that_is_not_split(name, default):
 
 
 def test_model_of_the_hub(default, tmp_path):
-    """By its name, from the cache of huggingface_hub, as vLLM leaves it after the download."""
+    """By its name, from the cache of huggingface_hub, as after vLLM's download."""
     source, expected = default("llama", 2)
     cached = tmp_path / "hub" / "models--org--small"
     shutil.copytree(source, cached / "snapshots" / ("0" * 40))
@@ -105,7 +105,7 @@ def split(default, tmp_path_factory):
 
 
 def refusal(folder, tp):
-    """The message of shardconv among what vLLM prints when it does not start."""
+    """The output of vLLM when it does not start, with shardconv's message."""
     result = engine(folder, "shardconv", tp, os.devnull)
     assert result.returncode != 0
     return result.stdout + result.stderr
@@ -125,15 +125,15 @@ def test_damaged_rank_file(split, tmp_path):
 
 
 def test_boundaries_of_another_engine(default, tmp_path):
-    """The vocabulary of 1000 without padding: rank 0 lacks 12 of the 512 rows that vLLM takes."""
+    """A vocabulary of 1000 without padding: rank 0 lacks 12 of the 512 rows that vLLM reads."""
     source = write("llama", tmp_path)
     shardconv.split(source, tmp_path / "split", tp=2)
-    said = refusal(tmp_path / "split", 2)
-    assert "are not on this rank, which holds [0, 500) of 1000: split the source again with --for vllm" in said
+    message = refusal(tmp_path / "split", 2)
+    assert "are not on this rank, which holds [0, 500) of 1000: split the source again with --for vllm" in message
 
 
-def test_a_padded_checkpoint_on_three_ranks(default, tmp_path):
-    """Heads, widths and the vocabulary are padded; bf16 sums in another order, so only tokens are equal."""
+def test_padded_checkpoint_on_three_ranks(default, tmp_path):
+    """Heads, widths and the vocabulary are padded; sums in bf16 have another order, so only tokens are compared."""
     source, expected = default("qwen3", 1)
     shardconv.pad(source, tmp_path / "padded", tp=3, vocab_multiple=3 * 64)
     found = generated(tmp_path / "padded", "auto", 3)

@@ -1,7 +1,7 @@
-"""What vLLM's models hold after loading: by shardconv's files, and by vLLM's default loader from the source.
+"""Parameters of vLLM's models, loaded from rank files and by vLLM's default loader from the source.
 
-Exact: the same bytes. Values are compared before ``process_weights_after_loading``, so that models count whose kernels
-the CPU build lacks.
+Bytes are compared before ``process_weights_after_loading``, which includes models whose kernels
+the CPU build does not have.
 """
 
 import tomllib
@@ -30,9 +30,9 @@ def plugin():
 
 
 def parameters(folder, tp, rank, load_format):
-    """The tensors of vLLM's model on one rank."""
+    """The parameters of vLLM's model on one rank."""
     with one_rank(folder, tp=tp, rank=rank, dtype="bfloat16", load_format=load_format) as config:
-        from vllm.config.load import LoadConfig  # noqa: PLC0415 - once the environment is set
+        from vllm.config.load import LoadConfig  # noqa: PLC0415 - after the environment is set
         from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415
 
         model = construct(config, "cpu")
@@ -41,7 +41,7 @@ def parameters(folder, tp, rank, load_format):
 
 
 def has_layout(model_type):
-    """Whether vLLM's layout of a type is known."""
+    """Whether vLLM's layout supports a model type."""
     return model_type in tomllib.loads(Path(choice.__file__).with_name("vllm.toml").read_text())["types"]
 
 
@@ -54,7 +54,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(("name", "tp"), CASES)
 def test_parameters(name, tp, sources, tmp_path):
-    """Of the source as it is, of a split for vLLM, and of the merge of that."""
+    """From the source, a split for vLLM, and its merge."""
     source = write(name, sources)
     split, merged = tmp_path / "split", tmp_path / "merged"
     shardconv.split(source, split, tp=tp, engine="vllm")
@@ -71,7 +71,7 @@ def test_parameters(name, tp, sources, tmp_path):
 
 @pytest.mark.parametrize(("name", "tp"), CASES)
 def test_layout(name, tp, sources, tmp_path):
-    """Of rank files in vLLM's layout, where its layout of the type is known."""
+    """From rank files in vLLM's layout, if it supports the type."""
     source, split = write(name, sources), tmp_path / "split"
     if not has_layout(MODELS[name].model_type):
         with pytest.raises(PlanError, match=MODELS[name].model_type):

@@ -1,4 +1,4 @@
-"""Folders that vLLM's own code saves: merge gives the tensors of the checkpoint that vLLM loaded. Exact."""
+"""Folders saved by vLLM: merge restores the exact tensors of the checkpoint that vLLM loaded."""
 
 import shutil
 
@@ -12,15 +12,15 @@ from tests.engines.vllm.small import write
 
 
 def save(source, folder, *, tp, dtype, max_size, is_processed=False):
-    """Load a checkpoint by vLLM's default loader on each rank, and save the ranks by vLLM's own code.
+    """Load a checkpoint with vLLM's default loader on each rank, and save the ranks with vLLM's code.
 
-    ``is_processed`` is for what its engine does between the two: nothing to unquantized linear layers on a GPU, while
-    on a CPU it repacks them.
+    ``is_processed`` processes weights between the two, as the engine does. This repacks unquantized linear layers on a
+    CPU, but does not change them on a GPU.
     """
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     for rank in range(tp):
         with one_rank(source, tp=tp, rank=rank, dtype=dtype) as config:
-            from vllm.config.load import LoadConfig  # noqa: PLC0415 - once the environment is set
+            from vllm.config.load import LoadConfig  # noqa: PLC0415 - after the environment is set
             from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415
             from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader  # noqa: PLC0415
 
@@ -38,7 +38,7 @@ def save(source, folder, *, tp, dtype, max_size, is_processed=False):
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merge(name, tp, dtype, tmp_path):
-    """2 KV heads, which 4 ranks hold twice; the vocabulary of 1000 is padded to 1024."""
+    """4 ranks replicate the 2 KV heads; the vocabulary of 1000 is padded to 1024."""
     source = write(name, tmp_path)
     folder = save(source, tmp_path / "saved", tp=tp, dtype=dtype, max_size=200_000)
     assert len(list(folder.glob("model-rank-0-part-*"))) > 1
@@ -52,7 +52,7 @@ def test_merge(name, tp, dtype, tmp_path):
 
 
 def test_weights_that_are_not_saved(tmp_path):
-    """vLLM on a CPU saves none of its linear layers: a merge would give a checkpoint without them."""
+    """vLLM on a CPU does not save its linear layers, so a merge would lack them."""
     source = write("llama", tmp_path)
     folder = save(source, tmp_path / "saved", tp=2, dtype="bfloat16", max_size=None, is_processed=True)
     with pytest.raises(

@@ -1,6 +1,6 @@
 """Every checkpoint of tests/data/vllm, split for vLLM and loaded by the plugin.
 
-Exact: values are the numbers of their elements, and the digests were recorded with vLLM's default loader.
+Each value is the number of its element; digests were recorded with vLLM's default loader.
 """
 
 from unittest import mock
@@ -16,7 +16,7 @@ from tools.vllm_record import digest, values_of
 
 @pytest.fixture(scope="session", autouse=True)
 def plugin():
-    from vllm.model_executor.models import registry  # noqa: PLC0415 - as late as all of vLLM
+    from vllm.model_executor.models import registry  # noqa: PLC0415 - after the environment is set
 
     register()
     with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):  # 10 s less for each class
