@@ -1,0 +1,39 @@
+"""Formats of compressed-tensors: the library quantizes, and its decompressor is the oracle."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+
+import shardconv
+from tests.support.compressed import dequantize, write_compressed
+from tests.support.quantized import check_commands, check_values
+
+SCHEMES = (
+    "W4A16", "W4A16_ASYM", "W8A16", "W3A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4",
+    "MXFP8",
+)  # fmt: skip
+MODELS = ("llama", "phi3", "qwen3_moe", "deepseek_v3")
+
+
+@pytest.fixture(scope="session")
+def compressed(unquantized, tmp_path_factory) -> Callable[[str, str], Path]:
+    """A checkpoint by its scheme and model."""
+
+    def make(scheme: str, model: str) -> Path:
+        return write_compressed(unquantized(model), tmp_path_factory.mktemp(f"{model}-{scheme}"), (scheme, "Linear"))
+
+    return cache(make)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_shards_have_the_values_of_shards(compressed, unquantized, tmp_path, scheme, model):
+    source = compressed(scheme, model)
+    sizes = (2, 4, 8) if model == "llama" else (2, 4)
+    assert set(sizes) <= set(shardconv.report_plan(source).supported_tp)
+    for tp in sizes:
+        sharded = check_values(source, unquantized(model), tp, partial(dequantize, source), tmp_path / f"tp{tp}")
+        assert sharded >= 4
+    check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
