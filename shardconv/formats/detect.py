@@ -173,7 +173,7 @@ class _Layer:
         if not block:
             return axis, 1, 1
         if block not in self.scheme.blocks:
-            raise self._error(name, "needs a block size, which the settings do not have: pass --config FILE with it")
+            raise self._error(name, "needs a block size, which the settings do not have")
         found: Block = self.scheme.blocks[block]
         return axis, *found
 

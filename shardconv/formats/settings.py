@@ -141,7 +141,7 @@ def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Sc
     if strategy == "group":
         blocks["group"] = (_positive(weights, "group_size"), 1)
     elif strategy == "block":
-        blocks |= _rows_and_columns(weights.get("block_structure"))
+        blocks |= _rows_and_columns(weights, "block_structure")
     elif strategy not in ("tensor", "channel"):
         raise PlanError(f"compressed-tensors: strategy {strategy!r:.40} of config_groups.{name} is not supported")
     targets = tuple(_names(group, "targets"))
@@ -157,8 +157,8 @@ _COMPRESSED = (
 def _fp8(table: Mapping[str, object]) -> Iterator[Scheme]:
     if (dtype := table.get("expert_dtype", "fp8")) != "fp8":
         raise PlanError(f"FP8 with experts of {dtype!r:.20} is not supported: split the unquantized checkpoint")
-    size = table.get("weight_block_size")
-    yield Scheme(formats()["fp8"], {} if size is None else _rows_and_columns(size))
+    has_blocks = table.get("weight_block_size") is not None
+    yield Scheme(formats()["fp8"], _rows_and_columns(table, "weight_block_size") if has_blocks else {})
 
 
 def _modelopt(table: Mapping[str, object]) -> Iterator[Scheme]:
@@ -225,13 +225,14 @@ def _group(table: Mapping[str, object]) -> Block:
     return (max(size, 0), 1)
 
 
-def _rows_and_columns(value: object) -> dict[str, Block]:
+def _rows_and_columns(table: Mapping[str, object], key: str) -> dict[str, Block]:
+    value = table.get(key)
     sizes = re.split("[x, ]+", value) if isinstance(value, str) else value
     if not isinstance(sizes, list | tuple) or len(sizes) != 2:
-        raise PlanError(f"block size is {value!r:.40} (expected rows and columns): pass --config FILE with it")
+        raise PlanError(f"{key} is {value!r:.40} (expected rows and columns): pass --config FILE with it")
     rows, columns = (int(size) if isinstance(size, str) and size.isdecimal() else size for size in sizes)
     if type(rows) is not int or type(columns) is not int or min(rows, columns) < 1:
-        raise PlanError(f"block size is {value!r:.40} (expected two positive integers): pass --config FILE with it")
+        raise PlanError(f"{key} is {value!r:.40} (expected two positive integers): pass --config FILE with it")
     return {"rows": (rows, 1), "columns": (columns, 1)}
 
 
