@@ -5,10 +5,14 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import shardconv
+from tests.support.checkpoints import contents
 from tests.support.compressed import dequantize, write_compressed
-from tests.support.quantized import check_commands, check_values
+from tests.support.models import read
+from tests.support.quantized import check_commands, check_values, rank_file
 
 SCHEMES = (
     "W4A16", "W4A16_ASYM", "W8A16", "W3A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4",
@@ -37,3 +41,20 @@ def test_shards_have_the_values_of_shards(compressed, unquantized, tmp_path, sch
         sharded = check_values(source, unquantized(model), tp, partial(dequantize, source), tmp_path / f"tp{tp}")
         assert sharded >= 4
     check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_ASYM", "NVFP4"])
+def test_full_experts_on_each_rank(compressed, unquantized, tmp_path, scheme):
+    """With ``--experts expert`` the stored shape of an expert stays that of the full matrix."""
+    source = compressed(scheme, "qwen3_moe")
+    expert = "model.layers.0.mlp.experts.1.down_proj.weight"
+    full = dequantize(source, read(source))[expert]
+    shardconv.split(source, tmp_path / "split", tp=2, experts="expert")
+    found = [load_file(rank_file(tmp_path / "split", rank, 2)) for rank in range(2)]
+    held = [
+        {name: tensor for name, tensor in tensors.items() if expert in name and tensor.numel()} for tensors in found
+    ]
+    assert [len(tensors) > 0 for tensors in held] == [False, True]
+    assert torch.equal(dequantize(source, held[1])[expert], full)
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
