@@ -114,7 +114,7 @@ def test_stored_shape_of_another_matrix_is_refused(w4a16, tmp_path):
     """Its values are read when they are copied."""
     source = shutil.copytree(w4a16, tmp_path / "source")
     put("weight_shape", lambda found: found.flip(0) + 8)(source)
-    with pytest.raises(IntegrityError, match=rf"{LAYER}.weight_shape is \[264, 136\] \(expected \[128, 256\]"):
+    with pytest.raises(IntegrityError, match=rf"{LAYER}.weight_shape: dim 0 is 264 \(expected 128"):
         shardconv.split(source, tmp_path / "out", tp=2)
     assert not (tmp_path / "out").exists()
 
