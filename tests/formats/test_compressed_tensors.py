@@ -12,13 +12,12 @@ import shardconv
 from tests.support.checkpoints import contents
 from tests.support.compressed import dequantize, write_compressed
 from tests.support.models import read
-from tests.support.quantized import check_commands, check_values, rank_file
+from tests.support.quantized import SIZES, check_commands, check_values, rank_file
 
 SCHEMES = (
     "W4A16", "W4A16_ASYM", "W8A16", "W3A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4",
     "MXFP8",
 )  # fmt: skip
-MODELS = ("llama", "phi3", "qwen3_moe", "deepseek_v3")
 
 
 @pytest.fixture(scope="session")
@@ -31,13 +30,12 @@ def compressed(unquantized, tmp_path_factory) -> Callable[[str, str], Path]:
     return cache(make)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SIZES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_shards_have_the_values_of_shards(compressed, unquantized, tmp_path, scheme, model):
     source = compressed(scheme, model)
-    sizes = (2, 4, 8) if model == "llama" else (2, 4)
-    assert set(sizes) <= set(shardconv.report_plan(source).supported_tp)
-    for tp in sizes:
+    assert set(SIZES[model]) <= set(shardconv.report_plan(source).supported_tp)
+    for tp in SIZES[model]:
         sharded = check_values(source, unquantized(model), tp, partial(dequantize, source), tmp_path / f"tp{tp}")
         assert sharded >= 4
     check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)

@@ -11,7 +11,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import shardconv
 from shardconv.errors import PlanError
 from tests.support.models import Model, Tensors, read
-from tests.support.quantized import check_commands, check_values, write
+from tests.support.quantized import SIZES, check_commands, check_values, write
 
 #: The values of FP4 (E2M1) by the lower three bits; the highest is the sign.
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -113,10 +113,11 @@ def _from_nvfp4(packed: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor
     return (values.unflatten(-1, (-1, 16)) * (scale.float() * scale_2).unsqueeze(-1)).flatten(-2)
 
 
+OF_MODELOPT = ("llama", "qwen3_moe")
 MODELOPT = {"FP8": (to_modelopt_fp8, from_modelopt_fp8), "NVFP4": (to_modelopt_nvfp4, from_modelopt_nvfp4)}
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("model", OF_MODELOPT)
 @pytest.mark.parametrize("algorithm", MODELOPT)
 @pytest.mark.parametrize("is_in_config", [False, True])
 def test_modelopt(unquantized, tmp_path, algorithm, model, is_in_config):
@@ -129,7 +130,7 @@ def test_modelopt(unquantized, tmp_path, algorithm, model, is_in_config):
     if not is_in_config:
         file = {"producer": {"name": "modelopt"}, "quantization": settings}
         (source / "hf_quant_config.json").write_text(json.dumps(file))
-    for tp in (2, 4):
+    for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, dequantize, tmp_path / f"tp{tp}") >= 4
     assert is_in_config or (tmp_path / "tp2" / "hf_quant_config.json").exists()
     scale = "input_scale" if algorithm == "FP8" else "weight_scale"
@@ -137,6 +138,9 @@ def test_modelopt(unquantized, tmp_path, algorithm, model, is_in_config):
 
 
 # --- bitsandbytes ---------------------------------------------------------------------------------------------------
+
+
+OF_BITSANDBYTES = ("llama", "phi3")
 
 
 def to_int8(name: str, tensor: torch.Tensor) -> Tensors:
@@ -156,10 +160,10 @@ def from_int8(tensors: Tensors) -> Tensors:
     }
 
 
-@pytest.mark.parametrize("model", ["llama", "phi3"])
+@pytest.mark.parametrize("model", OF_BITSANDBYTES)
 def test_bitsandbytes_int8(unquantized, tmp_path, model):
     settings = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]}
     source = write(unquantized(model), tmp_path / "source", to_int8, settings)
-    for tp in (2, 4, 8):
+    for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, from_int8, tmp_path / f"tp{tp}") >= 4
     check_commands(source, tmp_path, tmp_path / "tp2", "SCB", tp=2, reshard=4)

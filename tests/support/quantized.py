@@ -22,6 +22,9 @@ from tests.support.models import Model, Tensors, change_config, read
 #: Names of the weights that are quantized.
 QUANTIZED = re.compile(r".*(_proj|experts\.\d+\.w[123])\.weight")
 
+#: The tensor parallel sizes that each model is split for; 8 ranks replicate the KV heads.
+SIZES = {"llama": (2, 4, 8), "phi3": (2, 4), "qwen3_moe": (2, 4), "deepseek_v3": (2, 4)}
+
 Dequantize = Callable[[Tensors], Tensors]
 
 _SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
