@@ -254,4 +254,9 @@ def _names(table: Mapping[str, object], key: str) -> list[str]:
     value = table.get(key) or []
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise PlanError(f"quantization_config: {key} is {value!r:.60} (expected a list of names)")
+    for name in value:
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except re.error as error:
+            raise PlanError(f"quantization_config: {key}: {name!r:.60} is not a regular expression: {error}") from error
     return value
