@@ -128,7 +128,7 @@ class _Layer:
             axis, elements, entries = self._block(dim, self.name)
             if size % entries:
                 raise self._error(self.name, f"has {size} entries of {axis} (expected a multiple of {entries})")
-            if axis != "-":
+            if axis in self.scheme.format.axes:
                 sizes[axis] = size // entries * elements
         return (*spec.shape[:leading], *(sizes[axis] for axis in self.scheme.format.axes))
 
@@ -147,8 +147,10 @@ class _Layer:
         if not dims and prod(spec.shape) == 1:
             return Grid(suffix, form.weight, shape, (NO_DIM,) * len(spec.shape), self._axis_names(axes))
         grid_dims = [*(GridDim(at) for at in range(leading)), *(self._grid_dim(dim, axes, name, shape) for dim in dims)]
-        expected = [_entries(dim, shape, size) for dim, size in zip(grid_dims, spec.shape, strict=False)]
-        if list(spec.shape) != expected or len(grid_dims) != len(spec.shape):
+        sizes = [None] * leading + [int(dim) if dim.isdecimal() else None for dim in dims]
+        found = dict(enumerate(spec.shape))
+        expected = [_entries(dim, shape, sizes[at] or found.get(at, 1)) for at, dim in enumerate(grid_dims)]
+        if list(spec.shape) != expected:
             raise self._error(name, f"has shape {list(spec.shape)} (expected {expected} for a weight of {list(shape)})")
         group = self.scheme.blocks.get("group", (0, 1))[0] if stored.holds == GROUP_INDEX else 0
         return Grid(suffix, form.weight, shape, tuple(grid_dims), self._axis_names(axes), stored.holds, group)
@@ -177,13 +179,13 @@ class _Layer:
         if not block:
             return axis, 1, 1
         if block not in self.scheme.blocks:
-            raise self._error(name, "needs a block size, which the settings do not have: pass --config FILE with it")
+            raise self._error(name, "needs a block size, which the settings do not have")
         found: Block = self.scheme.blocks[block]
         return axis, *found
 
     def _grid_dim(self, dim: str, axes: Sequence[str], name: str, shape: Sequence[int]) -> GridDim:
         axis, elements, entries = self._block(dim, name)
-        if axis == "-":
+        if axis not in axes:
             return NO_DIM
         at = axes.index(axis)
         if not elements:  # one group over the full dim
@@ -203,7 +205,7 @@ class _Layer:
 
 
 def _entries(dim: GridDim, shape: Sequence[int], size: int) -> int:
-    """The number of entries of a stored dim; of a dim that covers none, 1 for a group over all, else any number."""
+    """The number of entries of a stored dim; of a dim that covers none, 1 for a group over all, else ``size``."""
     if dim.dim is None:
         return 1 if dim.elements > 1 else size
     return -(-shape[dim.dim] // dim.elements) * dim.entries

@@ -11,17 +11,12 @@ from shardconv.plan.grid import GROUP_INDEX, PLAIN, SHAPE
 #: Strategies of scales, as compressed-tensors names them, to the dims of a scale.
 SCALE_DIMS = {
     "tensor": ("-",),
-    "channel": ("out", "-"),
+    "channel": ("out", "1"),
     "group": ("out", "in / group"),
     "block": ("out / rows", "in / columns"),
-    "act_order": ("out", "-"),  # groups are not consecutive: every rank has the scales of all groups
 }
 #: The same for zero points that are packed into words.
-PACKED_SCALE_DIMS = {
-    "channel": ("out / word", "-"),
-    "group": ("out / word", "in / group"),
-    "act_order": ("out / word", "-"),
-}
+PACKED_SCALE_DIMS = {"channel": ("out / word", "1"), "group": ("out / word", "in / group")}
 
 
 @dataclass(frozen=True, slots=True)

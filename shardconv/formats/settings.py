@@ -143,7 +143,7 @@ def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Sc
     elif strategy == "group":
         blocks["group"] = (_positive(weights, "group_size"), 1)
     elif strategy == "block":
-        blocks |= _rows_and_columns(weights.get("block_structure"))
+        blocks |= _rows_and_columns(weights, "block_structure")
     elif strategy not in ("tensor", "channel"):
         raise PlanError(f"compressed-tensors: strategy {strategy!r:.40} of config_groups.{name} is not supported")
     targets = tuple(_names(group, "targets"))
@@ -159,8 +159,8 @@ _COMPRESSED = (
 def _fp8(table: Mapping[str, object]) -> Iterator[Scheme]:
     if (dtype := table.get("expert_dtype", "fp8")) != "fp8":
         raise PlanError(f"FP8 with experts of {dtype!r:.20} is not supported: split the unquantized checkpoint")
-    size = table.get("weight_block_size")
-    yield Scheme(formats()["fp8"], {} if size is None else _rows_and_columns(size))
+    has_blocks = table.get("weight_block_size") is not None
+    yield Scheme(formats()["fp8"], _rows_and_columns(table, "weight_block_size") if has_blocks else {})
 
 
 def _modelopt(table: Mapping[str, object]) -> Iterator[Scheme]:
@@ -227,13 +227,14 @@ def _group(table: Mapping[str, object]) -> Block:
     return (max(size, 0), 1)
 
 
-def _rows_and_columns(value: object) -> dict[str, Block]:
+def _rows_and_columns(table: Mapping[str, object], key: str) -> dict[str, Block]:
+    value = table.get(key)
     sizes = re.split("[x, ]+", value) if isinstance(value, str) else value
     if not isinstance(sizes, list | tuple) or len(sizes) != 2:
-        raise PlanError(f"block size is {value!r:.40} (expected rows and columns): pass --config FILE with it")
+        raise PlanError(f"{key} is {value!r:.40} (expected rows and columns): pass --config FILE with it")
     rows, columns = (int(size) if isinstance(size, str) and size.isdecimal() else size for size in sizes)
     if type(rows) is not int or type(columns) is not int or min(rows, columns) < 1:
-        raise PlanError(f"block size is {value!r:.40} (expected two positive integers): pass --config FILE with it")
+        raise PlanError(f"{key} is {value!r:.40} (expected two positive integers): pass --config FILE with it")
     return {"rows": (rows, 1), "columns": (columns, 1)}
 
 
@@ -255,4 +256,9 @@ def _names(table: Mapping[str, object], key: str) -> list[str]:
     value = table.get(key) or []
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise PlanError(f"quantization_config: {key} is {value!r:.60} (expected a list of names)")
+    for name in value:
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except re.error as error:
+            raise PlanError(f"quantization_config: {key}: {name!r:.60} is not a regular expression: {error}") from error
     return value

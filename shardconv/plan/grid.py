@@ -6,6 +6,7 @@ one scale. The planner places the logical matrix, and the placement of each stor
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, Self, TypedDict
 
 from shardconv.plan.placement import Interval, Placement, intervals
@@ -58,7 +59,7 @@ class Grid(NamedTuple):
         dims: one for each dim of the stored tensor.
         axes: what each dim of the logical matrix is, for messages: ``output``, ``input``.
         values: one of :data:`PLAIN`, :data:`GROUP_INDEX` and :data:`SHAPE`.
-        group: for :data:`GROUP_INDEX` the elements in a group; 0 for indices that are the same on every rank.
+        group: for :data:`GROUP_INDEX` the elements in a group; 0 for one group over all elements.
     """
 
     suffix: str
@@ -114,18 +115,16 @@ class Grid(NamedTuple):
         if self.values == SHAPE:
             lost = [self.shape[placement.dim] - placement.local_size(rank) for rank in range(placement.tp)]
             return tuple(tuple(one * (at == placement.dim) for at in range(len(self.shape))) for one in lost)
-        if not self.group or self.dims[0].dim != placement.dim:
+        if not self.group or self.dims[-1].dim != placement.dim:
             return None
         return tuple(self._index_edits(intervals(entries)) for entries in placement.ranks)
 
     def _index_edits(self, held: Sequence[Interval]) -> tuple[int, ...]:
         """What is subtracted from the indices of groups on a rank, whose groups are counted from 0."""
-        if len(held) == 1:
-            return (held[0].start // self.group,)
-        edits: list[int] = []
-        for interval in held:
-            edits += [(interval.start - len(edits)) // self.group] * interval.size
-        return tuple(edits)
+        if len(held) <= 1:
+            return (held[0].start // self.group if held else 0,)
+        full = chain.from_iterable(range(interval.start, interval.stop) for interval in held)
+        return tuple(at // self.group - local // self.group for local, at in enumerate(full))
 
     def to_json(self) -> GridJson:
         """Convert to JSON data."""

@@ -202,6 +202,18 @@ def fp8_scales(source: Path) -> None:
     (source / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
 
 
+def block_scales(**settings: Any) -> Change:
+    """Quantize to FP8 with a scale for each block of 8 by 8 elements, and change the settings."""
+
+    def change(found: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in found if name.endswith("_proj.weight")]:
+            found[f"{name}_scale_inv"] = found[name][::8, ::8].abs() + 1
+            found[name] = found[name].to(torch.float8_e4m3fn)
+
+    table = {"quant_method": "fp8", "weight_block_size": [8, 8], **settings}
+    return both(tensors(change), config(quantization_config=table))
+
+
 def gptq(source: Path) -> None:
     def change(found: dict[str, torch.Tensor]) -> None:
         weight = found.pop(f"{LAYER}.mlp.up_proj.weight")
@@ -288,6 +300,7 @@ Q, UP, DOWN, NORM = (
 )
 BIAS = f"{LAYER}.self_attn.q_proj.bias"
 QKV = f"{LAYER}.self_attn.qkv_proj.weight (colwise instead of packed_colwise)"
+NOT_RUN = error("weight_scale")
 NO_RULE = "no rule of family llama matches it"
 
 GROUPS = "test_padding compares the shards of padded groups with query heads"
@@ -391,11 +404,27 @@ CASES: Mapping[str, Case] = {
         moved(RIGHT), lambda source: (source / "optimizer.pt").write_bytes(b"state") and None,
         left_out=("optimizer.pt",),
     ),
-    # quantized weights without a quantization_config
-    "fp8 with one scale per tensor": Case(
-        refused(error("modelopt FP8", "hf_quant_config.json")),
-        fp8_scales,
+    # quantized weights
+    "fp8 with one scale per tensor": Case(moved(NOT_RUN, proof=error("weight_scale")), fp8_scales),
+    "fp8 with block scales": Case(moved(error("quantized models cannot be run yet")), block_scales()),
+    "block scales without a block size": Case(
+        refused(error("proj.weight_scale_inv", "block size", "--config")), block_scales(weight_block_size=None),
     ),
+    "block scales of another block size": Case(
+        refused(error("proj.weight_scale_inv", "expected", "--config")), block_scales(weight_block_size=[16, 16]),
+    ),
+    "block scales that are missing": Case(
+        refused(error(f"{UP}_scale_inv is missing")), both(block_scales(), drop(f"{UP}_scale_inv")),
+    ),
+    "quantized layer that the settings leave unquantized": Case(
+        refused(error("down_proj.weight is quantized", "down_proj")),
+        block_scales(modules_to_not_convert=["down_proj"]),
+    ),
+    "quantization method that is not supported": Case(
+        refused(error("'hqq' is not supported", "packed over both dims")),
+        config(quantization_config={"quant_method": "hqq"}),
+    ),
+    # quantized weights without a quantization_config
     "fp8 without a config": Case(
         refused(error(UP, "quantization_config", "--config")),
         both(
@@ -508,7 +537,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 203, "error": 183, "warning": 8, "na": 236}
+COUNTS = {"right": 216, "error": 202, "warning": 8, "na": 264}
 
 
 def counts() -> Counter[str]:
@@ -779,9 +808,9 @@ RUNNERS: Mapping[str, Callable[..., Found]] = dict(
 
 #: Suffix of names to the sharded dim, for Llama and Mixtral; all other tensors are replicated.
 DIMS = {
-    r"((q|k|v|gate|up)_proj|w1|w3)\.(weight|bias)": 0,
+    r"((q|k|v|gate|up)_proj|w1|w3)\.(weight|bias|weight_scale_inv)": 0,
     r"(embed_tokens|lm_head)\.weight": 0,
-    r"((o|down)_proj|w2)\.weight": 1,
+    r"((o|down)_proj|w2)\.weight(_scale_inv)?": 1,
 }
 
 

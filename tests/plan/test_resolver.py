@@ -27,7 +27,9 @@ def fp8(path, plan: str, tmp_path, *, rows: int = 256, columns: int = 1024) -> d
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     path.write_bytes(safetensors_bytes(header, bytes(end)))
     (tmp_path / "plan.toml").write_text(plan)
-    (tmp_path / "fp8.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    (tmp_path / "fp8.json").write_text(
+        '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}'
+    )
     return {"rules": tmp_path / "plan.toml", "config": tmp_path / "fp8.json"}
 
 
@@ -40,21 +42,20 @@ def test_scale_is_sharded_like_its_weight(pattern, tmp_path):
         ((512, 1024),),
         ((4, 8),),
     ]
-    assert "FP8 block size is not in the config: assuming 128 by 128" in plan.assumed
     with pytest.raises(
         shardconv.PlanError, match=r"1024 / 16 = 64 input features per rank is not a multiple of the 128-w"
     ):
         shardconv.make_plan(source, tp=16, **options)
 
 
-@pytest.mark.parametrize("name", ["down.weight", "down.weight_scale_inv"])
-def test_different_rules_for_a_scale_and_its_weight_are_refused(name, tmp_path):
+def test_a_rule_for_a_scale_alone_is_refused(tmp_path):
     source = tmp_path / "m.safetensors"
     options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
     with pytest.raises(shardconv.PlanError, match="add a rule for their module, 'down'"):
-        shardconv.make_plan(source, tp=2, replicate=(name,), **options)
-    plan = shardconv.make_plan(source, tp=2, replicate="d*n", rules="llama", config=options["config"])
-    assert plan.placement("down.weight").dim is None
+        shardconv.make_plan(source, tp=2, replicate=("down.weight_scale_inv",), **options)
+    for pattern in ("d*n", "down.weight"):
+        plan = shardconv.make_plan(source, tp=2, replicate=pattern, rules="llama", config=options["config"])
+        assert [planned.placement.dim for planned in plan.tensors.values()] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,15 @@ def test_invalid_block_sizes_are_refused(block, tmp_path):
     options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
     options["config"].write_text(json.dumps(config))
-    with pytest.raises(shardconv.PlanError, match="weight_block_size is needed"):
+    with pytest.raises(shardconv.PlanError, match=r"weight_block_size is .* \(expected "):
+        shardconv.make_plan(source, tp=2, **options)
+
+
+def test_block_scale_without_a_block_size_is_refused(tmp_path):
+    source = tmp_path / "m.safetensors"
+    options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
+    options["config"].write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    with pytest.raises(shardconv.PlanError, match=r"down.weight_scale_inv needs a block size.* pass --config FILE"):
         shardconv.make_plan(source, tp=2, **options)
 
 

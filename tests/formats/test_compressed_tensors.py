@@ -1,0 +1,58 @@
+"""Formats of compressed-tensors: the library quantizes, and its decompressor is the oracle."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import shardconv
+from tests.support.checkpoints import contents
+from tests.support.compressed import dequantize, write_compressed
+from tests.support.models import read
+from tests.support.quantized import SIZES, check_commands, check_values, rank_file
+
+SCHEMES = (
+    "W4A16", "W4A16_ASYM", "W8A16", "W3A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4",
+    "MXFP8",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def compressed(unquantized, tmp_path_factory) -> Callable[[str, str], Path]:
+    """A checkpoint by its scheme and model."""
+
+    def make(scheme: str, model: str) -> Path:
+        return write_compressed(unquantized(model), tmp_path_factory.mktemp(f"{model}-{scheme}"), (scheme, "Linear"))
+
+    return cache(make)
+
+
+@pytest.mark.parametrize("model", SIZES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_shards_have_the_values_of_shards(compressed, unquantized, tmp_path, scheme, model):
+    source = compressed(scheme, model)
+    assert set(SIZES[model]) <= set(shardconv.report_plan(source).supported_tp)
+    for tp in SIZES[model]:
+        sharded = check_values(source, unquantized(model), tp, partial(dequantize, source), tmp_path / f"tp{tp}")
+        assert sharded >= 4
+    check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_ASYM", "NVFP4"])
+def test_full_experts_on_each_rank(compressed, unquantized, tmp_path, scheme):
+    """With ``--experts expert`` the stored shape of an expert stays that of the full matrix."""
+    source = compressed(scheme, "qwen3_moe")
+    expert = "model.layers.0.mlp.experts.1.down_proj.weight"
+    full = dequantize(source, read(source))[expert]
+    shardconv.split(source, tmp_path / "split", tp=2, experts="expert")
+    found = [load_file(rank_file(tmp_path / "split", rank, 2)) for rank in range(2)]
+    held = [
+        {name: tensor for name, tensor in tensors.items() if expert in name and tensor.numel()} for tensors in found
+    ]
+    assert [len(tensors) > 0 for tensors in held] == [False, True]
+    assert torch.equal(dequantize(source, held[1])[expert], full)
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)

@@ -1,0 +1,64 @@
+"""FP8 of transformers and DeepSeek: transformers quantizes, and its conversion on loading is the oracle."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from transformers.utils.quantization_config import FineGrainedFP8Config
+
+from tests.support.models import Tensors
+from tests.support.quantized import SIZES, check_commands, check_values, write
+
+BLOCK = 16
+SCALE = "_scale_inv"
+#: Dtypes of block scales, or one scale for a weight.
+KINDS = ("F32 block scales", "UE8M0 block scales", "one scale per weight")
+
+
+def quantize(name: str, tensor: torch.Tensor, *, kind: str) -> Tensors:
+    """The tensors of one weight; ``kind`` is one of :data:`KINDS`."""
+    config = FineGrainedFP8Config(weight_block_size=None if kind == KINDS[2] else (BLOCK, BLOCK))
+    quantizer = SimpleNamespace(quantization_config=config, pre_quantized=False)
+    stored = Fp8Quantize(quantizer).convert({name: tensor.float()})
+    assert set(stored) == {name, f"{name}{SCALE}"}
+    scale = stored[f"{name}{SCALE}"]
+    if kind == KINDS[1]:
+        scale = torch.exp2(torch.round(torch.log2(scale))).to(torch.float8_e8m0fnu)
+    return {name: stored[name], f"{name}{SCALE}": scale}
+
+
+def dequantize(tensors: Tensors) -> Tensors:
+    """The weights of the quantized layers."""
+    convert = Fp8Dequantize(None).convert
+    scaled = [name for name in tensors if f"{name}{SCALE}" in tensors]
+    return {
+        name: convert({"weight": tensors[name], "weight_scale_inv": tensors[f"{name}{SCALE}"]})["weight"]
+        for name in scaled
+    }
+
+
+@pytest.fixture(scope="session")
+def fp8(unquantized, tmp_path_factory) -> Callable[[str, str], Path]:
+    """A checkpoint by the kind of its scales and its model."""
+
+    def make(kind: str, model: str) -> Path:
+        settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+        settings["weight_block_size"] = None if kind == KINDS[2] else [BLOCK, BLOCK]
+        settings |= {"scale_fmt": "ue8m0"} if kind == KINDS[1] else {}
+        folder = tmp_path_factory.mktemp(model)
+        return write(unquantized(model), folder, lambda *weight: quantize(*weight, kind=kind), settings)
+
+    return cache(make)
+
+
+@pytest.mark.parametrize("model", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_have_the_values_of_shards(fp8, unquantized, tmp_path, kind, model):
+    source = fp8(kind, model)
+    for tp in SIZES[model]:
+        assert check_values(source, unquantized(model), tp, dequantize, tmp_path / f"tp{tp}") >= 4
+    check_commands(source, tmp_path, tmp_path / "tp2", SCALE, tp=2, reshard=4)

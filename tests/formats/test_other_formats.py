@@ -1,0 +1,169 @@
+"""Formats that the tests write as they are published: MXFP4 of gpt-oss, ModelOpt; and int8 of bitsandbytes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import shardconv
+from shardconv.errors import PlanError
+from tests.support.models import Model, Tensors, read
+from tests.support.quantized import SIZES, check_commands, check_values, write
+
+#: The values of FP4 (E2M1) by the lower three bits; the highest is the sign.
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+# --- MXFP4 of gpt-oss -----------------------------------------------------------------------------------------------
+
+GPT_OSS = Model(
+    "gpt_oss",
+    {
+        "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 8, "head_dim": 16,
+        "num_key_value_heads": 4, "num_local_experts": 2, "num_experts_per_tok": 2,
+    },
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory) -> tuple[Path, Path]:
+    """An unquantized checkpoint, and one with blocks of random codes and exponents; 192 features are 6 blocks."""
+    source = GPT_OSS.write(tmp_path_factory.mktemp("gpt_oss"))
+    folder = tmp_path_factory.mktemp("gpt_oss-mxfp4")
+    generator = torch.Generator().manual_seed(0)
+    tensors: Tensors = {}
+    for name, tensor in read(source).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = tensor
+            continue
+        experts, columns, rows = tensor.shape
+        shape = (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 130, shape, generator=generator, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return source, folder
+
+
+def from_mxfp4(tensors: Tensors) -> Tensors:
+    """The experts."""
+    names = [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]
+    return {name: convert_moe_packed_tensors(tensors[f"{name}_blocks"], tensors[f"{name}_scales"]) for name in names}
+
+
+def test_mxfp4(gpt_oss, tmp_path):
+    unquantized, source = gpt_oss
+    assert check_values(source, unquantized, 2, from_mxfp4, tmp_path / "tp2") == 2
+    check_commands(source, tmp_path, tmp_path / "tp2", "_scales", tp=2)
+
+
+def test_mxfp4_block_over_two_ranks_is_refused(gpt_oss, tmp_path):
+    with pytest.raises(PlanError, match=r"192 / 4 = 48 input features per rank is not a multiple of the 32-wide group"):
+        shardconv.split(gpt_oss[1], tmp_path / "out", tp=4)
+    assert shardconv.report_plan(gpt_oss[0]).supported_tp == (1, 2, 4, 8)
+    assert shardconv.report_plan(gpt_oss[1]).supported_tp == (1, 2)
+
+
+# --- ModelOpt -------------------------------------------------------------------------------------------------------
+
+
+def to_modelopt_fp8(name: str, tensor: torch.Tensor) -> Tensors:
+    layer = name.removesuffix("weight")
+    scale = tensor.abs().max().float() / 448
+    return {
+        name: (tensor / scale).to(torch.float8_e4m3fn),
+        f"{name}_scale": scale,
+        f"{layer}input_scale": torch.tensor(0.25),
+    }
+
+
+def from_modelopt_fp8(tensors: Tensors) -> Tensors:
+    names = [name.removesuffix("_scale") for name in tensors if name.endswith("weight_scale")]
+    return {name: tensors[name].float() * tensors[f"{name}_scale"] for name in names}
+
+
+def to_modelopt_nvfp4(name: str, tensor: torch.Tensor) -> Tensors:
+    layer = name.removesuffix("weight")
+    groups = tensor.float().unflatten(-1, (-1, 16))
+    scale_2 = groups.abs().max() / (6 * 448)
+    scale = (groups.abs().amax(-1) / 6 / scale_2).to(torch.float8_e4m3fn)
+    scaled = (groups / (scale.float() * scale_2).unsqueeze(-1)).flatten(-2)
+    codes = (scaled.abs().unsqueeze(-1) - E2M1).abs().argmin(-1).byte() | (scaled < 0).byte() << 3
+    return {
+        name: codes[:, ::2] | codes[:, 1::2] << 4,
+        f"{name}_scale": scale,
+        f"{name}_scale_2": scale_2,
+        f"{layer}input_scale": torch.tensor(0.25),
+    }
+
+
+def from_modelopt_nvfp4(tensors: Tensors) -> Tensors:
+    names = [name.removesuffix("_scale") for name in tensors if name.endswith("weight_scale")]
+    return {name: _from_nvfp4(*(tensors[name + end] for end in ("", "_scale", "_scale_2"))) for name in names}
+
+
+def _from_nvfp4(packed: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int()
+    values = E2M1[codes & 7] * (1 - 2 * (codes >> 3))
+    return (values.unflatten(-1, (-1, 16)) * (scale.float() * scale_2).unsqueeze(-1)).flatten(-2)
+
+
+OF_MODELOPT = ("llama", "qwen3_moe")
+MODELOPT = {"FP8": (to_modelopt_fp8, from_modelopt_fp8), "NVFP4": (to_modelopt_nvfp4, from_modelopt_nvfp4)}
+
+
+@pytest.mark.parametrize("model", OF_MODELOPT)
+@pytest.mark.parametrize("algorithm", MODELOPT)
+@pytest.mark.parametrize("is_in_config", [False, True])
+def test_modelopt(unquantized, tmp_path, algorithm, model, is_in_config):
+    """The settings are in hf_quant_config.json, and in newer checkpoints in config.json."""
+    quantize, dequantize = MODELOPT[algorithm]
+    settings = {"quant_algo": algorithm, "exclude_modules": ["lm_head", "*.gate"]}
+    settings |= {"group_size": 16} if algorithm == "NVFP4" else {}
+    in_config = {**settings, "quant_method": "modelopt"} if is_in_config else None
+    source = write(unquantized(model), tmp_path / "source", quantize, in_config)
+    if not is_in_config:
+        file = {"producer": {"name": "modelopt"}, "quantization": settings}
+        (source / "hf_quant_config.json").write_text(json.dumps(file))
+    for tp in SIZES[model]:
+        assert check_values(source, unquantized(model), tp, dequantize, tmp_path / f"tp{tp}") >= 4
+    assert is_in_config or (tmp_path / "tp2" / "hf_quant_config.json").exists()
+    scale = "input_scale" if algorithm == "FP8" else "weight_scale"
+    check_commands(source, tmp_path, tmp_path / "tp2", scale, tp=2, reshard=4)
+
+
+# --- bitsandbytes ---------------------------------------------------------------------------------------------------
+
+
+OF_BITSANDBYTES = ("llama", "phi3")
+
+
+def to_int8(name: str, tensor: torch.Tensor) -> Tensors:
+    from bitsandbytes.functional import int8_vectorwise_quant  # noqa: PLC0415 - takes seconds to import
+
+    values, scale, _ = int8_vectorwise_quant(tensor.half())
+    layer = name.removesuffix("weight")
+    return {name: values, f"{layer}SCB": scale.float(), f"{layer}weight_format": torch.tensor(0, dtype=torch.uint8)}
+
+
+def from_int8(tensors: Tensors) -> Tensors:
+    from bitsandbytes.functional import int8_vectorwise_dequant  # noqa: PLC0415 - likewise
+
+    layers = [name.removesuffix("SCB") for name in tensors if name.endswith("SCB")]
+    return {
+        f"{layer}weight": int8_vectorwise_dequant(tensors[f"{layer}weight"], tensors[f"{layer}SCB"]) for layer in layers
+    }
+
+
+@pytest.mark.parametrize("model", OF_BITSANDBYTES)
+def test_bitsandbytes_int8(unquantized, tmp_path, model):
+    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]}
+    source = write(unquantized(model), tmp_path / "source", to_int8, settings)
+    for tp in SIZES[model]:
+        assert check_values(source, unquantized(model), tp, from_int8, tmp_path / f"tp{tp}") >= 4
+    check_commands(source, tmp_path, tmp_path / "tp2", "SCB", tp=2, reshard=4)

@@ -1,0 +1,48 @@
+"""docs/quantization.md: the tables are those of the tests and of the settings that are refused."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from shardconv.formats.settings import _REFUSED
+from tests.formats.test_compressed_tensors import SCHEMES
+from tests.formats.test_fp8 import KINDS
+from tests.formats.test_other_formats import OF_BITSANDBYTES, OF_MODELOPT
+from tests.support.quantized import SIZES
+
+PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
+#: The commands that are tested, and those that are not supported.
+COMMANDS = {"split, merge, reshard, verify": "yes", "run, prove": "not yet"}
+
+
+def sizes_of(models: Iterable[str], sizes: dict[str, tuple[int, ...]] = SIZES) -> str:
+    return "; ".join(f"{model}: {', '.join(map(str, sizes[model]))}" for model in models)
+
+
+#: Format, what quantizes it, what dequantizes it, and the models with their tensor parallel sizes.
+FORMATS = (
+    (f"compressed-tensors: {', '.join(SCHEMES)}", *["compressed-tensors"] * 2, sizes_of(SIZES)),
+    (f"FP8: {', '.join(KINDS)}", "transformers", "transformers", sizes_of(SIZES)),
+    ("MXFP4 of gpt-oss", "the tests", "transformers", sizes_of(["gpt_oss"], {"gpt_oss": (2,)})),
+    ("ModelOpt FP8", "the tests", "the tests", sizes_of(OF_MODELOPT)),
+    ("ModelOpt NVFP4", "the tests", "the tests", sizes_of(OF_MODELOPT)),
+    ("bitsandbytes int8", "bitsandbytes", "bitsandbytes", sizes_of(OF_BITSANDBYTES)),
+)
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head, *body = (f"| {' | '.join(line)} |" for line in (titles, *rows))
+    return "\n".join((head, "|" + "---|" * len(titles), *body))
+
+
+def tables() -> dict[str, str]:
+    titles = ("format", "quantized by", "dequantized by", "tensor parallel sizes")
+    formats = table((*titles, *COMMANDS), [(*row, *COMMANDS.values()) for row in FORMATS])
+    refused = [(f"`{method}`", reason) for method, reason in _REFUSED.items()]
+    return {"formats": formats, "refused": table(("`quant_method`", "reason"), refused)}
+
+
+@pytest.mark.parametrize("name", ["formats", "refused"])
+def test_the_page_has_the_tables(name):
+    assert tables()[name] in PAGE.read_text()

@@ -1,0 +1,159 @@
+"""Small quantized checkpoints, and checks of what the commands do with them.
+
+Libraries quantize the weights and dequantize the full tensors and the shards: the values of a shard must be, bit for
+bit, the same part of the matrix as a shard of the unquantized checkpoint.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import shardconv
+from shardconv.checkpoint.header import read_header
+from shardconv.plan.placement import Placement
+from tests.support.checkpoints import contents
+from tests.support.models import Model, Tensors, change_config, read
+
+#: Names of the weights that are quantized.
+QUANTIZED = re.compile(r".*(_proj|experts\.\d+\.w[123])\.weight")
+
+#: The tensor parallel sizes that each model is split for; 8 ranks replicate the KV heads.
+SIZES = {"llama": (2, 4, 8), "phi3": (2, 4), "qwen3_moe": (2, 4), "deepseek_v3": (2, 4)}
+
+Dequantize = Callable[[Tensors], Tensors]
+
+_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+_GQA = {**_SIZES, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+_PHI3 = {**_SIZES, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+_MOE = {
+    "num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+_MLA = {
+    "num_key_value_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "head_dim": 16, "n_routed_experts": 2, "n_shared_experts": 1, "moe_intermediate_size": 128,
+    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 0,
+}  # fmt: skip
+
+
+def _prepare(tensors: Tensors) -> Tensors:
+    return {name: (tensor * 0.05).bfloat16() for name, tensor in tensors.items()}
+
+
+def _model(model_type: str, config: Mapping[str, Any]) -> Model:
+    return Model(model_type, config, rewrite=_prepare, extra={"dtype": "bfloat16"})
+
+
+#: Unquantized models with the structures that matter: KV heads, fused projections, experts, latent attention.
+MODELS = {
+    "llama": _model("llama", _GQA),
+    "phi3": _model("phi3", _PHI3),
+    "qwen3_moe": _model("qwen3_moe", {**_GQA, **_MOE}),
+    "deepseek_v3": _model("deepseek_v3", {**_SIZES, "num_attention_heads": 8, **_MLA}),
+}
+
+
+def write(source: Path, folder: Path, quantize: Callable[[str, torch.Tensor], Tensors], settings: object) -> Path:
+    """Write a quantized copy of a checkpoint.
+
+    Args:
+        source: the unquantized checkpoint.
+        folder: the folder to write; it may have a config.json already.
+        quantize: the stored tensors of one weight, by name and values.
+        settings: ``quantization_config``; None to leave the config as it is.
+    """
+    folder.mkdir(exist_ok=True)
+    tensors: Tensors = {}
+    for name, tensor in read(source).items():
+        tensors |= quantize(name, tensor) if QUANTIZED.fullmatch(name) else {name: tensor}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if not (folder / "config.json").exists():
+        (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    if settings is not None:
+        change_config(folder, {"quantization_config": settings})
+    return folder
+
+
+def rank_file(folder: Path, rank: int, tp: int) -> Path:
+    return folder / f"rank-{rank}-of-{tp}.safetensors"
+
+
+def shard(tensor: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor:
+    """The shard of a full tensor."""
+    if placement.dim is None:
+        return tensor
+    parts = [tensor.narrow(placement.dim, start, stop - start) for start, stop in placement.ranks[rank]]
+    return torch.cat(parts, placement.dim)
+
+
+def check_values(source: Path, unquantized: Path, tp: int, dequantize: Dequantize, out: Path) -> int:
+    """Split; compare the dequantized shards with shards of the dequantized matrices.
+
+    Args:
+        source: the quantized checkpoint.
+        unquantized: the checkpoint that it was made from, whose placements are the reference.
+        tp: tensor parallel size.
+        dequantize: the tensors of one file to the matrices of its quantized layers.
+        out: folder for the split checkpoint.
+
+    Returns:
+        How many of the matrices are sharded.
+    """
+    shardconv.split(source, out, tp=tp)
+    plan = shardconv.make_plan(unquantized, tp=tp)
+    full = dequantize(load_file(source / "model.safetensors"))
+    assert full
+    for rank in range(tp):
+        local = dequantize(load_file(rank_file(out, rank, tp)))
+        assert local.keys() == full.keys()
+        for name, tensor in full.items():
+            expected = shard(tensor, plan.placement(name), rank)
+            assert local[name].dtype == expected.dtype, name
+            assert torch.equal(local[name], expected), f"{name} on rank {rank} of {tp}"
+    return sum(plan.placement(name).dim is not None for name in full)
+
+
+def check_commands(source: Path, out: Path, split: Path, scale: str, *, tp: int, reshard: int | None = None) -> None:
+    """Merge, verify and reshard a split checkpoint, and find a changed byte of a scale.
+
+    Args:
+        source: the quantized checkpoint.
+        out: an empty folder for results.
+        split: the checkpoint, split at ``tp``; its first rank file is changed.
+        scale: end of the names of scales.
+        tp: tensor parallel size.
+        reshard: another size, to which it is resharded.
+    """
+    shardconv.merge(split, out / "merged")
+    for name, data in contents(source).items():
+        assert (out / "merged" / name).read_bytes() == data, name
+    assert shardconv.verify(split).differences == ()
+    assert shardconv.verify(split, against=source).differences == ()
+    if reshard is not None:
+        shardconv.split(source, out / "direct", tp=reshard)
+        shardconv.reshard(split, out / "resharded", tp=reshard)
+        direct, resharded = (
+            {name: data for name, data in contents(out / folder).items() if name.endswith(".safetensors")}
+            for folder in ("direct", "resharded")
+        )
+        assert direct == resharded
+        assert shardconv.verify(out / "resharded", against=source).differences == ()
+    path = rank_file(split, 0, tp)
+    name = next(name for name in read_header(path).tensors if name.endswith(scale))
+    flip(path, name)
+    assert shardconv.verify(split).differences != ()
+    assert any(name in str(each) for each in shardconv.verify(split, against=source).differences)
+
+
+def flip(path: Path, name: str) -> None:
+    """Change the first byte of a tensor."""
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    data[8 + size + json.loads(data[8 : 8 + size])[name]["data_offsets"][0]] ^= 1
+    path.write_bytes(data)
