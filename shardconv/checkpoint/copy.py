@@ -22,6 +22,7 @@ import xxhash
 from shardconv.checkpoint.fileio import Bytes
 from shardconv.checkpoint.geometry import Geometry
 from shardconv.errors import IntegrityError, UsageError
+from shardconv.plan.grid import Grid
 
 #: Bytes of a stripe. There is one checksum per rank and stripe, so a manifest stores the value it was written with.
 STRIPE_BYTES = 32 * 2**20
@@ -51,15 +52,19 @@ Stripe = tuple[Span, ...]
 
 
 class Edits(NamedTuple):
-    """Integers that are subtracted from the values of shards.
+    """Integers of a quantization format: their values in the full tensor, and how those of shards differ.
 
     Attributes:
+        name: of the tensor.
         dtype: of the tensor.
-        values: for each rank one integer for all elements, or one for each.
+        grid: of the tensor, which its values follow from.
+        values: for each rank what is subtracted: one integer for all elements, or one for each; None for nothing.
     """
 
+    name: str
     dtype: str
-    values: Sequence[Sequence[int]]
+    grid: Grid
+    values: Sequence[Sequence[int]] | None
 
 
 class Shards(NamedTuple):
@@ -69,13 +74,18 @@ class Shards(NamedTuple):
         geometry: their bytes.
         files: for each rank the index of its file.
         offsets: for each rank the offset of the shard in the file.
-        edits: what is subtracted from the source's values; None if shards have them unchanged.
+        edits: of a tensor whose values follow from its grid; None for all others.
     """
 
     geometry: Geometry
     files: Sequence[int]
     offsets: Sequence[int]
     edits: Edits | None = None
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether values of shards differ from those of the full tensor."""
+        return self.edits is not None and self.edits.values is not None
 
 
 def split_into_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -> list[Stripe]:

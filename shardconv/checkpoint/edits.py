@@ -1,21 +1,23 @@
-"""Edits: integers that are subtracted from the values of a shard, and added again when the full tensor is read.
+"""Edits: integers of a quantization format that depend on the rank.
 
-Indices of quantization groups count from the first group of a rank, and the stored shape of a packed weight is that of
-the shard. Imports numpy, which few checkpoints need.
+Indices of groups count from the first group of a rank, and the stored shape of a packed weight is that of the shard: an
+integer is subtracted from the values of a shard, and added again when the full tensor is read. The values of the full
+tensor follow from the quantization settings, and are compared with them. Imports numpy, which few checkpoints need.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from shardconv.checkpoint.copy import Edits
 from shardconv.checkpoint.fileio import Bytes
-from shardconv.errors import IntegrityError
+from shardconv.plan.grid import SHAPE
 
 _DTYPES = {"I32": "<i4", "I64": "<i8"}
 
 
 def add(data: Bytes, dtype: str, offset: int, values: Sequence[int], *, sign: int = 1) -> None:
-    """Add integers to the elements of a shard, in place.
+    """Add integers to the elements of a shard, in place. Results that are too large for the dtype wrap around.
 
     Args:
         data: bytes of the shard.
@@ -23,14 +25,41 @@ def add(data: Bytes, dtype: str, offset: int, values: Sequence[int], *, sign: in
         offset: offset of ``data`` in the shard, in bytes.
         values: one integer for all elements, or one for each element of the shard.
         sign: -1 to subtract.
-
-    Raises:
-        IntegrityError: if a result is negative, or is too large for the dtype.
     """
     elements = np.frombuffer(data, _DTYPES[dtype])
     first = offset // elements.itemsize
-    added = values[0] if len(values) == 1 else np.array(values[first : first + len(elements)], elements.dtype)
-    result = elements.astype(np.int64) + sign * np.asarray(added, np.int64)
-    if len(result) and (result.min() < 0 or result.max() > np.iinfo(elements.dtype).max):
-        raise IntegrityError(f"an index of groups or a stored shape is out of range (got {result.min()})")
-    elements[:] = result
+    elements += sign * np.array(values if len(values) == 1 else values[first : first + len(elements)], elements.dtype)
+
+
+def difference(data: Bytes, edits: Edits, offset: int) -> str:
+    """Compare values of a full tensor with those that follow from its grid.
+
+    Args:
+        data: bytes of the full tensor.
+        edits: of the tensor.
+        offset: offset of ``data`` in the full tensor, in bytes.
+
+    Returns:
+        The first difference and how to fix it; "" if there is none.
+    """
+    elements, grid = np.frombuffer(data, _DTYPES[edits.dtype]), edits.grid
+    positions = np.arange(len(elements)) + offset // elements.itemsize
+    if grid.values == SHAPE:
+        expected = np.array(grid.shape)[positions]
+    else:
+        positions %= grid.shape[grid.dims[-1].dim or 0]
+        expected = positions // grid.group if grid.group else np.zeros_like(positions)
+    different = np.flatnonzero(elements != expected)
+    if not len(different):
+        return ""
+    at = different[0]
+    if grid.values == SHAPE:
+        return (
+            f"{edits.name}: dim {positions[at]} is {elements[at]} (expected {expected[at]}, from the shape of the "
+            f"stored weight): the checkpoint is damaged"
+        )
+    return (
+        f"{edits.name}: input feature {positions[at]} is in group {elements[at]} (expected {expected[at]}, from "
+        f"quantization_config): pass --config FILE with that of this checkpoint, which says whether groups are in the "
+        f"order of activations (desc_act of GPTQ, actorder of compressed-tensors)"
+    )

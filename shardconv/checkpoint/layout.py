@@ -4,7 +4,7 @@ They follow from the source's headers, a plan and a layout (``layouts/``), so a 
 headers that are computed again from its manifest.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from shardconv.checkpoint.geometry import geometry, unsharded
 from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header, num_bytes
 from shardconv.layouts.dcp import KEY, offsets_metadata
 from shardconv.layouts.layout import NATIVE, FileLayout, FileTensor
+from shardconv.plan.grid import PLAIN
 from shardconv.plan.plan import Plan, TensorSpec
 
 MANIFEST_NAME = "shardconv.json"
@@ -110,18 +111,22 @@ def lay_out_ranks(
         by_rank = {rank: file.offsets[name] for rank, file in files.items()}
         return tuple(map(by_rank.__getitem__, first_equal))
 
-    def edits(name: str, dtype: str) -> Edits | None:
-        values = plan.tensors[name].edits
-        return None if values is None else Edits(dtype, values)
+    def edits(name: str, spec: TensorSpec) -> Edits | None:
+        # files with offsets are read as parts of the full tensors
+        return _edits(name, spec, plan, None if layout.has_offsets else plan.tensors[name].edits)
 
     shards = tuple(
-        Shards(
-            geometry(placements[name], spec.dtype, spec.shape), range(plan.tp), offsets(name), edits(name, spec.dtype)
-        )
+        Shards(geometry(placements[name], spec.dtype, spec.shape), range(plan.tp), offsets(name), edits(name, spec))
         for name, spec in tensors.items()
     )
     headers = tuple(files[rank].header for rank in first_equal)
     return Layout(headers, shards, b"".join(constant.data for constant in layout.constants))
+
+
+def _edits(name: str, spec: TensorSpec, plan: Plan, values: Sequence[Sequence[int]] | None) -> Edits | None:
+    """The edits of a tensor whose values follow from its grid; None for any other tensor."""
+    grid = plan.tensors[name].grid
+    return None if grid is None or grid.values == PLAIN else Edits(name, spec.dtype, grid, values)
 
 
 class _RankFile(NamedTuple):
@@ -152,20 +157,24 @@ def _lay_out_rank(
     return _RankFile(header, offsets)
 
 
-def lay_out_source(headers: Sequence[Header], names: Iterable[str]) -> Layout:
+def lay_out_source(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan | None = None) -> Layout:
     """Lay out the files of an unsharded checkpoint.
 
     Args:
         headers: of each source file.
-        names: the tensors, in order.
+        tensors: name to dtype and shape of the tensors, in order.
+        plan: their placements, if the source is not yet known to have the values that follow from their grids.
     """
     positions = {
         name: (number, header.data_offset + info.start, info.num_bytes)
         for number, header in enumerate(headers)
         for name, info in header.tensors.items()
     }
-    ordered = (positions[name] for name in names)
-    return Layout(tuple(headers), tuple(Shards(unsharded(size), (file,), (offset,)) for file, offset, size in ordered))
+    shards = (
+        Shards(unsharded(size), (file,), (offset,), None if plan is None else _edits(name, tensors[name], plan, None))
+        for name, (file, offset, size) in ((name, positions[name]) for name in tensors)
+    )
+    return Layout(tuple(headers), tuple(shards))
 
 
 def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan) -> Layout:

@@ -141,7 +141,7 @@ class Manifest:
     @cached_property
     def source_layout(self) -> Layout:
         """The source files."""
-        return lay_out_source([header for _, header in self.source_files], self.tensors)
+        return lay_out_source([header for _, header in self.source_files], self.tensors, self.plan)
 
     @property
     def rank_files(self) -> list[str]:

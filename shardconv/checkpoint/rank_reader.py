@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from shardconv.checkpoint.copy import Shards
+from shardconv.checkpoint.copy import Edits, Shards
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.geometry import Box, geometry
 from shardconv.checkpoint.layout import lay_out_source
@@ -17,7 +17,7 @@ from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import leads_out
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.verify_rank import verify_open_rank
-from shardconv.errors import SplitCheckpointError
+from shardconv.errors import SourceError, SplitCheckpointError
 from shardconv.plan.plan import Plan, TensorSpec
 
 #: The shortest run of bytes in a row of a source that is read alone; for shorter runs, full rows are read.
@@ -121,7 +121,7 @@ class SourceReader(RankReader):
     """
 
     def __init__(self, source: Source, plan: Plan, rank: int) -> None:
-        layout = lay_out_source([file.header for file in source.files], source.specs)
+        layout = lay_out_source([file.header for file in source.files], source.specs, plan)
         files = InputFiles([file.path for file in source.files], layout.prefixes, layout.file_bytes)
         super().__init__(files, source.specs, plan)
         self._rank = rank
@@ -138,7 +138,20 @@ class SourceReader(RankReader):
                 self._read(full.files[0], data[at : at + size], full.offsets[0] + offset)
             if not _is_in_runs(box):
                 self._read_rows(full, box, data)
+        if full.edits is not None:
+            self._edit(full, full.edits, data)
         return data
+
+    def _edit(self, full: Shards, edits: Edits, data: Bytes) -> None:
+        """Check the values of a full tensor, which is small, and change those of the shard in place."""
+        from shardconv.checkpoint.edits import add, difference  # noqa: PLC0415 - see its docstring
+
+        values = memoryview(bytearray(full.geometry.num_bytes))
+        self._read(full.files[0], values, full.offsets[0])
+        if problem := difference(values, edits, 0):
+            raise SourceError(problem)
+        if (subtracted := self.plan.tensors[edits.name].edits) is not None:
+            add(data, edits.dtype, 0, subtracted[self._rank], sign=-1)
 
     def _read_rows(self, full: Shards, box: Box, data: Bytes) -> None:
         """Read full rows, block by block, and copy the columns of a box."""

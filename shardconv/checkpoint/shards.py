@@ -27,6 +27,7 @@ def _contiguous(boxes: Sequence[Box], size: int, block: Bytes) -> Bytes | None:
 def _edit(data: Bytes, edits: Edits, rank: int, offset: int, *, sign: int) -> None:
     from shardconv.checkpoint.edits import add  # noqa: PLC0415 - see its docstring
 
+    assert edits.values is not None
     add(data, edits.dtype, offset, edits.values[rank], sign=sign)
 
 
@@ -57,21 +58,25 @@ class ShardReader:
         self._checksums = checksums
 
     def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
-        """Fill a block with the bytes of a span; check replicas and padding."""
+        """Fill a block with the bytes of a span; check replicas, padding, and values that follow from a grid."""
         shards = self.tensors[span.tensor]
         for rank, shard, low, high in shards.geometry.overlaps(span.start, span.stop):
             file, offset = shards.files[rank], shards.offsets[rank]
             boxes = list(shard.boxes(span.start, span.stop))
-            is_copied = shards.edits is not None or any(box.is_replica for box in boxes)
+            is_copied = shards.is_edited or any(box.is_replica for box in boxes)
             data = None if is_copied else _contiguous(boxes, high - low, block)
             if data is not None:
                 self._read(state, file, data, offset + low)
                 continue
             data = scratch.take("gather", high - low)
             self._read(state, file, data, offset + low)
-            if shards.edits is not None:
+            if shards.edits is not None and shards.is_edited:
                 _edit(data, shards.edits, rank, low, sign=1)
             self._copy_boxes(state, span, file, data, block, boxes, is_padded=shard.is_padded)
+        if shards.edits is not None:
+            from shardconv.checkpoint.edits import difference  # noqa: PLC0415 - see its docstring
+
+            state.problem = state.problem or difference(block, shards.edits, span.start)
 
     def _read(self, state: StripeState, file: int, data: Bytes, offset: int) -> None:
         self._files.read(file, data, offset)
@@ -96,7 +101,7 @@ class ShardReader:
         """Check the stripe.
 
         Raises:
-            IntegrityError: if checksums or replicas differ, or padding is not zero.
+            IntegrityError: if checksums or replicas differ, padding is not zero, or values differ from their grid.
         """
         if self._checksums is not None:
             digests = {file: running.hexdigest() for file, running in state.hashes.items()}
@@ -151,12 +156,12 @@ class ShardWriter:
             file, offset = shards.files[rank], shards.offsets[rank]
             boxes = list(shard.boxes(span.start, span.stop))
             data = _contiguous(boxes, high - low, block)
-            if data is None or shards.edits is not None:
+            if data is None or shards.is_edited:
                 from shardconv.checkpoint import strided  # noqa: PLC0415 - see its docstring
 
                 data = scratch.take("scatter", high - low)
                 strided.scatter(block, boxes, data, is_padded=shard.is_padded)
-            if shards.edits is not None:
+            if shards.edits is not None and shards.is_edited:
                 _edit(data, shards.edits, rank, low, sign=-1)
             if self._with_checksums:
                 state.update(file, data)

@@ -210,7 +210,7 @@ def _data_differences(
         CopyJob(manifest.stripes, reader, [], add).run(threads=threads, progress=progress)
         return sorted(set(differences))
     names = list(manifest.tensors)
-    layout = lay_out_source([file.header for file in source.files], names)
+    layout = lay_out_source([file.header for file in source.files], manifest.tensors)
     with InputFiles([file.path for file in source.files], layout.prefixes, layout.file_bytes) as inputs:
         expected = ShardReader(layout.shards, inputs, labels=[file.name for file in source.files], names=names)
         CopyJob(manifest.stripes, reader, [Comparer(expected, names)], add).run(threads=threads, progress=progress)

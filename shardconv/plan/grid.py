@@ -6,6 +6,7 @@ one scale. The planner places the logical matrix, and the placement of each stor
 """
 
 from collections.abc import Sequence
+from itertools import chain, repeat
 from typing import NamedTuple, Self, TypedDict
 
 from shardconv.plan.placement import Interval, IntervalOrPadding, Padding, Placement
@@ -58,7 +59,7 @@ class Grid(NamedTuple):
         dims: one for each dim of the stored tensor.
         axes: what each dim of the logical matrix is, for messages: ``output``, ``input``.
         values: one of :data:`PLAIN`, :data:`GROUP_INDEX` and :data:`SHAPE`.
-        group: for :data:`GROUP_INDEX` the elements in a group; 0 for indices that are the same on every rank.
+        group: for :data:`GROUP_INDEX` the elements in a group; 0 for one group over all elements.
     """
 
     suffix: str
@@ -107,9 +108,22 @@ class Grid(NamedTuple):
         if self.values == SHAPE:
             lost = [self.shape[placement.dim] - placement.local_size(rank) for rank in range(placement.tp)]
             return tuple(tuple(one * (at == placement.dim) for at in range(len(self.shape))) for one in lost)
-        if not self.group or self.dims[0].dim != placement.dim:
+        if not self.group or self.dims[-1].dim != placement.dim:
             return None
-        return tuple((_first(entries) // self.group,) for entries in placement.ranks)
+        return tuple(self._subtracted(entries) for entries in placement.ranks)
+
+    def _subtracted(self, entries: Sequence[IntervalOrPadding]) -> tuple[int, ...]:
+        """What is subtracted from the indices of groups of one rank, so that they count its groups from 0."""
+        if not entries:
+            return (0,)
+        if len(entries) == 1 and isinstance(entries[0], Interval):
+            return (entries[0].start // self.group,)
+        full = chain.from_iterable(
+            range(entry.start, entry.stop) if isinstance(entry, Interval) else repeat(None, entry.size)
+            for entry in entries
+        )
+        group = self.group
+        return tuple((0 if at is None else at // group) - local // group for local, at in enumerate(full))
 
     def to_json(self) -> GridJson:
         """Convert to JSON data."""
@@ -153,8 +167,3 @@ class Grid(NamedTuple):
         if isinstance(entry, Padding):
             return Padding(entry.size // elements * entries)
         return Interval(entry.start // elements * entries, min(-(-entry.stop // elements) * entries, size))
-
-
-def _first(entries: Sequence[IntervalOrPadding]) -> int:
-    """The first element of a rank."""
-    return next((entry.start for entry in entries if isinstance(entry, Interval)), 0)
