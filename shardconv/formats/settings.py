@@ -144,6 +144,10 @@ def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Sc
         blocks |= _rows_and_columns(weights.get("block_structure"))
     elif strategy not in ("tensor", "channel"):
         raise PlanError(f"compressed-tensors: strategy {strategy!r:.40} of config_groups.{name} is not supported")
+    if strategy == "group" and str(weights.get("actorder")).lower() in ("true", "group", "dynamic"):
+        if kind != "pack-quantized":
+            raise PlanError(f"compressed-tensors: actorder with format {kind} is not supported: quantize without it")
+        kind = "pack-quantized_act_order"
     targets = tuple(_names(group, "targets"))
     return Scheme(formats()[kind], blocks, strategy, weights.get("symmetric", True) is not False, targets)
 
