@@ -1,0 +1,1 @@
+"""Quantization formats, with checkpoints that the libraries make and dequantize."""
