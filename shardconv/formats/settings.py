@@ -100,7 +100,9 @@ def _gptq(table: Mapping[str, object]) -> Iterator[Scheme]:
     bits = _choice(table, "bits", (2, 3, 4, 8))
     _choice(table, "checkpoint_format", ("gptq", "gptq_v2", ""), table.get("format", ""))
     name = "gptq_act_order" if table.get("desc_act") is True and _group(table)[0] else "gptq"
-    if table.get("dynamic"):
+    dynamic = table.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(str(pattern).startswith("-:") for pattern in dynamic):
+        # those with -: are layers without quantization, which the tensors show
         raise PlanError("GPTQ with settings per layer (dynamic) is not supported: split the unquantized checkpoint")
     yield Scheme(formats()[name], {"word": _word(bits), "group": _group(table)}, is_symmetric=False)
 

@@ -22,7 +22,7 @@ from shardconv.plan.grid import GROUP_INDEX, Grid, GridDim
 from shardconv.plan.placement import Interval, Padding, Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.units import Unit, shard_dim
-from tests.support.checkpoints import contents
+from tests.support.checkpoints import contents, llama_config, llama_specs
 from tests.support.gptq import dequantize, write_gptq
 
 DATA = Path(__file__).parents[1] / "data/quantized"
@@ -188,6 +188,12 @@ def test_wrong_settings_are_refused(tmp_path, settings, message):
         shardconv.split(tmp_path / "source", tmp_path / "out", tp=2)
 
 
+def test_patterns_of_unquantized_layers(tmp_path):
+    shutil.copytree(DATA / "gptq-3", tmp_path / "source")
+    change_settings(tmp_path / "source", dynamic={"-:.*gate$": {}})
+    check(tmp_path / "source", tmp_path / "split", 2)
+
+
 def test_groups_that_would_straddle_ranks_are_refused(tmp_path):
     sizes = {"hidden": 128, "heads": 4, "kv_heads": 4, "intermediate": 256}
     source = write_gptq(tmp_path / "source", bits=4, group=64, **sizes)
@@ -255,6 +261,32 @@ def test_actorder_of_compressed_tensors(actorder, is_ordered):
     if is_ordered:
         with pytest.raises(PlanError, match="actorder with format int-quantized is not supported"):
             with_grids(packed_tensors(), config)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_stored_shapes_of_compressed_tensors(tmp_path, is_wrong):
+    config, tensors = llama_config(layers=1, vocab=16), {}
+    for name, (_, shape) in llama_specs(config).items():
+        if name.endswith("_proj.weight"):
+            packed = torch.zeros(shape[0], shape[1] // 8, dtype=torch.int32)
+            tensors |= {f"{name}_packed": packed, f"{name}_scale": torch.ones(shape[0], shape[1] // 16)}
+            tensors[f"{name}_shape"] = torch.tensor(shape[::-1] if is_wrong else shape)
+        else:
+            tensors[name] = torch.zeros(shape)
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 16}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "source/model.safetensors")
+    if is_wrong:
+        with pytest.raises(IntegrityError, match=r"down_proj\.weight_shape: dim 0 is 96 \(expected 64"):
+            shardconv.split(tmp_path / "source", tmp_path / "out", tp=2)
+        return
+    shardconv.split(tmp_path / "source", tmp_path / "out", tp=2)
+    assert load_file(tmp_path / "out/rank-1-of-2.safetensors")[f"{DOWN}.weight_shape"].tolist() == [64, 48]
+    shardconv.merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "source")
 
 
 def test_size_of_the_data():
