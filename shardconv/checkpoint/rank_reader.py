@@ -106,7 +106,7 @@ class RankFileReader(RankReader):
         start, size = shards.offsets[self._rank], _shard_bytes(shards, self._rank)
         self.num_bytes_read += size
         data = memoryview(self._mapped)[start : start + size]
-        return data if shards.edits is None else _source_values(data, shards.edits, self._rank)
+        return _source_values(data, shards.edits, self._rank) if shards.is_edited else data
 
 
 class SourceReader(RankReader):
@@ -140,19 +140,17 @@ class SourceReader(RankReader):
             if not _is_in_runs(box):
                 self._read_rows(full, box, data)
         if full.edits is not None:
-            self._edit(full, full.edits, data)
+            self._check_values(full, full.edits)
         return data
 
-    def _edit(self, full: Shards, edits: Edits, data: Bytes) -> None:
-        """Check the values of a full tensor, which is small, and change those of the shard in place."""
-        from shardconv.checkpoint.edits import add, difference  # noqa: PLC0415 - see its docstring
+    def _check_values(self, full: Shards, edits: Edits) -> None:
+        """Compare the values of a full tensor, which is small, with those that follow from its grid."""
+        from shardconv.checkpoint.edits import difference  # noqa: PLC0415 - see its docstring
 
         values = memoryview(bytearray(full.geometry.num_bytes))
         self._read(full.files[0], values, full.offsets[0])
         if problem := difference(values, edits, 0):
             raise SourceError(problem)
-        if (subtracted := self.plan.tensors[edits.name].edits) is not None:
-            add(data, edits.dtype, 0, subtracted[self._rank], sign=-1)
 
     def _read_rows(self, full: Shards, box: Box, data: Bytes) -> None:
         """Read full rows, block by block, and copy the columns of a box."""
@@ -169,10 +167,12 @@ class SourceReader(RankReader):
             strided.scatter(full_rows, [block_box], data[start : start + rows * box.local_width], is_padded=False)
 
 
-def _source_values(data: Bytes, edits: Edits, rank: int) -> Bytes:
-    """The values of the source, of which a shard has edited ones."""
+def _source_values(data: Bytes, edits: Edits | None, rank: int) -> Bytes:
+    """The values of the source, which engines expect, of a shard with other ones."""
     from shardconv.checkpoint.edits import add  # noqa: PLC0415 - see its docstring
 
+    assert edits is not None
+    assert edits.values is not None
     values = memoryview(bytearray(data))
     add(values, edits.dtype, 0, edits.values[rank])
     return values

@@ -100,7 +100,9 @@ def _gptq(table: Mapping[str, object]) -> Iterator[Scheme]:
     bits = _choice(table, "bits", (2, 3, 4, 8))
     _choice(table, "checkpoint_format", ("gptq", "gptq_v2", ""), table.get("format", ""))
     name = "gptq_act_order" if table.get("desc_act") is True and _group(table)[0] else "gptq"
-    if table.get("dynamic"):
+    dynamic = table.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(str(pattern).startswith("-:") for pattern in dynamic):
+        # those with -: are layers without quantization, which the tensors show
         raise PlanError("GPTQ with settings per layer (dynamic) is not supported: split the unquantized checkpoint")
     yield Scheme(formats()[name], {"word": _word(bits), "group": _group(table)}, is_symmetric=False)
 
@@ -146,6 +148,10 @@ def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Sc
         blocks |= _rows_and_columns(weights, "block_structure")
     elif strategy not in ("tensor", "channel"):
         raise PlanError(f"compressed-tensors: strategy {strategy!r:.40} of config_groups.{name} is not supported")
+    if strategy == "group" and str(weights.get("actorder")).lower() in ("true", "group", "dynamic"):
+        if kind != "pack-quantized":
+            raise PlanError(f"compressed-tensors: actorder with format {kind} is not supported: quantize without it")
+        kind = "pack-quantized_act_order"
     targets = tuple(_names(group, "targets"))
     return Scheme(formats()[kind], blocks, strategy, weights.get("symmetric", True) is not False, targets)
 

@@ -57,19 +57,12 @@ def write_all_dtypes(path: Path) -> bytes:
     return data
 
 
-@pytest.mark.usefixtures("_any_dtype")
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_merge_restores_every_dtype(tmp_path, tp):
     source = tmp_path / "all.safetensors"
     data = write_all_dtypes(source)
-<<<<<<< HEAD
     opened = open_source(source)
     split_by(opened, tmp_path / "out", resolver(opened, PLAN).plan(tp), PlanRequest())
-=======
-    plan = tmp_path / "plan.toml"
-    plan.write_text(PLAN)
-    shardconv.split(source, tmp_path / "out", tp=tp, rules=plan)
->>>>>>> i19-quant-ct
     assert shardconv.merge(tmp_path / "out", tmp_path / "back.safetensors").is_identical
     assert (tmp_path / "back.safetensors").read_bytes() == data
     assert shardconv.verify(tmp_path / "out", against=source).differences == ()
@@ -81,21 +74,13 @@ def test_merge_restores_every_dtype(tmp_path, tp):
             assert info.start % max(DTYPE_BITS[info.dtype] // 8, 1) == 0, f"{name} is not aligned to its dtype"
 
 
-<<<<<<< HEAD
 def resolver(source, plan_file):
     """The resolver of a plan file for tensors of any dtype, also of dtypes that only quantized checkpoints have."""
     specs = {name: spec._replace(dtype="U8") for name, spec in source.specs.items()}
     rules = resolve(specs, None, PlanRequest(plan_file=("plan.toml", plan_file))).resolver.rules
     return Resolver(source.specs, rules)
-=======
-@pytest.fixture
-def _any_dtype(monkeypatch) -> None:
-    """Allow dtypes of quantized values without settings of their quantization."""
-    monkeypatch.setattr("shardconv.plan.request.check_quantization", lambda *_: None)
->>>>>>> i19-quant-ct
 
 
-@pytest.mark.usefixtures("_any_dtype")
 def test_boundary_inside_a_byte_is_refused(tmp_path):
     source = tmp_path / "packed.safetensors"
     source.write_bytes(
@@ -105,11 +90,7 @@ def test_boundary_inside_a_byte_is_refused(tmp_path):
     with pytest.raises(
         shardconv.PlanError, match=r"columns\.a: a boundary of F4 would be inside a byte.*Use --tp 1, 3"
     ):
-<<<<<<< HEAD
         resolver(open_source(source), plan_file).plan(2)
-=======
-        shardconv.split(source, tmp_path / "out", tp=2, rules=plan)
->>>>>>> i19-quant-ct
 
 
 def test_safetensors_reads_rank_files(tmp_path):

@@ -1,0 +1,294 @@
+"""GPTQ and AWQ: dequantized shards are shards of the dequantized weights, and wrong settings are refused.
+
+``tests/data/quantized`` has checkpoints that gptqmodel wrote, and what it dequantizes them to.
+"""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shardconv
+from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.rank_reader import SourceReader
+from shardconv.checkpoint.source import open_source
+from shardconv.errors import IntegrityError, PlanError, SourceError
+from shardconv.formats.detect import with_grids
+from shardconv.plan.grid import GROUP_INDEX, Grid, GridDim
+from shardconv.plan.placement import Interval, Padding, Placement
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.units import Unit, shard_dim
+from tests.support.checkpoints import contents, llama_config, llama_specs
+from tests.support.gptq import dequantize, write_gptq
+
+DATA = Path(__file__).parents[1] / "data/quantized"
+NAMES = sorted(path.stem for path in DATA.glob("*.json"))
+DOWN = "model.layers.0.mlp.down_proj"
+
+#: The dim of a weight [in, out] that is sharded.
+DIMS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 1, "up_proj": 1, "o_proj": 0, "down_proj": 0}
+
+
+def settings_of(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def change_settings(folder, **settings):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def expected_shard(layer, weight, rank, tp, kv_heads):
+    """The shard of a weight of a llama, with KV heads replicated."""
+    end = layer.rpartition(".")[2]
+    if end in ("k_proj", "v_proj") and tp > kv_heads:
+        return weight.chunk(kv_heads, 1)[rank * kv_heads // tp]
+    return weight.chunk(tp, DIMS[end])[rank]
+
+
+def check(source, out, tp):
+    """Split, and compare each shard."""
+    shardconv.split(source, out, tp=tp)
+    config = json.loads((source / "config.json").read_text())
+    full = dequantize(load_file(source / "model.safetensors"), config["quantization_config"])
+    assert len(full) == len(DIMS)
+    for rank in range(tp):
+        local = dequantize(load_file(out / f"rank-{rank}-of-{tp}.safetensors"), config["quantization_config"])
+        assert local.keys() == full.keys()
+        for layer, weight in full.items():
+            expected = expected_shard(layer, weight, rank, tp, config["num_key_value_heads"])
+            assert torch.equal(local[layer], expected), (rank, layer)
+
+
+def check_commands(source, out, split, resharded_to):
+    """Merge, verify and reshard."""
+    shardconv.merge(split, out / "merged")
+    assert contents(out / "merged") == contents(source)
+    assert shardconv.verify(split).differences == ()
+    assert shardconv.verify(split, against=source).differences == ()
+    shardconv.split(source, out / "direct", tp=resharded_to)
+    shardconv.reshard(split, out / "resharded", tp=resharded_to)
+    for rank in range(resharded_to):
+        name = f"rank-{rank}-of-{resharded_to}.safetensors"
+        assert load_file(out / "direct" / name).keys() == load_file(out / "resharded" / name).keys()
+        for tensor, values in load_file(out / "direct" / name).items():
+            assert torch.equal(values, load_file(out / "resharded" / name)[tensor]), tensor
+    assert shardconv.verify(out / "resharded", against=source).differences == ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_of_gptqmodel(name):
+    """The dequantizer of these tests has the results of gptqmodel."""
+    weights = dequantize(load_file(DATA / name / "model.safetensors"), settings_of(DATA / name))
+    recorded = json.loads((DATA / f"{name}.json").read_text())
+    assert {
+        layer: hashlib.sha256(weight.contiguous().view(torch.uint8).numpy()).hexdigest()
+        for layer, weight in weights.items()
+    } == recorded
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoints_of_gptqmodel(tmp_path, name, tp):
+    check(DATA / name, tmp_path / "split", tp)
+    check_commands(DATA / name, tmp_path, tmp_path / "split", 6 - tp)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("group", [32, 64, -1])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_random_checkpoints(tmp_path, bits, group, act_order):
+    sizes = {"hidden": 128, "heads": 4, "kv_heads": 2, "intermediate": 256}
+    source = write_gptq(tmp_path / "source", bits=bits, group=group, act_order=act_order, version="gptq_v2", **sizes)
+    check(source, tmp_path / "split", 2)
+    check_commands(source, tmp_path, tmp_path / "split", 1)
+
+
+def test_indices_of_a_row_parallel_layer(tmp_path):
+    """They count from the first group of a rank; with act-order scales are replicated and indices absolute."""
+    for name, groups in (("gptq-3", 2), ("gptq-4-act-order", 4)):
+        shardconv.split(DATA / name, tmp_path / name, tp=2)
+        full = load_file(DATA / name / "model.safetensors")[f"{DOWN}.g_idx"]
+        second = load_file(tmp_path / name / "rank-1-of-2.safetensors")
+        assert torch.equal(second[f"{DOWN}.g_idx"], full[64:] - (4 - groups))
+        assert second[f"{DOWN}.scales"].shape == (groups, 128)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shards_of_a_source_are_those_of_rank_files(tmp_path, name):
+    shardconv.split(DATA / name, tmp_path / "split", tp=2)
+    manifest, source = read_manifest(tmp_path / "split"), open_source(DATA / name)
+    for rank in range(2):
+        reader = SourceReader(source, manifest.plan, rank)
+        for tensor, values in load_file(tmp_path / "split" / f"rank-{rank}-of-2.safetensors").items():
+            assert bytes(reader.read(tensor)) == values.contiguous().view(torch.uint8).numpy().tobytes(), tensor
+
+
+def test_files_with_offsets_have_the_indices_of_the_full_tensors(tmp_path):
+    shardconv.split(DATA / "gptq-3", tmp_path / "split", tp=2, layout="dcp")
+    full = load_file(DATA / "gptq-3/model.safetensors")[f"{DOWN}.g_idx"]
+    assert torch.equal(load_file(tmp_path / "split/rank-1-of-2.safetensors")[f"{DOWN}.g_idx"], full[64:])
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(DATA / "gptq-3")
+
+
+def test_act_order_that_the_settings_deny_is_refused(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(DATA / "gptq-4-act-order", source)
+    change_settings(source, desc_act=False)
+    with pytest.raises(IntegrityError, match=r"q_proj\.g_idx: input feature .* in group .*desc_act"):
+        shardconv.split(source, tmp_path / "out", tp=2)
+    assert not (tmp_path / "out").exists()
+    # a rank that reads the source finds it as well
+    shardconv.split(DATA / "gptq-3", tmp_path / "split", tp=2)
+    tensors = load_file(DATA / "gptq-3/model.safetensors")
+    tensors[f"{DOWN}.g_idx"] = tensors[f"{DOWN}.g_idx"].flip(0)
+    shutil.copytree(DATA / "gptq-3", tmp_path / "flipped")
+    save_file(tensors, tmp_path / "flipped/model.safetensors", metadata={"format": "pt"})
+    reader = SourceReader(open_source(tmp_path / "flipped"), read_manifest(tmp_path / "split").plan, 1)
+    with pytest.raises(SourceError, match=rf"{DOWN}\.g_idx: input feature 0 is in group 3 \(expected 0"):
+        reader.read(f"{DOWN}.g_idx")
+
+
+def test_changed_indices_of_a_rank_file_are_found(tmp_path):
+    split = tmp_path / "split"
+    for checksums in (True, False):
+        shardconv.split(DATA / "gptq-3", split, tp=2, checksums=checksums, overwrite=True)
+        path = split / "rank-1-of-2.safetensors"
+        data = bytearray(path.read_bytes())
+        size = int.from_bytes(data[:8], "little")
+        start = json.loads(data[8 : 8 + size])[f"{DOWN}.g_idx"]["data_offsets"][0] + 8 + size
+        data[start + 3] = 0x80  # the sign of the first index
+        path.write_bytes(data)
+        found = " ".join(shardconv.verify(split).differences)
+        assert f"{DOWN}.g_idx" in found or "differ from their checksum" in found
+        with pytest.raises(IntegrityError, match="checksum" if checksums else r"g_idx: input feature 64 is in group"):
+            shardconv.merge(split, tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_size": 64}, "does not fit the tensors"),
+        ({"bits": 8}, "does not fit the tensors"),
+        ({"bits": 5}, "bits is 5"),
+        ({"checkpoint_format": "gptq_p"}, "checkpoint_format is 'gptq_p'"),
+        ({"dynamic": {"+:.*": {"bits": 8}}}, "settings per layer"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path, settings, message):
+    shutil.copytree(DATA / "gptq-3", tmp_path / "source")
+    change_settings(tmp_path / "source", **settings)
+    with pytest.raises(PlanError, match=message):
+        shardconv.split(tmp_path / "source", tmp_path / "out", tp=2)
+
+
+def test_patterns_of_unquantized_layers(tmp_path):
+    shutil.copytree(DATA / "gptq-3", tmp_path / "source")
+    change_settings(tmp_path / "source", dynamic={"-:.*gate$": {}})
+    check(tmp_path / "source", tmp_path / "split", 2)
+
+
+def test_groups_that_would_straddle_ranks_are_refused(tmp_path):
+    sizes = {"hidden": 128, "heads": 4, "kv_heads": 4, "intermediate": 256}
+    source = write_gptq(tmp_path / "source", bits=4, group=64, **sizes)
+    with pytest.raises(PlanError, match=r"o_proj.*128 / 4 = 32 input features per rank .* 64-wide group"):
+        shardconv.split(source, tmp_path / "out", tp=4)
+    # with act-order every rank has all groups
+    source = write_gptq(tmp_path / "ordered", bits=4, group=64, act_order=True, **sizes)
+    check(source, tmp_path / "split", 4)
+
+
+def test_padded_heads(tmp_path):
+    """Padding of a row-parallel layer gets the indices of its place, so that those after it stay right."""
+    sizes = {"hidden": 192, "heads": 6, "kv_heads": 6, "intermediate": 256}
+    source = write_gptq(tmp_path / "source", bits=4, group=32, **sizes)
+    shardconv.split(source, tmp_path / "split", tp=4, pad=True)
+    full = dequantize(load_file(source / "model.safetensors"), settings_of(source))
+    layer = "model.layers.0.self_attn.o_proj"
+    found = []
+    for rank in range(4):
+        tensors = load_file(tmp_path / f"split/rank-{rank}-of-4.safetensors")
+        assert tensors[f"{layer}.g_idx"].tolist() == [at // 32 for at in range(64)]
+        found.append(dequantize(tensors, settings_of(source))[layer])
+    padded = torch.cat(found)
+    assert torch.equal(padded[padded.any(1)], full[layer])
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+def test_indices_of_several_intervals():
+    """Those of each rank are the numbers of its groups, in its order."""
+    grid = Grid("g_idx", "weight", (64, 128), (GridDim(1),), ("output", "input"), GROUP_INDEX, 16)
+    two_segments = shard_dim(1, [Unit(64, 1), Unit(64, 1)], 2)
+    padded = Placement(1, 128, ((Interval(0, 64),), (Padding(16), Interval(64, 128), Padding(16))))
+    for placement in (two_segments, padded):
+        edits = grid.edits(placement)
+        for rank, entries in enumerate(placement.ranks):
+            full = []
+            for entry in entries:
+                full += [0] * entry.size if isinstance(entry, Padding) else range(entry.start, entry.stop)
+            values = edits[rank] * len(full) if len(edits[rank]) == 1 else edits[rank]
+            local = [at // 16 - value for at, value in zip(full, values, strict=True)]
+            assert local == [at // 16 for at in range(len(full))]
+
+
+def packed_tensors(size=128, groups=4):
+    return {
+        "q_proj.weight_packed": TensorSpec("I32", (64, size // 8)),
+        "q_proj.weight_scale": TensorSpec("BF16", (64, groups)),
+        "q_proj.weight_shape": TensorSpec("I64", (2,)),
+        "q_proj.weight_g_idx": TensorSpec("I32", (size,)),
+    }
+
+
+@pytest.mark.parametrize(("actorder", "is_ordered"), [(None, False), ("weight", False), ("group", True)])
+def test_actorder_of_compressed_tensors(actorder, is_ordered):
+    """Groups in the order of activations are replicated; without them indices of groups are rebased."""
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": actorder}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
+    grids = {name: spec.grid for name, spec in with_grids(packed_tensors(), config).items()}
+    rows = shard_dim(1, [Unit(128)], 2)
+    assert grids["q_proj.weight_g_idx"].edits(rows) == (None if is_ordered else ((0,), (2,)))
+    assert (grids["q_proj.weight_scale"].place(rows, (64, 4)).dim is None) == is_ordered
+    groups["group_0"]["format"] = "int-quantized"
+    if is_ordered:
+        with pytest.raises(PlanError, match="actorder with format int-quantized is not supported"):
+            with_grids(packed_tensors(), config)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_stored_shapes_of_compressed_tensors(tmp_path, is_wrong):
+    config, tensors = llama_config(layers=1, vocab=16), {}
+    for name, (_, shape) in llama_specs(config).items():
+        if name.endswith("_proj.weight"):
+            packed = torch.zeros(shape[0], shape[1] // 8, dtype=torch.int32)
+            tensors |= {f"{name}_packed": packed, f"{name}_scale": torch.ones(shape[0], shape[1] // 16)}
+            tensors[f"{name}_shape"] = torch.tensor(shape[::-1] if is_wrong else shape)
+        else:
+            tensors[name] = torch.zeros(shape)
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 16}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "source/model.safetensors")
+    if is_wrong:
+        with pytest.raises(IntegrityError, match=r"down_proj\.weight_shape: dim 0 is 96 \(expected 64"):
+            shardconv.split(tmp_path / "source", tmp_path / "out", tp=2)
+        return
+    shardconv.split(tmp_path / "source", tmp_path / "out", tp=2)
+    assert load_file(tmp_path / "out/rank-1-of-2.safetensors")[f"{DOWN}.weight_shape"].tolist() == [64, 48]
+    shardconv.merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "source")
+
+
+def test_size_of_the_data():
+    """The checkpoints stay small."""
+    assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 300_000
