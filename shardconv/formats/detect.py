@@ -10,7 +10,7 @@ from math import prod
 
 from shardconv.errors import PlanError
 from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, StoredTensor
-from shardconv.formats.settings import Block, Scheme, Settings, matches, read_settings
+from shardconv.formats.settings import Block, Scheme, Settings, read_settings
 from shardconv.plan.grid import GROUP_INDEX, NO_DIM, SHAPE, Grid, GridDim
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import CACHE_SCALE, SETTINGS_KEY
@@ -43,8 +43,11 @@ def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] |
         raise PlanError(f"quantization_config is {table!r:.60} (expected a table): pass --config FILE with it")
     settings = read_settings(table)
     grids: dict[str, Grid] = {}
+    equal: dict[_Key, dict[str, Grid]] = {}  # most layers have the shapes of others
     for layer in _layers(tensors, settings):
-        grids |= layer.grids()
+        if (by_suffix := equal.get(key := layer.key())) is None:
+            by_suffix = equal[key] = layer.grids()
+        grids |= {layer.stem + suffix: grid for suffix, grid in by_suffix.items()}
     for name, spec in tensors.items():
         if name not in grids and prod(spec.shape) == 1 and CACHE_SCALE.fullmatch(name):
             grids[name] = Grid("", "", spec.shape, (NO_DIM,) * len(spec.shape), ())
@@ -58,7 +61,7 @@ def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator["
         if not candidates:
             continue
         layer = candidates[0].layer(name)
-        if ignored := next((pattern for pattern in settings.ignored if matches(pattern, layer)), None):
+        if ignored := settings.ignoring(layer):
             raise PlanError(f"{name} is quantized, but the settings leave {layer} unquantized ({ignored!r:.60})")
         scheme = next((scheme for scheme in candidates if scheme.applies_to(layer)), None)
         if scheme is None:
@@ -76,6 +79,10 @@ def _is_values(name: str, tensors: Mapping[str, TensorSpec], scheme: Scheme) -> 
     return tensors[name].dtype in form.values.dtypes and len(tensors[name].shape) > 1
 
 
+#: What the grids of a layer follow from: its format, and dtype and shape of each tensor; None if a tensor is missing.
+_Key = tuple[int, tuple[TensorSpec | None, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """One quantized layer.
@@ -90,24 +97,29 @@ class _Layer:
     tensors: Mapping[str, TensorSpec]
     scheme: Scheme
 
+    @property
+    def stem(self) -> str:
+        """The beginning of the names of its tensors."""
+        return self.name.removesuffix(self.scheme.format.suffix)
+
+    def key(self) -> _Key:
+        """Return the key under which the grids of equal layers are found."""
+        names = (self.name, *(self.stem + suffix for suffix in self.scheme.format.companions))
+        return id(self.scheme), tuple(map(self.tensors.get, names))
+
     def grids(self) -> dict[str, Grid]:
-        """Name to grid of each stored tensor.
+        """Return the grid of each stored tensor, by the end of its name.
 
         Raises:
             PlanError: if a tensor is missing, or its dtype or shape is not that of the format.
         """
-        form, stem = self.scheme.format, self.name.removesuffix(self.scheme.format.suffix)
-        shape = self._logical_shape()
-        grids = {self.name: self._grid(self.name, form.suffix, form.values, shape)}
+        form, stem, shape = self.scheme.format, self.stem, self._logical_shape()
+        grids = {form.suffix: self._grid(self.name, form.suffix, form.values, shape)}
         for suffix, stored in form.companions.items():
             name = stem + suffix
             is_wanted = not (stored.optional or (stored.asymmetric and self.scheme.is_symmetric))
-            if suffix == "weight_g_idx":  # stored only if groups are not consecutive
-                is_wanted = self.scheme.strategy == "act_order"
-                if name in self.tensors and not is_wanted:
-                    raise self._error(name, "has indices of groups, and the settings have no actorder")
             if name in self.tensors:
-                grids[name] = self._grid(name, suffix, stored, shape)
+                grids[suffix] = self._grid(name, suffix, stored, shape)
             elif is_wanted:
                 raise PlanError(f"{self.name}: {name} is missing, which {form.name} needs: complete the checkpoint")
         return grids

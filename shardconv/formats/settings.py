@@ -52,12 +52,22 @@ class Settings:
     Attributes:
         method: ``quant_method``.
         schemes: the formats of its layers, of which the first that applies counts.
-        ignored: names or patterns of layers that are not quantized.
+        ignored: names of layers that are not quantized, or parts of names between dots.
+        ignored_patterns: patterns of such layers.
     """
 
     method: str
     schemes: tuple[Scheme, ...]
-    ignored: tuple[str, ...] = ()
+    ignored: frozenset[str] = frozenset()
+    ignored_patterns: tuple[str, ...] = ()
+
+    def ignoring(self, layer: str) -> str | None:
+        """The name or pattern that leaves a layer unquantized; None if there is none."""
+        parts = layer.split(".")
+        ends = range(1, len(parts) + 1) if self.ignored else ()
+        paths = (".".join(parts[first:last]) for last in ends for first in range(last))
+        found = next((path for path in paths if path in self.ignored), None)  # lists can have hundreds of names
+        return found or next((pattern for pattern in self.ignored_patterns if matches(pattern, layer)), None)
 
 
 def matches(target: str, layer: str) -> bool:
@@ -89,7 +99,8 @@ def read_settings(table: Mapping[str, object]) -> Settings:
             f"unquantized checkpoint, or ignore a file with settings that do not apply (--ignore FILE)"
         )
     ignored = [name for key in _IGNORED for name in _names(table, key)]
-    return Settings(method, tuple(reader(table)), tuple(ignored))
+    patterns = tuple(name for name in ignored if name.startswith("re:") or "*" in name)
+    return Settings(method, tuple(reader(table)), frozenset(ignored) - frozenset(patterns), patterns)
 
 
 #: The keys under which methods list layers that are not quantized.
@@ -140,9 +151,7 @@ def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Sc
     blocks: dict[str, Block] = {"pair": (2, 1)}
     if kind == "pack-quantized":
         blocks["word"] = _word(_choice(weights, "num_bits", (1, 2, 3, 4, 5, 6, 7, 8)))
-    if strategy == "group" and weights.get("actorder") in ("group", True):
-        strategy = "act_order"
-    elif strategy == "group":
+    if strategy == "group":
         blocks["group"] = (_positive(weights, "group_size"), 1)
     elif strategy == "block":
         blocks |= _rows_and_columns(weights, "block_structure")

@@ -56,3 +56,10 @@ def test_full_experts_on_each_rank(compressed, unquantized, tmp_path, scheme):
     assert torch.equal(dequantize(source, held[1])[expert], full)
     shardconv.merge(tmp_path / "split", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(source)
+
+
+def test_the_plan_of_a_quantized_source_is_proven(compressed):
+    """A small model without quantization is sharded by the rules for the logical matrices."""
+    report = shardconv.prove(compressed("W4A16_ASYM", "llama"), tps=(2,))
+    assert report.is_proven
+    assert report.unreached == ()

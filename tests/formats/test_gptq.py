@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.checkpoint.manifest_file import read_manifest
-from shardconv.checkpoint.rank_reader import SourceReader
+from shardconv.checkpoint.rank_reader import RankFileReader, SourceReader
 from shardconv.checkpoint.source import open_source
 from shardconv.errors import IntegrityError, PlanError, SourceError
 from shardconv.formats.detect import with_grids
+from shardconv.layers.sharding import take_shard
 from shardconv.plan.grid import GROUP_INDEX, Grid, GridDim
-from shardconv.plan.placement import Interval, Padding, Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.units import Unit, shard_dim
 from tests.support.checkpoints import contents, llama_config, llama_specs
@@ -120,13 +120,18 @@ def test_indices_of_a_row_parallel_layer(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shards_of_a_source_are_those_of_rank_files(tmp_path, name):
+def test_engines_read_the_values_of_the_source(tmp_path, name):
+    """Of a source and of a rank file alike: indices that count from the first group of all ranks."""
     shardconv.split(DATA / name, tmp_path / "split", tp=2)
     manifest, source = read_manifest(tmp_path / "split"), open_source(DATA / name)
+    full = load_file(DATA / name / "model.safetensors")
     for rank in range(2):
-        reader = SourceReader(source, manifest.plan, rank)
-        for tensor, values in load_file(tmp_path / "split" / f"rank-{rank}-of-2.safetensors").items():
-            assert bytes(reader.read(tensor)) == values.contiguous().view(torch.uint8).numpy().tobytes(), tensor
+        of_source = SourceReader(source, manifest.plan, rank)
+        of_rank_file = RankFileReader(manifest, tmp_path / "split", rank, verify=True)
+        for tensor, values in full.items():
+            expected = take_shard(values, manifest.plan.placement(tensor), rank)
+            for reader in (of_source, of_rank_file):
+                assert bytes(reader.read(tensor)) == expected.contiguous().view(torch.uint8).numpy().tobytes(), tensor
 
 
 def test_files_with_offsets_have_the_indices_of_the_full_tensors(tmp_path):
@@ -204,35 +209,20 @@ def test_groups_that_would_straddle_ranks_are_refused(tmp_path):
     check(source, tmp_path / "split", 4)
 
 
-def test_padded_heads(tmp_path):
-    """Padding of a row-parallel layer gets the indices of its place, so that those after it stay right."""
+def test_padding_is_refused(tmp_path):
     sizes = {"hidden": 192, "heads": 6, "kv_heads": 6, "intermediate": 256}
     source = write_gptq(tmp_path / "source", bits=4, group=32, **sizes)
-    shardconv.split(source, tmp_path / "split", tp=4, pad=True)
-    full = dequantize(load_file(source / "model.safetensors"), settings_of(source))
-    layer = "model.layers.0.self_attn.o_proj"
-    found = []
-    for rank in range(4):
-        tensors = load_file(tmp_path / f"split/rank-{rank}-of-4.safetensors")
-        assert tensors[f"{layer}.g_idx"].tolist() == [at // 32 for at in range(64)]
-        found.append(dequantize(tensors, settings_of(source))[layer])
-    padded = torch.cat(found)
-    assert torch.equal(padded[padded.any(1)], full[layer])
-    shardconv.merge(tmp_path / "split", tmp_path / "merged")
-    assert contents(tmp_path / "merged") == contents(source)
+    with pytest.raises(shardconv.PlanError, match="padding of quantized layers is not supported"):
+        shardconv.split(source, tmp_path / "split", tp=4, pad=True)
 
 
 def test_indices_of_several_intervals():
     """Those of each rank are the numbers of its groups, in its order."""
     grid = Grid("g_idx", "weight", (64, 128), (GridDim(1),), ("output", "input"), GROUP_INDEX, 16)
-    two_segments = shard_dim(1, [Unit(64, 1), Unit(64, 1)], 2)
-    padded = Placement(1, 128, ((Interval(0, 64),), (Padding(16), Interval(64, 128), Padding(16))))
-    for placement in (two_segments, padded):
+    for placement in (shard_dim(1, [Unit(64, 1), Unit(64, 1)], 2), shard_dim(1, [Unit(128, 1)], 2)):
         edits = grid.edits(placement)
         for rank, entries in enumerate(placement.ranks):
-            full = []
-            for entry in entries:
-                full += [0] * entry.size if isinstance(entry, Padding) else range(entry.start, entry.stop)
+            full = [at for entry in entries for at in range(entry.start, entry.stop)]
             values = edits[rank] * len(full) if len(edits[rank]) == 1 else edits[rank]
             local = [at // 16 - value for at, value in zip(full, values, strict=True)]
             assert local == [at // 16 for at in range(len(full))]

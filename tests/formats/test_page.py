@@ -13,7 +13,7 @@ from tests.support.quantized import SIZES
 
 PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
 #: The commands that are tested, and those that are not supported.
-COMMANDS = {"split, merge, reshard, verify": "yes", "run, prove": "not yet"}
+COMMANDS = {"split, merge, reshard, verify": "yes", "run": "not yet"}
 
 
 def sizes_of(models: Iterable[str], sizes: dict[str, tuple[int, ...]] = SIZES) -> str:
@@ -27,6 +27,8 @@ FORMATS = (
     ("MXFP4 of gpt-oss", "the tests", "transformers", sizes_of(["gpt_oss"], {"gpt_oss": (2,)})),
     ("ModelOpt FP8", "the tests", "the tests", sizes_of(OF_MODELOPT)),
     ("ModelOpt NVFP4", "the tests", "the tests", sizes_of(OF_MODELOPT)),
+    ("GPTQ: 2, 3, 4, 8 bits", "gptqmodel, the tests", "gptqmodel, the tests", "llama: 2, 4"),
+    ("AWQ: 4 bits", "gptqmodel, the tests", "gptqmodel, the tests", "llama: 2, 4"),
     ("bitsandbytes int8", "bitsandbytes", "bitsandbytes", sizes_of(OF_BITSANDBYTES)),
 )
 
