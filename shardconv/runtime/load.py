@@ -186,7 +186,11 @@ def _build_by_caller(
 
 def _class_builder(loading: _Loading, unused: Sequence[str], is_trusted: bool) -> _Build:
     """Return the function that builds, converts and fills the model that the config names."""
-    find = partial(find_model_class, loading.folder, loading.manifest.config, is_trusted=is_trusted)
+    config, plans = loading.manifest.config or {}, loading.manifest.plan.tensors.values()
+    is_quantized = bool(config.get("quantization_config")) or any(planned.grid for planned in plans)
+    find = partial(
+        find_model_class, loading.folder, loading.manifest.config, is_quantized=is_quantized, is_trusted=is_trusted
+    )
     kind = run_on_all(loading.axis, find)
     return partial(_build_by_config, kind, loading, unused)
 

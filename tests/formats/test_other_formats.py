@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import shardconv
-from shardconv.errors import PlanError
+from shardconv.errors import PlanError, RunError
 from tests.support.models import Model, Tensors, read
 from tests.support.quantized import SIZES, check_commands, check_values, write
 
@@ -135,6 +135,15 @@ def test_modelopt(unquantized, tmp_path, algorithm, model, is_in_config):
     assert is_in_config or (tmp_path / "tp2" / "hf_quant_config.json").exists()
     scale = "input_scale" if algorithm == "FP8" else "weight_scale"
     check_commands(source, tmp_path, tmp_path / "tp2", scale, tp=2, reshard=4)
+
+
+def test_quantized_models_are_not_run(unquantized, tmp_path):
+    """Also if config.json does not show that they are quantized."""
+    source = write(unquantized("llama"), tmp_path / "source", to_modelopt_fp8, None)
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    shardconv.split(source, tmp_path / "split", tp=1)
+    with pytest.raises(RunError, match="quantized models cannot be run yet"):
+        shardconv.load(tmp_path / "split", device="cpu")
 
 
 # --- bitsandbytes ---------------------------------------------------------------------------------------------------
