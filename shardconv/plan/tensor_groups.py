@@ -51,6 +51,11 @@ class TensorGroup:
     expert: Expert | None = None
 
     @property
+    def matrix(self) -> str:
+        """The name of the tensor that the rule is for: of a quantized tensor, that of its logical matrix."""
+        return self.name if self.spec.grid is None else self.spec.grid.logical_name(self.name)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape that the rule reads: of a quantized tensor, that of its logical matrix."""
         return self.spec.shape if self.spec.grid is None else self.spec.grid.shape

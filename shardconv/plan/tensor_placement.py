@@ -98,7 +98,7 @@ class GroupPlanner:
         if not self._is_sharded(tp):
             return self._unsharded.plan(tp)
         if self._rules.uncertain and tp & (tp - 1):
-            raise BlockedError(group.name, f"{self._rules.uncertain} Until then only powers of two are supported")
+            raise BlockedError(group.matrix, f"{self._rules.uncertain} Until then only powers of two are supported")
         try:
             if group.expert is not None:
                 placement = place_expert(group.expert, group.spec.shape, tp)
@@ -108,7 +108,7 @@ class GroupPlanner:
             placement = matrix_placement if grid is None else grid.place(matrix_placement, group.spec.shape)
             _check_bytes(placement, group.spec)
         except IndivisibleError as error:
-            raise BlockedError(group.name, self._blocked_reason(error)) from error
+            raise BlockedError(group.matrix, self._blocked_reason(error)) from error
         except PlanError as error:
             if self._rules.family != NAMES_FAMILY or self._rules.has_plan_file:
                 raise
@@ -190,14 +190,14 @@ class GroupPlanner:
         group, rule, shape = self._group, self._group.rule, self._group.shape
         if rule.size is not None and shape[-1:] != (expected := self._fields.evaluate(rule.size),):
             raise PlanError(
-                f"{group.name}: shape {list(shape)} does not end in {rule.size} = {expected}, so rule "
+                f"{group.matrix}: shape {list(shape)} does not end in {rule.size} = {expected}, so rule "
                 f"{rule.pattern!r} is not meant for it: pass a family or a plan file with a rule for it as --rules"
             )
         if (dim := group.dim) is None:
             return Placement.replicated(tp)
         if len(shape) > 2 and rule.origin == f"family {NAMES_FAMILY}":
             raise PlanError(
-                f"{group.name} of shape {list(shape)}: its name does not determine which dim to shard: pass "
+                f"{group.matrix} of shape {list(shape)}: its name does not determine which dim to shard: pass "
                 f"--rules with a family, or with a plan file that has a rule for it"
             )
         names, units, chunks = self._units(shape[dim])
@@ -215,7 +215,7 @@ class GroupPlanner:
         read = ", ".join(f"{key}={value}" for key, value in self._fields.read.items())
         units = " and ".join(dict.fromkeys(map(str, names)))
         raise PlanError(
-            f"{group.name}: dim {dim} has {size} elements; rule {group.rule.pattern!r} of {group.rule.origin}, with "
+            f"{group.matrix}: dim {dim} has {size} elements; rule {group.rule.pattern!r} of {group.rule.origin}, with "
             f"units {units}, and the config ({read}) expect {expected // chunks}: the config is of "
             f"another checkpoint, or the family or plan file does not fit: pass --config or other --rules"
         )

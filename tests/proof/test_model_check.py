@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 import shardconv
 from shardconv.checkpoint.source import open_source
 from shardconv.errors import RunError
+from shardconv.formats.detect import with_grids
+from shardconv.plan.plan import logical_tensors
 from shardconv.plan.unused import known_unused
 from shardconv.proof.model_check import check_model
 from tests.support.command import call
@@ -29,7 +31,7 @@ RENAMED = [
 
 def checked(folder):
     source = open_source(folder)
-    return check_model(source.config, source.specs)
+    return check_model(source.config, logical_tensors(with_grids(source.specs, source.config)))
 
 
 def rewritten(folder, change):
