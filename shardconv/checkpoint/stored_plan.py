@@ -13,7 +13,7 @@ from shardconv.formats.detect import with_grids
 from shardconv.plan.engines import engine_named
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import Placement
-from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.request import resolve
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.rule_set import RuleSet
@@ -39,13 +39,22 @@ def quantized_tensors(manifest: Manifest) -> dict[str, TensorSpec]:
     return {name: spec._replace(grid=planned[name].grid) for name, spec in tensors.items()}
 
 
-def resolver_of(manifest: Manifest, engine: str | None, *, pad: int | None = None) -> Resolver:
+def loaded_tensors(manifest: Manifest, *, dequantize: bool) -> dict[str, TensorSpec]:
+    """The source tensors as a model has them: with ``dequantize``, weights in place of the tensors that store them."""
+    tensors = quantized_tensors(manifest)
+    return logical_tensors(tensors) if dequantize else tensors
+
+
+def resolver_of(
+    manifest: Manifest, engine: str | None, *, pad: int | None = None, dequantize: bool = False
+) -> Resolver:
     """The resolver of the stored rules, which makes the plan for any tensor parallel size.
 
     Args:
         manifest: of the split checkpoint.
         engine: the engine whose boundaries the plan uses; None for those of shardconv.
         pad: as in :class:`~shardconv.plan.request.PlanRequest`; None for that of the split checkpoint.
+        dequantize: plan the weights of quantized layers, in place of the tensors that store them.
 
     Raises:
         PlanError: if the rules do not fit the checkpoint.
@@ -53,15 +62,17 @@ def resolver_of(manifest: Manifest, engine: str | None, *, pad: int | None = Non
     rules = stored_rules(manifest)
     if engine != manifest.request.engine:
         rules = rules.for_engine(engine_named(engine))
-    return Resolver(quantized_tensors(manifest), rules).padded(manifest.request.pad if pad is None else pad)
+    tensors = loaded_tensors(manifest, dequantize=dequantize)
+    return Resolver(tensors, rules).padded(manifest.request.pad if pad is None else pad)
 
 
-def runnable_plan(manifest: Manifest, folder: Path) -> Plan:
+def runnable_plan(manifest: Manifest, folder: Path, *, dequantize: bool = False) -> Plan:
     """The plan to run the rank files of a split checkpoint with; its rules give exactly the stored placements.
 
     Args:
         manifest: of the split checkpoint.
         folder: of the split checkpoint, for messages.
+        dequantize: return the plan of the weights of quantized layers, in place of the tensors that store them.
 
     Raises:
         SplitCheckpointError: if a placement by the rules differs from the stored one.
@@ -73,6 +84,9 @@ def runnable_plan(manifest: Manifest, folder: Path) -> Plan:
     except PlanError as error:
         raise SplitCheckpointError(f"{folder}: {reason}: {error}. {_remedy(folder)}") from error
     if (name := stored.first_difference(plan)) is None:
+        if dequantize:
+            resolver = resolver_of(manifest, manifest.request.engine, dequantize=True)
+            plan = resolver.plan(manifest.tp, assumed=stored.assumed)
         return replace(plan, assumed=(*plan.assumed, _OLD_FORMAT)) if stored.rules is None else _relax_unused(plan)
     raise SplitCheckpointError(
         f"{folder}: {reason}: {name} was split as {_describe(stored, name)}, and would now be split as "
@@ -106,19 +120,20 @@ def _relax_unused(plan: Plan) -> Plan:
     return replace(plan, rules=replace(plan.rules, models=tuple(map(relaxed, plan.rules.models))).without_engine())
 
 
-def placements_in_memory(manifest: Manifest, plan: Plan) -> dict[str, Placement]:
+def placements_in_memory(manifest: Manifest, plan: Plan, *, dequantize: bool = False) -> dict[str, Placement]:
     """The placements in shardconv's runtime of tensors that the rank files hold replicated for an engine.
 
     Args:
         manifest: of the split checkpoint.
         plan: the result of :func:`runnable_plan`.
+        dequantize: as for the plan.
 
     Raises:
         SplitCheckpointError: if a tensor is sharded otherwise than in the runtime.
     """
     if plan.rules is None or plan.tp == 1:
         return {}
-    runtime_plan = Resolver(quantized_tensors(manifest), plan.rules).plan(plan.tp)
+    runtime_plan = Resolver(loaded_tensors(manifest, dequantize=dequantize), plan.rules).plan(plan.tp)
     placements = {name: planned.placement for name, planned in runtime_plan.tensors.items()}
     different = {name: placement for name, placement in placements.items() if placement != plan.placement(name)}
     if (name := next((name for name in different if plan.placement(name).dim is not None), None)) is not None:

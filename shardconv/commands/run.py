@@ -32,6 +32,7 @@ class _RunFlags(TypedDict):
     chat: bool
     check: Path | None
     verify: bool
+    dequantize: bool
     unused: tuple[str, ...]
     trust_remote_code: bool
 
@@ -67,6 +68,9 @@ class _RunFlags(TypedDict):
 @click.option("--check", type=PATH, metavar="SRC", help="Compare with the unsharded model of this source, in float32.")
 @click.option(
     "--verify/--no-verify", default=True, show_default=True, help="Check each rank's file against its checksums first."
+)
+@click.option(
+    "--dequantize", is_flag=True, help="Load quantized layers as unquantized ones, in the data type of the model."
 )
 @click.option(
     "--unused", multiple=True, metavar="PATTERN", help="Allow tensors that the model does not use. Repeatable."
@@ -182,6 +186,8 @@ def _figures(report: "RunReport") -> list[str]:
         f"{counted(report.tp, 'rank')} on {report.device}: {size(report.load_bytes)} per rank loaded in "
         f"{report.load_seconds:.2f} s, {size(report.load_bytes / report.load_seconds)}/s; peak memory per rank {memory}"
     ]
+    if report.dequantized_bytes is not None:
+        lines.append(f"dequantized while loading: {size(report.dequantized_bytes)} of parameters per rank")
     if report.first_token_seconds is not None:
         speed = f", then {report.tokens_per_second:.1f} tokens/s" if report.tokens_per_second else ""
         lines.append(f"first token after {report.first_token_seconds:.3f} s{speed}")

@@ -11,7 +11,7 @@ from math import prod
 from shardconv.errors import PlanError
 from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, StoredTensor
 from shardconv.formats.settings import Block, Scheme, Settings, read_settings
-from shardconv.plan.grid import GROUP_INDEX, NO_DIM, SHAPE, Grid, GridDim
+from shardconv.plan.grid import GROUP_INDEX, NO_DIM, PACKED_BYTE, PACKED_WORD, SHAPE, Grid, GridDim
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import CACHE_SCALE, SETTINGS_KEY
 
@@ -19,8 +19,8 @@ from shardconv.plan.quantization import CACHE_SCALE, SETTINGS_KEY
 _AXES = {"out": "output", "in": "input"}
 _KINDS = {
     "group": "group",
-    "word": "packed word",
-    "pair": "packed byte",
+    "word": PACKED_WORD,
+    "pair": PACKED_BYTE,
     "rows": "scale block",
     "columns": "scale block",
 }
@@ -149,23 +149,38 @@ class _Layer:
         form, spec = self.scheme.format, self.tensors[name]
         if stored.dtypes and spec.dtype not in stored.dtypes:
             raise self._error(name, f"has dtype {spec.dtype} (expected {' or '.join(stored.dtypes)})")
-        leading = len(shape) - len(form.axes)
-        axes = (*[""] * leading, *form.axes)
+        axes = (*[""] * (len(shape) - len(form.axes)), *form.axes)
+        return Grid(
+            suffix,
+            form.weight,
+            shape,
+            self._grid_dims(name, stored, axes, shape),
+            tuple(_AXES.get(axis, axis) for axis in axes),
+            stored.holds,
+            self.scheme.blocks.get("group", (0, 1))[0] if stored.holds == GROUP_INDEX else 0,
+            stored.role,
+            stored.numbers,
+        )
+
+    def _grid_dims(
+        self, name: str, stored: StoredTensor, axes: Sequence[str], shape: tuple[int, ...]
+    ) -> tuple[GridDim, ...]:
+        """The dims of the grid of one stored tensor, whose shape is checked."""
+        spec, leading = self.tensors[name], len(shape) - len(self.scheme.format.axes)
         if stored.holds == SHAPE:
             if spec.shape != (len(shape),):
                 raise self._error(name, f"has shape {list(spec.shape)} (expected {[len(shape)]})")
-            return Grid(suffix, form.weight, shape, (NO_DIM,), self._axis_names(axes), SHAPE)
+            return (NO_DIM,)
         dims = self._dims(stored, spec.shape)
         if not dims and prod(spec.shape) == 1:
-            return Grid(suffix, form.weight, shape, (NO_DIM,) * len(spec.shape), self._axis_names(axes))
+            return (NO_DIM,) * len(spec.shape)
         grid_dims = [*(GridDim(at) for at in range(leading)), *(self._grid_dim(dim, axes, name, shape) for dim in dims)]
         sizes = [None] * leading + [int(dim) if dim.isdecimal() else None for dim in dims]
         found = dict(enumerate(spec.shape))
         expected = [_entries(dim, shape, sizes[at] or found.get(at, 1)) for at, dim in enumerate(grid_dims)]
         if list(spec.shape) != expected:
             raise self._error(name, f"has shape {list(spec.shape)} (expected {expected} for a weight of {list(shape)})")
-        group = self.scheme.blocks.get("group", (0, 1))[0] if stored.holds == GROUP_INDEX else 0
-        return Grid(suffix, form.weight, shape, tuple(grid_dims), self._axis_names(axes), stored.holds, group)
+        return tuple(grid_dims)
 
     def _dims(self, stored: StoredTensor, shape: Sequence[int]) -> tuple[str, ...]:
         """The dims of a stored tensor; () for a number."""
@@ -203,10 +218,6 @@ class _Layer:
         if not elements:  # one group over the full dim
             return GridDim(None, shape[at])
         return GridDim(at, elements, entries, _KINDS.get(dim.partition(" / ")[2], ""))
-
-    @staticmethod
-    def _axis_names(axes: Sequence[str]) -> tuple[str, ...]:
-        return tuple(_AXES.get(axis, axis) for axis in axes)
 
     def _error(self, name: str, problem: str) -> PlanError:
         settings = ", ".join(f"{key} {elements}" for key, (elements, _) in self.scheme.blocks.items())

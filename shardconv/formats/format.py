@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 
-from shardconv.plan.grid import GROUP_INDEX, PLAIN, SHAPE
+from shardconv.plan.grid import GROUP_INDEX, PLAIN, ROLES, SHAPE, VALUES
 
 #: Strategies of scales, as compressed-tensors names them, to the dims of a scale.
 SCALE_DIMS = {
@@ -29,6 +29,8 @@ class StoredTensor:
         optional: whether it may be missing.
         asymmetric: whether it exists in asymmetric quantization only.
         holds: what its values are, as :attr:`~shardconv.plan.grid.Grid.values`.
+        role: what it is in the formula of ``formats.toml``; "" if it does not change the weight.
+        numbers: how its entries are read, see ``formats.toml``.
     """
 
     dims: tuple[str, ...] | str
@@ -36,6 +38,8 @@ class StoredTensor:
     optional: bool = False
     asymmetric: bool = False
     holds: str = PLAIN
+    role: str = ""
+    numbers: str = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,18 @@ class Format:
 def formats() -> Mapping[str, Format]:
     """All formats, by name."""
     tables = tomllib.loads(files(__package__).joinpath("formats.toml").read_text("utf-8"))
-    return {name: _format(name, table) for name, table in tables.items()}
+    return {name: _format(name, _with_base(table, tables)) for name, table in tables.items()}
+
+
+def _with_base(table: Mapping[str, object], tables: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+    """Return a table with the keys of its base that it does not have."""
+    if "base" not in table:
+        return dict(table)
+    base = _with_base(tables[str(table["base"])], tables)
+    own, inherited = table.get("tensors", {}), base["tensors"]
+    assert isinstance(own, dict)
+    assert isinstance(inherited, dict)
+    return {**base, **table, "tensors": inherited | own}
 
 
 def _format(name: str, table: Mapping[str, object]) -> Format:
@@ -71,19 +86,22 @@ def _format(name: str, table: Mapping[str, object]) -> Format:
     assert isinstance(axes, list)
     assert isinstance(values, dict)
     assert isinstance(tensors, dict)
-    ends = {"suffix": values.pop("suffix"), "weight": values.pop("weight")}
     companions = {suffix: _stored(tensor) for suffix, tensor in tensors.items()}
-    return Format(name, tuple(axes), values=_stored(values), companions=companions, **ends)
+    return Format(
+        name, tuple(axes), values["suffix"], values["weight"], _stored({**values, "role": VALUES}), companions
+    )
 
 
-def _stored(table: dict[str, object]) -> StoredTensor:
-    dims, dtypes, holds = table["dims"], table.get("dtypes", []), table.get("holds", PLAIN)
-    assert isinstance(dtypes, list)
-    assert holds in (PLAIN, GROUP_INDEX, SHAPE)
+def _stored(table: Mapping[str, object]) -> StoredTensor:
+    dims, dtypes, holds, role = (table.get(key, "") for key in ("dims", "dtypes", "holds", "role"))
+    assert role in ("", *ROLES)
+    assert holds in ("", PLAIN, GROUP_INDEX, SHAPE)
     return StoredTensor(
         tuple(dims) if isinstance(dims, list) else str(dims),
-        tuple(dtypes),
+        tuple(dtypes) if isinstance(dtypes, list) else (),
         optional=table.get("optional") is True,
         asymmetric=table.get("asymmetric") is True,
-        holds=str(holds),
+        holds=str(holds) or PLAIN,
+        role=str(role),
+        numbers=str(table.get("numbers", PLAIN)),
     )

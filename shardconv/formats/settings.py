@@ -110,7 +110,8 @@ _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modul
 def _gptq(table: Mapping[str, object]) -> Iterator[Scheme]:
     bits = _choice(table, "bits", (2, 3, 4, 8))
     _choice(table, "checkpoint_format", ("gptq", "gptq_v2", ""), table.get("format", ""))
-    name = "gptq_act_order" if table.get("desc_act") is True and _group(table)[0] else "gptq"
+    version = str(table.get("checkpoint_format", table.get("format")) or "gptq")
+    name = f"{version}_act_order" if table.get("desc_act") is True and _group(table)[0] else version
     dynamic = table.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(str(pattern).startswith("-:") for pattern in dynamic):
         # those with -: are layers without quantization, which the tensors show

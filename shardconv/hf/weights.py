@@ -17,7 +17,7 @@ from shardconv.hf.classes import ModelClass
 from shardconv.hf.package import import_transformers
 from shardconv.hf.rotary import permute_local_heads
 from shardconv.plan.unused import known_unused
-from shardconv.protocols import PretrainedModel
+from shardconv.protocols import ModelConfig, PretrainedModel
 
 
 def load_shards(
@@ -81,13 +81,19 @@ def _read_generation_config(model: PretrainedModel, folder: Path) -> None:
 
 
 def load_unsharded(
-    kind: type[PretrainedModel], folder: Path, *, unused: Sequence[str] = (), is_trusted: bool = False
+    kind: type[PretrainedModel],
+    folder: Path,
+    *,
+    dequantized: tuple[ModelConfig, Mapping[str, Tensor]] | None = None,
+    unused: Sequence[str] = (),
+    is_trusted: bool = False,
 ) -> PretrainedModel:
     """Load the unsharded model that ``--check`` compares with, in float32.
 
     Args:
         kind: the model class.
         folder: the checkpoint.
+        dequantized: for a quantized checkpoint the config without quantization, and the dequantized tensors.
         unused: patterns of tensors that the model need not use.
         is_trusted: whether code in the folder may be run.
 
@@ -97,7 +103,8 @@ def load_unsharded(
     model: PretrainedModel
     try:
         model, report = kind.from_pretrained(
-            folder,
+            folder if dequantized is None else None,
+            **({} if dequantized is None else {"config": dequantized[0], "state_dict": dequantized[1]}),
             dtype=torch.float32,
             trust_remote_code=is_trusted,
             output_loading_info=True,

@@ -7,7 +7,7 @@ one scale. The planner places the logical matrix, and the placement of each stor
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple, Self, TypedDict
+from typing import NamedTuple, NotRequired, Self, TypedDict
 
 from shardconv.plan.placement import Interval, Placement, intervals
 from shardconv.plan.units import IndivisibleError
@@ -20,7 +20,7 @@ class GridDim(NamedTuple):
         dim: the dim of the logical matrix, from 0; None if the stored dim covers none, as the bytes of a block.
         elements: elements of the logical matrix in a block.
         entries: entries of the stored tensor for a block.
-        kind: what the block is, for messages: ``group``, ``scale block``, ``word``.
+        kind: what the block is: ``group``, ``scale block``, or one of :data:`PACKED`.
     """
 
     dim: int | None
@@ -29,12 +29,20 @@ class GridDim(NamedTuple):
     kind: str = ""
 
 
+#: Kinds of blocks whose elements are packed into an entry, or into several.
+PACKED = PACKED_WORD, PACKED_BYTE = "packed word", "packed byte"
+
 #: A dim that covers no dim of the logical matrix.
 NO_DIM = GridDim(None)
 
 #: What the values of a stored tensor are: numbers that do not depend on the rank; indices of groups along the only dim;
 #: or the shape of the logical matrix.
 PLAIN, GROUP_INDEX, SHAPE = "plain", "group_index", "shape"
+
+#: What a stored tensor is in the formula of the weight, (values - zero point) * (scale * factor / divisor). With a
+#: ``GROUP_INDEX``, entry g of a dim of scales and zero points that covers no dim is for the input features of group g.
+VALUES, ZERO_POINT, SCALE, FACTOR, DIVISOR = "values", "zero_point", "scale", "factor", "divisor"
+ROLES = (VALUES, ZERO_POINT, SCALE, FACTOR, DIVISOR, GROUP_INDEX)
 
 
 class GridJson(TypedDict):
@@ -47,6 +55,8 @@ class GridJson(TypedDict):
     axes: list[str]
     values: str
     group: int
+    role: NotRequired[str]
+    numbers: NotRequired[str]
 
 
 class Grid(NamedTuple):
@@ -60,6 +70,8 @@ class Grid(NamedTuple):
         axes: what each dim of the logical matrix is, for messages: ``output``, ``input``.
         values: one of :data:`PLAIN`, :data:`GROUP_INDEX` and :data:`SHAPE`.
         group: for :data:`GROUP_INDEX` the elements in a group; 0 for one group over all elements.
+        role: one of :data:`ROLES`; "" if the tensor does not change the weight.
+        numbers: how entries are read, see ``formats/formats.toml``.
     """
 
     suffix: str
@@ -69,6 +81,8 @@ class Grid(NamedTuple):
     axes: tuple[str, ...]
     values: str = PLAIN
     group: int = 0
+    role: str = ""
+    numbers: str = PLAIN
 
     def logical_name(self, name: str) -> str:
         """The name of the logical matrix of the stored tensor ``name``."""
@@ -136,6 +150,8 @@ class Grid(NamedTuple):
             "axes": list(self.axes),
             "values": self.values,
             "group": self.group,
+            "role": self.role,
+            "numbers": self.numbers,
         }
 
     @classmethod
@@ -148,7 +164,10 @@ class Grid(NamedTuple):
         try:
             shape, axes = tuple(data["shape"]), tuple(data["axes"])
             dims = tuple(GridDim(*dim) for dim in data["dims"])
-            grid = cls(data["suffix"], data["replacement"], shape, dims, axes, data["values"], data["group"])
+            grid = cls(
+                data["suffix"], data["replacement"], shape, dims, axes, data["values"], data["group"],
+                data.get("role", ""), data.get("numbers", PLAIN),
+            )  # fmt: skip
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a grid: {data!r:.100}") from error
         if any(dim.elements < 0 or dim.entries < 1 or (dim.dim or 0) not in range(max(len(shape), 1)) for dim in dims):

@@ -5,12 +5,19 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from shardconv.checkpoint.quantization_files import with_settings
+from shardconv.checkpoint.source import open_source
+from shardconv.formats.detect import with_grids
+from shardconv.hf.classes import model_class
 from shardconv.hf.weights import load_unsharded
-from shardconv.protocols import PretrainedModel
+from shardconv.protocols import ModelConfig, PretrainedModel
 from shardconv.runtime.agreement import run_on_first
 from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, output_values, refuse_nan, without_padding
+from shardconv.runtime.quantized_shards import Dequantizer
+from shardconv.runtime.run_options import RunOptions
 
 #: The largest relative error of float32 logits; ranks add up sums in another order.
 _TOLERANCE = 1e-4
@@ -62,7 +69,11 @@ def _compare_on_first(run: ModelRun, outputs: Outputs, given: Inputs, values: Te
     """Compare ``values`` and greedy tokens with those of the unsharded model."""
     model, options = run.model, run.options
     unsharded: PretrainedModel = load_unsharded(
-        model.unsharded_class, source, unused=options.unused, is_trusted=options.trust_remote_code
+        model.unsharded_class,
+        source,
+        dequantized=_dequantized(source, options) if options.dequantize else None,
+        unused=options.unused,
+        is_trusted=options.trust_remote_code,
     )
     unsharded = unsharded.to(model.device).eval()
     expected = output_values(unsharded(**given))
@@ -77,6 +88,17 @@ def _compare_on_first(run: ModelRun, outputs: Outputs, given: Inputs, values: Te
         if not torch.equal(tokens, outputs.tokens):
             differences.append(f"greedy tokens differ from token {_first_difference(tokens, outputs.tokens)} on")
     return Comparison(tuple(differences), error)
+
+
+def _dequantized(folder: Path, options: RunOptions) -> tuple[ModelConfig, dict[str, Tensor]] | None:
+    """Config and tensors of a quantized source as an unquantized model, in float32; None if it is not quantized."""
+    source = open_source(folder)
+    specs = with_grids(source.specs, with_settings(source))
+    if not any(spec.grid for spec in specs.values()):
+        return None
+    tensors = {name: tensor for file in source.files for name, tensor in load_file(file.path).items()}
+    config = model_class(source.config or {}, folder, is_trusted=options.trust_remote_code).config
+    return config, Dequantizer.of_source(specs, torch.float32).dequantize(tensors)
 
 
 def _first_difference(one: Tensor, other: Tensor) -> int:

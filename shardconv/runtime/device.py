@@ -1,15 +1,16 @@
 """The device of a rank: choose it, check that the values fit, and copy them to it."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import cycle
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from shardconv.checkpoint.header import DTYPE_BITS, Header
+from shardconv.checkpoint.header import DTYPE_BITS, TensorInfo
 from shardconv.errors import RunError
+from shardconv.plan.plan import TensorSpec
 
 Progress = Callable[[int, int], None]
 
@@ -39,21 +40,23 @@ def rank_device(device: Device) -> torch.device:
     return found
 
 
-def check_room(device: torch.device, header: Header, dtype: torch.dtype | None, tp: int) -> None:
+def check_room(
+    device: torch.device, tensors: Iterable[TensorInfo | TensorSpec], dtype: torch.dtype | None, tp: int
+) -> None:
     """Check that a rank's values fit in the memory of its device, before they are read.
 
     On a CPU they are views of the file and need no memory, unless they are converted to another dtype.
 
     Args:
         device: the device of the rank.
-        header: the header of the rank's file.
+        tensors: dtypes and shapes of the values.
         dtype: the dtype of floating-point values; None if they stay as they are stored.
         tp: tensor parallel size, for the message.
 
     Raises:
         RunError: if they do not fit.
     """
-    needed = sum(_bytes(info.dtype, info.shape, dtype) for info in header.tensors.values())
+    needed = sum(num_bytes(tensor, dtype) for tensor in tensors)
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[0]
         needed *= -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())  # ranks per device
@@ -68,9 +71,11 @@ def check_room(device: torch.device, header: Header, dtype: torch.dtype | None, 
         )
 
 
-def _bytes(stored: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> int:
-    is_float = stored.lstrip("B").startswith("F")
-    return prod(shape) * (DTYPE_BITS[stored] if dtype is None or not is_float else 8 * dtype.itemsize) // 8
+def num_bytes(tensor: TensorInfo | TensorSpec, dtype: torch.dtype | None = None) -> int:
+    """Bytes of a tensor, if floating-point values are converted to a dtype."""
+    is_float = tensor.dtype.lstrip("B").startswith("F")
+    bits = DTYPE_BITS[tensor.dtype] if dtype is None or not is_float else 8 * dtype.itemsize
+    return prod(tensor.shape) * bits // 8
 
 
 def move(module: nn.Module, device: torch.device, progress: Progress | None = None) -> None:

@@ -33,6 +33,7 @@ from shardconv.plan.plan import Plan
 from shardconv.runtime.agreement import run_on_all
 from shardconv.runtime.device import Device, check_room, move
 from shardconv.runtime.model_config import find_model_class
+from shardconv.runtime.quantized_shards import Dequantizer, refuse_quantized
 from shardconv.runtime.rank_file import map_rank_file
 from shardconv.runtime.ranks import connect_ranks
 
@@ -45,6 +46,7 @@ def load(
     model: Callable[[], nn.Module] | None = None,
     group: GroupLike = None,
     verify: bool = True,
+    dequantize: bool = False,
     unused: Sequence[str] = (),
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -63,17 +65,20 @@ def load(
         group: the ranks; by default the current tensor axis, else all processes.
         verify: check the rank's file against its checksums first, for which it is read twice. Without it, damaged or
             exchanged files are loaded as they are.
+        dequantize: load quantized layers as unquantized ones, with weights in ``dtype``, by default that of the config.
+            They need memory on a CPU, too. Activations and KV caches are not quantized.
         unused: patterns of tensors that the model need not use, such as ``*.pooler.*``. MTP layers, constants of old
             checkpoints, poolers and heads of pretraining need no pattern.
         trust_remote_code: run code of the checkpoint for its model.
-        progress: called with bytes done and total bytes, of verification and of copies to the device.
+        progress: called with bytes done and total bytes, of verification, dequantization and copies to the device.
 
     Returns:
         The converted model, in eval mode; it returns full logits on every rank.
 
     Raises:
         RunError: if there are not as many processes as ranks, the model cannot be built, a parameter has no tensor, or
-            a tensor no parameter; on all ranks.
+            a tensor no parameter; if the checkpoint is quantized and ``dequantize`` is not set, or the reverse; on all
+            ranks.
         SplitCheckpointError: if the checkpoint or the rank's file cannot be used; on all ranks.
 
     Warns:
@@ -84,10 +89,14 @@ def load(
     """
     folder = local_path(path)
     manifest, found_device, axis = connect_ranks(folder, device, group)
-    plan = run_on_all(axis, partial(runnable_plan, manifest, folder))
-    loading = _Loading(folder, manifest, plan, axis, found_device, dtype)
-    steps = _split_progress(progress, verify + loading.is_moved)
-    tensors = run_on_all(axis, partial(loading.map_tensors, verify=verify, progress=steps[0] if verify else None))
+    plan = run_on_all(axis, partial(runnable_plan, manifest, folder, dequantize=dequantize))
+    dequantizer = (
+        run_on_all(axis, partial(Dequantizer.of_rank, manifest, folder, plan, axis.rank, dtype)) if dequantize else None
+    )
+    loading = _Loading(folder, manifest, plan, axis, found_device, dtype, dequantizer)
+    total = manifest.rank_layout.file_bytes[axis.rank]
+    steps = _split_progress(progress, verify + dequantize + loading.is_moved, total)
+    tensors = run_on_all(axis, partial(loading.map_tensors, steps, verify=verify))
     build = (
         partial(_build_by_caller, model) if model is not None else _class_builder(loading, unused, trust_remote_code)
     )
@@ -100,15 +109,17 @@ def load(
     return loaded.eval()
 
 
-def _split_progress(progress: Progress | None, count: int) -> list[Progress | None]:
-    """Return a callback per step; each reports an equal part of the total."""
+def _split_progress(progress: Progress | None, count: int, total: int) -> list[Progress | None]:
+    """Return a callback per step; each reports an equal part of ``count`` times ``total`` bytes."""
     if progress is None:
         return [None] * count
-    return [partial(_report_step, progress, step, count) for step in range(count)]
+    return [partial(_report_step, progress, (step, count), total) for step in range(count)]
 
 
-def _report_step(progress: Progress, step: int, count: int, done: int, total: int) -> None:
-    progress(step * total + done, count * total)
+def _report_step(progress: Progress, step: tuple[int, int], total: int, done: int, of_step: int) -> None:
+    """Report ``done`` of the bytes ``of_step`` as a part of a step of ``total`` bytes."""
+    at, count = step
+    progress(at * total + (done * total // of_step if of_step else total), count * total)
 
 
 #: Converts a model in place, and returns it.
@@ -128,6 +139,7 @@ class _Loading:
         axis: the ranks.
         device: the device of this rank.
         dtype: of floating-point values; None as they are stored.
+        dequantizer: of the rank; None if nothing is dequantized.
     """
 
     folder: Path
@@ -136,20 +148,32 @@ class _Loading:
     axis: Axis
     device: torch.device
     dtype: torch.dtype | None
+    dequantizer: Dequantizer | None
 
     @property
     def is_moved(self) -> bool:
         """Whether values are copied to a device."""
         return self.device.type != "cpu"
 
-    def map_tensors(self, *, verify: bool, progress: Progress | None) -> dict[str, Tensor]:
-        """Verify the rank's file if asked, and return the tensors that the model has in memory."""
-        manifest, rank = self.manifest, self.axis.rank
-        check_room(self.device, manifest.rank_layout.headers[rank], self.dtype, manifest.tp)
+    def map_tensors(self, steps: Sequence[Progress | None], *, verify: bool) -> dict[str, Tensor]:
+        """Verify the rank's file if asked, and return the tensors that the model has in memory.
+
+        Args:
+            steps: a callback per step: of verification, if asked, and of dequantization.
+            verify: whether to verify the file.
+        """
+        manifest, rank, dequantizer = self.manifest, self.axis.rank, self.dequantizer
+        if dequantizer is None:
+            check_room(self.device, manifest.rank_layout.headers[rank].tensors.values(), self.dtype, manifest.tp)
+        else:
+            check_room(self.device, dequantizer.weights.values(), dequantizer.dtype, manifest.tp)
         if verify:
-            verify_rank(manifest, self.folder, rank, progress)
+            verify_rank(manifest, self.folder, rank, steps[0])
         tensors = map_rank_file(manifest, self.folder, rank)
-        for name, placement in placements_in_memory(manifest, self.plan).items():
+        if dequantizer is not None:
+            tensors = dequantizer.dequantize(tensors, steps[verify])
+        is_dequantized = dequantizer is not None
+        for name, placement in placements_in_memory(manifest, self.plan, dequantize=is_dequantized).items():
             tensors[name] = take_shard(tensors[name], placement, rank)
         placements = {name: planned.placement for name, planned in self.plan.tensors.items()}
         return local_experts(tensors, placements, rank)
@@ -186,11 +210,9 @@ def _build_by_caller(
 
 def _class_builder(loading: _Loading, unused: Sequence[str], is_trusted: bool) -> _Build:
     """Return the function that builds, converts and fills the model that the config names."""
-    config, plans = loading.manifest.config or {}, loading.manifest.plan.tensors.values()
-    is_quantized = bool(config.get("quantization_config")) or any(planned.grid for planned in plans)
-    find = partial(
-        find_model_class, loading.folder, loading.manifest.config, is_quantized=is_quantized, is_trusted=is_trusted
-    )
+    if loading.dequantizer is None:
+        run_on_all(loading.axis, partial(refuse_quantized, loading.manifest, loading.folder))
+    find = partial(find_model_class, loading.folder, loading.manifest.config, is_trusted=is_trusted)
     kind = run_on_all(loading.axis, find)
     return partial(_build_by_config, kind, loading, unused)
 

@@ -40,22 +40,17 @@ def _text(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def find_model_class(
-    folder: Path, config: Mapping[str, object] | None, *, is_quantized: bool, is_trusted: bool
-) -> ModelClass:
+def find_model_class(folder: Path, config: Mapping[str, object] | None, *, is_trusted: bool) -> ModelClass:
     """Look up the model class of a split checkpoint.
 
     Args:
         folder: the split checkpoint.
         config: the config in its manifest.
-        is_quantized: whether it has quantized layers.
         is_trusted: whether code in the folder may be run.
 
     Raises:
-        RunError: as :func:`~shardconv.hf.classes.model_class`, or if the checkpoint is quantized.
+        RunError: as :func:`~shardconv.hf.classes.model_class`.
         SplitCheckpointError: if config.json differs from the config that was split.
     """
     check_config(folder, config)
-    if is_quantized:
-        raise RunError(f"{folder}: is quantized, and quantized models cannot be run yet")
     return model_class(config or {}, folder, is_trusted=is_trusted)

@@ -142,6 +142,7 @@ def run_rank(
         load_seconds=load_seconds,
         load_bytes=manifest.rank_layout.file_bytes[0],
         memory_bytes=tuple(gather_from_all(_peak_memory(model.device))),
+        dequantized_bytes=_parameter_bytes(model) if options.dequantize else None,
         first_token_seconds=clock.first_token_seconds,
         tokens_per_second=clock.tokens_per_second(len(prompts)),
         differences=None if comparison is None else comparison.differences,
@@ -165,6 +166,7 @@ def _load(path: Path, options: RunOptions, progress: OpenProgress) -> ConvertedM
             device=options.device,
             dtype=None if dtype is None else getattr(torch, dtype),
             verify=options.verify,
+            dequantize=options.dequantize,
             unused=options.unused,
             trust_remote_code=options.trust_remote_code,
             progress=show,
@@ -216,6 +218,10 @@ def _notes(path: Path, manifest: Manifest, run: ModelRun, outputs: Outputs, *, i
         return
     if (tokens := outputs.tokens.shape[1]) > positions:
         yield f"{tokens} tokens are more than the {positions} that the model is made for"
+
+
+def _parameter_bytes(model: ConvertedModel) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _peak_memory(device: torch.device) -> int:

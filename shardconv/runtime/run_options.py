@@ -17,6 +17,7 @@ class RunOptions:
         check: an unsharded checkpoint to compare with, in float32; None for no comparison.
         dtype: dtype of the model, such as ``bfloat16``; None as it is stored.
         verify: check each rank's file against its checksums first.
+        dequantize: load quantized layers as unquantized ones.
         unused: patterns of tensors that the model need not use.
         trust_remote_code: run code of the checkpoint for its model or tokenizer.
         token_ids: prompts and outputs are token ids, such as ``1 2 3``. With ``check``, there is a default prompt.
@@ -30,6 +31,7 @@ class RunOptions:
     check: Path | None = None
     dtype: str | None = None
     verify: bool = True
+    dequantize: bool = False
     unused: tuple[str, ...] = ()
     trust_remote_code: bool = False
     token_ids: bool = False
@@ -48,6 +50,7 @@ class RunReport:
         load_seconds: time to load the model.
         load_bytes: size of the rank's file.
         memory_bytes: peak memory of each rank; of the device if it is a GPU.
+        dequantized_bytes: size of this rank's tensors after quantized layers are dequantized; None if none are.
         first_token_seconds: time from the prompt to the first token; None if nothing is generated.
         tokens_per_second: tokens of all prompts per second, after the first token; None if nothing is generated.
         differences: with ``check``, the differences from the unsharded model; empty if there are none.
@@ -63,6 +66,7 @@ class RunReport:
     load_seconds: float
     load_bytes: int
     memory_bytes: tuple[int, ...]
+    dequantized_bytes: int | None
     first_token_seconds: float | None
     tokens_per_second: float | None
     differences: tuple[str, ...] | None

@@ -404,8 +404,8 @@ CASES: Mapping[str, Case] = {
         left_out=("optimizer.pt",),
     ),
     # quantized weights
-    "fp8 with one scale per tensor": Case(moved(error("quantized models cannot be run yet")), fp8_scales),
-    "fp8 with block scales": Case(moved(error("quantized models cannot be run yet")), block_scales()),
+    "fp8 with one scale per tensor": Case(moved(error("is quantized: pass --dequantize")), fp8_scales),
+    "fp8 with block scales": Case(moved(error("is quantized: pass --dequantize")), block_scales()),
     "block scales without a block size": Case(
         refused(error("proj.weight_scale_inv", "block size", "--config")), block_scales(weight_block_size=None),
     ),

@@ -3,16 +3,19 @@
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import shardconv
+from shardconv.errors import RunError, SplitCheckpointError
 from tests.support.checkpoints import contents
 from tests.support.compressed import dequantize, write_compressed
+from tests.support.manifests import change_manifest
 from tests.support.models import read
-from tests.support.quantized import SIZES, check_commands, check_values, rank_file
+from tests.support.quantized import SIZES, check_commands, check_run, check_values, rank_file
 
 SCHEMES = (
     "W4A16", "W4A16_ASYM", "W8A16", "W3A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4",
@@ -63,3 +66,61 @@ def test_the_plan_of_a_quantized_source_is_proven(compressed):
     report = shardconv.prove(compressed("W4A16_ASYM", "llama"), tps=(2,))
     assert report.is_proven
     assert report.unreached == ()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "model"),
+    [
+        ("W4A16_ASYM", "llama"),
+        ("W8A8", "phi3"),
+        ("FP8_BLOCK", "qwen3_moe"),
+        ("NVFP4", "deepseek_v3"),
+        ("MXFP8", "llama"),
+    ],
+)
+def test_dequantized_models_compute_the_same(compressed, tmp_path, scheme, model):
+    check_run(compressed(scheme, model), tmp_path / "split")
+
+
+def test_quantized_models_are_not_run_as_they_are(compressed, tmp_path):
+    shardconv.split(compressed("W4A16", "llama"), tmp_path / "split", tp=1)
+    with pytest.raises(
+        RunError, match=r"is quantized: pass --dequantize .* as bfloat16, with about .* per rank in place of .* kB"
+    ):
+        shardconv.load(tmp_path / "split", device="cpu")
+
+
+def test_nothing_to_dequantize_is_an_error(unquantized, tmp_path):
+    shardconv.split(unquantized("llama"), tmp_path / "split", tp=1)
+    with pytest.raises(RunError, match=r"is not quantized: remove --dequantize"):
+        shardconv.load(tmp_path / "split", device="cpu", dequantize=True)
+
+
+def test_a_manifest_without_roles_is_refused(compressed, tmp_path):
+    """As earlier versions wrote it."""
+    split = tmp_path / "split"
+    shardconv.split(compressed("W4A16", "llama"), split, tp=1)
+
+    def remove_roles(manifest: dict[str, Any]) -> None:
+        for planned in manifest["plan"]["placements"]:
+            if "grid" in planned:
+                del planned["grid"]["role"], planned["grid"]["numbers"]
+
+    change_manifest(split, remove_roles)
+    with pytest.raises(SplitCheckpointError, match=r"of an earlier version, does not describe how values are stored"):
+        shardconv.load(split, device="cpu", dequantize=True)
+
+
+def test_progress_of_dequantization_ends_at_the_total(compressed, tmp_path):
+    shardconv.split(compressed("W4A16", "llama"), tmp_path / "split", tp=1)
+    calls: list[tuple[int, int]] = []
+    shardconv.load(tmp_path / "split", device="cpu", dequantize=True, progress=lambda *step: calls.append(step))
+    assert calls[-1][0] == calls[-1][1]
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_dtype_of_dequantized_weights(compressed, tmp_path, dtype):
+    shardconv.split(compressed("W4A16", "llama"), tmp_path / "split", tp=1)
+    model = shardconv.load(tmp_path / "split", device="cpu", dequantize=True, dtype=dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype or torch.bfloat16}

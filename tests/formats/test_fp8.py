@@ -11,7 +11,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from tests.support.models import Tensors
-from tests.support.quantized import SIZES, check_commands, check_values, write
+from tests.support.quantized import SIZES, check_commands, check_run, check_values, write
 
 BLOCK = 16
 SCALE = "_scale_inv"
@@ -62,3 +62,7 @@ def test_shards_have_the_values_of_shards(fp8, unquantized, tmp_path, kind, mode
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, dequantize, tmp_path / f"tp{tp}") >= 4
     check_commands(source, tmp_path, tmp_path / "tp2", SCALE, tp=2, reshard=4)
+
+
+def test_dequantized_models_compute_the_same(fp8, tmp_path):
+    check_run(fp8("F32 block scales", "qwen3_moe"), tmp_path / "split")

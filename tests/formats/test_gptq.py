@@ -24,6 +24,7 @@ from shardconv.plan.plan import TensorSpec
 from shardconv.plan.units import Unit, shard_dim
 from tests.support.checkpoints import contents, llama_config, llama_specs
 from tests.support.gptq import dequantize, write_gptq
+from tests.support.quantized import check_run, loaded_values
 
 DATA = Path(__file__).parents[1] / "data/quantized"
 NAMES = sorted(path.stem for path in DATA.glob("*.json"))
@@ -59,10 +60,12 @@ def check(source, out, tp):
     assert len(full) == len(DIMS)
     for rank in range(tp):
         local = dequantize(load_file(out / f"rank-{rank}-of-{tp}.safetensors"), config["quantization_config"])
+        loaded = loaded_values(out, rank, next(iter(full.values())).dtype)
         assert local.keys() == full.keys()
         for layer, weight in full.items():
             expected = expected_shard(layer, weight, rank, tp, config["num_key_value_heads"])
             assert torch.equal(local[layer], expected), (rank, layer)
+            assert torch.equal(loaded[f"{layer}.weight"], expected.T), (rank, layer)
 
 
 def check_commands(source, out, split, resharded_to):
@@ -97,6 +100,11 @@ def test_weights_of_gptqmodel(name):
 def test_checkpoints_of_gptqmodel(tmp_path, name, tp):
     check(DATA / name, tmp_path / "split", tp)
     check_commands(DATA / name, tmp_path, tmp_path / "split", 6 - tp)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dequantized_models_compute_the_same(tmp_path, name):
+    check_run(DATA / name, tmp_path / "split")
 
 
 @pytest.mark.parametrize("act_order", [False, True])

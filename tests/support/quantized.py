@@ -15,8 +15,13 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.checkpoint.header import read_header
+from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.stored_plan import runnable_plan
 from shardconv.plan.placement import Placement
+from shardconv.runtime.quantized_shards import Dequantizer
+from shardconv.runtime.rank_file import map_rank_file
 from tests.support.checkpoints import contents
+from tests.support.forked import run
 from tests.support.models import Model, Tensors, change_config, read
 
 #: Names of the weights that are quantized.
@@ -92,7 +97,9 @@ def shard(tensor: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor
     return torch.cat(parts, placement.dim)
 
 
-def check_values(source: Path, unquantized: Path, tp: int, dequantize: Dequantize, out: Path) -> int:
+def check_values(
+    source: Path, unquantized: Path, tp: int, dequantize: Dequantize, out: Path, *, rtol: float = 0.0
+) -> int:
     """Split; compare the dequantized shards with shards of the dequantized matrices.
 
     Args:
@@ -101,6 +108,7 @@ def check_values(source: Path, unquantized: Path, tp: int, dequantize: Dequantiz
         tp: tensor parallel size.
         dequantize: the tensors of one file to the matrices of its quantized layers.
         out: folder for the split checkpoint.
+        rtol: relative tolerance of weights that are dequantized while they are loaded.
 
     Returns:
         How many of the matrices are sharded.
@@ -111,12 +119,32 @@ def check_values(source: Path, unquantized: Path, tp: int, dequantize: Dequantiz
     assert full
     for rank in range(tp):
         local = dequantize(load_file(rank_file(out, rank, tp)))
+        loaded = loaded_values(out, rank, next(iter(full.values())).dtype)
         assert local.keys() == full.keys()
         for name, tensor in full.items():
             expected = shard(tensor, plan.placement(name), rank)
             assert local[name].dtype == expected.dtype, name
             assert torch.equal(local[name], expected), f"{name} on rank {rank} of {tp}"
+            torch.testing.assert_close(loaded[name], expected, rtol=rtol, atol=0.0)
     return sum(plan.placement(name).dim is not None for name in full)
+
+
+def loaded_values(split: Path, rank: int, dtype: torch.dtype) -> Tensors:
+    """What ``load`` with ``dequantize`` reads from a rank's file."""
+    manifest = read_manifest(split)
+    plan = runnable_plan(manifest, split, dequantize=True)
+    return Dequantizer.of_rank(manifest, split, plan, rank, dtype).dequantize(map_rank_file(manifest, split, rank))
+
+
+def check_run(source: Path, out: Path, *, tp: int = 2) -> None:
+    """Split, run with dequantized weights, and compare with the unsharded model of the dequantized source."""
+    shardconv.split(source, out, tp=tp)
+    options = ["--token-ids", "1 2 3 4", "--max-new-tokens", "2", "--device", "cpu", "--json"]
+    result = run("run", out, "--dequantize", *options, "--check", source)
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    assert (report["differences"], report["error"] < 1e-5) == ([], True)
+    assert report["dequantized_bytes"] > report["load_bytes"]
 
 
 def check_commands(source: Path, out: Path, split: Path, scale: str, *, tp: int, reshard: int | None = None) -> None:

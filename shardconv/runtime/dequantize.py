@@ -1,0 +1,184 @@
+"""Dequantize the shards of a rank: the weight of a layer from the tensors that store it, by their grids.
+
+Owns the reading of packed integers and small floating-point numbers. Values are computed in float32 and rounded once.
+A grid holds everything that is needed, so no quantization settings are read here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardconv.plan.grid import (
+    DIVISOR,
+    FACTOR,
+    GROUP_INDEX,
+    PACKED,
+    PACKED_BYTE,
+    PLAIN,
+    SCALE,
+    VALUES,
+    ZERO_POINT,
+    Grid,
+    GridDim,
+)
+
+#: The values of E2M1, the floating-point format of 4 bits of MXFP4 and NVFP4, by code.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+#: The position in its word of each of 8 values, as AWQ packs them.
+_AWQ_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class Stored(NamedTuple):
+    """A stored tensor, or a shard of it, and its grid."""
+
+    tensor: Tensor
+    grid: Grid
+
+
+def dequantize_all(
+    tensors: Mapping[str, Tensor],
+    grids: Mapping[str, Grid | None],
+    shapes: Mapping[str, Sequence[int]],
+    dtype: torch.dtype,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the same model without quantization.
+
+    Args:
+        tensors: name to stored tensor, or a rank's shard of it.
+        grids: name to grid; None for a tensor that is stored without quantization, which is yielded as it is.
+        shapes: name of a weight to the shape of the result: that of the full weight, or of the rank's shard.
+        dtype: of the dequantized weights.
+        progress: called with the bytes of stored tensors that are done.
+    """
+    layers: dict[str, list[Stored]] = {}
+    for name, tensor in tensors.items():
+        grid = grids[name]
+        if grid is None:
+            yield name, tensor
+        elif grid.axes:
+            layers.setdefault(grid.logical_name(name), []).append(Stored(tensor, grid))
+    done = 0
+    for name, stored in layers.items():
+        yield name, dequantize(stored, shapes[name], dtype)
+        done += sum(one.tensor.nbytes for one in stored)
+        if progress is not None:
+            progress(done)
+
+
+def dequantize(stored: Sequence[Stored], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Dequantize one weight.
+
+    Args:
+        stored: the tensors that store it, full or of one rank.
+        shape: of the result; more than two dims are computed one entry of the first dim after another.
+        dtype: of the result.
+
+    Returns:
+        (values - zero point) * (scale * factor / divisor), computed in float32.
+    """
+    if len(shape) > 2:
+        result = torch.empty(tuple(shape), dtype=dtype)
+        for at in range(shape[0]):
+            entry = [one._replace(tensor=_entry(one, at)) for one in stored]
+            result[at : at + 1] = _weight(entry, (1, *shape[1:]))
+        return result
+    return _weight(stored, shape).to(dtype)
+
+
+def _entry(stored: Stored, at: int) -> Tensor:
+    """One entry of the first dim of the weight; all of a tensor that does not have this dim."""
+    dims = stored.grid.dims
+    return stored.tensor[at : at + 1] if dims and dims[0].dim == 0 else stored.tensor
+
+
+def _weight(stored: Sequence[Stored], shape: Sequence[int]) -> Tensor:
+    by_role = {one.grid.role: one for one in stored if one.grid.role}
+    groups = by_role[GROUP_INDEX].tensor.long() if GROUP_INDEX in by_role else None
+    term = {
+        role: partial(_expanded, one, shape, groups) for role, one in by_role.items() if role != GROUP_INDEX
+    }  # evaluated one after the other, as each may be as large as the weight
+    weight = term[VALUES]()
+    if ZERO_POINT in term:
+        weight -= term[ZERO_POINT]()
+    scale = term[SCALE]()
+    if FACTOR in term:
+        scale = scale * term[FACTOR]()
+    if DIVISOR in term:
+        scale = scale / term[DIVISOR]()
+    return weight.mul_(scale)
+
+
+def _expanded(stored: Stored, shape: Sequence[int], groups: Tensor | None) -> Tensor:
+    """Read the numbers of a stored tensor as float32, and repeat each over its block of the weight.
+
+    Args:
+        stored: the tensor.
+        shape: of the weight.
+        groups: the group of each input feature, where groups are not consecutive.
+
+    Returns:
+        A tensor that can be broadcast to ``shape``, with its order of dims.
+    """
+    numbers, dims = _unpacked(stored)
+    order = [dim.dim for dim in dims]
+    for at, dim in enumerate(dims):
+        if dim.dim is not None:
+            if dim.elements > 1:
+                numbers = numbers.repeat_interleave(dim.elements, at)
+            numbers = numbers.narrow(at, 0, shape[dim.dim])  # the last block may not be full
+        elif groups is not None:
+            numbers = numbers.index_select(at, groups)
+            order[at] = next(axis for axis in range(len(shape)) if axis not in order)
+    axes = [at for at in order if at is not None]
+    kept = numbers.reshape([size for at, size in zip(order, numbers.shape, strict=True) if at is not None])
+    ordered = kept.permute([axes.index(at) for at in sorted(axes)])
+    return ordered.reshape([shape[at] if at in axes else 1 for at in range(len(shape))])
+
+
+def _unpacked(stored: Stored) -> tuple[Tensor, tuple[GridDim, ...]]:
+    """Return the numbers of a tensor as float32, and its dims, of which none is packed."""
+    tensor, (dims, kind) = stored.tensor, (stored.grid.dims, stored.grid.numbers)
+    if kind not in _UNPACKED:
+        return _READ[kind](tensor), dims
+    if dims[-1].dim is None:  # the entries of a block have a dim of their own
+        dims = (*dims[:-2], dims[-2]._replace(entries=tensor.shape[-1], kind=PACKED_BYTE))
+        tensor = tensor.flatten(-2)
+    at = next(at for at, dim in enumerate(dims) if dim.kind in PACKED)
+    codes, bits = _codes(tensor, at, dims[at])
+    return _UNPACKED[kind](codes, at, bits), (*dims[:at], GridDim(dims[at].dim), *dims[at + 1 :])
+
+
+def _codes(tensor: Tensor, at: int, dim: GridDim) -> tuple[Tensor, int]:
+    """Unpack the integers of a dim, the first in the lowest bits; return them as int16, and the bits of each."""
+    octets = tensor.movedim(at, -1).contiguous().view(torch.uint8)
+    octets = octets.unflatten(-1, (-1, dim.entries * tensor.element_size())).short()
+    bits = 8 * octets.shape[-1] // dim.elements
+    starts = torch.arange(dim.elements) * bits
+    first, shift = starts // 8, (starts % 8).short()
+    words = octets[..., first] | octets[..., (first + 1).clamp_(max=octets.shape[-1] - 1)] << 8
+    return (words >> shift & (1 << bits) - 1).flatten(-2).movedim(-1, at), bits
+
+
+def _awq(codes: Tensor, at: int, _bits: int) -> Tensor:
+    return codes.unflatten(at, (-1, 8)).index_select(at + 1, torch.tensor(_AWQ_POSITIONS)).flatten(at, at + 1).float()
+
+
+#: How packed codes along a dim are read, by :attr:`Grid.numbers`.
+_UNPACKED: Mapping[str, Callable[[Tensor, int, int], Tensor]] = {
+    "uint": lambda codes, _at, _bits: codes.float(),
+    "uint_minus_1": lambda codes, _at, bits: (codes + 1 & (1 << bits) - 1).float(),
+    "offset_binary": lambda codes, _at, bits: (codes - (1 << bits - 1)).float(),
+    "awq": _awq,
+    "e2m1": lambda codes, _at, _bits: torch.tensor(_E2M1)[codes.int()],
+}
+#: How other tensors are read.
+_READ: Mapping[str, Callable[[Tensor], Tensor]] = {
+    PLAIN: Tensor.float,
+    "e8m0": lambda tensor: tensor.view(torch.float8_e8m0fnu).float(),
+    "int8_absmax": lambda tensor: tensor.float() / 127,
+}
