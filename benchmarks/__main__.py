@@ -89,6 +89,45 @@ def copying(place: Place) -> Iterator[Row]:
         yield _pair_row(f"verify --against source / cp, {place.kind}", "(none)", pairs, "cp")
 
 
+def quantized(place: Place) -> Iterator[Row]:
+    """Split and merge of quantized checkpoints, compared with an unquantized one of as many bytes (bf16)."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+    outputs = tuple(folder / name for name in ("out", "out-bf16", "back", "back-bf16"))
+    out, out_bf16, back, back_bf16 = outputs
+    try:
+        sizes = {form: _write_quantized(folder / form, form) for form in ("bf16", "gptq", "fp8")}
+        for form in ("gptq", "fp8"):
+            per_byte = sizes["bf16"] / sizes[form]
+            split = shardconv("split", folder / form, "--tp", "8", "-o", out)
+            split_bf16 = shardconv("split", folder / "bf16", "--tp", "8", "-o", out_bf16)
+            pairs = run_pairs(split, split_bf16, outputs=(out, out_bf16), rounds=ROUNDS)
+            yield _rate_row(f"split for tp=8, {form} / bf16, time per byte", pairs, per_byte)
+            run(split)
+            run(split_bf16)
+            merge = shardconv("merge", out, "-o", back)
+            merge_bf16 = shardconv("merge", out_bf16, "-o", back_bf16)
+            pairs = run_pairs(merge, merge_bf16, outputs=(back, back_bf16), rounds=ROUNDS)
+            yield _rate_row(f"merge of 8, {form} / bf16, time per byte", pairs, per_byte)
+            remove(out)
+            remove(out_bf16)
+            remove(folder / form)
+    finally:
+        remove(folder)
+
+
+def _write_quantized(folder: Path, form: str) -> int:
+    run((sys.executable, "-m", "benchmarks.models", folder, "--format", form))
+    return (folder / "model.safetensors").stat().st_size
+
+
+def _rate_row(claim: str, pairs: Pairs, per_byte: float) -> Row:
+    peak = max(usage.peak_mb for usage in pairs.theirs)
+    detail = (
+        f"{pairs.our_seconds:.2f} s, bf16 {pairs.their_seconds:.2f} s, peak {pairs.peak_mb:.0f} MB, bf16 {peak:.0f} MB"
+    )
+    return Row(claim, "1.1 or less", f"{pairs.ratio * per_byte:.2f}", detail)
+
+
 def usual_script(place: Place) -> Iterator[Row]:
     """Split, compared with a common script (get_slice, save_file)."""
     with llama(place) as source:
@@ -243,9 +282,9 @@ def main() -> None:
     ROUNDS = arguments.rounds
     tmpfs, disk = Place("tmpfs", arguments.memory), Place("disk", arguments.disk)
     plan: list[tuple[Callable[[Place], Iterator[Row]], tuple[Place, ...]]] = [
-        (copying, (tmpfs, disk)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)), (memory, (tmpfs,)),
-        (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)), (loading_and_running, (tmpfs,)),
-        (vllm_loading, (disk,)),
+        (copying, (tmpfs, disk)), (quantized, (tmpfs,)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)),
+        (memory, (tmpfs,)), (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)),
+        (loading_and_running, (tmpfs,)), (vllm_loading, (disk,)),
     ]  # fmt: skip
     for benchmark, places in plan:
         if arguments.only in (None, benchmark.__name__):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-BITS = {"BF16": 16, "F32": 32, "F8_E4M3": 8}
+BITS = {"BF16": 16, "F16": 16, "F32": 32, "I32": 32, "F8_E4M3": 8}
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 LLAMA_CONFIG = {
@@ -28,9 +28,45 @@ DEEPSEEK_CONFIG = {
 }  # fmt: skip
 
 
-def llama_tensors(layers: int = 10) -> dict[str, tuple[str, tuple[int, ...]]]:
+#: Quantization settings and number of layers by format, for 3.0 GB each. The vocabulary is small, so that most bytes are in
+#: the layers.
+QUANTIZED: Mapping[str, tuple[Mapping[str, object] | None, int]] = {
+    "bf16": (None, 13),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, 50),
+    "fp8": ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, 26),
+}
+_GROUP = 128
+
+
+def write_quantized(folder: Path, form: str) -> int:
+    """Write a checkpoint in a format of :data:`QUANTIZED`; returns the size of its file in bytes."""
+    settings, layers = QUANTIZED[form]
+    sizes = {"num_hidden_layers": layers, "vocab_size": 32000}
+    config = LLAMA_CONFIG | sizes | ({} if settings is None else {"quantization_config": settings})
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    known: dict[str, bytes] = {}
+    for name, (dtype, shape) in llama_tensors(layers, vocab=32000).items():
+        layer = name.removesuffix(".weight")
+        if settings is None or not layer.endswith("_proj"):
+            tensors[name] = dtype, shape
+        elif form == "fp8":
+            tensors[name] = "F8_E4M3", shape
+            tensors[f"{name}_scale_inv"] = "F32", (shape[0] // _GROUP, shape[1] // _GROUP)
+        else:
+            rows, columns = shape
+            tensors[f"{layer}.qweight"] = "I32", (columns // 8, rows)
+            tensors[f"{layer}.qzeros"] = "I32", (columns // _GROUP, rows // 8)
+            tensors[f"{layer}.scales"] = "F16", (columns // _GROUP, rows)
+            tensors[f"{layer}.g_idx"] = "I32", (columns,)
+            known[f"{layer}.g_idx"] = struct.pack(f"<{columns}i", *(at // _GROUP for at in range(columns)))
+    return write_file(folder / "model.safetensors", tensors, known)
+
+
+def llama_tensors(layers: int = 10, *, vocab: int = 128256) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Llama's tensors, with the sizes of its 3B model and an untied head."""
-    hidden, inner, kv, vocab = 3072, 8192, 1024, 128256
+    hidden, inner, kv = 3072, 8192, 1024
     tensors: dict[str, tuple[int, ...]] = {
         "lm_head.weight": (vocab, hidden),
         "model.embed_tokens.weight": (vocab, hidden),
@@ -99,12 +135,23 @@ def deepseek_tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
     return tensors
 
 
-def write_file(path: Path, tensors: Tensors, *, is_sparse: bool = False) -> int:
-    """Write a safetensors file, with random bytes or (sparse) none on disk; returns its size in bytes."""
+def write_file(
+    path: Path, tensors: Tensors, known: Mapping[str, bytes] | None = None, *, is_sparse: bool = False
+) -> int:
+    """Write a safetensors file, with random bytes or (sparse) none on disk; returns its size in bytes.
+
+    Args:
+        path: the file.
+        tensors: name to dtype and shape.
+        known: the data of tensors that cannot be random.
+        is_sparse: leave out the data.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
+    starts: dict[str, int] = {}
     for name, (dtype, shape) in tensors.items():
-        start, end = end, end + prod(shape) * BITS[dtype] // 8
+        starts[name] = start = end
+        end += prod(shape) * BITS[dtype] // 8
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     raw = json.dumps(entries, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
@@ -114,6 +161,9 @@ def write_file(path: Path, tensors: Tensors, *, is_sparse: bool = False) -> int:
             os.truncate(path, 8 + len(raw) + end)
         else:
             file.writelines(_random_blocks(end))
+        for name, data in (known or {}).items():
+            file.seek(8 + len(raw) + starts[name])
+            file.write(data)
     return 8 + len(raw) + end
 
 
@@ -147,7 +197,11 @@ def main() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--sparse", action="store_true", help="no data on disk")
+    parser.add_argument("--format", choices=QUANTIZED, help="write a folder in this format")
     arguments = parser.parse_args()
+    if arguments.format:
+        write_quantized(arguments.path, arguments.format)
+        return
     write_file(arguments.path, llama_tensors(arguments.layers), is_sparse=arguments.sparse)
 
 
