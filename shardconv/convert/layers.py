@@ -134,7 +134,7 @@ def _specs(module: nn.Module, spec: LayerSpec, tp: int) -> dict[str, tuple[nn.Mo
     kind = _torch_class(spec.kind)
     found = {name: child for name, child in module.named_modules() if isinstance(child, kind)}
     if not found:
-        raise ValueError(f"there is no {kind.__name__} in this {type(module).__name__}")
+        raise ValueError(f"this {type(module).__name__} does not contain {kind.__name__} layers")
     specs = {name: (child, _with_padding(spec, child, tp)) for name, child in found.items()}
     tied = {name: (child, _tied_spec(spec, child, name)) for name, child in tied_modules(module, found.values())}
     return specs | tied

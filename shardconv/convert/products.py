@@ -42,7 +42,9 @@ def with_parallel_products(plain: type[nn.Module], products: tuple[tuple[str, st
             raise ValueError(f"{function.__qualname__}: {rewriter.problem}: its rules are for other code")
         found |= rewriter.found
     if missing := sorted({name for name, _ in products} - found):
-        raise ValueError(f"{plain.__qualname__} has no product with {', '.join(missing)}: its rules are for other code")
+        raise ValueError(
+            f"{plain.__qualname__} does not have a product with {', '.join(missing)}: its rules are for other code"
+        )
     made: type[ParallelProducts] = new_class(plain, (ParallelProducts, plain), changed)
     return made
 

@@ -43,7 +43,7 @@ def as_dtensor(module: nn.Module) -> dict[str, DTensor]:
         not used for computation: ``full_tensor()`` raises an error.
 
     Raises:
-        ValueError: if there is no process group, a tensor is on the meta device, or an entry is not a tensor.
+        ValueError: if torch.distributed is not initialized, an entry is on the meta device or not a tensor.
 
     Example:
         >>> import torch.distributed.checkpoint as dcp

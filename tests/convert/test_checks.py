@@ -194,7 +194,7 @@ def check_ties(axis):
     layer = nn.Linear(8, 24, bias=False)
     layer.weight = stray.weight
     stray.cycle = stray
-    del stray  # it is no longer used
+    del stray  # only its reference cycle keeps it alive
     convert_parallel_linear(nn.ModuleList([layer]), -1, group=axis)
 
 
@@ -255,7 +255,7 @@ def gathered(shard, size, axis):
     shards = [torch.empty_like(shard) for _ in range(axis.size)]
     torch.distributed.all_gather(shards, shard.contiguous(), group=axis.group)
     full = torch.cat(shards)
-    assert not full[size:].any()  # padding has no gradient
+    assert not full[size:].any()  # the gradient of padding is zero
     return full[:size]
 
 

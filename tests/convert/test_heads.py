@@ -221,7 +221,7 @@ def check_products(axis):
 @pytest.mark.parametrize(
     ("kind", "products", "message"),
     [
-        (Attending, (("q", "colwise"), ("w", "rowwise")), "has no product with w: its rules are for other code"),
+        (Attending, (("q", "colwise"), ("w", "rowwise")), "have a product with w: its rules are for other code"),
         (Read, (("q", "colwise"),), "Read.forward: uses q otherwise than in a product"),
         (Enclosed, (("q", "colwise"),), "uses __class__ of an enclosing function"),
     ],

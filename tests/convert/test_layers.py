@@ -157,8 +157,8 @@ def check_refused(axis):
     fails(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), "0: is a ParametrizedLinear")
     linear = nn.Linear(8, 8)
     fails(nn.ModuleList([linear, Odd(linear.weight)]), "1: a Odd has a parameter in common")
-    fails(nn.Sequential(nn.ReLU()), "there is no Linear in this Sequential")
-    fails(nn.Sequential(nn.Linear(8, 8)), "there is no Embedding", convert_parallel_embedding)
+    fails(nn.Sequential(nn.ReLU()), "this Sequential does not contain Linear layers")
+    fails(nn.Sequential(nn.Linear(8, 8)), "does not contain Embedding layers", convert_parallel_embedding)
     looked_up = nn.Embedding(8, 4, sparse=True)
     looked_up(torch.tensor([1])).sum().backward()
     fails(nn.Sequential(looked_up), "0: has .* a sparse gradient", convert_parallel_embedding)
@@ -266,7 +266,7 @@ def check_stored(axis, path):
     assert torch.equal(stored.weight, layer.weight)
     assert torch.equal(stored.master_weight, layer.master_weight)  # its group works
     assert description(stored.weight)[0] == layer.placements["weight"]
-    with pytest.raises(RuntimeError, match=r"has no such axis: call shardconv.init_parallel as in"):
+    with pytest.raises(RuntimeError, match=r"does not have this axis: call shardconv.init_parallel as in"):
         torch.load(f"{path}/{axis.ranks}-{(axis.rank + 1) % axis.size}", weights_only=False)
 
 

@@ -280,7 +280,7 @@ _SAME_SHARDS = {
         "umt5",
     ),
 }
-#: Models of models.py whose type has no entry of its own.
+#: Models of models.py whose type does not have an entry.
 _LIKE = {
     "qwen2": "llama", "qwen3": "llama", "stablelm": "llama", "glm4": "phi3", "qwen3_moe": "qwen2_moe",
     "deepseek_v2": "deepseek_v3",
@@ -458,7 +458,7 @@ def test_plan_by_tensor_names_equals_the_plan_of_the_family(name, checkpoint, tm
     for tp in TPS:
         plan = shardconv.make_plan(unknown, tp=tp)
         known = shardconv.make_plan(checkpoint(name), tp=tp)
-        assert plan.assumed == ("model type 'unheard_of' has no family: planned by the names of its tensors",)
+        assert plan.assumed == ("model type 'unheard_of' does not have a family: planned by the names of its tensors",)
         assert all(plan.placement(tensor) == known.placement(tensor) for tensor in known.tensors)
 
 
@@ -517,7 +517,7 @@ def test_without_a_config_powers_of_two_are_supported(tmp_path):
     report = shardconv.report_plan(source)
     assert report.supported_tp == (1, 2)
     assert report.assumed[0] == HEAD_DIM_IS_UNKNOWN
-    assert report.assumed[1].startswith("a checkpoint without a config has no family: ")
+    assert report.assumed[1].startswith("a checkpoint without a config does not have a family: ")
     blocked = {entry.tp: entry.reason for entry in report.blocked_tp}
     assert blocked[3] == f"{HEAD_DIM_IS_UNKNOWN} Until then only powers of two are supported"
     assert blocked[4].startswith(f"{HEAD_DIM_IS_UNKNOWN} Under this assumption 2 is not a multiple of 4 (")
@@ -625,7 +625,7 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
         ('[rules]\n"lm_head" = { style = "replicate", rows = 1 }', "key 'rows' is unknown"),
         ('[rules]\n"lm_head" = { style = "sideways" }', "style 'sideways' is unknown"),
         ('[rules]\n"lm_head" = { unit = "query_head" }', "style is missing"),
-        ('[rules]\n"lm_head" = { style = "colwise", unit = "tail" }', "there is no unit 'tail'"),
+        ('[rules]\n"lm_head" = { style = "colwise", unit = "tail" }', "unit 'tail' is unknown"),
         (
             '[rules]\n"lm_head" = { style = "colwise", parts = ["query_head"] }',
             "parts are required for packed styles",
@@ -651,12 +651,12 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
         ("[config]\nhead_dims = 8", r"plan file mine\.toml: \[config\] head_dims: no rule reads this field"),
         (
             '[parts]\n"model.vision" = "vision_config"',
-            "part 'model.vision': the config has no nested config 'vision_config'",
+            "part 'model.vision': the config does not have a nested config 'vision_config'",
         ),
         ("[ruls]", "key 'ruls' is unknown"),
         ('[units]\nhead = { count = "a ** b" }', "is not an expression"),
         ('[config]\nhead_dim = "head_dim"\n[rules]\n', ""),
-        ('inherits = "nothing"', "no family 'nothing'"),
+        ('inherits = "nothing"', "family 'nothing' is unknown"),
         ("rules = 1", "wrong type"),
         ("[rules", "is not TOML"),
     ],
@@ -681,7 +681,7 @@ def test_replicate_names_or_patterns(checkpoint):
 def test_family_option(checkpoint):
     with pytest.raises(PlanError, match="no rule of family gpt2 matches it"):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules="gpt2")
-    with pytest.raises(PlanError, match=r"there is no family 'lama' \(similar names: llama"):
+    with pytest.raises(PlanError, match=r"family 'lama' is unknown \(similar names: llama"):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules="lama")
 
 

@@ -109,7 +109,7 @@ def test_policy_for_a_checkpoint_is_refused(checkpoint):
 def test_unknown_family_on_the_command_line(checkpoint, name):
     result = call("plan", checkpoint("llama"), "--rules", name)
     assert result.code == 1
-    assert f"there is no family '{name}'" in result.err
+    assert f"family '{name}' is unknown" in result.err
 
 
 def check_converted(axis, source, plan_file):

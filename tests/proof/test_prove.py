@@ -244,7 +244,7 @@ def test_model_without_a_tp_plan(tmp_path):
     assert transformers_family("gpt2") is None
     assert transformers_family("no such type") is None
     small(model_class(CAUSAL, "gpt2")).save_pretrained(tmp_path)
-    with pytest.raises(PlanError, match="there is no family 'transformers'"):
+    with pytest.raises(PlanError, match="family 'transformers' is unknown"):
         shardconv.make_plan(tmp_path, tp=2, rules=TRANSFORMERS)
 
 

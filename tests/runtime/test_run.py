@@ -307,7 +307,7 @@ def test_prompts_that_are_not_utf8(single):
     assert (result.code, result.err) == (1, "shardconv: prompt 1 is not UTF-8: convert it\n")
     for given, message in (
         (b"a list\ncaf\xe9\n", "prompt 2 is not UTF-8: convert it"),
-        (b"\n", "there is no prompt: pass "),
+        (b"\n", "no prompt given: pass "),
     ):
         result = run_python("-m", "shardconv", "run", single, "--device", "cpu", given=given, is_text=False)
         assert (result.returncode, message in result.stderr.decode()) == (1, True), result.stderr
@@ -530,7 +530,7 @@ def test_tokenizer_without_a_vocabulary(tmp_path):
     shardconv.split(write_bert(tmp_path / "bert", "BertModel"), tmp_path / "split", tp=1)
     for name in ("tokenizer.json", "vocab.txt"):
         (tmp_path / "split" / name).unlink(missing_ok=True)
-    with pytest.raises(RunError, match=r"the tokenizer has no vocabulary \(expected one of .*vocab.txt"):
+    with pytest.raises(RunError, match=r"the tokenizer does not have a vocabulary \(expected one of .*vocab.txt"):
         rank_report(tmp_path / "split", "an exception")
 
 
@@ -571,7 +571,8 @@ def test_rank_files_without_checksums_are_not_verified(tmp_path):
     """A warning reports it, also with -q."""
     shardconv.split(DEMO, tmp_path / "split", tp=1, checksums=False)
     result = run("run", tmp_path / "split", "--prompt", PROMPT, "--max-new-tokens", 2, "--device", "cpu", "-q")
-    assert (result.code, result.err) == (0, "the rank files were not verified: the split checkpoint has no checksums\n")
+    note = "the rank files were not verified: the split checkpoint does not have checksums\n"
+    assert (result.code, result.err) == (0, note)
 
 
 def test_tokenizer_of_another_model(tmp_path):
@@ -596,7 +597,7 @@ def test_folder_that_is_not_a_split_checkpoint(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_missing_device(split):
     result = call("run", split, "--prompt", PROMPT, "--device", "cuda")
-    assert (result.code, result.err) == (1, "shardconv: there is no CUDA device here: use --device cpu\n")
+    assert (result.code, result.err) == (1, "shardconv: no CUDA device found: use --device cpu\n")
 
 
 #: A rank that imports transformers after torch.distributed is initialized, and prints the remaining threads of gloo.
