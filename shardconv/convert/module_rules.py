@@ -148,18 +148,18 @@ def _extensions_of_attention(
     module: nn.Module, rule: ModuleRule, model_rules: ModelRules, axis: Axis
 ) -> Iterator[Extension]:
     """The extensions of modules whose code, tensors or output are for all heads."""
-    plain = type(module)
+    original = type(module)
     if rule.locals and rule.products:
-        raise PlanError(f"{plain.__qualname__}: locals and products of one module cannot be combined")
+        raise PlanError(f"{original.__qualname__}: locals and products of one module cannot be combined")
     if rule.locals:
         values = {name: model_rules.on_rank(value, axis.size) for name, value in rule.locals.items()}
-        yield with_local_values(plain, tuple(values)), {"local_values": values}
+        yield with_local_values(original, tuple(values)), {"local_values": values}
     if rule.unsharded:
         places = {name: model_rules.units(one.unit, axis.size, dim=one.dim) for name, one in rule.unsharded.items()}
         full = {name: getattr(module, name) for name in rule.attributes if hasattr(module, name)}
         yield with_unsharded_methods(tuple(places), tuple(full)), {"unsharded": places, "full_attributes": full}
     if rule.products:
-        yield with_parallel_products(plain, tuple(rule.products.items())), {}
+        yield with_parallel_products(original, tuple(rule.products.items())), {}
     if rule.full_width is not None:
         yield FullWidth, {"full_width": model_rules.fields(**_output_sizes(module)).evaluate(rule.full_width)}
     if rule.functional:
