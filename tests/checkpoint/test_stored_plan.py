@@ -67,7 +67,7 @@ def changed_families(folder, model_type, text):
 CHANGED = {
     **{what: (kind, f"[units]\npart = {{}}\n[rules]\n{rules}\n") for what, (kind, rules) in WRONG.items()},
     **{
-        what: (kind, f"[units]\nwhole = {{ count = 2, copies = true }}\n[modules]\n{overrides}\n")
+        what: (kind, f"[units]\nreplicated = {{ count = 2, copies = true }}\n[modules]\n{overrides}\n")
         for what, (kind, overrides) in WRONG_OVERRIDES.items()
     },
     "the order of heads in a submodel": (
@@ -82,10 +82,10 @@ CHANGED = {
 def check_equal(axis, kind, source, split, families):
     """Check outputs on a rank whose installed families are those in a folder."""
     transformers.logging.set_verbosity_error()
-    plain = getattr(transformers, kind).from_pretrained(source, dtype=torch.float32).eval()
-    inputs = example_inputs(plain)
+    unsharded = getattr(transformers, kind).from_pretrained(source, dtype=torch.float32).eval()
+    inputs = example_inputs(unsharded)
     with torch.no_grad():
-        expected = float_tensors(plain(**{name: value.clone() for name, value in inputs.items()}))
+        expected = float_tensors(unsharded(**{name: value.clone() for name, value in inputs.items()}))
         with installed(families):
             loaded = shardconv.load(split, device="cpu", dtype=torch.float32, group=axis)
         found = float_tensors(loaded(**inputs))

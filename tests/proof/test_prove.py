@@ -96,8 +96,8 @@ def test_plans_that_are_correct_for_smaller_heads_only(ranks, tmp_path, fails_at
 
 def test_proof_names_heads_that_it_makes_smaller(tmp_path):
     """With xLSTM's head size the small model would be large."""
-    plain = model_class(CAUSAL, "xlstm")
-    config = {**default_config(plain.config_class), "architectures": [plain.__name__]}
+    architecture = model_class(CAUSAL, "xlstm")
+    config = {**default_config(architecture.config_class), "architectures": [architecture.__name__]}
     assert write_small_model(config, tmp_path)[1] == "the small model has heads of 16 features instead of 512"
 
 

@@ -20,7 +20,7 @@ from shardconv.runtime.memory_meter import LiveBytes
 from shardconv.tensor.cost import Link
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.command import call
-from tests.support.models import GQA, LAYERS, MLA, MODELS, MOE, VOCAB, Model, change_config, plain
+from tests.support.models import GQA, LAYERS, MLA, MODELS, MOE, VOCAB, Model, change_config, default_model
 from tests.support.recording_group import recording_axis
 
 BATCH, SEQ = 2, 11
@@ -35,8 +35,8 @@ COUNTED = {
         )
     },
     "latents": Model("deepseek_v3", {**MLA, **MOE, "v_head_dim": 32}),
-    "bart": plain("bart"),
-    "opt": plain("opt"),
+    "bart": default_model("bart"),
+    "opt": default_model("opt"),
     "windows": Model("mistral", {**GQA, "sliding_window": 4}),
     "tied": Model("llama", {**GQA, "tie_word_embeddings": True}),
     "states": Model(
