@@ -28,11 +28,11 @@ def measure(
     """
     for path in folder.glob("rendezvous*"):
         path.unlink()
-    words = [str(word) for word in (folder, ",".join(kinds), *size, turns, ranks)]
+    arguments = [str(word) for word in (folder, ",".join(kinds), *size, turns, ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.block", str(rank), *words], stdout=subprocess.PIPE, env=environment
+            [sys.executable, "-m", "benchmarks.block", str(rank), *arguments], stdout=subprocess.PIPE, env=environment
         )
         for rank in range(ranks)
     ]

@@ -28,8 +28,7 @@ DEEPSEEK_CONFIG = {
 }  # fmt: skip
 
 
-#: Quantization settings and number of layers by format, for 3.0 GB each. The vocabulary is small, so that most bytes are in
-#: the layers.
+#: Quantization settings and number of layers by format, for 3.0 GB each, of which layers have the largest part.
 QUANTIZED: Mapping[str, tuple[Mapping[str, object] | None, int]] = {
     "bf16": (None, 13),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, 50),

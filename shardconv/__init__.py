@@ -150,7 +150,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} does not have an attribute {name!r}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)
 
 

@@ -32,7 +32,7 @@ def open_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(number, True)  # noqa: FBT003 - it has no name; for the processes of a run
+            os.set_inheritable(number, True)  # noqa: FBT003 - a positional-only parameter; for the processes of a run
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 

@@ -6,7 +6,7 @@
     ├── PlanError                 1   no plan: no family, no rule, or a size that does not divide
     ├── SplitCheckpointError      1   the split checkpoint is incomplete or its manifest cannot be read
     │   └── IntegrityError        1   checksums, replicas, padding or indices of groups are not as expected
-    ├── OutputError               1   the destination exists, is in use, or has no room
+    ├── OutputError               1   the destination exists, is in use, or is full
     └── RunError                  1   wrong number of processes, or a model that cannot be built, loaded or run
         ├── PeerError             1   another rank failed and reported why
         └── NotHeldError          1   an engine reads elements of a tensor that are not on this rank

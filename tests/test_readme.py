@@ -39,14 +39,14 @@ _MODEL = """
 import torch
 
 ids = torch.arange(20).view(2, 10)
-plain = AutoModelForCausalLM.from_pretrained("demo-model").float()
+unsharded = AutoModelForCausalLM.from_pretrained("demo-model").float()
 with torch.no_grad():
-    expected, found = plain(ids).logits, model.float()(ids).logits
+    expected, found = unsharded(ids).logits, model.float()(ids).logits
 assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()  # float32, sums over two ranks
 state = shardconv.gather_state_dict(model)
-assert list(state) == list(plain.state_dict())
-assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
-assert model.model.layers[0].mlp.up_proj.weight.shape[0] == plain.model.layers[0].mlp.up_proj.weight.shape[0] // 2
+assert list(state) == list(unsharded.state_dict())
+assert all(torch.equal(state[name], tensor) for name, tensor in unsharded.state_dict().items())
+assert model.model.layers[0].mlp.up_proj.weight.shape[0] == unsharded.model.layers[0].mlp.up_proj.weight.shape[0] // 2
 shardconv.destroy_parallel()
 """
 _TENSORS = """

@@ -45,8 +45,8 @@ class Block:
     @property
     def sliced(self) -> tuple[int, ...]:
         """The dims that are sliced."""
-        whole = [(0, size, 1) for size in self.shape]
-        return tuple(dim for dim, (have, full) in enumerate(zip(self.ranges, whole, strict=True)) if have != full)
+        full_ranges = [(0, size, 1) for size in self.shape]
+        return tuple(dim for dim, (have, full) in enumerate(zip(self.ranges, full_ranges, strict=True)) if have != full)
 
 
 @dataclass(frozen=True)

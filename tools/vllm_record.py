@@ -57,7 +57,7 @@ def values_of(folder: Path, tp: int, rank: int, load_format: str = "auto") -> Va
             loader.load_weights(model, config.model_config)
         except Exception as error:
             raise LoadError(reason(error)) from error
-        values: Values = ShardedStateLoader._filter_subtensors(model.state_dict())  # noqa: SLF001 - there is no public function
+        values: Values = ShardedStateLoader._filter_subtensors(model.state_dict())  # noqa: SLF001 - vLLM does not export it
         return values
 
 

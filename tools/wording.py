@@ -3,7 +3,7 @@
     python -m tools.wording
 
 Checks the tracked Python, Markdown and TOML files, and fails with file, line and the word to use instead. Only words
-that have no other meaning in this project are in the table.
+without another meaning in this project are in the table.
 """
 
 import re
@@ -40,6 +40,7 @@ WORDS = {
     r"\b(?:the|all|every|each|both) ranks? says?\b|\branks say\b": "reports, returns",
     r"\bbe a rank\b(?!')": "start a process",
     r"\bhas not\b(?! (?:been|yet|\w+ed\b))": "does not have",
+    r"\b(?:is|are|was|were|be|been|being|has|have|had|having) no\b": "is not, does not have, without",
     r"\b(?:nobody|whoever)\b": "no process, a caller",
 }
 _SUFFIXES = {".py", ".md", ".toml"}

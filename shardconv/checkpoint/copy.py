@@ -3,8 +3,8 @@
 The full tensors are split into stripes, flat byte ranges of about 32 MiB that depend on the tensors but not on tp. Each
 thread copies one stripe at a time, block by block: a block is gathered from the shards of the reader and scattered to
 the shards of the sinks. A tensor has one shard in the source of a split and in the result of a merge, and one per rank
-in a split checkpoint; a verification has no sink that writes. Because stripes do not depend on tp, checksums of stripes
-that one operation stores can be checked by the next.
+in a split checkpoint; the sinks of a verification do not write. Because stripes do not depend on tp, checksums of
+stripes that one operation stores can be checked by the next.
 
 A block is small enough to stay in the processor's cache between the read and the writes.
 """
@@ -197,7 +197,7 @@ class CopyJob:
         """Copy all stripes with several threads.
 
         Raises:
-            IntegrityError: if the data has a problem and there is no ``on_problem``.
+            IntegrityError: if the data has a problem and ``on_problem`` is None.
             UsageError: if ``threads`` is less than one.
             OSError: if a file cannot be written.
         """

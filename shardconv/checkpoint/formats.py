@@ -56,7 +56,7 @@ def is_sharded_state(name: str) -> bool:
 
 
 def refuse_sharded_state(folder: Path, names: Collection[str]) -> None:
-    """Refuse a folder with rank files of vLLM, which has no manifest.
+    """Refuse a folder with rank files of vLLM, which does not have a manifest.
 
     Args:
         folder: the folder.

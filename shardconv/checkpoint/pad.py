@@ -114,7 +114,7 @@ def pad(
         ignore: glob patterns, relative to the folder, of files to leave out.
 
     Raises:
-        SourceError: if the source cannot be read, or has no config.json.
+        SourceError: if the source cannot be read, or does not have a config.json.
         PlanError: if outputs would differ, or config.json cannot express the padded sizes.
         UsageError: if nothing needs padding.
         OutputError: if the destination exists, is in use, or has too little free space.

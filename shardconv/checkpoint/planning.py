@@ -27,7 +27,7 @@ class PlanOptions(TypedDict, total=False):
     Attributes:
         rules: "auto", a family name, a plan file or a Plan: see :data:`~shardconv.plan.rules.Rules`.
         replicate: names or patterns of tensors to replicate.
-        head_dim: the head size, if there is no config.
+        head_dim: the head size, for checkpoints without a config.
         experts: "tensor" to shard each expert over all ranks, "expert" to distribute the experts over the ranks.
         engine: "vllm" to use the boundaries of that engine; None for those of shardconv's runtime, which also runs
             checkpoints with other boundaries.

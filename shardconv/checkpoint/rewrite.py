@@ -46,7 +46,7 @@ class Rewrite:
         manifest: of the existing checkpoint.
         folder: of the existing checkpoint.
         target: the new checkpoint.
-        is_folder: whether the new checkpoint is a folder; a file has no auxiliary files.
+        is_folder: whether the new checkpoint is a folder; a file does not have auxiliary files.
         added_files: names of auxiliary files that only the new checkpoint has.
         overwrite: replace an existing checkpoint at ``target``.
         threads: number of threads, or None for the default.

@@ -146,7 +146,7 @@ def standalone_config(path: Path, *, follow_links: bool = False) -> dict[str, ob
     check_link(path, path.parent, follow_links=follow_links)
     config = read_json(path)
     if path.name == CONFIG_NAME and not isinstance(config.get("model_type"), str):
-        raise SourceError(f"{path}: does not have a model_type, and there are no weights next to it: add one of them")
+        raise SourceError(f"{path}: does not have a model_type or weights next to it: add one of them")
     return config if isinstance(config.get("model_type"), str) else None
 
 

@@ -53,7 +53,7 @@ def find_weight_files(folder: Path, files: FolderFiles, given_index: str | None,
         follow_links: whether the index may be a link out of the folder.
 
     Raises:
-        SourceError: if there is no checkpoint or more than one, or its index is not valid.
+        SourceError: if the files are not those of exactly one checkpoint, or its index is not valid.
         UsageError: if the user left out a file of the checkpoint.
     """
     top_level = {name: path for name, path in files.kept.items() if "/" not in name and not path.is_dir()}

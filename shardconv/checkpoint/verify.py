@@ -78,7 +78,7 @@ def verify(
         progress: called with the number of copied bytes and the total.
 
     Raises:
-        SplitCheckpointError: if there is no valid manifest, or a file cannot be read.
+        SplitCheckpointError: if the manifest is missing or not valid, or a file cannot be read.
         SourceError: if ``against`` cannot be read, or holds weights that may or may not belong to it.
         UsageError: if ``ignore`` is given without ``against``, or matches nothing.
     """

@@ -31,7 +31,7 @@ def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **optio
     origin = {
         True: "the source's bytes",
         False: "all tensors in one file",
-        None: "as the source, but not verified as there are no checksums",
+        None: "as the source, but not verified (no checksums)",
     }[report.is_identical]
     origin = f"from rank files that {report.saved_by} saved" if report.saved_by else origin
     verb = "would be written" if report.dry_run else rate(report.num_bytes, report.seconds)

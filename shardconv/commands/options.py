@@ -98,7 +98,7 @@ plan_options = together(
         "--head-dim",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Elements per attention head, if there is no config.",
+        help="Elements per attention head, for checkpoints without a config.",
     ),
     click.option(
         "--experts",

@@ -86,7 +86,7 @@ def _warnings(report: "VerifyReport", remedies: list[str]) -> list[str]:
     more = len(report.differences) - _MAX_LINES
     warnings = [
         *(f"{name}: is in the folder, but not part of this split checkpoint" for name in report.other_weights),
-        *([] if report.has_checksums else [f"there are no checksums: the checkpoint was {origin}"]),
+        *([] if report.has_checksums else [f"no checksums: the checkpoint was {origin}"]),
         *(f"DIFFERENT  {line}" for line in report.differences[:_MAX_LINES]),
         *([f"... and {more} more (--json has all)"] if more > 0 else []),
     ]

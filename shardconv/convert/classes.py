@@ -60,21 +60,21 @@ def class_factory(make: Callable[P, ClassT]) -> Callable[P, ClassT]:
     return cast("Callable[P, ClassT]", factory)  # functools.cache drops the types
 
 
-def new_class(plain: type, bases: tuple[type, ...], attributes: Mapping[str, object] | None = None) -> type[Any]:
+def new_class(original: type, bases: tuple[type, ...], attributes: Mapping[str, object] | None = None) -> type[Any]:
     """Make a class that has the name and the module of another one.
 
     Args:
-        plain: the class whose name it gets.
+        original: the class whose name it gets.
         bases: the bases; :class:`RuntimeClass` is added.
         attributes: its attributes.
     """
     if not any(issubclass(base, RuntimeClass) for base in bases):
         bases = (*bases, RuntimeClass)
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    return type(plain.__name__, bases, {**names, **(attributes or {})})
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, bases, {**names, **(attributes or {})})
 
 
-def converted_class(kind: type[nn.Module], plain: type[nn.Module]) -> type:
+def converted_class(kind: type[nn.Module], original: type[nn.Module]) -> type:
     """Return the class of a converted module: methods of ``kind``, which call those of the module's own class.
 
     Two kinds of classes go behind the module's own: embeddings, which take the place of nn.Embedding among the bases
@@ -82,14 +82,14 @@ def converted_class(kind: type[nn.Module], plain: type[nn.Module]) -> type:
 
     Args:
         kind: a parallel class, or another one to be mixed in.
-        plain: the class of the module, which may have been converted before.
+        original: the class of the module, which may have been converted before.
     """
-    if issubclass(plain, kind):
-        return plain
-    if issubclass(kind, plain) or issubclass(kind, nn.Linear):  # linear layers need no code of classes like Conv1D
+    if issubclass(original, kind):
+        return original
+    if issubclass(kind, original) or issubclass(kind, nn.Linear):  # linear layers need no code of classes like Conv1D
         return kind
     goes_last = issubclass(kind, nn.Embedding | Recompiled)
-    return combined_class(plain, *((plain, kind) if goes_last else (kind, plain)))
+    return combined_class(original, *((original, kind) if goes_last else (kind, original)))
 
 
 @class_factory

@@ -101,21 +101,23 @@ class _LocalValueRewriter(ast.NodeTransformer):
 
 
 @class_factory
-def with_local_values(plain: type[nn.Module], names: tuple[str, ...]) -> type[LocalValues]:
+def with_local_values(original: type[nn.Module], names: tuple[str, ...]) -> type[LocalValues]:
     """Derive a class from a module's: its forward, recompiled, reads local variables from ``local_values``.
 
     Args:
-        plain: the class of the module.
+        original: the class of the module.
         names: the variables.
 
     Raises:
         PlanError: if its forward does not assign each of them.
     """
     values = _LocalValueRewriter(names)
-    forward = recompiled(plain.forward, values)
+    forward = recompiled(original.forward, values)
     if missing := sorted(set(names) - values.found):
-        raise PlanError(f"{plain.forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code")
-    made: type[LocalValues] = new_class(plain, (LocalValues, plain), {"forward": forward})
+        raise PlanError(
+            f"{original.forward.__qualname__} assigns no {', '.join(missing)}: its rules are for other code"
+        )
+    made: type[LocalValues] = new_class(original, (LocalValues, original), {"forward": forward})
     return made
 
 

@@ -134,7 +134,7 @@ def _specs(module: nn.Module, spec: LayerSpec, tp: int) -> dict[str, tuple[nn.Mo
     kind = _torch_class(spec.kind)
     found = {name: child for name, child in module.named_modules() if isinstance(child, kind)}
     if not found:
-        raise ValueError(f"there is no {kind.__name__} in this {type(module).__name__}")
+        raise ValueError(f"this {type(module).__name__} does not contain {kind.__name__} layers")
     specs = {name: (child, _with_padding(spec, child, tp)) for name, child in found.items()}
     tied = {name: (child, _tied_spec(spec, child, name)) for name, child in tied_modules(module, found.values())}
     return specs | tied
@@ -194,7 +194,7 @@ def _conversion(name: str, layer: nn.Module, spec: LayerSpec, axis: Axis) -> Con
     Raises:
         ValueError: if it may compute something else than torch's class, or its size does not divide.
     """
-    _check_plain(layer, _torch_class(spec.kind))
+    _check_unsharded(layer, _torch_class(spec.kind))
     try:
         return Conversion.prepare(name, layer, spec, axis)
     except ValueError as error:
@@ -206,12 +206,12 @@ def _conversion(name: str, layer: nn.Module, spec: LayerSpec, axis: Axis) -> Con
         raise ValueError(f"{error}{remedy * can_pad}") from error
 
 
-def _check_plain(layer: nn.Module, plain: type[nn.Module]) -> None:
+def _check_unsharded(layer: nn.Module, expected: type[nn.Module]) -> None:
     parameters = own_parameters(layer)
-    if type(layer) is not plain or "weight" not in parameters or parameters.keys() - {"weight", "bias"}:
+    if type(layer) is not expected or "weight" not in parameters or parameters.keys() - {"weight", "bias"}:
         raise ValueError(
-            f"is a {type(layer).__name__} with parameters {', '.join(parameters)}, not a plain {plain.__name__}, and "
-            f"may compute something else; convert the modules of the model that hold unsharded layers"
+            f"is a {type(layer).__name__} with parameters {', '.join(parameters)}, not torch's {expected.__name__}, "
+            f"and may compute something else; convert the modules of the model that hold unsharded layers"
         )
     gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
     if "forward" in vars(layer) or any(gradient.is_sparse for gradient in gradients):

@@ -76,7 +76,7 @@ def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
     names += [*rule.unsharded, *rule.products]
     for name in names:
         if not (hasattr(ParallelExperts, name) or any(_has_attribute(module, name) for module in modules)):
-            raise PlanError(f"{where}: a {type(modules[0]).__name__} has no {name!r}: correct or remove it")
+            raise PlanError(f"{where}: a {type(modules[0]).__name__} does not have {name!r}: correct or remove it")
     for name in rule.inputs:
         if not any(name in inspect.signature(module.forward).parameters for module in modules):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} takes no {name!r}: correct or remove it")
@@ -92,7 +92,7 @@ def _check_gathers(rule: ModuleRule, model_rules: ModelRules, names: list[str]) 
     for pattern in rule.gathers:
         regex = re.compile(model_rules.regex(pattern))
         if not any(regex.fullmatch(name) for name in names):
-            raise PlanError(f"{rule.origin}: modules {rule.pattern!r}: gathers {pattern!r}, which is no parameter")
+            raise PlanError(f"{rule.origin}: modules {rule.pattern!r}: gathers {pattern!r}, which is not a parameter")
 
 
 def _overrides(
@@ -148,18 +148,18 @@ def _extensions_of_attention(
     module: nn.Module, rule: ModuleRule, model_rules: ModelRules, axis: Axis
 ) -> Iterator[Extension]:
     """The extensions of modules whose code, tensors or output are for all heads."""
-    plain = type(module)
+    original = type(module)
     if rule.locals and rule.products:
-        raise PlanError(f"{plain.__qualname__}: locals and products of one module cannot be combined")
+        raise PlanError(f"{original.__qualname__}: locals and products of one module cannot be combined")
     if rule.locals:
         values = {name: model_rules.on_rank(value, axis.size) for name, value in rule.locals.items()}
-        yield with_local_values(plain, tuple(values)), {"local_values": values}
+        yield with_local_values(original, tuple(values)), {"local_values": values}
     if rule.unsharded:
         places = {name: model_rules.units(one.unit, axis.size, dim=one.dim) for name, one in rule.unsharded.items()}
         full = {name: getattr(module, name) for name in rule.attributes if hasattr(module, name)}
         yield with_unsharded_methods(tuple(places), tuple(full)), {"unsharded": places, "full_attributes": full}
     if rule.products:
-        yield with_parallel_products(plain, tuple(rule.products.items())), {}
+        yield with_parallel_products(original, tuple(rule.products.items())), {}
     if rule.full_width is not None:
         yield FullWidth, {"full_width": model_rules.fields(**_output_sizes(module)).evaluate(rule.full_width)}
     if rule.functional:
@@ -216,8 +216,8 @@ def slice_matrices(dim: int, units: Placement, rank: int, value: object) -> obje
         dim: the dim that counts examples and units, or units alone.
         units: the placement of the units, along ``dim + 1``.
         rank: this rank.
-        value: the argument; returned as it is if it is not a tensor, has no matrices behind ``dim``, or has one for all
-            units.
+        value: the argument; returned as it is if it is not a tensor, does not have matrices behind ``dim``, or has one
+            for all units.
     """
     if not isinstance(value, Tensor) or value.dim() < dim + 3 or value.shape[dim] == 1:
         return value

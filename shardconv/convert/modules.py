@@ -14,7 +14,7 @@ from shardconv.convert.classes import Recompiled
 from shardconv.convert.substitution import Substitutable, Substituted, Substitution
 from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
 from shardconv.layers.parallel_module import ParallelModule
-from shardconv.layers.row_linear import num_copies
+from shardconv.layers.row_linear import num_replicas
 from shardconv.plan.placement import Placement, intervals
 
 
@@ -94,9 +94,9 @@ class ParallelDepthwise(Sharded):
         bias = self._parameters["bias"]
         if {placement.dim for placement in self.placements.values()} != {0} or len(ranks) > 1:
             raise ValueError(f"{name}: only the channels of a convolution can be sharded, and its bias as they are")
-        pieces = ranks.pop()[self.axis.rank]
+        entries = ranks.pop()[self.axis.rank]
         rows, columns = self.out_channels // self.groups, self.in_channels // self.groups
-        if any(edge % rows for piece in intervals(pieces) for edge in piece) or (
+        if any(edge % rows for entry in intervals(entries) for edge in entry) or (
             bias is not None and "bias" not in self.placements
         ):
             raise ValueError(f"{name}: a convolution is split between its groups of {rows} channels, weight and bias")
@@ -111,7 +111,7 @@ class ParallelExpertLinear(Sharded):
     def forward(self, inputs: Tensor, *others: object) -> Tensor:
         """Map [tokens of all experts, in_features] to local (column parallel) or all (row parallel) out_features."""
         if self.placements["weight"].dim == 2:
-            return reduce_from_tp(super().forward(inputs, *others), group=self.axis) / num_copies(
+            return reduce_from_tp(super().forward(inputs, *others), group=self.axis) / num_replicas(
                 self.placements["weight"]
             )
         output: Tensor = super().forward(copy_to_tp(inputs, group=self.axis), *others)
@@ -274,7 +274,7 @@ class ParallelProducts(Recompiled, ParallelModule):
 
     def product_output(self, name: str, value: Tensor) -> Tensor:
         """All-reduce a row parallel product."""
-        return reduce_from_tp(value, group=self.axis) / num_copies(self.placements[name])
+        return reduce_from_tp(value, group=self.axis) / num_replicas(self.placements[name])
 
     def shared_product(self, name: str, value: Tensor) -> Tensor:
         """All-reduce a row parallel product that enters a computation over local heads."""

@@ -74,7 +74,7 @@ class ParallelMultiheadAttention(Sharded):
             The output, of the shape of ``query``, and None in place of the attention weights.
 
         Raises:
-            ValueError: if weights are requested, inputs have no batch dim, or ``is_causal`` is True without a mask.
+            ValueError: if weights are requested, inputs do not have 3 dims, or ``is_causal`` is True without a mask.
         """
         if need_weights:
             raise ValueError(

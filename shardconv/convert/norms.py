@@ -28,7 +28,7 @@ class GlobalRMSNorm(Sharded):
         eps: float = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         squares = hidden_states.float().pow(2).sum(-1, keepdim=True)
         held = sum(
-            piece.size for pieces in placement.ranks for piece in intervals(pieces)
+            entry.size for entries in placement.ranks for entry in intervals(entries)
         )  # with replicas, without padding
         total = copy_to_tp(reduce_from_tp(squares, group=self.axis), group=self.axis)
         own, full = squares / hidden_states.shape[-1], total / held
@@ -48,7 +48,7 @@ class GlobalLayerNorm(Sharded):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize [..., local features]."""
         placement = next(iter(self.placements.values()))
-        counts = [sum(piece.size for piece in intervals(pieces)) for pieces in placement.ranks]
+        counts = [sum(entry.size for entry in intervals(entries)) for entries in placement.ranks]
         features = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         held = _without_padding(features, placement, self.axis.rank)
         mean = held.sum(-1, keepdim=True) / max(held.shape[-1], 1)
@@ -67,10 +67,10 @@ class GlobalLayerNorm(Sharded):
 def _without_padding(features: Tensor, placement: Placement, rank: int) -> Tensor:
     """Remove padding from the features of a rank, [..., local features]."""
     held, position = [], 0
-    for piece in placement.ranks[rank]:
-        if isinstance(piece, Interval):
-            held.append(features.narrow(-1, position, piece.size))
-        position += piece.size
+    for entry in placement.ranks[rank]:
+        if isinstance(entry, Interval):
+            held.append(features.narrow(-1, position, entry.size))
+        position += entry.size
     return torch.cat(held, -1) if held else features[..., :0]
 
 
@@ -81,12 +81,12 @@ class GroupedRMSNorm(Sharded):
 
     Attributes:
         group_size: local features of a group.
-        whole_group: features of a group.
+        full_group_size: features of a group.
         variance_epsilon: see the module's own class.
     """
 
     group_size: int
-    whole_group: int
+    full_group_size: int
     variance_epsilon: float
 
     def set_up(self, axis: Axis, **options: Unpack[ShardedOptions]) -> None:
@@ -102,22 +102,24 @@ class GroupedRMSNorm(Sharded):
                 f"{self.name_in_model}: {held} features per rank are neither groups of {self.group_size} nor an equal "
                 f"part of one"
             )
-        self.whole_group, self.group_size = self.group_size, min(self.group_size, held)
+        self.full_group_size, self.group_size = self.group_size, min(self.group_size, held)
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalize [..., features / tp]."""
         normed: Tensor = super().forward(hidden_states, gate)
-        if self.group_size == self.whole_group:
+        if self.group_size == self.full_group_size:
             return normed
         gated = hidden_states.float()
         if gate is not None:
             gated = gated * nn.functional.silu(gate.float())
         squares = gated.pow(2).sum(-1, keepdim=True)
-        groups = self.placements["weight"].size // self.whole_group
+        groups = self.placements["weight"].size // self.full_group_size
         own = self.axis.rank * groups // self.axis.size
         of_all = nn.functional.pad(squares, (own, groups - 1 - own))
         total = copy_to_tp(reduce_from_tp(of_all, group=self.axis), group=self.axis)[..., own : own + 1]
-        scale = (squares / self.group_size + self.variance_epsilon) / (total / self.whole_group + self.variance_epsilon)
+        scale = (squares / self.group_size + self.variance_epsilon) / (
+            total / self.full_group_size + self.variance_epsilon
+        )
         return (normed * scale.sqrt()).to(normed.dtype)
 
 

@@ -78,7 +78,7 @@ class _Compiler:
         found = [MatchedModule(policy, name, module) for name, module in named if _is_of_class(module, kind)]
         if not found:
             raise PlanError(
-                f"{policy.__name__}: {type(self._model).__name__} has no module of exactly the class "
+                f"{policy.__name__}: {type(self._model).__name__} does not have a module of exactly the class "
                 f"{getattr(kind, '__qualname__', kind)}, which the policy is for"
             )
         for matched in found:
@@ -143,7 +143,7 @@ class _Compiler:
                 raise matched.error(f"replace_modules: {new!r:.80} is not a class of modules")
             modules = [module for module in self._model.modules() if old in (type(module), type(module).__qualname__)]
             if not modules:
-                raise matched.error(f"replace_modules: the model has no module of the class {old!r:.80}")
+                raise matched.error(f"replace_modules: the model does not have a module of the class {old!r:.80}")
             for module in modules:
                 if self._new_classes.setdefault(module, new) is not new:
                     raise matched.error(f"replace_modules: another policy gives {old!r:.80} another class")

@@ -96,7 +96,7 @@ class MatchedModule:
         if found is None or found.value is None:
             if layer.ignore_checker:
                 return None
-            raise self.error(f"has no {leaf} {path!r}: correct the path, or pass ignore_checker=True if it is optional")
+            raise self.error(f"{leaf} {path!r} does not exist: correct the path, or pass ignore_checker=True")
         if not isinstance(found.value, nn.Parameter) or not isinstance(found.owner, nn.Module):
             raise self.error(f"{path!r} is a {type(found.value).__name__}, not a parameter of a module")
         if isinstance(found.owner, ParallelModule):
@@ -113,7 +113,7 @@ class MatchedModule:
         if found is None:
             if self._is_optional(path.rpartition(".")[0]):
                 return None
-            raise self.error(f"has no attribute {path!r}, which replace_arguments sets")
+            raise self.error(f"attribute {path!r}, which replace_arguments sets, does not exist")
         if isinstance(found.value, (Tensor, nn.Module)):
             raise self.error(f"attribute {path!r}: replace_arguments cannot set a {type(found.value).__name__}")
         if isinstance(found.owner, nn.Module):

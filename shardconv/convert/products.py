@@ -23,11 +23,11 @@ _OUTPUTS = {"rowwise": "product_output", "rowwise_shared": "shared_product"}
 
 
 @class_factory
-def with_parallel_products(plain: type[nn.Module], products: tuple[tuple[str, str], ...]) -> type[ParallelProducts]:
+def with_parallel_products(original: type[nn.Module], products: tuple[tuple[str, str], ...]) -> type[ParallelProducts]:
     """Derive a class from a module's: products with some of its parameters become column or row parallel.
 
     Args:
-        plain: the class of the module.
+        original: the class of the module.
         products: each parameter, and how it is sharded: one of :data:`~shardconv.plan.family.PRODUCTS`.
 
     Raises:
@@ -35,23 +35,25 @@ def with_parallel_products(plain: type[nn.Module], products: tuple[tuple[str, st
     """
     changed: dict[str, object] = {}
     found: set[str] = set()
-    for name, function in _methods(plain, [f"self.{own}" for own, _ in products]):
+    for name, function in _methods(original, [f"self.{own}" for own, _ in products]):
         rewriter = _ProductRewriter(dict(products))
         changed[name] = recompiled(function, rewriter)
         if rewriter.problem:
             raise ValueError(f"{function.__qualname__}: {rewriter.problem}: its rules are for other code")
         found |= rewriter.found
     if missing := sorted({name for name, _ in products} - found):
-        raise ValueError(f"{plain.__qualname__} has no product with {', '.join(missing)}: its rules are for other code")
-    made: type[ParallelProducts] = new_class(plain, (ParallelProducts, plain), changed)
+        raise ValueError(
+            f"{original.__qualname__} does not have a product with {', '.join(missing)}: its rules are for other code"
+        )
+    made: type[ParallelProducts] = new_class(original, (ParallelProducts, original), changed)
     return made
 
 
-def _methods(plain: type[nn.Module], texts: Sequence[str]) -> Iterator[tuple[str, Callable[..., object]]]:
+def _methods(original: type[nn.Module], texts: Sequence[str]) -> Iterator[tuple[str, Callable[..., object]]]:
     """Yield the methods of a class and its bases whose source contains one of some texts, except ``__init__``."""
-    bases = [base for base in plain.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    bases = [base for base in original.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
     for name in sorted({name for base in bases for name in vars(base)} - {"__init__"}):
-        function = inspect.getattr_static(plain, name)
+        function = inspect.getattr_static(original, name)
         if inspect.isfunction(function) and any(text in inspect.getsource(function) for text in texts):
             yield name, function
 

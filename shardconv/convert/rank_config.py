@@ -17,7 +17,7 @@ class RankConfig:
 
     def __getattr__(self, name: str) -> Any:  # a field of any type
         """Read a field without a local value from the model's config."""
-        if name.startswith("__") or "_shared" not in self.__dict__:  # a copy has no fields at first
+        if name.startswith("__") or "_shared" not in self.__dict__:  # a copy is empty at first
             raise AttributeError(name)
         return getattr(self._shared, name)
 

@@ -13,7 +13,7 @@ Nothing is written to the module, so that
 also where one rank reads ``weight.dtype``; all threads share its cache. ``torch.func.functional_call`` writes to the
 module while it runs, which other threads and ``state_dict()`` see.
 
-Dynamo has no guards on attributes of ``threading.local``. Compiled code must therefore not depend on a substitution
+Dynamo does not guard attributes of ``threading.local``. Compiled code must therefore not depend on a substitution
 that was made outside of it: the forward of a module whose parameters are substituted makes a substitution of its own,
 or removes that of others (:class:`ForwardWithShards`).
 

@@ -264,8 +264,8 @@ def _restore_axis(name: str, rank: int, ranks: tuple[int, ...]) -> Axis:
         if (axis.rank, axis.ranks) == (rank, ranks):
             return axis
     raise RuntimeError(
-        f"the {name} axis was pickled as rank {rank} of ranks {list(ranks)}, and this process has no such axis: call "
-        f"shardconv.init_parallel as in the process that saved it; to load on other ranks, save "
+        f"the {name} axis was pickled as rank {rank} of ranks {list(ranks)}, and this process does not have this axis: "
+        f"call shardconv.init_parallel as in the process that saved it; to load on other ranks, save "
         f"gather_state_dict(module)"
     )
 

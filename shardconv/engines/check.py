@@ -113,7 +113,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     names: dict[tuple[object, ...], str] = {}
     for name in sorted(state):
         tensor = state[name]
-        memory = id(storages[name])  # tensors on the meta device have no address
+        memory = id(storages[name])  # tensors on the meta device do not have an address
         names.setdefault((memory, tensor.storage_offset(), tensor.shape, tensor.stride()), name)
     return {name: state[name] for name in names.values()}
 

@@ -59,7 +59,7 @@ class RankTensor(Tensor):
     @staticmethod
     def __new__(cls: type[Self], shard: HeldShard, view: Tensor, device: torch.device | None = None) -> Self:
         """Create a tensor without storage."""
-        tensor: Self = Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch has no public constructor of tensors without storage
+        tensor: Self = Tensor._make_wrapper_subclass(  # noqa: SLF001 - the only way to create a tensor without storage
             cls,
             view.shape,
             view.stride(),
@@ -80,7 +80,7 @@ class RankTensor(Tensor):
         return f"RankTensor({self.shard.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
     def data_ptr(self) -> int:
-        """Raise TypeError: a rank tensor has no storage.
+        """Raise TypeError: a rank tensor does not have storage.
 
         Raises:
             TypeError: always.
@@ -235,4 +235,4 @@ def _refuse_writes(func: OpOverload, args: _Arguments, kwargs: _Options) -> None
 
 def _declared_arguments(func: OpOverload) -> Sequence[torch.Argument]:
     """The declared arguments of an operation."""
-    return func._schema.arguments  # noqa: SLF001 - there is no public attribute
+    return func._schema.arguments  # noqa: SLF001 - torch does not export it

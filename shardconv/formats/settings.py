@@ -26,7 +26,7 @@ class Scheme:
         format: the format.
         blocks: name of a block in ``formats.toml`` to its elements and entries; a group of 0 elements is a whole row.
         strategy: of the scales, a key of :data:`~shardconv.formats.format.SCALE_DIMS`; "" if shapes show it.
-        is_symmetric: whether there are no zero points.
+        is_symmetric: whether the quantization is symmetric: without zero points.
         targets: names or patterns (``re:``) of layers, or ``Linear`` for all.
     """
 
@@ -145,7 +145,7 @@ def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Sc
     weights = group.get("weights")
     kind = str(group.get("format") or default)
     if not isinstance(weights, Mapping):
-        raise PlanError(f"compressed-tensors: config_groups.{name} has no weights: it is not supported")
+        raise PlanError(f"compressed-tensors: config_groups.{name} does not have weights: this is not supported")
     if kind not in _COMPRESSED:
         raise PlanError(f"compressed-tensors: format {kind!r:.40} is not supported (expected {', '.join(_COMPRESSED)})")
     strategy = {"tensor_group": "group"}.get(str(weights.get("strategy")), str(weights.get("strategy")))

@@ -32,7 +32,7 @@ def build_on_meta(
         dtype: of the parameters; by default that of the config.
     """
     with torch.device("meta"):
-        model = kind._from_config(copy.deepcopy(config), dtype=dtype)  # noqa: SLF001 - transformers has no public way
+        model = kind._from_config(copy.deepcopy(config), dtype=dtype)  # noqa: SLF001 - transformers does not have a public way
     return model.eval()
 
 
@@ -80,7 +80,7 @@ def build_small(kind: type[PretrainedModel], config: ModelConfig) -> PretrainedM
     if numel > MAX_NUMEL:
         raise ValueError(f"a small {kind.__name__} has {numel / 1e6:.0f} million parameters: it is not small")
     torch.manual_seed(0)
-    model = kind._from_config(config).eval().float()  # noqa: SLF001 - transformers has no public way
+    model = kind._from_config(config).eval().float()  # noqa: SLF001 - transformers does not have a public way
     initialize(model)
     return model
 

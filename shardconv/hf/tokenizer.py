@@ -40,7 +40,7 @@ def load_tokenizer(path: Path, *, is_trusted: bool) -> Any:
         is_trusted: whether code in the folder may be run.
 
     Raises:
-        RunError: if there is no tokenizer, it cannot be loaded, or it does not have a vocabulary.
+        RunError: if the tokenizer is missing, cannot be loaded, or does not have a vocabulary.
     """
     check_tokenizer(path)
     auto_class = import_transformers().AutoTokenizer
@@ -50,7 +50,9 @@ def load_tokenizer(path: Path, *, is_trusted: bool) -> Any:
         raise RunError(f"{path}: the tokenizer cannot be loaded: {_REMEDY} Got {one_line(error)}") from error
     names = [str(name) for name in getattr(tokenizer, "vocab_files_names", {}).values()]
     if names and not any(any(path.glob(pattern)) for pattern in (*_VOCABULARY_FILES, *names)):
-        raise RunError(f"{path}: the tokenizer has no vocabulary (expected one of {', '.join(names)}): {_REMEDY}")
+        raise RunError(
+            f"{path}: the tokenizer does not have a vocabulary (expected one of {', '.join(names)}): {_REMEDY}"
+        )
     return tokenizer
 
 

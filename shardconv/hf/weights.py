@@ -40,7 +40,7 @@ def load_shards(
         unused: patterns of tensors that the model need not use.
 
     Raises:
-        RunError: if the model cannot be built, a parameter has no tensor, or a tensor no parameter.
+        RunError: if the model cannot be built, or its parameters do not match the tensors.
     """
     kind = model_class.kind
 
@@ -98,7 +98,7 @@ def load_unsharded(
         is_trusted: whether code in the folder may be run.
 
     Raises:
-        RunError: if the model cannot be loaded, a parameter has no tensor, or a tensor no parameter.
+        RunError: if the model cannot be loaded, or its parameters do not match the tensors.
     """
     model: PretrainedModel
     try:
@@ -126,7 +126,7 @@ def check_report(report: Mapping[str, Any], kind: str, path: Path, unused: Seque
         unused: patterns of tensors that may be left over, besides those of :func:`~shardconv.plan.unused.known_unused`.
 
     Raises:
-        RunError: if a parameter has no tensor, or a tensor no parameter.
+        RunError: if parameters and tensors do not match.
     """
     left = set(report["unexpected_keys"])
     left -= known_unused(left) | {name for name in left if any(fnmatchcase(name, pattern) for pattern in unused)}

@@ -26,7 +26,7 @@ class ColumnParallelLinear(ParallelLinear, sharded_dim=0):
 
     def _place(self, placement: Placement) -> None:
         self.placements = {"weight": placement, "bias": replace(placement, dim=0)}
-        # padding has no gradient: its outputs multiply padding of the next layer, or are masked logits
+        # the gradient of padding is zero: its outputs multiply padding of the next layer, or are masked logits
         self._gradient_is_local = not placement.has_replicas
 
     def localize(self, input: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from shardconv.layers.tags import check_tag
 from shardconv.plan.placement import Placement, intervals
 
 
-def num_copies(placement: Placement) -> int:
+def num_replicas(placement: Placement) -> int:
     """Count the ranks that hold each input feature; the all-reduce of a row parallel product adds each as many times.
 
     Raises:
@@ -71,7 +71,7 @@ class RowParallelLinear(ParallelLinear, sharded_dim=1):
         self.placements = {"weight": placement}
         # a sharded input may have values in the padding, which would give the padding of the weight a gradient
         self._gradient_is_local = not placement.has_replicas and not placement.is_padded
-        self._num_copies = num_copies(placement)
+        self._num_replicas = num_replicas(placement)
 
     def localize(self, input: Tensor) -> Tensor:
         """Return this rank's shard of the input, [*, in_features / tp]."""
@@ -85,7 +85,7 @@ class RowParallelLinear(ParallelLinear, sharded_dim=1):
     def complete(self, product: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """All-reduce the product, and add the bias."""
         output = reduce_from_tp(product, group=self.axis)
-        output = output / self._num_copies if self._num_copies > 1 else output
+        output = output / self._num_replicas if self._num_replicas > 1 else output
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias.to(output.dtype)

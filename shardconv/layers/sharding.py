@@ -44,14 +44,14 @@ def take_shard(full: Tensor, placement: Placement, rank: int) -> Tensor:
     if placement.dim is None:
         return full
     dim = placement.dim
-    pieces = placement.ranks[rank]
+    entries = placement.ranks[rank]
     # a shard of padding alone must depend on the full tensor, too: backward may be a collective
-    slices = [] if intervals(pieces) else [full.narrow(dim, 0, 0)]
-    for piece in pieces:
-        if isinstance(piece, Interval):
-            slices.append(full.narrow(dim, piece.start, piece.size))
+    slices = [] if intervals(entries) else [full.narrow(dim, 0, 0)]
+    for entry in entries:
+        if isinstance(entry, Interval):
+            slices.append(full.narrow(dim, entry.start, entry.size))
         else:
-            slices.append(full.new_zeros((*full.shape[:dim], piece.size, *full.shape[dim + 1 :])))
+            slices.append(full.new_zeros((*full.shape[:dim], entry.size, *full.shape[dim + 1 :])))
     return slices[0].contiguous() if len(slices) == 1 else torch.cat(slices, dim)
 
 
@@ -130,10 +130,10 @@ def _without_padding(shard: Tensor, placement: Placement, rank: int) -> Tensor:
     """Copy a rank's shard, with zeros in the padding."""
     assert placement.dim is not None
     copied, position = shard.clone(), 0
-    for piece in placement.ranks[rank]:
-        if not isinstance(piece, Interval):
-            copied.narrow(placement.dim, position, piece.size).zero_()
-        position += piece.size
+    for entry in placement.ranks[rank]:
+        if not isinstance(entry, Interval):
+            copied.narrow(placement.dim, position, entry.size).zero_()
+        position += entry.size
     return copied
 
 
@@ -153,10 +153,10 @@ def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
     assert placement.dim is not None
     dim, position = placement.dim, 0
     full = shard.new_zeros((*shard.shape[:dim], placement.size, *shard.shape[dim + 1 :]))
-    for piece in placement.ranks[rank]:
-        if isinstance(piece, Interval):
-            full.narrow(dim, piece.start, piece.size).copy_(shard.narrow(dim, position, piece.size))
-        position += piece.size
+    for entry in placement.ranks[rank]:
+        if isinstance(entry, Interval):
+            full.narrow(dim, entry.start, entry.size).copy_(shard.narrow(dim, position, entry.size))
+        position += entry.size
     return full
 
 
@@ -165,11 +165,11 @@ def _runs(placement: Placement) -> tuple[tuple[int, int], ...]:
     """Return the slices (start, size) of the concatenated shards that form the full dim in its original order."""
     located = []
     position = 0
-    for pieces in placement.ranks:
-        for piece in pieces:
-            if isinstance(piece, Interval):
-                located.append((piece.start, position, piece.size))
-            position += piece.size
+    for entries in placement.ranks:
+        for entry in entries:
+            if isinstance(entry, Interval):
+                located.append((entry.start, position, entry.size))
+            position += entry.size
     runs: list[tuple[int, int]] = []
     end = 0
     for start, at, size in sorted(located):

@@ -28,7 +28,7 @@ def check_tag(
 ) -> None:
     """Check the tag of a tensor against what its consumer assumes.
 
-    Does nothing on one rank, where sharded and replicated are the same, and in a compiled graph, which has no tags.
+    Does nothing on one rank, where sharded and replicated are the same, and in a compiled graph, which is without tags.
 
     Args:
         tensor: of any shape; without a tag it passes.

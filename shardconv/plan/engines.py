@@ -60,7 +60,7 @@ def engine_named(name: str | None) -> Engine:
     """The engine of this name; shardconv's own runtime for None.
 
     Raises:
-        PlanError: if there is no such engine.
+        PlanError: if the engine is unknown.
     """
     known = {**ENGINES, SHARDCONV.name: SHARDCONV}
     if name is not None and name not in known:

@@ -51,7 +51,7 @@ def find_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Expert]:
         if len(shape) > 1 and name not in singles and _PACKED.match(name)
     }
     if not experts:
-        raise PlanError("--experts expert: the checkpoint has no tensors of experts: remove the option")
+        raise PlanError("--experts expert: the checkpoint does not have tensors of experts: remove the option")
     return experts
 
 

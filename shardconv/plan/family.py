@@ -166,11 +166,11 @@ def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: S
         where = f"{rule.origin}: rule {rule.pattern!r}"
         for unit in rule.units:
             if unit not in units:
-                raise PlanError(f"{where}: there is no unit {unit!r}")
+                raise PlanError(f"{where}: unit {unit!r} is unknown")
         kinds = {units[unit].whole for unit in rule.units} or {False}
         if kinds != {bool(rule.otherwise)}:
             raise PlanError(f"{where}: set otherwise for the rule and whole = true for all of its units, or neither")
     for module in modules:
         for unit in module.units():
             if unit not in units:
-                raise PlanError(f"{module.origin}: modules {module.pattern!r}: there is no unit {unit!r}")
+                raise PlanError(f"{module.origin}: modules {module.pattern!r}: unit {unit!r} is unknown")

@@ -32,12 +32,12 @@ def load_family(name: str) -> Family:
     """The family of this name, with expanded blocks and what it inherits.
 
     Raises:
-        PlanError: if there is no such family.
+        PlanError: if the family is unknown.
     """
     table = _index().tables.get(name)
     if table is None:
         similar = ", ".join(get_close_matches(name, family_names(), cutoff=0.5)) or "none; docs/models.md lists all"
-        raise PlanError(f"there is no family {name!r} (similar names: {similar})")
+        raise PlanError(f"family {name!r} is unknown (similar names: {similar})")
     family = parse_family(name, table, f"family {name}")
     return expand_family(family, load_family(family.inherits) if family.inherits else Family(name))
 
@@ -103,11 +103,11 @@ def load_block(name: str) -> Block:
     """The block of this name.
 
     Raises:
-        PlanError: if there is no such block.
+        PlanError: if the block is unknown.
     """
     path = _BLOCKS / f"{name}.toml"
     if not re.fullmatch("[a-z0-9_]+", name) or not path.is_file():
-        raise PlanError(f"there is no block {name!r} (expected {', '.join(block_names())})")
+        raise PlanError(f"block {name!r} is unknown (expected {', '.join(block_names())})")
     return parse_block(name, tomllib.loads(path.read_text("utf-8")))
 
 

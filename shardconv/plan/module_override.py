@@ -56,7 +56,7 @@ class ModuleRule:
         products: parameter that the module's code multiplies with, to how it is sharded: one of :data:`PRODUCTS`.
         functional: the unit of the heads, where the code passes the weights of its layers to torch's function of
             multi-head attention; "" otherwise.
-        norms: the unit of which the list ``norms`` has one each; "" if there is no such list.
+        norms: the unit of which the list ``norms`` has one each; "" without such a list.
         shared_output: elements at the end of the output whose gradient is all-reduced, as they are used with shards
             without a layer in between; None for none. ``rows`` is the number of rows of the module's weight.
         unfused: the layer whose weight a code path for training would read directly, which is disabled; "" for none.

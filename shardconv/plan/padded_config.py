@@ -150,7 +150,7 @@ def _explicit(model_rules: ModelRules, changes: list[_Change]) -> Iterator[_Chan
         if before != after:
             raise PlanError(
                 f"{size} would be {after} instead of {before} with the config of the padded checkpoint "
-                f"({', '.join(f'{name}={value}' for name, value in new.items())}), and has no field: {_REMEDY}"
+                f"({', '.join(f'{name}={value}' for name, value in new.items())}), and no field sets it: {_REMEDY}"
             )
 
 

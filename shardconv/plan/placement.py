@@ -105,7 +105,7 @@ class Placement:
 
         Args:
             index: index of the tensor, from 0.
-            chunks: number of tensors; divides the size of the dim, which has no padding.
+            chunks: number of tensors; divides the size of the dim, which must not be padded.
         """
         size = self.size // chunks
         start, stop = index * size, (index + 1) * size

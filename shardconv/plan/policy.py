@@ -173,7 +173,7 @@ class Policy(ABC):
     def on_parts() -> Sequence[Layer]:
         """Replicated layers that are applied to shards, such as a norm over each head: gradients are all-reduced.
 
-        parallelformers, which does not train, has no such method.
+        parallelformers, which does not train, does not have this method.
         """
         return []
 

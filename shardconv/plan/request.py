@@ -44,7 +44,7 @@ class PlanRequest:
         family: the family to use instead of that of the config's ``model_type``.
         plan_file: name and text of a plan file, whose rules are tried before the family's.
         replicate: names or patterns of tensors to replicate.
-        head_dim: the head size, if there is no config.
+        head_dim: the head size, for checkpoints without a config.
         experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
         engine: the engine whose boundaries the plan follows, one of :data:`~shardconv.plan.engines.ENGINES`; None for
             shardconv's own runtime.
@@ -168,7 +168,7 @@ def _assumptions(
     """The assumptions of a plan that follow from the family, the plan file and the options, as sentences."""
     if base.name == NAMES_FAMILY:
         model = f"model type {config['model_type']!r}" if config.get("model_type") else "a checkpoint without a config"
-        yield f"{model} has no family: planned by the names of its tensors"
+        yield f"{model} does not have a family: planned by the names of its tensors"
     if base.name == TRANSFORMERS:
         yield "planned by transformers' own plan for the model type; shardconv plan --prove compares outputs"
     if user is not None:

@@ -165,7 +165,7 @@ class RuleSet:
             raise ValueError(f"experts is {data['experts']!r:.60}, expected one of {', '.join(EXPERT_MODES)}")
         models = tuple(_model_from_json(rules, data["family"]) for rules in data["scopes"])
         if not models:
-            raise ValueError("rule set has no scopes (expected at least one)")
+            raise ValueError("rule set does not have scopes (expected at least one)")
         multiple = data.get("vocab_multiple", 1)
         if type(multiple) is not int or not 1 <= multiple <= MAX_MULTIPLE:
             raise ValueError(f"vocab_multiple is {multiple!r:.60} (expected an integer from 1 to {MAX_MULTIPLE})")

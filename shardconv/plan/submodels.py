@@ -28,7 +28,7 @@ def rules_for(
         uncertain: see :class:`~shardconv.plan.rule_set.RuleSet`.
 
     Raises:
-        PlanError: if submodels are nested too deep, or one that a plan file names has no config.
+        PlanError: if submodels are nested too deep, or one that a plan file names does not have a config.
     """
     return RuleSet(family.name, tuple(model_rules_of(family, config)), experts, uncertain)
 
@@ -39,14 +39,16 @@ def model_rules_of(
     """The rules of a model, followed by those of its submodels.
 
     Raises:
-        PlanError: if submodels are nested too deep, or one that a plan file names has no config.
+        PlanError: if submodels are nested too deep, or one that a plan file names does not have a config.
     """
     if depth > _MAX_DEPTH:
         raise PlanError(f"submodels are nested too deep (expected at most {_MAX_DEPTH} nested configs)")
     yield ModelRules(family, config, at)
     for start, submodel in (family.submodels or {}).items():
         if submodel.by_user and config is not None and not isinstance(lookup(config, submodel.field), Mapping):
-            raise PlanError(f"part {start!r}: the config has no nested config {submodel.field!r}: correct or remove it")
+            raise PlanError(
+                f"part {start!r}: the config does not have a nested config {submodel.field!r}: correct or remove it"
+            )
         submodel_config, submodel_family = _config_and_family(submodel, config or {})
         if submodel_family is not None:
             yield from model_rules_of(submodel_family, submodel_config, f"{at}.{start}" if at else start, depth + 1)

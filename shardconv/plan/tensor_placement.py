@@ -23,7 +23,7 @@ from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import TensorGroup
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 
-#: Config fields about attention heads, which are assumed where there is no config.
+#: Config fields about attention heads, which are assumed without a config.
 HEAD_FIELDS = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim"})
 
 #: Number of elements that fill an integer number of bytes, for dtypes with elements smaller than a byte.

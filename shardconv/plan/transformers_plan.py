@@ -49,7 +49,7 @@ _HEAD_ATTRIBUTES = {
 
 @cache
 def transformers_family(model_type: str) -> Family | None:
-    """The family from the plan of the installed transformers for a model type; None if there is no plan."""
+    """The family from the plan of the installed transformers for a model type; None without a plan."""
     plan = next((plan for text in _config_texts(model_type) if (plan := _plan_in(text, model_type))), None)
     styles = {} if plan is None else {name: _STYLES.get(style, style) for name, style in plan.items()}
     if plan is None or any(style is not None and style not in STYLES for style in styles.values()):

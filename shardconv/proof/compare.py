@@ -32,10 +32,10 @@ class Comparison(NamedTuple):
         tokens: whether the greedy tokens are equal; None if the model does not generate text.
         gradient: the largest difference of a gradient of the converted model, relative to the largest value of that
             gradient, or to a thousandth of the largest value of all gradients if that is larger; None if the unsharded
-            model has no gradients.
+            model does not have gradients.
         note: why the gradients are not those of training or do not exist; "" if they are.
         cache: bytes of the cache after a forward pass, as a fraction of the unsharded model's; None if the model does
-            not generate text or has no cache.
+            not generate text or does not have a cache.
     """
 
     output: float

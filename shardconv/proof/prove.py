@@ -44,7 +44,7 @@ def prove(
 
     Raises:
         SourceError: if the checkpoint cannot be read, or with ``check_model`` does not have the tensors of its model.
-        PlanError: if there are no rules for it.
+        PlanError: if no rules exist for it.
         RunError: if the small model cannot be built or run.
 
     Example:

@@ -15,8 +15,8 @@ class Proof:
         output: the largest difference of the outputs over all ranks, relative to the largest output; None if the
             sharded model failed to run.
         tokens: whether the greedy tokens are equal on all ranks; None if the model does not generate text.
-        gradient: the largest difference of a gradient, relative to the largest value of that gradient; None if there
-            are no gradients.
+        gradient: the largest difference of a gradient, relative to the largest value of that gradient; None without
+            gradients.
         sharded_fraction: fraction of the elements of matrices that is sharded.
         note: why the gradients are not those of training or do not exist, or why the model failed to run; else "".
     """

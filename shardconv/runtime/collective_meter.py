@@ -84,5 +84,5 @@ class CountedAxis(Axis):
 
     @property
     def message_device(self) -> torch.device:
-        """The CPU; the group is not registered with torch.distributed, and has no backend."""
+        """The CPU; the group does not have a backend, as it is not registered with torch.distributed."""
         return torch.device("cpu")

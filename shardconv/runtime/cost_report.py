@@ -60,14 +60,14 @@ class TpCost:
 
     Attributes:
         tp: tensor parallel size.
-        weight_bytes: bytes of the rank's tensors as they are stored, or as they would be in memory if there are no
-            weights; the maximum over ranks.
+        weight_bytes: bytes of the rank's tensors as they are stored, or as they would be in memory for a config
+            without weights; the maximum over ranks.
         cache_bytes: bytes of the cache after the prompts: keys and values, and states. None for models without a cache.
         activation_bytes: peak memory without weights and cache, by torch's allocations, with fused attention.
         memory_bytes: sum of the three.
         prefill: the pass with the prompts.
         decode: the pass that generates the next token of each prompt; None for models without a cache.
-        not_counted: why there was no dry run; None if there was one.
+        not_counted: why the dry run was not possible; None if it was.
     """
 
     tp: int

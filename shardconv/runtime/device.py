@@ -31,12 +31,12 @@ def rank_device(device: Device) -> torch.device:
     found = torch.device(("cuda" if count else "cpu") if device is None else device)
     if found.type == "cuda":
         if not count:
-            raise RunError("there is no CUDA device here: use --device cpu")
+            raise RunError("no CUDA device found: use --device cpu")
         found = torch.device(
             "cuda", int(os.environ.get("LOCAL_RANK", "0")) % count if found.index is None else found.index
         )
         if found.index >= count:
-            raise RunError(f"there is no {found} here: there are {count} CUDA devices")
+            raise RunError(f"device {found} does not exist (found {count} CUDA devices)")
     return found
 
 

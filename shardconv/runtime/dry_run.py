@@ -174,7 +174,7 @@ def _cache(outputs: ModelOutput) -> tuple[str, object]:
 
 
 def _layers(model: PretrainedModel, count: int) -> Sequence[nn.Module]:
-    """Return the layers of the decoder: the first list of ``count`` modules; none if there is no such list."""
+    """Return the layers of the decoder: the first list of ``count`` modules; empty without such a list."""
     lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     return next((list(found) for found in lists if len(found) == count), [])
 
@@ -218,7 +218,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object)
 
 
 #: The operator behind torch.nn.functional.grouped_mm, which a TorchFunctionMode does not intercept itself.
-_GROUPED_MM = torch._grouped_mm  # noqa: SLF001 - has no public name
+_GROUPED_MM = torch._grouped_mm  # noqa: SLF001 - torch does not export it
 
 
 def _multiply_groups(rows: Tensor, weights: Tensor, *arguments: Any, **options: Any) -> Tensor:  # those of torch

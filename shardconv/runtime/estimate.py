@@ -64,7 +64,7 @@ def estimate_cost(
     Raises:
         SourceError: if the checkpoint cannot be read.
         RunError: if there is a config alone, and transformers does not have the model.
-        PlanError: if there are no rules for the model, or a tp size is unsupported.
+        PlanError: if no rules exist for the model, or a tp size is unsupported.
         ValueError: if ``batch`` or ``seq`` is less than 1.
 
     Example:
@@ -139,7 +139,7 @@ def _stored_dtype(source: Source) -> torch.dtype:
 def _model(source: Source, stored: torch.dtype) -> tuple[MetaModel | None, str]:
     """Return the model that the config names, or the reason why there is none."""
     if source.config is None:
-        return None, "there is no config.json that names the model; --config FILE gives one"
+        return None, "no config.json names the model: pass --config FILE"
     models, problem = attempt(partial(MetaModel, source.config, stored))
     return (models[0], "") if problem is None else (None, _first_line(problem))
 
@@ -155,7 +155,7 @@ def _cost(
     seq: int,
     link: Link,
 ) -> TpCost:
-    """Return the cost at one tp size; ``problem`` is the reason why there is no model."""
+    """Return the cost at one tp size; ``problem`` is the reason why the model cannot be built."""
     if model is not None:
         usages, error = attempt(partial(dry_run, model, request, tp=tp, batch=batch, seq=seq))
         if error is None:
@@ -173,7 +173,7 @@ def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, h
     dtype = _name(model.dtype)
     if not has_weights:
         origin = "the dtype of the config" if model.has_config_dtype else "assumed, as the config does not have a dtype"
-        yield f"there are no weights: those of {model.name} are counted in {dtype} ({origin})"
+        yield f"no weights found: the weights of {model.name} are counted in {dtype} ({origin})"
         if is_quantized:
             yield "the config asks for quantized weights, which are smaller: unquantized ones are counted"
     elif is_quantized:

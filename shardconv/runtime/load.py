@@ -76,9 +76,8 @@ def load(
         The converted model, in eval mode; it returns full logits on every rank.
 
     Raises:
-        RunError: if there are not as many processes as ranks, the model cannot be built, a parameter has no tensor, or
-            a tensor no parameter; if the checkpoint is quantized and ``dequantize`` is not set, or the reverse; on all
-            ranks.
+        RunError: if there are not as many processes as ranks, the model cannot be built, its parameters do not match
+            the tensors, or the checkpoint is quantized and ``dequantize`` is not set, or the reverse; on all ranks.
         SplitCheckpointError: if the checkpoint or the rank's file cannot be used; on all ranks.
 
     Warns:
@@ -202,8 +201,8 @@ def _build_by_caller(
     missing = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if missing:
         raise RunError(
-            f"{', '.join(missing[:3])}: is in no file and has no values: compute it on the CPU when the module is "
-            f"built, which load does on the meta device"
+            f"{', '.join(missing[:3])}: is not in any file and does not have values: compute it on the CPU when the "
+            f"module is built, which load does on the meta device"
         )
     return model
 

@@ -69,7 +69,7 @@ class Dequantizer:
             dtype: of dequantized weights; None for that of the config.
 
         Raises:
-            RunError: if there are no quantized layers.
+            RunError: if the checkpoint does not have quantized layers.
             SplitCheckpointError: if the manifest does not have what is needed to dequantize them.
         """
         specs = quantized_tensors(manifest)

@@ -83,10 +83,10 @@ def check_prompts(prompts: Sequence[str]) -> None:
     """Refuse to run without a prompt, or with a prompt that is not text.
 
     Raises:
-        RunError: if there is no prompt, or one is not UTF-8.
+        RunError: if all prompts are empty, or one is not UTF-8.
     """
     if not any(prompt.strip() for prompt in prompts):
-        raise RunError("there is no prompt: pass --prompt TEXT, or write a prompt per line to stdin")
+        raise RunError("no prompt given: pass --prompt TEXT, or write a prompt per line to stdin")
     for number, prompt in enumerate(prompts, 1):
         if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):
             raise RunError(f"prompt {number} is not UTF-8: convert it")
@@ -112,7 +112,7 @@ def run_rank(
         The report; times are those of this rank.
 
     Raises:
-        RunError: if text needs a tokenizer that the checkpoint does not have, or the model has no output for a prompt.
+        RunError: if text needs a tokenizer that the checkpoint does not have, or the model does not support a prompt.
         ShardconvError: as :func:`~shardconv.load`.
     """
     hide_progress()
@@ -211,7 +211,7 @@ def _notes(path: Path, manifest: Manifest, run: ModelRun, outputs: Outputs, *, i
     if is_default:
         yield "no tokenizer and no prompt: the models are compared on token ids over the whole vocabulary"
     if run.options.verify and manifest.checksums is None:
-        yield "the rank files were not verified: the split checkpoint has no checksums"
+        yield "the rank files were not verified: the split checkpoint does not have checksums"
     config = run.model.config
     positions = getattr(config, "max_position_embeddings", None)
     if outputs.tokens is None or config.is_encoder_decoder or not isinstance(positions, int):

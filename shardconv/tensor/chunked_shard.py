@@ -49,7 +49,7 @@ class ChunkedShard(Tensor):
 
     def __new__(cls, shard: Tensor, chunks: Iterable[Chunk], device: torch.device | None = None) -> Self:
         """Create a shard; see the class for the arguments."""
-        # torch has no public function to create a tensor without storage
+        # the only way to create a tensor without storage; torch does not export it
         self: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=device or shard.device
         )

@@ -124,7 +124,7 @@ def _sharded_parameter(value: Tensor) -> nn.Parameter | None:
 
 
 def _active_hooks() -> tuple[ParamHook, ...]:
-    # torch has no public access to its stack of modes; its own checkpoint finds the device mode in the same way
+    # torch does not export its stack of modes; its own checkpoint finds the device mode in the same way
     modes = torch.overrides._get_current_function_mode_stack()  # noqa: SLF001
     return next((mode.hooks for mode in reversed(modes) if isinstance(mode, _HookMode)), ())
 

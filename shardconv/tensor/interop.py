@@ -43,7 +43,7 @@ def as_dtensor(module: nn.Module) -> dict[str, DTensor]:
         not used for computation: ``full_tensor()`` raises an error.
 
     Raises:
-        ValueError: if there is no process group, a tensor is on the meta device, or an entry is not a tensor.
+        ValueError: if torch.distributed is not initialized, an entry is on the meta device or not a tensor.
 
     Example:
         >>> import torch.distributed.checkpoint as dcp
@@ -105,7 +105,7 @@ def num_chunks(placement: Placement) -> int | None:
     tp, size = placement.tp, placement.size
     if placement.dim is None or tp == 1:
         return 1
-    by_rank = [intervals(pieces) for pieces in placement.ranks]
+    by_rank = [intervals(entries) for entries in placement.ranks]
     for num_chunks in {tp, tp // by_rank.count(by_rank[0])}:
         width = -(-size // num_chunks)
         starts = [rank * num_chunks // tp * width for rank in range(tp)]
@@ -115,20 +115,20 @@ def num_chunks(placement: Placement) -> int | None:
     return None
 
 
-def _local_intervals(pieces: tuple[IntervalOrPadding, ...]) -> Iterator[tuple[Interval, int]]:
+def _local_intervals(entries: tuple[IntervalOrPadding, ...]) -> Iterator[tuple[Interval, int]]:
     """Yield each interval of a rank, and its start in the local shard."""
     position = 0
-    for piece in pieces:
-        if isinstance(piece, Interval):
-            yield piece, position
-        position += piece.size
+    for entry in entries:
+        if isinstance(entry, Interval):
+            yield entry, position
+        position += entry.size
 
 
 def _chunks(shard: Tensor, placement: Placement, rank: int) -> Iterator[Chunk]:
     """Yield the chunks of a rank, split at the boundaries of all ranks: any two chunks are equal or disjoint."""
     dim = placement.dim
     assert dim is not None
-    boundaries = sorted({bound for pieces in placement.ranks for interval in intervals(pieces) for bound in interval})
+    boundaries = sorted({bound for entries in placement.ranks for interval in intervals(entries) for bound in interval})
     for interval, position in _local_intervals(placement.ranks[rank]):
         inside = [bound for bound in boundaries if interval.start <= bound <= interval.stop]
         for start, stop in pairwise(inside):

@@ -71,7 +71,7 @@ def hooks_disabled() -> Iterator[None]:
 
 def _graph_task() -> int:
     """Torch's id of the current backward pass."""
-    return torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for it
+    return torch._C._current_graph_task_id()  # noqa: SLF001 - torch does not export it
 
 
 @contextmanager
@@ -123,7 +123,7 @@ class Use:
         entered = _Enter.apply(self, *inputs)
         args, kwargs = _replaced((args, kwargs), {id(old): new for old, new in zip(inputs, entered, strict=True)})
         output = func(*args, **kwargs)
-        # some operations return an input: return the original tensor then, which has no backward here
+        # some operations return an input: return the original tensor then, which does not have a backward here
         output = _replaced(output, {id(new): old for old, new in zip(inputs, entered, strict=True)})
         input_ids = {id(value) for value in inputs}
         for node in _nodes(value for value in tensors_in(output) if id(value) not in input_ids):
@@ -198,7 +198,7 @@ def _is_in_place(func: Callable[..., object], args: Arguments, kwargs: Options) 
 
 def base_of(tensor: Tensor) -> Tensor:
     """Return the tensor that a tensor is a view of, or the tensor itself."""
-    base = tensor._base  # noqa: SLF001 - torch has no public name for it
+    base = tensor._base  # noqa: SLF001 - torch does not export it
     return tensor if base is None else base
 
 

@@ -14,8 +14,8 @@ from shardconv.tensor.sharded import from_global
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
     """Replace a parameter by an ``nn.Parameter`` that is a DTensor.
 
-    Replaces it wherever ``module`` and its submodules hold it, so tied parameters stay tied. The new parameter has no
-    gradient; create the optimizer afterwards.
+    Replaces it wherever ``module`` and its submodules hold it, so tied parameters stay tied. The gradient of the new
+    parameter is None; create the optimizer afterwards.
 
     Args:
         module: module that contains the parameter, at any depth.

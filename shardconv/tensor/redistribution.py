@@ -1,7 +1,7 @@
 """Plan a redistribution: the sequence of collectives between two layouts that takes the least time.
 
-A layout is torch's placements, one per mesh axis. Torch's own planner is private and has no cost for an all-to-all, so
-it is not used. Planning does not communicate and needs no process groups.
+A layout is torch's placements, one per mesh axis. Torch's own planner is private and does not have a cost for an
+all-to-all, so it is not used. Planning does not communicate and needs no process groups.
 
 A collective changes the placements of one axis, or of several axes at once. If several axes shard the same dim, the
 first axis splits it first, so only the last of them can be added or removed by itself.

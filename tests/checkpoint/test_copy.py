@@ -27,8 +27,8 @@ def placements(draw, tp: int):
     if not shape or draw(st.booleans()):
         return tuple(shape), Placement.replicated(tp)
     dim = draw(st.integers(0, len(shape) - 1))
-    kind = draw(st.sampled_from(["plain", "fused", "grouped", "copies", "padded"]))
-    if kind == "plain":
+    kind = draw(st.sampled_from(["even", "fused", "grouped", "replicas", "padded"]))
+    if kind == "even":
         placement = shard_dim(dim, [Unit(tp * draw(st.integers(1, 3)), draw(st.integers(1, 3)))], tp)
     elif kind == "fused":
         placement = shard_dim(
@@ -37,7 +37,7 @@ def placements(draw, tp: int):
     elif kind == "grouped":
         groups = draw(st.sampled_from([n for n in range(1, 9) if tp % n == 0]))
         placement = shard_dim(dim, [Unit(tp, 2), Unit(1, 2, copies=True)], tp, groups=groups)
-    elif kind == "copies":
+    elif kind == "replicas":
         heads = draw(st.sampled_from([n for n in range(1, 9) if tp % n == 0]))
         placement = shard_dim(dim, [Unit(heads, draw(st.integers(1, 3)), copies=True)], tp)
     else:

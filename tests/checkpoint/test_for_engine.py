@@ -42,10 +42,10 @@ def test_vocabulary_is_padded_as_vllm_pads_it(vocabulary, tp):
             shard_dim(0, [unit], tp)
         return
     rows = padded // tp
-    for rank, pieces in enumerate(shard_dim(0, [unit], tp).ranks):
+    for rank, entries in enumerate(shard_dim(0, [unit], tp).ranks):
         first, last = min(rank * rows, vocabulary), min((rank + 1) * rows, vocabulary)
         expected = [Interval(first, last)] * (first < last) + [Padding(rows - (last - first))] * (last - first < rows)
-        assert list(pieces) == expected
+        assert list(entries) == expected
 
 
 @pytest.fixture(scope="module")

@@ -141,11 +141,11 @@ def test_every_dtype_of_the_reference_library_is_known(file):
 @fuzz
 @given(tensors=st.dictionaries(names, st.tuples(st.sampled_from(sorted(DTYPE_BITS)), shapes)), metadata=metadata)
 def test_built_headers_are_read_by_the_reference_library(file, tensors, metadata):
-    whole = {name: (dtype, (*shape, 4)) for name, (dtype, shape) in tensors.items()}  # full bytes for every dtype
-    header = build_header(((name, dtype, shape) for name, (dtype, shape) in whole.items()), metadata)
+    expected = {name: (dtype, (*shape, 4)) for name, (dtype, shape) in tensors.items()}  # full bytes for every dtype
+    header = build_header(((name, dtype, shape) for name, (dtype, shape) in expected.items()), metadata)
     put(file, header.prefix + bytes(header.data_bytes))
     assert header.data_offset % 8 == 0
-    assert reference(file) == whole
+    assert reference(file) == expected
     assert read_header(file) == header
     with safe_open(file, framework="numpy") as opened:
         assert (opened.metadata() or {}) == (metadata or {})
@@ -400,7 +400,7 @@ def test_any_bytes(file, data):
     check_not_more_permissive(file)
 
 
-# --- what is no file ------------------------------------------------------------------------------------------------
+# --- not a regular file ---------------------------------------------------------------------------------------------
 
 
 def make_fifo(path: Path) -> None:

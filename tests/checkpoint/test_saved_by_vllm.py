@@ -94,7 +94,7 @@ def change(folder, rank, name, function):
             tensors[name] = function(tensors[name])
             save_file({key: value for key, value in tensors.items() if value is not None}, path)
             return
-    raise AssertionError(f"there is no {name}")
+    raise AssertionError(f"{name} not found")
 
 
 # --- merge ----------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_verify_without_a_source(sources, tmp_path):
     """Checks, and reports, only that replicas are equal and padding is zero."""
     folder = save(sources["llama"], tmp_path / "saved", 4)
     result = call("verify", folder)
-    assert (result.code, "there are no checksums: the checkpoint was saved by vllm" in result.out) == (0, True)
+    assert (result.code, "no checksums: the checkpoint was saved by vllm" in result.out) == (0, True)
     assert "correct" not in result.out
     change(folder, 3, "lm_head.weight", lambda tensor: tensor + 1)
     (difference,) = shardconv.verify(folder).differences

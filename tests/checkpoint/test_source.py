@@ -499,7 +499,7 @@ def test_auxiliary_file_with_a_name_that_a_manifest_may_not_have(single, name):
     refuses(single, "rename it")
 
 
-# --- what is no source ----------------------------------------------------------------------------------------------
+# --- not a source ---------------------------------------------------------------------------------------------------
 
 
 def test_missing_path(tmp_path):

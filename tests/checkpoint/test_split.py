@@ -27,7 +27,7 @@ PLAN = """
 "rows.*" = { style = "colwise" }
 "columns.*" = { style = "rowwise" }
 "vocabulary.*" = { style = "embedding_rowwise", pad = true }
-"whole.*" = { style = "replicate" }
+"replicated.*" = { style = "replicate" }
 """
 
 
@@ -40,12 +40,12 @@ def write_all_dtypes(path: Path) -> bytes:
             f"rows.{dtype}": (dtype, (8, 12)),
             f"columns.{dtype}": (dtype, (3, 32)),
             f"vocabulary.{dtype}": (dtype, (7, 4)),
-            f"whole.{dtype}": (dtype, (4,)),
+            f"replicated.{dtype}": (dtype, (4,)),
         }
     specs |= {
-        "whole.scalar": ("F32", ()),
+        "replicated.scalar": ("F32", ()),
         "rows.empty": ("BF16", (0, 4)),
-        "whole.ids": ("I64", (1, 5)),
+        "replicated.ids": ("I64", (1, 5)),
         "columns.none": ("F16", (4, 0)),
     }
     header, end = {}, 0

@@ -50,7 +50,7 @@ def changed_families(folder, model_type, text):
     """Write the installed families, and add rules for a model type before those of its family."""
     shutil.copytree(family_file.FOLDER, folder)
     family = family_for(model_type)
-    for path in folder.glob("*.toml"):  # the type is no other family's
+    for path in folder.glob("*.toml"):  # no other family has the type
         lists = re.compile(r"^model_types = \[[^]]*\]", re.MULTILINE)
         path.write_text(lists.sub(lambda found: found[0].replace(f'"{model_type}"', '"none"'), path.read_text()))
     tables = re.sub(r"^\[(\w+)\]", r"[changed.\1]", text, flags=re.MULTILINE)
@@ -67,7 +67,7 @@ def changed_families(folder, model_type, text):
 CHANGED = {
     **{what: (kind, f"[units]\npart = {{}}\n[rules]\n{rules}\n") for what, (kind, rules) in WRONG.items()},
     **{
-        what: (kind, f"[units]\nwhole = {{ count = 2, copies = true }}\n[modules]\n{overrides}\n")
+        what: (kind, f"[units]\nreplicated = {{ count = 2, copies = true }}\n[modules]\n{overrides}\n")
         for what, (kind, overrides) in WRONG_OVERRIDES.items()
     },
     "the order of heads in a submodel": (
@@ -82,10 +82,10 @@ CHANGED = {
 def check_equal(axis, kind, source, split, families):
     """Check outputs on a rank whose installed families are those in a folder."""
     transformers.logging.set_verbosity_error()
-    plain = getattr(transformers, kind).from_pretrained(source, dtype=torch.float32).eval()
-    inputs = example_inputs(plain)
+    unsharded = getattr(transformers, kind).from_pretrained(source, dtype=torch.float32).eval()
+    inputs = example_inputs(unsharded)
     with torch.no_grad():
-        expected = float_tensors(plain(**{name: value.clone() for name, value in inputs.items()}))
+        expected = float_tensors(unsharded(**{name: value.clone() for name, value in inputs.items()}))
         with installed(families):
             loaded = shardconv.load(split, device="cpu", dtype=torch.float32, group=axis)
         found = float_tensors(loaded(**inputs))
@@ -132,7 +132,7 @@ def to_format_1(folder):
 def test_family_that_changed_after_the_split(ranks, tmp_path, what):
     """With format 3 outputs stay equal; with format 1 a changed placement or style is refused.
 
-    Format 1 has no module overrides to compare: a warning says that the installed ones are used.
+    Format 1 does not store module overrides: a warning says that the installed ones are used.
     """
     model_type, text = CHANGED[what]
     model = small(model_class(KIND_OF[model_type], model_type))

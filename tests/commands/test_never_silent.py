@@ -306,7 +306,7 @@ GROUPS = "test_padding compares the shards of padded groups with query heads"
 OTHER_NAMES = "test_layouts and test_vllm_layout compare the names and shapes of its files"
 
 CASES: Mapping[str, Case] = {
-    "plain": Case(moved(RIGHT)),
+    "unchanged": Case(moved(RIGHT)),
     # tensors
     "additional tensor of an unknown name": Case(
         refused(error(f"{LAYER}.adapter.down.weight", NO_RULE, "--replicate")),
@@ -486,7 +486,7 @@ CASES: Mapping[str, Case] = {
                   '"lm_head" = { style = "colwise", unit = "query_head" }\n'), has_plan=True,
     ),
     "plan file with a submodel without a config": Case(
-        refused(error("part 'model.layers'", "no nested config 'text_config'")),
+        refused(error("part 'model.layers'", "nested config 'text_config'")),
         plan_file('[parts]\n"model.layers" = { config = "text_config", family = "llama" }\n'), has_plan=True,
     ),
     "plan file with a config field that no rule reads": Case(
@@ -738,7 +738,7 @@ def run_check(case: Case, source: Path, place: Path, _: Path, ranks: Any) -> Fou
 
 def ran(found: list[Any], source: Path) -> Found:
     def check() -> None:
-        assert {outputs for _, outputs, _ in found} == {(plain_text(source),)}
+        assert {outputs for _, outputs, _ in found} == {(unsharded_text(source),)}
 
     messages = [message for message, _, _ in found]
     assert len({message == "" for message in messages}) == 1, messages  # all ranks, or none
@@ -756,7 +756,7 @@ def run_on_rank(_: Any, place: Path, against: Path | None) -> tuple[str, tuple[s
     return "\n".join(report.differences or ()), report.outputs, report.notes
 
 
-def plain_text(source: Path) -> str:
+def unsharded_text(source: Path) -> str:
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     inputs = tokenizer(PROMPT, return_tensors="pt")
     inputs.pop("token_type_ids", None)

@@ -80,17 +80,17 @@ def check_no_false_alarms(axis):
     torch.manual_seed(1)
     x = torch.randn(3, 8)
     for model in (Mlp(*linears(8, 16, 8)), Mlp(*linears(8, 16, 16, 8)), Mlp(nn.Linear(8, 16), nn.LayerNorm(16))):
-        plain = copy.deepcopy(model)
+        unsharded = copy.deepcopy(model)
         convert_parallel_linear(model, -1, gather_output=True, group=axis)
-        torch.testing.assert_close(model(x), plain(x))
-        rows = copy.deepcopy(plain)
+        torch.testing.assert_close(model(x), unsharded(x))
+        rows = copy.deepcopy(unsharded)
         convert_parallel_linear(rows, 0, group=axis)
-        torch.testing.assert_close(rows(x), plain(x))
-    plain, model = Mlp(*linears(8, 16, 8)), Mlp(*linears(8, 16, 8))
-    model.load_state_dict(plain.state_dict())
+        torch.testing.assert_close(rows(x), unsharded(x))
+    unsharded, model = Mlp(*linears(8, 16, 8)), Mlp(*linears(8, 16, 8))
+    model.load_state_dict(unsharded.state_dict())
     convert_parallel_linear(model.mlp[:2], -1, group=axis)
     convert_parallel_linear(model.mlp[2:], 0, group=axis)
-    torch.testing.assert_close(model(x), plain(x))
+    torch.testing.assert_close(model(x), unsharded(x))
     not_called = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4))  # like q, k and v: not a chain
     assert all(type(layer) is ColumnParallelLinear for layer in convert_parallel_linear(not_called, -1, group=axis))
     other_dim = nn.Sequential(nn.Linear(8, 16), nn.Softmax(0))
@@ -160,41 +160,43 @@ def check_policy(axis):
 class Tied(nn.Module):
     """An embedding, a layer, and a classification head, optionally tied to the embedding."""
 
-    def __init__(self, words=21, *, tied=True, bias=False):
+    def __init__(self, vocab=21, *, tied=True, bias=False):
         super().__init__()
-        self.words = nn.Embedding(words, 8, padding_idx=1)
+        self.embedding = nn.Embedding(vocab, 8, padding_idx=1)
         self.up = nn.Linear(8, 8)
-        self.head = nn.Linear(8, words, bias=bias)
+        self.head = nn.Linear(8, vocab, bias=bias)
         if tied:
-            self.head.weight = self.words.weight
+            self.head.weight = self.embedding.weight
 
     def forward(self, ids):
-        return self.head(torch.tanh(self.up(self.words(ids))))
+        return self.head(torch.tanh(self.up(self.embedding(ids))))
 
 
 def check_ties(axis):
     """Check that messages name tied layers, and that tied layers are converted together."""
     model = Tied(24)
     convert_parallel_embedding(model, 0, group=axis)
-    message = r"^head \(tied to words\): is already parallel, as VocabParallelClassifier\(.*gather_output=False\)"
+    message = r"^head \(tied to embedding\): is already parallel, as VocabParallelClassifier\(.*gather_output=False\)"
     refused(model, message, axis)
     model = Tied(21)
     refused(
-        model, r"^head \(tied to words\): out_features: 21 is not .* \(tp\)\. To pad it, pass gather_output=True", axis
+        model,
+        r"^head \(tied to embedding\): out_features: 21 is not .* \(tp\)\. To pad it, pass gather_output=True",
+        axis,
     )
-    for layer, convert in ((model.head, convert_parallel_linear), (model.words, convert_parallel_embedding)):
+    for layer, convert in ((model.head, convert_parallel_linear), (model.embedding, convert_parallel_embedding)):
         part = nn.ModuleDict({"one": layer})
-        other = model.words if layer is model.head else model.head
+        other = model.embedding if layer is model.head else model.head
         with pytest.raises(ValueError, match=rf"^one: tied to {type(other).__name__}\(.*\), which is not in this Mod"):
             convert(part, 0, group=axis)
-        assert tuple(model.words.weight.shape) == (21, 8)
-    alone = convert_parallel_embedding(model.words, 0, group=axis)  # a new layer, not tied
-    assert alone.weight is not model.words.weight
+        assert tuple(model.embedding.weight.shape) == (21, 8)
+    alone = convert_parallel_embedding(model.embedding, 0, group=axis)  # a new layer, not tied
+    assert alone.weight is not model.embedding.weight
     stray = nn.Embedding(24, 8)
     layer = nn.Linear(8, 24, bias=False)
     layer.weight = stray.weight
     stray.cycle = stray
-    del stray  # it is no longer used
+    del stray  # only its reference cycle keeps it alive
     convert_parallel_linear(nn.ModuleList([layer]), -1, group=axis)
 
 
@@ -208,34 +210,34 @@ def near(found, expected):
 def check_odd_vocabulary(axis, tied, bias):
     """Check outputs, gradients and state of a padded vocabulary against the unsharded model."""
     torch.manual_seed(2)
-    plain = Tied(tied=tied, bias=bias).double()
-    expected = plain(IDS)
+    unsharded = Tied(tied=tied, bias=bias).double()
+    expected = unsharded(IDS)
     F.cross_entropy(expected.flatten(0, 1), TARGET).backward()
 
     def check(model, head, loss):
         logits = model(IDS)
         near(logits, expected)
         loss(logits.flatten(0, 1), TARGET).backward()
-        assert (type(model.words), type(model.head)) == (ParallelEmbedding, head)
-        assert (model.head.weight is model.words.weight) is tied
-        for layer, same in ((model.words, plain.words), (model.head, plain.head)):
+        assert (type(model.embedding), type(model.head)) == (ParallelEmbedding, head)
+        assert (model.head.weight is model.embedding.weight) is tied
+        for layer, same in ((model.embedding, unsharded.embedding), (model.head, unsharded.head)):
             assert isinstance(layer, nn.Linear | nn.Embedding)
             for name, parameter in same.named_parameters():
                 own = getattr(layer, name)
                 grad = own.grad if own.shape == parameter.shape else gathered(own.grad, len(parameter), axis)
                 near(grad, parameter.grad)
 
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(unsharded)
     convert_parallel_embedding(model, 0, group=axis)
     check(model, VocabParallelClassifier if tied else nn.Linear, F.cross_entropy)
     if not tied:
-        model = copy.deepcopy(plain)
+        model = copy.deepcopy(unsharded)
         convert_parallel_embedding(model, 0, group=axis)
     convert_parallel_linear(model, -1, gather_output=True, group=axis)
     model.zero_grad()
     check(model, VocabParallelClassifier, F.cross_entropy)
     if not tied:  # sharded logits, for the parallel loss
-        model = copy.deepcopy(plain)
+        model = copy.deepcopy(unsharded)
         convert_parallel_embedding(model, 0, group=axis)
         VocabParallelClassifier.convert_parallel_linear(nn.ModuleList([model.head]), group=axis)
         logits = model(IDS)
@@ -246,8 +248,8 @@ def check_odd_vocabulary(axis, tied, bias):
         found = ParallelCrossEntropyLoss(num_classes=21, group=axis)(logits.flatten(0, 1), TARGET)
         near(found, F.cross_entropy(expected.flatten(0, 1), TARGET))
         found.backward()
-        near(gathered(model.head.weight.grad, 21, axis), plain.head.weight.grad)
-        near(gathered(model.words.weight.grad, 21, axis), plain.words.weight.grad)
+        near(gathered(model.head.weight.grad, 21, axis), unsharded.head.weight.grad)
+        near(gathered(model.embedding.weight.grad, 21, axis), unsharded.embedding.weight.grad)
 
 
 def gathered(shard, size, axis):
@@ -255,7 +257,7 @@ def gathered(shard, size, axis):
     shards = [torch.empty_like(shard) for _ in range(axis.size)]
     torch.distributed.all_gather(shards, shard.contiguous(), group=axis.group)
     full = torch.cat(shards)
-    assert not full[size:].any()  # padding has no gradient
+    assert not full[size:].any()  # the gradient of padding is zero
     return full[:size]
 
 

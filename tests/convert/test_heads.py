@@ -70,7 +70,7 @@ class Functional(nn.Module):
 
 
 def check_functional(axis):
-    plain, own = with_values(Functional()), with_values(Functional())
+    unsharded, own = with_values(Functional()), with_values(Functional())
     placements = {name: shard_dim(0, [Unit(HEADS, SIZE)], axis.size) for name in "qkv"}
     for name, placement in placements.items():
         layer = getattr(own, name)
@@ -79,14 +79,14 @@ def check_functional(axis):
     own.o.weight = nn.Parameter(take_shard(own.o.weight.data, shard_dim(1, [Unit(HEADS, SIZE)], axis.size), axis.rank))
     extend_class(own, FunctionalAttention, axis, heads=shard_dim(0, [Unit(HEADS)], axis.size))
     results = []
-    for module in (plain, own):
+    for module in (unsharded, own):
         x, mask = fixed(5, 2, WIDTH).requires_grad_(), fixed(2 * HEADS, 5, 5, seed=2).requires_grad_()
         output = module(x, mask, key_padding_mask=torch.arange(5).expand(2, 5) > 3)
         output.sin().sum().backward()
         results.append((output.detach(), x.grad, mask.grad, module.o.bias.grad))
     for expected, found in zip(*results, strict=True):
         near(found, expected)
-    near(own.q.weight.grad, take_shard(plain.q.weight.grad, placements["q"], axis.rank))
+    near(own.q.weight.grad, take_shard(unsharded.q.weight.grad, placements["q"], axis.rank))
     with pytest.raises(ValueError, match="is supported only with use_separate_proj_weight"):
         own(fixed(5, 2, WIDTH), None, bias_k=fixed(1, 1, WIDTH))
 
@@ -104,9 +104,9 @@ def check_full_width(axis):
     module = Joined()
     extend_class(module, FullWidth, axis, full_width=WIDTH)
     own = slice(axis.rank * 2, axis.rank * 2 + 2)
-    found, whole = module(x, heads[:, own])
+    found, found_heads = module(x, heads[:, own])
     assert torch.equal(found, expected.chunk(2, -1)[axis.rank])
-    assert torch.equal(whole, kept)
+    assert torch.equal(found_heads, kept)
     with pytest.raises(RuntimeError, match="is invalid for input of size"):
         module(x, heads[:, :1])
     split = Split()
@@ -138,9 +138,9 @@ class Mixed(nn.Module):
 
 
 def check_mixed_heads(axis):
-    plain, module = with_values(Mixed()), with_values(Mixed())
+    unsharded, module = with_values(Mixed()), with_values(Mixed())
     x, own = (fixed(2, WIDTH).requires_grad_() for _ in range(2))
-    expected = plain(x)
+    expected = unsharded(x)
     (expected * fixed(2, HEADS)).sum().backward()
     module.proj = ParallelLinear.convert_parallel_linear(module.proj, -1, group=axis)
     full = {"heads": HEADS}
@@ -153,7 +153,7 @@ def check_mixed_heads(axis):
         near(found, take_shard(expected, halves, axis.rank))
     (found * take_shard(fixed(2, HEADS), halves, axis.rank)).sum().backward()
     near(own.grad, x.grad)
-    near(module.proj.weight.grad, plain.proj.weight.grad.chunk(2)[axis.rank])
+    near(module.proj.weight.grad, unsharded.proj.weight.grad.chunk(2)[axis.rank])
 
 
 def check_full_width_with_padding(axis):
@@ -200,9 +200,9 @@ PRODUCTS = (("gate", "rowwise_shared"), ("o", "rowwise"), ("q", "colwise"))
 
 
 def check_products(axis):
-    plain, module = with_values(Attending()), with_values(Attending())
+    unsharded, module = with_values(Attending()), with_values(Attending())
     x, own = (fixed(2, WIDTH).requires_grad_() for _ in range(2))
-    expected = plain(x)
+    expected = unsharded(x)
     (expected * fixed(2, WIDTH)).sum().backward()
     columns = shard_dim(1, [Unit(HEADS)], 2)
     extend_class(module, Sharded, axis, styles={})
@@ -214,14 +214,14 @@ def check_products(axis):
     near(found, expected)
     (found * fixed(2, WIDTH)).sum().backward()
     near(own.grad, x.grad)
-    for name, parameter in plain.named_parameters():
+    for name, parameter in unsharded.named_parameters():
         near(getattr(module, name).grad, take_shard(parameter.grad, columns, axis.rank))
 
 
 @pytest.mark.parametrize(
     ("kind", "products", "message"),
     [
-        (Attending, (("q", "colwise"), ("w", "rowwise")), "has no product with w: its rules are for other code"),
+        (Attending, (("q", "colwise"), ("w", "rowwise")), "have a product with w: its rules are for other code"),
         (Read, (("q", "colwise"),), "Read.forward: uses q otherwise than in a product"),
         (Enclosed, (("q", "colwise"),), "uses __class__ of an enclosing function"),
     ],
@@ -288,13 +288,13 @@ def test_slices_of_unexpected_sizes(ranks):
 
 
 def check_attention(axis, batch_first, mask):
-    plain = with_values(nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first))
+    unsharded = with_values(nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first))
     inputs = [fixed(2, 5, WIDTH, seed=seed) for seed in (7, 8, 8)]
     inputs = inputs if batch_first else [one.transpose(0, 1) for one in inputs]
     masks = {"none": None, "tokens": fixed(5, 5) > 1, "heads": fixed(2 * HEADS, 5, 5)}
-    expected = plain(*inputs, attn_mask=masks[mask])[0]
+    expected = unsharded(*inputs, attn_mask=masks[mask])[0]
     (expected * fixed(*expected.shape)).sum().backward()
-    grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    grads = {name: parameter.grad for name, parameter in unsharded.named_parameters()}
 
     module = with_values(nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first))
     out = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -314,7 +314,7 @@ def check_attention(axis, batch_first, mask):
     for name in module.placements:
         near(getattr(module, name).grad, take_shard(grads[name], placement, axis.rank))
     padded = torch.tensor([[False] * 4 + [True]] * 2)
-    near(module(*inputs, padded, attn_mask=own)[0], plain(*inputs, padded, attn_mask=masks[mask])[0])
+    near(module(*inputs, padded, attn_mask=own)[0], unsharded(*inputs, padded, attn_mask=masks[mask])[0])
     with pytest.raises(ValueError, match="need_weights: each rank has the attention weights of its local heads only"):
         module(*inputs, attn_mask=own, need_weights=True)
     with pytest.raises(ValueError, match="is_causal without attn_mask"):
@@ -332,9 +332,9 @@ def check_layer_norm(axis):
     ragged = shard_dim(0, [Unit(3, 4, pad=True)], 2)
     lopsided = Placement(0, WIDTH, ((Interval(0, WIDTH),), (Padding(WIDTH),)))
     for placement in (even_placement(0, (WIDTH,), 2, what="norm"), ragged, lopsided):
-        plain, module = (with_values(nn.LayerNorm(WIDTH)) for _ in range(2))
+        unsharded, module = (with_values(nn.LayerNorm(WIDTH)) for _ in range(2))
         x, weights = (fixed(2, 5, WIDTH) + 30).requires_grad_(), fixed(2, 5, WIDTH, seed=3)
-        expected = plain(x)
+        expected = unsharded(x)
         (expected * weights).sum().backward()
 
         def shard(full, dim, placement=placement):
@@ -349,22 +349,22 @@ def check_layer_norm(axis):
         torch.testing.assert_close(found, shard(expected, 2), rtol=1e-9, atol=1e-9)
         (found * shard(weights, 2)).sum().backward()
         torch.testing.assert_close(own.grad, shard(x.grad, 2), rtol=1e-8, atol=1e-9)
-        torch.testing.assert_close(module.weight.grad, shard(plain.weight.grad, 0), rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(module.weight.grad, shard(unsharded.weight.grad, 0), rtol=1e-8, atol=1e-9)
 
 
 def check_replicated_rows(axis):
     """Check replicated rows, as of fewer KV heads than ranks; the gathered output has them once."""
-    plain, whole = with_values(nn.Linear(4, 3)), Interval(0, 4)
+    unsharded, all_rows = with_values(nn.Linear(4, 3)), Interval(0, 4)
     layer = ParallelLinear(
-        4, 3, dim=0, placement=Placement(1, 4, ((whole,), (whole,))), dtype=torch.float64, group=axis
+        4, 3, dim=0, placement=Placement(1, 4, ((all_rows,), (all_rows,))), dtype=torch.float64, group=axis
     )
-    layer.load_state_dict(plain.state_dict())
+    layer.load_state_dict(unsharded.state_dict())
     x, own = (fixed(2, 4).requires_grad_() for _ in range(2))
-    expected, found = plain(x), layer(own)
+    expected, found = unsharded(x), layer(own)
     near(found, expected)
     expected.sum().backward()
     found.sum().backward()
-    near(layer.weight.grad, plain.weight.grad)
+    near(layer.weight.grad, unsharded.weight.grad)
     near(2 * own.grad, x.grad)  # of each replica; the preceding layer sums them
 
 

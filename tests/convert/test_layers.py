@@ -25,23 +25,23 @@ from shardconv.layers import (
 from shardconv.layers.init import shard_init_
 from shardconv.layers.parallel_module import description
 
-WORDS, WIDTH = 21, 16
+VOCAB, WIDTH = 21, 16
 
 
 class Net(nn.Module):
     """Nested, shared and tied layers: ``again`` is ``inner.up``, and the head is tied to the embedding."""
 
-    def __init__(self, words=WORDS, inner=32):
+    def __init__(self, vocab=VOCAB, inner=32):
         super().__init__()
-        self.words = nn.Embedding(words, WIDTH, padding_idx=2, max_norm=3.0, scale_grad_by_freq=True)
+        self.embedding = nn.Embedding(vocab, WIDTH, padding_idx=2, max_norm=3.0, scale_grad_by_freq=True)
         self.inner = nn.ModuleDict({"up": nn.Linear(WIDTH, inner), "down": nn.Linear(inner, WIDTH)})
         self.again = self.inner["up"]
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.head = nn.Linear(WIDTH, words, bias=False)
-        self.head.weight = self.words.weight
+        self.head = nn.Linear(WIDTH, vocab, bias=False)
+        self.head.weight = self.embedding.weight
 
     def forward(self, ids):
-        x = self.words(ids)
+        x = self.embedding(ids)
         for _ in range(2):
             x = x + self.inner["down"](torch.tanh(self.again(x)))
         return self.head(self.norm(x.flatten(0, -2)))
@@ -57,9 +57,9 @@ def net(**options):
 
 def check_model(axis):
     """Check forward and backward of a model that is converted in steps, and that nothing else changes."""
-    plain, model = net(), net()
+    unsharded, model = net(), net()
     calls = []
-    up, down, words = model.inner["up"], model.inner["down"], model.words
+    up, down, embedding = model.inner["up"], model.inner["down"], model.embedding
     up.register_forward_hook(lambda *_: calls.append("forward"))
     up.register_full_backward_hook(lambda *_: calls.append("backward"))
     up.note = "mine"
@@ -70,34 +70,34 @@ def check_model(axis):
     assert type(up) is nn.Linear
     assert convert_parallel_linear(nn.ModuleList([up]), -1, group=axis)[0] is up
     assert convert_parallel_linear(nn.Sequential(down), 0, group=axis)[0] is down
-    assert convert_parallel_embedding(nn.ModuleDict({"words": words, "head": model.head}), 0, group=axis)
-    assert [type(layer) for layer in (up, down, words, model.head)] == [
+    assert convert_parallel_embedding(nn.ModuleDict({"embedding": embedding, "head": model.head}), 0, group=axis)
+    assert [type(layer) for layer in (up, down, embedding, model.head)] == [
         ColumnParallelLinear, RowParallelLinear, ParallelEmbedding, VocabParallelClassifier
     ]  # fmt: skip
     assert model.again is model.inner["up"] is up
-    assert model.head.weight is words.weight
+    assert model.head.weight is embedding.weight
     assert all(old is new for old, new in zip(parameters, model.parameters(), strict=True))
     assert (up.note, up.training, down.bias.requires_grad, up.weight.dtype) == ("mine", False, False, torch.float64)
-    assert (words.padding_idx, words.max_norm, words.scale_grad_by_freq) == (2, 3.0, True)
+    assert (embedding.padding_idx, embedding.max_norm, embedding.scale_grad_by_freq) == (2, 3.0, True)
     assert tuple(up.weight.shape) == (32 // axis.size, WIDTH)
     state = gather_state_dict(model)
-    assert list(state) == list(plain.state_dict())
-    assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+    assert list(state) == list(unsharded.state_dict())
+    assert all(torch.equal(state[name], tensor) for name, tensor in unsharded.state_dict().items())
     before = copy.deepcopy(model.state_dict())
     convert_parallel_linear(nn.ModuleList([up]), 1, group=axis)
-    convert_parallel_embedding(nn.ModuleList([words]), 0, group=axis)
+    convert_parallel_embedding(nn.ModuleList([embedding]), 0, group=axis)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match="0: is already parallel"):
         convert_parallel_linear(nn.ModuleList([up]), 0, group=axis)
     model.train()
-    plain.inner["down"].bias.requires_grad_(False)
-    expected, found = plain(IDS), model(IDS)
+    unsharded.inner["down"].bias.requires_grad_(False)
+    expected, found = unsharded(IDS), model(IDS)
     torch.testing.assert_close(found, expected)  # sums over ranks
     expected.square().sum().backward()
     found.square().sum().backward()
     assert calls == ["forward"] * 2 + ["backward"] * 2
     mine = axis.rank * (32 // axis.size)
-    torch.testing.assert_close(up.weight.grad, plain.again.weight.grad[mine : mine + 32 // axis.size])
+    torch.testing.assert_close(up.weight.grad, unsharded.again.weight.grad[mine : mine + 32 // axis.size])
     assert down.bias.grad is None
     copied = copy.deepcopy(model)
     assert copied.again.axis is axis
@@ -112,18 +112,18 @@ def test_model(ranks, layout):
 
 def check_tied_by_linear(axis):
     """Check that converting linear layers also converts an embedding tied to one of them."""
-    plain = net(words=24)
-    model = net(words=24)
-    both = nn.ModuleDict({"words": model.words, "head": model.head})
+    unsharded = net(vocab=24)
+    model = net(vocab=24)
+    both = nn.ModuleDict({"embedding": model.embedding, "head": model.head})
     convert_parallel_linear(both, -1, gather_output=True, group=axis)
-    assert isinstance(model.words, ParallelEmbedding)
-    assert model.head.weight is model.words.weight
-    torch.testing.assert_close(model(IDS), plain(IDS))
-    model = net(words=24)
-    both = nn.ModuleDict({"words": model.words, "head": model.head})
+    assert isinstance(model.embedding, ParallelEmbedding)
+    assert model.head.weight is model.embedding.weight
+    torch.testing.assert_close(model(IDS), unsharded(IDS))
+    model = net(vocab=24)
+    both = nn.ModuleDict({"embedding": model.embedding, "head": model.head})
     convert_parallel_embedding(both, -1, group=axis)
-    assert (model.head.dim, model.words.dim) == (0, -1)
-    torch.testing.assert_close(model(IDS), plain(IDS))
+    assert (model.head.dim, model.embedding.dim) == (0, -1)
+    torch.testing.assert_close(model(IDS), unsharded(IDS))
 
 
 def test_tied_layers_are_converted_together(ranks):
@@ -157,8 +157,8 @@ def check_refused(axis):
     fails(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), "0: is a ParametrizedLinear")
     linear = nn.Linear(8, 8)
     fails(nn.ModuleList([linear, Odd(linear.weight)]), "1: a Odd has a parameter in common")
-    fails(nn.Sequential(nn.ReLU()), "there is no Linear in this Sequential")
-    fails(nn.Sequential(nn.Linear(8, 8)), "there is no Embedding", convert_parallel_embedding)
+    fails(nn.Sequential(nn.ReLU()), "this Sequential does not contain Linear layers")
+    fails(nn.Sequential(nn.Linear(8, 8)), "does not contain Embedding layers", convert_parallel_embedding)
     looked_up = nn.Embedding(8, 4, sparse=True)
     looked_up(torch.tensor([1])).sum().backward()
     fails(nn.Sequential(looked_up), "0: has .* a sparse gradient", convert_parallel_embedding)
@@ -266,7 +266,7 @@ def check_stored(axis, path):
     assert torch.equal(stored.weight, layer.weight)
     assert torch.equal(stored.master_weight, layer.master_weight)  # its group works
     assert description(stored.weight)[0] == layer.placements["weight"]
-    with pytest.raises(RuntimeError, match=r"has no such axis: call shardconv.init_parallel as in"):
+    with pytest.raises(RuntimeError, match=r"does not have this axis: call shardconv.init_parallel as in"):
         torch.load(f"{path}/{axis.ranks}-{(axis.rank + 1) % axis.size}", weights_only=False)
 
 
@@ -280,25 +280,25 @@ def storage(tensor):
 
 def check_state_dict_ties(axis, path):
     """Check that tied names share storage as in the unsharded state dict: in memory, saved and loaded."""
-    plain, model = net(), net()
+    unsharded, model = net(), net()
     convert_parallel_embedding(model, 0, group=axis)
     convert_parallel_linear(nn.ModuleList([model.inner["up"]]), -1, group=axis)
     convert_parallel_linear(nn.ModuleList([model.inner["down"]]), 0, group=axis)
-    state, expected = gather_state_dict(model), plain.state_dict()
+    state, expected = gather_state_dict(model), unsharded.state_dict()
     for first, second in itertools.combinations(expected, 2):
         is_tied = storage(expected[first]) == storage(expected[second])
         assert (storage(state[first]) == storage(state[second])) is is_tied, (first, second)
-    assert storage(state["head.weight"]) == storage(state["words.weight"])
+    assert storage(state["head.weight"]) == storage(state["embedding.weight"])
     torch.save(state, f"{path}/{axis.ranks}-{axis.rank}")
     saved = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=True)
-    assert storage(saved["head.weight"]) == storage(saved["words.weight"])
-    plain.load_state_dict(saved)
+    assert storage(saved["head.weight"]) == storage(saved["embedding.weight"])
+    unsharded.load_state_dict(saved)
     for assign in (False, True):
         assert not load_full_state_dict(model, saved, assign=assign).missing_keys
-        assert model.head.weight is model.words.weight
+        assert model.head.weight is model.embedding.weight
         assert model.again.weight is model.inner["up"].weight
-        assert description(model.head.weight)[0] == model.words.placements["weight"]
-        torch.testing.assert_close(model(IDS), plain(IDS))
+        assert description(model.head.weight)[0] == model.embedding.placements["weight"]
+        torch.testing.assert_close(model(IDS), unsharded(IDS))
     untied = {**saved, "head.weight": saved["head.weight"] + 1}  # as in torch: two parameters with different values
     load_full_state_dict(model, untied, assign=True)
     assert all(torch.equal(tensor, untied[name]) for name, tensor in gather_state_dict(model).items())
@@ -310,32 +310,32 @@ def test_state_dict_ties(ranks, layout, tmp_path):
 
 
 def check_state_dict(axis):
-    plain, model = net(), net()
+    unsharded, model = net(), net()
     convert_parallel_embedding(model, 0, group=axis)
     convert_parallel_linear(nn.ModuleList([model.inner["up"]]), -1, group=axis)
     other = {name: torch.randn_like(tensor) if tensor.is_floating_point() else tensor + 1
-             for name, tensor in plain.state_dict().items()}  # fmt: skip
-    other |= {"head.weight": other["words.weight"], "again.weight": other["inner.up.weight"]}
+             for name, tensor in unsharded.state_dict().items()}  # fmt: skip
+    other |= {"head.weight": other["embedding.weight"], "again.weight": other["inner.up.weight"]}
     other["again.bias"] = other["inner.up.bias"]
     assert load_full_state_dict(model, other).missing_keys == []
     state = gather_state_dict(model)
     assert all(torch.equal(state[name], tensor) for name, tensor in other.items())
-    assert model.head.weight is model.words.weight
+    assert model.head.weight is model.embedding.weight
     load_full_state_dict(model, other, assign=True)
     up = model.inner["up"].weight
     assert up.untyped_storage().nbytes() == up.numel() * up.element_size()  # not the full tensor
     assert torch.equal(gather_state_dict(model)["again.weight"], other["again.weight"])
-    wrong = {**other, "words.weight": torch.zeros(3, 3), "extra": torch.zeros(1)}
+    wrong = {**other, "embedding.weight": torch.zeros(3, 3), "extra": torch.zeros(1)}
     del wrong["again.bias"], wrong["inner.up.bias"]
     messages = []
-    for load in (plain.load_state_dict, lambda state: load_full_state_dict(model, state)):
+    for load in (unsharded.load_state_dict, lambda state: load_full_state_dict(model, state)):
         with pytest.raises(RuntimeError) as caught:
             load(wrong)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
-    assert "size mismatch for words.weight: copying a param with shape torch.Size([3, 3])" in messages[0]
+    assert "size mismatch for embedding.weight: copying a param with shape torch.Size([3, 3])" in messages[0]
     found = load_full_state_dict(model, {"extra": torch.zeros(1)}, strict=False)
-    assert found == plain.load_state_dict({"extra": torch.zeros(1)}, strict=False)
+    assert found == unsharded.load_state_dict({"extra": torch.zeros(1)}, strict=False)
 
 
 @pytest.mark.parametrize("layout", ["pairs", "four"])

@@ -120,7 +120,7 @@ def check_refused(axis):
     fails(replace(MODELS["llama"], config={"num_attention_heads": 2, "num_key_value_heads": 2}).build(),
           "2 is not a multiple of 4.*Use --tp", shardconv.PlanError)  # fmt: skip
     fails(MODELS["llama"].build(), "no rule of family gpt2 matches", shardconv.PlanError, "gpt2")
-    fails(MODELS["llama"].build(), "there is no family 'lama'", shardconv.PlanError, "lama")
+    fails(MODELS["llama"].build(), "family 'lama' is unknown", shardconv.PlanError, "lama")
     odd = MODELS["llama"].build()
     odd.model.layers[1].mlp.up_proj.__class__ = Doubled
     fails(odd, "layers.1.mlp.up_proj: a Doubled may compute something else")
@@ -326,20 +326,23 @@ WRONG_OVERRIDES = {
         '"model.layer.*.self_attn" = { attributes = { num_heads = 1 } }',
         "match no module of the model",
     ),
-    "unknown attribute": ('"**.mlp" = { attributes = { num_heads = 1 } }', "a LlamaMLP has no 'num_heads'"),
-    "module without norms": ('"**.mlp" = { norms = "query_head" }', "a LlamaMLP has no 'norms'"),
-    "unknown tensor": ('"**.mlp" = { slices = { x = { dim = 0, unit = "single" } } }', "a LlamaMLP has no 'x'"),
+    "unknown attribute": ('"**.mlp" = { attributes = { num_heads = 1 } }', "a LlamaMLP does not have 'num_heads'"),
+    "module without norms": ('"**.mlp" = { norms = "query_head" }', "a LlamaMLP does not have 'norms'"),
+    "unknown tensor": ('"**.mlp" = { slices = { x = { dim = 0, unit = "single" } } }', "a LlamaMLP does not have 'x'"),
     "attribute to limit": (
         '"**.mlp" = { at_most = { x = ["up_proj", "hidden_size"] } }',
-        "a LlamaMLP has no 'x'",
+        "a LlamaMLP does not have 'x'",
     ),
-    "unknown layer": ('"**.mlp" = { unfused = "conv1d" }', "a LlamaMLP has no 'conv1d'"),
-    "unknown field of its config": ('"**.mlp" = { attributes = { "config.x" = 1 } }', "a LlamaMLP has no 'config.x'"),
+    "unknown layer": ('"**.mlp" = { unfused = "conv1d" }', "a LlamaMLP does not have 'conv1d'"),
+    "unknown field of its config": (
+        '"**.mlp" = { attributes = { "config.x" = 1 } }',
+        "LlamaMLP does not have 'config.x'",
+    ),
     "unknown local variable": ('"**.mlp" = { locals = { x = 1 } }', "LlamaMLP.forward assigns no x"),
-    "unknown unit": ('"**.mlp" = { norms = "heads" }', "there is no unit 'heads'"),
+    "unknown unit": ('"**.mlp" = { norms = "heads" }', "unit 'heads' is unknown"),
     "unit of an input": (
         '"**.mlp" = { inputs = { x = { dim = 0, unit = "heads" } } }',
-        "there is no unit 'heads'",
+        "unit 'heads' is unknown",
     ),
     "unknown field": ('"**.mlp" = { attributes = { hidden_size = "no_such_field" } }', "no_such_field"),
     "no tensor": (
@@ -384,9 +387,9 @@ def check_gathered_embedding(axis):
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     expected.sum().backward()
     found.sum().backward()
-    whole = before.model.embed_tokens.weight.grad
-    mine = whole[:, axis.rank * width : (axis.rank + 1) * width]
-    assert (after.model.embed_tokens.weight.grad - mine).abs().max() <= 1e-4 * whole.abs().max()
+    full = before.model.embed_tokens.weight.grad
+    mine = full[:, axis.rank * width : (axis.rank + 1) * width]
+    assert (after.model.embed_tokens.weight.grad - mine).abs().max() <= 1e-4 * full.abs().max()
 
 
 @pytest.mark.parametrize("layout", ["pair", "four"])

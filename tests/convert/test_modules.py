@@ -64,15 +64,15 @@ def check_all_reduced_output(axis):
     placement = even_placement(0, (4,), axis.size, what="rows")
     extend_class(module, AllReducedOutput, axis, styles={})
     module.placements = {"weight": placement}
-    plain, x = Product(), numbers(3, 4)
-    expected = plain(x)
+    unsharded, x = Product(), numbers(3, 4)
+    expected = unsharded(x)
     for mode in (torch.no_grad, torch.enable_grad):
         with mode():
             assert torch.equal(module(x[:, rows]), expected)
     expected.square().sum().backward()
     module(x[:, rows]).square().sum().backward()
-    assert torch.equal(module.weight.grad, plain.weight.grad[rows])
-    assert torch.equal(module.added.grad, plain.added.grad)
+    assert torch.equal(module.weight.grad, unsharded.weight.grad[rows])
+    assert torch.equal(module.added.grad, unsharded.added.grad)
 
 
 @pytest.mark.parametrize("check", [check_all_reduced_input_gradient, check_all_reduced_output])
@@ -157,11 +157,11 @@ class Norm(nn.Module):
         self.weight, self.group_size = nn.Parameter(torch.ones(features)), group_size
 
 
-@pytest.mark.parametrize(("group_size", "held", "whole"), [(6, 6, 6), (12, 6, 12), (24, 6, 24), (2, 2, 2)])
-def test_groups_of_norms(group_size, held, whole):
+@pytest.mark.parametrize(("group_size", "held", "full"), [(6, 6, 6), (12, 6, 12), (24, 6, 24), (2, 2, 2)])
+def test_groups_of_norms(group_size, held, full):
     """Each rank holds 6 of 12 features: full groups, or an equal fraction of one."""
     norm = converted("norm", Norm(12, group_size), GroupedRMSNorm, 0, {"weight": 12})
-    assert (norm.group_size, norm.whole_group) == (held, whole)
+    assert (norm.group_size, norm.full_group_size) == (held, full)
 
 
 def test_uneven_groups_of_norms():

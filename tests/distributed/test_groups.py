@@ -62,8 +62,8 @@ def check_order_is_kept(_):
         full = torch.arange(5.0)
         shard = full.chunk(2)[groups.tensor.rank]
         mesh = groups.mesh["tensor"]
-        whole = DTensor.from_local(shard, mesh, [Shard(0)], shape=full.shape, stride=full.stride())
-        assert torch.equal(whole.full_tensor(), full)
+        dtensor = DTensor.from_local(shard, mesh, [Shard(0)], shape=full.shape, stride=full.stride())
+        assert torch.equal(dtensor.full_tensor(), full)
     dist.barrier()
 
 

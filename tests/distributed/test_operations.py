@@ -83,12 +83,12 @@ def check_compiled(axis):
         return gather_from_tp(scatter_to_tp(y, group=axis).sin(), group=axis)
 
     x = torch.randn(3, 8, dtype=torch.float64)
-    plain, compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
-    expected, found = block(plain), torch.compile(block, fullgraph=True, backend="aot_eager")(compiled)
+    eager, compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected, found = block(eager), torch.compile(block, fullgraph=True, backend="aot_eager")(compiled)
     expected.sum().backward()
     found.sum().backward()
     assert torch.equal(expected, found)  # the same kernels in the same order
-    assert torch.equal(plain.grad, compiled.grad)
+    assert torch.equal(eager.grad, compiled.grad)
 
 
 def test_operations_are_compiled(ranks):

@@ -42,12 +42,12 @@ def tensors(draw):
     tp = draw(st.integers(2, 4))
     dim = draw(st.integers(0, 2))
     shape = [draw(st.integers(1, 4)) for _ in range(draw(st.integers(dim + 1, 3)))]
-    kind = draw(st.sampled_from(["even", "fused", "padded", "copies"]))
+    kind = draw(st.sampled_from(["even", "fused", "padded", "replicas"]))
     units = {
         "even": [Unit(tp * draw(st.integers(1, 3)))],
         "fused": [Unit(tp, 2), Unit(tp), Unit(tp, 3)],
         "padded": [Unit(draw(st.integers(1, 9)), pad=True)],
-        "copies": [Unit(1, 3, copies=True)],
+        "replicas": [Unit(1, 3, copies=True)],
     }[kind]
     shape[dim] = sum(unit.count * unit.size for unit in units)
     full = torch.arange(1.0, prod(shape) + 1).view(shape)

@@ -12,7 +12,7 @@ from shardconv.convert import convert_parallel_embedding, convert_parallel_linea
 from shardconv.layers import ColumnParallelLinear, ParallelDropout, ParallelEmbedding, RowParallelLinear
 from shardconv.layers.functional import parallel_cross_entropy
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
 
 #: Rounding errors of sums over ranks in float64.
 NEAR = {"rtol": 1e-12, "atol": 1e-12}

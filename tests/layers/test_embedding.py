@@ -13,7 +13,7 @@ from shardconv.layers import ParallelEmbedding, VocabParallelEmbedding
 from shardconv.layers.functional import parallel_embedding
 
 LAYOUTS = ["pairs", "strided", "four"]
-WORDS, WIDTH = 22, 8
+VOCAB, WIDTH = 22, 8
 IDS = [[0, 21, 5, 5, 13], [11, 3, 5, 20, 13]]
 
 OPTIONS = [
@@ -32,8 +32,8 @@ OPTIONS = [
 ]
 
 
-def table_of(dtype=torch.float64, words=WORDS):
-    return torch.randn(words, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(2))
+def table_of(dtype=torch.float64, vocab=VOCAB):
+    return torch.randn(vocab, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(2))
 
 
 def mine_of(axis, full, dim):
@@ -49,8 +49,8 @@ def mine_of(axis, full, dim):
 
 def check_options(axis, dim, options):
     ids, grad = torch.tensor(IDS), torch.randn(2, 5, WIDTH, dtype=torch.float64)
-    unsharded = nn.Embedding(WORDS, WIDTH, dtype=torch.float64, _weight=table_of(), **options)
-    layer = ParallelEmbedding(WORDS, WIDTH, dim=dim, _weight=table_of(), group=axis, **options)
+    unsharded = nn.Embedding(VOCAB, WIDTH, dtype=torch.float64, _weight=table_of(), **options)
+    layer = ParallelEmbedding(VOCAB, WIDTH, dim=dim, _weight=table_of(), group=axis, **options)
     assert torch.equal(layer.weight, mine_of(axis, table_of(), dim))
     expected, found = unsharded(ids), layer(ids)
     expected.backward(grad)
@@ -62,7 +62,7 @@ def check_options(axis, dim, options):
     )
     assert layer.weight.grad.is_sparse == unsharded.weight.grad.is_sparse
     if unsharded.weight.grad.is_sparse and dim == 0:
-        first = axis.rank * -(-WORDS // axis.size)
+        first = axis.rank * -(-VOCAB // axis.size)
         rows = unsharded.weight.grad.coalesce().indices()[0] - first
         own = rows[(rows >= 0) & (rows < len(layer.weight))]
         assert torch.equal(layer.weight.grad.coalesce().indices()[0], own)  # only rows that were looked up
@@ -80,12 +80,12 @@ def test_every_option(ranks, layout, dim, options):
 
 
 def check_range(axis, dim, options):
-    layer = ParallelEmbedding(WORDS, WIDTH, dim=dim, group=axis, **options)
-    for wrong in (-1, WORDS, WORDS + 1, 10**6):
+    layer = ParallelEmbedding(VOCAB, WIDTH, dim=dim, group=axis, **options)
+    for wrong in (-1, VOCAB, VOCAB + 1, 10**6):
         with pytest.raises(IndexError, match="out of range"):
             layer(torch.tensor([0, wrong]))
     assert layer(torch.zeros((0, 3), dtype=torch.int64)).shape == (0, 3, WIDTH)
-    assert layer(torch.tensor(WORDS - 1)).shape == (WIDTH,)
+    assert layer(torch.tensor(VOCAB - 1)).shape == (WIDTH,)
     assert layer(torch.tensor([1, 2], dtype=torch.int32)).shape == (2, WIDTH)
 
 
@@ -99,13 +99,13 @@ def check_initial_values(axis, seeds_differ):
     for dim in (0, -1):
         for options in ({}, {"padding_idx": 3}):
             torch.manual_seed(10)
-            unsharded = nn.Embedding(WORDS, WIDTH, **options)
+            unsharded = nn.Embedding(VOCAB, WIDTH, **options)
             seed = 10 + (axis.rank if seeds_differ else 0)
             torch.manual_seed(seed)
-            nn.Embedding(WORDS, WIDTH)
+            nn.Embedding(VOCAB, WIDTH)
             state = torch.get_rng_state()
             torch.manual_seed(seed)
-            layer = ParallelEmbedding(WORDS, WIDTH, dim=dim, group=axis, **options)
+            layer = ParallelEmbedding(VOCAB, WIDTH, dim=dim, group=axis, **options)
             assert torch.equal(torch.get_rng_state(), state)
             assert torch.equal(layer.master_weight, unsharded.weight)
 
@@ -159,7 +159,7 @@ def check_refused(axis):
     }.items():
         with pytest.raises(ValueError, match=message):
             build()
-    meta = ParallelEmbedding(WORDS, WIDTH, dim=0, device="meta", dtype=torch.bfloat16, group=axis)
+    meta = ParallelEmbedding(VOCAB, WIDTH, dim=0, device="meta", dtype=torch.bfloat16, group=axis)
     assert (meta.weight.is_meta, meta.weight.dtype) == (True, torch.bfloat16)
     assert f"dim=0, tp={axis.size}" in repr(meta)
 

@@ -52,10 +52,10 @@ def fixed(shape, dtype=torch.float64, seed=4):
 def columns_of(axis, parts):
     """The columns of a rank, of each segment."""
     starts = [sum(parts[:number]) for number in range(len(parts))]
-    shares = [
+    ranges = [
         (start + axis.rank * size // axis.size, size // axis.size) for start, size in zip(starts, parts, strict=True)
     ]
-    return torch.cat([torch.arange(start, start + size) for start, size in shares])
+    return torch.cat([torch.arange(start, start + size) for start, size in ranges])
 
 
 def run(layer, x, grad):
@@ -181,11 +181,11 @@ def check_pair(axis):
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
-    plain_x = x.detach().clone().requires_grad_()
-    expected = second(torch.relu(first(plain_x)))
+    full_x = x.detach().clone().requires_grad_()
+    expected = second(torch.relu(first(full_x)))
     expected.backward(fixed((BATCH, IN), seed=6))
     assert_near(y, expected)
-    assert_near(x.grad, plain_x.grad)
+    assert_near(x.grad, full_x.grad)
 
 
 @pytest.mark.parametrize("layout", ["pairs", "four"])
@@ -232,12 +232,12 @@ def test_replicated_rows(ranks, gather):
 
 
 def check_placements_refused(axis):
-    for dim, pieces, message in [
+    for dim, ranks, message in [
         (-1, ((Interval(0, 3),), (Interval(3, 4),)), "shards of different sizes"),
         (0, ((Interval(0, 2), Interval(3, 4)), (Interval(0, 3),)), "expected every row on the same number of ranks"),
     ]:
-        size = max(piece.stop for rank in pieces for piece in rank if isinstance(piece, Interval))
-        placement = Placement(0 if dim else 1, size, pieces)
+        size = max(entry.stop for rank in ranks for entry in rank if isinstance(entry, Interval))
+        placement = Placement(0 if dim else 1, size, ranks)
         with pytest.raises(ValueError, match=message):
             ParallelLinear(size, size, dim=dim, placement=placement, group=axis)
 
@@ -418,12 +418,12 @@ def check_low_rank(axis, dim):
     assert torch.equal(b, full_b)
     weight, bias = base.master_weight.detach().requires_grad_(), base.master_bias.detach()
     x, grad = fixed((BATCH, IN)), fixed((BATCH, OUT), seed=5)
-    plain_x = x.clone().requires_grad_()
-    expected = plain_x @ (weight + 2 * b @ a).T + bias
+    full_x = x.clone().requires_grad_()
+    expected = full_x @ (weight + 2 * b @ a).T + bias
     expected.backward(grad)
     found, found_x = run(layer, x, grad)
     assert_near(found, expected)
-    assert_near(found_x, plain_x.grad)
+    assert_near(found_x, full_x.grad)
     rows, columns = (names[-1][1], slice(None)) if dim == -1 else (slice(None), names[0][1])
     assert_near(layer.lora_a.grad, a.grad[:, columns])
     assert_near(layer.lora_b.grad, b.grad[rows])
@@ -448,21 +448,21 @@ def test_low_rank(ranks, layout, dim):
 
 def check_tied(axis):
     """Check a head tied to an embedding with a vocabulary of 21: padded logits are -inf, and gradients are summed."""
-    words = 21
-    embedding = VocabParallelEmbedding(words, IN, dtype=torch.float64, group=axis)
-    head = VocabParallelClassifier(IN, words, False, weight=embedding.weight, group=axis)
+    vocab = 21
+    embedding = VocabParallelEmbedding(vocab, IN, dtype=torch.float64, group=axis)
+    head = VocabParallelClassifier(IN, vocab, False, weight=embedding.weight, group=axis)
     assert head.weight is embedding.weight
     table = embedding.master_weight.detach().requires_grad_()
     ids = torch.tensor([0, 20, 7, 7])
     hidden = embedding(ids)
     logits = head(hidden)
-    per_rank = -(-words // axis.size)
+    per_rank = -(-vocab // axis.size)
     assert logits.shape == (4, per_rank)
     first = axis.rank * per_rank
     expected = table[ids] @ table.T
-    assert_near(logits[:, : max(words - first, 0)], expected[:, first : first + per_rank])
-    assert (logits[:, max(words - first, 0) :] == float("-inf")).all()
-    gathered = VocabParallelClassifier(IN, words, False, weight=embedding.weight, gather_output=True, group=axis)(
+    assert_near(logits[:, : max(vocab - first, 0)], expected[:, first : first + per_rank])
+    assert (logits[:, max(vocab - first, 0) :] == float("-inf")).all()
+    gathered = VocabParallelClassifier(IN, vocab, False, weight=embedding.weight, gather_output=True, group=axis)(
         hidden
     )
     assert_near(gathered, expected)

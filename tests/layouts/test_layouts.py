@@ -216,11 +216,11 @@ def test_split_checkpoint_does_not_need_the_installed_layouts(source_of, tmp_pat
 
 def check_model(axis, source, split):
     """Outputs equal those of the unsharded model, and parameters are views of the rank file."""
-    plain = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+    unsharded = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
     model = shardconv.load(split, device="cpu", group=axis)
     ids = torch.arange(10).view(1, -1)
     with torch.no_grad():
-        expected, found = plain(ids).logits, model(ids).logits
+        expected, found = unsharded(ids).logits, model(ids).logits
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
     own = str(split / f"model-rank-{axis.rank}-part-0.safetensors")
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -473,13 +473,13 @@ def test_manifest_without_a_layout_is_native(source_of, tmp_path):
 @st.composite
 def placed(draw, tp):
     """A shape and its placement."""
-    kind = draw(st.sampled_from(["replicated", "rows", "padded", "copies", "fused", "columns"]))
+    kind = draw(st.sampled_from(["replicated", "rows", "padded", "replicas", "fused", "columns"]))
     rows, columns = draw(st.integers(1, 3)), draw(st.sampled_from([2, 4]))
     if kind == "replicated":
         return (rows, columns), Placement.replicated(tp)
     if kind == "columns":
         return (rows, columns * tp), shard_dim(1, [Unit(columns * tp)], tp)
-    if kind == "copies":
+    if kind == "replicas":
         return (rows, columns), shard_dim(0, [Unit(1, rows, copies=True)], tp)
     units = {
         "rows": [Unit(rows * tp)],

@@ -242,8 +242,8 @@ def test_inherited_units_stay():
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ({"x": "attentoin"}, "there is no block 'attentoin'"),
-        ({"x": "../families/llama"}, "there is no block"),
+        ({"x": "attentoin"}, "block 'attentoin' is unknown"),
+        ({"x": "../families/llama"}, "block '../families/llama' is unknown"),
         ({"x": 3}, "is not a block's name"),
         ({"x": {"block": "attention", "num_attention_heads": True}}, "is not an expression of config fields"),
         ({"x": {"block": "attention", "num_attention_heads": "a.b()"}}, "is not an expression"),
@@ -270,7 +270,7 @@ def test_a_block_that_contains_itself_is_refused(monkeypatch):
 
 
 def test_a_block_has_the_units_that_its_rules_name():
-    with pytest.raises(PlanError, match="there is no unit 'head'"):
+    with pytest.raises(PlanError, match="unit 'head' is unknown"):
         parse_block("wrong", {"rules": {"q_proj": {"style": "colwise", "unit": "head"}}})
 
 

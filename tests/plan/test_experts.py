@@ -73,7 +73,7 @@ def test_refused(made, tmp_path):
     with pytest.raises(PlanError, match="shards this expert, and --experts expert distributes full experts"):
         shardconv.make_plan(folder / "source", tp=2, experts="expert", replicate=("**.experts.*.w2",))
     _, folder = made("llama")
-    with pytest.raises(PlanError, match="the checkpoint has no tensors of experts"):
+    with pytest.raises(PlanError, match="the checkpoint does not have tensors of experts"):
         shardconv.make_plan(folder / "source", tp=2, experts="expert")
 
 

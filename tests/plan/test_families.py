@@ -20,12 +20,12 @@ from shardconv.errors import PlanError
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.family_file import family_names, load_family
 from tests.support.checkpoints import contents
-from tests.support.models import EXPERTS, HEADS, KV_HEADS, MODELS, VOCAB, Tensors, change_config, plain, read
+from tests.support.models import EXPERTS, HEADS, KV_HEADS, MODELS, VOCAB, Tensors, change_config, default_model, read
 
 TPS = (1, 2, 4, 8)
 
 #: Maps a full tensor and tp to the shards of all ranks.
-Cut = Callable[[torch.Tensor, int], list[torch.Tensor]]
+Sharding = Callable[[torch.Tensor, int], list[torch.Tensor]]
 
 
 def shard_evenly(tensor: torch.Tensor, tp: int, dim: int) -> list[torch.Tensor]:
@@ -42,7 +42,7 @@ def by_rank(parts: Iterable[torch.Tensor], tp: int, dim: int = 0) -> Iterable[tu
     return zip(*(shard_evenly(part, tp, dim) for part in parts), strict=True)
 
 
-def blocks(*counts: int, dim: int = 0) -> Cut:
+def blocks(*counts: int, dim: int = 0) -> Sharding:
     """Consecutive segments, each of so many heads or rows, and each sharded over all ranks."""
 
     def shards(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
@@ -52,16 +52,16 @@ def blocks(*counts: int, dim: int = 0) -> Cut:
     return shards
 
 
-def halves(dim: int) -> Cut:
+def halves(dim: int) -> Sharding:
     """[gate; up], each sharded between rows."""
     return lambda tensor, tp: [torch.cat(mine, dim) for mine in by_rank(tensor.chunk(2, dim), tp, dim)]
 
 
-def along(dim: int) -> Cut:
+def along(dim: int) -> Sharding:
     return lambda tensor, tp: shard_evenly(tensor, tp, dim)
 
 
-def whole(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
+def replicate(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
     return [tensor] * tp
 
 
@@ -88,10 +88,10 @@ def falcon_groups(tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
     ]
 
 
-Cuts = dict[str, Cut]
+Shardings = dict[str, Sharding]
 
 #: Family to the sharded tensors and how they are sharded; all others are replicated.
-LLAMA: Cuts = {
+LLAMA: Shardings = {
     r"(embed_tokens|lm_head)\.(weight|bias)": vocab,
     r"q_proj\.(weight|bias)": blocks(HEADS),
     r"[kv]_proj\.(weight|bias)": blocks(KV_HEADS),
@@ -100,9 +100,9 @@ LLAMA: Cuts = {
     r"(gate|up)_proj\.(weight|bias)": along(0),
     r"down_proj\.weight": along(1),
 }
-EXPERTS_CUTS: Cuts = {**LLAMA, r"experts\.gate_up_proj": halves(1), r"experts\.down_proj": along(2)}
-NORMS_OF_HEADS: Cuts = {r"q_norm\.weight": blocks(HEADS), r"k_norm\.weight": blocks(KV_HEADS)}
-GPT2: Cuts = {
+EXPERTS_SHARDINGS: Shardings = {**LLAMA, r"experts\.gate_up_proj": halves(1), r"experts\.down_proj": along(2)}
+NORMS_OF_HEADS: Shardings = {r"q_norm\.weight": blocks(HEADS), r"k_norm\.weight": blocks(KV_HEADS)}
+GPT2: Shardings = {
     r"(wte|lm_head)\.weight": vocab,
     r"c_attn\.weight": blocks(HEADS, HEADS, HEADS, dim=1),
     r"c_attn\.bias": blocks(HEADS, HEADS, HEADS),
@@ -111,20 +111,20 @@ GPT2: Cuts = {
     r"c_fc\.bias": along(0),
     r"mlp\.c_proj\.weight": along(0),
 }
-BIGCODE: Cuts = {
+BIGCODE: Shardings = {
     r"(wte|lm_head)\.weight": vocab,
     r"attn\.c_proj\.weight": blocks(HEADS, dim=1),
     r"c_fc\.(weight|bias)": along(0),
     r"mlp\.c_proj\.weight": along(1),
 }
-NEOX: Cuts = {
+NEOX: Shardings = {
     r"(embed_in|embed_out|word_embeddings|lm_head)\.weight": vocab,
     r"query_key_value\.(weight|bias)": neox,
     r"(attention|self_attention)\.dense\.weight": blocks(HEADS, dim=1),
     r"dense_h_to_4h\.(weight|bias)": along(0),
     r"dense_4h_to_h\.weight": along(1),
 }
-BERT: Cuts = {
+BERT: Shardings = {
     r"(word_embeddings|lm_head|cls\.predictions|decoder)\.(weight|bias)": vocab,
     r"self\.(query|key|value)\.(weight|bias)": blocks(HEADS),
     r"attention\.output\.dense\.weight": blocks(HEADS, dim=1),
@@ -133,25 +133,25 @@ BERT: Cuts = {
     r"(pooler|transform|lm_head|generator_predictions)\.dense\.(weight|bias)": along(0),
     r"embeddings_project\.(weight|bias)": along(0),
 }
-BART: Cuts = {
+BART: Shardings = {
     r"(shared|embed_tokens|lm_head|proj_out|output_projection)\.weight": vocab,
     r"[qkv]_proj\.(weight|bias)": blocks(HEADS),
     r"out_proj\.weight": blocks(HEADS, dim=1),
     r"fc1\.(weight|bias)": along(0),
     r"fc2\.weight": along(1),
 }
-MLA: Cuts = {
+MLA: Shardings = {
     r"(q|q_b|kv_b)_proj\.weight": blocks(HEADS),
     r"(q_b|kv_b)_proj\.weight_scale_inv": blocks(HEADS),
     r"o_proj\.weight_scale_inv": blocks(HEADS, dim=1),
     r"(gate|up)_proj\.weight_scale_inv": along(0),
     r"down_proj\.weight_scale_inv": along(1),
     r"shared_head\.head\.weight": vocab,
-    **EXPERTS_CUTS,
+    **EXPERTS_SHARDINGS,
 }
 
 #: The same for some models of models.py, instead of those of their family.
-CUTS: dict[str, Cuts] = {
+SHARDINGS: dict[str, Shardings] = {
     "llama": LLAMA,
     "olmo2": LLAMA | NORMS_OF_HEADS,
     "cohere": LLAMA | NORMS_OF_HEADS,
@@ -162,10 +162,10 @@ CUTS: dict[str, Cuts] = {
         r"fc2\.weight": along(1),
     },
     "phi3": LLAMA | {r"qkv_proj\.weight": blocks(HEADS, KV_HEADS, KV_HEADS), r"gate_up_proj\.weight": halves(0)},
-    "qwen2_moe": EXPERTS_CUTS,
-    "mixtral": EXPERTS_CUTS | {r"w[13]\.weight": along(0), r"w2\.weight": along(1)},
-    "cohere2_moe": EXPERTS_CUTS,
-    "minimax_m2": EXPERTS_CUTS | NORMS_OF_HEADS | {r"w[13]\.weight": along(0), r"w2\.weight": along(1)},
+    "qwen2_moe": EXPERTS_SHARDINGS,
+    "mixtral": EXPERTS_SHARDINGS | {r"w[13]\.weight": along(0), r"w2\.weight": along(1)},
+    "cohere2_moe": EXPERTS_SHARDINGS,
+    "minimax_m2": EXPERTS_SHARDINGS | NORMS_OF_HEADS | {r"w[13]\.weight": along(0), r"w2\.weight": along(1)},
     "granitemoe": LLAMA | {
         r"block_sparse_moe\.(input_linear\.weight|experts\.gate_up_proj)": halves(1),
         r"block_sparse_moe\.(output_linear\.weight|experts\.down_proj)": along(2),
@@ -174,8 +174,8 @@ CUTS: dict[str, Cuts] = {
     },
     "bart": BART,
     "opt": BART,
-    "olmoe": EXPERTS_CUTS | NORMS_OF_HEADS,
-    "glm4_moe": EXPERTS_CUTS,
+    "olmoe": EXPERTS_SHARDINGS | NORMS_OF_HEADS,
+    "glm4_moe": EXPERTS_SHARDINGS,
     "deepseek_v3": MLA,
     "gpt2": GPT2,
     "gpt_bigcode": BIGCODE | {r"c_attn\.(weight|bias)": blocks(HEADS, 1, 1)},
@@ -280,7 +280,7 @@ _SAME_SHARDS = {
         "umt5",
     ),
 }
-#: Models of models.py whose type has no entry of its own.
+#: Models of models.py whose type does not have an entry.
 _LIKE = {
     "qwen2": "llama", "qwen3": "llama", "stablelm": "llama", "glm4": "phi3", "qwen3_moe": "qwen2_moe",
     "deepseek_v2": "deepseek_v3",
@@ -311,12 +311,14 @@ def is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return same_kind and torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (ours, theirs)))
 
 
-def check_shards(source: Path, folder: Path, tp: int, cuts: Cuts) -> None:
+def check_shards(source: Path, folder: Path, tp: int, shardings: Shardings) -> None:
     """Compare every shard of every tensor with the expected one."""
     ranks = rank_files(folder, tp)
     for name, tensor in read(source).items():
-        cut = next((cut for pattern, cut in cuts.items() if re.search(rf"(^|\.){pattern}$", name)), whole)
-        expected = cut(tensor, tp)
+        sharding = next(
+            (sharding for pattern, sharding in shardings.items() if re.search(rf"(^|\.){pattern}$", name)), replicate
+        )
+        expected = sharding(tensor, tp)
         for rank in range(tp):
             assert is_same(ranks[rank][name], expected[rank]), f"{name} of rank {rank}, {tuple(tensor.shape)}"
     assert all(rank.keys() == read(source).keys() for rank in ranks)
@@ -326,14 +328,16 @@ def check_shards(source: Path, folder: Path, tp: int, cuts: Cuts) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_shards_follow_from_the_modeling_code(name, tp, checkpoint, split):
     model_type = name.partition("-")[0]
-    check_shards(checkpoint(name), split(name, tp), tp, CUTS.get(name) or CUTS[_LIKE.get(model_type, model_type)])
+    check_shards(
+        checkpoint(name), split(name, tp), tp, SHARDINGS.get(name) or SHARDINGS[_LIKE.get(model_type, model_type)]
+    )
 
 
 @pytest.mark.parametrize(("model_type", "shards"), OTHER_TYPES)
 def test_other_types_with_the_same_shards(model_type, shards, tmp_path):
-    source = plain(model_type).write(tmp_path / "source")
+    source = default_model(model_type).write(tmp_path / "source")
     shardconv.split(source, tmp_path / "split", tp=4)
-    check_shards(source, tmp_path / "split", 4, CUTS[shards])
+    check_shards(source, tmp_path / "split", 4, SHARDINGS[shards])
 
 
 @pytest.mark.parametrize("tp", TPS)
@@ -345,7 +349,7 @@ def test_round_trip(name, tp, checkpoint, split, tmp_path):
 
 
 #: One model of each family, and the most different models of one family.
-REPRESENTATIVES = [name for name in MODELS if name in CUTS] + ["falcon-7b", "deepseek_v3-hub"]
+REPRESENTATIVES = [name for name in MODELS if name in SHARDINGS] + ["falcon-7b", "deepseek_v3-hub"]
 
 
 def test_each_model_type_has_one_family():
@@ -458,7 +462,7 @@ def test_plan_by_tensor_names_equals_the_plan_of_the_family(name, checkpoint, tm
     for tp in TPS:
         plan = shardconv.make_plan(unknown, tp=tp)
         known = shardconv.make_plan(checkpoint(name), tp=tp)
-        assert plan.assumed == ("model type 'unheard_of' has no family: planned by the names of its tensors",)
+        assert plan.assumed == ("model type 'unheard_of' does not have a family: planned by the names of its tensors",)
         assert all(plan.placement(tensor) == known.placement(tensor) for tensor in known.tensors)
 
 
@@ -499,9 +503,9 @@ def test_error_without_a_config_has_the_remedy_first_and_marks_assumptions(tmp_p
     reasons = {planned.describe() for planned in shardconv.make_plan(source, tp=2).tensors.values()}
     assert any("(head_dim=512 assumed, num_key_value_heads=2 assumed)" in reason for reason in reasons)
     assert not any("head_dim=512," in reason for reason in reasons)
-    told = shardconv.make_plan(source, tp=8, head_dim=128)
-    assert "head_dim=128, num_key_value_heads=8" in told.tensors["model.layers.0.self_attn.k_proj.weight"].describe()
-    assert "assumed" not in "".join(planned.describe() for planned in told.tensors.values())
+    known = shardconv.make_plan(source, tp=8, head_dim=128)
+    assert "head_dim=128, num_key_value_heads=8" in known.tensors["model.layers.0.self_attn.k_proj.weight"].describe()
+    assert "assumed" not in "".join(planned.describe() for planned in known.tensors.values())
 
 
 def test_error_without_a_config_does_not_propose_head_dim_if_it_would_not_help(tmp_path):
@@ -517,7 +521,7 @@ def test_without_a_config_powers_of_two_are_supported(tmp_path):
     report = shardconv.report_plan(source)
     assert report.supported_tp == (1, 2)
     assert report.assumed[0] == HEAD_DIM_IS_UNKNOWN
-    assert report.assumed[1].startswith("a checkpoint without a config has no family: ")
+    assert report.assumed[1].startswith("a checkpoint without a config does not have a family: ")
     blocked = {entry.tp: entry.reason for entry in report.blocked_tp}
     assert blocked[3] == f"{HEAD_DIM_IS_UNKNOWN} Until then only powers of two are supported"
     assert blocked[4].startswith(f"{HEAD_DIM_IS_UNKNOWN} Under this assumption 2 is not a multiple of 4 (")
@@ -530,10 +534,10 @@ def test_without_a_config_powers_of_two_are_supported(tmp_path):
 )
 def test_without_a_config_no_boundary_is_inside_a_head(heads, kv_heads, head_dim, tmp_path):
     source = bare(tmp_path / "m.safetensors", heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    told = shardconv.report_plan(source, head_dim=head_dim).supported_tp
+    known = shardconv.report_plan(source, head_dim=head_dim).supported_tp
     guessed = shardconv.report_plan(source).supported_tp
     assert 1 in guessed
-    assert set(guessed) <= set(told)
+    assert set(guessed) <= set(known)
     for tp in guessed:
         ours, theirs = shardconv.make_plan(source, tp=tp), shardconv.make_plan(source, tp=tp, head_dim=head_dim)
         assert all(ours.placement(name) == theirs.placement(name) for name in ours.tensors)
@@ -594,12 +598,12 @@ def test_plan_file_takes_precedence_over_the_family(name, text, checkpoint, tmp_
     """Its rules may use the units of the family, and are tried first."""
     (tmp_path / name).write_text(text)
     shardconv.split(checkpoint("llama"), tmp_path / "split", tp=2, rules=tmp_path / name)
-    check_shards(checkpoint("llama"), tmp_path / "split", 2, LLAMA | {r"down_proj\.weight": whole})
+    check_shards(checkpoint("llama"), tmp_path / "split", 2, LLAMA | {r"down_proj\.weight": replicate})
     plan = shardconv.make_plan(checkpoint("llama"), tp=2, rules=tmp_path / name)
     assert plan.family == "llama"
     assert plan.tensors["model.layers.1.mlp.down_proj.weight"].reason.origin == f"plan file {name}"
     shardconv.reshard(tmp_path / "split", tmp_path / "split4", tp=4)
-    check_shards(checkpoint("llama"), tmp_path / "split4", 4, LLAMA | {r"down_proj\.weight": whole})
+    check_shards(checkpoint("llama"), tmp_path / "split4", 4, LLAMA | {r"down_proj\.weight": replicate})
 
 
 def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
@@ -625,7 +629,7 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
         ('[rules]\n"lm_head" = { style = "replicate", rows = 1 }', "key 'rows' is unknown"),
         ('[rules]\n"lm_head" = { style = "sideways" }', "style 'sideways' is unknown"),
         ('[rules]\n"lm_head" = { unit = "query_head" }', "style is missing"),
-        ('[rules]\n"lm_head" = { style = "colwise", unit = "tail" }', "there is no unit 'tail'"),
+        ('[rules]\n"lm_head" = { style = "colwise", unit = "tail" }', "unit 'tail' is unknown"),
         (
             '[rules]\n"lm_head" = { style = "colwise", parts = ["query_head"] }',
             "parts are required for packed styles",
@@ -651,12 +655,12 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
         ("[config]\nhead_dims = 8", r"plan file mine\.toml: \[config\] head_dims: no rule reads this field"),
         (
             '[parts]\n"model.vision" = "vision_config"',
-            "part 'model.vision': the config has no nested config 'vision_config'",
+            "part 'model.vision': the config does not have a nested config 'vision_config'",
         ),
         ("[ruls]", "key 'ruls' is unknown"),
         ('[units]\nhead = { count = "a ** b" }', "is not an expression"),
         ('[config]\nhead_dim = "head_dim"\n[rules]\n', ""),
-        ('inherits = "nothing"', "no family 'nothing'"),
+        ('inherits = "nothing"', "family 'nothing' is unknown"),
         ("rules = 1", "wrong type"),
         ("[rules", "is not TOML"),
     ],
@@ -681,7 +685,7 @@ def test_replicate_names_or_patterns(checkpoint):
 def test_family_option(checkpoint):
     with pytest.raises(PlanError, match="no rule of family gpt2 matches it"):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules="gpt2")
-    with pytest.raises(PlanError, match=r"there is no family 'lama' \(similar names: llama"):
+    with pytest.raises(PlanError, match=r"family 'lama' is unknown \(similar names: llama"):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules="lama")
 
 

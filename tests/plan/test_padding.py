@@ -52,8 +52,8 @@ tps = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12])
 def held(placement: Placement, rank: int) -> list[int | None]:
     """The elements of a rank's shard; None for padding."""
     elements: list[int | None] = []
-    for piece in placement.ranks[rank]:
-        elements += range(piece.start, piece.stop) if isinstance(piece, Interval) else [None] * piece.size
+    for entry in placement.ranks[rank]:
+        elements += range(entry.start, entry.stop) if isinstance(entry, Interval) else [None] * entry.size
     return elements
 
 
@@ -436,9 +436,9 @@ def check_distributed_checkpoint(axis, folder):
     model, expected = MODELS["llama-biases"].build(SCALE), MODELS["llama-biases"].build(SCALE).state_dict()
     shardconv.convert_model(model, pad=True, group=axis.group)
     dcp.save(as_dtensor(model), checkpoint_id=folder)
-    plain = {name: torch.zeros_like(value) for name, value in expected.items()}
-    dcp.load(plain, checkpoint_id=folder)
-    assert all(torch.equal(plain[name], value) for name, value in expected.items())
+    full = {name: torch.zeros_like(value) for name, value in expected.items()}
+    dcp.load(full, checkpoint_id=folder)
+    assert all(torch.equal(full[name], value) for name, value in expected.items())
     again = MODELS["llama-biases"].build(1.0)
     shardconv.convert_model(again, pad=True, group=axis.group)
     dcp.load(as_dtensor(again), checkpoint_id=folder)
@@ -452,14 +452,14 @@ def test_distributed_checkpoints_have_no_padding(ranks, tmp_path):
 
 def check_full_input(axis):
     """A row parallel layer accepts a full input, of which each rank uses its features."""
-    plain = nn.Linear(8, 3)
-    layer = copy.deepcopy(plain)
+    unsharded = nn.Linear(8, 3)
+    layer = copy.deepcopy(unsharded)
     placement = shard_dim(1, [Unit(8, pad=True)], axis.size)
     layer = shardconv.RowParallelLinear(8, 3, placement=placement, group=axis.group)
-    shardconv.load_full_state_dict(layer, plain.state_dict())
+    shardconv.load_full_state_dict(layer, unsharded.state_dict())
     full = torch.arange(16.0).view(2, 8).requires_grad_()
     again = full.detach().clone().requires_grad_()
-    output, expected = layer(full), plain(again)
+    output, expected = layer(full), unsharded(again)
     assert torch.allclose(output, expected, atol=1e-5)
     output.sum().backward()
     expected.sum().backward()

@@ -37,12 +37,12 @@ def test_fewer_kv_heads_than_ranks_are_replicated(heads, size, tp):
 @given(sizes=st.lists(st.integers(1, 4), min_size=3, max_size=3), tp=st.sampled_from([1, 2, 4]))
 def test_chunks_of_a_fused_dim(sizes, tp):
     """A rank holds the same elements of the chunks of a fused tensor as of the fused tensor."""
-    whole = shard_dim(0, [Unit(12, size) for size in sizes], tp)
-    chunks = [whole.chunk(index, 3) for index in range(3)]
+    fused = shard_dim(0, [Unit(12, size) for size in sizes], tp)
+    chunks = [fused.chunk(index, 3) for index in range(3)]
     assert {chunk.size for chunk in chunks} == {4 * sum(sizes)}
     for rank in range(tp):
         found = [index * chunk.size + one for index, chunk in enumerate(chunks) for one in held(chunk, rank)]
-        assert found == held(whole, rank)
+        assert found == held(fused, rank)
 
 
 @given(rows=st.integers(1, 70), tp=tps)

@@ -64,8 +64,8 @@ def test_a_rule_for_a_scale_alone_is_refused(tmp_path):
 def test_patterns_with_numbers_match_only_those_layers(pattern, layers, checkpoint):
     name = "model.layers.{}.mlp.down_proj"
     plan = shardconv.make_plan(checkpoint("llama"), tp=2, replicate=(name.format(pattern),))
-    whole = [layer for layer in (0, 1) if plan.placement(f"{name.format(layer)}.weight").dim is None]
-    assert whole == layers
+    replicated = [layer for layer in (0, 1) if plan.placement(f"{name.format(layer)}.weight").dim is None]
+    assert replicated == layers
 
 
 def test_rule_whose_condition_is_false_matches_no_tensor(checkpoint, tmp_path):
@@ -240,8 +240,8 @@ def test_fields_of_nested_configs_have_defaults_and_conditions(tmp_path):
     write_weights(tmp_path / "model.safetensors", {"w1": ("F32", (8, 4))})
     write_config(tmp_path, {"model_type": "mine", "ffn": {"kind": "glu"}})
     plan = tmp_path / "plan.toml"
-    whole = '{ style = "replicate", when = { "ffn.kind" = "mlp" }, optional = true }'
-    rules = f'"w1" = [{whole}, {{ style = "colwise", unit = "ffn" }}]'
+    replicate = '{ style = "replicate", when = { "ffn.kind" = "mlp" }, optional = true }'
+    rules = f'"w1" = [{replicate}, {{ style = "colwise", unit = "ffn" }}]'
     plan.write_text(f'[config]\n"ffn.width" = 8\n[units]\nffn = {{ count = "ffn.width" }}\n[rules]\n{rules}')
     assert shardconv.make_plan(tmp_path, tp=2, rules=plan).placement("w1").ranks == (((0, 4),), ((4, 8),))
 
@@ -259,8 +259,8 @@ def test_rule_with_dims_replicates_tensors_with_fewer_dims():
     specs = {name: TensorSpec("F32", shape) for name, shape in shapes.items()}
     rule = '[rules]\n"**.*" = { style = "gathered", pad = true, dims = 2 }'
     plan = resolve(specs, None, PlanRequest(plan_file=("plan.toml", rule))).resolver.plan(2)
-    cut = {name: plan.tensors[name].placement.dim for name in shapes}
-    assert cut == {"kernel": 0, "matrix": 0, "token": None, "scale": None, "count": None}
+    dims = {name: plan.tensors[name].placement.dim for name in shapes}
+    assert dims == {"kernel": 0, "matrix": 0, "token": None, "scale": None, "count": None}
 
 
 #: Configs of checkpoints on the Hub, which differ from those that save_pretrained writes, and some tensor names.

@@ -81,8 +81,8 @@ def test_plan_for_an_engine_stays_one_for_it(checkpoint, tmp_path):
 def test_changed_plan_is_refused(checkpoint, tmp_path):
     source = checkpoint("llama")
     plan = shardconv.make_plan(source, tp=2)
-    whole = shardconv.make_plan(source, tp=2, replicate="lm_head.weight")
-    changed = replace(plan, tensors={**plan.tensors, "lm_head.weight": whole.tensors["lm_head.weight"]})
+    replicated = shardconv.make_plan(source, tp=2, replicate="lm_head.weight")
+    changed = replace(plan, tensors={**plan.tensors, "lm_head.weight": replicated.tensors["lm_head.weight"]})
     with pytest.raises(shardconv.PlanError, match=r"lm_head.weight: the plan was made for another checkpoint"):
         shardconv.split(source, tmp_path / "split", tp=2, rules=changed)
 
@@ -109,7 +109,7 @@ def test_policy_for_a_checkpoint_is_refused(checkpoint):
 def test_unknown_family_on_the_command_line(checkpoint, name):
     result = call("plan", checkpoint("llama"), "--rules", name)
     assert result.code == 1
-    assert f"there is no family '{name}'" in result.err
+    assert f"family '{name}' is unknown" in result.err
 
 
 def check_converted(axis, source, plan_file):

@@ -160,5 +160,5 @@ def test_wrong_rules_are_detected(ranks, tmp_path, what):
 @pytest.mark.parametrize("what", WRONG_OVERRIDES)
 def test_wrong_overrides_are_detected(ranks, tmp_path, what):
     model_type, overrides = WRONG_OVERRIDES[what]
-    units = "[units]\nwhole = { count = 2, copies = true }\n"
+    units = "[units]\nreplicated = { count = 2, copies = true }\n"
     assert verdict(ranks, tmp_path, model_type, f"{units}[modules]\n{overrides}\n") in DETECTED

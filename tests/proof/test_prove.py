@@ -96,8 +96,8 @@ def test_plans_that_are_correct_for_smaller_heads_only(ranks, tmp_path, fails_at
 
 def test_proof_names_heads_that_it_makes_smaller(tmp_path):
     """With xLSTM's head size the small model would be large."""
-    plain = model_class(CAUSAL, "xlstm")
-    config = {**default_config(plain.config_class), "architectures": [plain.__name__]}
+    architecture = model_class(CAUSAL, "xlstm")
+    config = {**default_config(architecture.config_class), "architectures": [architecture.__name__]}
     assert write_small_model(config, tmp_path)[1] == "the small model has heads of 16 features instead of 512"
 
 
@@ -244,7 +244,7 @@ def test_model_without_a_tp_plan(tmp_path):
     assert transformers_family("gpt2") is None
     assert transformers_family("no such type") is None
     small(model_class(CAUSAL, "gpt2")).save_pretrained(tmp_path)
-    with pytest.raises(PlanError, match="there is no family 'transformers'"):
+    with pytest.raises(PlanError, match="family 'transformers' is unknown"):
         shardconv.make_plan(tmp_path, tp=2, rules=TRANSFORMERS)
 
 

@@ -40,13 +40,13 @@ def test_copied_values_are_equal(monkeypatch, size):
 def test_missing_devices_are_errors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert device.rank_device(None) == CPU
-    with pytest.raises(RunError, match="there is no CUDA device here: use --device cpu"):
+    with pytest.raises(RunError, match="no CUDA device found: use --device cpu"):
         device.rank_device("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert device.rank_device(None) == torch.device("cuda", 1)
     assert device.rank_device("cuda:0") == CUDA
-    with pytest.raises(RunError, match="there is no cuda:2 here: there are 2 CUDA devices"):
+    with pytest.raises(RunError, match=r"device cuda:2 does not exist \(found 2 CUDA devices\)"):
         device.rank_device("cuda:2")
 
 

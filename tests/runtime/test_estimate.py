@@ -20,7 +20,7 @@ from shardconv.runtime.memory_meter import LiveBytes
 from shardconv.tensor.cost import Link
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.command import call
-from tests.support.models import GQA, LAYERS, MLA, MODELS, MOE, VOCAB, Model, change_config, plain
+from tests.support.models import GQA, LAYERS, MLA, MODELS, MOE, VOCAB, Model, change_config, default_model
 from tests.support.recording_group import recording_axis
 
 BATCH, SEQ = 2, 11
@@ -35,8 +35,8 @@ COUNTED = {
         )
     },
     "latents": Model("deepseek_v3", {**MLA, **MOE, "v_head_dim": 32}),
-    "bart": plain("bart"),
-    "opt": plain("opt"),
+    "bart": default_model("bart"),
+    "opt": default_model("opt"),
     "windows": Model("mistral", {**GQA, "sliding_window": 4}),
     "tied": Model("llama", {**GQA, "tie_word_embeddings": True}),
     "states": Model(
@@ -254,7 +254,7 @@ def test_model_that_reads_values(tiny, monkeypatch):
 def test_source_without_a_config(tiny, tmp_path):
     shutil.copy(tiny / "model.safetensors", tmp_path)
     (cost,) = estimate_cost(tmp_path / "model.safetensors", tps=[2], head_dim=8).costs
-    assert cost.not_counted == "there is no config.json that names the model; --config FILE gives one"
+    assert cost.not_counted == "no config.json names the model: pass --config FILE"
 
 
 @pytest.mark.parametrize("name", ["tiny", "mixtral", "t5"])
@@ -268,7 +268,7 @@ def test_config_without_weights(tiny, checkpoint, tmp_path, name):
     for source in (tmp_path, tmp_path / "config.json"):
         report = estimate_cost(source, batch=BATCH, seq=SEQ)
         assert report.costs == expected.costs
-        assert report.notes[0].startswith(f"there are no weights: those of {report.model} are counted in ")
+        assert report.notes[0].startswith(f"no weights found: the weights of {report.model} are counted in ")
 
 
 def test_notes_of_a_config_without_weights(tiny, tmp_path):

@@ -44,7 +44,7 @@ def single(tmp_path_factory):
     return folder
 
 
-def plain_texts(*prompts):
+def unsharded_texts(*prompts):
     """Continuations of the unsharded model, by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - other tests need none
 
@@ -124,7 +124,7 @@ def check_gone(pids, seconds=30):
 def test_text_equals_that_of_the_unsharded_model(split):
     result = run("run", split, "--prompt", PROMPT, "--max-new-tokens", TOKENS, "--device", "cpu", "--check", DEMO)
     assert result.code == 0, result.err
-    assert result.out.rstrip("\n") == plain_texts(PROMPT)[0]
+    assert result.out.rstrip("\n") == unsharded_texts(PROMPT)[0]
     for words in (
         "2 ranks on cpu",
         "loaded in",
@@ -144,7 +144,7 @@ def test_prompts_from_stdin_in_one_batch(split):
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["prompts"] == prompts
-    assert report["outputs"] == plain_texts(*prompts)
+    assert report["outputs"] == unsharded_texts(*prompts)
     assert len(report["memory_bytes"]) == 2
 
 
@@ -155,7 +155,7 @@ def test_joins_the_ranks_that_torchrun_started(split):
     options = ["--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--device", "cpu", "-q"]
     ranks = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "shardconv"]
     result = run_python(*ranks, "run", split, *options)
-    assert (result.returncode, result.stdout.rstrip("\n")) == (0, plain_texts(PROMPT)[0]), result.stderr
+    assert (result.returncode, result.stdout.rstrip("\n")) == (0, unsharded_texts(PROMPT)[0]), result.stderr
 
 
 def test_joins_ranks_of_two_nodes(split):
@@ -174,7 +174,7 @@ def test_joins_ranks_of_two_nodes(split):
     ]  # fmt: skip
     results = [finish(node) for node in nodes]
     assert [result.code for result in results] == [0, 0], results
-    assert [result.out.rstrip("\n") for result in results] == [plain_texts(PROMPT)[0], ""]
+    assert [result.out.rstrip("\n") for result in results] == [unsharded_texts(PROMPT)[0], ""]
 
 
 CHAT = "{% for message in messages %}<{{ message.role }}> {{ message.content }}{% endfor %}: The"
@@ -185,7 +185,7 @@ def test_chat_template(single, tmp_path):
     talking = shutil.copytree(single, tmp_path / "talking")
     (talking / "chat_template.jinja").write_text(CHAT)
     result = run("run", talking, "--prompt", PROMPT, "--chat", "--max-new-tokens", TOKENS, "--device", "cpu", "-q")
-    expected = plain_texts(f"<user> {PROMPT}: The")[0]
+    expected = unsharded_texts(f"<user> {PROMPT}: The")[0]
     assert (result.code, result.out.rstrip("\n")) == (0, expected.rstrip("\n")), result.err
     with pytest.raises(RunError, match="does not have a chat template: run it without --chat"):
         rank_report(single, PROMPT, chat=True)
@@ -307,7 +307,7 @@ def test_prompts_that_are_not_utf8(single):
     assert (result.code, result.err) == (1, "shardconv: prompt 1 is not UTF-8: convert it\n")
     for given, message in (
         (b"a list\ncaf\xe9\n", "prompt 2 is not UTF-8: convert it"),
-        (b"\n", "there is no prompt: pass "),
+        (b"\n", "no prompt given: pass "),
     ):
         result = run_python("-m", "shardconv", "run", single, "--device", "cpu", given=given, is_text=False)
         assert (result.returncode, message in result.stderr.decode()) == (1, True), result.stderr
@@ -348,7 +348,7 @@ def test_generation_is_greedy_despite_generation_config(single, tmp_path):
     """Beam search could not be streamed."""
     folder = shutil.copytree(single, tmp_path / "split")
     (folder / "generation_config.json").write_text('{"num_beams": 3}')
-    assert list(rank_report(folder, PROMPT, max_new_tokens=TOKENS).outputs) == plain_texts(PROMPT)
+    assert list(rank_report(folder, PROMPT, max_new_tokens=TOKENS).outputs) == unsharded_texts(PROMPT)
 
 
 @pytest.mark.parametrize(("damage", "message"), [
@@ -384,9 +384,9 @@ def test_quiet_prints_each_text(single):
     prompts, options = [PROMPT, "A list"], ["--max-new-tokens", TOKENS, "--device", "cpu", "-q"]
     result = run("run", single, *(one for prompt in prompts for one in ("--prompt", prompt)), *options)
     assert (result.code, result.err) == (0, "")
-    assert [json.loads(line) for line in result.out.splitlines()] == plain_texts(*prompts)
+    assert [json.loads(line) for line in result.out.splitlines()] == unsharded_texts(*prompts)
     result = run("run", single, "--prompt", PROMPT, *options)
-    assert (result.code, result.out, result.err) == (0, plain_texts(PROMPT)[0] + "\n", "")
+    assert (result.code, result.out, result.err) == (0, unsharded_texts(PROMPT)[0] + "\n", "")
 
 
 def test_quiet_of_models_that_do_not_generate(tmp_path, capsys):
@@ -465,7 +465,7 @@ def test_text_requires_a_tokenizer(without_tokenizer, options):
     assert result == (1, "", NEEDS_TOKENIZER.format(without_tokenizer))
 
 
-def plain_tokens(ids):
+def unsharded_tokens(ids):
     """The unsharded model's continuation of token ids, by transformers alone."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -483,7 +483,7 @@ def test_check_without_a_tokenizer(without_tokenizer):
     report = json.loads(result.out)
     (prompt,) = ([int(word) for word in text.split()] for text in report["prompts"])
     assert (len(prompt), len(set(prompt)), min(prompt) > 2, max(prompt)) == (16, 16, True, 1998)
-    assert report["outputs"] == [" ".join(map(str, plain_tokens(prompt)))]
+    assert report["outputs"] == [" ".join(map(str, unsharded_tokens(prompt)))]
     assert (report["differences"], report["error"] < 1e-4) == ([], True)
     assert any("compared on token ids over the whole vocabulary" in note for note in report["notes"])
     assert any(note.startswith("tokenizer.json: is missing") for note in report["notes"])  # it existed at the split
@@ -494,7 +494,7 @@ def test_token_ids_as_prompts(split):
     prompts = [[5, 6, 7], [1500]]
     options = [one for ids in prompts for one in ("--token-ids", ",".join(map(str, ids)))]
     result = run("run", split, *options, "--max-new-tokens", TOKENS, "--device", "cpu", "--dtype", "float32", "-q")
-    expected = [" ".join(map(str, plain_tokens(ids))) for ids in prompts]
+    expected = [" ".join(map(str, unsharded_tokens(ids))) for ids in prompts]
     assert (result.code, result.out.splitlines(), result.err) == (0, expected, "")
 
 
@@ -530,7 +530,7 @@ def test_tokenizer_without_a_vocabulary(tmp_path):
     shardconv.split(write_bert(tmp_path / "bert", "BertModel"), tmp_path / "split", tp=1)
     for name in ("tokenizer.json", "vocab.txt"):
         (tmp_path / "split" / name).unlink(missing_ok=True)
-    with pytest.raises(RunError, match=r"the tokenizer has no vocabulary \(expected one of .*vocab.txt"):
+    with pytest.raises(RunError, match=r"the tokenizer does not have a vocabulary \(expected one of .*vocab.txt"):
         rank_report(tmp_path / "split", "an exception")
 
 
@@ -571,7 +571,8 @@ def test_rank_files_without_checksums_are_not_verified(tmp_path):
     """A warning reports it, also with -q."""
     shardconv.split(DEMO, tmp_path / "split", tp=1, checksums=False)
     result = run("run", tmp_path / "split", "--prompt", PROMPT, "--max-new-tokens", 2, "--device", "cpu", "-q")
-    assert (result.code, result.err) == (0, "the rank files were not verified: the split checkpoint has no checksums\n")
+    note = "the rank files were not verified: the split checkpoint does not have checksums\n"
+    assert (result.code, result.err) == (0, note)
 
 
 def test_tokenizer_of_another_model(tmp_path):
@@ -596,7 +597,7 @@ def test_folder_that_is_not_a_split_checkpoint(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_missing_device(split):
     result = call("run", split, "--prompt", PROMPT, "--device", "cuda")
-    assert (result.code, result.err) == (1, "shardconv: there is no CUDA device here: use --device cpu\n")
+    assert (result.code, result.err) == (1, "shardconv: no CUDA device found: use --device cpu\n")
 
 
 #: A rank that imports transformers after torch.distributed is initialized, and prints the remaining threads of gloo.

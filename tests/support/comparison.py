@@ -21,11 +21,11 @@ def numbers(output):
 
 
 def check_gradients(before, after, axis):
-    plain_modules = dict(before.named_modules())
+    unsharded_modules = dict(before.named_modules())
     largest = max(parameter.grad.abs().max() for parameter in before.parameters() if parameter.grad is not None)
     for name, module in after.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
-            full = plain_modules[name].get_parameter(own).grad
+            full = unsharded_modules[name].get_parameter(own).grad
             if full is None:
                 assert parameter.grad is None
                 continue

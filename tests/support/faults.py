@@ -97,12 +97,12 @@ def failing(function: Callable[..., Any], after: int) -> Callable[..., Any]:
 def refuse_to_list(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Make a folder unreadable, also for root."""
     for name in ("scandir", "listdir"):
-        plain = getattr(os, name)
+        original = getattr(os, name)
 
-        def refuse(path: Any, plain: Callable[..., Any] = plain) -> Any:
+        def refuse(path: Any, original: Callable[..., Any] = original) -> Any:
             if Path(path) == folder:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-            return plain(path)
+            return original(path)
 
         monkeypatch.setattr(os, name, refuse)
 

@@ -7,7 +7,7 @@ server exits when the other end of the pipe ALIVE is closed. A request is a mess
 stdin, stdout and stderr; the answers are the process id, once the process is set up, and its wait status.
 
 A forked process has the standard streams, environment, folder, signals and session of its request, and leaves through
-Python's own exit. It has no other state of the server than imported modules: the server has one thread, reads no
+Python's own exit. Of the server's state it has only the imported modules: the server has one thread, reads no
 random numbers and runs no operations of torch.
 """
 

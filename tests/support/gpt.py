@@ -13,7 +13,7 @@ from shardconv.layers import (
     VocabParallelEmbedding,
 )
 
-WORDS, WIDTH, HEADS, LENGTH, LAYERS = 45, 32, 4, 12, 2
+VOCAB, WIDTH, HEADS, LENGTH, LAYERS = 45, 32, 4, 12, 2
 
 
 class Block(nn.Module):
@@ -45,25 +45,27 @@ class GPT(nn.Module):
     def __init__(self, axis: Axis | None = None) -> None:
         super().__init__()
         self.axis = axis
-        self.words = nn.Embedding(WORDS, WIDTH) if axis is None else VocabParallelEmbedding(WORDS, WIDTH, group=axis)
+        self.embedding = (
+            nn.Embedding(VOCAB, WIDTH) if axis is None else VocabParallelEmbedding(VOCAB, WIDTH, group=axis)
+        )
         self.positions = nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.Sequential(*(Block(axis) for _ in range(LAYERS)))
         self.norm = nn.LayerNorm(WIDTH)
         if axis is None:
-            self.head = nn.Linear(WIDTH, WORDS, bias=False)
-            self.head.weight = self.words.weight
+            self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+            self.head.weight = self.embedding.weight
             self.loss = nn.CrossEntropyLoss()
         else:
-            self.head = VocabParallelClassifier(WIDTH, WORDS, False, weight=self.words.weight, group=axis)
-            self.loss = ParallelCrossEntropyLoss(num_classes=WORDS, group=axis)
+            self.head = VocabParallelClassifier(WIDTH, VOCAB, False, weight=self.embedding.weight, group=axis)
+            self.loss = ParallelCrossEntropyLoss(num_classes=VOCAB, group=axis)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens[:, :-1]) + self.positions(torch.arange(tokens.shape[1] - 1))
+        x = self.embedding(tokens[:, :-1]) + self.positions(torch.arange(tokens.shape[1] - 1))
         logits = self.head(self.norm(self.blocks(x)))
         return self.loss(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def batch(step: int) -> Tensor:
     """Learnable tokens of shape [8, LENGTH + 1]: consecutive numbers from a random start."""
-    start = torch.randint(WORDS, (8, 1), generator=torch.Generator().manual_seed(step))
-    return (start + torch.arange(LENGTH + 1) * (1 + start % 3)) % WORDS
+    start = torch.randint(VOCAB, (8, 1), generator=torch.Generator().manual_seed(step))
+    return (start + torch.arange(LENGTH + 1) * (1 + start % 3)) % VOCAB

@@ -46,7 +46,7 @@ def gradient_of(layout):
     return tuple(R if each == P else each for each in layout)
 
 
-def piece(full, mesh, layout):
+def local_shard(full, mesh, layout):
     """This rank's shard of a tensor, without partial sums."""
     for index, size, each in zip(mesh.get_coordinate(), mesh.shape, layout, strict=True):
         if isinstance(each, Shard):
@@ -63,7 +63,7 @@ def lying(full, mesh, layout):
             count, mine = count * size, mine * size + index
     generator = torch.Generator().manual_seed(7)
     summands = [torch.randint(-9, 9, full.shape, generator=generator).to(full.dtype) for _ in range(count - 1)]
-    return piece([*summands, full - sum(summands)][mine], mesh, layout)
+    return local_shard([*summands, full - sum(summands)][mine], mesh, layout)
 
 
 def numbers(shape, seed):

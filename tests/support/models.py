@@ -266,7 +266,7 @@ MODELS = {
 }  # fmt: skip
 
 
-def plain(model_type: str) -> Model:
+def default_model(model_type: str) -> Model:
     """A model of a type that does not require additional fields."""
     kinds = transformers.models.auto.modeling_auto
     if model_type in kinds.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:

@@ -50,7 +50,10 @@ WRONG = {
 #: Model type, and module overrides that are wrong for it.
 WRONG_OVERRIDES = {
     "width of a projection": ("gpt2", '"**.attn" = { attributes = { split_size = "n_embd" } }'),
-    "position bias per head": ("bloom", '"**.self_attention" = { inputs = { alibi = { dim = 0, unit = "whole" } } }'),
+    "position bias per head": (
+        "bloom",
+        '"**.self_attention" = { inputs = { alibi = { dim = 0, unit = "replicated" } } }',
+    ),
     "number of blocks": ("codegen", '"**.attn" = { locals = { mp_num = 4 } }'),
     "full width": ("trocr", '"**.{self_attn,encoder_attn}" = { full_width = "d_model + 1" }'),
     "heads of an output": ("doge", '"**.dt_proj" = { output = { dim = 1, unit = "kv_row" } }'),

@@ -356,15 +356,15 @@ def check_set_items(axis, kind):
     results = []
     for hooks in ((), (recorder,)):
         with use_param_hooks(*hooks):
-            whole = case.x.detach().new_zeros(2, *case.b.shape, requires_grad=True) * 2
+            full = case.x.detach().new_zeros(2, *case.b.shape, requires_grad=True) * 2
             recorder.take()
-            whole[0] = case.b
+            full[0] = case.b
             assert recorder.take() == (around("b", FORWARD) if hooks else [])
-            whole[1].mul_(case.b)
+            full[1].mul_(case.b)
             recorder.take()
-            (whole * 3).sum().backward()
+            (full * 3).sum().backward()
             assert recorder.take() == (around("b", BACKWARD * 2) if hooks else [])
-        results.append([whole.detach(), *case.grads()])
+        results.append([full.detach(), *case.grads()])
     assert same(*results)
 
 

@@ -11,7 +11,19 @@ from torch.distributed.tensor.debug import CommDebugMode
 from shardconv.tensor import from_global, plan_redistribution, redistribute, redistribution_cost
 from shardconv.tensor.cost import Link
 from shardconv.tensor.redistribution import START_SECONDS
-from tests.support.mesh_layouts import ALL, P, R, added_up, gradient_of, layouts, lying, mesh_of, numbers, piece, spied
+from tests.support.mesh_layouts import (
+    ALL,
+    P,
+    R,
+    added_up,
+    gradient_of,
+    layouts,
+    local_shard,
+    lying,
+    mesh_of,
+    numbers,
+    spied,
+)
 
 MESHES = [("pairs", 1), ("four", 1), ("four", 2)]
 #: Sizes that are a multiple of all ranks, that are not, and that leave some ranks empty.
@@ -28,8 +40,8 @@ def name_of(layout):
 def is_order_kept(layout, axes):
     """Whether the axes of a dim that change are its innermost ones."""
     for dim in {each for each in layout if each[0] == "S"}:
-        cutting = [axis for axis, each in enumerate(layout) if each == dim]
-        changing = [axis in axes for axis in cutting]
+        sharding = [axis for axis, each in enumerate(layout) if each == dim]
+        changing = [axis in axes for axis in sharding]
         if changing != sorted(changing):
             return False
     return True
@@ -189,13 +201,13 @@ def check_pair(mesh, shape, source, target, links=None):
     assert (found.placements, found.shape, found.stride()) == (target, full.shape, full.stride())
     output = found.to_local(grad_placements=gradient_of(target))
     assert output.is_contiguous()
-    assert torch.equal(added_up(output.detach(), mesh, target), piece(full, mesh, target))
+    assert torch.equal(added_up(output.detach(), mesh, target), local_shard(full, mesh, target))
     with spied() as seen:
-        output.backward(piece(weights, mesh, gradient_of(target)))
+        output.backward(local_shard(weights, mesh, gradient_of(target)))
     back = plan_redistribution(shape, full.dtype, mesh, gradient_of(target), gradient_of(source), links)
     assert [kind for kind, _ in seen] == [step.collective for step in back if step.communicates(mesh)[0]]
     # Of (full * weights).sum(), whatever the layout.
-    assert torch.equal(local.grad, piece(weights, mesh, gradient_of(source)))
+    assert torch.equal(local.grad, local_shard(weights, mesh, gradient_of(source)))
     assert torch.equal(local.detach(), before)
 
 
@@ -266,7 +278,7 @@ def check_three_axes(_):
             tensor = DTensor.from_local(lying(full, mesh, shards), mesh, shards, shape=full.shape, stride=full.stride())
             found = redistribute(tensor, target)
             assert found.placements == wanted
-            assert torch.equal(added_up(found.to_local(), mesh, wanted), piece(full, mesh, wanted))
+            assert torch.equal(added_up(found.to_local(), mesh, wanted), local_shard(full, mesh, wanted))
 
 
 def test_three_axes(ranks):
@@ -278,23 +290,23 @@ def check_kinds_of_tensors(axis):
     mesh = mesh_of(axis, 1)
     for dtype in (torch.bfloat16, torch.int64, torch.bool, torch.complex64):
         full = numbers((5, 6), 1).to(dtype)
-        local = piece(full, mesh, [Shard(0)])
+        local = local_shard(full, mesh, [Shard(0)])
         tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=full.shape, stride=full.stride())
-        assert torch.equal(redistribute(tensor, [Shard(1)]).to_local(), piece(full, mesh, [Shard(1)]))
+        assert torch.equal(redistribute(tensor, [Shard(1)]).to_local(), local_shard(full, mesh, [Shard(1)]))
         assert torch.equal(redistribute(tensor, [R]).to_local(), full)
     scalar = DTensor.from_local(torch.tensor(2.0), mesh, [P])
     assert redistribute(scalar, [R]).to_local().item() == 2 * axis.size
     empty = DTensor.from_local(torch.zeros(0, 3), mesh, [Shard(1)])
     assert redistribute(empty, [Shard(0)]).shape == (0, 3 * axis.size)
     full = numbers((4 * axis.size, 8), 3)
-    turned = DTensor.from_local(piece(full, mesh, [Shard(0)]), mesh, [Shard(0)]).t()
+    turned = DTensor.from_local(local_shard(full, mesh, [Shard(0)]), mesh, [Shard(0)]).t()
     found = redistribute(turned, [Shard(0)])
-    assert torch.equal(found.to_local(), piece(full.t(), mesh, [Shard(0)]))
+    assert torch.equal(found.to_local(), local_shard(full.t(), mesh, [Shard(0)]))
     assert found.to_local().is_contiguous()
-    late = DTensor.from_local(piece(full, mesh, [Shard(0)]), mesh, [Shard(0)]).redistribute(
+    late = DTensor.from_local(local_shard(full, mesh, [Shard(0)]), mesh, [Shard(0)]).redistribute(
         placements=[R], async_op=True
     )
-    assert torch.equal(redistribute(late, [Shard(1)]).to_local(), piece(full, mesh, [Shard(1)]))
+    assert torch.equal(redistribute(late, [Shard(1)]).to_local(), local_shard(full, mesh, [Shard(1)]))
     with torch.inference_mode():
         assert torch.equal(redistribute(turned, [R]).to_local(), full.t())
     assert redistribute(turned, [Shard(-1)]) is turned
@@ -309,7 +321,7 @@ def check_second_gradients(axis):
     mesh = mesh_of(axis, 1)
     full = numbers((4 * axis.size, 8), 3)
     for source, target in product(([Shard(0)], [R]), ([Shard(1)], [R])):
-        local = piece(full, mesh, source).requires_grad_()
+        local = local_shard(full, mesh, source).requires_grad_()
         output = redistribute(DTensor.from_local(local, mesh, source), target).to_local()
         (grad,) = torch.autograd.grad((output**3).sum(), local, create_graph=True)
         (second,) = torch.autograd.grad((grad**2).sum(), local)

@@ -18,7 +18,7 @@ from shardconv.tensor import (
     shard_parameter,
     to_mesh,
 )
-from tests.support.mesh_layouts import S0, S1, P, R, added_up, layouts, mesh_of, numbers, piece, spied
+from tests.support.mesh_layouts import S0, S1, P, R, added_up, layouts, local_shard, mesh_of, numbers, spied
 
 MESHES = [("pairs", 1), ("four", 1), ("four", 2)]
 
@@ -33,10 +33,10 @@ def check_from_global(axis, ndim, shape):
         assert seen == []
         assert (found.placements, found.shape) == (layout, full.shape)
         local = found.to_local()
-        assert torch.equal(added_up(local.detach(), mesh, layout), piece(2 * full, mesh, layout))
+        assert torch.equal(added_up(local.detach(), mesh, layout), local_shard(2 * full, mesh, layout))
         if P not in layout:
             assert torch.equal(local, distribute_tensor(2 * full, mesh, layout).to_local())
-        local.backward(piece(grad, mesh, layout))
+        local.backward(local_shard(grad, mesh, layout))
         assert torch.equal(leaf.grad, 2 * grad)
 
 
@@ -49,14 +49,14 @@ def test_from_global(ranks, layout, ndim, shape):
 def check_from_local(axis):
     mesh, n = mesh_of(axis, 1), axis.size
     even, uneven = numbers((2 * n, 3), 1), numbers((2 * n - 1, 3), 2)
-    leaf = piece(even, mesh, [S0]).requires_grad_()
+    leaf = local_shard(even, mesh, [S0]).requires_grad_()
     found = from_local(leaf, mesh, [Shard(-2)])
     assert found.placements == (S0,)
     assert torch.equal(found.full_tensor(), even)
     found.to_local().sum().backward()
     assert torch.equal(leaf.grad, torch.ones_like(leaf))
     assert from_local(leaf, mesh, [S0], shape=even.shape).shape == even.shape
-    found = from_local(piece(uneven, mesh, [S0]), mesh, [S0], shape=uneven.shape)
+    found = from_local(local_shard(uneven, mesh, [S0]), mesh, [S0], shape=uneven.shape)
     assert torch.equal(found.full_tensor(), uneven)
     assert torch.equal(from_local(even, mesh, [P]).full_tensor(), n * even)
     with pytest.raises(
@@ -86,12 +86,12 @@ def check_other_meshes(axis):
         leaf = full.clone().requires_grad_()
         found = redistribute(from_global(leaf, square, source), target, mesh)
         assert (found.device_mesh, found.placements) == (mesh, target)
-        assert torch.equal(added_up(found.to_local().detach(), mesh, target), piece(full, mesh, target))
-        found.to_local().backward(piece(grad, mesh, target))
+        assert torch.equal(added_up(found.to_local().detach(), mesh, target), local_shard(full, mesh, target))
+        found.to_local().backward(local_shard(grad, mesh, target))
         assert torch.equal(leaf.grad, grad)
-    whole = from_global(full, square, [R, R])
+    replicated = from_global(full, square, [R, R])
     with spied() as seen:
-        moved = to_mesh(whole, line)
+        moved = to_mesh(replicated, line)
     assert seen == []
     assert (moved.device_mesh, moved.placements) == (line, (R,))
     assert torch.equal(moved.to_local(), full)
@@ -104,7 +104,7 @@ def check_other_meshes(axis):
     few = DeviceMesh("cpu", [0, 1])
     if dist.get_rank() > 1:
         with pytest.raises(ValueError, match=r"global rank \d is not in mesh \(0: 2\)"):
-            to_mesh(whole, few)
+            to_mesh(replicated, few)
 
 
 def test_other_meshes(ranks):
@@ -144,7 +144,7 @@ def check_parameters(axis):
     assert isinstance(found.data, DTensor)
     assert net.first.weight is net.inner["second"].weight is found
     assert torch.equal(found.full_tensor(), full)
-    assert torch.equal(found.to_local(), piece(full, mesh, [S0]))
+    assert torch.equal(found.to_local(), local_shard(full, mesh, [S0]))
     shard_parameter(net.inner["second"], "bias", mesh, [R])
     assert not shard_parameter(net, "scale", mesh, [S0]).requires_grad
     # A shared parameter is listed once, under its first name; a replicated one is not listed.

@@ -31,7 +31,7 @@ STACKED = np.stack(
 )
 
 COMPOSITIONS = {
-    "plain": (Q, "layers.*.q.weight"),
+    "full": (Q, "layers.*.q.weight"),
     "rows": (Q[2:4], "layers.*.q.weight[rows]"),
     "cols": (Q[:, 2:], "layers.*.q.weight[cols]"),
     "every other row": (Q[1::2], "layers.*.q.weight[rows, step 2]"),

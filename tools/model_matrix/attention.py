@@ -16,7 +16,7 @@ _STATE = re.compile(
     r"|ShortConv|MambaLayer)"
 )
 #: Styles of modules that compute all features on every rank.
-_WHOLE = ("colwise_gather_output", "gathered", "replicate", "embedding_colwise_gather_output")
+_FULL_OUTPUT = ("colwise_gather_output", "gathered", "replicate", "embedding_colwise_gather_output")
 
 
 def attention_kinds(model: nn.Module, plan: Plan) -> tuple[str, list[str]]:
@@ -33,10 +33,10 @@ def attention_kinds(model: nn.Module, plan: Plan) -> tuple[str, list[str]]:
     """
     kinds, reasons = set(), set()
     scopes = plan.rules.models if plan.rules else ()
-    whole = {name for scope in scopes for name, unit in (scope.family.units or {}).items() if unit.whole}
+    undivided = {name for scope in scopes for name, unit in (scope.family.units or {}).items() if unit.whole}
     for module, matrices in _modules(model, plan):
-        is_gathered = all(matrix.style in _WHOLE for matrix in matrices)
-        if is_gathered or any(whole.intersection(matrix.units) for matrix in matrices):
+        is_gathered = all(matrix.style in _FULL_OUTPUT for matrix in matrices)
+        if is_gathered or any(undivided.intersection(matrix.units) for matrix in matrices):
             families = {matrix.reason.origin.removeprefix("family ").partition(",")[0] for matrix in matrices}
             reasons |= {load_family(family).gathered for family in families}
         if is_gathered:

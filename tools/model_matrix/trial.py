@@ -136,10 +136,10 @@ def model_class(kind: str, model_type: str) -> Any:
     return getattr(transformers, names if isinstance(names, str) else names[0])
 
 
-def small(plain: Any) -> Any:
+def small(architecture: Any) -> Any:
     """A small model of a class, built from its default config."""
-    config = plain.config_class
-    return build_small(plain, config(**small_fields(default_config(config))))
+    config = architecture.config_class
+    return build_small(architecture, config(**small_fields(default_config(config))))
 
 
 def specs_in_memory(model: Any) -> dict[str, TensorSpec]:
@@ -153,11 +153,11 @@ def plan_in_memory(model: Any, tp: int) -> Plan:
     return resolve(specs_in_memory(model), model.config.to_dict(), PlanRequest()).resolver.plan(tp)
 
 
-def default_sharded(plain: Any) -> float | None:
+def default_sharded(architecture: Any) -> float | None:
     """The sharded fraction at tp=2 of a model of default size; None if it cannot be built."""
     try:
         with torch.device("meta"):
-            model = plain(plain.config_class(**default_config(plain.config_class)))
+            model = architecture(architecture.config_class(**default_config(architecture.config_class)))
         return sharded_fraction(specs_in_memory(model), plan_in_memory(model, 2))
     except Exception:  # noqa: BLE001 - whatever the error, the small model is measured instead
         return None
@@ -192,8 +192,8 @@ def try_type(
     source = home / "source"
     shutil.rmtree(source, ignore_errors=True)
     try:
-        plain = model_class(kind, model_type)
-        model = small(plain)
+        architecture = model_class(kind, model_type)
+        model = small(architecture)
         model.save_pretrained(source)
     except Exception as error:  # noqa: BLE001 - the table reports it
         return Row(kind, model_type, note=f"cannot be built: {type(error).__name__}: {error}".replace("\n", " ")[:160])
@@ -203,7 +203,7 @@ def try_type(
     except Exception as error:  # noqa: BLE001 - likewise
         return Row(kind, model_type, note=f"fails to run: {type(error).__name__}: {error}".replace("\n", " ")[:160])
     verdicts, errors, notes, family = [], [0.0], [], ""
-    sharded = default_sharded(plain) if at_default_size else None
+    sharded = default_sharded(architecture) if at_default_size else None
     attention, caches = "", []
     reasons: list[str] = []
     for tp in tps:
