@@ -15,7 +15,7 @@ from shardconv.commands.notes import layout_note, model_notes, notes, padding_no
 from shardconv.commands.options import PATH, PlanFlags, output_options, plan_options
 from shardconv.console import Console
 from shardconv.exits import ImportPhase
-from shardconv.formatting import ranges, size, sizes
+from shardconv.formatting import counted, ranges, size, sizes
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.plan_report import PlanReport, TensorReport
@@ -131,6 +131,13 @@ def _proof_lines(report: "ProofReport") -> list[str]:
         lines.append(
             f"tp {proof.tp}: {verdict}: {found}{proof.sharded_fraction:.0%} of the elements of matrices are sharded"
         )
+    if report.num_grids:
+        verdict = "DIFFERENT" if report.grid_differences else "right"
+        kinds = counted(report.num_grids, "kind")
+        lines.append(
+            f"{kinds} of quantized weights: {verdict}: dequantized shards are shards of the dequantized weight"
+        )
+        lines += [f"DIFFERENT  {line}" for line in report.grid_differences]
     return lines
 
 

@@ -14,9 +14,10 @@ from typing import Unpack
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.errors import PlanError, RunError
-from shardconv.plan.plan import Plan, logical_tensors
+from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.request import resolve
 from shardconv.plan.resolver import Resolver
+from shardconv.proof.grids import grid_differences
 from shardconv.proof.model_check import require_model
 from shardconv.proof.ranks import prove_all
 from shardconv.proof.report import ProofReport
@@ -34,7 +35,8 @@ def prove(
     """Prove the plan of a source on the CPU, with a small model.
 
     The heads of the small model have the size of the source's, and with ``pad`` their number, if such a model can be
-    built. A tensor parallel size at which the small model is padded differently from the source is skipped.
+    built. A tensor parallel size at which the small model is padded differently from the source is skipped. The small
+    model is not quantized; for a quantized source, dequantized shards of random values are compared as well.
 
     Args:
         src: a ``.safetensors`` file, an index file, or a folder, with a config that names a class of transformers.
@@ -66,6 +68,8 @@ def prove(
         plans, not_small = ({}, {}) if unsupported and not possible else _small_plans(of_small, [*possible])
         mismatched = {tp: reason for tp in plans if (reason := padding_mismatch(resolver, of_small, tp))}
         proofs = prove_all(folder, small, {tp: plans[tp] for tp in plans if tp not in mismatched}, request)
+    grids = list(_compare_grids(planned.tensors, resolver, _plans(resolver, [proof.tp for proof in proofs])[0]))
+    differences = tuple(f"{name}: {difference}" for name, difference in grids if difference)
     return ProofReport(
         source=str(src),
         family=resolver.rules.family,
@@ -78,9 +82,22 @@ def prove(
         ),
         note=note,
         supported_tp=resolver.tp_sizes().usable(pad=pads),
+        num_grids=len({name for name, _ in grids}),
+        grid_differences=differences,
         unreached=tuple(sorted(without_numbers(tensors) - without_numbers(small.specs))),
-        is_proven=bool(proofs) and all(proof.is_right for proof in proofs),
+        is_proven=bool(proofs) and all(proof.is_right for proof in proofs) and not differences,
     )
+
+
+def _compare_grids(
+    tensors: Mapping[str, TensorSpec], resolver: Resolver, plans: Mapping[int, Plan]
+) -> Iterator[tuple[str, str]]:
+    """As :func:`~shardconv.proof.grids.grid_differences`, for each tensor parallel size."""
+    if not any(spec.grid for spec in tensors.values()):
+        return
+    of_weights = Resolver(logical_tensors(tensors), resolver.rules)
+    for tp, plan in plans.items():
+        yield from grid_differences(tensors, of_weights.plan(tp), plan)
 
 
 def require_config(source: Source) -> Mapping[str, object]:

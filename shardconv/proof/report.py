@@ -48,9 +48,11 @@ class ProofReport:
         skipped: the tensor parallel sizes that were not tried, each with the reason.
         note: the heads of the small model that are smaller than those of the source; "" if there are none.
         supported_tp: the tensor parallel sizes that the source supports.
+        num_grids: kinds of quantized weights, of which dequantized shards were compared; 0 without quantization.
+        grid_differences: the tensors whose dequantized shards are not the shards of the dequantized weight.
         unreached: names of tensors of the source that the small model does not have, and the proof does not cover; with
             a star for each layer number.
-        is_proven: whether there is a proof, and every proof is right.
+        is_proven: whether there is a proof, every proof is right, and all dequantized shards are.
     """
 
     source: str
@@ -61,5 +63,7 @@ class ProofReport:
     skipped: tuple[str, ...]
     note: str
     supported_tp: tuple[int, ...]
+    num_grids: int
+    grid_differences: tuple[str, ...]
     unreached: tuple[str, ...]
     is_proven: bool

@@ -66,6 +66,7 @@ def test_the_plan_of_a_quantized_source_is_proven(compressed):
     report = shardconv.prove(compressed("W4A16_ASYM", "llama"), tps=(2,))
     assert report.is_proven
     assert report.unreached == ()
+    assert (report.num_grids, report.grid_differences) == (3, ())
 
 
 @pytest.mark.parametrize(
