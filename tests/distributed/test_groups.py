@@ -21,6 +21,7 @@ from shardconv.distributed import (
 )
 from shardconv.distributed.new_groups import group_over, new_members_group
 from tests.support.forked import run_python
+from tests.support.policies import MlpPolicy
 
 
 @contextmanager
@@ -175,22 +176,6 @@ def test_groups_of_one_process():
             init_parallel(ranks=[1])
     finally:
         destroy_parallel()
-
-
-class MlpPolicy(shardconv.Policy):
-    """Two linear layers in an nn.Sequential."""
-
-    @staticmethod
-    def original_layer_class():
-        return nn.Sequential
-
-    @staticmethod
-    def mlp_in():
-        return [shardconv.Layer(weight="[0].weight", bias="[0].bias")]
-
-    @staticmethod
-    def mlp_out():
-        return [shardconv.Layer(weight="[1].weight", bias="[1].bias")]
 
 
 X, WEIGHT, IDS = torch.ones(4, 8), torch.ones(8, 8), torch.arange(4)

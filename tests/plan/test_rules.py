@@ -7,23 +7,13 @@ import pytest
 import torch
 
 import shardconv
-from shardconv import Layer, Policy
 from shardconv.checkpoint.plan_report import report_plan
 from shardconv.errors import UsageError
 from tests.support.command import call
 from tests.support.models import MODELS
+from tests.support.policies import MlpPolicy
 
 PLAN_FILE = 'inherits = "llama"\n[rules]\n"lm_head" = { style = "replicate" }\n'
-
-
-class MlpPolicy(Policy):
-    @staticmethod
-    def original_layer_class():
-        return torch.nn.Sequential
-
-    @staticmethod
-    def mlp_in():
-        return [Layer(weight="[0].weight")]
 
 
 @pytest.fixture
