@@ -85,11 +85,21 @@ def test_unknown_engine(source):
     assert "'vllm'" in result.err
 
 
-def test_request_and_rules_are_stored(source, tmp_path):
+@pytest.fixture
+def manifest(source, tmp_path):
     shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
-    manifest = read_manifest(tmp_path / "split")
+    return read_manifest(tmp_path / "split")
+
+
+def test_engine_of_the_request_is_stored(manifest):
     assert manifest.request.engine == "vllm"
+
+
+def test_rules_for_the_engine_are_stored(manifest):
     assert manifest.plan.rules.vocab_multiple == 64
+
+
+def test_request_is_read_as_it_was_written(manifest):
     assert PlanRequest.from_json(json.loads(json.dumps(manifest.request.to_json()))) == manifest.request
 
 
@@ -255,7 +265,12 @@ def test_files_are_closed_with_the_last_reference(source):
     assert torch.equal(kept[:66].view(torch.int16) + 0, rows.view(torch.int16))  # read behind the end of the iterator
 
 
-def test_source_that_changes(tmp_path):
+@pytest.mark.parametrize(
+    "use",
+    [lambda reader: reader.check_unchanged(), lambda reader: reader.read("lm_head.weight")],
+    ids=["check_unchanged", "read"],
+)
+def test_source_that_changes_while_it_is_read_is_refused(tmp_path, use):
     source = write_checkpoint(tmp_path / "source")
     reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
     path = source / "model.safetensors"
@@ -263,7 +278,5 @@ def test_source_that_changes(tmp_path):
     data[-1] ^= 1
     data.tofile(path)
     with pytest.raises(SourceError, match="changed while it was read"):
-        reader.check_unchanged()
-    with pytest.raises(SourceError, match="changed while it was read"):
-        reader.read("lm_head.weight")
+        use(reader)
     reader.close()
