@@ -485,14 +485,27 @@ def test_refused_models(ranks):
     ranks("four", check_refused_models)
 
 
-def test_refused_arguments():
-    with pytest.raises(ValueError, match="has neither a weight"):
-        Layer(n_fused=3)
-    with pytest.raises(ValueError, match="n_fused is 0"):
-        Layer("weight", n_fused=0)
-    for policy in (BertLayer, BertPolicy(None), [BertPolicy, "auto"], [], None):
-        with pytest.raises(TypeError, match=r"is not a class derived from shardconv.Policy"):
-            shardconv.convert_model(nn.Linear(2, 2), policy)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"n_fused": 3}, "has neither a weight"), ({"weight": "weight", "n_fused": 0}, "n_fused is 0")],
+    ids=["no parameter", "no segments"],
+)
+def test_layer_that_describes_no_parameter_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Layer(**arguments)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [BertLayer, BertPolicy(None), [BertPolicy, "auto"], [], None],
+    ids=["module class", "instance", "list with a name", "empty list", "None"],
+)
+def test_only_classes_of_policies_are_accepted(policy):
+    with pytest.raises(TypeError, match=r"is not a class derived from shardconv.Policy"):
+        shardconv.convert_model(nn.Linear(2, 2), policy)
+
+
+def test_policy_without_a_layer_class_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         type("Lacking", (Policy,), {})(None)
 
