@@ -165,17 +165,29 @@ def test_cpu_groups(ranks, layout):
     ranks(layout, check_cpu_groups)
 
 
-def test_groups_of_one_process():
-    try:
-        groups = init_parallel(data=-1, ranks=[0])
-        assert (groups.rank, groups.size, groups.ranks, groups.mesh) == (0, 1, (0,), None)
-        assert groups.tensor.has_cpu_group
-        assert groups.tensor.cpu_group is None
-        assert groups.tensor.with_cpu_group() is groups.tensor
-        with pytest.raises(ValueError, match="each from 0 to 0"):
-            init_parallel(ranks=[1])
-    finally:
-        destroy_parallel()
+@pytest.fixture
+def one_process():
+    """Groups of this process alone, without torch.distributed."""
+    yield init_parallel(data=-1, ranks=[0])
+    destroy_parallel()
+
+
+def test_groups_of_one_process_have_one_rank(one_process):
+    groups = one_process
+    assert (groups.rank, groups.size, groups.ranks, groups.mesh) == (0, 1, (0,), None)
+
+
+def test_axis_of_one_process_is_its_own_cpu_group(one_process):
+    axis = one_process.tensor
+    assert axis.has_cpu_group
+    assert axis.cpu_group is None
+    assert axis.with_cpu_group() is axis
+
+
+@pytest.mark.usefixtures("one_process")
+def test_rank_outside_the_world_is_refused():
+    with pytest.raises(ValueError, match="each from 0 to 0"):
+        init_parallel(ranks=[1])
 
 
 X, WEIGHT, IDS = torch.ones(4, 8), torch.ones(8, 8), torch.arange(4)

@@ -62,19 +62,32 @@ def test_groups(ranks):
     ranks("four", check_groups)
 
 
-def test_operations_of_one_process():
-    """Without torch.distributed all operations are the identity."""
+def test_current_groups_without_init_are_an_error():
     with pytest.raises(RuntimeError, match=r"call shardconv\.init_parallel"):
         shardconv.distributed.current_groups()
+
+
+@pytest.mark.parametrize("operation", [copy_to_tp, reduce_from_tp, scatter_to_tp, gather_from_tp])
+def test_operations_of_one_process_are_the_identity(operation):
     x = torch.randn(3, 4, requires_grad=True)
-    for operation in (copy_to_tp, reduce_from_tp, scatter_to_tp, gather_from_tp):
-        assert operation(x) is x
-    try:
-        assert init_parallel().tensor.size == 1
-        with pytest.raises(ValueError, match=r"of the world \(expected 1\)"):
-            init_parallel(tensor=2)
-    finally:
-        shardconv.distributed.destroy_parallel()
+    assert operation(x) is x
+
+
+@pytest.fixture
+def one_process():
+    """Groups of this process alone, without torch.distributed."""
+    yield init_parallel()
+    shardconv.distributed.destroy_parallel()
+
+
+def test_tensor_parallel_size_of_one_process_is_1(one_process):
+    assert one_process.tensor.size == 1
+
+
+@pytest.mark.usefixtures("one_process")
+def test_tensor_parallel_size_larger_than_the_world_is_refused():
+    with pytest.raises(ValueError, match=r"of the world \(expected 1\)"):
+        init_parallel(tensor=2)
 
 
 def check_compiled(axis):
