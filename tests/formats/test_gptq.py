@@ -149,7 +149,9 @@ def test_act_order_that_the_settings_deny_is_refused(tmp_path):
     with pytest.raises(IntegrityError, match=r"q_proj\.g_idx: input feature .* in group .*desc_act"):
         shardconv.split(source, tmp_path / "out", tp=2)
     assert not (tmp_path / "out").exists()
-    # a rank that reads the source finds it as well
+
+
+def test_rank_that_reads_a_source_refuses_unexpected_indices(tmp_path):
     shardconv.split(DATA / "gptq-3", tmp_path / "split", tp=2)
     tensors = load_file(DATA / "gptq-3/model.safetensors")
     tensors[f"{DOWN}.g_idx"] = tensors[f"{DOWN}.g_idx"].flip(0)
