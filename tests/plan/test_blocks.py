@@ -157,18 +157,33 @@ def test_a_condition_on_a_field_that_is_replaced_by_an_expression(monkeypatch):
             family({"blocks": {"y": {"block": "one", "kind": value}}})
 
 
-def test_blocks_with_different_defaults_for_a_field(monkeypatch):
-    """An error, unless the family has a default."""
+@pytest.fixture
+def _different_defaults(monkeypatch):
+    """Blocks ``one`` and ``two``, which have different defaults for the field ``size``."""
     blocks = {
         name: parse_block(name, {"config": {"size": size}, "units": {"x": {"count": "size"}}})
         for name, size in (("one", 1), ("two", 2))
     }
     monkeypatch.setattr(family_file, "load_block", blocks.get)
-    message = "config field size has two defaults, 1, and 2 in block 'two'"
-    with pytest.raises(PlanError, match=message):
+
+
+TWO_DEFAULTS = "config field size has two defaults, 1, and 2 in block 'two'"
+
+
+@pytest.mark.usefixtures("_different_defaults")
+def test_blocks_with_different_defaults_for_a_field_are_refused():
+    with pytest.raises(PlanError, match=TWO_DEFAULTS):
         family({"blocks": {"y": ["one", "two"]}})
-    with pytest.raises(PlanError, match=message):
+
+
+@pytest.mark.usefixtures("_different_defaults")
+def test_default_other_than_that_of_an_inherited_block_is_refused():
+    with pytest.raises(PlanError, match=TWO_DEFAULTS):
         family({"blocks": {"y": "two"}}, family({"blocks": {"y": "one"}}))
+
+
+@pytest.mark.usefixtures("_different_defaults")
+def test_default_of_a_family_replaces_those_of_its_blocks():
     assert family({"blocks": {"y": ["one", "two"]}, "config": {"size": 3}}).config == {"size": 3}
 
 
