@@ -475,18 +475,37 @@ def plain_tokens(ids):
     return tokens[0, len(ids) :].tolist()
 
 
-def test_check_without_a_tokenizer(without_tokenizer):
-    """It uses fixed token ids over the vocabulary, and reports tokens as ids."""
+@pytest.fixture(scope="module")
+def checked_without_tokenizer(without_tokenizer) -> dict:
+    """The report of a check without a prompt."""
     options = ["--max-new-tokens", TOKENS, "--device", "cpu", "--check", DEMO, "--json"]
     result = run("run", without_tokenizer, *options)
     assert result.code == 0, result.err
-    report = json.loads(result.out)
-    (prompt,) = ([int(word) for word in text.split()] for text in report["prompts"])
+    return json.loads(result.out)
+
+
+def ids_of(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
+def test_check_without_a_tokenizer_uses_fixed_ids_over_the_vocabulary(checked_without_tokenizer):
+    (prompt,) = map(ids_of, checked_without_tokenizer["prompts"])
     assert (len(prompt), len(set(prompt)), min(prompt) > 2, max(prompt)) == (16, 16, True, 1998)
-    assert report["outputs"] == [" ".join(map(str, plain_tokens(prompt)))]
+    assert any("compared on token ids over the whole vocabulary" in note for note in checked_without_tokenizer["notes"])
+
+
+def test_check_without_a_tokenizer_reports_tokens_as_ids(checked_without_tokenizer):
+    (prompt,) = map(ids_of, checked_without_tokenizer["prompts"])
+    assert checked_without_tokenizer["outputs"] == [" ".join(map(str, plain_tokens(prompt)))]
+
+
+def test_check_without_a_tokenizer_compares_with_the_unsharded_model(checked_without_tokenizer):
+    report = checked_without_tokenizer
     assert (report["differences"], report["error"] < 1e-4) == ([], True)
-    assert any("compared on token ids over the whole vocabulary" in note for note in report["notes"])
-    assert any(note.startswith("tokenizer.json: is missing") for note in report["notes"])  # it existed at the split
+
+
+def test_tokenizer_that_was_removed_after_the_split_is_noted(checked_without_tokenizer):
+    assert any(note.startswith("tokenizer.json: is missing") for note in checked_without_tokenizer["notes"])
 
 
 def test_token_ids_as_prompts(split):
