@@ -99,7 +99,7 @@ def check_different_earlier_groups(_):
         assert groups.rank == 3 - rank
 
 
-def check_refusals(_):
+def check_invalid_ranks(_):
     rank = dist.get_rank()
     for ranks, message in (
         ([rank, rank], "contains a duplicate"),
@@ -109,8 +109,15 @@ def check_refusals(_):
     ):
         with pytest.raises(ValueError, match=message):
             init_parallel(tensor=len(ranks), ranks=ranks)
+
+
+def check_sizes_that_do_not_match_ranks(_):
+    rank = dist.get_rank()
     with pytest.raises(ValueError, match=rf"pipeline 1 = 2 does not match .* in ranks=\[{rank}\] \(expected 1\)"):
         init_parallel(tensor=2, ranks=[rank])
+
+
+def check_sizes_that_do_not_match_the_world(_):
     for sizes in ({"tensor": 3, "data": -1}, {"tensor": -1, "data": -1}, {"tensor": -2}, {"tensor": 0, "data": -1}):
         with pytest.raises(ValueError, match=r"of the world \(expected 4\): change the sizes, or set one"):
             init_parallel(**sizes)
@@ -152,7 +159,8 @@ def check_groups_are_cached(_):
 @pytest.mark.parametrize(
     "check",
     [
-        check_two_sets, check_order_is_kept, check_part_of_the_world, check_different_earlier_groups, check_refusals,
+        check_two_sets, check_order_is_kept, check_part_of_the_world, check_different_earlier_groups,
+        check_invalid_ranks, check_sizes_that_do_not_match_ranks, check_sizes_that_do_not_match_the_world,
         check_groups_are_destroyed, check_groups_are_cached,
     ],
 )  # fmt: skip

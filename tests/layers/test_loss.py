@@ -220,29 +220,36 @@ def test_module(ranks):
     ranks("four", check_module)
 
 
-def check_refused(axis):
-    logits, target = torch.randn(BATCH, 4), torch.zeros(BATCH, dtype=torch.int64)
-    total = 4 * axis.size
-    for wrong in (-1, total, 10**6):
-        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
-            parallel_cross_entropy(logits, target + wrong, num_classes=total, group=axis)
-    for message, options in {
-        r"has 4 classes \(expected 5 in full logits, or 3 per rank": {"num_classes": 5},
-        r"has 4 classes \(expected 3 in full logits, or 2 per rank": {"weight": torch.ones(3), "num_classes": None},
-        r"weight has shape \[3\]": {"weight": torch.ones(3)},
-        "got .* reduction 'typo'": {"reduction": "typo"},
-        "got label_smoothing 2": {"label_smoothing": 2},
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            parallel_cross_entropy(logits, target, group=axis, **{"num_classes": total, **options})
-    with pytest.raises(ValueError, match=r"target has shape \[2\]"):
-        parallel_cross_entropy(logits, target[:2], num_classes=total, group=axis)
-    with pytest.raises(ValueError, match="get no gradient"):
-        parallel_cross_entropy(logits, torch.rand_like(logits).requires_grad_(), num_classes=total, group=axis)
+TARGET = torch.zeros(BATCH, dtype=torch.int64)
+#: Arguments that are refused for logits of 4 classes on each of two ranks, and the error.
+REFUSED = {
+    **{
+        f"target {wrong}": ({"target": TARGET + wrong}, IndexError, f"Target {wrong} is out of bounds")
+        for wrong in (-1, 8, 10**6)
+    },
+    "shape of the target": ({"target": TARGET[:2]}, ValueError, r"target has shape \[2\]"),
+    "gradient of the target": ({"target": torch.ones(BATCH, 4).requires_grad_()}, ValueError, "get no gradient"),
+    "number of classes": ({"num_classes": 5}, ValueError, r"has 4 classes \(expected 5 in full logits, or 3 per rank"),
+    "classes of the weight": (
+        {"weight": torch.ones(3), "num_classes": None},
+        ValueError,
+        r"has 4 classes \(expected 3 in full logits, or 2 per rank",
+    ),
+    "shape of the weight": ({"weight": torch.ones(3)}, ValueError, r"weight has shape \[3\]"),
+    "reduction": ({"reduction": "typo"}, ValueError, "got .* reduction 'typo'"),
+    "label smoothing": ({"label_smoothing": 2}, ValueError, "got label_smoothing 2"),
+}
 
 
-def test_refused(ranks):
-    ranks("pairs", check_refused)
+def check_refused(axis, name):
+    arguments, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        parallel_cross_entropy(torch.zeros(BATCH, 4), **{"target": TARGET, "num_classes": 8, "group": axis} | arguments)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_invalid_arguments_are_refused(ranks, name):
+    ranks("pairs", check_refused, name)
 
 
 def check_full_or_sharded(axis):
