@@ -170,14 +170,28 @@ def check_names(axis):
     assert placements_of({0: ["data"], -1: ["tensor"]}, 2, mesh) == (S0, S1)
     assert placements_of({1: ["data", "tensor"]}, 2, mesh) == (S1, S1)
     assert placements_of({1: "tensor", -1: "data"} | {1: "data", -1: "tensor"}, 2, mesh) == (S1, S1)
+
+
+def check_unknown_name(axis):
     with pytest.raises(ValueError, match=r"axis 'pipeline' is not an axis of mesh \(data: 2, tensor: 2\)"):
-        placements_of({0: "pipeline"}, 2, mesh)
+        placements_of({0: "pipeline"}, 2, mesh_of(axis, 2))
+
+
+def check_names_in_errors(axis):
     with pytest.raises(ValueError, match=r"shape \[8, 5\] over mesh \(data: 2, tensor: 2\): dim 1 of size 5"):
-        check_placements((8, 5), mesh, [R, S1])
+        check_placements((8, 5), mesh_of(axis, 2), [R, S1])
 
 
-def test_names(ranks):
+def test_axes_of_a_mesh_have_names(ranks):
     ranks("four", check_names)
+
+
+def test_unknown_name_of_an_axis_is_refused(ranks):
+    ranks("four", check_unknown_name)
+
+
+def test_errors_have_the_names_of_axes(ranks):
+    ranks("four", check_names_in_errors)
 
 
 def check_local_shapes(axis, shape):
