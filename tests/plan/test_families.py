@@ -713,6 +713,9 @@ def test_replicate_names_or_patterns(checkpoint):
     mlp = {f"model.layers.1.mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
     assert replicated == {"lm_head.weight", *mlp}
     assert all(plan.placement(name).dim is None for name in replicated)
+
+
+def test_replicated_name_that_matches_no_tensor_is_refused(checkpoint):
     with pytest.raises(PlanError, match="'lm_haed' matches no tensor"):
         shardconv.make_plan(checkpoint("llama"), tp=2, replicate=("lm_haed",))
 
