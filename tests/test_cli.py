@@ -283,13 +283,13 @@ def test_exit_codes(commands, tmp_path, monkeypatch, command, error, code, messa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_debug_shows_the_traceback(commands):
-    for arguments in (["split", "x", "--tp", "2"], ["merge", "x"]):
-        plain, debug = run(*arguments), run(*arguments, "--debug")
-        assert "Traceback" not in plain.err
-        assert debug.err.startswith("Traceback")
-        assert plain.err.removeprefix("shardconv: ").strip() in debug.err
-        assert plain.code == debug.code == 1
+@pytest.mark.parametrize("arguments", [["split", "x", "--tp", "2"], ["merge", "x"]], ids=["split", "merge"])
+def test_only_debug_shows_the_traceback(commands, arguments):
+    plain, debug = run(*arguments), run(*arguments, "--debug")
+    assert "Traceback" not in plain.err
+    assert debug.err.startswith("Traceback")
+    assert plain.err.removeprefix("shardconv: ").strip() in debug.err
+    assert plain.code == debug.code == 1
 
 
 def test_debug_does_not_change_results(commands):

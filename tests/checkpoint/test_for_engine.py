@@ -77,9 +77,12 @@ def test_tp_that_the_engine_does_not_support(source):
         make_plan(source, tp=128, engine="vllm")
 
 
-def test_unknown_engine(source):
+def test_unknown_engine_is_refused(source):
     with pytest.raises(PlanError, match=r"engine 'other' is not supported \(expected vllm, shardconv\)"):
         make_plan(source, tp=2, engine="other")
+
+
+def test_command_refuses_an_unknown_engine(source):
     result = run("split", source, "--tp", "2", "--for", "other")
     assert result.code == 2
     assert "'vllm'" in result.err
@@ -258,11 +261,14 @@ def test_files_are_closed_with_the_last_reference(source):
     del weights, reader
     gc.collect()
     assert len(list(Path("/dev/fd").iterdir())) == before
+
+
+def test_kept_weight_is_read_behind_the_end_of_the_iterator(source):
     reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
     kept = dict(rank_weights(RankSource(reader, ""), 0))["lm_head.weight"]
     del reader
     rows = load_file(source / "model-00002-of-00002.safetensors")["lm_head.weight"][:66]
-    assert torch.equal(kept[:66].view(torch.int16) + 0, rows.view(torch.int16))  # read behind the end of the iterator
+    assert torch.equal(kept[:66].view(torch.int16) + 0, rows.view(torch.int16))
 
 
 @pytest.mark.parametrize(

@@ -164,11 +164,14 @@ def test_manifest_with_an_unsupported_placement(tmp_path):
         shardconv.merge(tmp_path / "out", tmp_path / "back")
 
 
-def test_command(tmp_path):
-    source = write(tmp_path, "llama")
+def test_command_writes_the_layout(splits, tmp_path):
+    source, _, _ = splits
     expected = load_file(source / "model.safetensors")
     assert call("split", source, "--tp", "4", "--layout", "dcp", "-o", tmp_path / "out").code == 0
     assert_equal(load_full(tmp_path / "out", expected), expected)
+
+
+def test_command_refuses_unsupported_placements(tmp_path):
     refused = call("split", write(tmp_path, "phi3"), "--tp", "4", "--layout", "dcp", "-o", tmp_path / "no")
     assert refused.code == 1
     assert "gate_up_proj.weight: is sharded as dim 0, 2 intervals" in " ".join(refused.err.split())

@@ -494,13 +494,21 @@ def test_row_parallel_layers_accept_full_inputs(ranks):
 # --- what is said, and what is refused ------------------------------------------------------------------------------
 
 
-def test_reshard_pads_only_on_request(tmp_path):
-    source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
-    shardconv.split(source, tmp_path / "three", tp=3, pad=True)
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("one-layer") / "source", config=llama_config(layers=1))
+
+
+def test_reshard_removes_padding_that_is_not_needed(one_layer, tmp_path):
+    shardconv.split(one_layer, tmp_path / "three", tp=3, pad=True)
     report = shardconv.reshard(tmp_path / "three", tmp_path / "two", tp=2)
     assert report.padding.units == ()
-    shardconv.split(source, tmp_path / "direct", tp=2)
+    shardconv.split(one_layer, tmp_path / "direct", tp=2)
     assert contents(tmp_path / "two") == contents(tmp_path / "direct")
+
+
+def test_reshard_pads_only_on_request(one_layer, tmp_path):
+    shardconv.split(one_layer, tmp_path / "three", tp=3, pad=True)
     with pytest.raises(PlanError, match=r"tp 6: supported with --pad, [0-9.]+% more memory"):
         shardconv.reshard(tmp_path / "three", tmp_path / "six", tp=6)
 
@@ -586,11 +594,6 @@ def test_manifest_without_the_key_pad_has_no_padding(tmp_path):
     shardconv.split(source, tmp_path / "three", tp=3, pad=True)
     manifest = json.loads((tmp_path / "three" / "shardconv.json").read_text())
     assert (manifest["request"]["pad"], manifest["plan"]["rules"]["pad"]) == (1, 1)
-
-
-@pytest.fixture(scope="module")
-def one_layer(tmp_path_factory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("one-layer") / "source", config=llama_config(layers=1))
 
 
 @pytest.fixture(scope="module")

@@ -76,13 +76,28 @@ def test_mtp_layers_do_not_change_outputs(ranks, made):
     assert (found[0] < 1e-4, found[1] is not False) == (True, True)
 
 
-def test_alternative_prefixes():
-    regex = re.compile(name_regex("model.layers.*.norm", ("model.", "mtp.")))
-    assert all(regex.fullmatch(f"{start}layers.0.norm") for start in ("model.", "mtp.", ""))
-    assert not any(regex.fullmatch(f"{start}layers.0.norm") for start in ("mtp.model.", "model.mtp.", "a.mtp.", "m."))
-    prefixes = {'"model."': ("model.",), '["model.", "mtp."]': ("model.", "mtp."), '""': (), "[]": ()}
-    for text, prefix in prefixes.items():
-        assert parse_plan_file("plan.toml", f"prefix = {text}").prefix == prefix
-    for text in ("[1]", '[""]', "1"):
-        with pytest.raises(PlanError, match="prefix"):
-            parse_plan_file("plan.toml", f"prefix = {text}")
+PREFIXES = re.compile(name_regex("model.layers.*.norm", ("model.", "mtp.")))
+
+
+@pytest.mark.parametrize("start", ["model.", "mtp.", ""])
+def test_one_of_alternative_prefixes_matches(start):
+    assert PREFIXES.fullmatch(f"{start}layers.0.norm")
+
+
+@pytest.mark.parametrize("start", ["mtp.model.", "model.mtp.", "a.mtp.", "m."])
+def test_other_prefixes_do_not_match(start):
+    assert not PREFIXES.fullmatch(f"{start}layers.0.norm")
+
+
+@pytest.mark.parametrize(
+    ("text", "prefix"),
+    [('"model."', ("model.",)), ('["model.", "mtp."]', ("model.", "mtp.")), ('""', ()), ("[]", ())],
+)
+def test_prefix_of_a_plan_file(text, prefix):
+    assert parse_plan_file("plan.toml", f"prefix = {text}").prefix == prefix
+
+
+@pytest.mark.parametrize("text", ["[1]", '[""]', "1"])
+def test_invalid_prefix_of_a_plan_file_is_refused(text):
+    with pytest.raises(PlanError, match="prefix"):
+        parse_plan_file("plan.toml", f"prefix = {text}")

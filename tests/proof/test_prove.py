@@ -158,12 +158,15 @@ def test_small_model_has_the_head_size_of_the_source():
     assert small_model(config, has_real_heads=True).transformer.wte.weight.shape == (99, 96 * 4)
 
 
-def test_sources_without_a_small_model(tmp_path):
+def test_source_of_an_unknown_model_class_is_refused(tmp_path):
     source = shutil.copytree(DEMO, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
     with pytest.raises(RunError, match=r"does not name a model class .*'llama' and architectures \['NoSuchModel'\]"):
         shardconv.prove(source)
+
+
+def test_unsupported_tp_is_skipped():
     report = shardconv.prove(DEMO, tps=(3,))
     assert (report.is_proven, report.proofs) == (False, ())
     assert report.skipped[0].startswith(f"tp 3: {DEMO} cannot be sharded for it: ")

@@ -443,9 +443,16 @@ def test_wrong_options(tiny, arguments, code, message):
     assert "Traceback" not in result.err
 
 
-def test_only_measure_link_runs_without_a_source():
-    for arguments in ([], ["--cost"], ["--cost", "--measure-link"], ["--prove"]):
-        result = call("plan", *arguments)
-        assert (result.code, "Missing argument 'SRC'" in result.err) == (2, True)
+@pytest.mark.parametrize("arguments", [[], ["--cost"], ["--cost", "--measure-link"], ["--prove"]], ids=" ".join)
+def test_source_is_required(arguments):
+    result = call("plan", *arguments)
+    assert (result.code, "Missing argument 'SRC'" in result.err) == (2, True)
+
+
+def test_measure_link_runs_without_a_source():
+    """And requires torchrun."""
     assert "torchrun" in call("plan", "--measure-link").err
+
+
+def test_measure_link_has_no_list_of_tensors():
     assert "--all cannot be combined with" in call("plan", "--measure-link", "--all").err

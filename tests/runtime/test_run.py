@@ -569,19 +569,33 @@ def test_error_of_more_tokens_than_learned_positions(tmp_path):
         rank_report(tmp_path / "split", "an " * 600)
 
 
-def test_single_file_is_not_run(tmp_path):
-    """It does not have a model class; in Python, pass a module as ``model``."""
-    shardconv.split(DEMO / "model.safetensors", tmp_path / "with", tp=1, config=DEMO / "config.json")
+@pytest.fixture
+def without_config(tmp_path):
+    """A split of a single file without a config, and the error."""
     bare = shutil.copyfile(DEMO / "model.safetensors", tmp_path / "bare.safetensors")
     shardconv.split(bare, tmp_path / "without", tp=1)
     message = (
         f"{tmp_path / 'without'}: does not have a config.json, which names the model's class: split the source again"
     )
-    result = call("run", tmp_path / "without", "--prompt", PROMPT, "--device", "cpu")
+    return tmp_path / "without", message
+
+
+def test_split_without_a_config_is_not_run(without_config):
+    """In Python, pass a module as ``model``."""
+    folder, message = without_config
+    result = call("run", folder, "--prompt", PROMPT, "--device", "cpu")
     assert (result.code, message in result.err, "--config FILE" in result.err) == (1, True, True)
     assert "shardconv.load(DIR, model=...)" in result.err
+
+
+def test_split_without_a_config_is_not_loaded(without_config):
+    folder, message = without_config
     with pytest.raises(RunError, match=re.escape(message)):
-        shardconv.load(tmp_path / "without", device="cpu")
+        shardconv.load(folder, device="cpu")
+
+
+def test_split_of_a_single_file_with_a_config_requires_a_tokenizer(tmp_path):
+    shardconv.split(DEMO / "model.safetensors", tmp_path / "with", tp=1, config=DEMO / "config.json")
     result = call("run", tmp_path / "with", "--prompt", PROMPT, "--device", "cpu")
     assert "does not have a tokenizer" in result.err
 
