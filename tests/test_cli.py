@@ -96,58 +96,99 @@ def test_quiet_prints_nothing(commands, command, option):
 
 
 @each_command
-def test_quiet_keeps_json_and_errors(commands, command):
+def test_quiet_keeps_json(commands, command):
     assert json.loads(call(*commands[command], "-q", "--json").out)
+
+
+@each_command
+def test_quiet_keeps_errors(commands, command):
     wrong = call(command, "nowhere", *commands[command][2:], "-q")
     assert (wrong.code, wrong.out) == (1, "")
     assert "nowhere" in wrong.err
 
 
-def test_quiet_keeps_warnings(made, commands):
-    """Assumptions, skipped checks and differences are on stderr, once."""
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize("command", [["plan"], ["split", "--tp", 1, "-o", "split"]], ids=["plan", "split"])
+def test_quiet_keeps_assumptions(made, command):
+    """They are on stderr, once."""
     bare = shutil.copyfile(made / "tiny" / "model.safetensors", "bare.safetensors")
-    for arguments in (["plan", bare], ["split", bare, "--tp", 1, "-o", "split"]):
-        quiet, loud = call(*arguments, "-q"), call(*arguments, *(["--overwrite"] if "split" in arguments else []))
-        assert (quiet.code, quiet.out) == (0, "")
-        assert [line for line in loud.out.splitlines() if line.startswith("assumed: ")] == quiet.err.splitlines() != []
+    name, *options = command
+    quiet = call(name, bare, *options, "-q")
+    loud = call(name, bare, *options, *(["--overwrite"] if name == "split" else []))
+    assert (quiet.code, quiet.out) == (0, "")
+    assert [line for line in loud.out.splitlines() if line.startswith("assumed: ")] == quiet.err.splitlines() != []
+
+
+@pytest.mark.usefixtures("commands")
+def test_quiet_prints_nothing_about_checksums_that_are_not_requested(made):
     assert call("split", made / "tiny", "--tp", 2, "-o", "unchecked", "--no-checksums", "-q") == (0, "", "")
-    assert "no checksums" in call("merge", "unchecked", "-o", "merged", "-q").err
-    assert "no checksums" in call("verify", "unchecked", "-q").err
+
+
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize("command", [["merge", "-o", "merged"], ["verify"]], ids=["merge", "verify"])
+def test_quiet_keeps_the_warning_of_skipped_checks(made, command):
+    shardconv.split(made / "tiny", "unchecked", tp=2, checksums=False)
+    name, *options = command
+    assert "no checksums" in call(name, "unchecked", *options, "-q").err
+
+
+def test_quiet_keeps_differences(commands):
     write_checkpoint(Path("other"), config=llama_config(layers=1), seed=1)
     quiet = call(*commands["verify"], "--against", "other", "-q")
     assert (quiet.code, quiet.out, "DIFFERENT  " in quiet.err) == (3, "", True)
 
 
 @each_writing_command
-@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
 def test_dry_run_writes_nothing(commands, tmp_path, command, options):
-    """It reports what the command would write."""
     dry = call(*commands[command], "--dry-run", *options)
     assert (dry.code, dry.err) == (0, "")
     assert list(tmp_path.iterdir()) == []
-    wet = call(*commands[command], *options)
-    if options:
-        report = {**json.loads(dry.out), "dry_run": False}
-        assert {**report, "seconds": 0} == {**json.loads(wet.out), "seconds": 0}
-    else:
-        assert "would be written" in dry.out
-        assert "would be written" not in wet.out
+
+
+@each_writing_command
+def test_dry_run_reports_what_the_command_would_write(commands, command):
+    dry, wet = call(*commands[command], "--dry-run", "--json"), call(*commands[command], "--json")
+    report = {**json.loads(dry.out), "dry_run": False}
+    assert {**report, "seconds": 0} == {**json.loads(wet.out), "seconds": 0}
+
+
+@each_writing_command
+def test_dry_run_prints_that_nothing_was_written(commands, command):
+    dry, wet = call(*commands[command], "--dry-run"), call(*commands[command])
+    assert "would be written" in dry.out
+    assert "would be written" not in wet.out
 
 
 @each_writing_command
 @pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwrite"])
-def test_dry_run_where_the_destination_exists(commands, tmp_path, command, overwrite):
-    """This is not an error; the report names the option that the command requires."""
-    first = json.loads(call(*commands[command], "--json").out)
+def test_dry_run_where_the_destination_exists_is_not_an_error(commands, tmp_path, command, overwrite):
+    call(*commands[command])
     before = contents(tmp_path)
-    arguments = [*commands[command], "--dry-run", *(["--overwrite"] if overwrite else [])]
-    shown, report = call(*arguments), json.loads(call(*arguments, "--json").out)
+    shown = call(*commands[command], "--dry-run", *(["--overwrite"] if overwrite else []))
     assert (shown.code, shown.err) == (0, "")
-    line = f"{first['path']} exists: " + ("it would be replaced" if overwrite else "--overwrite would be needed")
-    assert line in shown.out.splitlines()
+    assert contents(tmp_path) == before
+
+
+@each_writing_command
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [([], "--overwrite would be needed"), (["--overwrite"], "it would be replaced")],
+    ids=["", "overwrite"],
+)
+def test_dry_run_prints_the_option_that_an_existing_destination_requires(commands, command, options, text):
+    path = json.loads(call(*commands[command], "--json").out)["path"]
+    shown = call(*commands[command], "--dry-run", *options)
+    assert f"{path} exists: {text}" in shown.out.splitlines()
+
+
+@each_writing_command
+@pytest.mark.parametrize("options", [[], ["--overwrite"]], ids=["", "overwrite"])
+def test_report_of_a_dry_run_has_the_existing_destination(commands, command, options):
+    first = json.loads(call(*commands[command], "--json").out)
+    report = json.loads(call(*commands[command], "--dry-run", *options, "--json").out)
     assert {**report, "seconds": 0} == {**first, "seconds": 0, "dry_run": True, "destination_exists": True}
     assert first["destination_exists"] is False
-    assert contents(tmp_path) == before
 
 
 @each_writing_command
@@ -242,13 +283,13 @@ def test_exit_codes(commands, tmp_path, monkeypatch, command, error, code, messa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_debug_shows_the_traceback(commands):
-    for arguments in (["split", "x", "--tp", "2"], ["merge", "x"]):
-        short, debug = run(*arguments), run(*arguments, "--debug")
-        assert "Traceback" not in short.err
-        assert debug.err.startswith("Traceback")
-        assert short.err.removeprefix("shardconv: ").strip() in debug.err
-        assert short.code == debug.code == 1
+@pytest.mark.parametrize("arguments", [["split", "x", "--tp", "2"], ["merge", "x"]], ids=["split", "merge"])
+def test_only_debug_shows_the_traceback(commands, arguments):
+    plain, debug = run(*arguments), run(*arguments, "--debug")
+    assert "Traceback" not in plain.err
+    assert debug.err.startswith("Traceback")
+    assert plain.err.removeprefix("shardconv: ").strip() in debug.err
+    assert plain.code == debug.code == 1
 
 
 def test_debug_does_not_change_results(commands):
@@ -395,11 +436,11 @@ def test_result_that_cannot_be_written(commands, options):
     assert (result.code, result.err) == (1, "shardconv: No space left on device\n")
 
 
-def test_as_a_module_and_as_a_script(commands, made):
-    for patch in ("", "pass"):
-        result = finish(start("verify", made / "tiny-tp2", patch=patch))
-        assert (result.code, result.err) == (0, "")
-        assert result.out.endswith("correct\n")
+@pytest.mark.parametrize("patch", ["", "pass"], ids=["module", "script"])
+def test_as_a_module_and_as_a_script(commands, made, patch):
+    result = finish(start("verify", made / "tiny-tp2", patch=patch))
+    assert (result.code, result.err) == (0, "")
+    assert result.out.endswith("correct\n")
 
 
 # --- imports --------------------------------------------------------------------------------------------------------
@@ -438,12 +479,22 @@ def test_importing_the_package_imports_no_modules_of_it():
     assert done.stdout.split() == ["shardconv"]
 
 
-def test_public_names():
+def test_public_names_are_sorted():
     assert shardconv.__all__ == sorted(shardconv.__all__)
     assert len(set(shardconv.__all__)) == len(shardconv.__all__)
-    assert all(getattr(shardconv, name) is not None for name in shardconv.__all__)
+
+
+@pytest.mark.parametrize("name", shardconv.__all__)
+def test_public_name_exists(name):
+    assert getattr(shardconv, name) is not None
+
+
+def test_dir_has_the_public_names():
     assert dir(shardconv) == shardconv.__all__
-    with pytest.raises(AttributeError, match="attribute 'nonsense'"):
+
+
+def test_unknown_name_of_the_package_is_an_error():
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = shardconv.nonsense
 
 

@@ -13,6 +13,7 @@ import shardconv
 from shardconv import distributed, layers, tensor
 from tests.support.command import call
 from tests.support.models import MODELS
+from tests.support.policies import MlpPolicy
 
 PAGE = (Path(__file__).parents[1] / "docs" / "coming-from.md").read_text("utf-8")
 #: Section to rows of the reference's name and shardconv's.
@@ -63,22 +64,6 @@ REFERENCES = {
         "original_layer_class",
     ),
 }  # fmt: skip
-
-
-class MlpPolicy(shardconv.Policy):
-    """The example of convert_model's docstring."""
-
-    @staticmethod
-    def original_layer_class():
-        return nn.Sequential
-
-    @staticmethod
-    def mlp_in():
-        return [shardconv.Layer(weight="[0].weight", bias="[0].bias")]
-
-    @staticmethod
-    def mlp_out():
-        return [shardconv.Layer(weight="[-1].weight", bias="[-1].bias")]
 
 
 @pytest.fixture

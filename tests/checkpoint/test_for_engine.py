@@ -77,19 +77,32 @@ def test_tp_that_the_engine_does_not_support(source):
         make_plan(source, tp=128, engine="vllm")
 
 
-def test_unknown_engine(source):
+def test_unknown_engine_is_refused(source):
     with pytest.raises(PlanError, match=r"engine 'other' is not supported \(expected vllm, shardconv\)"):
         make_plan(source, tp=2, engine="other")
+
+
+def test_command_refuses_an_unknown_engine(source):
     result = run("split", source, "--tp", "2", "--for", "other")
     assert result.code == 2
     assert "'vllm'" in result.err
 
 
-def test_request_and_rules_are_stored(source, tmp_path):
+@pytest.fixture
+def manifest(source, tmp_path):
     shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
-    manifest = read_manifest(tmp_path / "split")
+    return read_manifest(tmp_path / "split")
+
+
+def test_engine_of_the_request_is_stored(manifest):
     assert manifest.request.engine == "vllm"
+
+
+def test_rules_for_the_engine_are_stored(manifest):
     assert manifest.plan.rules.vocab_multiple == 64
+
+
+def test_request_is_read_as_it_was_written(manifest):
     assert PlanRequest.from_json(json.loads(json.dumps(manifest.request.to_json()))) == manifest.request
 
 
@@ -248,14 +261,22 @@ def test_files_are_closed_with_the_last_reference(source):
     del weights, reader
     gc.collect()
     assert len(list(Path("/dev/fd").iterdir())) == before
+
+
+def test_kept_weight_is_read_behind_the_end_of_the_iterator(source):
     reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
     kept = dict(rank_weights(RankSource(reader, ""), 0))["lm_head.weight"]
     del reader
     rows = load_file(source / "model-00002-of-00002.safetensors")["lm_head.weight"][:66]
-    assert torch.equal(kept[:66].view(torch.int16) + 0, rows.view(torch.int16))  # read behind the end of the iterator
+    assert torch.equal(kept[:66].view(torch.int16) + 0, rows.view(torch.int16))
 
 
-def test_source_that_changes(tmp_path):
+@pytest.mark.parametrize(
+    "use",
+    [lambda reader: reader.check_unchanged(), lambda reader: reader.read("lm_head.weight")],
+    ids=["check_unchanged", "read"],
+)
+def test_source_that_changes_while_it_is_read_is_refused(tmp_path, use):
     source = write_checkpoint(tmp_path / "source")
     reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
     path = source / "model.safetensors"
@@ -263,7 +284,5 @@ def test_source_that_changes(tmp_path):
     data[-1] ^= 1
     data.tofile(path)
     with pytest.raises(SourceError, match="changed while it was read"):
-        reader.check_unchanged()
-    with pytest.raises(SourceError, match="changed while it was read"):
-        reader.read("lm_head.weight")
+        use(reader)
     reader.close()

@@ -16,7 +16,7 @@ from shardconv.checkpoint.ignore import matches
 from shardconv.checkpoint.source import open_source
 from shardconv.errors import SourceError, UsageError
 from tests.support.checkpoints import llama_config, llama_specs, stored, write_checkpoint, write_index, write_weights
-from tests.support.command import call
+from tests.support.command import Result, call
 
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -62,7 +62,7 @@ def ignore_options(message: str) -> list[str]:
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+UNKNOWN = pytest.mark.parametrize(
     "name",
     [
         "consolidated.safetensors",
@@ -76,13 +76,21 @@ def ignore_options(message: str) -> list[str]:
         "step/[1].pt",
     ],
 )
+
+
+@UNKNOWN
 def test_unknown_weights_are_refused(folder, name):
     put(folder, name)
     own = INDEX if (folder / INDEX).exists() else "model.safetensors"
     message = refusal(folder)
     assert f"model: holds weights that are not in {own}: {name}" in message
     assert message.endswith(f", or pass {folder / own} instead of the folder")
-    source = open_source(folder, ignore=tuple(ignore_options(message)))
+
+
+@UNKNOWN
+def test_options_in_the_message_leave_out_unknown_weights(folder, name):
+    put(folder, name)
+    source = open_source(folder, ignore=tuple(ignore_options(refusal(folder))))
     assert list(source.left_out) == [name]
     assert name not in source.auxiliary_files
     assert stored(source) == SPECS
@@ -343,20 +351,42 @@ def test_adapter_without_a_base_model(tmp_path, config, kind):
     assert code_of(refusal(folder / "adapter_model.safetensors"))[0] == f"from peft import {kind}"
 
 
-def test_adapter_on_the_command_line(folder, tmp_path, monkeypatch):
-    """The split without the adapter equals that of the base model; reports list the files that are left out."""
+@pytest.fixture
+def with_adapter(folder, tmp_path, monkeypatch) -> Path:
+    """A base model with an adapter; the split without the adapter is in the current folder, as ``expected``."""
     monkeypatch.chdir(tmp_path)
     shardconv.split(folder, "expected", tp=2)
     put_adapter(folder)
+    return folder
+
+
+def split_with_proposed_options(folder: Path) -> Result:
+    """Split with the options in the message of a refused split."""
     refused = call("split", folder, "--tp", "2", "-q")
+    options = [word for pattern in ignore_options(refused.err) for word in ("--ignore", pattern)]
+    return call("split", folder, "--tp", "2", *options)
+
+
+def test_split_of_a_folder_with_an_adapter_writes_nothing(with_adapter):
+    refused = call("split", with_adapter, "--tp", "2", "-q")
     assert (refused.code, refused.out) == (1, "")
     assert not Path("model-tp2").exists()
-    options = [word for pattern in ignore_options(refused.err) for word in ("--ignore", pattern)]
-    shown = call("split", folder, "--tp", "2", *options)
+
+
+def test_split_without_the_adapter_has_the_files_of_that_of_the_base_model(with_adapter):
+    split_with_proposed_options(with_adapter)
+    assert {path.name for path in Path("model-tp2").iterdir()} == {path.name for path in Path("expected").iterdir()}
+
+
+def test_split_without_the_adapter_reports_what_is_left_out(with_adapter):
+    shown = split_with_proposed_options(with_adapter)
     assert shown.code == 0
     assert "left out (ignored by 'adapter_config.json'): adapter_config.json" in shown.out
-    assert {path.name for path in Path("model-tp2").iterdir()} == {path.name for path in Path("expected").iterdir()}
-    verified = json.loads(call("verify", "model-tp2", "--against", folder, "--json").out)
+
+
+def test_verify_of_a_split_without_the_adapter_reports_what_is_left_out(with_adapter):
+    split_with_proposed_options(with_adapter)
+    verified = json.loads(call("verify", "model-tp2", "--against", with_adapter, "--json").out)
     assert (verified["differences"], verified["is_compared"]) == ([], True)
     assert sorted(verified["left_out"]) == ["adapter_config.json", "adapter_model.safetensors"]
 
@@ -419,14 +449,22 @@ def test_pattern_that_matches_nothing(folder, pattern):
         open_source(folder, ignore=(pattern,))
 
 
-def test_pattern_that_matches_a_file_of_the_checkpoint(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "pattern", "message"),
+    [
+        (
+            "",
+            "*.safetensors",
+            r"model-00001-of-00003.safetensors: is ignored by '\*.safetensors', but is a ",
+        ),
+        (INDEX, "*.index.json", f"{INDEX}: is ignored by "),
+    ],
+    ids=["weights", "index"],
+)
+def test_pattern_that_matches_a_file_of_the_checkpoint_is_refused(tmp_path, name, pattern, message):
     folder = write_checkpoint(tmp_path / "model", parts=3)
-    with pytest.raises(
-        UsageError, match=r"model-00001-of-00003.safetensors: is ignored by '\*.safetensors', but is a "
-    ):
-        open_source(folder, ignore=("*.safetensors",))
-    with pytest.raises(UsageError, match=f"{INDEX}: is ignored by "):
-        open_source(folder / INDEX, ignore=("*.index.json",))
+    with pytest.raises(UsageError, match=message):
+        open_source(folder / name, ignore=(pattern,))
 
 
 def test_ignore_requires_a_folder(single):
@@ -463,29 +501,49 @@ def test_propose_accepts_the_options(single):
 # --- verify --against -----------------------------------------------------------------------------------------------
 
 
-def test_verify_uses_the_patterns_of_the_split(folder, tmp_path):
-    """Later files that match them are not differences; other files are."""
+@pytest.fixture
+def split_with_patterns(folder, tmp_path) -> Path:
+    """A split that ignored files of the source by two patterns."""
     put(folder, "model.gguf")
     put(folder, "notes/a.txt")
-    out = tmp_path / "out"
-    shardconv.split(folder, out, tp=2, ignore=("*.gguf", "notes"))
-    again = tmp_path / "again"
-    shardconv.reshard(out, again, tp=1)
+    shardconv.split(folder, tmp_path / "out", tp=2, ignore=("*.gguf", "notes"))
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("is_resharded", [False, True], ids=["split", "resharded"])
+def test_verify_leaves_out_later_files_that_match_the_patterns_of_the_split(
+    folder, split_with_patterns, tmp_path, is_resharded
+):
+    path = split_with_patterns
+    if is_resharded:
+        path = tmp_path / "again"
+        shardconv.reshard(split_with_patterns, path, tp=1)
     put(folder, "newer.gguf")
-    for split in (out, again):
-        report = shardconv.verify(split, against=folder)
-        assert report.differences == ()
-        assert sorted(report.left_out) == ["model.gguf", "newer.gguf", "notes/a.txt"]
+    report = shardconv.verify(path, against=folder)
+    assert report.differences == ()
+    assert sorted(report.left_out) == ["model.gguf", "newer.gguf", "notes/a.txt"]
+
+
+def test_verify_reports_a_later_file_that_matches_no_pattern(folder, split_with_patterns):
     put(folder, "newer.txt")
-    assert shardconv.verify(out, against=folder).differences == (f"newer.txt: differs from {folder}",)
-    (folder / "newer.txt").unlink()
+    assert shardconv.verify(split_with_patterns, against=folder).differences == (f"newer.txt: differs from {folder}",)
+
+
+def test_verify_refuses_later_weights_that_match_no_pattern(folder, split_with_patterns):
     put(folder, "newer.h5")
     with pytest.raises(SourceError, match=r"newer\.h5"):
-        shardconv.verify(out, against=folder)
-    assert shardconv.verify(out, against=folder, ignore=("newer.h5",)).differences == ()
-    for name in ("model.gguf", "newer.gguf", "newer.h5", "notes/a.txt"):
+        shardconv.verify(split_with_patterns, against=folder)
+
+
+def test_verify_accepts_more_patterns_than_the_split(folder, split_with_patterns):
+    put(folder, "newer.h5")
+    assert shardconv.verify(split_with_patterns, against=folder, ignore=("newer.h5",)).differences == ()
+
+
+def test_verify_accepts_patterns_of_the_split_that_match_nothing_any_more(folder, split_with_patterns):
+    for name in ("model.gguf", "notes/a.txt"):
         (folder / name).unlink()
-    assert shardconv.verify(out, against=folder).left_out == {}
+    assert shardconv.verify(split_with_patterns, against=folder).left_out == {}
 
 
 def test_verify_refuses_the_same_sources_as_split(single, tmp_path):

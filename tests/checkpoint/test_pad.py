@@ -1,7 +1,6 @@
 """Checkpoints padded for engines that read config.json: outputs stay equal, and unpad restores the source."""
 
 import json
-import shutil
 from dataclasses import astuple
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import transformers
 from safetensors.torch import save_file
 
 import shardconv
+from shardconv.checkpoint.pad import PadReport
 from shardconv.errors import IntegrityError, PlanError, SourceError, SplitCheckpointError, UsageError
 from shardconv.proof.model_check import require_padded
 from tests.support.checkpoints import contents, write_index
@@ -83,10 +83,10 @@ def test_padding_that_a_config_cannot_express_is_refused(name, tmp_path):
     assert not (tmp_path / "padded").exists()
 
 
-@pytest.fixture
-def source(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
     """A checkpoint with two files, an index, a tokenizer, and a config that json.dumps would format differently."""
-    _, folder = written("qwen3", tmp_path / "source")
+    _, folder = written("qwen3", tmp_path_factory.mktemp("source") / "source")
     tensors = read(folder)
     (folder / "model.safetensors").unlink()
     half = len(tensors) // 2
@@ -99,39 +99,72 @@ def source(tmp_path) -> Path:
     return folder
 
 
-def test_padded_files_have_the_names_of_the_source_files(source, tmp_path):
+@pytest.fixture
+def padded(source, tmp_path) -> Path:
+    shardconv.pad(source, tmp_path / "padded", tp=3)
+    return tmp_path / "padded"
+
+
+def test_report_has_the_changes_of_the_config(source, tmp_path):
     report = shardconv.pad(source, tmp_path / "padded", tp=3)
     assert [astuple(change) for change in report.config] == [
         ("num_key_value_heads", 2, 3), ("num_attention_heads", 8, 12),
     ]  # fmt: skip
-    found = contents(tmp_path / "padded")
-    assert sorted(found) == sorted([*contents(source), "shardconv-padding.json"])
-    assert found["tokenizer.json"] == (source / "tokenizer.json").read_bytes()
-    index = json.loads(found["model.safetensors.index.json"])
-    assert index["metadata"]["total_size"] == report.num_bytes
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "padded"))
+
+
+def test_config_of_a_padded_checkpoint_differs_only_in_the_counts(source, padded):
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, padded))
     assert after == {**before, "num_attention_heads": 12, "num_key_value_heads": 3}
-    shardconv.unpad(tmp_path / "padded", tmp_path / "again")
+
+
+def test_padded_files_have_the_names_of_the_source_files(source, padded):
+    assert sorted(contents(padded)) == sorted([*contents(source), "shardconv-padding.json"])
+
+
+def test_auxiliary_files_of_a_padded_checkpoint_are_those_of_the_source(source, padded):
+    assert (padded / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_index_has_the_size_of_the_padded_tensors(source, tmp_path):
+    report = shardconv.pad(source, tmp_path / "padded", tp=3)
+    index = json.loads((tmp_path / "padded" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == report.num_bytes
+
+
+def test_unpad_restores_the_source(source, padded, tmp_path):
+    shardconv.unpad(padded, tmp_path / "again")
     assert contents(tmp_path / "again") == contents(source)
 
 
-def test_padded_checkpoint_is_a_source(source, tmp_path):
-    shardconv.pad(source, tmp_path / "padded", tp=3)
-    shardconv.split(tmp_path / "padded", tmp_path / "split", tp=3)
+def test_padded_checkpoint_is_a_source(padded, tmp_path):
+    shardconv.split(padded, tmp_path / "split", tp=3)
     shardconv.merge(tmp_path / "split", tmp_path / "merged")
-    assert contents(tmp_path / "merged") == contents(tmp_path / "padded")
+    assert contents(tmp_path / "merged") == contents(padded)
+
+
+def test_pad_refuses_a_padded_checkpoint(padded, tmp_path):
     with pytest.raises(UsageError, match=r"is already padded .*shardconv unpad"):
-        shardconv.pad(tmp_path / "padded", tmp_path / "twice", tp=5)
+        shardconv.pad(padded, tmp_path / "twice", tp=5)
 
 
-def test_unpad_refuses_a_changed_checkpoint(source, tmp_path):
-    shardconv.pad(source, tmp_path / "padded", tp=3)
-    for change, error in ((flip_a_bit, IntegrityError), (truncate_the_manifest, SplitCheckpointError)):
-        shutil.copytree(tmp_path / "padded", tmp_path / "changed", dirs_exist_ok=True)
-        change(tmp_path / "changed")
-        with pytest.raises(error):
-            shardconv.unpad(tmp_path / "changed", tmp_path / "again")
-        assert not (tmp_path / "again").exists()
+@pytest.fixture(params=["flipped bit", "truncated manifest"])
+def changed(request, padded) -> tuple[Path, type[Exception]]:
+    """A padded checkpoint that was changed, and the error of unpad."""
+    if request.param == "flipped bit":
+        flip_a_bit(padded)
+        return padded, IntegrityError
+    truncate_the_manifest(padded)
+    return padded, SplitCheckpointError
+
+
+def test_unpad_refuses_a_changed_checkpoint(changed, tmp_path):
+    path, error = changed
+    with pytest.raises(error):
+        shardconv.unpad(path, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_unpad_refuses_a_checkpoint_that_is_not_padded(source, tmp_path):
     with pytest.raises(SplitCheckpointError, match="is not a padded checkpoint"):
         shardconv.unpad(source, tmp_path / "again")
 
@@ -149,37 +182,67 @@ def truncate_the_manifest(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
-def test_pad_refuses_sources_that_need_no_padding_or_have_no_config(source, tmp_path):
+def test_pad_refuses_a_source_that_needs_no_padding(source, tmp_path):
     with pytest.raises(UsageError, match="does not need padding for tp 4"):
         shardconv.pad(source, tmp_path / "padded", tp=4)
+
+
+def test_pad_refuses_a_source_without_a_config(source, tmp_path):
     with pytest.raises(SourceError, match=r"is not a folder with config\.json"):
         shardconv.pad(source / "a-1.safetensors", tmp_path / "padded", tp=3)
 
 
-def test_commands(source, tmp_path):
+def test_dry_run_of_the_command_writes_nothing(source, tmp_path):
     dry = call("pad", source, "--multiple-of", "tp=3", "-o", tmp_path / "padded", "--dry-run")
     assert "would be written" in dry.out
     assert not (tmp_path / "padded").exists()
+
+
+def test_command_prints_the_changes(source, tmp_path):
     done = call("pad", source, "--multiple-of", "tp=3", "-o", tmp_path / "padded")
     assert "config.json: num_key_value_heads from 2 to 3, num_attention_heads from 8 to 12" in done.out
     assert "padded with zeros: kv_head from 2 to 3, query_head from 8 to 12" in done.out
-    call("unpad", tmp_path / "padded", "-o", tmp_path / "again")
+
+
+def test_command_unpad_restores_the_source(source, padded, tmp_path):
+    call("unpad", padded, "-o", tmp_path / "again")
     assert contents(tmp_path / "again") == contents(source)
+
+
+def test_command_refuses_a_multiple_without_a_name(source):
     wrong = call("pad", source, "--multiple-of", "3")
     assert wrong.code == 2
     assert "is not tp=N" in wrong.err
 
 
-def test_vocabulary_is_padded_on_request(source, tmp_path):
-    """For engines that cannot shard it otherwise: the logits of tokens stay equal, those of padding are zero."""
-    expected = logits(transformers.Qwen3ForCausalLM, source)
+@pytest.fixture
+def wide(source, tmp_path) -> tuple[Path, PadReport]:
+    """A checkpoint whose vocabulary of 131 is padded to 192, for engines that cannot shard it otherwise."""
     report = shardconv.pad(source, tmp_path / "padded", tp=3, vocab_multiple=192, check=require_padded)
+    return tmp_path / "padded", report
+
+
+def test_report_has_the_padded_vocabulary(wide):
+    _, report = wide
     assert ("vocab_size", 131, 192) in [astuple(change) for change in report.config]
     assert ["logits of tokens from 131 on are zero" in note for note in report.notes] == [True]
-    found = logits(transformers.Qwen3ForCausalLM, tmp_path / "padded")
+
+
+def test_padding_of_the_vocabulary_changes_no_logits_of_tokens(source, wide):
+    expected = logits(transformers.Qwen3ForCausalLM, source)
+    found = logits(transformers.Qwen3ForCausalLM, wide[0])
     assert torch.allclose(found[..., :131], expected, atol=1e-5 * float(expected.abs().max()))
-    assert not found[..., 131:].any()
-    shardconv.unpad(tmp_path / "padded", tmp_path / "again")
+
+
+def test_logits_of_a_padded_vocabulary_are_zero(wide):
+    assert not logits(transformers.Qwen3ForCausalLM, wide[0])[..., 131:].any()
+
+
+def test_unpad_restores_the_vocabulary(source, wide, tmp_path):
+    shardconv.unpad(wide[0], tmp_path / "again")
     assert contents(tmp_path / "again") == contents(source)
+
+
+def test_command_warns_about_logits_of_padding(source, tmp_path):
     printed = call("pad", source, "--multiple-of", "tp=3,vocab=192", "-o", tmp_path / "other", "-q", "--no-check-model")
     assert "logits of tokens from 131 on are zero" in printed.err

@@ -5,12 +5,15 @@ All comparisons are exact.
 
 import re
 import shutil
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
+from shardconv.checkpoint.reshard import ReshardReport
 from shardconv.errors import SplitCheckpointError
 from shardconv.layouts import choice
 from tests.support.checkpoints import contents
@@ -112,31 +115,54 @@ def test_merge(sources, tmp_path, kind, tp):
     assert contents(tmp_path / "merged") == contents(sources[kind])
 
 
-def test_one_file_per_rank_and_a_file_as_destination(sources, tmp_path):
+def test_merge_of_one_file_per_rank_to_a_file(sources, tmp_path):
     folder = save(sources["llama"], tmp_path / "saved", 2, max_size=10**9)
     assert len(list(folder.glob("model-rank-0-part-*"))) == 1
     shardconv.merge(folder, tmp_path / "merged.safetensors")
     assert (tmp_path / "merged.safetensors").read_bytes() == (sources["llama"] / "model.safetensors").read_bytes()
 
 
-def test_another_dtype_is_noted(sources, tmp_path):
-    """vLLM converted an F32 checkpoint to BF16 and saved that; config.json is unchanged."""
+@pytest.fixture(scope="module")
+def of_another_dtype(sources, tmp_path_factory):
+    """An F32 checkpoint that vLLM converted to BF16 and saved, merged; config.json is unchanged.
+
+    Returns the tensors, the folder and what the command printed.
+    """
+    folder = tmp_path_factory.mktemp("dtype")
     full = {name: tensor.bfloat16() for name, tensor in read(sources["llama"]).items()}
-    folder = save(sources["llama"], tmp_path / "saved", 2, full=full)
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    result = call("merge", folder, "-o", tmp_path / "merged")
-    said = " ".join(result.out.split())
+    saved = save(sources["llama"], folder / "saved", 2, full=full)
+    (saved / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    result = call("merge", saved, "-o", folder / "merged")
     assert result.code == 0
-    assert "from rank files that vllm saved" in said
-    assert "the source's bytes" not in said
-    assert "tensors are BF16, but config.json has float32" in said
-    assert "model.safetensors.index.json is left out" in said
-    found = load_file(tmp_path / "merged" / "model.safetensors")
+    return full, folder / "merged", " ".join(result.out.split())
+
+
+def test_merge_of_saved_files_does_not_claim_the_bytes_of_the_source(of_another_dtype):
+    _, _, printed = of_another_dtype
+    assert "from rank files that vllm saved" in printed
+    assert "the source's bytes" not in printed
+
+
+def test_another_dtype_is_noted(of_another_dtype):
+    assert "tensors are BF16, but config.json has float32" in of_another_dtype[2]
+
+
+def test_merge_keeps_the_saved_dtype(of_another_dtype):
+    full, merged, _ = of_another_dtype
+    found = load_file(merged / "model.safetensors")
     assert found.keys() == full.keys()
     assert all(found[name].dtype == torch.bfloat16 and torch.equal(found[name], full[name]) for name in full)
-    assert not (tmp_path / "merged" / "model.safetensors.index.json").exists()
+
+
+def test_merge_leaves_out_the_index(of_another_dtype):
+    _, merged, printed = of_another_dtype
+    assert "model.safetensors.index.json is left out" in printed
+    assert not (merged / "model.safetensors.index.json").exists()
+
+
+def test_merge_copies_the_config(of_another_dtype, sources):
     config = "config.json"
-    assert (tmp_path / "merged" / config).read_bytes() == (sources["llama"] / config).read_bytes()
+    assert (of_another_dtype[1] / config).read_bytes() == (sources["llama"] / config).read_bytes()
 
 
 def test_a_dry_run_writes_nothing(sources, tmp_path):
@@ -170,21 +196,54 @@ def test_verify_without_a_source(sources, tmp_path):
     assert "the padding of lm_head.weight is not zero" in difference
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama, tied"])
-@pytest.mark.parametrize(("tp", "layout"), [(2, "native"), (2, "vllm"), (4, None)])
-def test_reshard(sources, tmp_path, kind, tp, layout):
-    """The rank files equal those of a split of the source."""
-    folder = save(sources[kind], tmp_path / "saved", 4)
-    report = shardconv.reshard(folder, tmp_path / "new", tp=tp, layout=layout)
-    assert (report.layout, report.old_layout) == (layout or "vllm", "vllm")
-    assert any("not compared with a source" in note for note in report.notes)
-    shardconv.split(sources[kind], tmp_path / "split", tp=tp, layout=layout or "vllm", engine="vllm", checksums=False)
-    expected, found = contents(tmp_path / "split"), contents(tmp_path / "new")
+RESHARDS = {
+    f"{kind} to tp {tp}, {layout or 'same'} layout": (kind, tp, layout)
+    for kind in ("llama", "llama, tied")
+    for tp, layout in ((2, "native"), (2, "vllm"), (4, None))
+}
+
+
+class Resharded(NamedTuple):
+    """A reshard of saved files."""
+
+    source: Path
+    tp: int
+    layout: str | None
+    path: Path
+    report: ReshardReport
+
+
+@pytest.fixture(scope="module", params=RESHARDS)
+def resharded(request, sources, tmp_path_factory):
+    kind, tp, layout = RESHARDS[request.param]
+    folder = tmp_path_factory.mktemp("resharded")
+    report = shardconv.reshard(save(sources[kind], folder / "saved", 4), folder / "new", tp=tp, layout=layout)
+    return Resharded(sources[kind], tp, layout, folder / "new", report)
+
+
+def test_reshard_reports_the_layouts(resharded):
+    assert (resharded.report.layout, resharded.report.old_layout) == (resharded.layout or "vllm", "vllm")
+
+
+def test_reshard_notes_that_nothing_was_compared(resharded):
+    assert any("not compared with a source" in note for note in resharded.report.notes)
+
+
+def test_resharded_files_equal_those_of_a_split_of_the_source(resharded, tmp_path):
+    options = {"tp": resharded.tp, "layout": resharded.layout or "vllm", "engine": "vllm", "checksums": False}
+    shardconv.split(resharded.source, tmp_path / "split", **options)
+    expected, found = contents(tmp_path / "split"), contents(resharded.path)
     assert found.keys() == expected.keys()
     assert {name for name in found if found[name] != expected[name]} <= {"shardconv.json"}
-    assert shardconv.verify(tmp_path / "new", against=sources[kind]).differences == ()
-    assert shardconv.merge(tmp_path / "new", tmp_path / "merged").is_identical is None
-    assert contents(tmp_path / "merged") == contents(sources[kind])
+
+
+def test_verify_of_resharded_files_finds_no_differences(resharded):
+    assert shardconv.verify(resharded.path, against=resharded.source).differences == ()
+
+
+def test_merge_of_resharded_files_restores_the_source(resharded, tmp_path):
+    assert shardconv.merge(resharded.path, tmp_path / "merged").is_identical is None
+    assert contents(tmp_path / "merged") == contents(resharded.source)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

@@ -433,15 +433,30 @@ def test_index_next_to_a_single_file_of_another_name(folder):
     assert stored(open_source(folder / "consolidated.safetensors")) == {"x": ("U8", (2,))}
 
 
-def test_two_indexes(folder):
-    other = "model.fp16" + INDEX_SUFFIX
-    names = part_names(1, "model.fp16")
-    write_weights(folder / names[0], {"x": ("F16", (2,))})
-    write_index(folder, {"x": names[0]}, other)
-    refuses(folder, "has several indexes .*: pass one")
-    assert list(open_source(folder / INDEX).left_out) == sorted([names[0], other])
-    assert stored(open_source(folder, ignore=("*fp16*",))) == llama_specs(llama_config())
-    assert stored(open_source(folder / other)) == {"x": ("F16", (2,))}
+OTHER_INDEX = "model.fp16" + INDEX_SUFFIX
+
+
+@pytest.fixture
+def two_indexes(folder):
+    """A folder with a second index, of a file with one tensor, and the name of that file."""
+    (name,) = part_names(1, "model.fp16")
+    write_weights(folder / name, {"x": ("F16", (2,))})
+    write_index(folder, {"x": name}, OTHER_INDEX)
+    return folder, name
+
+
+def test_folder_with_two_indexes_is_refused(two_indexes):
+    refuses(two_indexes[0], "has several indexes .*: pass one")
+
+
+def test_one_of_two_indexes_leaves_out_the_other(two_indexes):
+    folder, name = two_indexes
+    assert list(open_source(folder / INDEX).left_out) == sorted([name, OTHER_INDEX])
+    assert stored(open_source(folder / OTHER_INDEX)) == {"x": ("F16", (2,))}
+
+
+def test_one_of_two_indexes_is_ignored(two_indexes):
+    assert stored(open_source(two_indexes[0], ignore=("*fp16*",))) == llama_specs(llama_config())
 
 
 def test_index_next_to_a_single_file_of_its_name(folder):

@@ -14,7 +14,8 @@ from safetensors import safe_open
 
 import shardconv
 from shardconv.checkpoint import copy, split
-from shardconv.checkpoint.header import DTYPE_BITS, num_bytes, read_header
+from shardconv.checkpoint.header import DTYPE_BITS, Header, num_bytes, read_header
+from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.checkpoint.source import open_source
 from shardconv.checkpoint.split import split_by
 from shardconv.plan.request import PlanRequest, resolve
@@ -31,7 +32,7 @@ PLAN = """
 """
 
 
-def write_all_dtypes(path: Path) -> bytes:
+def write_all_dtypes(path: Path) -> None:
     """Write a file with every dtype, each sharded in every way, and with scalars, empty tensors and integer buffers."""
     rng = np.random.default_rng(0)
     specs = {}
@@ -52,24 +53,42 @@ def write_all_dtypes(path: Path) -> bytes:
     for name, (dtype, shape) in specs.items():
         start, end = end, end + num_bytes(dtype, shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
-    data = safetensors_bytes({"__metadata__": {"made_by": "ä test"}, **header}, rng.bytes(end))
-    path.write_bytes(data)
-    return data
+    path.write_bytes(safetensors_bytes({"__metadata__": {"made_by": "ä test"}, **header}, rng.bytes(end)))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_merge_restores_every_dtype(tmp_path, tp):
-    source = tmp_path / "all.safetensors"
-    data = write_all_dtypes(source)
-    opened = open_source(source)
-    split_by(opened, tmp_path / "out", resolver(opened, PLAN).plan(tp), PlanRequest())
-    assert shardconv.merge(tmp_path / "out", tmp_path / "back.safetensors").is_identical
-    assert (tmp_path / "back.safetensors").read_bytes() == data
-    assert shardconv.verify(tmp_path / "out", against=source).differences == ()
-    for rank in range(tp):
-        header = read_header(tmp_path / "out" / f"rank-{rank}-of-{tp}.safetensors")
-        identity = json.loads((tmp_path / "out" / "shardconv.json").read_text())["checksums"]["identity"]
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def every_dtype(request, tmp_path_factory) -> Path:
+    """A folder with a file that has every dtype, ``all.safetensors``, and its split, ``out``."""
+    folder = tmp_path_factory.mktemp("dtypes")
+    write_all_dtypes(folder / "all.safetensors")
+    opened = open_source(folder / "all.safetensors")
+    split_by(opened, folder / "out", resolver(opened, PLAN).plan(request.param), PlanRequest())
+    return folder
+
+
+def headers(folder: Path) -> list[Header]:
+    """The headers of the rank files."""
+    tp = read_manifest(folder).plan.tp
+    return [read_header(folder / f"rank-{rank}-of-{tp}.safetensors") for rank in range(tp)]
+
+
+def test_merge_restores_every_dtype(every_dtype, tmp_path):
+    assert shardconv.merge(every_dtype / "out", tmp_path / "back.safetensors").is_identical
+    assert (tmp_path / "back.safetensors").read_bytes() == (every_dtype / "all.safetensors").read_bytes()
+
+
+def test_verify_compares_every_dtype(every_dtype):
+    assert shardconv.verify(every_dtype / "out", against=every_dtype / "all.safetensors").differences == ()
+
+
+def test_rank_files_have_the_metadata_of_the_source(every_dtype):
+    identity = json.loads((every_dtype / "out" / "shardconv.json").read_text())["checksums"]["identity"]
+    for header in headers(every_dtype / "out"):
         assert header.metadata == {"format": "pt", "made_by": "ä test", "shardconv": identity}
+
+
+def test_tensors_of_rank_files_are_aligned_to_their_dtype(every_dtype):
+    for header in headers(every_dtype / "out"):
         for name, info in header.tensors.items():
             assert info.start % max(DTYPE_BITS[info.dtype] // 8, 1) == 0, f"{name} is not aligned to its dtype"
 
@@ -93,32 +112,58 @@ def test_boundary_inside_a_byte_is_refused(tmp_path):
         resolver(open_source(source), plan_file).plan(2)
 
 
-def test_safetensors_reads_rank_files(tmp_path):
-    """Shards read by safetensors equal numpy slices of the source: row and column shards, replicas, padding."""
-    source = write_checkpoint(tmp_path / "model", dtype="F32")
-    shardconv.split(source, tmp_path / "out", tp=4)
-    with safe_open(source / "model.safetensors", "numpy") as file:
-        full = {name: file.get_tensor(name).view(np.uint32) for name in file.keys()}
-    config = llama_config()
-    for rank in range(4):
-        with safe_open(tmp_path / "out" / f"rank-{rank}-of-4.safetensors", "numpy") as file:
-            ours = {name: file.get_tensor(name).view(np.uint32) for name in file.keys()}
-        assert ours.keys() == full.keys()
-        layer = "model.layers.1"
-        for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"):
-            assert np.array_equal(ours[f"{layer}.{name}.weight"], np.split(full[f"{layer}.{name}.weight"], 4)[rank])
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            assert np.array_equal(
-                ours[f"{layer}.{name}.weight"], np.split(full[f"{layer}.{name}.weight"], 4, axis=1)[rank]
-            )
-        head = rank // 2  # two kv heads, four ranks
-        for name in ("self_attn.k_proj", "self_attn.v_proj"):
-            heads = full[f"{layer}.{name}.weight"].reshape(2, config["head_dim"], -1)
-            assert np.array_equal(ours[f"{layer}.{name}.weight"], heads[head])
-        for name in ("lm_head.weight", "model.embed_tokens.weight"):
-            padded = np.concatenate([full[name], np.zeros((1, 64), np.uint32)])  # 131 rows become 4 times 33
-            assert np.array_equal(ours[name], np.split(padded, 4)[rank])
-        assert np.array_equal(ours["model.norm.weight"], full["model.norm.weight"])
+def read_by_safetensors(path: Path) -> dict[str, np.ndarray]:
+    with safe_open(path, "numpy") as file:
+        return {name: file.get_tensor(name).view(np.uint32) for name in file.keys()}
+
+
+@pytest.fixture(scope="module")
+def tensors(tmp_path_factory) -> tuple[dict[str, np.ndarray], list[dict[str, np.ndarray]]]:
+    """The tensors of a source, and those of four rank files, as safetensors reads them."""
+    folder = tmp_path_factory.mktemp("tensors")
+    source = write_checkpoint(folder / "model", dtype="F32")
+    shardconv.split(source, folder / "out", tp=4)
+    ranks = [read_by_safetensors(folder / "out" / f"rank-{rank}-of-4.safetensors") for rank in range(4)]
+    return read_by_safetensors(source / "model.safetensors"), ranks
+
+
+def test_rank_files_have_the_tensor_names_of_the_source(tensors):
+    full, ranks = tensors
+    assert all(shards.keys() == full.keys() for shards in ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [("self_attn.q_proj", 0), ("mlp.gate_proj", 0), ("mlp.up_proj", 0), ("self_attn.o_proj", 1), ("mlp.down_proj", 1)],
+)
+def test_shards_of_linear_layers_are_equal_slices(tensors, name, dim):
+    full, ranks = tensors
+    name = f"model.layers.1.{name}.weight"
+    for shards, expected in zip(ranks, np.split(full[name], 4, axis=dim), strict=True):
+        assert np.array_equal(shards[name], expected)
+
+
+@pytest.mark.parametrize("name", ["k_proj", "v_proj"])
+def test_each_of_two_kv_heads_is_on_two_of_four_ranks(tensors, name):
+    full, ranks = tensors
+    name = f"model.layers.1.self_attn.{name}.weight"
+    heads = full[name].reshape(2, llama_config()["head_dim"], -1)
+    for rank, shards in enumerate(ranks):
+        assert np.array_equal(shards[name], heads[rank // 2])
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_vocabulary_is_padded_with_zeros(tensors, name):
+    """131 rows become 4 times 33."""
+    full, ranks = tensors
+    padded = np.concatenate([full[name], np.zeros((1, 64), np.uint32)])
+    for shards, expected in zip(ranks, np.split(padded, 4), strict=True):
+        assert np.array_equal(shards[name], expected)
+
+
+def test_norms_are_replicated(tensors):
+    full, ranks = tensors
+    assert all(np.array_equal(shards["model.norm.weight"], full["model.norm.weight"]) for shards in ranks)
 
 
 @pytest.mark.parametrize(("old", "new"), [(6, 4), (4, 6), (2, 3), (3, 2), (1, 12), (12, 1), (6, 6)])

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -149,25 +150,56 @@ def test_family_that_changed_after_the_split(ranks, tmp_path, what):
         ranks("pair", check_warned, tmp_path / "old")
 
 
-def test_no_family_is_read_for_a_split_checkpoint(ranks, tmp_path):
-    """Every command works without installed families; KV heads are replicated, the vocabulary is padded."""
+@pytest.fixture(scope="module")
+def splits(tmp_path_factory) -> Path:
+    """A source and its splits for four ranks, which replicates KV heads and pads the vocabulary, and for two."""
+    folder = tmp_path_factory.mktemp("splits")
     model = small(model_class("text generation", "llama"))
     model.resize_token_embeddings(131)
-    model.save_pretrained(tmp_path / "source")
-    shardconv.split(tmp_path / "source", tmp_path / "four", tp=4)
-    shardconv.split(tmp_path / "source", tmp_path / "two", tp=2)
-    expected = call("plan", tmp_path / "source", "--tp", 4).out.splitlines()[1:]
+    model.save_pretrained(folder / "source")
+    shardconv.split(folder / "source", folder / "four", tp=4)
+    shardconv.split(folder / "source", folder / "two", tp=2)
+    return folder
+
+
+@pytest.fixture
+def no_families(tmp_path) -> Iterator[Path]:
+    """An empty folder of families, installed during the test."""
     (tmp_path / "none").mkdir()
     with installed(tmp_path / "none"):
         assert family_names() == []
-        assert shardconv.verify(tmp_path / "four", against=tmp_path / "source").differences == ()
-        shardconv.merge(tmp_path / "four", tmp_path / "back")
-        shardconv.reshard(tmp_path / "four", tmp_path / "resharded", tp=2)
-        assert call("plan", tmp_path / "four").out.splitlines()[1:] == expected
-    assert contents(tmp_path / "back") == contents(tmp_path / "source")
-    assert contents(tmp_path / "resharded") == contents(tmp_path / "two")
-    ranks("four", check_equal, type(model).__name__, tmp_path / "source", tmp_path / "four", tmp_path / "none")
-    ranks("pairs", check_equal, type(model).__name__, tmp_path / "source", tmp_path / "resharded", tmp_path / "none")
+        yield tmp_path / "none"
+
+
+@pytest.mark.usefixtures("no_families")
+def test_verify_reads_no_family(splits):
+    assert shardconv.verify(splits / "four", against=splits / "source").differences == ()
+
+
+@pytest.mark.usefixtures("no_families")
+def test_merge_reads_no_family(splits, tmp_path):
+    shardconv.merge(splits / "four", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(splits / "source")
+
+
+@pytest.mark.usefixtures("no_families")
+def test_reshard_reads_no_family(splits, tmp_path):
+    shardconv.reshard(splits / "four", tmp_path / "resharded", tp=2)
+    assert contents(tmp_path / "resharded") == contents(splits / "two")
+
+
+def test_plan_reads_no_family(splits, request):
+    expected = call("plan", splits / "source", "--tp", 4).out.splitlines()[1:]
+    request.getfixturevalue("no_families")
+    assert call("plan", splits / "four").out.splitlines()[1:] == expected
+
+
+@pytest.mark.parametrize(("layout", "name"), [("four", "four"), ("pairs", "resharded")])
+def test_load_reads_no_family(ranks, splits, no_families, tmp_path, layout, name):
+    if name == "resharded":
+        shardconv.reshard(splits / "four", tmp_path / name, tp=2)
+    split = tmp_path / name if name == "resharded" else splits / name
+    ranks(layout, check_equal, "LlamaForCausalLM", splits / "source", split, no_families)
 
 
 def check_planner_changed(axis, split):
@@ -192,18 +224,35 @@ def test_planner_that_changed_after_the_split(ranks, tmp_path):
 # --- manifests of format 1 and 2 ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["format-1", "format-2"])
-def test_older_formats_are_read(ranks, tmp_path, name):
-    """Checkpoints written by older versions are merged, verified, resharded, reported and run."""
-    split, source = DATA / name, DATA / "source"
-    assert shardconv.verify(split, against=source).differences == ()
+OLD_FORMATS = pytest.mark.parametrize("split", [DATA / "format-1", DATA / "format-2"], ids=lambda path: path.name)
+
+
+@OLD_FORMATS
+def test_older_formats_are_verified(split):
+    assert shardconv.verify(split, against=DATA / "source").differences == ()
+
+
+@OLD_FORMATS
+def test_older_formats_are_merged(split, tmp_path):
     assert shardconv.merge(split, tmp_path / "back").is_identical
-    assert contents(tmp_path / "back") == contents(source)
+    assert contents(tmp_path / "back") == contents(DATA / "source")
+
+
+@OLD_FORMATS
+def test_reshard_of_older_formats_writes_the_current_one(split, tmp_path):
     shardconv.reshard(split, tmp_path / "four", tp=4)
-    assert shardconv.verify(tmp_path / "four", against=source).differences == ()
+    assert shardconv.verify(tmp_path / "four", against=DATA / "source").differences == ()
     assert json.loads((tmp_path / "four" / "shardconv.json").read_text())["format_version"] == 3
+
+
+@OLD_FORMATS
+def test_older_formats_are_reported(split):
     assert "tp 2:" in call("plan", split).out
-    ranks("pairs", check_equal, "LlamaForCausalLM", source, split, family_file.FOLDER)
+
+
+@OLD_FORMATS
+def test_models_in_older_formats_run(ranks, split):
+    ranks("pairs", check_equal, "LlamaForCausalLM", DATA / "source", split, family_file.FOLDER)
 
 
 # --- rules as data --------------------------------------------------------------------------------------------------

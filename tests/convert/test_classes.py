@@ -48,17 +48,35 @@ def test_classes_are_cached():
     assert (kind.__name__, kind.__qualname__, kind.__module__) == ("Counted", "Counted", __name__)
 
 
-def test_order_of_bases():
-    """The class of an embedding precedes the parallel class; other classes follow it."""
-    assert converted_class(ParallelEmbedding, nn.Embedding) is ParallelEmbedding
+@pytest.mark.parametrize(
+    ("parallel", "original"),
+    [
+        (ParallelEmbedding, nn.Embedding),
+        (ParallelLinear, nn.modules.linear.NonDynamicallyQuantizableLinear),
+        (RowParallelLinear, Conv1D),
+    ],
+)
+def test_layer_of_a_library_becomes_the_parallel_class(parallel, original):
+    assert converted_class(parallel, original) is parallel
+
+
+def test_class_of_an_embedding_precedes_the_parallel_class():
     assert converted_class(ParallelEmbedding, Table).__mro__[1:3] == (Table, ParallelEmbedding)
+
+
+def test_other_classes_follow_the_parallel_class():
     assert converted_class(AllReducedOutput, Counted).__mro__[1] is AllReducedOutput
+
+
+def test_recompiled_class_replaces_its_original():
     recompiled = with_local_values(Counted, ("count",))
     assert converted_class(recompiled, Counted) is recompiled
+
+
+def test_recompiled_class_precedes_a_converted_one():
+    recompiled = with_local_values(Counted, ("count",))
     below = converted_class(InputGradientAllReduce, Counted)
     assert converted_class(recompiled, below).__mro__[1] is below
-    assert converted_class(ParallelLinear, nn.modules.linear.NonDynamicallyQuantizableLinear) is ParallelLinear
-    assert converted_class(RowParallelLinear, Conv1D) is RowParallelLinear
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

@@ -138,33 +138,68 @@ class Odd(nn.Module):
         self.weight = weight
 
 
-def check_refused(axis):
-    """Check that each refusal leaves the model unchanged."""
+def looked_up():
+    table = nn.Embedding(8, 4, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    return table
 
-    def fails(model, message, convert=convert_parallel_linear, dim=-1):
-        before = copy.deepcopy(model.state_dict())
-        kinds = [type(module) for module in model.modules()]
-        with pytest.raises(ValueError, match=message):
-            convert(model, dim, group=axis)
-        assert kinds == [type(module) for module in model.modules()]
-        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
-    fails(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6)), rf"1: out_features: 6 is not a multiple of {axis.size} \(tp")
-    fails(nn.Sequential(nn.Linear(8, 8), nn.Linear(6, 8)), f"1: in_features: 6 is not a multiple of {axis.size}", dim=0)
-    fails(nn.ModuleList([nn.Embedding(4, 6)]), "0: embedding_dim: 6 is not", convert_parallel_embedding, 1)
-    fails(nn.Sequential(nn.Linear(8, 8)), r"dim is not supported \(got 5", dim=5)
-    fails(nn.MultiheadAttention(8, 2), "out_proj: is a NonDynamicallyQuantizableLinear")
-    fails(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), "0: is a ParametrizedLinear")
+def patched():
+    layer = nn.Linear(8, 8)
+    layer.forward = layer.forward
+    return layer
+
+
+def with_common_weight():
     linear = nn.Linear(8, 8)
-    fails(nn.ModuleList([linear, Odd(linear.weight)]), "1: a Odd has a parameter in common")
-    fails(nn.Sequential(nn.ReLU()), "this Sequential does not contain Linear layers")
-    fails(nn.Sequential(nn.Linear(8, 8)), "does not contain Embedding layers", convert_parallel_embedding)
-    looked_up = nn.Embedding(8, 4, sparse=True)
-    looked_up(torch.tensor([1])).sum().backward()
-    fails(nn.Sequential(looked_up), "0: has .* a sparse gradient", convert_parallel_embedding)
-    patched = nn.Linear(8, 8)
-    patched.forward = patched.forward
-    fails(nn.Sequential(patched), "0: has a forward of its own")
+    return nn.ModuleList([linear, Odd(linear.weight)])
+
+
+#: Models that are refused on four ranks, the error, and other arguments of the conversion.
+REFUSED = {
+    "out_features": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6)), r"1: out_features: 6 is not a multiple of 4 \(tp", {},
+    ),
+    "in_features": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(6, 8)), "1: in_features: 6 is not a multiple of 4", {"dim": 0},
+    ),
+    "embedding_dim": (
+        lambda: nn.ModuleList([nn.Embedding(4, 6)]),
+        "0: embedding_dim: 6 is not",
+        {"convert": convert_parallel_embedding, "dim": 1},
+    ),
+    "dim": (lambda: nn.Sequential(nn.Linear(8, 8)), r"dim is not supported \(got 5", {"dim": 5}),
+    "derived class": (lambda: nn.MultiheadAttention(8, 2), "out_proj: is a NonDynamicallyQuantizableLinear", {}),
+    "parametrized": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), "0: is a ParametrizedLinear", {},
+    ),
+    "common parameter": (with_common_weight, "1: a Odd has a parameter in common", {}),
+    "no linear layer": (lambda: nn.Sequential(nn.ReLU()), "this Sequential does not contain Linear layers", {}),
+    "no embedding": (
+        lambda: nn.Sequential(nn.Linear(8, 8)),
+        "does not contain Embedding layers",
+        {"convert": convert_parallel_embedding},
+    ),
+    "sparse gradient": (
+        lambda: nn.Sequential(looked_up()), "0: has .* a sparse gradient", {"convert": convert_parallel_embedding},
+    ),
+    "own forward": (lambda: nn.Sequential(patched()), "0: has a forward of its own", {}),
+}  # fmt: skip
+
+
+def check_refused(axis, name):
+    build, message, options = REFUSED[name]
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    kinds = [type(module) for module in model.modules()]
+    convert = options.get("convert", convert_parallel_linear)
+    with pytest.raises(ValueError, match=message):
+        convert(model, options.get("dim", -1), group=axis)
+    assert kinds == [type(module) for module in model.modules()]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def check_converted_twice(axis):
     done = convert_parallel_linear(nn.Sequential(nn.Linear(8, 8)), -1, group=axis)
     with pytest.raises(ValueError, match="0: is already parallel"):
         convert_parallel_linear(done, -1, gather_output=True, group=axis)
@@ -219,8 +254,13 @@ def test_parameters_stored(ranks, tmp_path):
     ranks("pairs", check_parameters_stored, str(tmp_path))
 
 
-def test_refused(ranks):
-    ranks("four", check_refused)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_model_stays_unchanged(ranks, name):
+    ranks("four", check_refused, name)
+
+
+def test_parallel_layers_are_refused(ranks):
+    ranks("four", check_converted_twice)
 
 
 def check_single(axis):

@@ -8,6 +8,7 @@ rounding errors). All values of the models are random, including norms and biase
 import copy
 import pickle
 from dataclasses import replace
+from functools import partial
 
 import numpy
 import pytest
@@ -107,41 +108,6 @@ def test_tied_head(ranks):
     ranks("four", check_tied)
 
 
-def check_refused(axis):
-    def fails(model, message, error=ValueError, rules="auto"):
-        before = copy.deepcopy(model.state_dict())
-        classes = [type(module) for module in model.modules()]
-        with pytest.raises(error, match=message):
-            shardconv.convert_model(model, rules, group=axis)
-        assert classes == [type(module) for module in model.modules()]
-        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-    fails(nn.Linear(2, 2), "does not have a config")
-    fails(replace(MODELS["llama"], config={"num_attention_heads": 2, "num_key_value_heads": 2}).build(),
-          "2 is not a multiple of 4.*Use --tp", shardconv.PlanError)  # fmt: skip
-    fails(MODELS["llama"].build(), "no rule of family gpt2 matches", shardconv.PlanError, "gpt2")
-    fails(MODELS["llama"].build(), "family 'lama' is unknown", shardconv.PlanError, "lama")
-    odd = MODELS["llama"].build()
-    odd.model.layers[1].mlp.up_proj.__class__ = Doubled
-    fails(odd, "layers.1.mlp.up_proj: a Doubled may compute something else")
-    odd.model.layers[1].mlp.up_proj.__class__ = _Doubled.Linear
-    fails(odd, "layers.1.mlp.up_proj: a Linear may compute something else")
-    for name in ("mlp.up_proj", "input_layernorm"):
-        different = MODELS["llama"].build()
-        different.model.layers[0].get_submodule(name).weight.data.add_(axis.rank)
-        fails(different, f"hold different values in model.layers.0.{name}")
-    fails(MODELS["llama"].build(), "no family is known for model type 'llama'", shardconv.PlanError, "by_name")
-    alone = MODELS["llama"].build()
-    alone.model.layers[1].mlp.up_proj.__class__ = Doubled if axis.rank == 1 else nn.Linear
-    fails(alone, "a Doubled may compute" if axis.rank == 1 else "do not hold the same layers")
-    scalar = MODELS["llama"].build()
-    scalar.model.layers[0].mlp.register_parameter("scale", nn.Parameter(torch.ones(1)))
-    fails(scalar, "mlp.scale: is a trainable scalar that no rule")
-    alone = MODELS["llama"].build()
-    alone.lm_head.weight.data = alone.lm_head.weight.data.to(torch.complex128)
-    fails(alone, "values of torch.complex128 cannot be sharded")
-
-
 class _Doubled:
     class Linear(nn.Linear):
         """Another class with the name of torch's Linear."""
@@ -155,8 +121,95 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_refused(ranks):
-    ranks("four", check_refused)
+def llama():
+    return MODELS["llama"].build()
+
+
+def with_class(kind):
+    """A llama whose second ``up_proj`` is of another class."""
+    model = llama()
+    model.model.layers[1].mlp.up_proj.__class__ = kind
+    return model
+
+
+def with_different_values(name, rank):
+    """A llama whose module ``name`` has other values on each rank."""
+    model = llama()
+    model.model.layers[0].get_submodule(name).weight.data.add_(rank)
+    return model
+
+
+def with_scalar():
+    model = llama()
+    model.model.layers[0].mlp.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    return model
+
+
+def with_complex_values():
+    model = llama()
+    model.lm_head.weight.data = model.lm_head.weight.data.to(torch.complex128)
+    return model
+
+
+#: The model of a rank, the arguments of the conversion to four ranks, and the error.
+REFUSED = {
+    "no config": (lambda _: nn.Linear(2, 2), "auto", ValueError, "does not have a config"),
+    "tp": (
+        lambda _: replace(MODELS["llama"], config={"num_attention_heads": 2, "num_key_value_heads": 2}).build(),
+        "auto", shardconv.PlanError, "2 is not a multiple of 4.*Use --tp",
+    ),
+    "other family": (lambda _: llama(), "gpt2", shardconv.PlanError, "no rule of family gpt2 matches"),
+    "unknown family": (lambda _: llama(), "lama", shardconv.PlanError, "family 'lama' is unknown"),
+    "by_name": (lambda _: llama(), "by_name", shardconv.PlanError, "no family is known for model type 'llama'"),
+    "derived class": (
+        lambda _: with_class(Doubled), "auto", ValueError, "layers.1.mlp.up_proj: a Doubled may compute something else",
+    ),
+    "derived class of the same name": (
+        lambda _: with_class(_Doubled.Linear),
+        "auto", ValueError, "layers.1.mlp.up_proj: a Linear may compute something else",
+    ),
+    **{
+        f"different values in {name}": (
+            partial(with_different_values, name), "auto", ValueError, f"hold different values in model.layers.0.{name}",
+        )
+        for name in ("mlp.up_proj", "input_layernorm")
+    },
+    "scalar": (lambda _: with_scalar(), "auto", ValueError, "mlp.scale: is a trainable scalar that no rule"),
+    "complex values": (
+        lambda _: with_complex_values(), "auto", ValueError, "values of torch.complex128 cannot be sharded",
+    ),
+}  # fmt: skip
+
+
+def check_stays_unchanged(axis, model, rules, error, message):
+    """Check that the conversion is refused."""
+    before = copy.deepcopy(model.state_dict())
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(error, match=message):
+        shardconv.convert_model(model, rules, group=axis)
+    assert classes == [type(module) for module in model.modules()]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def check_refused(axis, name):
+    build, *others = REFUSED[name]
+    check_stays_unchanged(axis, build(axis.rank), *others)
+
+
+def check_layer_of_one_rank(axis):
+    """Check that all ranks refuse if one of them has a layer of another class."""
+    mine = axis.rank == 1
+    message = "a Doubled may compute" if mine else "do not hold the same layers"
+    check_stays_unchanged(axis, with_class(Doubled if mine else nn.Linear), "auto", ValueError, message)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_model_stays_unchanged(ranks, name):
+    ranks("four", check_refused, name)
+
+
+def test_layer_that_one_rank_refuses(ranks):
+    ranks("four", check_layer_of_one_rank)
 
 
 # --- converted models -----------------------------------------------------------------------------------------------
@@ -209,8 +262,7 @@ def check_training(axis):
     after(**inputs)
 
 
-def check_training_of_composite_models(axis):
-    """Check dropout in nested configs, and dropout sampled by numpy."""
+def check_dropout_of_a_submodel(axis):
     small_one = small(model_class("image-text-to-text", "llava"))
     small_one.config.text_config.attention_dropout = 0.5
     inputs = example_inputs(small_one)
@@ -218,6 +270,9 @@ def check_training_of_composite_models(axis):
     torch.manual_seed(axis.rank)
     with pytest.raises(RuntimeError, match="are seeded differently"):
         after(**inputs)
+
+
+def check_dropout_by_numpy(axis):
     small_one = small(model_class("automatic speech recognition (CTC)", "wav2vec2"))
     inputs = example_inputs(small_one)
     after = shardconv.convert_model(small_one, group=axis).train()
@@ -227,8 +282,9 @@ def check_training_of_composite_models(axis):
         after(**inputs)
 
 
-def test_training_of_composite_models(ranks):
-    ranks("pair", check_training_of_composite_models)
+@pytest.mark.parametrize("check", [check_dropout_of_a_submodel, check_dropout_by_numpy])
+def test_different_seeds_are_refused_in_training(ranks, check):
+    ranks("pair", check)
 
 
 def check_unfused(axis):
@@ -254,20 +310,45 @@ def check_saved(axis, folder):
     dist.barrier(axis.group)
     state = type(before).from_pretrained(folder).state_dict()
     assert all(torch.equal(state[key], value) for key, value in before.state_dict().items())
+
+
+def test_saved(ranks, tmp_path):
+    ranks("four", check_saved, tmp_path)
+
+
+def check_resized_embeddings(axis):
+    after = models_of(MODELS["mixtral"], axis)[1]
     assert after.get_input_embeddings() is after.resize_token_embeddings()
     with pytest.raises(ValueError, match="resize the embeddings before the model is converted"):
         after.resize_token_embeddings(50)
-    for one in (after, copy.deepcopy(after)):
-        with pytest.raises(ValueError, match="output_attentions"):
-            one(**inputs_of(MODELS["mixtral"]), output_attentions=True)
+
+
+def test_embeddings_of_a_converted_model_are_not_resized(ranks):
+    ranks("four", check_resized_embeddings)
+
+
+def check_attentions(axis, is_copied):
+    after = models_of(MODELS["mixtral"], axis)[1]
+    after = copy.deepcopy(after) if is_copied else after
+    with pytest.raises(ValueError, match="output_attentions"):
+        after(**inputs_of(MODELS["mixtral"]), output_attentions=True)
+
+
+@pytest.mark.parametrize("is_copied", [False, True], ids=["", "copy"])
+def test_attentions_of_a_converted_model_are_refused(ranks, is_copied):
+    ranks("four", check_attentions, is_copied)
+
+
+def check_attentions_by_the_config(axis):
+    after = models_of(MODELS["mixtral"], axis)[1]
     after.set_attn_implementation("eager")
     after.config.output_attentions = True
     with pytest.raises(ValueError, match="output_attentions"):
         after(**inputs_of(MODELS["mixtral"]), output_attentions=None)
 
 
-def test_saved(ranks, tmp_path):
-    ranks("four", check_saved, tmp_path)
+def test_attentions_by_the_config_are_refused(ranks):
+    ranks("four", check_attentions_by_the_config)
 
 
 #: Model types with each kind of class that is created at run time.

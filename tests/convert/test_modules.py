@@ -134,21 +134,38 @@ def converted(name, module, kind, dim, sizes):
     return Conversion.prepare(name, module, spec, Axis("tensor", 0, 2, (0, 1), None)).replacement
 
 
-def test_convolutions_that_cannot_be_sharded():
-    conv = nn.Conv1d(8, 8, 3, groups=8)
-    for dim, sizes in ((1, {"weight": 2, "bias": 8}), (0, {"weight": 8, "bias": 4})):
-        with pytest.raises(ValueError, match="conv: only the channels of a convolution can be sharded"):
-            converted("conv", conv, ParallelDepthwise, dim, sizes)
+@pytest.mark.parametrize(
+    ("dim", "sizes"), [(1, {"weight": 2, "bias": 8}), (0, {"weight": 8, "bias": 4})], ids=["dim 1", "part of the bias"]
+)
+def test_only_channels_of_a_convolution_can_be_sharded(dim, sizes):
+    with pytest.raises(ValueError, match="conv: only the channels of a convolution can be sharded"):
+        converted("conv", nn.Conv1d(8, 8, 3, groups=8), ParallelDepthwise, dim, sizes)
+
+
+def test_boundary_inside_a_group_of_a_convolution_is_refused():
     groups = nn.Conv1d(9, 6, 3, groups=3)
     with pytest.raises(ValueError, match="conv: a convolution is split between its groups of 2 channels"):
         converted("conv", groups, ParallelDepthwise, 0, {"weight": 6, "bias": 6})
+
+
+def test_placement_of_the_weight_of_a_convolution_alone_is_refused():
     with pytest.raises(ValueError, match="weight and bias"):
-        converted("conv", conv, ParallelDepthwise, 0, {"weight": 8})
-    right = converted("conv", conv, ParallelDepthwise, 0, {"weight": 8, "bias": 8})
-    assert (right.groups, right.in_channels, right.out_channels) == (4, 4, 4)
-    more = converted("conv", nn.Conv1d(12, 8, 3, groups=4), ParallelDepthwise, 0, {"weight": 8, "bias": 8})
-    assert (more.groups, more.in_channels, more.out_channels) == (2, 6, 4)
-    assert (type(conv), conv.groups) == (nn.Conv1d, 8)  # unchanged
+        converted("conv", nn.Conv1d(8, 8, 3, groups=8), ParallelDepthwise, 0, {"weight": 8})
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups", "local"), [(8, 8, (4, 4, 4)), (12, 4, (2, 6, 4))], ids=["depthwise", "groups"]
+)
+def test_sharded_convolution_has_the_local_channels(channels, groups, local):
+    conv = nn.Conv1d(channels, 8, 3, groups=groups)
+    sharded = converted("conv", conv, ParallelDepthwise, 0, {"weight": 8, "bias": 8})
+    assert (sharded.groups, sharded.in_channels, sharded.out_channels) == local
+
+
+def test_sharding_does_not_change_the_original_convolution():
+    conv = nn.Conv1d(8, 8, 3, groups=8)
+    converted("conv", conv, ParallelDepthwise, 0, {"weight": 8, "bias": 8})
+    assert (type(conv), conv.groups) == (nn.Conv1d, 8)
 
 
 class Norm(nn.Module):

@@ -444,31 +444,38 @@ REFUSED = {
 }  # fmt: skip
 
 
-def check_refused(axis):
-    for policy, message, *fields in REFUSED.values():
-        model = Model("bert", dict(*fields), "BertForMaskedLM").build()
-        before = copy.deepcopy(model.state_dict())
-        classes = [type(module) for module in model.modules()]
-        with pytest.raises((PlanError, ValueError), match=message):
-            shardconv.convert_model(model, policy, group=axis)
-        assert classes == [type(module) for module in model.modules()]
-        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-        assert {module.num_attention_heads for module in model.modules() if hasattr(module, "num_attention_heads")} == {
-            model.config.num_attention_heads
-        }
+def check_refused(axis, name):
+    policy, message, *fields = REFUSED[name]
+    model = Model("bert", dict(*fields), "BertForMaskedLM").build()
+    before = copy.deepcopy(model.state_dict())
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises((PlanError, ValueError), match=message):
+        shardconv.convert_model(model, policy, group=axis)
+    assert classes == [type(module) for module in model.modules()]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert {module.num_attention_heads for module in model.modules() if hasattr(module, "num_attention_heads")} == {
+        model.config.num_attention_heads
+    }
 
 
-def test_refused(ranks):
-    ranks("four", check_refused)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_policy_leaves_the_model_unchanged(ranks, name):
+    ranks("four", check_refused, name)
 
 
-def check_refused_models(axis):
-    """Check errors that depend on the model."""
-    model = Model("gpt2").build()
+def check_conv1d_without_reversed(axis):
     with pytest.raises(PlanError, match=r"a Conv1D stores it .in, out.: it needs reversed=True"):
-        shardconv.convert_model(model, changed(GPT2Policy, mlp_in=[both("mlp.c_fc")]), group=axis)
+        shardconv.convert_model(Model("gpt2").build(), changed(GPT2Policy, mlp_in=[both("mlp.c_fc")]), group=axis)
+
+
+def check_sharded_model(axis):
+    model = shardconv.convert_model(Model("gpt2").build(), GPT2Policy, group=axis)
     with pytest.raises(PlanError, match="is already sharded"):
-        shardconv.convert_model(shardconv.convert_model(model, GPT2Policy, group=axis), GPT2Policy, group=axis)
+        shardconv.convert_model(model, GPT2Policy, group=axis)
+
+
+def check_tied_weights(axis):
+    """Check that tied layers of a policy are converted, and that ties to other layers are refused."""
     tied = Model("bert").build()
     tied.bert.encoder.layer[1].intermediate.dense.weight = tied.bert.encoder.layer[0].intermediate.dense.weight
     shardconv.convert_model(copy.deepcopy(tied), BertPolicy, group=axis)
@@ -476,23 +483,43 @@ def check_refused_models(axis):
     tied.head.weight = tied.bert.encoder.layer[1].intermediate.dense.weight
     with pytest.raises(PlanError, match=r"head.weight is tied to bert.encoder.layer.0.intermediate.dense.weight"):
         shardconv.convert_model(tied, BertPolicy, group=axis)
+
+
+def check_policy_of_one_rank(axis):
+    """Check that all ranks raise if the policy of one of them does not match."""
     mine = axis.rank == 1
     with pytest.raises(PlanError if mine else ValueError, match="does not exist" if mine else "do not hold the same"):
         shardconv.convert_model(Model("bert").build(), REFUSED["path"][0] if mine else BertPolicy, group=axis)
 
 
-def test_refused_models(ranks):
-    ranks("four", check_refused_models)
+@pytest.mark.parametrize(
+    "check", [check_conv1d_without_reversed, check_sharded_model, check_tied_weights, check_policy_of_one_rank]
+)
+def test_models_that_a_policy_does_not_fit_are_refused(ranks, check):
+    ranks("four", check)
 
 
-def test_refused_arguments():
-    with pytest.raises(ValueError, match="has neither a weight"):
-        Layer(n_fused=3)
-    with pytest.raises(ValueError, match="n_fused is 0"):
-        Layer("weight", n_fused=0)
-    for policy in (BertLayer, BertPolicy(None), [BertPolicy, "auto"], [], None):
-        with pytest.raises(TypeError, match=r"is not a class derived from shardconv.Policy"):
-            shardconv.convert_model(nn.Linear(2, 2), policy)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"n_fused": 3}, "has neither a weight"), ({"weight": "weight", "n_fused": 0}, "n_fused is 0")],
+    ids=["no parameter", "no segments"],
+)
+def test_layer_that_describes_no_parameter_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Layer(**arguments)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [BertLayer, BertPolicy(None), [BertPolicy, "auto"], [], None],
+    ids=["module class", "instance", "list with a name", "empty list", "None"],
+)
+def test_only_classes_of_policies_are_accepted(policy):
+    with pytest.raises(TypeError, match=r"is not a class derived from shardconv.Policy"):
+        shardconv.convert_model(nn.Linear(2, 2), policy)
+
+
+def test_policy_without_a_layer_class_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         type("Lacking", (Policy,), {})(None)
 

@@ -21,6 +21,7 @@ from shardconv.distributed import (
 )
 from shardconv.distributed.new_groups import group_over, new_members_group
 from tests.support.forked import run_python
+from tests.support.policies import MlpPolicy
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def check_different_earlier_groups(_):
         assert groups.rank == 3 - rank
 
 
-def check_refusals(_):
+def check_invalid_ranks(_):
     rank = dist.get_rank()
     for ranks, message in (
         ([rank, rank], "contains a duplicate"),
@@ -108,8 +109,15 @@ def check_refusals(_):
     ):
         with pytest.raises(ValueError, match=message):
             init_parallel(tensor=len(ranks), ranks=ranks)
+
+
+def check_sizes_that_do_not_match_ranks(_):
+    rank = dist.get_rank()
     with pytest.raises(ValueError, match=rf"pipeline 1 = 2 does not match .* in ranks=\[{rank}\] \(expected 1\)"):
         init_parallel(tensor=2, ranks=[rank])
+
+
+def check_sizes_that_do_not_match_the_world(_):
     for sizes in ({"tensor": 3, "data": -1}, {"tensor": -1, "data": -1}, {"tensor": -2}, {"tensor": 0, "data": -1}):
         with pytest.raises(ValueError, match=r"of the world \(expected 4\): change the sizes, or set one"):
             init_parallel(**sizes)
@@ -151,7 +159,8 @@ def check_groups_are_cached(_):
 @pytest.mark.parametrize(
     "check",
     [
-        check_two_sets, check_order_is_kept, check_part_of_the_world, check_different_earlier_groups, check_refusals,
+        check_two_sets, check_order_is_kept, check_part_of_the_world, check_different_earlier_groups,
+        check_invalid_ranks, check_sizes_that_do_not_match_ranks, check_sizes_that_do_not_match_the_world,
         check_groups_are_destroyed, check_groups_are_cached,
     ],
 )  # fmt: skip
@@ -164,33 +173,29 @@ def test_cpu_groups(ranks, layout):
     ranks(layout, check_cpu_groups)
 
 
-def test_groups_of_one_process():
-    try:
-        groups = init_parallel(data=-1, ranks=[0])
-        assert (groups.rank, groups.size, groups.ranks, groups.mesh) == (0, 1, (0,), None)
-        assert groups.tensor.has_cpu_group
-        assert groups.tensor.cpu_group is None
-        assert groups.tensor.with_cpu_group() is groups.tensor
-        with pytest.raises(ValueError, match="each from 0 to 0"):
-            init_parallel(ranks=[1])
-    finally:
-        destroy_parallel()
+@pytest.fixture
+def one_process():
+    """Groups of this process alone, without torch.distributed."""
+    yield init_parallel(data=-1, ranks=[0])
+    destroy_parallel()
 
 
-class MlpPolicy(shardconv.Policy):
-    """Two linear layers in an nn.Sequential."""
+def test_groups_of_one_process_have_one_rank(one_process):
+    groups = one_process
+    assert (groups.rank, groups.size, groups.ranks, groups.mesh) == (0, 1, (0,), None)
 
-    @staticmethod
-    def original_layer_class():
-        return nn.Sequential
 
-    @staticmethod
-    def mlp_in():
-        return [shardconv.Layer(weight="[0].weight", bias="[0].bias")]
+def test_axis_of_one_process_is_its_own_cpu_group(one_process):
+    axis = one_process.tensor
+    assert axis.has_cpu_group
+    assert axis.cpu_group is None
+    assert axis.with_cpu_group() is axis
 
-    @staticmethod
-    def mlp_out():
-        return [shardconv.Layer(weight="[1].weight", bias="[1].bias")]
+
+@pytest.mark.usefixtures("one_process")
+def test_rank_outside_the_world_is_refused():
+    with pytest.raises(ValueError, match="each from 0 to 0"):
+        init_parallel(ranks=[1])
 
 
 X, WEIGHT, IDS = torch.ones(4, 8), torch.ones(8, 8), torch.arange(4)

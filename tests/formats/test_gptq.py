@@ -117,14 +117,14 @@ def test_random_checkpoints(tmp_path, bits, group, act_order):
     check_commands(source, tmp_path, tmp_path / "split", 1)
 
 
-def test_indices_of_a_row_parallel_layer(tmp_path):
+@pytest.mark.parametrize(("name", "groups"), [("gptq-3", 2), ("gptq-4-act-order", 4)])
+def test_indices_of_a_row_parallel_layer(tmp_path, name, groups):
     """They count from the first group of a rank; with act-order scales are replicated and indices absolute."""
-    for name, groups in (("gptq-3", 2), ("gptq-4-act-order", 4)):
-        shardconv.split(DATA / name, tmp_path / name, tp=2)
-        full = load_file(DATA / name / "model.safetensors")[f"{DOWN}.g_idx"]
-        second = load_file(tmp_path / name / "rank-1-of-2.safetensors")
-        assert torch.equal(second[f"{DOWN}.g_idx"], full[64:] - (4 - groups))
-        assert second[f"{DOWN}.scales"].shape == (groups, 128)
+    shardconv.split(DATA / name, tmp_path / name, tp=2)
+    full = load_file(DATA / name / "model.safetensors")[f"{DOWN}.g_idx"]
+    second = load_file(tmp_path / name / "rank-1-of-2.safetensors")
+    assert torch.equal(second[f"{DOWN}.g_idx"], full[64:] - (4 - groups))
+    assert second[f"{DOWN}.scales"].shape == (groups, 128)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -157,7 +157,9 @@ def test_act_order_that_the_settings_deny_is_refused(tmp_path):
     with pytest.raises(IntegrityError, match=r"q_proj\.g_idx: input feature .* in group .*desc_act"):
         shardconv.split(source, tmp_path / "out", tp=2)
     assert not (tmp_path / "out").exists()
-    # a rank that reads the source finds it as well
+
+
+def test_rank_that_reads_a_source_refuses_unexpected_indices(tmp_path):
     shardconv.split(DATA / "gptq-3", tmp_path / "split", tp=2)
     tensors = load_file(DATA / "gptq-3/model.safetensors")
     tensors[f"{DOWN}.g_idx"] = tensors[f"{DOWN}.g_idx"].flip(0)
@@ -168,20 +170,29 @@ def test_act_order_that_the_settings_deny_is_refused(tmp_path):
         reader.read(f"{DOWN}.g_idx")
 
 
-def test_changed_indices_of_a_rank_file_are_found(tmp_path):
+@pytest.fixture(params=[True, False], ids=["checksums", "no checksums"])
+def with_changed_index(request, tmp_path):
+    """A split checkpoint with a changed index in a rank file, and whether it has checksums."""
     split = tmp_path / "split"
-    for checksums in (True, False):
-        shardconv.split(DATA / "gptq-3", split, tp=2, checksums=checksums, overwrite=True)
-        path = split / "rank-1-of-2.safetensors"
-        data = bytearray(path.read_bytes())
-        size = int.from_bytes(data[:8], "little")
-        start = json.loads(data[8 : 8 + size])[f"{DOWN}.g_idx"]["data_offsets"][0] + 8 + size
-        data[start + 3] = 0x80  # the sign of the first index
-        path.write_bytes(data)
-        found = " ".join(shardconv.verify(split).differences)
-        assert f"{DOWN}.g_idx" in found or "differ from their checksum" in found
-        with pytest.raises(IntegrityError, match="checksum" if checksums else r"g_idx: input feature 64 is in group"):
-            shardconv.merge(split, tmp_path / "merged")
+    shardconv.split(DATA / "gptq-3", split, tp=2, checksums=request.param)
+    path = split / "rank-1-of-2.safetensors"
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    start = json.loads(data[8 : 8 + size])[f"{DOWN}.g_idx"]["data_offsets"][0] + 8 + size
+    data[start + 3] = 0x80  # the sign of the first index
+    path.write_bytes(data)
+    return split, request.param
+
+
+def test_verify_finds_changed_indices_of_a_rank_file(with_changed_index):
+    found = " ".join(shardconv.verify(with_changed_index[0]).differences)
+    assert f"{DOWN}.g_idx" in found or "differ from their checksum" in found
+
+
+def test_merge_refuses_changed_indices_of_a_rank_file(with_changed_index, tmp_path):
+    split, has_checksums = with_changed_index
+    with pytest.raises(IntegrityError, match="checksum" if has_checksums else r"g_idx: input feature 64 is in group"):
+        shardconv.merge(split, tmp_path / "merged")
 
 
 @pytest.mark.parametrize(

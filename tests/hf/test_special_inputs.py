@@ -34,14 +34,27 @@ def test_types_with_the_same_inputs_refer_to_a_table():
     assert not SAME.keys() & TABLES.keys()
 
 
-def test_placeholders_precede_random_text():
-    model = small(model_class("image-text-to-text", "inkling2"))
-    inputs = example_inputs(model)
-    token = model.config.image_token_id
-    assert inputs["input_ids"].shape == (2, 9)
-    assert (inputs["input_ids"] == token).sum(1).tolist() == [2, 2]
-    assert (inputs["input_ids"][:, :2] == token).all()
-    assert inputs["image_grid_thw"].tolist() == [[1, 1, 2]] * 2
-    assert inputs["pixel_values"].min() < -0.5
-    assert inputs["pixel_values"].max() > 0.5
-    assert torch.equal(inputs["input_ids"], example_inputs(model)["input_ids"])  # deterministic values
+@pytest.fixture(scope="module")
+def inkling():
+    return small(model_class("image-text-to-text", "inkling2"))
+
+
+def test_placeholders_precede_random_text(inkling):
+    ids, token = example_inputs(inkling)["input_ids"], inkling.config.image_token_id
+    assert ids.shape == (2, 9)
+    assert (ids == token).sum(1).tolist() == [2, 2]
+    assert (ids[:, :2] == token).all()
+
+
+def test_image_has_the_patches_of_its_placeholders(inkling):
+    assert example_inputs(inkling)["image_grid_thw"].tolist() == [[1, 1, 2]] * 2
+
+
+def test_pixels_have_both_signs(inkling):
+    pixels = example_inputs(inkling)["pixel_values"]
+    assert pixels.min() < -0.5
+    assert pixels.max() > 0.5
+
+
+def test_inputs_are_deterministic(inkling):
+    assert torch.equal(example_inputs(inkling)["input_ids"], example_inputs(inkling)["input_ids"])

@@ -145,24 +145,42 @@ def test_half_norms(ranks):
     ranks("pairs", check_half_norms)
 
 
-def check_refused(axis):
-    for message, build in {
-        f"embedding_dim: 7 is not a multiple of {axis.size}": lambda: ParallelEmbedding(4, 7, dim=1, group=axis),
-        r"dim is not supported \(got 2": lambda: ParallelEmbedding(4, 8, dim=2, group=axis),
-        "got 4, expected an id of 4 embeddings": lambda: ParallelEmbedding(4, 8, 4, dim=0, group=axis),
-        r"weight has shape \[2, 2\] \(expected \[4, 8\]\)": lambda: ParallelEmbedding(
-            4, 8, _weight=torch.zeros(2, 2), dim=0, group=axis
-        ),
-        r"weight of shape \[3, 8\] is not the shard of a table of 4 rows": lambda: parallel_embedding(
-            torch.tensor([0]), torch.zeros(3, 8), num_embeddings=4, dim=0, group=axis
-        ),
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            build()
+#: Message to a call that is refused on two ranks.
+REFUSED = {
+    r"embedding_dim: 7 is not a multiple of 2": lambda axis: ParallelEmbedding(4, 7, dim=1, group=axis),
+    r"dim is not supported \(got 2": lambda axis: ParallelEmbedding(4, 8, dim=2, group=axis),
+    "got 4, expected an id of 4 embeddings": lambda axis: ParallelEmbedding(4, 8, 4, dim=0, group=axis),
+    r"weight has shape \[2, 2\] \(expected \[4, 8\]\)": lambda axis: ParallelEmbedding(
+        4, 8, _weight=torch.zeros(2, 2), dim=0, group=axis
+    ),
+    r"weight of shape \[3, 8\] is not the shard of a table of 4 rows": lambda axis: parallel_embedding(
+        torch.tensor([0]), torch.zeros(3, 8), num_embeddings=4, dim=0, group=axis
+    ),
+}
+
+
+def check_refused(axis, message):
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message](axis)
+
+
+def check_meta_device(axis):
     meta = ParallelEmbedding(VOCAB, WIDTH, dim=0, device="meta", dtype=torch.bfloat16, group=axis)
     assert (meta.weight.is_meta, meta.weight.dtype) == (True, torch.bfloat16)
-    assert f"dim=0, tp={axis.size}" in repr(meta)
 
 
-def test_refused(ranks):
-    ranks("pairs", check_refused)
+def check_repr(axis):
+    assert f"dim=0, tp={axis.size}" in repr(ParallelEmbedding(VOCAB, WIDTH, dim=0, group=axis))
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_invalid_arguments_are_refused(ranks, message):
+    ranks("pairs", check_refused, message)
+
+
+def test_device_and_dtype_of_the_weight(ranks):
+    ranks("pairs", check_meta_device)
+
+
+def test_repr_has_the_dim_and_tp(ranks):
+    ranks("pairs", check_repr)

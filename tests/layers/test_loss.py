@@ -123,23 +123,30 @@ def test_collectives(ranks):
     ranks("four", check_collectives)
 
 
-def check_large_and_half(axis):
-    """Check values that could overflow: large logits, -inf for masked classes, and half precision."""
+def check_large(axis):
+    """Check values that could overflow: large logits, and -inf for masked classes."""
     logits = torch.tensor([[1e4, -1e4, 0, 1], [float("-inf"), 3, 2, 1]], dtype=torch.float64)
     compare(axis, logits, torch.tensor([0, 1]), torch.tensor([0, 1]), 4)
-    for dtype in (torch.bfloat16, torch.float16):
-        logits, target = case((BATCH,), 12, torch.float32)
-        logits = logits.to(dtype)
-        mine = split(axis, logits, 12).clone().requires_grad_()
-        found = parallel_cross_entropy(mine, target, num_classes=12, group=axis)
-        found.backward()
-        assert (found.dtype, mine.grad.dtype) == (dtype, dtype)
-        expected = F.cross_entropy(logits.double(), target)
-        torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)  # one rounding
 
 
-def test_large_and_half(ranks):
-    ranks("pairs", check_large_and_half)
+def check_half(axis, dtype):
+    logits, target = case((BATCH,), 12, torch.float32)
+    logits = logits.to(dtype)
+    mine = split(axis, logits, 12).clone().requires_grad_()
+    found = parallel_cross_entropy(mine, target, num_classes=12, group=axis)
+    found.backward()
+    assert (found.dtype, mine.grad.dtype) == (dtype, dtype)
+    expected = F.cross_entropy(logits.double(), target)
+    torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)  # one rounding
+
+
+def test_large_logits(ranks):
+    ranks("pairs", check_large)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(ranks, dtype):
+    ranks("pairs", check_half, dtype)
 
 
 def check_autocast(axis):
@@ -213,29 +220,36 @@ def test_module(ranks):
     ranks("four", check_module)
 
 
-def check_refused(axis):
-    logits, target = torch.randn(BATCH, 4), torch.zeros(BATCH, dtype=torch.int64)
-    total = 4 * axis.size
-    for wrong in (-1, total, 10**6):
-        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
-            parallel_cross_entropy(logits, target + wrong, num_classes=total, group=axis)
-    for message, options in {
-        r"has 4 classes \(expected 5 in full logits, or 3 per rank": {"num_classes": 5},
-        r"has 4 classes \(expected 3 in full logits, or 2 per rank": {"weight": torch.ones(3), "num_classes": None},
-        r"weight has shape \[3\]": {"weight": torch.ones(3)},
-        "got .* reduction 'typo'": {"reduction": "typo"},
-        "got label_smoothing 2": {"label_smoothing": 2},
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            parallel_cross_entropy(logits, target, group=axis, **{"num_classes": total, **options})
-    with pytest.raises(ValueError, match=r"target has shape \[2\]"):
-        parallel_cross_entropy(logits, target[:2], num_classes=total, group=axis)
-    with pytest.raises(ValueError, match="get no gradient"):
-        parallel_cross_entropy(logits, torch.rand_like(logits).requires_grad_(), num_classes=total, group=axis)
+TARGET = torch.zeros(BATCH, dtype=torch.int64)
+#: Arguments that are refused for logits of 4 classes on each of two ranks, and the error.
+REFUSED = {
+    **{
+        f"target {wrong}": ({"target": TARGET + wrong}, IndexError, f"Target {wrong} is out of bounds")
+        for wrong in (-1, 8, 10**6)
+    },
+    "shape of the target": ({"target": TARGET[:2]}, ValueError, r"target has shape \[2\]"),
+    "gradient of the target": ({"target": torch.ones(BATCH, 4).requires_grad_()}, ValueError, "get no gradient"),
+    "number of classes": ({"num_classes": 5}, ValueError, r"has 4 classes \(expected 5 in full logits, or 3 per rank"),
+    "classes of the weight": (
+        {"weight": torch.ones(3), "num_classes": None},
+        ValueError,
+        r"has 4 classes \(expected 3 in full logits, or 2 per rank",
+    ),
+    "shape of the weight": ({"weight": torch.ones(3)}, ValueError, r"weight has shape \[3\]"),
+    "reduction": ({"reduction": "typo"}, ValueError, "got .* reduction 'typo'"),
+    "label smoothing": ({"label_smoothing": 2}, ValueError, "got label_smoothing 2"),
+}
 
 
-def test_refused(ranks):
-    ranks("pairs", check_refused)
+def check_refused(axis, name):
+    arguments, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        parallel_cross_entropy(torch.zeros(BATCH, 4), **{"target": TARGET, "num_classes": 8, "group": axis} | arguments)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_invalid_arguments_are_refused(ranks, name):
+    ranks("pairs", check_refused, name)
 
 
 def check_full_or_sharded(axis):

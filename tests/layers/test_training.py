@@ -119,4 +119,7 @@ def test_compiled_block(ranks):
 
 def test_parallel_and_unsharded_models_have_the_same_names():
     assert list(GPT().state_dict()) == list(GPT(shardconv.distributed.as_axis()).state_dict())
+
+
+def test_unsharded_model_has_layers_of_torch():
     assert len([module for module in GPT().modules() if isinstance(module, nn.Linear)]) == 4 * LAYERS + 1

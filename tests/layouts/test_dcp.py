@@ -92,15 +92,31 @@ def test_torch_reads_dtensors(ranks, tmp_path, check, layout):
     ranks(layout, check, str(tmp_path / "out"), str(source / "model.safetensors"))
 
 
-def test_merge_verify_and_reshard(tmp_path):
-    source = write(tmp_path, "llama")
-    shardconv.split(source, tmp_path / "four", tp=4, layout="dcp")
-    assert shardconv.verify(tmp_path / "four", against=source).differences == ()
-    assert shardconv.merge(tmp_path / "four", tmp_path / "back").is_identical
+@pytest.fixture(scope="module")
+def splits(tmp_path_factory):
+    """A source and its splits for four and two ranks."""
+    folder = tmp_path_factory.mktemp("splits")
+    source = write(folder, "llama")
+    shardconv.split(source, folder / "four", tp=4, layout="dcp")
+    shardconv.split(source, folder / "two", tp=2, layout="dcp")
+    return source, folder / "four", folder / "two"
+
+
+def test_verify_finds_no_differences(splits):
+    source, four, _ = splits
+    assert shardconv.verify(four, against=source).differences == ()
+
+
+def test_merge_restores_the_source(splits, tmp_path):
+    source, four, _ = splits
+    assert shardconv.merge(four, tmp_path / "back").is_identical
     assert contents(tmp_path / "back") == contents(source)
-    shardconv.reshard(tmp_path / "four", tmp_path / "resharded", tp=2)
-    shardconv.split(source, tmp_path / "two", tp=2, layout="dcp")
-    assert contents(tmp_path / "resharded") == contents(tmp_path / "two")
+
+
+def test_reshard_equals_a_split_of_the_source(splits, tmp_path):
+    _, four, two = splits
+    shardconv.reshard(four, tmp_path / "resharded", tp=2)
+    assert contents(tmp_path / "resharded") == contents(two)
 
 
 def test_dcp_metadata_is_written_only_with_the_layout(tmp_path):
@@ -148,11 +164,14 @@ def test_manifest_with_an_unsupported_placement(tmp_path):
         shardconv.merge(tmp_path / "out", tmp_path / "back")
 
 
-def test_command(tmp_path):
-    source = write(tmp_path, "llama")
+def test_command_writes_the_layout(splits, tmp_path):
+    source, _, _ = splits
     expected = load_file(source / "model.safetensors")
     assert call("split", source, "--tp", "4", "--layout", "dcp", "-o", tmp_path / "out").code == 0
     assert_equal(load_full(tmp_path / "out", expected), expected)
+
+
+def test_command_refuses_unsupported_placements(tmp_path):
     refused = call("split", write(tmp_path, "phi3"), "--tp", "4", "--layout", "dcp", "-o", tmp_path / "no")
     assert refused.code == 1
     assert "gate_up_proj.weight: is sharded as dim 0, 2 intervals" in " ".join(refused.err.split())

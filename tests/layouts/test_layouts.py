@@ -57,6 +57,19 @@ def source_of(tmp_path_factory):
     return cache(lambda kind: KINDS[kind].write(tmp_path_factory.mktemp("sources") / "source"))
 
 
+@pytest.fixture(scope="module")
+def split_of(source_of, tmp_path_factory):
+    """Split a kind of checkpoint in a layout for a tp, once; tests do not change it."""
+
+    @cache
+    def split(kind, layout, tp):
+        folder = tmp_path_factory.mktemp("splits") / "split"
+        shardconv.split(source_of(kind), folder, tp=tp, layout=layout)
+        return folder
+
+    return split
+
+
 def rank_files(folder, tp):
     return [load_file(folder / f"model-rank-{rank}-part-0.safetensors") for rank in range(tp)]
 
@@ -170,45 +183,74 @@ ENGINE_OF = {"native": "shardconv"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merge_verify_and_reshard(source_of, tmp_path, kind):
-    """A reshard from any layout to any other equals a split of the source."""
-    source = source_of(kind)
-    packed = kind.endswith("packed")
-    for layout in ("native", "vllm") if packed else ("native", "dcp", "vllm"):
-        for tp in (2, 4):
-            shardconv.split(source, tmp_path / f"{layout}{tp}", tp=tp, layout=layout)
-    report = shardconv.verify(tmp_path / "vllm4", against=source)
+def test_verify_finds_no_differences(source_of, split_of, kind):
+    report = shardconv.verify(split_of(kind, "vllm", 4), against=source_of(kind))
     assert (report.differences, report.other_weights, report.layout) == ((), (), "vllm")
-    assert shardconv.merge(tmp_path / "vllm4", tmp_path / "back").is_identical
-    assert contents(tmp_path / "back") == contents(source)
-    steps = [("native2", 4, "vllm"), ("vllm4", 2, "native"), ("vllm2", 4, None), ("vllm4", 4, "vllm")]
-    steps += [] if packed else [("vllm4", 2, "dcp"), ("dcp2", 4, "vllm"), ("dcp4", 2, "native")]
-    for number, (old, tp, layout) in enumerate(steps):
-        report = shardconv.reshard(
-            tmp_path / old, tmp_path / f"new{number}", tp=tp, layout=layout, engine=ENGINE_OF.get(layout)
-        )
-        assert (report.old_layout, report.layout) == (old[:-1], layout or old[:-1])
-        assert contents(tmp_path / f"new{number}") == contents(tmp_path / f"{report.layout}{tp}"), (old, tp, layout)
 
 
-def test_split_checkpoint_does_not_need_the_installed_layouts(source_of, tmp_path, monkeypatch):
-    """The manifest stores the layout, so the installed one may change."""
-    source = source_of("qwen3_moe")
-    for tp in (2, 4):
-        shardconv.split(source, tmp_path / str(tp), tp=tp, layout="vllm")
+@pytest.mark.parametrize("kind", KINDS)
+def test_merge_restores_the_source(source_of, split_of, tmp_path, kind):
+    assert shardconv.merge(split_of(kind, "vllm", 4), tmp_path / "back").is_identical
+    assert contents(tmp_path / "back") == contents(source_of(kind))
+
+
+#: Layout and tp before, and after; torch cannot read tensors of two intervals, as those of packed experts are.
+RESHARDS = [
+    ("native", 2, "vllm", 4), ("vllm", 4, "native", 2), ("vllm", 2, None, 4), ("vllm", 4, "vllm", 4),
+    ("vllm", 4, "dcp", 2), ("dcp", 2, "vllm", 4), ("dcp", 4, "native", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "old_tp", "layout", "tp"),
+    [(kind, *step) for kind in KINDS for step in RESHARDS if not (kind.endswith("packed") and "dcp" in step)],
+)
+def test_reshard_to_any_layout_equals_a_split_of_the_source(split_of, tmp_path, kind, old, old_tp, layout, tp):
+    report = shardconv.reshard(
+        split_of(kind, old, old_tp), tmp_path / "new", tp=tp, layout=layout, engine=ENGINE_OF.get(layout)
+    )
+    assert (report.old_layout, report.layout) == (old, layout or old)
+    assert contents(tmp_path / "new") == contents(split_of(kind, layout or old, tp))
+
+
+@pytest.fixture
+def no_layouts(tmp_path, monkeypatch):
+    """No layouts are installed: the manifest stores that of a split checkpoint, so the installed one may change."""
     (tmp_path / "none").mkdir()
     monkeypatch.setattr(choice, "FOLDER", tmp_path / "none")
     choice._file.cache_clear()
-    try:
-        with pytest.raises(FileNotFoundError):
-            shardconv.split(source, tmp_path / "no", tp=2, layout="vllm")
-        assert shardconv.verify(tmp_path / "4", against=source).differences == ()
-        assert shardconv.merge(tmp_path / "4", tmp_path / "back").is_identical
-        shardconv.reshard(tmp_path / "4", tmp_path / "resharded", tp=2)
-        assert ", layout vllm" in call("plan", tmp_path / "4").out
-    finally:
-        choice._file.cache_clear()
-    assert contents(tmp_path / "resharded") == contents(tmp_path / "2")
+    yield
+    choice._file.cache_clear()
+
+
+@pytest.fixture
+def split(split_of):
+    """A split checkpoint that exists before its layout is removed."""
+    return split_of("qwen3_moe", "vllm", 4)
+
+
+def test_split_reads_the_installed_layout(source_of, no_layouts, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        shardconv.split(source_of("qwen3_moe"), tmp_path / "no", tp=2, layout="vllm")
+
+
+def test_verify_reads_no_installed_layout(source_of, split, no_layouts):
+    assert shardconv.verify(split, against=source_of("qwen3_moe")).differences == ()
+
+
+def test_merge_reads_no_installed_layout(split, no_layouts, tmp_path):
+    assert shardconv.merge(split, tmp_path / "back").is_identical
+
+
+def test_reshard_reads_no_installed_layout(split, split_of, request, tmp_path):
+    expected = contents(split_of("qwen3_moe", "vllm", 2))
+    request.getfixturevalue("no_layouts")
+    shardconv.reshard(split, tmp_path / "resharded", tp=2)
+    assert contents(tmp_path / "resharded") == expected
+
+
+def test_plan_reads_no_installed_layout(split, no_layouts):
+    assert ", layout vllm" in call("plan", split).out
 
 
 # --- models of the files --------------------------------------------------------------------------------------------
@@ -540,17 +582,23 @@ def local_values(array, placement, rank):
     return np.concatenate([empty, *entries], placement.dim)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(laid_out())
-def test_merge_restores_the_source_from_any_layout(tmp_path_factory, drawn):
-    """Tensors of rank files are concatenated or stacked shards, and merge restores the bytes of the source."""
+def write_any(folder, drawn):
+    """Write ``source.safetensors``, and its split in a layout, ``out``."""
     tp, tensors, layout = drawn
-    folder = tmp_path_factory.mktemp("any")
     write_source(folder / "source.safetensors", tensors)
     reason = Reason("test", "*")
     plans = {name: TensorPlan(placement, "any", (), reason) for name, (_, placement, _) in tensors.items()}
     source = open_source(folder / "source.safetensors")
     split_by(source, folder / "out", Plan(tp, None, plans, read_rules()), PlanRequest(), layout)
+    return folder
+
+
+@given(laid_out())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rank_files_of_any_layout_have_its_tensors(tmp_path_factory, drawn):
+    """They are concatenated or stacked shards, shards as they are, and constants."""
+    tp, tensors, layout = drawn
+    folder = write_any(tmp_path_factory.mktemp("any"), drawn)
     full = as_integers(folder / "source.safetensors")
     for rank in range(tp):
         found = as_integers(folder / "out" / f"{tp}-{rank}.safetensors")
@@ -564,7 +612,14 @@ def test_merge_restores_the_source_from_any_layout(tmp_path_factory, drawn):
             assert np.array_equal(found[name], local_values(full[name], tensors[name][1], rank))
         for constant in layout.constants:
             assert found[constant.name].view(np.float32).tolist() == [constant.value] * 2
-    assert read_manifest(folder / "out").layout == layout
+
+
+@given(laid_out())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_merge_restores_the_source_from_any_layout(tmp_path_factory, drawn):
+    """By the layout in the manifest; verify compares the shards with the source as well."""
+    folder = write_any(tmp_path_factory.mktemp("any"), drawn)
+    assert read_manifest(folder / "out").layout == drawn[-1]
     shardconv.merge(folder / "out", folder / "back.safetensors")
     assert (folder / "back.safetensors").read_bytes() == (folder / "source.safetensors").read_bytes()
     assert shardconv.verify(folder / "out", against=folder / "source.safetensors").differences == ()
@@ -593,36 +648,32 @@ def as_integers(path):
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
-def test_rules():
-    group = Group.of_table(
-        {
-            "tensors": {
-                "*.ab.{w,b}": ["*.a.{w,b}", "*.b.{w,b}"],
-                "*.all": ["*.e.#.a", "*.e.#.b"],
-                "new": ["old"],
-                "flat": {"sources": ["row"], "squeeze": True},
-            },
-        }
-    )
-    names = [
-        "x.1.a.w",
-        "x.1.b.w",
-        "x.1.a.b",
-        "x.1.b.b",
-        *(f"y.e.{n}.{p}" for n in (10, 2, 0) for p in "ba"),
-        "old",
-        "row",
-        "q",
-    ]
-    names += [f"y.e.{n}.{p}" for n in range(11) if n not in {0, 2, 10} for p in "ab"]
-    experts = tuple(f"y.e.{n}.{p}" for n in range(11) for p in "ab")
-    assert set(file_tensors(group.rules, names, {})) == {
-        FileTensor("x.1.ab.w", ("x.1.a.w", "x.1.b.w")),
-        FileTensor("x.1.ab.b", ("x.1.a.b", "x.1.b.b")),
-        FileTensor("y.all", experts, 11),
-        FileTensor("new", ("old",)),
-        FileTensor("flat", ("row",), squeeze=True),
-    }
+EXPERTS = tuple(f"y.e.{n}.{p}" for n in range(11) for p in "ab")
+#: Experts in the order of text, in which 10 is between 0 and 2.
+NAMES = [*(f"x.1.{part}.{leaf}" for leaf in "wb" for part in "ab"), *sorted(EXPERTS, reverse=True), "old", "row", "q"]
+
+
+#: Rules of a layout, and the tensors that they make of NAMES.
+RULES = {
+    "fused": (
+        {"*.ab.{w,b}": ["*.a.{w,b}", "*.b.{w,b}"]},
+        {FileTensor("x.1.ab.w", ("x.1.a.w", "x.1.b.w")), FileTensor("x.1.ab.b", ("x.1.a.b", "x.1.b.b"))},
+    ),
+    "stacked in the order of numbers": ({"*.all": ["*.e.#.a", "*.e.#.b"]}, {FileTensor("y.all", EXPERTS, 11)}),
+    "renamed": ({"new": ["old"]}, {FileTensor("new", ("old",))}),
+    "squeezed": ({"flat": {"sources": ["row"], "squeeze": True}}, {FileTensor("flat", ("row",), squeeze=True)}),
+}
+
+
+@pytest.mark.parametrize(("rules", "expected"), RULES.values(), ids=RULES)
+def test_tensors_of_a_rule(rules, expected):
+    assert set(file_tensors(Group.of_table({"tensors": rules}).rules, NAMES, {})) == expected
+
+
+def test_tensors_of_several_rules_are_those_of_each():
+    rules = {name: sources for table, _ in RULES.values() for name, sources in table.items()}
+    expected = set().union(*(tensors for _, tensors in RULES.values()))
+    assert set(file_tensors(Group.of_table({"tensors": rules}).rules, NAMES, {})) == expected
 
 
 @pytest.mark.parametrize(
@@ -643,18 +694,37 @@ def test_layout_file_with_an_unknown_key_is_refused():
 
 
 def test_split_prints_the_layout(source_of, tmp_path):
-    source, split = source_of("llama"), tmp_path / "out"
-    made = call("split", source, "--tp", 2, "--layout", "vllm", "-o", split)
+    made = call("split", source_of("llama"), "--tp", 2, "--layout", "vllm", "-o", tmp_path / "out")
     assert (made.code, ", layout vllm" in made.out) == (0, True)
-    for command in (["verify", split], ["plan", split], ["reshard", split, "--tp", 4, "-o", tmp_path / "four"]):
-        assert ", layout vllm" in call(*command).out
+
+
+@pytest.mark.parametrize("command", ["verify", "plan", "reshard"])
+def test_commands_print_the_layout_of_a_split_checkpoint(split_of, tmp_path, command):
+    options = ["--tp", 4, "-o", tmp_path / "four"] if command == "reshard" else []
+    assert ", layout vllm" in call(command, split_of("llama", "vllm", 2), *options).out
+
+
+@pytest.mark.parametrize("command", ["verify", "plan"])
+def test_reports_of_commands_have_the_layout(split_of, command):
+    assert json.loads(call(command, split_of("llama", "vllm", 2), "--json").out)["layout"] == "vllm"
+
+
+def test_report_of_reshard_has_both_layouts(split_of, tmp_path):
+    split = split_of("llama", "vllm", 2)
     native = ["reshard", split, "--tp", 2, "--layout", "native", "-o", tmp_path / "native"]
     report = json.loads(call(*native, "--json").out)
     assert (report["old_layout"], report["layout"]) == ("vllm", "native")
-    assert ", layout" not in call("verify", tmp_path / "native").out
-    assert json.loads(call("verify", split, "--json").out)["layout"] == "vllm"
-    assert json.loads(call("plan", split, "--json").out)["layout"] == "vllm"
-    assert call("split", source, "--tp", 2, "--layout", "other", "-o", tmp_path / "no").code == 2
+
+
+def test_native_layout_is_not_printed(split_of):
+    assert ", layout" not in call("verify", split_of("llama", "native", 2)).out
+
+
+def test_unknown_layout_is_an_error_of_usage(source_of, tmp_path):
+    assert call("split", source_of("llama"), "--tp", 2, "--layout", "other", "-o", tmp_path / "no").code == 2
+
+
+def test_help_of_split_has_no_option_for_dcp():
     assert "--dcp" not in call("split", "--help").out
 
 

@@ -145,30 +145,54 @@ def test_override_that_is_false_replaces_one_that_is_true():
     assert all(to_table(parse_module("x", to_table(one, without=("pattern",)), "")) == to_table(one) for one in said)
 
 
-def test_a_condition_on_a_field_that_is_replaced_by_an_expression(monkeypatch):
-    """An expression cannot be compared; another field can."""
-    rule = {"style": "replicate", "when": {"kind": 3}}
-    block = parse_block("one", {"rules": {"x": rule}})
+@pytest.fixture
+def _block_with_a_condition(monkeypatch):
+    """Block ``one``, with a rule that depends on the field ``kind``."""
+    block = parse_block("one", {"rules": {"x": {"style": "replicate", "when": {"kind": 3}}}})
     monkeypatch.setattr(family_file, "load_block", lambda _: block)
+
+
+@pytest.mark.usefixtures("_block_with_a_condition")
+def test_condition_on_a_field_that_is_replaced_by_another():
     (found,) = family({"blocks": {"y": {"block": "one", "kind": "encoder.kind"}}}).rules
     assert found.when == (("encoder.kind", 3),)
-    for value in ("kind + 1", 3):
-        with pytest.raises(PlanError, match=r"when compares a config field, and an entry .* replaces it by"):
-            family({"blocks": {"y": {"block": "one", "kind": value}}})
 
 
-def test_blocks_with_different_defaults_for_a_field(monkeypatch):
-    """An error, unless the family has a default."""
+@pytest.mark.usefixtures("_block_with_a_condition")
+@pytest.mark.parametrize("value", ["kind + 1", 3])
+def test_condition_on_a_field_that_is_replaced_by_an_expression_is_refused(value):
+    """An expression cannot be compared."""
+    with pytest.raises(PlanError, match=r"when compares a config field, and an entry .* replaces it by"):
+        family({"blocks": {"y": {"block": "one", "kind": value}}})
+
+
+@pytest.fixture
+def _different_defaults(monkeypatch):
+    """Blocks ``one`` and ``two``, which have different defaults for the field ``size``."""
     blocks = {
         name: parse_block(name, {"config": {"size": size}, "units": {"x": {"count": "size"}}})
         for name, size in (("one", 1), ("two", 2))
     }
     monkeypatch.setattr(family_file, "load_block", blocks.get)
-    message = "config field size has two defaults, 1, and 2 in block 'two'"
-    with pytest.raises(PlanError, match=message):
+
+
+TWO_DEFAULTS = "config field size has two defaults, 1, and 2 in block 'two'"
+
+
+@pytest.mark.usefixtures("_different_defaults")
+def test_blocks_with_different_defaults_for_a_field_are_refused():
+    with pytest.raises(PlanError, match=TWO_DEFAULTS):
         family({"blocks": {"y": ["one", "two"]}})
-    with pytest.raises(PlanError, match=message):
+
+
+@pytest.mark.usefixtures("_different_defaults")
+def test_default_other_than_that_of_an_inherited_block_is_refused():
+    with pytest.raises(PlanError, match=TWO_DEFAULTS):
         family({"blocks": {"y": "two"}}, family({"blocks": {"y": "one"}}))
+
+
+@pytest.mark.usefixtures("_different_defaults")
+def test_default_of_a_family_replaces_those_of_its_blocks():
     assert family({"blocks": {"y": ["one", "two"]}, "config": {"size": 3}}).config == {"size": 3}
 
 
@@ -257,7 +281,7 @@ def test_inherited_units_stay():
         ({"x": {"block": "moe", "shared_intermediate_size": "d"}}, "does not read 'shared_intermediate_size'"),
     ],
 )
-def test_refused(blocks, message):
+def test_invalid_blocks_are_refused(blocks, message):
     with pytest.raises(PlanError, match=message):
         family({"blocks": blocks})
 

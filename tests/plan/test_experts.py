@@ -64,14 +64,27 @@ def test_rank_file_has_only_its_experts(made):
     assert contents(folder / "resharded") == contents(folder / "direct")
 
 
-def test_refused(made, tmp_path):
-    _, folder = made("mixtral")
+@pytest.fixture(scope="module")
+def mixtral(made):
+    return made("mixtral")[1] / "source"
+
+
+def test_tp_that_does_not_divide_the_number_of_experts_is_refused(mixtral):
     with pytest.raises(PlanError, match="the number of experts, 6, is not a multiple of 4"):
-        shardconv.make_plan(folder / "source", tp=4, experts="expert")
+        shardconv.make_plan(mixtral, tp=4, experts="expert")
+
+
+def test_unknown_distribution_of_experts_is_refused(mixtral):
     with pytest.raises(PlanError, match="expected one of tensor, expert"):
-        shardconv.make_plan(folder / "source", tp=2, experts="experts")
+        shardconv.make_plan(mixtral, tp=2, experts="experts")
+
+
+def test_replicated_tensors_of_distributed_experts_are_refused(mixtral):
     with pytest.raises(PlanError, match="shards this expert, and --experts expert distributes full experts"):
-        shardconv.make_plan(folder / "source", tp=2, experts="expert", replicate=("**.experts.*.w2",))
+        shardconv.make_plan(mixtral, tp=2, experts="expert", replicate=("**.experts.*.w2",))
+
+
+def test_checkpoint_without_experts_is_refused(made):
     _, folder = made("llama")
     with pytest.raises(PlanError, match="the checkpoint does not have tensors of experts"):
         shardconv.make_plan(folder / "source", tp=2, experts="expert")

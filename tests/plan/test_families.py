@@ -393,25 +393,38 @@ def test_heads_limit_the_supported_tp_sizes(name, checkpoint):
 def test_error_for_an_unsupported_tp_names_the_supported_sizes(checkpoint):
     with pytest.raises(PlanError, match=r"2 is not a multiple of 3, nor is 3 a multiple of 2 .*Use --tp 1, 2, 4, 8\."):
         shardconv.make_plan(checkpoint("llama"), tp=3)
+
+
+def test_error_for_an_unsupported_tp_names_the_config_field(checkpoint):
     with pytest.raises(PlanError, match=r"8 is not a multiple of 16 \(.*num_attention_heads=8"):
         shardconv.make_plan(checkpoint("falcon-40b"), tp=16)
 
 
-def test_boundaries_inside_fp8_blocks_are_refused(checkpoint, tmp_path):
-    """With blocks of 16 rows: heads of 40 rows in kv_b_proj end inside of a block."""
+@pytest.fixture
+def fp8_with_blocks_of_16(checkpoint, tmp_path) -> Path:
+    """A checkpoint with scales of blocks of 16 rows and columns, and a config with blocks of 8."""
     tensors = read(checkpoint("deepseek_v3-hub"))
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         weight = tensors[name.removesuffix("_scale_inv")]
         tensors[name] = torch.rand([-(-size // 16) for size in weight.shape])
     (tmp_path / "config.json").write_bytes((checkpoint("deepseek_v3-hub") / "config.json").read_bytes())
     save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_fp8_scales_of_other_blocks_than_in_the_config_are_refused(fp8_with_blocks_of_16):
     with pytest.raises(PlanError, match=r"has shape \[4, 8\] \(expected \[8, 16\] for a weight of \[64, 128\]\)"):
-        shardconv.make_plan(tmp_path, tp=2)
-    change_config(tmp_path, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}})
+        shardconv.make_plan(fp8_with_blocks_of_16, tp=2)
+
+
+def test_boundaries_inside_fp8_blocks_are_refused(fp8_with_blocks_of_16):
+    """Heads of 40 rows in kv_b_proj end inside of a block."""
+    blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
+    change_config(fp8_with_blocks_of_16, blocks)
     with pytest.raises(
         PlanError, match=r"320 / 8 = 40 output features per rank is not a multiple of the 16-wide scale block"
     ):
-        shardconv.make_plan(tmp_path, tp=8)
+        shardconv.make_plan(fp8_with_blocks_of_16, tp=8)
 
 
 def test_unsupported_quantization_is_refused(checkpoint, tmp_path):
@@ -491,21 +504,31 @@ def bare(path: Path, *, heads: int, kv_heads: int, head_dim: int) -> Path:
 HEAD_DIM_IS_UNKNOWN = "head_dim is unknown (no config.json): assuming it is at most 512. Pass --head-dim or --config."
 
 
-def test_error_without_a_config_has_the_remedy_first_and_marks_assumptions(tmp_path):
+@pytest.fixture(scope="module")
+def eight_kv_heads(tmp_path_factory) -> Path:
     """8 KV heads of 128 elements, which by the file may be 2 of 512."""
-    source = bare(tmp_path / "m.safetensors", heads=32, kv_heads=8, head_dim=128)
+    return bare(tmp_path_factory.mktemp("bare") / "m.safetensors", heads=32, kv_heads=8, head_dim=128)
+
+
+def test_error_without_a_config_has_the_remedy_first_and_marks_assumptions(eight_kv_heads):
     with pytest.raises(shardconv.PlanError) as caught:
-        shardconv.make_plan(source, tp=8)
+        shardconv.make_plan(eight_kv_heads, tp=8)
     assert str(caught.value) == (
         f"model.layers.0.self_attn.k_proj.weight: {HEAD_DIM_IS_UNKNOWN} Under this assumption 2 is not a multiple of 8 "
         "(head_dim=512 assumed, num_key_value_heads=2 assumed). Otherwise use --tp 1, 2."
     )
-    reasons = {planned.describe() for planned in shardconv.make_plan(source, tp=2).tensors.values()}
+
+
+def test_plan_without_a_config_marks_assumptions(eight_kv_heads):
+    reasons = {planned.describe() for planned in shardconv.make_plan(eight_kv_heads, tp=2).tensors.values()}
     assert any("(head_dim=512 assumed, num_key_value_heads=2 assumed)" in reason for reason in reasons)
     assert not any("head_dim=512," in reason for reason in reasons)
-    known = shardconv.make_plan(source, tp=8, head_dim=128)
-    assert "head_dim=128, num_key_value_heads=8" in known.tensors["model.layers.0.self_attn.k_proj.weight"].describe()
-    assert "assumed" not in "".join(planned.describe() for planned in known.tensors.values())
+
+
+def test_plan_with_a_given_head_dim_has_no_assumptions(eight_kv_heads):
+    planned = shardconv.make_plan(eight_kv_heads, tp=8, head_dim=128).tensors
+    assert "head_dim=128, num_key_value_heads=8" in planned["model.layers.0.self_attn.k_proj.weight"].describe()
+    assert "assumed" not in "".join(one.describe() for one in planned.values())
 
 
 def test_error_without_a_config_does_not_propose_head_dim_if_it_would_not_help(tmp_path):
@@ -516,17 +539,33 @@ def test_error_without_a_config_does_not_propose_head_dim_if_it_would_not_help(t
     assert ". Use --tp 1, 2, 4, 8, 16, 32." in str(caught.value)
 
 
-def test_without_a_config_powers_of_two_are_supported(tmp_path):
-    source = bare(tmp_path / "m.safetensors", heads=24, kv_heads=8, head_dim=128)
-    report = shardconv.report_plan(source)
+@pytest.fixture(scope="module")
+def multiple_of_three(tmp_path_factory) -> Path:
+    """24 heads of 128 elements, 8 of them KV heads."""
+    return bare(tmp_path_factory.mktemp("bare") / "m.safetensors", heads=24, kv_heads=8, head_dim=128)
+
+
+def test_without_a_config_powers_of_two_are_supported(multiple_of_three):
+    report = shardconv.report_plan(multiple_of_three)
     assert report.supported_tp == (1, 2)
-    assert report.assumed[0] == HEAD_DIM_IS_UNKNOWN
-    assert report.assumed[1].startswith("a checkpoint without a config does not have a family: ")
     blocked = {entry.tp: entry.reason for entry in report.blocked_tp}
     assert blocked[3] == f"{HEAD_DIM_IS_UNKNOWN} Until then only powers of two are supported"
+
+
+def test_without_a_config_boundaries_inside_the_largest_head_are_blocked(multiple_of_three):
+    blocked = {entry.tp: entry.reason for entry in shardconv.report_plan(multiple_of_three).blocked_tp}
     assert blocked[4].startswith(f"{HEAD_DIM_IS_UNKNOWN} Under this assumption 2 is not a multiple of 4 (")
-    assert set(TPS[:3]) < set(shardconv.report_plan(source, head_dim=128).supported_tp)
-    assert 8 not in shardconv.report_plan(source, head_dim=256).supported_tp
+
+
+def test_report_without_a_config_has_the_assumptions(multiple_of_three):
+    head_dim, family = shardconv.report_plan(multiple_of_three).assumed[:2]
+    assert head_dim == HEAD_DIM_IS_UNKNOWN
+    assert family.startswith("a checkpoint without a config does not have a family: ")
+
+
+def test_given_head_dim_decides_the_supported_sizes(multiple_of_three):
+    assert set(TPS[:3]) < set(shardconv.report_plan(multiple_of_three, head_dim=128).supported_tp)
+    assert 8 not in shardconv.report_plan(multiple_of_three, head_dim=256).supported_tp
 
 
 @pytest.mark.parametrize(
@@ -678,13 +717,19 @@ def test_replicate_names_or_patterns(checkpoint):
     mlp = {f"model.layers.1.mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
     assert replicated == {"lm_head.weight", *mlp}
     assert all(plan.placement(name).dim is None for name in replicated)
+
+
+def test_replicated_name_that_matches_no_tensor_is_refused(checkpoint):
     with pytest.raises(PlanError, match="'lm_haed' matches no tensor"):
         shardconv.make_plan(checkpoint("llama"), tp=2, replicate=("lm_haed",))
 
 
-def test_family_option(checkpoint):
+def test_family_without_a_rule_for_a_tensor_is_refused(checkpoint):
     with pytest.raises(PlanError, match="no rule of family gpt2 matches it"):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules="gpt2")
+
+
+def test_error_for_an_unknown_family_has_similar_names(checkpoint):
     with pytest.raises(PlanError, match=r"family 'lama' is unknown \(similar names: llama"):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules="lama")
 

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from dataclasses import astuple
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -379,14 +380,28 @@ def written(folder: Path, name: str) -> tuple[type, Path]:
     return type(model), folder
 
 
-@pytest.mark.parametrize(("name", "tp"), [(name, tp) for name, tps in RUN.items() for tp in tps])
-def test_padded_models_compute_the_same(name, tp, tmp_path, request):
-    """Compares outputs, cached greedy tokens and gradients, of loaded models and of models converted in memory."""
-    run = request.getfixturevalue("twelve_ranks" if tp == 12 else "ranks")
-    kind, source = written(tmp_path / "source", name)
-    write_reference(kind, source, tmp_path / "reference.pt")
+@pytest.fixture(scope="module")
+def written_once(tmp_path_factory):
+    """The function ``written`` with one folder per model; tests do not change it."""
+    return cache(lambda name: written(tmp_path_factory.mktemp("source") / "source", name))
+
+
+NAME_AND_TP = pytest.mark.parametrize(("name", "tp"), [(name, tp) for name, tps in RUN.items() for tp in tps])
+
+
+@NAME_AND_TP
+def test_error_proposes_padding(written_once, name, tp, tmp_path):
+    _, source = written_once(name)
     with pytest.raises(PlanError, match=rf"tp {tp}: supported with --pad, [0-9.]+% more memory"):
         shardconv.split(source, tmp_path / "split", tp=tp)
+
+
+@NAME_AND_TP
+def test_padded_models_compute_the_same(written_once, name, tp, tmp_path, request):
+    """Compares outputs, cached greedy tokens and gradients, of loaded models and of models converted in memory."""
+    run = request.getfixturevalue("twelve_ranks" if tp == 12 else "ranks")
+    kind, source = written_once(name)
+    write_reference(kind, source, tmp_path / "reference.pt")
     shardconv.split(source, tmp_path / "split", tp=tp, pad=True)
     arguments = (kind.__name__, source, tmp_path / "split", PlanRequest(pad=1), tmp_path / "reference.pt")
     found = worst(run(LAYOUTS[tp], check, *arguments))
@@ -396,6 +411,12 @@ def test_padded_models_compute_the_same(name, tp, tmp_path, request):
     assert gradient is not None
     assert gradient <= GRADIENT_LIMIT
     assert tokens is not False
+
+
+@NAME_AND_TP
+def test_merge_removes_padding(written_once, name, tp, tmp_path):
+    _, source = written_once(name)
+    shardconv.split(source, tmp_path / "split", tp=tp, pad=True)
     shardconv.merge(tmp_path / "split", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(source)
 
@@ -473,13 +494,21 @@ def test_row_parallel_layers_accept_full_inputs(ranks):
 # --- what is said, and what is refused ------------------------------------------------------------------------------
 
 
-def test_reshard_pads_only_on_request(tmp_path):
-    source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
-    shardconv.split(source, tmp_path / "three", tp=3, pad=True)
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("one-layer") / "source", config=llama_config(layers=1))
+
+
+def test_reshard_removes_padding_that_is_not_needed(one_layer, tmp_path):
+    shardconv.split(one_layer, tmp_path / "three", tp=3, pad=True)
     report = shardconv.reshard(tmp_path / "three", tmp_path / "two", tp=2)
     assert report.padding.units == ()
-    shardconv.split(source, tmp_path / "direct", tp=2)
+    shardconv.split(one_layer, tmp_path / "direct", tp=2)
     assert contents(tmp_path / "two") == contents(tmp_path / "direct")
+
+
+def test_reshard_pads_only_on_request(one_layer, tmp_path):
+    shardconv.split(one_layer, tmp_path / "three", tp=3, pad=True)
     with pytest.raises(PlanError, match=r"tp 6: supported with --pad, [0-9.]+% more memory"):
         shardconv.reshard(tmp_path / "three", tmp_path / "six", tp=6)
 
@@ -567,21 +596,44 @@ def test_manifest_without_the_key_pad_has_no_padding(tmp_path):
     assert (manifest["request"]["pad"], manifest["plan"]["rules"]["pad"]) == (1, 1)
 
 
-def test_commands_report_the_cost_of_padding(tmp_path):
-    source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
-    costs = {one.tp: f"{one.memory:.1%}" for one in shardconv.report_plan(source).padded_tp}
-    listed = call("plan", source).out
+@pytest.fixture(scope="module")
+def costs(one_layer) -> dict[int, str]:
+    """Tensor parallel size to the additional memory, as commands print it."""
+    return {one.tp: f"{one.memory:.1%}" for one in shardconv.report_plan(one_layer).padded_tp}
+
+
+def test_plan_lists_the_costs_of_padding(one_layer, costs):
+    listed = call("plan", one_layer).out
     assert f"supported with --pad (additional memory): 3 ({costs[3]}), 5 ({costs[5]}), 6 ({costs[6]})" in listed
-    refused = call("split", source, "--tp", 3, "-o", tmp_path / "three")
+
+
+def test_split_without_the_option_reports_the_cost_of_padding(one_layer, costs, tmp_path):
+    refused = call("split", one_layer, "--tp", 3, "-o", tmp_path / "three")
     assert refused.code == 1
     assert f"Use --tp 1, 2, 4, 8. tp 3: supported with --pad, {costs[3]} more memory." in refused.err
-    done = call("split", source, "--tp", 3, "--pad", "-o", tmp_path / "three")
+
+
+def test_split_prints_padded_sizes_and_their_cost(one_layer, costs, tmp_path):
+    done = call("split", one_layer, "--tp", 3, "--pad", "-o", tmp_path / "three")
     assert "query_head from 8 to 12, kv_head from 2 to 3" in done.out
     assert "lm_head from 131 to 132" in done.out
     assert "model.embed_tokens from 131 to 132" in done.out
     assert f"{costs[3]} more memory" in done.out
-    found = json.loads(call("reshard", tmp_path / "three", "--tp", 6, "--pad", "-o", tmp_path / "six", "--json").out)
+
+
+def reshard_with_padding(source: Path, folder: Path) -> dict:
+    """Split and reshard with padding; returns the report of reshard, whose result is in ``six``."""
+    shardconv.split(source, folder / "three", tp=3, pad=True)
+    return json.loads(call("reshard", folder / "three", "--tp", 6, "--pad", "-o", folder / "six", "--json").out)
+
+
+def test_report_of_reshard_has_the_padded_sizes(one_layer, tmp_path):
+    found = reshard_with_padding(one_layer, tmp_path)
     assert ["query_head", 8, 12] in [list(unit.values()) for unit in found["padding"]["units"]]
+
+
+def test_plan_of_a_padded_checkpoint_prints_the_cost(one_layer, costs, tmp_path):
+    found = reshard_with_padding(one_layer, tmp_path)
     stored = call("plan", tmp_path / "six").out
     assert f"padded with zeros: {', '.join(units_of(found))}; {costs[6]} more memory" in stored
 

@@ -33,13 +33,20 @@ QUANTIZED = {
 }
 
 
+def specs_of(what):
+    return {name: TensorSpec(*spec) for name, spec in QUANTIZED[what].items()}
+
+
 @pytest.mark.parametrize("what", QUANTIZED)
 def test_quantized_tensors_without_settings_are_refused(what):
-    specs = {name: TensorSpec(*spec) for name, spec in QUANTIZED[what].items()}
     with pytest.raises(PlanError, match=r"no quantization_config describes it .*hf_quant_config.json.* pass --config"):
-        check_quantization(specs, {"model_type": "llama"})
+        check_quantization(specs_of(what), {"model_type": "llama"})
+
+
+@pytest.mark.parametrize("what", QUANTIZED)
+def test_quantized_tensors_with_settings_of_another_format_are_refused(what):
     with pytest.raises(PlanError, match="not part of the format that quantization_config describes"):
-        check_quantization(specs, {"quantization_config": {"quant_method": "fp8"}})
+        check_quantization(specs_of(what), {"quantization_config": {"quant_method": "fp8"}})
 
 
 def test_tensors_that_are_not_quantized():

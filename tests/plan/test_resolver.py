@@ -53,9 +53,14 @@ def test_a_rule_for_a_scale_alone_is_refused(tmp_path):
     options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
     with pytest.raises(shardconv.PlanError, match="add a rule for their module, 'down'"):
         shardconv.make_plan(source, tp=2, replicate=("down.weight_scale_inv",), **options)
-    for pattern in ("d*n", "down.weight"):
-        plan = shardconv.make_plan(source, tp=2, replicate=pattern, rules="llama", config=options["config"])
-        assert [planned.placement.dim for planned in plan.tensors.values()] == [None, None]
+
+
+@pytest.mark.parametrize("pattern", ["d*n", "down.weight"])
+def test_a_rule_for_a_weight_applies_to_its_scale(tmp_path, pattern):
+    source = tmp_path / "m.safetensors"
+    options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
+    plan = shardconv.make_plan(source, tp=2, replicate=pattern, rules="llama", config=options["config"])
+    assert [planned.placement.dim for planned in plan.tensors.values()] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -122,12 +127,19 @@ def test_config_that_describes_one_of_two_towers(tmp_path, config):
     assert plan.placement(names[4]).shard_shape((64, 64), 0) == (32, 64)
 
 
-@pytest.mark.parametrize("pattern", ["{model.normX", "model.norm}", "model.{norm,{a}}"])
-def test_patterns_with_unbalanced_braces_are_refused(checkpoint, tmp_path, pattern):
+UNBALANCED = pytest.mark.parametrize("pattern", ["{model.normX", "model.norm}", "model.{norm,{a}}"])
+
+
+@UNBALANCED
+def test_unbalanced_braces_in_a_plan_file_are_refused(checkpoint, tmp_path, pattern):
     plan = tmp_path / "plan.toml"
     plan.write_text(f'[rules]\n"{pattern}" = {{ style = "replicate" }}')
     with pytest.raises(shardconv.PlanError, match=r"braces are unbalanced"):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
+
+
+@UNBALANCED
+def test_unbalanced_braces_in_an_option_are_refused(checkpoint, pattern):
     with pytest.raises(shardconv.PlanError, match=r"--replicate.*braces are unbalanced"):
         shardconv.make_plan(checkpoint("llama"), tp=2, replicate=[pattern])
 
@@ -155,9 +167,19 @@ def test_defaults_are_evaluated_once(checkpoint, tmp_path):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
 
 
-def test_segments_of_a_convolution_and_head_counts_by_the_rows_of_another_layer(tmp_path):
-    """Segments of channels are sharded along dim 0; layers with heads of two sizes are split between their heads."""
-    weights = {"conv": ("F32", (12, 1, 3))}
+def test_segments_of_a_convolution_are_sharded_by_rows(tmp_path):
+    write_weights(tmp_path / "model.safetensors", {"conv": ("F32", (12, 1, 3))})
+    plan = tmp_path / "plan.toml"
+    rule = '"conv" = { style = "by_rows", parts = ["a", "b"] }'
+    plan.write_text(f"[units]\na = {{ count = 4 }}\nb = {{ count = 8 }}\n[rules]\n{rule}")
+    placement = shardconv.make_plan(tmp_path / "model.safetensors", tp=4, rules=plan).placement("conv")
+    assert [(entry.start, entry.stop) for entry in placement.ranks[1]] == [(1, 2), (6, 8)]
+
+
+@pytest.fixture
+def heads_of_two_sizes(tmp_path):
+    """The plan of layers whose heads have 4 and 8 rows; the rows of q_proj decide."""
+    weights = {}
     for layer, size in enumerate((4, 8)):
         weights[f"layers.{layer}.q_proj.weight"] = ("F32", (4 * size, 6))
         weights[f"layers.{layer}.k_proj.weight"] = ("F32", (2 * size, 6))
@@ -168,20 +190,25 @@ def test_segments_of_a_convolution_and_head_counts_by_the_rows_of_another_layer(
         """[units]
         query = { count = 4, size = "rows // 4" }
         key = { size = "rows // 4", copies = true }
-        a = { count = 4 }
-        b = { count = 8 }
         [rules]
-        "conv" = { style = "by_rows", parts = ["a", "b"] }
         "layers.*.q_proj" = { style = "colwise", unit = "query", beside = "q_proj" }
         "layers.*.k_proj" = { style = "colwise", unit = "key", beside = "q_proj" }
         """
     )
-    planned = shardconv.make_plan(tmp_path, tp=4, rules=plan)
-    assert [(entry.start, entry.stop) for entry in planned.placement("conv").ranks[1]] == [(1, 2), (6, 8)]
-    for layer, size in enumerate((4, 8)):
-        assert planned.placement(f"layers.{layer}.q_proj.weight").shard_shape((4 * size, 6), 3) == (size, 6)
-        keys = planned.placement(f"layers.{layer}.k_proj.weight")
-        assert [entries[0].start for entries in keys.ranks] == [0, 0, size, size]
+    return shardconv.make_plan(tmp_path, tp=4, rules=plan)
+
+
+@pytest.mark.parametrize(("layer", "size"), [(0, 4), (1, 8)])
+def test_head_size_by_the_rows_of_a_layer(heads_of_two_sizes, layer, size):
+    queries = heads_of_two_sizes.placement(f"layers.{layer}.q_proj.weight")
+    assert queries.shard_shape((4 * size, 6), 3) == (size, 6)
+
+
+@pytest.mark.parametrize(("layer", "size"), [(0, 4), (1, 8)])
+def test_head_count_by_the_rows_of_another_layer(heads_of_two_sizes, layer, size):
+    """Two KV heads, each on two ranks."""
+    keys = heads_of_two_sizes.placement(f"layers.{layer}.k_proj.weight")
+    assert [entries[0].start for entries in keys.ranks] == [0, 0, size, size]
 
 
 def test_depth_of_nested_configs_is_limited():
@@ -220,30 +247,58 @@ def test_norms_with_a_row_for_each_head_are_sharded_by_rows():
     assert held == [(0, 1)] * 4
 
 
-def test_repeated_segments_are_sharded_one_by_one(tmp_path):
-    """Experts are concatenated in one matrix; a nested config has their sizes."""
+@pytest.fixture
+def experts_in_one_matrix(tmp_path):
+    """A checkpoint with 3 experts concatenated in one matrix, whose sizes a nested config has, and a plan file."""
     write_weights(tmp_path / "model.safetensors", {"w1": ("F32", (3 * 8, 4))})
     write_config(tmp_path, {"model_type": "mine", "ffn": {"moe": {"experts": 3}, "width": 8}})
     plan = tmp_path / "plan.toml"
     rule = '"w1" = { style = "packed_colwise", parts = ["ffn"], repeats = "ffn.moe.experts" }'
     plan.write_text(f'[units]\nffn = {{ count = "ffn.width" }}\n[rules]\n{rule}')
-    placement = shardconv.make_plan(tmp_path, tp=2, rules=plan).placement("w1")
+    return tmp_path, plan
+
+
+def test_repeated_segments_are_sharded_one_by_one(experts_in_one_matrix):
+    folder, plan = experts_in_one_matrix
+    placement = shardconv.make_plan(folder, tp=2, rules=plan).placement("w1")
     assert placement.ranks == (((0, 4), (8, 12), (16, 20)), ((4, 8), (12, 16), (20, 24)))
+
+
+def test_boundary_across_repeated_segments_is_refused(experts_in_one_matrix):
+    folder, plan = experts_in_one_matrix
     with pytest.raises(shardconv.PlanError, match="8 is not a multiple of 3"):
-        shardconv.make_plan(tmp_path, tp=3, rules=plan)
+        shardconv.make_plan(folder, tp=3, rules=plan)
+
+
+def test_missing_field_of_a_nested_config_is_an_error(experts_in_one_matrix):
+    folder, plan = experts_in_one_matrix
     plan.write_text(plan.read_text().replace("ffn.width", "ffn.height"))
     with pytest.raises(shardconv.PlanError, match=r"config field ffn\.height is missing"):
-        shardconv.make_plan(tmp_path, tp=2, rules=plan)
+        shardconv.make_plan(folder, tp=2, rules=plan)
 
 
-def test_fields_of_nested_configs_have_defaults_and_conditions(tmp_path):
-    write_weights(tmp_path / "model.safetensors", {"w1": ("F32", (8, 4))})
-    write_config(tmp_path, {"model_type": "mine", "ffn": {"kind": "glu"}})
-    plan = tmp_path / "plan.toml"
-    replicate = '{ style = "replicate", when = { "ffn.kind" = "mlp" }, optional = true }'
-    rules = f'"w1" = [{replicate}, {{ style = "colwise", unit = "ffn" }}]'
-    plan.write_text(f'[config]\n"ffn.width" = 8\n[units]\nffn = {{ count = "ffn.width" }}\n[rules]\n{rules}')
-    assert shardconv.make_plan(tmp_path, tp=2, rules=plan).placement("w1").ranks == (((0, 4),), ((4, 8),))
+def ranks_by_nested_config(folder, rules):
+    """The intervals of ``w1``, of 8 rows, on two ranks; ``ffn.kind`` is in the config, ``ffn.width`` is a default."""
+    write_weights(folder / "model.safetensors", {"w1": ("F32", (8, 4))})
+    write_config(folder, {"model_type": "mine", "ffn": {"kind": "glu"}})
+    plan = folder / "plan.toml"
+    plan.write_text(f'[config]\n"ffn.width" = 8\n[units]\nffn = {{ count = "ffn.width" }}\n[rules]\n"w1" = {rules}')
+    return shardconv.make_plan(folder, tp=2, rules=plan).placement("w1").ranks
+
+
+def test_field_of_a_nested_config_has_a_default(tmp_path):
+    found = ranks_by_nested_config(tmp_path, '{ style = "colwise", unit = "ffn" }')
+    assert found == (((0, 4),), ((4, 8),))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("mlp", (((0, 4),), ((4, 8),))), ("glu", ((), ()))], ids=["other value", "same value"]
+)
+def test_condition_on_a_field_of_a_nested_config(tmp_path, kind, expected):
+    whole = f'{{ style = "replicate", when = {{ "ffn.kind" = "{kind}" }}, optional = true }}'
+    sharded = '{ style = "colwise", unit = "ffn", optional = true }'
+    found = ranks_by_nested_config(tmp_path, f"[{whole}, {sharded}]")
+    assert found == expected
 
 
 @pytest.mark.parametrize("expression", ["a.b()", "a[0].b", "(a + b).c", "1 .real", "a..b"])

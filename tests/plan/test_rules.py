@@ -7,23 +7,13 @@ import pytest
 import torch
 
 import shardconv
-from shardconv import Layer, Policy
 from shardconv.checkpoint.plan_report import report_plan
 from shardconv.errors import UsageError
 from tests.support.command import call
 from tests.support.models import MODELS
+from tests.support.policies import MlpPolicy
 
 PLAN_FILE = 'inherits = "llama"\n[rules]\n"lm_head" = { style = "replicate" }\n'
-
-
-class MlpPolicy(Policy):
-    @staticmethod
-    def original_layer_class():
-        return torch.nn.Sequential
-
-    @staticmethod
-    def mlp_in():
-        return [Layer(weight="[0].weight")]
 
 
 @pytest.fixture
@@ -117,18 +107,30 @@ def check_converted(axis, source, plan_file):
     before = MODELS["llama"].build()
     inputs = torch.tensor([[1, 2, 3, 4]])
     expected = before(inputs).logits
-    plan = shardconv.make_plan(source, tp=axis.size)
-    for rules in ("auto", "llama", plan, plan_file):
+    for rules in ("auto", "llama", shardconv.make_plan(source, tp=axis.size), plan_file):
         model = shardconv.convert_model(copy.deepcopy(before), rules=rules, group=axis)
         assert torch.allclose(
             model(inputs).logits, expected, atol=1e-5
         )  # sums of two partial products in another order
         assert model.model.layers[0].mlp.up_proj.weight.shape[0] * axis.size == before.config.intermediate_size
+
+
+def check_plan_for_another_tp(axis, source):
+    plan = shardconv.make_plan(source, tp=1)
     with pytest.raises(shardconv.PlanError, match="is for 1 ranks"):
-        shardconv.convert_model(copy.deepcopy(before), rules=shardconv.make_plan(source, tp=1), group=axis)
+        shardconv.convert_model(MODELS["llama"].build(), rules=plan, group=axis)
+
+
+def check_padding_of_a_plan(axis, source):
+    plan = shardconv.make_plan(source, tp=axis.size)
     with pytest.raises(ValueError, match="pad is True with a plan"):
-        shardconv.convert_model(copy.deepcopy(before), rules=plan, pad=True, group=axis)
+        shardconv.convert_model(MODELS["llama"].build(), rules=plan, pad=True, group=axis)
 
 
 def test_models_in_memory(ranks, checkpoint, plan_file):
     ranks("pair", check_converted, checkpoint("llama"), plan_file)
+
+
+@pytest.mark.parametrize("check", [check_plan_for_another_tp, check_padding_of_a_plan])
+def test_model_in_memory_refuses_another_plan(ranks, checkpoint, check):
+    ranks("pair", check, checkpoint("llama"))

@@ -192,14 +192,16 @@ def test_stored_or_missing_heads_of_tied_embeddings_pass(llama):
     assert checked(llama).is_right
 
 
-def test_check_model_function(llama):
+def test_check_source_reports_the_model(llama):
     found = shardconv.check_source(llama)
     assert (found.model, found.is_right) == ("LlamaForCausalLM", True)
+
+
+@pytest.mark.parametrize("function", [shardconv.check_source, shardconv.prove])
+def test_missing_tensor_is_an_error_of_functions(llama, function):
     rewritten(llama, drop("model.norm.weight"))
     with pytest.raises(shardconv.SourceError, match=r"1 missing: model.norm.weight"):
-        shardconv.check_source(llama)
-    with pytest.raises(shardconv.SourceError, match=r"1 missing: model.norm.weight"):
-        shardconv.prove(llama)
+        function(llama)
 
 
 def test_matching_checkpoint_is_reported(llama, tmp_path):

@@ -4,6 +4,8 @@ Their names are those that serving frameworks load; their tensors are copies of 
 """
 
 import re
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,39 +26,78 @@ from tools.model_matrix.trial import check, model_class, small, worst
 SHARDED_DIMS = {r"embed_tokens|up_proj|shared_head.output": 0, "down_proj": 1}
 
 
-@pytest.mark.parametrize("model_type", HUB)
-def test_mtp_layers_are_split_and_merged(ranks, tmp_path, model_type):
-    """They are sharded as other layers, merged byte for byte, and do not change the outputs."""
-    made = small(model_class(KIND_OF[model_type], model_type))
-    made.save_pretrained(tmp_path / "source")
-    write_reference(type(made), tmp_path / "source", tmp_path / REFERENCE)
-    of_layer, drawn = with_mtp(tmp_path / "source", model_type)
+class Made(NamedTuple):
+    """A checkpoint with MTP layers in ``folder / "source"``, split for two ranks in ``folder / "split"``."""
+
+    folder: Path
+    kind: str
+    of_layer: dict[str, str]
+    drawn: dict[str, torch.Tensor]
+    shards: list[dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module", params=HUB)
+def made(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mtp")
+    model = small(model_class(KIND_OF[request.param], request.param))
+    model.save_pretrained(folder / "source")
+    write_reference(type(model), folder / "source", folder / REFERENCE)
+    of_layer, drawn = with_mtp(folder / "source", request.param)
     assert of_layer
     assert drawn
-    split(tmp_path / "source", tmp_path / "split", tp=2)
-    shards = [load_file(path) for path in sorted((tmp_path / "split").glob("*-of-*.safetensors"))]
-    for new, name in of_layer.items():
-        assert all(torch.equal(shard[new], shard[name]) for shard in shards), new
-    for name, tensor in drawn.items():
+    split(folder / "source", folder / "split", tp=2)
+    shards = [load_file(path) for path in sorted((folder / "split").glob("*-of-*.safetensors"))]
+    return Made(folder, type(model).__name__, of_layer, drawn, shards)
+
+
+def test_mtp_layers_are_sharded_as_other_layers(made):
+    for new, name in made.of_layer.items():
+        assert all(torch.equal(shard[new], shard[name]) for shard in made.shards), new
+
+
+def test_other_tensors_of_mtp_layers_are_sharded_along_their_dims(made):
+    for name, tensor in made.drawn.items():
         dim = next((dim for pattern, dim in SHARDED_DIMS.items() if re.search(pattern, name)), None)
-        full = shards[0][name] if dim is None else torch.cat([shard[name] for shard in shards], dim)
-        assert shards[1][name].numel() == tensor.numel() // (1 if dim is None else 2), name
+        full = made.shards[0][name] if dim is None else torch.cat([shard[name] for shard in made.shards], dim)
+        assert made.shards[1][name].numel() == tensor.numel() // (1 if dim is None else 2), name
         assert torch.equal(full, tensor), name
-    merge(tmp_path / "split", tmp_path / "merged")
-    assert (tmp_path / "merged/model.safetensors").read_bytes() == (tmp_path / "source/model.safetensors").read_bytes()
-    source, place = tmp_path / "source", tmp_path / "split"
-    found = worst(ranks("pair", check, type(made).__name__, source, place, PlanRequest(), tmp_path / REFERENCE))
+
+
+def test_mtp_layers_are_merged_byte_for_byte(made, tmp_path):
+    merge(made.folder / "split", tmp_path / "merged")
+    source = made.folder / "source/model.safetensors"
+    assert (tmp_path / "merged/model.safetensors").read_bytes() == source.read_bytes()
+
+
+def test_mtp_layers_do_not_change_outputs(ranks, made):
+    source, place = made.folder / "source", made.folder / "split"
+    found = worst(ranks("pair", check, made.kind, source, place, PlanRequest(), made.folder / REFERENCE))
     assert not isinstance(found, str), found
     assert (found[0] < 1e-4, found[1] is not False) == (True, True)
 
 
-def test_alternative_prefixes():
-    regex = re.compile(name_regex("model.layers.*.norm", ("model.", "mtp.")))
-    assert all(regex.fullmatch(f"{start}layers.0.norm") for start in ("model.", "mtp.", ""))
-    assert not any(regex.fullmatch(f"{start}layers.0.norm") for start in ("mtp.model.", "model.mtp.", "a.mtp.", "m."))
-    prefixes = {'"model."': ("model.",), '["model.", "mtp."]': ("model.", "mtp."), '""': (), "[]": ()}
-    for text, prefix in prefixes.items():
-        assert parse_plan_file("plan.toml", f"prefix = {text}").prefix == prefix
-    for text in ("[1]", '[""]', "1"):
-        with pytest.raises(PlanError, match="prefix"):
-            parse_plan_file("plan.toml", f"prefix = {text}")
+PREFIXES = re.compile(name_regex("model.layers.*.norm", ("model.", "mtp.")))
+
+
+@pytest.mark.parametrize("start", ["model.", "mtp.", ""])
+def test_one_of_alternative_prefixes_matches(start):
+    assert PREFIXES.fullmatch(f"{start}layers.0.norm")
+
+
+@pytest.mark.parametrize("start", ["mtp.model.", "model.mtp.", "a.mtp.", "m."])
+def test_other_prefixes_do_not_match(start):
+    assert not PREFIXES.fullmatch(f"{start}layers.0.norm")
+
+
+@pytest.mark.parametrize(
+    ("text", "prefix"),
+    [('"model."', ("model.",)), ('["model.", "mtp."]', ("model.", "mtp.")), ('""', ()), ("[]", ())],
+)
+def test_prefix_of_a_plan_file(text, prefix):
+    assert parse_plan_file("plan.toml", f"prefix = {text}").prefix == prefix
+
+
+@pytest.mark.parametrize("text", ["[1]", '[""]', "1"])
+def test_invalid_prefix_of_a_plan_file_is_refused(text):
+    with pytest.raises(PlanError, match="prefix"):
+        parse_plan_file("plan.toml", f"prefix = {text}")

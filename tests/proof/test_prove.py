@@ -36,25 +36,48 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("forked_ranks")]
 
 
-def test_correct_plan_is_proven(tmp_path):
-    """The proof names a tensor that the small model does not have."""
-    source, plan = shutil.copytree(DEMO, tmp_path / "source"), tmp_path / "plan.toml"
+@pytest.fixture(scope="module")
+def with_extra_tensor(tmp_path_factory):
+    """A checkpoint with a tensor that its model does not have, and a plan file with a rule for it."""
+    folder = tmp_path_factory.mktemp("extra")
+    source, plan = shutil.copytree(DEMO, folder / "source"), folder / "plan.toml"
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.0.extra.weight"] = tensors["model.norm.weight"].clone()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     plan.write_text('[rules]\n"**.extra" = { style = "replicate" }\n')
-    result = call("plan", source, "--rules", plan, "--prove")
-    assert (result.code, "1 unused: model.layers.0.extra.weight" in result.err) == (1, True), result.err
+    return source, plan
+
+
+@pytest.fixture(scope="module")
+def proof_report(with_extra_tensor):
+    """The proof of a correct plan, without a check of the model."""
+    source, plan = with_extra_tensor
     result = run("plan", source, "--rules", plan, "--prove", "--no-check-model", "--json")
     assert result.code == 0, result.err
-    report = json.loads(result.out)
+    return json.loads(result.out)
+
+
+def test_prove_checks_the_model_first(with_extra_tensor):
+    source, plan = with_extra_tensor
+    result = call("plan", source, "--rules", plan, "--prove")
+    assert (result.code, "1 unused: model.layers.0.extra.weight" in result.err) == (1, True), result.err
+
+
+def test_correct_plan_is_proven(proof_report):
+    report = proof_report
     assert (report["is_proven"], report["model"], report["note"]) == (True, "LlamaForCausalLM", "")
-    assert report["unreached"] == ["model.layers.*.extra.weight"]
-    assert report["supported_tp"][:4] == [1, 2, 4, 8]
     assert [proof["tp"] for proof in report["proofs"]] == [2, 4]
     assert all(
         proof["tokens"] and proof["output"] < 1e-4 and proof["sharded_fraction"] > 0.99 for proof in report["proofs"]
     )
+
+
+def test_proof_names_tensors_that_the_small_model_does_not_have(proof_report):
+    assert proof_report["unreached"] == ["model.layers.*.extra.weight"]
+
+
+def test_proof_has_the_supported_sizes_of_the_plan(proof_report):
+    assert proof_report["supported_tp"][:4] == [1, 2, 4, 8]
 
 
 def test_wrong_plan_is_not_proven(tmp_path):
@@ -101,27 +124,30 @@ def test_proof_names_heads_that_it_makes_smaller(tmp_path):
     assert write_small_model(config, tmp_path)[1] == "the small model has heads of 16 features instead of 512"
 
 
+def write_small(folder):
+    folder.mkdir()
+    write_small_model(json.loads((DEMO / "config.json").read_text()), folder)
+    return Reference(*torch.load(folder / REFERENCE))
+
+
 def test_proof_does_not_depend_on_global_settings(tmp_path):
-    """It does not change them either."""
-    config = json.loads((DEMO / "config.json").read_text())
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    made, references = [], []
-    for folder in (tmp_path / "as-usual", tmp_path / "otherwise"):
-        folder.mkdir()
-        with ExitStack() as settings:
-            if made:
-                settings.enter_context(torch.inference_mode())
-                settings.enter_context(torch.device("meta"))
-                settings.callback(torch.set_default_dtype, torch.get_default_dtype())
-                torch.set_default_dtype(torch.float64)
-            made.append(write_small_model(config, folder)[0])
-        references.append(Reference(*torch.load(folder / REFERENCE)))
-    assert (torch.get_rng_state().equal(states[0]), random.getstate() == states[1]) == (True, True)
-    assert np.random.get_state()[1].tolist() == states[2]
-    usual, other = references
+    usual = write_small(tmp_path / "as-usual")
+    with ExitStack() as settings:
+        settings.enter_context(torch.inference_mode())
+        settings.enter_context(torch.device("meta"))
+        settings.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        other = write_small(tmp_path / "otherwise")
     assert torch.equal(usual.output["logits"], other.output["logits"])
     assert usual.gradients
     assert all(torch.equal(gradient, other.gradients[name]) for name, gradient in usual.gradients.items())
+
+
+def test_proof_does_not_change_the_state_of_random_generators(tmp_path):
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    write_small(tmp_path / "small")
+    assert (torch.get_rng_state().equal(states[0]), random.getstate() == states[1]) == (True, True)
+    assert np.random.get_state()[1].tolist() == states[2]
 
 
 def test_small_model_has_the_head_size_of_the_source():
@@ -132,12 +158,15 @@ def test_small_model_has_the_head_size_of_the_source():
     assert small_model(config, has_real_heads=True).transformer.wte.weight.shape == (99, 96 * 4)
 
 
-def test_sources_without_a_small_model(tmp_path):
+def test_source_of_an_unknown_model_class_is_refused(tmp_path):
     source = shutil.copytree(DEMO, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
     with pytest.raises(RunError, match=r"does not name a model class .*'llama' and architectures \['NoSuchModel'\]"):
         shardconv.prove(source)
+
+
+def test_unsupported_tp_is_skipped():
     report = shardconv.prove(DEMO, tps=(3,))
     assert (report.is_proven, report.proofs) == (False, ())
     assert report.skipped[0].startswith(f"tp 3: {DEMO} cannot be sharded for it: ")

@@ -1,5 +1,7 @@
 """Devices: which exist, which have room for a model, and copies of values to them."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -19,35 +21,69 @@ def tied_model():
     return model.bfloat16()
 
 
-@pytest.mark.parametrize("size", [1, 7, 64, 1 << 20])
-def test_copied_values_are_equal(monkeypatch, size):
-    """With staging buffers of any size, to new memory."""
-    monkeypatch.setattr(device, "BUFFER_BYTES", size)
-    model, same = tied_model(), tied_model()
+class Moved(NamedTuple):
+    """A model that was moved, what it had before, and the progress."""
+
+    model: nn.Module
+    places: dict[str, int]
+    parameters: list[nn.Parameter]
+    progress: list[tuple[int, int]]
+
+
+@pytest.fixture(params=[1, 7, 64, 1 << 20], ids="buffer of {} bytes".format)
+def moved(request, monkeypatch):
+    monkeypatch.setattr(device, "BUFFER_BYTES", request.param)
+    model, progress = tied_model(), []
     places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items() if tensor.numel()}
-    parameters, seen = list(model.parameters()), []
-    device.move(model, CPU, lambda done, total: seen.append((done, total)))
-    state = model.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in same.state_dict().items())
-    assert all(state[name].data_ptr() != place for name, place in places.items())
-    assert all(mine is before for mine, before in zip(model.parameters(), parameters, strict=True))
-    assert model[3].weight is model[0].weight
-    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    assert seen[-1] == (held, held)
-    assert seen == sorted(seen)
+    parameters = list(model.parameters())
+    device.move(model, CPU, lambda done, total: progress.append((done, total)))
+    return Moved(model, places, parameters, progress)
 
 
-def test_missing_devices_are_errors(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert device.rank_device(None) == CPU
-    with pytest.raises(RunError, match="no CUDA device found: use --device cpu"):
-        device.rank_device("cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_copied_values_are_equal(moved):
+    state = moved.model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in tied_model().state_dict().items())
+
+
+def test_values_are_copied_to_new_memory(moved):
+    state = moved.model.state_dict()
+    assert all(state[name].data_ptr() != place for name, place in moved.places.items())
+
+
+def test_parameters_stay_the_same_objects(moved):
+    pairs = zip(moved.model.parameters(), moved.parameters, strict=True)
+    assert all(mine is before for mine, before in pairs)
+    assert moved.model[3].weight is moved.model[0].weight
+
+
+def test_progress_increases_to_the_bytes_of_the_model(moved):
+    held = sum(tensor.nbytes for tensor in (*moved.model.parameters(), *moved.model.buffers()))
+    assert moved.progress[-1] == (held, held)
+    assert moved.progress == sorted(moved.progress)
+
+
+@pytest.mark.parametrize(
+    ("count", "requested", "expected"),
+    [(0, None, CPU), (2, None, torch.device("cuda", 1)), (2, "cuda:0", CUDA)],
+    ids=["CPU without CUDA", "by LOCAL_RANK", "requested"],
+)
+def test_device_of_a_rank(monkeypatch, count, requested, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert device.rank_device(None) == torch.device("cuda", 1)
-    assert device.rank_device("cuda:0") == CUDA
-    with pytest.raises(RunError, match=r"device cuda:2 does not exist \(found 2 CUDA devices\)"):
-        device.rank_device("cuda:2")
+    assert device.rank_device(requested) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "requested", "message"),
+    [
+        (0, "cuda", "no CUDA device found: use --device cpu"),
+        (2, "cuda:2", r"device cuda:2 does not exist \(found 2 CUDA devices\)"),
+    ],
+)
+def test_missing_devices_are_errors(monkeypatch, count, requested, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(RunError, match=message):
+        device.rank_device(requested)
 
 
 @pytest.mark.parametrize(

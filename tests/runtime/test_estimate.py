@@ -161,23 +161,41 @@ def tiny(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny", config=llama_config(layers=3))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_estimate_equals_manual_calculation(tiny, tp):
+@pytest.fixture(scope="module", params=[1, 2, 4], ids="tp {}".format)
+def cost(request, tiny):
+    """The cost of 3 prompts of 5 tokens."""
+    (found,) = estimate_cost(tiny, tps=[request.param], batch=3, seq=5, link=LINK).costs
+    return found
+
+
+@pytest.mark.parametrize(("phase", "tokens"), [("prefill", 3 * 5), ("decode", 3)])
+def test_traffic_equals_manual_calculation(cost, phase, tokens):
     """Two all-reduces per layer, one of the embedding, and the all-gather of logits, padded to 132."""
-    (cost,) = estimate_cost(tiny, tps=[tp], batch=3, seq=5, link=LINK).costs
+    tp, traffic = cost.tp, getattr(cost, phase)
     words = -(-131 // tp) * tp
-    for traffic, tokens in ((cost.prefill, 3 * 5), (cost.decode, 3)):
-        hidden, logits = tokens * 64 * 2, 3 * words * 2
-        reduces, gathers = Collective("all_reduce", hidden, 7), Collective("all_gather", logits, 1)
-        assert traffic.collectives == ((reduces, gathers) if tp > 1 else ())
-        share = (tp - 1) / tp
-        assert traffic.sent_bytes == pytest.approx(share * (7 * 2 * hidden + logits))
-        assert traffic.layer_bytes == pytest.approx(share * 2 * 2 * hidden)
-        messages = (tp - 1) * (7 * 2 + 1)
-        assert traffic.seconds == pytest.approx(messages * LINK.alpha + traffic.sent_bytes * LINK.beta)
-    assert cost.cache_bytes == 3 * 2 * (3 * 5) * max(2 // tp, 1) * 8 * 2
+    hidden, logits = tokens * 64 * 2, 3 * words * 2
+    reduces, gathers = Collective("all_reduce", hidden, 7), Collective("all_gather", logits, 1)
+    assert traffic.collectives == ((reduces, gathers) if tp > 1 else ())
+    share = (tp - 1) / tp
+    assert traffic.sent_bytes == pytest.approx(share * (7 * 2 * hidden + logits))
+    assert traffic.layer_bytes == pytest.approx(share * 2 * 2 * hidden)
+    messages = (tp - 1) * (7 * 2 + 1)
+    assert traffic.seconds == pytest.approx(messages * LINK.alpha + traffic.sent_bytes * LINK.beta)
+
+
+def test_bytes_of_the_cache_equal_manual_calculation(cost):
+    assert cost.cache_bytes == 3 * 2 * (3 * 5) * max(2 // cost.tp, 1) * 8 * 2
+
+
+def test_bytes_of_weights_are_those_of_the_largest_rank(tiny, cost):
+    assert cost.weight_bytes == max(shardconv.report_plan(tiny, tp=cost.tp).rank_bytes)
+
+
+def test_memory_is_the_sum_of_its_parts(cost):
     assert cost.memory_bytes == cost.weight_bytes + cost.cache_bytes + cost.activation_bytes
-    assert cost.weight_bytes == max(shardconv.report_plan(tiny, tp=tp).rank_bytes)
+
+
+def test_all_of_a_llama_is_counted(cost):
     assert cost.not_counted is None
 
 
@@ -197,12 +215,26 @@ def changed(source, folder, **fields):
     return folder
 
 
-def test_notes_of_dtype_and_positions(tiny, tmp_path):
-    short = changed(tiny, tmp_path / "short", max_position_embeddings=100, dtype="float16")
+@pytest.fixture(scope="module")
+def short(tiny, tmp_path_factory):
+    """A model for 100 positions, whose config has another dtype than its tensors."""
+    folder = tmp_path_factory.mktemp("short") / "short"
+    return changed(tiny, folder, max_position_embeddings=100, dtype="float16")
+
+
+def test_default_number_of_tokens_is_limited_to_the_positions(short):
     assert estimate_cost(short, tps=[2]).seq == 100
-    report = estimate_cost(short, tps=[2], seq=200)
-    assert (report.seq, report.dtype) == (200, "float16")
+
+
+def test_note_of_the_dtype(short):
+    report = estimate_cost(short, tps=[2])
+    assert report.dtype == "float16"
     assert "stored as bfloat16, and loaded as float16" in report.notes[0]
+
+
+def test_note_of_more_tokens_than_positions(short):
+    report = estimate_cost(short, tps=[2], seq=200)
+    assert report.seq == 200
     assert report.notes[1] == "200 tokens are more than the 100 that the model is made for"
 
 
@@ -287,23 +319,34 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("config.json", "does not name a model class of transformers"),
         ("tokenizer.json", "is not a .safetensors file"),
         ("pytorch_model.bin.index.json", "is not a .safetensors file"),
         ("model.safetensors.index.json", "does not have a weight_map"),
     ],
 )
-def test_files_that_are_not_configs(tmp_path, name, message):
-    text = '{"model_type": "none", "architectures": ["None"]}' if name == "config.json" else "{}"
-    (tmp_path / name).write_text(text)
+def test_files_that_are_not_configs_are_refused(tmp_path, name, message):
+    (tmp_path / name).write_text("{}")
     with pytest.raises(ShardconvError, match=message):
         estimate_cost(tmp_path / name)
-    if name == "config.json":
-        with pytest.raises(RunError, match=message):
-            estimate_cost(tmp_path)
-        (tmp_path / "pytorch_model.bin").touch()
-        with pytest.raises(SourceError, match="Convert it in Python"):
-            estimate_cost(tmp_path)
+
+
+@pytest.fixture
+def of_no_model(tmp_path):
+    """A folder with a config that does not name a model class."""
+    (tmp_path / "config.json").write_text('{"model_type": "none", "architectures": ["None"]}')
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["config.json", ""], ids=["file", "folder"])
+def test_config_without_a_model_class_is_refused(of_no_model, name):
+    with pytest.raises(RunError, match="does not name a model class of transformers"):
+        estimate_cost(of_no_model / name)
+
+
+def test_weights_of_another_format_are_refused(of_no_model):
+    (of_no_model / "pytorch_model.bin").touch()
+    with pytest.raises(SourceError, match="Convert it in Python"):
+        estimate_cost(of_no_model)
 
 
 def test_config_that_is_a_link(tiny, tmp_path):
@@ -314,34 +357,55 @@ def test_config_that_is_a_link(tiny, tmp_path):
     assert estimate_cost(tmp_path / "folder", tps=[2], follow_links=True).costs
 
 
-def test_invalid_arguments(tiny):
+def test_unsupported_tp_is_refused(tiny):
     with pytest.raises(PlanError, match="Use --tp"):
         estimate_cost(tiny, tps=[3])
-    for numbers in ({"batch": 0}, {"seq": 0}):
-        with pytest.raises(ValueError, match="have to be at least 1"):
-            estimate_cost(tiny, **numbers)
+
+
+@pytest.mark.parametrize("numbers", [{"batch": 0}, {"seq": 0}], ids=["batch", "seq"])
+def test_numbers_below_1_are_refused(tiny, numbers):
+    with pytest.raises(ValueError, match="have to be at least 1"):
+        estimate_cost(tiny, **numbers)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_table_of_the_command(tiny):
+@pytest.fixture(scope="module")
+def printed(tiny) -> str:
+    """What the command prints."""
     result = call("plan", tiny, "--cost", "--batch", "3", "--seq", "5", "--alpha", "1e-5", "--beta", "1e-9")
     assert (result.code, result.err) == (0, "")
-    assert "LlamaForCausalLM, family llama, 3 layers" in result.out
-    assert "3 prompts of 5 tokens, and a step for the next token of each, in bfloat16" in result.out
-    assert "link: 10 µs per message, 1 GB/s" in result.out
-    assert "the supported sizes up to 64" in result.out
-    lines = result.out.rstrip().splitlines()
-    assert [line.split()[0] for line in lines[-5:]] == ["tp", "1", "2", "4", "8"]
+    return result.out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "LlamaForCausalLM, family llama, 3 layers",
+        "3 prompts of 5 tokens, and a step for the next token of each, in bfloat16",
+        "link: 10 µs per message, 1 GB/s",
+        "the supported sizes up to 64",
+    ],
+    ids=["model", "prompts", "link", "sizes"],
+)
+def test_command_prints_what_it_estimates(printed, text):
+    assert text in printed
+
+
+def test_table_has_a_row_for_each_supported_size(printed):
+    assert [line.split()[0] for line in printed.rstrip().splitlines()[-5:]] == ["tp", "1", "2", "4", "8"]
+
+
+def test_row_of_the_table_has_the_costs(tiny, printed):
     (cost,) = estimate_cost(tiny, tps=[2], batch=3, seq=5, link=LINK).costs
-    cells = re.split(" {2,}", lines[-3].rstrip())
+    cells = re.split(" {2,}", printed.rstrip().splitlines()[-3].rstrip())
     sizes = (cost.weight_bytes, cost.cache_bytes, cost.activation_bytes, cost.memory_bytes, cost.decode.sent_bytes)
     assert cells[1:7] == [*map(size, sizes), size(cost.decode.layer_bytes)]
     assert cells[7:] == [duration(cost.decode.seconds), size(cost.prefill.sent_bytes), duration(cost.prefill.seconds)]
 
 
-def test_json_of_the_command(tiny):
+def test_json_of_the_command_is_the_report(tiny):
     result = call("plan", tiny, "--cost", "--json", "--tp", "4", "--alpha", "1e-5", "--beta", "1e-9")
     assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
     report = json.loads(result.out)
@@ -349,6 +413,9 @@ def test_json_of_the_command(tiny):
         assert list(found) == [field.name for field in dataclasses.fields(kind)]
     assert report["link"] == dataclasses.asdict(LINK)
     assert report == json.loads(json.dumps(dataclasses.asdict(estimate_cost(str(tiny), tps=[4], link=LINK))))
+
+
+def test_quiet_command_prints_nothing(tiny):
     assert call("plan", tiny, "--cost", "-q") == (0, "", "")
 
 
@@ -376,9 +443,16 @@ def test_wrong_options(tiny, arguments, code, message):
     assert "Traceback" not in result.err
 
 
-def test_only_measure_link_runs_without_a_source():
-    for arguments in ([], ["--cost"], ["--cost", "--measure-link"], ["--prove"]):
-        result = call("plan", *arguments)
-        assert (result.code, "Missing argument 'SRC'" in result.err) == (2, True)
+@pytest.mark.parametrize("arguments", [[], ["--cost"], ["--cost", "--measure-link"], ["--prove"]], ids=" ".join)
+def test_source_is_required(arguments):
+    result = call("plan", *arguments)
+    assert (result.code, "Missing argument 'SRC'" in result.err) == (2, True)
+
+
+def test_measure_link_runs_without_a_source():
+    """And requires torchrun."""
     assert "torchrun" in call("plan", "--measure-link").err
+
+
+def test_measure_link_has_no_list_of_tensors():
     assert "--all cannot be combined with" in call("plan", "--measure-link", "--all").err

@@ -475,18 +475,37 @@ def unsharded_tokens(ids):
     return tokens[0, len(ids) :].tolist()
 
 
-def test_check_without_a_tokenizer(without_tokenizer):
-    """It uses fixed token ids over the vocabulary, and reports tokens as ids."""
+@pytest.fixture(scope="module")
+def checked_without_tokenizer(without_tokenizer) -> dict:
+    """The report of a check without a prompt."""
     options = ["--max-new-tokens", TOKENS, "--device", "cpu", "--check", DEMO, "--json"]
     result = run("run", without_tokenizer, *options)
     assert result.code == 0, result.err
-    report = json.loads(result.out)
-    (prompt,) = ([int(word) for word in text.split()] for text in report["prompts"])
+    return json.loads(result.out)
+
+
+def ids_of(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
+def test_check_without_a_tokenizer_uses_fixed_ids_over_the_vocabulary(checked_without_tokenizer):
+    (prompt,) = map(ids_of, checked_without_tokenizer["prompts"])
     assert (len(prompt), len(set(prompt)), min(prompt) > 2, max(prompt)) == (16, 16, True, 1998)
-    assert report["outputs"] == [" ".join(map(str, unsharded_tokens(prompt)))]
+    assert any("compared on token ids over the whole vocabulary" in note for note in checked_without_tokenizer["notes"])
+
+
+def test_check_without_a_tokenizer_reports_tokens_as_ids(checked_without_tokenizer):
+    (prompt,) = map(ids_of, checked_without_tokenizer["prompts"])
+    assert checked_without_tokenizer["outputs"] == [" ".join(map(str, unsharded_tokens(prompt)))]
+
+
+def test_check_without_a_tokenizer_compares_with_the_unsharded_model(checked_without_tokenizer):
+    report = checked_without_tokenizer
     assert (report["differences"], report["error"] < 1e-4) == ([], True)
-    assert any("compared on token ids over the whole vocabulary" in note for note in report["notes"])
-    assert any(note.startswith("tokenizer.json: is missing") for note in report["notes"])  # it existed at the split
+
+
+def test_tokenizer_that_was_removed_after_the_split_is_noted(checked_without_tokenizer):
+    assert any(note.startswith("tokenizer.json: is missing") for note in checked_without_tokenizer["notes"])
 
 
 def test_token_ids_as_prompts(split):
@@ -550,19 +569,33 @@ def test_error_of_more_tokens_than_learned_positions(tmp_path):
         rank_report(tmp_path / "split", "an " * 600)
 
 
-def test_single_file_is_not_run(tmp_path):
-    """It does not have a model class; in Python, pass a module as ``model``."""
-    shardconv.split(DEMO / "model.safetensors", tmp_path / "with", tp=1, config=DEMO / "config.json")
+@pytest.fixture
+def without_config(tmp_path):
+    """A split of a single file without a config, and the error."""
     bare = shutil.copyfile(DEMO / "model.safetensors", tmp_path / "bare.safetensors")
     shardconv.split(bare, tmp_path / "without", tp=1)
     message = (
         f"{tmp_path / 'without'}: does not have a config.json, which names the model's class: split the source again"
     )
-    result = call("run", tmp_path / "without", "--prompt", PROMPT, "--device", "cpu")
+    return tmp_path / "without", message
+
+
+def test_split_without_a_config_is_not_run(without_config):
+    """In Python, pass a module as ``model``."""
+    folder, message = without_config
+    result = call("run", folder, "--prompt", PROMPT, "--device", "cpu")
     assert (result.code, message in result.err, "--config FILE" in result.err) == (1, True, True)
     assert "shardconv.load(DIR, model=...)" in result.err
+
+
+def test_split_without_a_config_is_not_loaded(without_config):
+    folder, message = without_config
     with pytest.raises(RunError, match=re.escape(message)):
-        shardconv.load(tmp_path / "without", device="cpu")
+        shardconv.load(folder, device="cpu")
+
+
+def test_split_of_a_single_file_with_a_config_requires_a_tokenizer(tmp_path):
+    shardconv.split(DEMO / "model.safetensors", tmp_path / "with", tp=1, config=DEMO / "config.json")
     result = call("run", tmp_path / "with", "--prompt", PROMPT, "--device", "cpu")
     assert "does not have a tokenizer" in result.err
 

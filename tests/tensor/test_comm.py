@@ -254,20 +254,36 @@ def test_invalid_arguments(arguments, message):
         CommSpec(**arguments)
 
 
-def check_invalid(axis):
-    mesh = mesh_of(axis, 1)
-    with pytest.raises(ValueError, match=r"all_gather: dim 2 is out of range for shape \[3, 4\]"):
-        CommSpec("all_gather", 0, gather_dims=2).apply(torch.zeros(3, 4), mesh)
-    with pytest.raises(ValueError, match=r"axis 'data' is not an axis of mesh \(tensor: 2\)"):
-        CommSpec("all_reduce", "data").apply(torch.zeros(3, 4), mesh)
-    with pytest.raises(ValueError, match=r"axis 0 of mesh \(tensor: 2\) does not have a link"):
-        CommSpec("all_reduce", "tensor", num_bytes=1).cost(mesh, {})
-    with pytest.raises(ValueError, match="axis 'data' is not an axis of mesh"):
-        CommSpec("all_reduce", "tensor", num_bytes=1).cost(mesh, {"data": LINK})
+#: Calls on a mesh that has the axis ``tensor`` of two ranks, and their errors.
+INVALID = {
+    "dim": (
+        lambda mesh: CommSpec("all_gather", 0, gather_dims=2).apply(torch.zeros(3, 4), mesh),
+        r"all_gather: dim 2 is out of range for shape \[3, 4\]",
+    ),
+    "axis": (
+        lambda mesh: CommSpec("all_reduce", "data").apply(torch.zeros(3, 4), mesh),
+        r"axis 'data' is not an axis of mesh \(tensor: 2\)",
+    ),
+    "missing link": (
+        lambda mesh: CommSpec("all_reduce", "tensor", num_bytes=1).cost(mesh, {}),
+        r"axis 0 of mesh \(tensor: 2\) does not have a link",
+    ),
+    "link of another axis": (
+        lambda mesh: CommSpec("all_reduce", "tensor", num_bytes=1).cost(mesh, {"data": LINK}),
+        "axis 'data' is not an axis of mesh",
+    ),
+}
 
 
-def test_invalid_arguments_on_a_mesh(ranks):
-    ranks("pairs", check_invalid)
+def check_invalid(axis, name):
+    call, message = INVALID[name]
+    with pytest.raises(ValueError, match=message):
+        call(mesh_of(axis, 1))
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_arguments_on_a_mesh(ranks, name):
+    ranks("pairs", check_invalid, name)
 
 
 def test_specs_are_values():
@@ -278,8 +294,7 @@ def test_specs_are_values():
         spec.num_bytes = 9
 
 
-def test_invalid_links():
-    step = CommSpec("all_reduce", 0, num_bytes=8)
-    for links in (LinkReport(2, "gloo", "cpu", Link(), ()), {0: 1e-9}):
-        with pytest.raises(ValueError, match=r"expected Link: use \.link of a LinkReport"):
-            step.cost((2,), links)
+@pytest.mark.parametrize("links", [LinkReport(2, "gloo", "cpu", Link(), ()), {0: 1e-9}], ids=["report", "number"])
+def test_invalid_links(links):
+    with pytest.raises(ValueError, match=r"expected Link: use \.link of a LinkReport"):
+        CommSpec("all_reduce", 0, num_bytes=8).cost((2,), links)

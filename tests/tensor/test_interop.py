@@ -172,11 +172,17 @@ def test_the_mesh_of_init_parallel(ranks):
     ranks("four", check_own_mesh)
 
 
-def check_refusals(axis):
+def check_meta_device(axis):
     with pytest.raises(ValueError, match=r"^0.weight is on the meta device"):
         as_dtensor(nn.Sequential(ColumnParallelLinear(4, 8, device="meta", group=axis)))
+
+
+def check_extra_state(_):
     with pytest.raises(ValueError, match="_extra_state is a str, expected a tensor"):
         as_dtensor(WithState())
+
+
+def check_computation(axis):
     tensors = as_dtensor(small_module(axis, fill=True))
     with pytest.raises(NotImplementedError, match=re.escape("Use this DTensor with torch.distributed.checkpoint only")):
         tensors["1.weight"].add(1)
@@ -190,8 +196,16 @@ class WithState(nn.Linear):
         return "words"
 
 
-def test_refusals(ranks):
-    ranks("pairs", check_refusals)
+def test_parameters_on_the_meta_device_are_refused(ranks):
+    ranks("pairs", check_meta_device)
+
+
+def test_extra_state_that_is_not_a_tensor_is_refused(ranks):
+    ranks("pairs", check_extra_state)
+
+
+def test_computation_with_dtensors_of_several_chunks_is_refused(ranks):
+    ranks("pairs", check_computation)
 
 
 def test_without_processes():

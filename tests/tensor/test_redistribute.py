@@ -13,6 +13,8 @@ from shardconv.tensor.cost import Link
 from shardconv.tensor.redistribution import START_SECONDS
 from tests.support.mesh_layouts import (
     ALL,
+    S0,
+    S1,
     P,
     R,
     added_up,
@@ -151,34 +153,48 @@ def test_no_path_is_cheaper(sizes, shape, links):
             assert found == pytest.approx(expected, rel=1e-12, abs=0), (source, target)
 
 
-def test_chosen_collectives():
+@pytest.mark.parametrize(
+    ("size", "sizes", "source", "target", "expected"),
+    [
+        (4096, (2,), [S0], [S1], [("all_to_all", (0,))]),
+        (4096, (2,), [P], [S1], [("reduce_scatter", (0,))]),
+        (4096, (2,), [R], [S1], [("chunk", (0,))]),
+        (4096, (2,), [S0], [P], [("shard_to_partial", (0,))]),
+        (4096, (2,), [Shard(-1)], [S1], []),
+        (8, (2, 2), [S0, S0], [R, R], [("all_gather", (0, 1))]),
+        (4096, (8, 8), [S0, S0], [R, R], [("all_gather", (1,)), ("all_gather", (0,))]),
+        (4096, (2, 2), [P, P], [S1, S0], [("reduce_scatter", (0, 1))]),
+        (4096, (2, 2), [P, P], [R, S0], [("reduce_scatter", (1,)), ("all_reduce", (0,))]),
+        (4096, (2, 2), [S0, S1], [S1, S0], [("all_to_all", (0, 1))]),
+    ],
+)
+def test_chosen_collectives(size, sizes, source, target, expected):
     """Paths that can be checked manually."""
+    plan = plan_redistribution((size, size), 4, sizes, source, target)
+    assert [(step.collective, step.axes) for step in plan] == expected
 
-    def kinds(shape, sizes, source, target):
-        return [(step.collective, step.axes) for step in plan_redistribution(shape, 4, sizes, source, target)]
 
-    large, small = (4096, 4096), (8, 8)
-    assert kinds(large, (2,), [Shard(0)], [Shard(1)]) == [("all_to_all", (0,))]
-    assert kinds(large, (2,), [Partial()], [Shard(1)]) == [("reduce_scatter", (0,))]
-    assert kinds(large, (2,), [Replicate()], [Shard(1)]) == [("chunk", (0,))]
-    assert kinds(large, (2,), [Shard(0)], [Partial()]) == [("shard_to_partial", (0,))]
-    assert kinds(small, (2, 2), [Shard(0)] * 2, [Replicate()] * 2) == [("all_gather", (0, 1))]
-    assert kinds(large, (8, 8), [Shard(0)] * 2, [Replicate()] * 2) == [("all_gather", (1,)), ("all_gather", (0,))]
-    assert kinds(large, (2, 2), [Partial()] * 2, [Shard(1), Shard(0)]) == [("reduce_scatter", (0, 1))]
-    assert kinds(large, (2, 2), [Partial()] * 2, [R, Shard(0)]) == [("reduce_scatter", (1,)), ("all_reduce", (0,))]
-    assert kinds(large, (2, 2), [Shard(0), Shard(1)], [Shard(1), Shard(0)]) == [("all_to_all", (0, 1))]
-    # The inner axis has to be gathered before the outer one.
-    assert kinds(large, (2, 2), [Shard(0), Shard(0)], [Replicate(), Shard(0)])[0][1] != (0,)
-    assert plan_redistribution(large, 4, (2,), [Shard(-1)], [Shard(1)]) == ()
+def test_inner_axis_is_gathered_before_the_outer_one():
+    first, *_ = plan_redistribution((4096, 4096), 4, (2, 2), [S0, S0], [R, S0])
+    assert first.axes != (0,)
+
+
+BETA_ONLY = Link(alpha=0.0, beta=1e-6)
 
 
 def test_cost_includes_backward():
-    cost = redistribution_cost((1024,), 4, (4,), [Replicate()], [Shard(0)], Link(alpha=0.0, beta=1e-6))
+    cost = redistribution_cost((1024,), 4, (4,), [Replicate()], [Shard(0)], BETA_ONLY)
     assert cost.forward == 0
     assert cost.backward == pytest.approx(3 / 4 * 4096e-6, rel=1e-12)
     assert cost.total == cost.backward
-    cost = redistribution_cost((1024,), 4, (4,), [Partial()], [Replicate()], Link(alpha=0.0, beta=1e-6))
+
+
+def test_all_reduce_has_no_cost_in_backward():
+    cost = redistribution_cost((1024,), 4, (4,), [Partial()], [Replicate()], BETA_ONLY)
     assert (cost.forward, cost.backward) == (pytest.approx(6 / 4 * 4096e-6, rel=1e-12), 0)
+
+
+def test_one_rank_has_no_cost():
     assert redistribution_cost((8,), 4, (1,), [Shard(0)], [Replicate()]).total == 0
 
 

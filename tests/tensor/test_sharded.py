@@ -111,17 +111,23 @@ def test_other_meshes(ranks):
     ranks("four", check_other_meshes)
 
 
-def check_refusals(axis):
-    mesh = mesh_of(axis, 1)
-    tensor = from_global(numbers((4, 4), 1), mesh, [S0])
-    with pytest.raises(ValueError, match=r"dim 2 .*shape \[4, 4\] over mesh \(tensor: 2\)"):
-        redistribute(tensor, [Shard(2)])
-    with pytest.raises(ValueError, match=r"shape \[4, 4\] over mesh \(tensor: 2\): got 2 placements for 1 axes"):
-        redistribute(tensor, [S0, S1])
+#: Placements of a tensor of shape [4, 4] on one axis, and the error.
+INVALID = {
+    "dim": ([Shard(2)], r"dim 2 .*shape \[4, 4\] over mesh \(tensor: 2\)"),
+    "number": ([S0, S1], r"shape \[4, 4\] over mesh \(tensor: 2\): got 2 placements for 1 axes"),
+}
 
 
-def test_refusals(ranks):
-    ranks("pairs", check_refusals)
+def check_invalid_placements(axis, name):
+    placements, message = INVALID[name]
+    tensor = from_global(numbers((4, 4), 1), mesh_of(axis, 1), [S0])
+    with pytest.raises(ValueError, match=message):
+        redistribute(tensor, placements)
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_redistribute_refuses_invalid_placements(ranks, name):
+    ranks("pairs", check_invalid_placements, name)
 
 
 class Net(nn.Module):

@@ -17,13 +17,23 @@ def test_placements_are_those_of_torch():
     assert shardconv.tensor.__all__ == sorted(shardconv.tensor.__all__)
 
 
-def test_valid_layouts():
-    assert check_placements((8, 6), (2, 2), [Shard(-2), Shard(-1)]) == (S0, S1)
-    assert check_placements((8, 6), (2, 2), [S0, S0]) == (S0, S0)
-    assert check_placements((8, 6), (2, 2), [R, P]) == (R, P)
+@pytest.mark.parametrize(
+    ("shape", "sizes", "placements", "expected"),
+    [
+        ((8, 6), (2, 2), [Shard(-2), Shard(-1)], (S0, S1)),
+        ((8, 6), (2, 2), [S0, S0], (S0, S0)),
+        ((8, 6), (2, 2), [R, P], (R, P)),
+        ((), (2,), [P], (P,)),
+        ((0, 3), (2,), [S0], (S0,)),
+    ],
+    ids=["negative dims", "dim over two axes", "partial", "scalar", "empty"],
+)
+def test_valid_layouts(shape, sizes, placements, expected):
+    assert check_placements(shape, sizes, placements) == expected
+
+
+def test_uneven_layout_is_valid_on_request():
     assert check_placements((5, 6), (2, 2), [S0, R], uneven=True) == (S0, R)
-    assert check_placements((), (2,), [P]) == (P,)
-    assert check_placements((0, 3), (2,), [S0]) == (S0,)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +65,20 @@ def test_strided_shards_are_refused():
         check_placements((8,), (2,), [_StridedShard(0, split_factor=2)])
 
 
-def test_placements_of_dims():
-    assert placements_of({0: [0], -1: [1]}, 2, (2, 2)) == (S0, S1)
-    assert placements_of({0: 1}, 2, (2, 2)) == (R, S0)
-    assert placements_of({-1: [0, 1]}, 2, (2, 2)) == (S1, S1)
-    assert placements_of({1: [0], -1: [-1]}, 2, (2, 2)) == (S1, S1)
-    assert placements_of({}, 2, (2, 2)) == (R, R)
-    assert placements_of({2: (0, 2), 0: []}, 3, (2, 2, 2)) == (Shard(2), R, Shard(2))
+@pytest.mark.parametrize(
+    ("dims", "num_dims", "sizes", "expected"),
+    [
+        ({0: [0], -1: [1]}, 2, (2, 2), (S0, S1)),
+        ({0: 1}, 2, (2, 2), (R, S0)),
+        ({-1: [0, 1]}, 2, (2, 2), (S1, S1)),
+        ({1: [0], -1: [-1]}, 2, (2, 2), (S1, S1)),
+        ({}, 2, (2, 2), (R, R)),
+        ({2: (0, 2), 0: []}, 3, (2, 2, 2), (Shard(2), R, Shard(2))),
+    ],
+    ids=["negative dim", "one axis", "two axes", "dim given twice", "no dims", "tuple of axes"],
+)
+def test_placements_of_dims(dims, num_dims, sizes, expected):
+    assert placements_of(dims, num_dims, sizes) == expected
 
 
 @pytest.mark.parametrize(
@@ -84,37 +101,66 @@ def test_invalid_dims(dims, message):
         placements_of(dims, 2, (2, 2))
 
 
-def test_dims_of_placements():
-    assert dims_of([S0, S1]) == {0: [0], 1: [1]}
-    assert dims_of([S1, R, S1]) == {1: [0, 2]}
-    for layout in ((R, R), (S0, S0), (S1, S0), (R, S1)):
-        assert placements_of(dims_of(layout), 2, (2, 2)) == layout
+@pytest.mark.parametrize(("layout", "dims"), [([S0, S1], {0: [0], 1: [1]}), ([S1, R, S1], {1: [0, 2]})])
+def test_dims_of_placements(layout, dims):
+    assert dims_of(layout) == dims
+
+
+@pytest.mark.parametrize("layout", [(R, R), (S0, S0), (S1, S0), (R, S1)])
+def test_placements_of_dims_of_placements_are_the_same(layout):
+    assert placements_of(dims_of(layout), 2, (2, 2)) == layout
+
+
+def test_partial_placements_have_no_dims():
     with pytest.raises(ValueError, match="is neither Shard nor Replicate: redistribute the tensor first"):
         dims_of([S0, P])
 
 
-def test_normalize_dims():
-    """The argument does not change, the order is kept, and duplicates are errors, unlike in Colossal-AI."""
+def test_normalize_dims_keeps_the_order():
+    assert list(normalize_dims(2, {-1: [0], 0: [1]}).items()) == [(1, [0]), (0, [1])]
+
+
+def test_normalize_dims_does_not_change_its_argument():
+    """Unlike in Colossal-AI."""
     given = {-1: [0], 0: [1]}
-    found = normalize_dims(2, given)
-    assert list(found.items()) == [(1, [0]), (0, [1])]
+    normalize_dims(2, given)
     assert list(given.items()) == [(-1, [0]), (0, [1])]
+
+
+def test_normalize_dims_refuses_duplicates():
+    """Unlike in Colossal-AI."""
     with pytest.raises(ValueError, match=r"dim 1 occurs twice in \{1: \[0\], -1: \[1\]\}: merge the entries"):
         normalize_dims(2, {1: [0], -1: [1]})
-    for dim in (2, -3):
-        with pytest.raises(ValueError, match=f"dim {dim} .* is out of range for 2 dims"):
-            normalize_dims(2, {dim: [0]})
 
 
-def test_merge_dims():
-    """The argument does not change, unlike in Colossal-AI."""
+@pytest.mark.parametrize("dim", [2, -3])
+def test_normalize_dims_refuses_dims_out_of_range(dim):
+    with pytest.raises(ValueError, match=f"dim {dim} .* is out of range for 2 dims"):
+        normalize_dims(2, {dim: [0]})
+
+
+@pytest.mark.parametrize(
+    ("num_dims", "dims", "expected"),
+    [(2, {1: [0], -1: [1]}, {1: [0, 1]}), (3, {-1: [1], 2: [0]}, {2: [1, 0]})],
+)
+def test_merge_dims_joins_the_axes_of_a_dim(num_dims, dims, expected):
+    assert merge_dims(num_dims, dims) == expected
+
+
+def test_merge_dims_does_not_change_its_argument():
+    """Unlike in Colossal-AI."""
     given = {1: [0], -1: [1]}
-    assert merge_dims(2, given) == {1: [0, 1]}
+    merge_dims(2, given)
     assert given == {1: [0], -1: [1]}
-    assert merge_dims(3, {-1: [1], 2: [0]}) == {2: [1, 0]}
+
+
+def test_merged_axes_are_not_those_of_the_argument():
     alone = {0: [1]}
     merge_dims(1, alone)[0].append(2)
     assert alone == {0: [1]}
+
+
+def test_merge_dims_refuses_dims_out_of_range():
     with pytest.raises(ValueError, match="out of range for 1 dims"):
         merge_dims(1, {1: [0]})
 
@@ -124,14 +170,28 @@ def check_names(axis):
     assert placements_of({0: ["data"], -1: ["tensor"]}, 2, mesh) == (S0, S1)
     assert placements_of({1: ["data", "tensor"]}, 2, mesh) == (S1, S1)
     assert placements_of({1: "tensor", -1: "data"} | {1: "data", -1: "tensor"}, 2, mesh) == (S1, S1)
+
+
+def check_unknown_name(axis):
     with pytest.raises(ValueError, match=r"axis 'pipeline' is not an axis of mesh \(data: 2, tensor: 2\)"):
-        placements_of({0: "pipeline"}, 2, mesh)
+        placements_of({0: "pipeline"}, 2, mesh_of(axis, 2))
+
+
+def check_names_in_errors(axis):
     with pytest.raises(ValueError, match=r"shape \[8, 5\] over mesh \(data: 2, tensor: 2\): dim 1 of size 5"):
-        check_placements((8, 5), mesh, [R, S1])
+        check_placements((8, 5), mesh_of(axis, 2), [R, S1])
 
 
-def test_names(ranks):
+def test_axes_of_a_mesh_have_names(ranks):
     ranks("four", check_names)
+
+
+def test_unknown_name_of_an_axis_is_refused(ranks):
+    ranks("four", check_unknown_name)
+
+
+def test_errors_have_the_names_of_axes(ranks):
+    ranks("four", check_names_in_errors)
 
 
 def check_local_shapes(axis, shape):
