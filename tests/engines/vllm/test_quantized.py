@@ -11,9 +11,11 @@ import pytest
 import shardconv
 from shardconv.engines.check import check_engine
 from shardconv.engines.vllm_plugin import LOAD_FORMAT
+from shardconv.errors import PlanError
 from tests.engines.vllm.parameters import assert_same, parameters
-from tests.engines.vllm.quantized import CASES, write
+from tests.engines.vllm.quantized import CASES, CHECKPOINTS, write
 from tests.formats.test_gptq import DATA
+from tests.support.checkpoints import contents
 from tools.vllm_kernels import without_kernels
 
 pytestmark = pytest.mark.usefixtures("plugin")
@@ -49,3 +51,35 @@ def test_act_order_that_vllm_does_not_load(tmp_path):
     differences = check_engine(tmp_path / "split").differences
     assert len(differences) == 2
     assert all("vLLM raises" in difference and "desc_act" in difference for difference in differences)
+
+
+#: Parts of the errors for checkpoints that vLLM's layout does not support.
+REFUSED = {
+    "FP8 phi3": "gate_up_proj.input_scale: is one number",
+    "ModelOpt FP8 qwen3_moe": "experts.0.down_proj.input_scale: layout vllm does not support",
+    "ModelOpt NVFP4 qwen3_moe": "experts.0.down_proj.input_scale: layout vllm does not support",
+    "MXFP4 gpt_oss": "layout vllm does not support model type 'gpt_oss'",
+    **dict.fromkeys(
+        [name for name in CHECKPOINTS if name.startswith(("GPTQ", "AWQ"))], "along which vLLM concatenates"
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "tp"), CASES)
+def test_layout(name, tp, sources, tmp_path):
+    """From rank files in vLLM's layout, loaded by vLLM's loader and by the plugin; or an error with the reason."""
+    source, split = write(name, sources), tmp_path / "split"
+    if name in REFUSED:
+        with pytest.raises(PlanError, match=REFUSED[name]) as error:
+            shardconv.split(source, split, tp=tp, layout="vllm")
+        assert "--for vllm" in str(error.value)
+        assert not split.exists()
+        return
+    shardconv.split(source, split, tp=tp, layout="vllm")
+    assert check_engine(split).differences == ()
+    shardconv.merge(split, tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+    for rank in range(tp):
+        expected = parameters(source, tp, rank, "auto")
+        assert_same(parameters(split, tp, rank, "sharded_state"), expected)
+        assert_same(parameters(split, tp, rank, LOAD_FORMAT), expected)
