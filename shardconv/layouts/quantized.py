@@ -7,13 +7,25 @@ weight are also those for these tensors, unless the layout refuses them.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Self, TypedDict
+from typing import Required, Self, TypedDict
 
 from shardconv.errors import PlanError
 from shardconv.layouts.layout import REMEDY, FileTensor
 from shardconv.layouts.rules import WEIGHT, ConstantRule, ConstantTable, Pattern, Rule, constant_rules, patterns
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
+
+
+class RefusedTable(TypedDict, total=False):
+    """Tensors that a layout does not support.
+
+    Attributes:
+        reason: the reason.
+        unless: end of the name of another tensor of the layer, with which they are supported.
+    """
+
+    reason: Required[str]
+    unless: str
 
 
 class QuantizedTable(TypedDict):
@@ -24,7 +36,7 @@ class QuantizedTable(TypedDict):
         ends: the ends of names of supported tensors.
         values: those of them that a layer has in place of ``weight``.
         last: those of them of which the engine keeps one of several, the last; values of the others follow from grids.
-        refuse: pattern of the tensors of quantized layers that are not supported, to the reason.
+        refuse: pattern to tensors of quantized layers that are not supported.
         methods: supported quantization method to its constants.
     """
 
@@ -32,7 +44,7 @@ class QuantizedTable(TypedDict):
     ends: list[str]
     values: list[str]
     last: list[str]
-    refuse: dict[str, str]
+    refuse: dict[str, RefusedTable]
     methods: dict[str, dict[str, ConstantTable]]
 
 
@@ -44,20 +56,20 @@ class Quantized:
         layout: name of the layout.
         table: its section ``quantized``.
         method: the quantization method of the checkpoint; "" if config.json has none.
-        refused: the patterns of unsupported tensors, with the reasons.
+        refused: the patterns of unsupported tensors.
     """
 
     layout: str
     table: QuantizedTable
     method: str
-    refused: Sequence[tuple[Pattern, str]]
+    refused: Sequence[tuple[Pattern, RefusedTable]]
 
     @classmethod
     def of_config(cls, layout: str, table: QuantizedTable, config: Mapping[str, object]) -> Self:
         """The quantized layers of a checkpoint with this config."""
         settings = config.get(SETTINGS_KEY)
         method = str(settings.get("quant_method") or "compressed-tensors") if isinstance(settings, Mapping) else ""
-        refused = [(pattern, reason) for text, reason in table["refuse"].items() for pattern in patterns(text)]
+        refused = [(pattern, one) for text, one in table["refuse"].items() for pattern in patterns(text)]
         return cls(layout, table, method, refused)
 
     def check(self, groups: Iterable[str], tensors: Mapping[str, TensorSpec]) -> None:
@@ -91,10 +103,14 @@ class Quantized:
         for name, spec in tensors.items():
             if spec.grid is None:
                 continue
-            reason = next((reason for pattern, reason in self.refused if pattern.match(name)), None)
-            end = name.rpartition(".")[2]
-            if reason is not None or end not in (WEIGHT, *self.table["ends"]):
-                why = f" ({reason})" if reason is not None else ""
+            layer, _, end = name.rpartition(".")
+            reasons = [
+                f" ({one['reason']})"
+                for pattern, one in self.refused
+                if pattern.match(name) and f"{layer}.{one.get('unless')}" not in tensors
+            ]
+            if reasons or end not in (WEIGHT, *self.table["ends"]):
+                why = reasons[0] if reasons else ""
                 raise PlanError(
                     f"{name}: layout {self.layout} does not support this tensor of a quantized layer{why}: {REMEDY}"
                 )

@@ -13,7 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 import shardconv
+from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.rank_reader import RankFileReader
 from shardconv.errors import PlanError
+from shardconv.layers.sharding import take_shard
 from tests.formats.test_fp8 import KINDS, quantize
 from tests.formats.test_other_formats import to_int8, to_modelopt_fp8
 from tests.support.checkpoints import contents
@@ -81,6 +84,16 @@ def test_commands(packed, tmp_path):
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     shardconv.reshard(tmp_path / "native", tmp_path / "again", tp=2, layout="vllm")
     assert rank_files(tmp_path / "again", 2)[0].keys() == rank_files(split, 2)[0].keys()
+
+
+def test_reader_of_a_rank_file(packed, tmp_path):
+    """It reads shards of all source tensors, also of those that no file has."""
+    shardconv.split(packed, tmp_path / "split", tp=2, layout="vllm")
+    manifest, source = read_manifest(tmp_path / "split"), read(packed)
+    reader = RankFileReader(manifest, tmp_path / "split", 1, verify=True)
+    for name, tensor in source.items():
+        expected = take_shard(tensor, manifest.plan.placement(name), 1)
+        assert bytes(reader.read(name)) == expected.contiguous().view(torch.uint8).numpy().tobytes(), name
 
 
 def test_one_scale_per_weight(unquantized, tmp_path):
