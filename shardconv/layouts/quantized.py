@@ -107,12 +107,12 @@ class Quantized:
             reasons = [
                 f" ({one['reason']})"
                 for pattern, one in self.refused
-                if pattern.match(name) and f"{layer}.{one.get('unless')}" not in tensors
+                if pattern.match(name) and ("unless" not in one or f"{layer}.{one['unless']}" not in tensors)
             ]
             if reasons or end not in (WEIGHT, *self.table["ends"]):
-                why = reasons[0] if reasons else ""
                 raise PlanError(
-                    f"{name}: layout {self.layout} does not support this tensor of a quantized layer{why}: {REMEDY}"
+                    f"{name}: layout {self.layout} does not support this tensor of a quantized layer"
+                    f"{''.join(reasons[:1])}: {REMEDY}"
                 )
 
     def rules(self, rules: Sequence[Rule]) -> list[Rule]:
