@@ -5,6 +5,7 @@ Names and shapes of tensors do not depend on the kernel, which changes them afte
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -17,8 +18,9 @@ def without_kernels() -> Iterator[Missing]:
     """Construct models whose kernels the CPU build does not have; yields the names of these kernels."""
     missing: Missing = set()
     with ExitStack() as stack:
-        for patch in (_experts(missing), _ungated_experts(missing), _sparse_attention(missing), _allocator(missing)):
-            stack.enter_context(patch)
+        patches = (_experts, _ungated_experts, _sparse_attention, _allocator, _quantized_linears, _quantized_experts)
+        for patch in patches:
+            stack.enter_context(patch(missing))
         yield missing
 
 
@@ -89,3 +91,70 @@ def _allocator(missing: Missing) -> Any:
         missing.add("triton")
 
     return mock.patch.object(triton, "set_allocator", set_allocator, create=True)
+
+
+@contextmanager
+def _quantized_linears(missing: Missing) -> Iterator[None]:
+    """Linear layers in formats that no CPU kernel has."""
+    from vllm.model_executor.kernels import linear  # noqa: PLC0415
+    from vllm.platforms.interface import PlatformEnum  # noqa: PLC0415
+
+    class MissingKernel:
+        """The last of the kernels that vLLM tries; it implements everything, and computes nothing."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            missing.add("quantized linear layers")
+
+        @staticmethod
+        def is_supported(*_: Any) -> tuple[bool, None]:
+            return True, None
+
+        can_implement = is_supported
+
+        @staticmethod
+        def get_min_capability() -> int:
+            return 0
+
+        def input_quant_key(self) -> None:
+            """No key: inputs are not quantized beforehand."""
+
+    with ExitStack() as stack:
+        for name, kernels in vars(linear).items():
+            if name.startswith("_POSSIBLE_"):
+                with_missing = [*kernels.get(PlatformEnum.CPU, ()), MissingKernel]
+                stack.enter_context(mock.patch.dict(kernels, {PlatformEnum.CPU: with_missing}))
+        # vLLM tries no other kernel for NVFP4 weights with unquantized inputs
+        stack.enter_context(mock.patch.object(linear, "MarlinNvFp4LinearKernel", MissingKernel))
+        yield
+
+
+@contextmanager
+def _quantized_experts(missing: Missing) -> Iterator[None]:
+    """Experts in formats that no CPU kernel has."""
+    from vllm.model_executor.layers.fused_moe.oracle import int_wna16, nvfp4  # noqa: PLC0415
+
+    compressed = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
+    selections = {
+        "select_wna16_moe_backend": (int_wna16, int_wna16.WNA16MoEBackend, [f"{compressed}_wna16"]),
+        "select_nvfp4_moe_backend": (nvfp4, nvfp4.NvFp4MoeBackend, [f"{compressed}_w4a4_nvfp4", "modelopt"]),
+    }
+    with ExitStack() as stack:
+        for name, (oracle, backends, modules) in selections.items():
+            select = _with_default(getattr(oracle, name), (backends.MARLIN, int_wna16.MarlinExperts), missing)
+            for module in modules:
+                caller = import_module(f"vllm.model_executor.layers.quantization.{module}")
+                stack.enter_context(mock.patch.object(caller, name, select))
+        yield
+
+
+def _with_default(select: Any, default: Any, missing: Missing) -> Any:
+    """The function that selects a backend for experts, or returns a default if none has kernels."""
+
+    def selected(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return select(*args, **kwargs)
+        except NotImplementedError:
+            missing.add("quantized experts")
+            return default
+
+    return selected

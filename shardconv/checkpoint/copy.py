@@ -72,7 +72,7 @@ class Shards(NamedTuple):
 
     Attributes:
         geometry: their bytes.
-        files: for each rank the index of its file.
+        files: for each rank the index of its file; empty if no file has the tensor, as its values follow from its grid.
         offsets: for each rank the offset of the shard in the file.
         edits: of a tensor whose values follow from its grid; None for all others.
     """

@@ -8,10 +8,11 @@ tensor follow from the quantization settings, and are compared with them. Import
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardconv.checkpoint.copy import Edits
 from shardconv.checkpoint.fileio import Bytes
-from shardconv.plan.grid import SHAPE
+from shardconv.plan.grid import SHAPE, Grid
 
 _DTYPES = {"I32": "<i4", "I64": "<i8"}
 
@@ -31,6 +32,20 @@ def add(data: Bytes, dtype: str, offset: int, values: Sequence[int], *, sign: in
     elements += sign * np.array(values if len(values) == 1 else values[first : first + len(elements)], elements.dtype)
 
 
+def fill(data: Bytes, edits: Edits, offset: int) -> None:
+    """Write the values of a full tensor that follow from its grid; the arguments are those of :func:`difference`."""
+    elements = np.frombuffer(data, _DTYPES[edits.dtype])
+    elements[:] = _expected(edits.grid, np.arange(len(elements)) + offset // elements.itemsize)
+
+
+def _expected(grid: Grid, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The values of a full tensor at these positions."""
+    if grid.values == SHAPE:
+        return np.array(grid.shape)[positions]
+    positions = positions % grid.shape[grid.dims[-1].dim or 0]
+    return positions // grid.group if grid.group else np.zeros_like(positions)
+
+
 def difference(data: Bytes, edits: Edits, offset: int) -> str:
     """Compare values of a full tensor with those that follow from its grid.
 
@@ -44,11 +59,7 @@ def difference(data: Bytes, edits: Edits, offset: int) -> str:
     """
     elements, grid = np.frombuffer(data, _DTYPES[edits.dtype]), edits.grid
     positions = np.arange(len(elements)) + offset // elements.itemsize
-    if grid.values == SHAPE:
-        expected = np.array(grid.shape)[positions]
-    else:
-        positions %= grid.shape[grid.dims[-1].dim or 0]
-        expected = positions // grid.group if grid.group else np.zeros_like(positions)
+    expected = _expected(grid, positions)
     different = np.flatnonzero(elements != expected)
     if not len(different):
         return ""

@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from shardconv.checkpoint.copy import Edits, Shards
-from shardconv.checkpoint.geometry import geometry, unsharded
+from shardconv.checkpoint.geometry import Geometry, geometry, unsharded
 from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header, num_bytes
 from shardconv.layouts.dcp import KEY, offsets_metadata
 from shardconv.layouts.layout import NATIVE, FileLayout, FileTensor
@@ -111,14 +111,18 @@ def lay_out_ranks(
         by_rank = {rank: file.offsets[name] for rank, file in files.items()}
         return tuple(map(by_rank.__getitem__, first_equal))
 
-    def edits(name: str, spec: TensorSpec) -> Edits | None:
-        # files with offsets are read as parts of the full tensors
-        return _edits(name, spec, plan, None if layout.has_offsets else plan.tensors[name].edits)
+    # files with offsets are read as parts of the full tensors, and engines read the values of full tensors
+    has_full_values = layout.has_offsets or layout.engine is not None
+    implied = layout.implied
 
-    shards = tuple(
-        Shards(geometry(placements[name], spec.dtype, spec.shape), range(plan.tp), offsets(name), edits(name, spec))
-        for name, spec in tensors.items()
-    )
+    def shards_of(name: str, spec: TensorSpec) -> Shards:
+        if name in implied:
+            size = num_bytes(spec.dtype, spec.shape)
+            return Shards(Geometry(size, size, ()), (), (), _edits(name, spec, plan, None))
+        edits = _edits(name, spec, plan, None if has_full_values else plan.tensors[name].edits)
+        return Shards(geometry(placements[name], spec.dtype, spec.shape), range(plan.tp), offsets(name), edits)
+
+    shards = tuple(shards_of(name, spec) for name, spec in tensors.items())
     headers = tuple(files[rank].header for rank in first_equal)
     return Layout(headers, shards, b"".join(constant.data for constant in layout.constants))
 

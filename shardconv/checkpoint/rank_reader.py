@@ -103,6 +103,8 @@ class RankFileReader(RankReader):
         """See :class:`RankReader`."""
         self._files.check_unchanged()
         shards = self._shards[name]
+        if not shards.files:
+            return _implied_values(shards)
         start, size = shards.offsets[self._rank], _shard_bytes(shards, self._rank)
         self.num_bytes_read += size
         data = memoryview(self._mapped)[start : start + size]
@@ -175,6 +177,16 @@ def _source_values(data: Bytes, edits: Edits | None, rank: int) -> Bytes:
     assert edits.values is not None
     values = memoryview(bytearray(data))
     add(values, edits.dtype, 0, edits.values[rank])
+    return values
+
+
+def _implied_values(shards: Shards) -> Bytes:
+    """The values of a tensor that no file has, as they follow from its grid."""
+    from shardconv.checkpoint.edits import fill  # noqa: PLC0415 - see its docstring
+
+    assert shards.edits is not None
+    values = memoryview(bytearray(shards.geometry.num_bytes))
+    fill(values, shards.edits, 0)
     return values
 
 

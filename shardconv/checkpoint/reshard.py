@@ -13,7 +13,7 @@ from shardconv.checkpoint.manifest_file import write_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, request_for
 from shardconv.checkpoint.rewrite import Rewrite
-from shardconv.checkpoint.stored_plan import resolver_of
+from shardconv.checkpoint.stored_plan import quantized_tensors, resolver_of
 from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.checkpoint.write import auxiliary_paths
 from shardconv.layouts.choice import choose_layout
@@ -130,7 +130,7 @@ def _plan_reshard(
         file_layout = old.layout
     else:
         request = request_for(request, layout)
-        file_layout = choose_layout(layout, old.source_tensors, old.config)
+        file_layout = choose_layout(layout, quantized_tensors(old), old.config)
     resolver = resolver_of(old, request.engine, pad=pad)
     plan = resolver.plan(tp, assumed=old.plan.assumed)
     return old.with_plan(plan, request, file_layout, checksums=checksums), resolver.padding(tp)

@@ -74,8 +74,10 @@ class ShardReader:
                 _edit(data, shards.edits, rank, low, sign=1)
             self._copy_boxes(state, span, file, data, block, boxes, is_padded=shard.is_padded)
         if shards.edits is not None:
-            from shardconv.checkpoint.edits import difference  # noqa: PLC0415 - see its docstring
+            from shardconv.checkpoint.edits import difference, fill  # noqa: PLC0415 - see its docstring
 
+            if not shards.files:
+                fill(block, shards.edits, span.start)
             state.problem = state.problem or difference(block, shards.edits, span.start)
 
     def _read(self, state: StripeState, file: int, data: Bytes, offset: int) -> None:

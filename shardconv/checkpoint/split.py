@@ -101,8 +101,8 @@ def split(
         OutputError: if the destination exists, is in use, or has too little free space.
     """
     began = time.perf_counter()
-    source, _, request, (resolver, assumed), input_paths = plan_source(src, layout=layout, **options)
-    file_layout = choose_layout(layout, source.specs, with_settings(source))
+    source, tensors, request, (resolver, assumed), input_paths = plan_source(src, layout=layout, **options)
+    file_layout = choose_layout(layout, tensors, with_settings(source))
     plan = resolver.plan(tp, assumed=assumed)
     manifest = Manifest.of_source(
         source, plan, request, stripe_bytes=STRIPE_BYTES, layout=file_layout, checksums=checksums

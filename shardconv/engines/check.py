@@ -21,15 +21,16 @@ from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.engines.construct import EngineModel, construct, one_rank
+from shardconv.engines.construct import EngineModel, construct, one_rank, optional_parameters
 from shardconv.engines.weights import open_rank, rank_weights
 from shardconv.errors import NotHeldError, RunError, UsageError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: The dtypes between which vLLM converts when it loads a rank file.
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+#: The dtypes between which vLLM converts when it loads a rank file: floats, scales that are powers of two, and the
+#: shapes of the weights of experts.
+_CONVERTED = frozenset({"F64", "F32", "F16", "BF16", "F8_E8M0", "I64"})
 #: Errors of vLLM for a model or a checkpoint that it does not support; it would raise them at startup, too.
 _RAISED = (ValueError, LookupError, AssertionError, AttributeError, TypeError, NotImplementedError, RuntimeError)
 #: The names under which vLLM is distributed.
@@ -119,7 +120,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tensor_differences(header: Header, state: Mapping[str, Tensor]) -> Iterator[str]:
-    """Compare names, shapes and dtypes of a rank file with vLLM's model; vLLM converts between float dtypes."""
+    """Compare names, shapes and dtypes of a rank file with vLLM's model; vLLM converts some of the latter."""
     for name in sorted(header.tensors.keys() - state.keys()):
         yield f"{name} is in the rank file, but not in vLLM's model"
     for name in sorted(state.keys() - header.tensors.keys()):
@@ -129,7 +130,7 @@ def _tensor_differences(header: Header, state: Mapping[str, Tensor]) -> Iterator
         if info is not None and info.shape != tuple(tensor.shape):
             yield f"{name} has shape {list(info.shape)} (expected {list(tensor.shape)})"
         expected = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-        if info is not None and info.dtype != expected and not {info.dtype, expected} <= _FLOATS:
+        if info is not None and info.dtype != expected and not {info.dtype, expected} <= _CONVERTED:
             yield f"{name} has dtype {info.dtype} (expected {expected})"
 
 
@@ -139,4 +140,5 @@ def _missing(model: EngineModel, folder: Path, tp: int, rank: int) -> list[str]:
     loaded = model.load_weights(rank_weights(source, rank, dry_run=True))
     if loaded is None:  # the model does not report what it loaded; the elements it used are on the rank
         return []
+    loaded |= optional_parameters(model)
     return sorted(name for name, _ in model.named_parameters() if name not in loaded)

@@ -60,3 +60,10 @@ def construct(config: "VllmConfig", device: str = "meta") -> EngineModel:
     from shardconv.engines.vllm_process import construct_model  # noqa: PLC0415 - vLLM is an extra
 
     return construct_model(config, device)
+
+
+def optional_parameters(model: EngineModel) -> set[str]:
+    """Names of the parameters of a quantized model that have a default: the scales of the KV cache."""
+    from shardconv.engines.vllm_process import cache_parameters  # noqa: PLC0415 - vLLM is an extra
+
+    return cache_parameters(model)

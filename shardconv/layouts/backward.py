@@ -12,6 +12,7 @@ from shardconv.errors import PlanError
 from shardconv.layouts.choice import ChosenRules, rules_for
 from shardconv.layouts.rules import Rule
 from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.tensor_placement import ShardedDim
@@ -40,6 +41,8 @@ def full_tensors(
     Raises:
         PlanError: as :func:`rules_for` and :func:`members_of`, if a layer lacks a tensor, or no plan is known.
     """
+    if config.get(SETTINGS_KEY) is not None:
+        raise PlanError(f"layout {layout} does not support quantized checkpoints")
     chosen = rules_for(layout, config)
     members = members_of(chosen, rank_tensors)
     shards, resolver = _resolved(members, rank_tensors, config, request)

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypedDict, cast
 
 from shardconv.errors import PlanError, UsageError
 from shardconv.layouts.layout import DCP, NATIVE, REMEDY, FileLayout
+from shardconv.layouts.quantized import Quantized, QuantizedTable, with_vectors
 from shardconv.layouts.rules import Group, GroupTable, Rule, file_tensors
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
@@ -33,6 +34,7 @@ class LayoutTable(TypedDict):
         file_name: see :class:`~shardconv.layouts.layout.FileLayout`.
         types: model type to names of groups.
         groups: by name.
+        quantized: the tensors of quantized layers.
     """
 
     engine: str
@@ -40,6 +42,7 @@ class LayoutTable(TypedDict):
     file_name: str
     types: dict[str, list[str]]
     groups: dict[str, GroupTable]
+    quantized: QuantizedTable
 
 
 class ChosenRules(NamedTuple):
@@ -72,8 +75,8 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
 
     Args:
         name: of the layout.
-        tensors: name to dtype and shape of the source tensors.
-        config: contents of config.json, or None.
+        tensors: name to dtype and shape of the source tensors, those of quantized layers with their grids.
+        config: contents of config.json, with the quantization settings; None without a config.
 
     Raises:
         UsageError: if the layout is unknown.
@@ -84,20 +87,28 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     data, config = _file(name), config or {}
     groups, rules, _, config = rules_for(name, config)
     _check_refused(name, groups, tensors)
+    constants = [rule for group in groups for rule in group.constants]
+    quantized = None
+    if config.get(SETTINGS_KEY) is not None or any(spec.grid is not None for spec in tensors.values()):
+        quantized = Quantized.of_config(name, data["quantized"], config)
+        quantized.check(data["types"][str(config["model_type"])], tensors)
+        rules, constants = quantized.rules(rules), [*constants, *quantized.constants()]
+    changed = file_tensors(rules, tensors, config)
+    if quantized is not None:
+        all_rules = [rule for table in data["groups"].values() for rule in Group.of_table(table).rules]
+        changed = with_vectors(changed, tensors, quantized.rules(all_rules))
     layout = FileLayout(
         name=name,
         file_name=data["file_name"],
         engine=data["engine"],
         versions=data["versions"],
-        changed=file_tensors(rules, tensors, config),
+        changed=changed,
         padded_to={target: multiple for group in groups for target, multiple in group.padded_to.items()},
     )
     names = [tensor.name for tensor in layout.file_tensors(tensors)]
     _check_needed(name, groups, names)
-    return replace(
-        layout,
-        constants=tuple(constant for group in groups for rule in group.constants for constant in rule.constants(names)),
-    )
+    weights = names if quantized is None else quantized.as_weights(names)
+    return replace(layout, constants=tuple(constant for rule in constants for constant in rule.constants(weights)))
 
 
 def rules_for(name: str, config: Mapping[str, object]) -> ChosenRules:
@@ -106,8 +117,6 @@ def rules_for(name: str, config: Mapping[str, object]) -> ChosenRules:
     Raises:
         PlanError: if the layout does not support this model.
     """
-    if config.get(SETTINGS_KEY) is not None:
-        raise PlanError(f"layout {name} does not support quantized checkpoints: {REMEDY}")
     groups = _groups(name, config.get("model_type"))
     config = {field: value for group in groups for field, value in group.defaults.items()} | dict(config)
     all_rules = [rule for group in groups for rule in group.rules]

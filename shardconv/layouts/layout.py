@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from shardconv.errors import PlanError
 from shardconv.layouts.dcp import first_unreadable, why_unreadable
+from shardconv.plan.grid import PLAIN
 from shardconv.plan.plan import Plan, TensorSpec
 
 #: ``struct`` formats of constants, by dtype. BF16 is the upper half of F32.
@@ -32,12 +33,17 @@ class FileTensor:
         stack: E to stack the members into a tensor of shape (E, ...): the first ``len(members) / E`` of them are
             concatenated along dim 0 for index 0, and so on. 0 to concatenate all along dim 0.
         squeeze: whether to remove dim 0, of size 1, of its only member.
+        is_vector: whether its members are numbers, of shape () or (1,), which form a vector; with ``stack``, a vector
+            of E numbers or a matrix of E rows.
+        implied: names of further source tensors, which are not in the file, as their values follow from their grids.
     """
 
     name: str
     members: tuple[str, ...]
     stack: int = 0
     squeeze: bool = False
+    is_vector: bool = False
+    implied: tuple[str, ...] = ()
 
     def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The shape on a rank.
@@ -53,6 +59,8 @@ class FileTensor:
                 f"{self.name}: dim 0 of its only member cannot be removed "
                 f"(got {_described(self.members, shapes)}, expected size 1): {REMEDY}"
             )
+        if self.is_vector:
+            return self._vector(shapes)
         if len(shapes) == 1 and not self.stack:
             return shapes[0][self.squeeze :]
         if len({shape[1:] for shape in shapes}) != 1 or not all(shapes):
@@ -68,6 +76,15 @@ class FileTensor:
                 f"(got {_described(self.members, shapes)}, expected equal shapes): {REMEDY}"
             )
         return (*([self.stack] if self.stack else []), rows[0], *shapes[0][1:])
+
+    def _vector(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        if not set(shapes) <= {(), (1,)} or self.squeeze:
+            raise PlanError(
+                f"{self.name}: its members are not numbers (got {_described(self.members, shapes)}, expected shapes () "
+                f"or (1,)): {REMEDY}"
+            )
+        columns = len(shapes) // (self.stack or 1)
+        return (self.stack, columns) if self.stack and columns > 1 else (len(shapes),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +160,7 @@ class FileLayout:
             names: of the source tensors, in order.
         """
         by_first = {tensor.members[0]: tensor for tensor in self.changed}
-        later = {member for tensor in self.changed for member in tensor.members[1:]}
+        later = {member for tensor in self.changed for member in (*tensor.members[1:], *tensor.implied)}
         return [by_first.get(name) or FileTensor(name, (name,)) for name in names if name not in later]
 
     def check(self, tensors: Mapping[str, TensorSpec], plan: Plan) -> None:
@@ -160,7 +177,7 @@ class FileLayout:
             return
         if self.has_offsets:
             raise PlanError(f"layout {self.name}: offsets require the names and shapes of the source tensors")
-        self._check_members(tensors)
+        self._check_members(tensors, plan)
         self._check_names(tensors)
         num_bytes = 0
         for constant in self.constants:
@@ -175,8 +192,13 @@ class FileLayout:
         for name in self.padded_to.keys() & tensors.keys():
             self._check_padding(FileTensor(name, (name,)), sum(tensors[name].shape[:1]), plan)
 
-    def _check_members(self, tensors: Mapping[str, TensorSpec]) -> None:
-        counts = Counter(chain.from_iterable(tensor.members for tensor in self.changed))
+    @property
+    def implied(self) -> frozenset[str]:
+        """Names of the source tensors that are in no file."""
+        return frozenset(name for tensor in self.changed for name in tensor.implied)
+
+    def _check_members(self, tensors: Mapping[str, TensorSpec], plan: Plan) -> None:
+        counts = Counter(chain.from_iterable((*tensor.members, *tensor.implied) for tensor in self.changed))
         wrong = next((name for name, count in counts.items() if count > 1 or name not in tensors), None)
         if wrong is not None:
             raise PlanError(
@@ -185,6 +207,11 @@ class FileLayout:
         for tensor in self.changed:
             if not tensor.members or tensor.stack < 0 or len(tensor.members) % (tensor.stack or 1):
                 raise PlanError(f"{tensor.name}: {len(tensor.members)} members cannot be stacked to {tensor.stack}")
+            for name in tensor.implied:
+                if (grid := plan.tensors[name].grid) is None or grid.values == PLAIN:
+                    raise PlanError(
+                        f"{name}: layout {self.name} leaves out its values, which do not follow from others"
+                    )
             dtypes = {tensors[member].dtype: member for member in reversed(tensor.members)}
             if len(dtypes) > 1:
                 got = ", ".join(f"{member} of {dtype}" for dtype, member in reversed(dtypes.items()))
@@ -225,6 +252,8 @@ class FileLayout:
                     "members": [number[member] for member in tensor.members],
                     "stack": tensor.stack,
                     **({"squeeze": True} if tensor.squeeze else {}),
+                    **({"is_vector": True} if tensor.is_vector else {}),
+                    **({"implied": [number[name] for name in tensor.implied]} if tensor.implied else {}),
                 }
                 for tensor in self.changed
             ],
@@ -254,7 +283,9 @@ class FileLayout:
                     tensor["name"],
                     tuple(name_of[at] for at in tensor["members"]),
                     tensor["stack"],
-                    squeeze=_flag(tensor.get("squeeze", False)),
+                    squeeze=_flag("squeeze", tensor.get("squeeze", False)),
+                    is_vector=_flag("is_vector", tensor.get("is_vector", False)),
+                    implied=tuple(name_of[at] for at in _numbers(tensor.get("implied", []))),
                 )
                 for tensor in data["tensors"]
             )
@@ -275,9 +306,15 @@ class FileLayout:
         )  # fmt: skip
 
 
-def _flag(value: object) -> bool:
+def _flag(key: str, value: object) -> bool:
     if type(value) is not bool:
-        raise ValueError(f"squeeze is {value!r:.40} (expected true or false)")
+        raise ValueError(f"{key} is {value!r:.40} (expected true or false)")
+    return value
+
+
+def _numbers(value: object) -> list[int]:
+    if not isinstance(value, list) or not all(type(number) is int for number in value):
+        raise ValueError(f"implied is {value!r:.40} (expected a list of numbers)")
     return value
 
 

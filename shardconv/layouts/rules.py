@@ -6,7 +6,7 @@ one with ``a`` and one with ``b`` on both sides.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple, Required, Self, TypedDict
@@ -16,6 +16,8 @@ from shardconv.layouts.layout import REMEDY, Constant, FileTensor
 
 _CHOICE = re.compile(r"\{([^}]*)\}")
 _WILDCARD = re.compile(r"[*#]")
+#: End of the names of the weights of linear layers.
+WEIGHT = "weight"
 
 
 class RuleTable(TypedDict, total=False):
@@ -100,6 +102,7 @@ class Rule:
         given: config fields that must be set.
         count: possible names of the config field with the number of experts; empty to skip the check.
         squeeze: whether to remove dim 0, of size 1, of the source.
+        is_last: whether the file has the last source only; the values of the others follow from their grids.
     """
 
     target: Pattern
@@ -108,6 +111,7 @@ class Rule:
     given: tuple[str, ...] = ()
     count: tuple[str, ...] = ()
     squeeze: bool = False
+    is_last: bool = False
 
     def applies(self, config: Mapping[str, object]) -> bool:
         """Whether the rule applies to checkpoints with this config."""
@@ -155,7 +159,21 @@ class Rule:
                 f"{target}: the source has {count} experts (expected {config_count!r:.20} by config.json): {REMEDY}"
             )
         stack = count if self.sources[0].is_expert else 0
-        return FileTensor(target, tuple(members[key] for key in expected), stack, self.squeeze)
+        kept = [key for key in expected if not self.is_last or key[1] == len(self.sources) - 1]
+        implied = tuple(members[key] for key in expected if key not in kept)
+        return FileTensor(target, tuple(members[key] for key in kept), stack, self.squeeze, implied=implied)
+
+    def with_end(self, end: str, *, is_last: bool) -> Self | None:
+        """The rule for the tensors of a quantized layer whose names end with ``end`` in place of ``weight``.
+
+        Returns:
+            None if the names of this rule do not end with ``weight``.
+        """
+        texts = [pattern.text for pattern in (self.target, *self.sources)]
+        if not all(text.endswith(WEIGHT) for text in texts):
+            return None
+        target, *sources = (Pattern(text.removesuffix(WEIGHT) + end) for text in texts)
+        return replace(self, target=target, sources=tuple(sources), is_last=is_last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +218,19 @@ class Group:
         _check_keys(table, {"tensors", "constants", "refuse", "needs", "padded_to", "defaults"})
         return cls(
             tuple(rule for target, value in table.get("tensors", {}).items() for rule in _rules(target, value)),
-            tuple(rule for target, value in table.get("constants", {}).items() for rule in _constants(target, value)),
-            tuple(Pattern(text) for pattern in table.get("refuse", ()) for (text,) in _without_choices([pattern])),
+            tuple(
+                rule for target, value in table.get("constants", {}).items() for rule in constant_rules(target, value)
+            ),
+            tuple(pattern for text in table.get("refuse", ()) for pattern in patterns(text)),
             tuple(table.get("needs", ())),
             table.get("padded_to", {}),
             table.get("defaults", {}),
         )
+
+
+def patterns(text: str) -> list[Pattern]:
+    """The patterns of a text with ``{}``."""
+    return [Pattern(one) for (one,) in _without_choices([text])]
 
 
 def file_tensors(rules: Sequence[Rule], names: Iterable[str], config: Mapping[str, object]) -> tuple[FileTensor, ...]:
@@ -233,7 +258,8 @@ def _rules(target: str, value: RuleTable | list[str]) -> Iterator[Rule]:
         yield Rule(Pattern(first), tuple(map(Pattern, others)), when, given, count, squeeze)
 
 
-def _constants(target: str, table: ConstantTable) -> Iterator[ConstantRule]:
+def constant_rules(target: str, table: ConstantTable) -> Iterator[ConstantRule]:
+    """Parse a constant of a layout file."""
     _check_keys(table, {"beside", "dtype", "shape", "value"})
     for (text,) in _without_choices([target]):
         constant = Constant(text, table["dtype"], tuple(table.get("shape", ())), table["value"])

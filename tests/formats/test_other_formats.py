@@ -28,11 +28,8 @@ GPT_OSS = Model(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory) -> tuple[Path, Path]:
-    """An unquantized checkpoint, and one with blocks of random codes and exponents; 192 features are 6 blocks."""
-    source = GPT_OSS.write(tmp_path_factory.mktemp("gpt_oss"))
-    folder = tmp_path_factory.mktemp("gpt_oss-mxfp4")
+def write_mxfp4(source: Path, folder: Path) -> Path:
+    """Write a copy of a checkpoint with blocks of random codes and exponents in place of its experts."""
     generator = torch.Generator().manual_seed(0)
     tensors: Tensors = {}
     for name, tensor in read(source).items():
@@ -43,11 +40,19 @@ def gpt_oss(tmp_path_factory) -> tuple[Path, Path]:
         shape = (experts, rows, columns // 32)
         tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(118, 130, shape, generator=generator, dtype=torch.uint8)
+    folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     (folder / "config.json").write_text(json.dumps(config))
-    return source, folder
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory) -> tuple[Path, Path]:
+    """An unquantized checkpoint, and one with blocks; 192 features are 6 blocks."""
+    source = GPT_OSS.write(tmp_path_factory.mktemp("gpt_oss"))
+    return source, write_mxfp4(source, tmp_path_factory.mktemp("gpt_oss-mxfp4"))
 
 
 def from_mxfp4(tensors: Tensors) -> Tensors:

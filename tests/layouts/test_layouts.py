@@ -386,13 +386,6 @@ def test_reshard_refuses_another_plan(source_of, tmp_path, options):
     assert not (tmp_path / "out").exists()
 
 
-def test_quantized_checkpoint_is_refused(source_of, tmp_path):
-    source = shutil.copytree(source_of("llama"), tmp_path / "source")
-    change_config(source, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}})
-    with pytest.raises(PlanError, match="layout vllm does not support quantized checkpoints: use the native layout"):
-        shardconv.split(source, tmp_path / "out", tp=2, layout="vllm")
-
-
 @pytest.mark.parametrize("name", ["model-rank-0-part-0.safetensors", "model-pp-0-tp-0-part-1.safetensors"])
 @pytest.mark.parametrize("command", ["split", "plan"])
 def test_folder_saved_by_vllm_is_not_a_source(source_of, tmp_path, name, command):
@@ -459,6 +452,11 @@ LIES = {
     "members of other shapes": lambda layout: qkv(layout).update(stack=3),
     "members that cannot be concatenated": lambda layout: qkv(layout)["members"].append(NORM),
     "a dim 0 of another size": lambda layout: qkv(layout).update(squeeze=True),
+    "a vector of matrices": lambda layout: qkv(layout).update(is_vector=True),
+    "a vector that is not a flag": lambda layout: qkv(layout).update(is_vector=1),
+    "values that do not follow from others": lambda layout: qkv(layout).update(implied=[NORM]),
+    "a tensor that is implied twice": lambda layout: qkv(layout).update(implied=[NORM, NORM]),
+    "implied tensors that are not a list": lambda layout: qkv(layout).update(implied=NORM),
     "a negative stack": lambda layout: layout["tensors"][0].update(stack=-1),
     "a huge constant": lambda layout: layout["constants"][0].update(shape=[10**15]),
     "a constant of a negative shape": lambda layout: layout["constants"][0].update(shape=[-1]),

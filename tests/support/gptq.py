@@ -77,7 +77,8 @@ def write_gptq(
         tensors[f"{layer}.scales"] = torch.from_numpy(random.random((size // width, out)).astype(np.float16))
         tensors[f"{layer}.g_idx"] = torch.from_numpy(random.permutation(groups) if act_order else groups)
     config["quantization_config"] = {
-        "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "checkpoint_format": version,
+        "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": True,
+        "checkpoint_format": version,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

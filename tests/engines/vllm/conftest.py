@@ -3,7 +3,16 @@
 import sys
 from pathlib import Path
 
+import pytest
+
+from shardconv.engines.vllm_plugin import register
 from tools.torchvision import declare_operators
 
 sys.path.append(str(Path(__file__).parents[3] / ".venv" / "vision"))
 declare_operators()
+
+
+@pytest.fixture(scope="session")
+def plugin() -> None:
+    """Register the load format, as vLLM does in its own processes."""
+    register()

@@ -13,9 +13,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardconv
-from tests.engines.vllm.small import write
+from tests.engines.vllm.small import MODELS, write
+from tests.support.compressed import write_compressed
 
 #: Models for which the CPU build of vLLM has kernels.
 RUNNABLE = (
@@ -76,6 +78,24 @@ def test_layout(name, default, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_source_that_is_not_split(name, default):
     source, expected = default(name, 2)
+    assert generated(source, "shardconv", 2) == expected
+
+
+#: Schemes of compressed-tensors for which the CPU build has kernels; all but the first need AVX-512.
+QUANTIZED = ("W8A8", "W4A16", "FP8_DYNAMIC")
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_quantized(scheme, tmp_path):
+    """By the plugin from a split and from the source, and by vLLM's layout."""
+    if scheme != QUANTIZED[0] and "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip(f"vLLM's kernel for {scheme} needs AVX-512")
+    source = write_compressed(MODELS["llama"].write(tmp_path / "llama"), tmp_path / "source", (scheme, "Linear"))
+    expected = generated(source, "auto", 2)
+    shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
+    assert generated(tmp_path / "split", "shardconv", 2) == expected
+    shardconv.split(source, tmp_path / "files", tp=2, layout="vllm")
+    assert generated(tmp_path / "files", "sharded_state", 2) == expected
     assert generated(source, "shardconv", 2) == expected
 
 

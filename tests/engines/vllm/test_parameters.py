@@ -8,15 +8,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
 import shardconv
 from shardconv.engines.check import check_engine
-from shardconv.engines.construct import construct, one_rank
-from shardconv.engines.vllm_plugin import LOAD_FORMAT, register
+from shardconv.engines.vllm_plugin import LOAD_FORMAT
 from shardconv.errors import PlanError
 from shardconv.layouts import choice
+from tests.engines.vllm.parameters import assert_same, parameters
 from tests.engines.vllm.small import CASES, MODELS, write
+
+pytestmark = pytest.mark.usefixtures("plugin")
 
 
 @pytest.fixture(scope="session")
@@ -24,32 +25,9 @@ def sources(tmp_path_factory):
     return tmp_path_factory.mktemp("sources")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def plugin():
-    register()
-
-
-def parameters(folder, tp, rank, load_format):
-    """The parameters of vLLM's model on one rank."""
-    with one_rank(folder, tp=tp, rank=rank, dtype="bfloat16", load_format=load_format) as config:
-        from vllm.config.load import LoadConfig  # noqa: PLC0415 - after the environment is set
-        from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415
-
-        model = construct(config, "cpu")
-        get_model_loader(LoadConfig(load_format=load_format)).load_weights(model, config.model_config)
-        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def has_layout(model_type):
     """Whether vLLM's layout supports a model type."""
     return model_type in tomllib.loads(Path(choice.__file__).with_name("vllm.toml").read_text())["types"]
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
 
 
 @pytest.mark.parametrize(("name", "tp"), CASES)

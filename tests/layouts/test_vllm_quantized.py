@@ -1,0 +1,185 @@
+"""Quantized checkpoints in vLLM's layout: their tensors by torch, and what the layout does not support.
+
+tests/engines/vllm compares the same files with the parameters of vLLM.
+"""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import shardconv
+from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.rank_reader import RankFileReader
+from shardconv.errors import PlanError
+from shardconv.layers.sharding import take_shard
+from tests.formats.test_fp8 import KINDS, quantize
+from tests.formats.test_other_formats import to_int8, to_modelopt_fp8
+from tests.support.checkpoints import contents
+from tests.support.compressed import write_compressed
+from tests.support.gptq import write_gptq
+from tests.support.models import Tensors, change_config, read
+from tests.support.quantized import MODELS, write
+
+ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
+#: Of the settings of fp8.
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+
+
+@pytest.fixture(scope="module")
+def unquantized(tmp_path_factory):
+    return lambda name: MODELS[name].write(tmp_path_factory.mktemp(name))
+
+
+@pytest.fixture(scope="module")
+def packed(unquantized, tmp_path_factory) -> Path:
+    """4-bit weights with zero points."""
+    return write_compressed(unquantized("llama"), tmp_path_factory.mktemp("packed"), ("W4A16_ASYM", "Linear"))
+
+
+def rank_files(folder: Path, tp: int) -> list[Tensors]:
+    return [load_file(folder / f"model-rank-{rank}-part-0.safetensors") for rank in range(tp)]
+
+
+def fused(source: Tensors, names: str, end: str, rank: int) -> torch.Tensor:
+    """The shards of column-parallel layers on one of two ranks, concatenated."""
+    return torch.cat([source[f"{ATTENTION}.{name}_proj.{end}"].chunk(2)[rank] for name in names])
+
+
+def test_packed_weights(packed, tmp_path):
+    """The shapes of q_proj and k_proj are not in the files."""
+    shardconv.split(packed, tmp_path / "split", tp=2, layout="vllm")
+    source = read(packed)
+    for rank, found in enumerate(rank_files(tmp_path / "split", 2)):
+        for end in ("weight_packed", "weight_scale", "weight_zero_point"):
+            assert torch.equal(found[f"{ATTENTION}.qkv_proj.{end}"], fused(source, "qkv", end, rank)), end
+            row_parallel = source[f"{ATTENTION}.o_proj.{end}"].chunk(2, 1)[rank]
+            assert torch.equal(found[f"{ATTENTION}.o_proj.{end}"], row_parallel), end
+        assert found[f"{ATTENTION}.qkv_proj.weight_shape"].tolist() == [128, 128]
+        assert found[f"{MLP}.gate_up_proj.weight_shape"].tolist() == [256, 128]
+        assert found[f"{ATTENTION}.o_proj.weight_shape"].tolist() == [128, 256]
+        assert found[f"{ATTENTION}.attn.k_scale"].tolist() == [1.0]
+
+
+def test_commands(packed, tmp_path):
+    """Shapes that no file has are restored."""
+    split = tmp_path / "split"
+    shardconv.split(packed, split, tp=2, layout="vllm")
+    assert shardconv.verify(split).differences == ()
+    assert shardconv.verify(split, against=packed).differences == ()
+    shardconv.merge(split, tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(packed)
+    for tp, layout in ((4, "vllm"), (2, "native")):
+        engine = {"engine": "vllm"} if layout == "native" else {}
+        shardconv.split(packed, tmp_path / layout, tp=tp, layout=layout, **engine)
+        shardconv.reshard(split, tmp_path / f"resharded {layout}", tp=tp, layout=layout)
+        assert shardconv.verify(tmp_path / f"resharded {layout}", against=packed).differences == ()
+        for path in (tmp_path / layout).glob("*.safetensors"):
+            found, expected = load_file(tmp_path / f"resharded {layout}" / path.name), load_file(path)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    shardconv.reshard(tmp_path / "native", tmp_path / "again", tp=2, layout="vllm")
+    assert rank_files(tmp_path / "again", 2)[0].keys() == rank_files(split, 2)[0].keys()
+
+
+def test_reader_of_a_rank_file(packed, tmp_path):
+    """It reads shards of all source tensors, also of those that no file has."""
+    shardconv.split(packed, tmp_path / "split", tp=2, layout="vllm")
+    manifest, source = read_manifest(tmp_path / "split"), read(packed)
+    reader = RankFileReader(manifest, tmp_path / "split", 1, verify=True)
+    for name, tensor in source.items():
+        expected = take_shard(tensor, manifest.plan.placement(name), 1)
+        assert bytes(reader.read(name)) == expected.contiguous().view(torch.uint8).numpy().tobytes(), name
+
+
+def test_one_scale_per_weight(unquantized, tmp_path):
+    """Each is one element of a vector."""
+    source = write(
+        unquantized("llama"), tmp_path / "source", to_modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}
+    )
+    shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
+    tensors = read(source)
+    for found in rank_files(tmp_path / "split", 2):
+        expected = [tensors[f"{ATTENTION}.{name}_proj.weight_scale"] for name in "qkv"]
+        assert torch.equal(found[f"{ATTENTION}.qkv_proj.weight_scale"], torch.stack(expected))
+        assert found[f"{ATTENTION}.o_proj.input_scale"].tolist() == [0.25]
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+def compressed(scheme, model, unquantized, folder):
+    return write_compressed(unquantized(model), folder, (scheme, "Linear"))
+
+
+def blocks(model, unquantized, folder):
+    return write(unquantized(model), folder, partial(quantize, kind=KINDS[0]), FP8)
+
+
+def with_cache_scale(unquantized, folder):
+    return write(unquantized("llama"), folder, _cache_scale, FP8)
+
+
+def _cache_scale(name, tensor):
+    stored = quantize(name, tensor, kind=KINDS[0])
+    is_key = name.endswith("k_proj.weight")
+    return stored | ({name.replace("k_proj.weight", "k_scale"): torch.tensor(0.5)} if is_key else {})
+
+
+def in_another_file(unquantized, folder):
+    source = write(unquantized("llama"), folder, to_modelopt_fp8, None)
+    settings = {"quantization": {"quant_algo": "FP8"}}
+    (source / "hf_quant_config.json").write_text(json.dumps(settings))
+    return source
+
+
+def settings_only(unquantized, folder):
+    source = shutil.copytree(unquantized("llama"), folder)
+    change_config(source, {"quantization_config": FP8})
+    return source
+
+
+def awq(_, folder):
+    return shutil.copytree(Path(__file__).parents[1] / "data/quantized/awq-4", folder)
+
+
+def gptq(_, folder):
+    return write_gptq(folder, bits=4, group=32, hidden=256, heads=8, kv_heads=2, intermediate=512)
+
+
+def int8(unquantized, folder):
+    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    return write(unquantized("llama"), folder, to_int8, settings)
+
+
+#: Checkpoint that the layout does not support, to a part of the error.
+REFUSED = {
+    "GPTQ": (gptq, "layout vllm does not support this tensor of a quantized layer .* along which vLLM concatenates"),
+    "AWQ": (awq, "along which vLLM concatenates"),
+    "another method": (int8, "SCB: layout vllm does not support this tensor of a quantized layer"),
+    "one scale of fused layers": (partial(compressed, "FP8", "phi3"), "gate_up_proj.input_scale: is one number"),
+    "latent attention": (partial(blocks, "deepseek_v3"), "it has rules for latent_attention"),
+    "input scales of experts": (partial(compressed, "FP8", "qwen3_moe"), "vLLM combines the input scales of an expert"),
+    "a scale of the KV cache": (with_cache_scale, "self_attn.k_scale: layout vllm does not support this tensor"),
+    "settings without quantized tensors": (settings_only, "no tensor is quantized"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, unquantized, tmp_path):
+    write_source, message = REFUSED[name]
+    source = write_source(unquantized, tmp_path / "source")
+    with pytest.raises(PlanError, match=message):
+        shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
+    assert not (tmp_path / "split").exists()
+
+
+def test_reshard_without_settings_is_refused(unquantized, tmp_path):
+    """A manifest has config.json, but not hf_quant_config.json."""
+    source = in_another_file(unquantized, tmp_path / "source")
+    shardconv.split(source, tmp_path / "native", tp=2, engine="vllm")
+    with pytest.raises(PlanError, match=r"quantization method \(got none in config\.json"):
+        shardconv.reshard(tmp_path / "native", tmp_path / "split", tp=2, layout="vllm")
