@@ -18,7 +18,7 @@ STYLE_OF = {
     "attn_out": "rowwise",
     "mlp_in": "colwise",
     "mlp_out": "rowwise",
-    "on_parts": "replicated_with_grad_allreduce",
+    "on_shards": "replicated_with_grad_allreduce",
 }
 
 #: The rule of tensors that no policy names.
@@ -170,7 +170,7 @@ class Policy(ABC):
         return []
 
     @staticmethod
-    def on_parts() -> Sequence[Layer]:
+    def on_shards() -> Sequence[Layer]:
         """Replicated layers that are applied to shards, such as a norm over each head: gradients are all-reduced.
 
         parallelformers, which does not train, does not have this method.
