@@ -87,8 +87,8 @@ class Layer:
         size = shape[self._sharded_dim(style)] if len(shape) > 1 else shape[0]
         if size % count:
             raise PlanError(f"{origin}: {name}: {size} is not a multiple of n_fused = {count}")
-        parts = (str(size // count),) * count  # units are named by their size
-        return Rule(name, f"packed_{style}", parts=parts, transposed=bool(self.reversed), origin=origin)
+        segments = (str(size // count),) * count  # units are named by their size
+        return Rule(name, f"packed_{style}", segments=segments, transposed=bool(self.reversed), origin=origin)
 
     def _sharded_dim(self, style: str) -> int:
         """The dim of the weight that a style shards."""

@@ -167,11 +167,11 @@ def test_segments_of_a_convolution_and_head_counts_by_the_rows_of_another_layer(
     plan.write_text(
         """[units]
         query = { count = 4, size = "rows // 4" }
-        key = { size = "rows // 4", copies = true }
+        key = { size = "rows // 4", replicate = true }
         a = { count = 4 }
         b = { count = 8 }
         [rules]
-        "conv" = { style = "by_rows", parts = ["a", "b"] }
+        "conv" = { style = "by_rows", segments = ["a", "b"] }
         "layers.*.q_proj" = { style = "colwise", unit = "query", beside = "q_proj" }
         "layers.*.k_proj" = { style = "colwise", unit = "key", beside = "q_proj" }
         """
@@ -203,10 +203,10 @@ def test_submodel_may_name_its_family():
     assert [planned.placement.dim for planned in plan.tensors.values()] == [1, 0]
 
 
-@pytest.mark.parametrize("part", ["3", "{ config = 'text_config' }", "{ config = 'text_config', kind = 'llama' }"])
-def test_invalid_submodels_are_refused(part):
-    with pytest.raises(PlanError, match=r"part 'text': .* expected a config field, or config and family"):
-        parse_plan_file("plan.toml", f"[parts]\ntext = {part}\n")
+@pytest.mark.parametrize("submodel", ["3", "{ config = 'text_config' }", "{ config = 'text_config', kind = 'llama' }"])
+def test_invalid_submodels_are_refused(submodel):
+    with pytest.raises(PlanError, match=r"submodel 'text': .* expected a config field, or config and family"):
+        parse_plan_file("plan.toml", f"[submodels]\ntext = {submodel}\n")
 
 
 def test_norms_with_a_row_for_each_head_are_sharded_by_rows():
@@ -225,7 +225,7 @@ def test_repeated_segments_are_sharded_one_by_one(tmp_path):
     write_weights(tmp_path / "model.safetensors", {"w1": ("F32", (3 * 8, 4))})
     write_config(tmp_path, {"model_type": "mine", "ffn": {"moe": {"experts": 3}, "width": 8}})
     plan = tmp_path / "plan.toml"
-    rule = '"w1" = { style = "packed_colwise", parts = ["ffn"], repeats = "ffn.moe.experts" }'
+    rule = '"w1" = { style = "packed_colwise", segments = ["ffn"], repeats = "ffn.moe.experts" }'
     plan.write_text(f'[units]\nffn = {{ count = "ffn.width" }}\n[rules]\n{rule}')
     placement = shardconv.make_plan(tmp_path, tp=2, rules=plan).placement("w1")
     assert placement.ranks == (((0, 4), (8, 12), (16, 20)), ((4, 8), (12, 16), (20, 24)))
@@ -302,7 +302,7 @@ def test_configs_of_checkpoints_on_the_hub(model_type):
 
 STAGES = """
 [units]
-head = { count = "num_heads[stage]", size = "features // num_heads[stage]", whole = true }
+head = { count = "num_heads[stage]", size = "features // num_heads[stage]", shard_if_divisible = true }
 [rules]
 "encoder.stages.*.layers.*.q" = { style = "colwise", unit = "head", otherwise = "colwise_gather_output" }
 "encoder.stages.*.layers.*.o" = { style = "rowwise", unit = "head", otherwise = "colwise_gather_output" }
@@ -360,11 +360,15 @@ def test_name_without_a_stage_is_refused():
         (
             ', otherwise = "colwise_gather_output"',
             "",
-            "set otherwise for the rule and whole = true for all of its units",
+            "set otherwise for the rule and shard_if_divisible = true for all of its units",
         ),
-        (", whole = true", "", "set otherwise for the rule and whole = true for all of its units"),
-        ('count = "num_heads[stage]", ', "", "whole = true needs a count"),
-        ('"colwise_gather_output"', '"packed_colwise"', "is not a style without parts"),
+        (
+            ", shard_if_divisible = true",
+            "",
+            "set otherwise for the rule and shard_if_divisible = true for all of its units",
+        ),
+        ('count = "num_heads[stage]", ', "", "shard_if_divisible = true needs a count"),
+        ('"colwise_gather_output"', '"packed_colwise"', "is not a style without segments"),
         ("num_heads[stage]", "num_heads[layer]", "is not an expression of config fields"),
     ],
 )
