@@ -42,6 +42,13 @@ WORDS = {
     r"\bhas not\b(?! (?:been|yet|\w+ed\b))": "does not have",
     r"\b(?:is|are|was|were|be|been|being|has|have|had|having) no\b": "is not, does not have, without",
     r"\b(?:nobody|whoever)\b": "no process, a caller",
+    # keys of plan files and names of policies
+    r"\bcopies = true\b": "replicate = true",
+    r"\bwhole = true\b": "shard_if_divisible = true",
+    r"[{,] parts = \[": "segments = [...]",
+    r"[{,] part = \d": "segment = ...",
+    r"(?:^|['\"`])\[(?:\w+\.)?parts\]": "[submodels]",
+    r"\bon_parts\b": "on_shards",
 }
 _SUFFIXES = {".py", ".md", ".toml"}
 

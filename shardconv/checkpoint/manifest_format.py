@@ -6,6 +6,7 @@
 | 2 | the same; with ``dcp`` rank files have the layout of that name |
 | 3 | the plan: placements, styles and units, with the rules and module overrides that they follow from; the layout of
 rank files, null or missing for native; rank files store the identity of the split checkpoint in their headers |
+| 4 | the same; units and rules have other names of keys |
 
 Older versions are upgraded to the latest when they are read; fields that they do not have are empty.
 """
@@ -21,7 +22,10 @@ from shardconv.plan.plan import PlanJson
 from shardconv.plan.request import PlanRequestJson
 
 #: The version of new manifests, and the latest version that can be read.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+
+#: The first version that stores rules.
+_WITH_RULES = 3
 
 #: Key of the checksum of all other keys.
 CHECKSUM_KEY = "manifest_checksum"
@@ -143,18 +147,19 @@ def checked(data: Mapping[str, object]) -> ManifestJson:
         raise ValueError(
             f"its format version is too new (got {version}, expected at most {FORMAT_VERSION}): update shardconv"
         )
-    body = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
+    body: dict[str, Any] = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
     if data.get(CHECKSUM_KEY) != checksum(body):
         raise ValueError("it was changed after it was written (its checksum differs)")
     body = {"layout": None, **body}
     if body.get("dcp") is True and body["layout"] is None:  # before there was a key for layouts
         body["layout"] = DCP.to_json(())
-    if version < FORMAT_VERSION:
+    if version < _WITH_RULES:
         body = _upgraded(body)
-    manifest = cast("ManifestJson", body)
-    if not _fits(body, _SCHEMA) or (manifest["plan"]["rules"] is None) is not (version < FORMAT_VERSION):
+    if not _fits(body, _SCHEMA) or (body["plan"]["rules"] is None) is not (version < _WITH_RULES):
         raise ValueError("one of its fields is missing or has the wrong type")
-    return manifest
+    if _WITH_RULES <= version < FORMAT_VERSION:
+        body = _with_renamed_keys(body)
+    return cast("ManifestJson", body)
 
 
 def checksum(body: Mapping[str, object]) -> str:
@@ -173,7 +178,7 @@ NO_IDENTITY = "0" * 32
 
 
 def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
-    """Upgrade a manifest of version 1 or 2 to version 3; missing fields stay missing."""
+    """Upgrade a manifest of version 1 or 2; missing fields stay missing."""
     plan, source = body["plan"], body["source"]
     placements = [_upgraded_placement(placement) for placement in plan["rules"]]
     renamed = {"files" if key == "parts" else key: value for key, value in source.items()}
@@ -191,6 +196,37 @@ def _upgraded_placement(data: dict[str, Any]) -> dict[str, Any]:
     origin, rule, style, fields = data["reason"]
     reason = {"origin": origin, "rule": rule, "fields": fields}
     return {"placement": data["placement"], "style": style, "units": [], "reason": reason}
+
+
+#: Keys of units and of rules in version 3 to those since version 4.
+_RENAMED_IN_UNITS = {"copies": "replicate", "whole": "shard_if_divisible"}
+_RENAMED_IN_RULES = {"parts": "segments", "part": "segment"}
+
+
+def _with_renamed_keys(body: dict[str, Any]) -> dict[str, Any]:
+    """Upgrade a manifest of version 3 to version 4: rename the keys of its rules."""
+    rules = body["plan"]["rules"]
+    renamed = {**rules, "scopes": [_upgraded_scope(scope) for scope in rules["scopes"]]}
+    return {**body, "plan": {**body["plan"], "rules": renamed}}
+
+
+def _upgraded_scope(scope: dict[str, Any]) -> dict[str, Any]:
+    modules = [
+        {**module, "slices": {name: _renamed(one, _RENAMED_IN_RULES) for name, one in module["slices"].items()}}
+        if "slices" in module
+        else module
+        for module in scope["modules"]
+    ]
+    return {
+        **scope,
+        "units": {name: _renamed(unit, _RENAMED_IN_UNITS) for name, unit in scope["units"].items()},
+        "rules": [_renamed(rule, _RENAMED_IN_RULES) for rule in scope["rules"]],
+        "modules": modules,
+    }
+
+
+def _renamed(table: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
+    return {names.get(key, key): value for key, value in table.items()}
 
 
 def _fits(value: object, schema: object) -> bool:

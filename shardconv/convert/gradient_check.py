@@ -32,7 +32,7 @@ def _compare(name: str, axis: Axis, handles: list[torch.utils.hooks.RemovableHan
     if spread > _TOLERANCE * norm:
         raise RuntimeError(
             f"{name}: its gradient is not the same on all ranks. It is replicated, as no layer of the policy shards "
-            f"it; if it is used on local heads, as a norm over each head, name it in the policy's on_parts(). "
+            f"it; if it is used on local heads, as a norm over each head, name it in the policy's on_shards(). "
             f"Otherwise the ranks had different inputs or seeds"
         )
     if norm > 0:

@@ -96,7 +96,7 @@ class _Compiler:
                     f"{name}: replace_modules gives {self._owners[module]} another class, and a layer names it: use "
                     f"the layer's replace instead"
                 )
-        units = {part: UnitRule(int(part)) for rule in self._rules.values() for part in rule.parts}
+        units = {unit: UnitRule(int(unit)) for rule in self._rules.values() for unit in rule.segments}
         family = Family(name, units=units, rules=(*self._rules.values(), REPLICATE))
         return CompiledPolicies(family, self._layer_classes, self._overrides())
 
@@ -187,8 +187,8 @@ def _check_ties(model: nn.Module, rules: dict[str, Rule]) -> None:
     seen: dict[nn.Parameter, tuple[str, object]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         rule = rules.get(name, REPLICATE)
-        first, how = seen.setdefault(parameter, (name, (rule.style, rule.parts, rule.transposed)))
-        if how != (rule.style, rule.parts, rule.transposed):
+        first, how = seen.setdefault(parameter, (name, (rule.style, rule.segments, rule.transposed)))
+        if how != (rule.style, rule.segments, rule.transposed):
             raise PlanError(
                 f"{name} is tied to {first}, and the policy shards them differently: name both, or untie them"
             )

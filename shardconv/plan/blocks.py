@@ -201,7 +201,7 @@ def _rule(rule: Rule, fields: Mapping[str, Expression], units: Mapping[str, str]
     return replace(
         rule,
         unit=None if rule.unit is None else units[rule.unit],
-        parts=tuple(units[part] for part in rule.parts),
+        segments=tuple(units[unit] for unit in rule.segments),
         groups=replaced(rule.groups, fields),
         repeats=replaced(rule.repeats, fields),
         size=None if rule.size is None else replaced(rule.size, fields),
@@ -230,7 +230,9 @@ def _module(rule: ModuleRule, fields: Mapping[str, Expression], units: Mapping[s
 
 def _slice(rule: SliceRule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> SliceRule:
     size = None if rule.size is None else replaced(rule.size, fields)
-    return rule._replace(unit=units.get(rule.unit, ""), parts=tuple(units[part] for part in rule.parts), size=size)
+    return rule._replace(
+        unit=units.get(rule.unit, ""), segments=tuple(units[unit] for unit in rule.segments), size=size
+    )
 
 
 def _conditions(

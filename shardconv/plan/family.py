@@ -67,7 +67,7 @@ class Block:
 class Submodel(NamedTuple):
     """A submodel of a composite model.
 
-    An entry of ``[parts]``.
+    An entry of ``[submodels]``.
 
     Attributes:
         field: the config field that holds its config.
@@ -94,7 +94,7 @@ class Family:
         units: name to unit.
         rules: in the order in which they are tried; the first whose pattern matches applies.
         modules: module overrides; all that match apply, where two set the same attribute, the last one.
-        submodels: of a composite model, prefix of the names of each submodel to the submodel; ``[parts]`` in files.
+        submodels: of a composite model, prefix of the names of each submodel to the submodel.
         blocks: the blocks that it mounts; their rules are tried after its own.
         origin: where it comes from, for the report.
         gathered: why attention is not sharded by heads; "" where it is.
@@ -152,12 +152,12 @@ def fields_read(family: Family | Block) -> set[str]:
 
 def units_named(rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> set[str]:
     """The names that may be units."""
-    found = {unit for rule in rules for unit in (rule.unit, *rule.parts) if unit is not None}
+    found = {unit for rule in rules for unit in (rule.unit, *rule.segments) if unit is not None}
     return found.union(*(module.reads() for module in modules))
 
 
 def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> None:
-    """Check that every named unit exists, and that rules with ``whole`` units have the style ``otherwise``.
+    """Check that every named unit exists, and that rules with ``shard_if_divisible`` units have ``otherwise``.
 
     Raises:
         PlanError: if a rule or a module override names another unit, or ``otherwise`` is missing or not needed.
@@ -167,9 +167,11 @@ def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: S
         for unit in rule.units:
             if unit not in units:
                 raise PlanError(f"{where}: unit {unit!r} is unknown")
-        kinds = {units[unit].whole for unit in rule.units} or {False}
+        kinds = {units[unit].shard_if_divisible for unit in rule.units} or {False}
         if kinds != {bool(rule.otherwise)}:
-            raise PlanError(f"{where}: set otherwise for the rule and whole = true for all of its units, or neither")
+            raise PlanError(
+                f"{where}: set otherwise for the rule and shard_if_divisible = true for all of its units, or neither"
+            )
     for module in modules:
         for unit in module.units():
             if unit not in units:

@@ -14,10 +14,10 @@ from shardconv.plan.rule_format import Keys, check_table, parse_module, parse_ru
 
 _FAMILY_KEYS: Keys = {
     "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
-    "modules": dict, "parts": dict, "blocks": dict, "gathered": str,
+    "modules": dict, "submodels": dict, "blocks": dict, "gathered": str,
 }  # fmt: skip
-#: Keys of attributes that a family inherits, unless its file has them empty.
-_INHERITED = {"prefix": "prefix", "parts": "submodels", "gathered": "gathered"}
+#: Keys whose values a family inherits, unless its file has them empty.
+_INHERITED = ("prefix", "submodels", "gathered")
 #: Keys that a plan file does not have: it applies to the checkpoint it is passed for, and is not in docs/models.md.
 _NOT_BY_USER = ("model_types", "gathered")
 _BLOCK_KEYS: Keys = {"config": dict, "units": dict, "rules": dict, "modules": dict, "blocks": dict}
@@ -55,12 +55,12 @@ def parse_family(name: str, data: object, origin: str, *, by_user: bool = False)
             ),
             gathered=table.get("gathered", ""),
             submodels={
-                start: _parse_submodel(start, part)._replace(by_user=by_user)
-                for start, part in table.get("parts", {}).items()
+                start: _parse_submodel(start, submodel)._replace(by_user=by_user)
+                for start, submodel in table.get("submodels", {}).items()
             },
             blocks=_parse_blocks(table.get("blocks", {})),
             origin=origin,
-            empty=frozenset(_INHERITED[key] for key in _INHERITED if key in table and not table[key]),
+            empty=frozenset(key for key in _INHERITED if key in table and not table[key]),
         )
         for expression in (family.config or {}).values():
             check_expression(expression)
@@ -140,11 +140,11 @@ def _parse_submodel(start: str, data: object) -> Submodel:
     try:
         check_pattern(start)
     except ValueError as error:
-        raise ValueError(f"part {start!r}: {error}") from error
+        raise ValueError(f"submodel {start!r}: {error}") from error
     if isinstance(data, str):
         return Submodel(data)
     try:
         table = check_table(data, {"config": str, "family": str})
         return Submodel(table["config"], table["family"])
     except (ValueError, KeyError) as error:
-        raise ValueError(f"part {start!r}: {error}: expected a config field, or config and family") from error
+        raise ValueError(f"submodel {start!r}: {error}: expected a config field, or config and family") from error

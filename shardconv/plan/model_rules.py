@@ -100,9 +100,9 @@ class ModelRules:
         return Placement(dim, unit.width, ((Interval(0, unit.width),),) * tp)
 
     def is_sharded(self, name: str, tp: int) -> bool:
-        """Whether units are sharded over ``tp`` ranks; ``whole`` units are only if ``tp`` divides their count."""
+        """Whether units are sharded over ``tp`` ranks: with ``shard_if_divisible``, if ``tp`` divides their count."""
         unit = (self.family.units or {})[name]
-        return not unit.whole or unit.count is None or self.fields().evaluate(unit.count) % tp == 0
+        return not unit.shard_if_divisible or unit.count is None or self.fields().evaluate(unit.count) % tp == 0
 
     def unit(self, name: str, tp: int, *, size: int = 1) -> Unit:
         """Units of ``size`` elements, with their padding for ``tp`` ranks.
@@ -113,8 +113,8 @@ class ModelRules:
         rule = (self.family.units or {})[name]
         if rule.count is None:
             raise PlanError(f"unit {name}: its count follows from a tensor: add a count to [units]")
-        unpadded = Unit(self.fields().evaluate(rule.count), size, rule.copies)
-        padding = unit_paddings(self).get(name, UNKNOWN) if self.pad and not rule.whole else None
+        unpadded = Unit(self.fields().evaluate(rule.count), size, rule.replicate)
+        padding = unit_paddings(self).get(name, UNKNOWN) if self.pad and not rule.shard_if_divisible else None
         if padding is None or not padding.refusal:
             return unpadded if padding is None else padding.apply(unpadded, self.multiple(tp))
         try:

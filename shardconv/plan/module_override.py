@@ -16,10 +16,10 @@ class SliceRule(NamedTuple):
 
     Attributes:
         dim: the dim that has elements for each unit.
-        unit: the unit; "" if there are ``parts``.
+        unit: the unit; "" if there are ``segments``.
         size: elements per unit; None for an argument with one matrix per unit.
         item: the output, if there are several, from 0; None for arguments and single outputs.
-        parts: the unit of each segment, if the dim consists of several.
+        segments: the unit of each segment, if the dim consists of several.
         items: the tensors of an argument that is a list of tensors, from 0; () if it is one tensor.
     """
 
@@ -27,12 +27,12 @@ class SliceRule(NamedTuple):
     unit: str = ""
     size: str | int | None = None
     item: int | None = None
-    parts: tuple[str, ...] = ()
+    segments: tuple[str, ...] = ()
     items: tuple[int, ...] = ()
 
     def units(self) -> tuple[str, ...]:
         """The names of its units."""
-        return self.parts or (self.unit,)
+        return self.segments or (self.unit,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,12 +76,12 @@ class UnitPadding:
         padded = None if self.heads is None else self.heads.padded(multiple)
         if self.heads is None or padded is None:
             count = round_up(unit.count, multiple * self.align) if unit.count % multiple else unit.count
-            return Unit(unit.count, unit.size, unit.copies, padded=(1, count))
+            return Unit(unit.count, unit.size, unit.replicate, padded=(1, count))
         if self.of_group:
-            group = unit.count if unit.copies else padded.group
-            return Unit(unit.count, unit.size, unit.copies, padded=(1, group))
-        group = 1 if unit.copies else padded.group
-        return Unit(unit.count, unit.size, unit.copies, groups=self.heads.kv_heads, padded=(padded.kv_heads, group))
+            group = unit.count if unit.replicate else padded.group
+            return Unit(unit.count, unit.size, unit.replicate, padded=(1, group))
+        group = 1 if unit.replicate else padded.group
+        return Unit(unit.count, unit.size, unit.replicate, groups=self.heads.kv_heads, padded=(padded.kv_heads, group))
 
 
 #: For a unit that a module override names, and no rule of a module that the override matches.
@@ -177,7 +177,7 @@ def _units_by_module(model_rules: "ModelRules") -> dict[str, _LinkedUnits]:
             continue
         for module in _modules_of(rule.pattern):
             linked = by_module.setdefault(module, _LinkedUnits())
-            names = {name for name in (rule.unit, *rule.parts) if name is not None}
+            names = {name for name in (rule.unit, *rule.segments) if name is not None}
             linked.names |= names
             if rule.groups != 1:
                 linked.groups.add(rule.groups)
@@ -220,7 +220,7 @@ def expand_choices(pattern: str) -> Iterator[str]:
 def _paddings(linked: _LinkedUnits, model_rules: "ModelRules") -> dict[str, UnitPadding]:
     """The paddings of linked units."""
     heads, refusal = None, linked.refusal
-    if any((model_rules.family.units or {})[name].whole for name in linked.names):
+    if any((model_rules.family.units or {})[name].shard_if_divisible for name in linked.names):
         refusal = refusal or "units that do not divide are not sharded"
     if not refusal:
         try:
@@ -252,7 +252,7 @@ def _heads(linked: _LinkedUnits, model_rules: "ModelRules") -> tuple[Heads | Non
     """The heads of linked units, None without KV heads; and the reason for which the units are not padded, or ""."""
     units = model_rules.family.units or {}
     outer = linked.names - linked.of_group
-    has_kv = bool(linked.groups) or any(units[name].copies for name in outer)
+    has_kv = bool(linked.groups) or any(units[name].replicate for name in outer)
     if not has_kv:
         return None, _refusal_without_kv(linked.names, model_rules)
     counts: dict[str, int] = {}
@@ -260,10 +260,10 @@ def _heads(linked: _LinkedUnits, model_rules: "ModelRules") -> tuple[Heads | Non
         if (count := units[name].count) is None:
             return None, f"the number of {name} units differs between tensors"
         counts[name] = model_rules.fields().evaluate(count)
-    kv_heads = {counts[name] for name in outer if units[name].copies}
+    kv_heads = {counts[name] for name in outer if units[name].replicate}
     kv_heads |= {model_rules.fields().evaluate(groups) for groups in linked.groups}
-    inner = {counts[name] for name in linked.of_group if not units[name].copies}
-    queries = {counts[name] for name in outer if not units[name].copies}
+    inner = {counts[name] for name in linked.of_group if not units[name].replicate}
+    queries = {counts[name] for name in outer if not units[name].replicate}
     queries |= {next(iter(kv_heads)) * group for group in inner}
     if len(kv_heads) != 1 or len(queries) > 1 or min(kv_heads) < 1 or any(q % min(kv_heads) for q in queries):
         return None, f"the KV head of each query head is unknown ({_format_counts(counts)})"

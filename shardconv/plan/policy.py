@@ -18,7 +18,7 @@ STYLE_OF = {
     "attn_out": "rowwise",
     "mlp_in": "colwise",
     "mlp_out": "rowwise",
-    "on_parts": "replicated_with_grad_allreduce",
+    "on_shards": "replicated_with_grad_allreduce",
 }
 
 #: The rule of tensors that no policy names.
@@ -87,8 +87,8 @@ class Layer:
         size = shape[self._sharded_dim(style)] if len(shape) > 1 else shape[0]
         if size % count:
             raise PlanError(f"{origin}: {name}: {size} is not a multiple of n_fused = {count}")
-        parts = (str(size // count),) * count  # units are named by their size
-        return Rule(name, f"packed_{style}", parts=parts, transposed=bool(self.reversed), origin=origin)
+        segments = (str(size // count),) * count  # units are named by their size
+        return Rule(name, f"packed_{style}", segments=segments, transposed=bool(self.reversed), origin=origin)
 
     def _sharded_dim(self, style: str) -> int:
         """The dim of the weight that a style shards."""
@@ -170,7 +170,7 @@ class Policy(ABC):
         return []
 
     @staticmethod
-    def on_parts() -> Sequence[Layer]:
+    def on_shards() -> Sequence[Layer]:
         """Replicated layers that are applied to shards, such as a norm over each head: gradients are all-reduced.
 
         parallelformers, which does not train, does not have this method.

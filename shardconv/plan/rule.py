@@ -32,8 +32,8 @@ STYLES = {
     "replicated_with_grad_allreduce": Style(weight=None, bias=None),
 }
 
-#: Styles without ``packed`` whose rules may have parts.
-_MAY_HAVE_PARTS = ("colwise_gather_output", "by_rows")
+#: Styles without ``packed`` whose rules may have segments.
+_MAY_HAVE_SEGMENTS = ("colwise_gather_output", "by_rows")
 
 #: Names in expressions that are not config fields: sizes of the tensor or of the layer beside it.
 SIZE_NAMES = frozenset({"rows", "features"})
@@ -59,16 +59,16 @@ class UnitRule:
     Attributes:
         count: the number of units; None if it follows from the size of the tensor.
         size: elements per unit.
-        copies: replicate units where there are fewer of them than ranks.
-        whole: do not shard units where tp does not divide their count: every rank computes with all of them, and rules
-            use their style ``otherwise``.
+        replicate: replicate units where there are fewer of them than ranks.
+        shard_if_divisible: shard units only where tp divides their count; otherwise every rank computes with all of
+            them, and rules use their style ``otherwise``.
         override: replace the unit of this name in the inherited family, also for the rules of that family.
     """
 
     count: str | int | None = None
     size: str | int = 1
-    copies: bool = False
-    whole: bool = False
+    replicate: bool = False
+    shard_if_divisible: bool = False
     override: bool = field(default=False, compare=False)
 
     def describe(self) -> str:
@@ -87,8 +87,8 @@ class Rule:
             number of modules.
         style: a key of :data:`STYLES`.
         unit: the unit that boundaries respect; None for single elements.
-        parts: for packed styles, the unit of each segment.
-        part: index of the only segment in the tensor, from 0; if its size differs, of an even chunk of all segments.
+        segments: for packed styles, the unit of each segment.
+        segment: index of the only segment in the tensor, from 0; if its size differs, of an even chunk of all segments.
         groups: number of groups of segments; with at least as many as ranks, each is on one rank.
         repeats: number of repetitions of the segments, each of which is sharded.
         pad: pad a size that tp does not divide with zeros.
@@ -98,7 +98,7 @@ class Rule:
         dims: replicate tensors with fewer dims than this, or with one element along the sharded dim: norms beside
             kernels whose names are not known.
         when: config fields that must have these values for the rule to apply.
-        otherwise: the style where the units are not sharded, because they are ``whole`` and do not divide.
+        otherwise: the style where ``shard_if_divisible`` units are not sharded, because tp does not divide their count.
         optional: whether a user's rule may match nothing, as where names on disk and in memory differ.
         origin: where the rule comes from, for the report.
         by_user: whether it is from a plan file; then it has to match a tensor, unless it is optional.
@@ -110,8 +110,8 @@ class Rule:
     pattern: str
     style: str
     unit: str | None = None
-    parts: tuple[str, ...] = ()
-    part: int | None = None
+    segments: tuple[str, ...] = ()
+    segment: int | None = None
     groups: str | int = 1
     repeats: str | int = 1
     pad: bool = False
@@ -131,14 +131,16 @@ class Rule:
         check_pattern(self.pattern)
         if self.style not in STYLES:
             raise ValueError(f"style {self.style!r} is unknown (expected {', '.join(STYLES)})")
-        if bool(self.parts) != STYLES[self.style].packed and self.style not in _MAY_HAVE_PARTS:
-            raise ValueError(f"parts are required for packed styles, and allowed for {' and '.join(_MAY_HAVE_PARTS)}")
+        if bool(self.segments) != STYLES[self.style].packed and self.style not in _MAY_HAVE_SEGMENTS:
+            raise ValueError(
+                f"segments are required for packed styles, and allowed for {' and '.join(_MAY_HAVE_SEGMENTS)}"
+            )
         if self.otherwise and (self.otherwise not in STYLES or STYLES[self.otherwise].packed):
-            raise ValueError(f"otherwise = {self.otherwise!r} is not a style without parts")
-        if self.unit and self.parts:
-            raise ValueError("rule has both unit and parts: remove one of them")
-        if self.part is not None and not 0 <= self.part < len(self.parts):
-            raise ValueError(f"part = {self.part} is out of range (got {len(self.parts)} parts)")
+            raise ValueError(f"otherwise = {self.otherwise!r} is not a style without segments")
+        if self.unit and self.segments:
+            raise ValueError("rule has both unit and segments: remove one of them")
+        if self.segment is not None and not 0 <= self.segment < len(self.segments):
+            raise ValueError(f"segment = {self.segment} is out of range (got {len(self.segments)} segments)")
         check_expression(self.groups)
         check_expression(self.repeats)
         check_expression(1 if self.size is None else self.size)
@@ -146,7 +148,7 @@ class Rule:
     @property
     def units(self) -> tuple[str, ...]:
         """The names of its units."""
-        return self.parts or ((self.unit,) if self.unit is not None else ())
+        return self.segments or ((self.unit,) if self.unit is not None else ())
 
     def expressions(self) -> Iterator[str | int]:
         """Its expressions, without those of its units."""

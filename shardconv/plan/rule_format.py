@@ -15,6 +15,11 @@ from shardconv.plan.rule import Rule, UnitRule, check_pattern
 Keys = Mapping[str, type | tuple[type, ...]]
 
 
+_UNIT_KEYS: Keys = {
+    "count": (str, int), "size": (str, int), "replicate": bool, "shard_if_divisible": bool, "override": bool,
+}  # fmt: skip
+
+
 def parse_unit(name: str, data: object) -> UnitRule:
     """Parse the table of a unit.
 
@@ -22,10 +27,9 @@ def parse_unit(name: str, data: object) -> UnitRule:
         ValueError: if the table does not have the format.
     """
     try:
-        keys: Keys = {"count": (str, int), "size": (str, int), "copies": bool, "whole": bool, "override": bool}
-        unit = UnitRule(**check_table(data, keys))
-        if unit.whole and unit.count is None:
-            raise ValueError("whole = true needs a count")
+        unit = UnitRule(**check_table(data, _UNIT_KEYS))
+        if unit.shard_if_divisible and unit.count is None:
+            raise ValueError("shard_if_divisible = true needs a count")
         for expression in (1 if unit.count is None else unit.count, unit.size):
             check_expression(expression)
     except ValueError as error:
@@ -34,8 +38,8 @@ def parse_unit(name: str, data: object) -> UnitRule:
 
 
 _RULE_KEYS: Keys = {
-    "style": str, "unit": str, "parts": list, "part": int, "groups": (str, int), "repeats": (str, int), "pad": bool,
-    "transposed": bool, "beside": str, "size": (str, int), "dims": int, "when": dict, "otherwise": str,
+    "style": str, "unit": str, "segments": list, "segment": int, "groups": (str, int), "repeats": (str, int),
+    "pad": bool, "transposed": bool, "beside": str, "size": (str, int), "dims": int, "when": dict, "otherwise": str,
     "optional": bool,
 }  # fmt: skip
 
@@ -48,14 +52,14 @@ def parse_rule(pattern: str, data: object, origin: str, *, by_user: bool = False
     """
     try:
         table = check_table(data, _RULE_KEYS)
-        parts, when = tuple(table.get("parts", ())), tuple(table.get("when", {}).items())
+        segments, when = tuple(table.get("segments", ())), tuple(table.get("when", {}).items())
         if "style" not in table:
             raise ValueError("style is missing")
-        if not all(isinstance(part, str) for part in parts):
-            raise ValueError("parts is not a list of unit names")
+        if not all(isinstance(unit, str) for unit in segments):
+            raise ValueError("segments is not a list of unit names")
         if any(isinstance(value, dict | list) for _, value in when):
             raise ValueError("when compares fields with numbers, strings, true or false (got a table or a list)")
-        return Rule(pattern, origin=origin, by_user=by_user, **{**table, "parts": parts, "when": when})
+        return Rule(pattern, origin=origin, by_user=by_user, **{**table, "segments": segments, "when": when})
     except ValueError as error:
         raise ValueError(f"rule {pattern!r}: {error}") from error
 
@@ -104,7 +108,7 @@ def parse_module(pattern: str, data: object, origin: str, *, by_user: bool = Fal
 
 _INPUT_KEYS: Keys = {"dim": int, "unit": str, "size": (str, int), "items": list}
 _OUTPUT_KEYS: Keys = {"dim": int, "unit": str, "size": (str, int), "item": int}
-_SLICE_KEYS: Keys = {"dim": int, "unit": str, "parts": list}
+_SLICE_KEYS: Keys = {"dim": int, "unit": str, "segments": list}
 _UNSHARDED_KEYS: Keys = {"dim": int, "unit": str}
 
 
@@ -116,13 +120,13 @@ def _parse_slice(data: object, known: Keys) -> SliceRule:
         raise ValueError(f"{table!r:.60}: dim is missing")
     if known is _INPUT_KEYS and "size" not in table and table["dim"] < 0:
         raise ValueError(f"{table!r:.60}: dim is negative without size: count it from 0")
-    parts = tuple(table.get("parts", ()))
-    if ("unit" in table) == ("parts" in table) or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"{table!r:.60} needs either a unit, or parts with the names of units")
+    segments = tuple(table.get("segments", ()))
+    if ("unit" in table) == ("segments" in table) or not all(isinstance(unit, str) for unit in segments):
+        raise ValueError(f"{table!r:.60} needs either a unit, or segments with the names of units")
     items = tuple(table.get("items", ()))
     if not all(type(item) is int and item >= 0 for item in items) or (items and "size" not in table):
         raise ValueError(f"{table!r:.60}: items are indices of a list, from 0, and need size")
-    return SliceRule(**{**table, "parts": parts, "items": items})
+    return SliceRule(**{**table, "segments": segments, "items": items})
 
 
 def check_table(data: object, known: Keys) -> dict[str, Any]:

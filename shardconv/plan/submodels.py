@@ -47,7 +47,7 @@ def model_rules_of(
     for start, submodel in (family.submodels or {}).items():
         if submodel.by_user and config is not None and not isinstance(lookup(config, submodel.field), Mapping):
             raise PlanError(
-                f"part {start!r}: the config does not have a nested config {submodel.field!r}: correct or remove it"
+                f"submodel {start!r}: the config does not have a nested config {submodel.field!r}: correct or remove it"
             )
         submodel_config, submodel_family = _config_and_family(submodel, config or {})
         if submodel_family is not None:

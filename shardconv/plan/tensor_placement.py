@@ -153,7 +153,7 @@ class GroupPlanner:
         if (dim := self._group.dim) is None or rule.otherwise:
             return ShardedDim(dim, None)
         fields = self._group.fields()
-        names = rule.parts or (rule.unit,)
+        names = rule.segments or (rule.unit,)
         units = [(self._group.model_rules.family.units or {})[unit] for unit in names if unit is not None]
         if not units and rule.style == "embedding_rowwise":
             return ShardedDim(dim, fields.evaluate("vocab_size"))
@@ -163,7 +163,7 @@ class GroupPlanner:
         return ShardedDim(dim, times * sum(counted) if is_known else None)
 
     def _is_sharded(self, tp: int) -> bool:
-        """Whether the units of the rule are sharded over ``tp`` ranks; with ``whole`` units, only if they divide."""
+        """Whether the units of the rule are sharded: with ``shard_if_divisible``, if ``tp`` divides their count."""
         model_rules, rule = replace(self._group.model_rules, stage=self._group.stage), self._group.rule
         return not rule.otherwise or all(model_rules.is_sharded(unit, tp) for unit in rule.units)
 
@@ -204,7 +204,7 @@ class GroupPlanner:
         groups = self._fields.evaluate(rule.groups)
         self._check_size(dim, groups * sum(unit.width for unit in units), chunks, names)
         if chunks > 1:
-            return shard_dim(dim, units, tp, groups=groups).chunk(rule.part or 0, chunks)
+            return shard_dim(dim, units, tp, groups=groups).chunk(rule.segment or 0, chunks)
         paddings = [group.model_rules.padding(rule, unit) for unit in names]
         return _padded_placement(dim, units, tp, groups, paddings, group.model_rules.multiple(tp))
 
@@ -225,16 +225,16 @@ class GroupPlanner:
 
         Returns:
             The names of the units; the units; and the number of tensors into which the dim is divided evenly: 1, or the
-            number of segments if each tensor holds an even part of all of them.
+            number of segments if each tensor holds an even chunk of all of them.
         """
         rule = self._group.rule
-        names = (rule.parts or (rule.unit,)) * self._fields.evaluate(rule.repeats)
-        segment = size // max(self._fields.evaluate(rule.groups) * len(names), 1)  # of units without a count
-        units = [self._unit(unit, segment) for unit in names]
-        if rule.part is None:
+        names = (rule.segments or (rule.unit,)) * self._fields.evaluate(rule.repeats)
+        segment_size = size // max(self._fields.evaluate(rule.groups) * len(names), 1)  # of units without a count
+        units = [self._unit(unit, segment_size) for unit in names]
+        if rule.segment is None:
             return names, units, 1
-        if units[rule.part].width == size:
-            return (names[rule.part],), [units[rule.part]], 1
+        if units[rule.segment].width == size:
+            return (names[rule.segment],), [units[rule.segment]], 1
         return names, units, len(units)
 
     def _unit(self, unit_name: str | None, size: int) -> Unit:
@@ -243,15 +243,15 @@ class GroupPlanner:
             is_vocabulary = rule.pad and rule.style == "embedding_rowwise"
             return Unit(size, pad=rule.pad, multiple=self._rules.vocab_multiple if is_vocabulary else 1)
         unit = (self._group.model_rules.family.units or {})[unit_name]
-        copies = unit.copies and not self._rules.uncertain
+        replicate = unit.replicate and not self._rules.uncertain
         unit_size = fields.evaluate(unit.size)
         if unit.count is not None:
-            return Unit(fields.evaluate(unit.count), unit_size, copies, rule.pad)
+            return Unit(fields.evaluate(unit.count), unit_size, replicate, rule.pad)
         if not unit_size or size % unit_size:
             raise PlanError(
                 f"{self._group.name}: {size} elements are not a multiple of the {unit_size} of one {unit_name}"
             )
-        return Unit(size // unit_size, unit_size, copies, rule.pad)
+        return Unit(size // unit_size, unit_size, replicate, rule.pad)
 
 
 def _padded_placement(

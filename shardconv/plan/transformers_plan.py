@@ -64,17 +64,19 @@ def transformers_family(model_type: str) -> Family | None:
     overrides = [ModuleRule(name, {}, {}, shared_output="qk_rope_head_dim") for name in latent]
     if any(name.endswith(".q_proj") and style == "colwise" for name, style in plan.items()):
         overrides.append(ModuleRule("**.self_attn", _HEAD_ATTRIBUTES, {}))
-    units = {**(names.units or {}), "part": UnitRule()}
+    units = {**(names.units or {}), "element": UnitRule()}
     return Family(TRANSFORMERS, config=names.config, units=units, rules=tuple(rules), modules=tuple(overrides))
 
 
 def _rule(name: str, style: str) -> Rule:
     last = name.rpartition(".")[2]
     unit = _HEAD_UNITS.get(last) if "attn" in name or "attention" in name else None
-    parts = ("part", "part") if STYLES[style].packed else ()
+    segments = ("element", "element") if STYLES[style].packed else ()
     size = "head_dim" if style == "replicated_with_grad_allreduce" else None
     pad = style == "embedding_rowwise"
-    return Rule(f"**.{name}", style, unit=None if parts else unit, parts=parts, pad=pad, size=size, origin=_ORIGIN)
+    return Rule(
+        f"**.{name}", style, unit=None if segments else unit, segments=segments, pad=pad, size=size, origin=_ORIGIN
+    )
 
 
 def _config_texts(model_type: str) -> Iterator[str]:

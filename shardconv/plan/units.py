@@ -17,7 +17,7 @@ class Unit:
     Attributes:
         count: number of units, without padding.
         size: elements per unit.
-        copies: replicate units if there are fewer of them than ranks.
+        replicate: replicate units if there are fewer of them than ranks.
         pad: pad a count that the number of ranks does not divide.
         multiple: always pad the count to a multiple of this, which the number of ranks then has to divide.
         groups: number of equal groups of units, such as one group of query heads per KV head.
@@ -27,7 +27,7 @@ class Unit:
 
     count: int
     size: int = 1
-    copies: bool = False
+    replicate: bool = False
     pad: bool = False
     multiple: int = 1
     groups: int = 1
@@ -46,12 +46,12 @@ class Unit:
         """
         groups, group = self._padded(tp)
         total = groups * group
-        if total % tp and self.copies and tp % total == 0:
+        if total % tp and self.replicate and tp % total == 0:
             first = rank // (tp // total)
             return self._range(first, first + 1, group)
         if total % tp:
             padding = f" ({self.count} padded to a multiple of {self.multiple})" if self.multiple > 1 else ""
-            replicas = f", nor is {tp} a multiple of {self.count}" if self.copies else ""
+            replicas = f", nor is {tp} a multiple of {self.count}" if self.replicate else ""
             raise IndivisibleError(f"{total}{padding} is not a multiple of {tp}{replicas}")
         per_rank = total // tp
         return self._range(rank * per_rank, (rank + 1) * per_rank, group)
@@ -66,7 +66,7 @@ class Unit:
         if self.padded is not None:
             return self.padded
         count = round_up(self.count, self.multiple)
-        is_replicated = self.copies and count and tp % count == 0
+        is_replicated = self.replicate and count and tp % count == 0
         return 1, round_up(count, tp) if self.pad and self.multiple == 1 and not is_replicated else count
 
     def _range(self, first: int, last: int, group: int) -> list[IntervalOrPadding]:

@@ -185,7 +185,7 @@ def _units(name: str, found: _Projections, config: Mapping[str, object]) -> dict
     size = size_field or f"{width_field} // {count}"
     return {
         "query_head": {"count": count, "size": size},
-        "kv_head": {"count": kv_count, "size": size, "copies": True},
+        "kv_head": {"count": kv_count, "size": size, "replicate": True},
     }
 
 

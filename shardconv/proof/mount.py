@@ -149,7 +149,7 @@ def _overrides(rules: RuleSet, model: PretrainedModel) -> Iterator[tuple[str, di
 
 def _used_units(proposal: Proposal) -> dict[str, UnitTable]:
     """The units that the rules and overrides of a proposal name."""
-    used = {unit for rule in proposal.rules.values() for unit in (rule.get("unit"), *rule.get("parts", ()))}
+    used = {unit for rule in proposal.rules.values() for unit in (rule.get("unit"), *rule.get("segments", ()))}
     for pattern, overrides in proposal.overrides.items():
         used |= parse_module(pattern, overrides, "proposal").reads()
     return {name: unit for name, unit in proposal.units.items() if name in used}

@@ -9,7 +9,7 @@ class RuleTable(TypedDict, total=False):
 
     style: Required[str]
     unit: str
-    parts: list[str]
+    segments: list[str]
     transposed: bool
     pad: bool
     optional: bool
@@ -20,7 +20,7 @@ class UnitTable(TypedDict, total=False):
 
     count: str | int
     size: str | int
-    copies: bool
+    replicate: bool
     override: bool
 
 

@@ -65,8 +65,8 @@ def propose_rules(model: PretrainedModel, inputs: Mapping[str, Tensor], *, by_he
             known = rules.setdefault(pattern, rule)
             if known != rule:
                 rules[pattern] = min(known, rule, key=lambda one: _CAUTION.index(one["style"]))
-    if any("parts" in rule for rule in rules.values()):
-        units["part"] = {}
+    if any("segments" in rule for rule in rules.values()):
+        units["element"] = {}
     return Proposal(units, rules, overrides)
 
 
@@ -148,8 +148,10 @@ def _pairs(graph: LayerGraph) -> dict[str, RuleTable]:
     for consumer, inputs in found.items():
         rules[consumer] = {"style": "rowwise"}
         for one in inputs:
-            parts = ["part"] * one.segments
-            rules[one.layer] = {"style": "packed_colwise", "parts": parts} if one.segments > 1 else {"style": "colwise"}
+            segments = ["element"] * one.segments
+            rules[one.layer] = (
+                {"style": "packed_colwise", "segments": segments} if one.segments > 1 else {"style": "colwise"}
+            )
     return rules
 
 
@@ -238,7 +240,7 @@ def _outputs(module: nn.Module) -> int:
 
 #: Rules of the first tensor of packed experts, by its name.
 _PACKED: dict[str, RuleTable] = {
-    "gate_up_proj": {"style": "packed_colwise", "parts": ["part", "part"]},
+    "gate_up_proj": {"style": "packed_colwise", "segments": ["element", "element"]},
     "up_proj": {"style": "colwise"},
 }
 
@@ -248,7 +250,7 @@ def _packed_rules(own: Mapping[str, Tensor]) -> dict[str, RuleTable] | None:
     first = next((name for name in _PACKED if set(own) == {name, "down_proj"}), None)
     if first is None or {tensor.dim() for tensor in own.values()} != {3}:
         return None
-    segments = len(_PACKED[first].get("parts", [""]))
+    segments = len(_PACKED[first].get("segments", [""]))
     up, (outputs, inputs) = tuple(own[first].shape[1:]), own["down_proj"].shape[1:]
     if up not in {(inputs * segments, outputs), (inputs, outputs * segments)}:
         return None

@@ -36,10 +36,10 @@ def placements(draw, tp: int):
         )
     elif kind == "grouped":
         groups = draw(st.sampled_from([n for n in range(1, 9) if tp % n == 0]))
-        placement = shard_dim(dim, [Unit(tp, 2), Unit(1, 2, copies=True)], tp, groups=groups)
+        placement = shard_dim(dim, [Unit(tp, 2), Unit(1, 2, replicate=True)], tp, groups=groups)
     elif kind == "replicas":
         heads = draw(st.sampled_from([n for n in range(1, 9) if tp % n == 0]))
-        placement = shard_dim(dim, [Unit(heads, draw(st.integers(1, 3)), copies=True)], tp)
+        placement = shard_dim(dim, [Unit(heads, draw(st.integers(1, 3)), replicate=True)], tp)
     else:
         parts = draw(st.lists(st.integers(1, 20), min_size=1, max_size=2))
         placement = shard_dim(dim, [Unit(n, pad=True) for n in parts], tp)

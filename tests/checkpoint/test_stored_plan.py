@@ -17,7 +17,9 @@ import torch
 import transformers
 
 import shardconv
+from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.manifest_format import CHECKSUM_KEY, checked, checksum
 from shardconv.hf.inputs import example_inputs
 from shardconv.plan import family_file
 from shardconv.plan.family_file import family_for, family_names, load_family
@@ -66,14 +68,14 @@ def changed_families(folder, model_type, text):
 
 #: A type, and a change of its family after which shapes stay the same.
 CHANGED = {
-    **{what: (kind, f"[units]\npart = {{}}\n[rules]\n{rules}\n") for what, (kind, rules) in WRONG.items()},
+    **{what: (kind, f"[units]\nelement = {{}}\n[rules]\n{rules}\n") for what, (kind, rules) in WRONG.items()},
     **{
-        what: (kind, f"[units]\nreplicated = {{ count = 2, copies = true }}\n[modules]\n{overrides}\n")
+        what: (kind, f"[units]\nreplicated = {{ count = 2, replicate = true }}\n[modules]\n{overrides}\n")
         for what, (kind, overrides) in WRONG_OVERRIDES.items()
     },
     "the order of heads in a submodel": (
         "qwen2_vl",
-        '[units]\npart = {}\n[rules]\n"**.attn.qkv" = { style = "colwise_gather_output", pad = true }\n',
+        '[units]\nelement = {}\n[rules]\n"**.attn.qkv" = { style = "colwise_gather_output", pad = true }\n',
     ),
     "channels of a convolution": ("mamba2", '[rules]\n"**.conv1d" = { style = "replicate" }\n'),
     "a family that says nothing": ("gpt2", '[rules]\n"**.*" = { style = "replicate" }\n'),
@@ -131,7 +133,7 @@ def to_format_1(folder):
 
 @pytest.mark.parametrize("what", CHANGED)
 def test_family_that_changed_after_the_split(ranks, tmp_path, what):
-    """With format 3 outputs stay equal; with format 1 a changed placement or style is refused.
+    """With the present format outputs stay equal; with format 1 a changed placement or style is refused.
 
     Format 1 does not store module overrides: a warning says that the installed ones are used.
     """
@@ -221,10 +223,12 @@ def test_planner_that_changed_after_the_split(ranks, tmp_path):
     ranks("pairs", check_planner_changed, tmp_path / "split")
 
 
-# --- manifests of format 1 and 2 ------------------------------------------------------------------------------------
+# --- manifests of older formats --------------------------------------------------------------------------------------
 
 
-OLD_FORMATS = pytest.mark.parametrize("split", [DATA / "format-1", DATA / "format-2"], ids=lambda path: path.name)
+OLD_FORMATS = pytest.mark.parametrize(
+    "split", [DATA / "format-1", DATA / "format-2", DATA / "format-3"], ids=lambda path: path.name
+)
 
 
 @OLD_FORMATS
@@ -242,7 +246,7 @@ def test_older_formats_are_merged(split, tmp_path):
 def test_reshard_of_older_formats_writes_the_current_one(split, tmp_path):
     shardconv.reshard(split, tmp_path / "four", tp=4)
     assert shardconv.verify(tmp_path / "four", against=DATA / "source").differences == ()
-    assert json.loads((tmp_path / "four" / "shardconv.json").read_text())["format_version"] == 3
+    assert json.loads((tmp_path / "four" / "shardconv.json").read_text())["format_version"] == 4
 
 
 @OLD_FORMATS
@@ -253,6 +257,19 @@ def test_older_formats_are_reported(split):
 @OLD_FORMATS
 def test_models_in_older_formats_run(ranks, split):
     ranks("pairs", check_equal, "LlamaForCausalLM", DATA / "source", split, family_file.FOLDER)
+
+
+def test_keys_of_format_3_are_upgraded():
+    """Keys of units, rules and slices are renamed; names of the model that equal old keys stay."""
+    data = json.loads((DATA / "format-3" / MANIFEST_NAME).read_text())
+    body = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
+    slices, others = {"part": {"dim": 0, "parts": ["head"]}}, {"attributes": {"parts": "head"}, "when": {"whole": 1}}
+    body["plan"]["rules"]["scopes"][0]["modules"] = [{"pattern": "x", "slices": slices, **others}]
+    (scope,) = checked({**body, CHECKSUM_KEY: checksum(body)})["plan"]["rules"]["scopes"]
+    assert scope["modules"] == [{"pattern": "x", "slices": {"part": {"dim": 0, "segments": ["head"]}}, **others}]
+    assert scope["units"]["kv_head"] == {"count": "num_key_value_heads", "size": "head_dim", "replicate": True}
+    assert scope["units"]["half"] == {"count": "intermediate_size // 2", "shard_if_divisible": True}
+    assert (scope["rules"][2]["segments"], scope["rules"][2]["segment"]) == (["kv_head", "kv_head"], 0)
 
 
 # --- rules as data --------------------------------------------------------------------------------------------------

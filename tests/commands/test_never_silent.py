@@ -487,7 +487,7 @@ CASES: Mapping[str, Case] = {
     ),
     "plan file with a submodel without a config": Case(
         refused(error("part 'model.layers'", "nested config 'text_config'")),
-        plan_file('[parts]\n"model.layers" = { config = "text_config", family = "llama" }\n'), has_plan=True,
+        plan_file('[submodels]\n"model.layers" = { config = "text_config", family = "llama" }\n'), has_plan=True,
     ),
     "plan file with a config field that no rule reads": Case(
         refused(error("[config] head_dims", "no rule reads this field")),

@@ -246,7 +246,7 @@ class Qwen3Policy(Policy):
         return [Layer("self_attn.o_proj.weight")]
 
     @staticmethod
-    def on_parts():
+    def on_shards():
         return [Layer("self_attn.q_norm.weight"), Layer("self_attn.k_norm.weight")]
 
     @staticmethod
@@ -347,7 +347,7 @@ WRONG = {
         "phi3", changed(Phi3Policy, replace_arguments={"self_attn.config.num_attention_heads": 4}), None,
     ),
     "replicated position biases": ("t5", changed(T5Policy, attn_out=T5Policy.attn_out()[:2]), "must match"),
-    "replicated norms": ("qwen3", changed(Qwen3Policy, on_parts=[]), "_norm.weight: its gradient is not the same"),
+    "replicated norms": ("qwen3", changed(Qwen3Policy, on_shards=[]), "_norm.weight: its gradient is not the same"),
 }  # fmt: skip
 
 
@@ -439,7 +439,7 @@ REFUSED = {
     "modules by none": (changed(BertPolicy, replace_modules={"BertPooler": 3}), "3 is not a class of modules"),
     "modules that are sharded": (changed(BertPolicy, replace_modules={nn.Linear: Halves}), "and a layer names it"),
     "fused and replicated": (
-        changed(BertPolicy, on_parts=[Layer("output.LayerNorm.weight", n_fused=2)]), "n_fused is for sharded layers",
+        changed(BertPolicy, on_shards=[Layer("output.LayerNorm.weight", n_fused=2)]), "n_fused is for sharded layers",
     ),
 }  # fmt: skip
 

@@ -47,7 +47,7 @@ def tensors(draw):
         "even": [Unit(tp * draw(st.integers(1, 3)))],
         "fused": [Unit(tp, 2), Unit(tp), Unit(tp, 3)],
         "padded": [Unit(draw(st.integers(1, 9)), pad=True)],
-        "replicas": [Unit(1, 3, copies=True)],
+        "replicas": [Unit(1, 3, replicate=True)],
     }[kind]
     shape[dim] = sum(unit.count * unit.size for unit in units)
     full = torch.arange(1.0, prod(shape) + 1).view(shape)

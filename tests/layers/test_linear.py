@@ -196,7 +196,7 @@ def test_pair_takes_one_collective_per_direction(ranks, layout):
 def check_replicas(axis, gather):
     """Check output, gradients and an optimizer step with replicated rows, as of fewer KV heads than ranks."""
     heads, size = axis.size // 2, 3
-    placement = shard_dim(0, [Unit(heads, size, copies=True)], axis.size)
+    placement = shard_dim(0, [Unit(heads, size, replicate=True)], axis.size)
     unsharded = unsharded_layer(out=heads * size)
     layer = ParallelLinear(
         IN, heads * size, dim=-1, placement=placement, gather_output=gather, dtype=torch.float64, group=axis

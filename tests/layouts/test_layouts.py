@@ -520,7 +520,7 @@ def placed(draw, tp):
     if kind == "columns":
         return (rows, columns * tp), shard_dim(1, [Unit(columns * tp)], tp)
     if kind == "replicas":
-        return (rows, columns), shard_dim(0, [Unit(1, rows, copies=True)], tp)
+        return (rows, columns), shard_dim(0, [Unit(1, rows, replicate=True)], tp)
     units = {
         "rows": [Unit(rows * tp)],
         "padded": [Unit(rows * tp + 1, pad=True)],

@@ -129,9 +129,9 @@ def test_overrides_of_a_replaced_block_are_not_set():
 
 def test_empty_sections_are_not_inherited():
     """Missing sections are."""
-    base = family({"prefix": "model.", "parts": {"vision": "vision_config"}, "gathered": "one head"})
+    base = family({"prefix": "model.", "submodels": {"vision": "vision_config"}, "gathered": "one head"})
     names = ("prefix", "submodels", "gathered")
-    left_out, empty = family({}, base), family({"prefix": [], "parts": {}, "gathered": ""}, base)
+    left_out, empty = family({}, base), family({"prefix": [], "submodels": {}, "gathered": ""}, base)
     assert [getattr(left_out, name) for name in names] == [getattr(base, name) for name in names]
     assert [getattr(empty, name) for name in names] == [(), {}, ""]
 

@@ -61,7 +61,7 @@ def held(placement: Placement, rank: int) -> list[int | None]:
 def keeps_groups(kv_heads: int, group: int, padded: Heads, tp: int) -> bool:
     """Whether every rank has equally many heads, and each query head is on the rank of its KV head."""
     query = shard_dim(0, [Unit(kv_heads * group, groups=kv_heads, padded=padded)], tp)
-    kv = shard_dim(0, [Unit(kv_heads, copies=True, groups=kv_heads, padded=(padded.kv_heads, 1))], tp)
+    kv = shard_dim(0, [Unit(kv_heads, replicate=True, groups=kv_heads, padded=(padded.kv_heads, 1))], tp)
     seen = []
     for rank in range(tp):
         queries, keys = held(query, rank), held(kv, rank)
@@ -106,11 +106,11 @@ def test_interleaved_groups_are_padded_as_separate_tensors(heads, tp):
     """Compares [q; k; v] of each KV head in one tensor with separate tensors of queries and keys."""
     kv_heads, group = heads
     padded = Heads(kv_heads, group).padded(tp)
-    one = Unit(1, copies=True, padded=(1, 1))
-    parts = [Unit(group, padded=(1, padded.group)), one, one]
-    fused = shard_dim(0, parts, tp, groups=kv_heads, padded_groups=padded.kv_heads)
+    one = Unit(1, replicate=True, padded=(1, 1))
+    segments = [Unit(group, padded=(1, padded.group)), one, one]
+    fused = shard_dim(0, segments, tp, groups=kv_heads, padded_groups=padded.kv_heads)
     query = shard_dim(0, [Unit(kv_heads * group, groups=kv_heads, padded=padded)], tp)
-    kv = shard_dim(0, [Unit(kv_heads, copies=True, groups=kv_heads, padded=(padded.kv_heads, 1))], tp)
+    kv = shard_dim(0, [Unit(kv_heads, replicate=True, groups=kv_heads, padded=(padded.kv_heads, 1))], tp)
     rows = np.arange(kv_heads * (group + 2)).reshape(kv_heads, group + 2)
     for rank in range(tp):
         expected_q = [None if head is None else rows[head // group, head % group] for head in held(query, rank)]
@@ -123,7 +123,7 @@ def test_interleaved_groups_are_padded_as_separate_tensors(heads, tp):
 
 UNITS_OF = {
     "query": UnitRule("q_heads", "size"),
-    "kv": UnitRule("kv_heads", "size", copies=True),
+    "kv": UnitRule("kv_heads", "size", replicate=True),
     "few": UnitRule("kv_heads", "size"),
     "number": UnitRule("q_heads"),
     "width": UnitRule("width"),
@@ -158,7 +158,7 @@ OVERRIDES = {
     "locals": {"locals": {"num_heads": "number"}},
     "inputs": {"inputs": {"mask": SliceRule(1, "number")}},
     "slices": {"slices": {"slopes": SliceRule(0, "number")}},
-    "slices of parts": {"slices": {"slopes": SliceRule(0, parts=("number", "number"))}},
+    "slices of segments": {"slices": {"slopes": SliceRule(0, segments=("number", "number"))}},
     "output": {"output": SliceRule(-1, "number")},
     "norms": {"norms": "number"},
     "shared output": {"shared_output": "number"},

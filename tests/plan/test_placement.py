@@ -29,7 +29,7 @@ def test_even_shards_equal_numpy_split(per_rank, size, tp):
 @given(heads=st.sampled_from([1, 2, 4, 8]), size=st.integers(1, 4), tp=st.sampled_from([8, 16, 32]))
 def test_fewer_kv_heads_than_ranks_are_replicated(heads, size, tp):
     """Rank r holds head r // (tp / heads), as in numpy.repeat, not numpy.tile."""
-    placement = shard_dim(0, [Unit(heads, size, copies=True)], tp)
+    placement = shard_dim(0, [Unit(heads, size, replicate=True)], tp)
     repeated = np.repeat(np.arange(heads * size).reshape(heads, size), tp // heads, axis=0)
     assert [held(placement, rank) for rank in range(tp)] == [list(row) for row in repeated]
 
@@ -70,7 +70,7 @@ def test_groups_with_more_ranks_than_groups(tp):
     """Four groups of [4 query heads, k, v]: ranks of a group divide its queries and replicate its k and v."""
     groups, queries, size = 4, 4, 3
     placement = shard_dim(
-        0, [Unit(queries, size), Unit(1, size, copies=True), Unit(1, size, copies=True)], tp, groups=groups
+        0, [Unit(queries, size), Unit(1, size, replicate=True), Unit(1, size, replicate=True)], tp, groups=groups
     )
     full = np.arange(groups * (queries + 2) * size).reshape(groups, queries + 2, size)
     q = full[:, :queries].reshape(groups * queries, size)
@@ -86,7 +86,7 @@ def test_groups_with_more_ranks_than_groups(tp):
 
 
 @pytest.mark.parametrize(
-    ("unit", "tp"), [(Unit(6), 4), (Unit(6, copies=True), 4), (Unit(3, copies=True), 8), (Unit(71, 64), 2)]
+    ("unit", "tp"), [(Unit(6), 4), (Unit(6, replicate=True), 4), (Unit(3, replicate=True), 8), (Unit(71, 64), 2)]
 )
 def test_units_that_do_not_divide_are_refused(unit, tp):
     with pytest.raises(IndivisibleError, match=f"{unit.count} is not a multiple of {tp}"):

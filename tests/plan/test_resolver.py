@@ -170,7 +170,7 @@ def test_defaults_are_evaluated_once(checkpoint, tmp_path):
 def test_segments_of_a_convolution_are_sharded_by_rows(tmp_path):
     write_weights(tmp_path / "model.safetensors", {"conv": ("F32", (12, 1, 3))})
     plan = tmp_path / "plan.toml"
-    rule = '"conv" = { style = "by_rows", parts = ["a", "b"] }'
+    rule = '"conv" = { style = "by_rows", segments = ["a", "b"] }'
     plan.write_text(f"[units]\na = {{ count = 4 }}\nb = {{ count = 8 }}\n[rules]\n{rule}")
     placement = shardconv.make_plan(tmp_path / "model.safetensors", tp=4, rules=plan).placement("conv")
     assert [(entry.start, entry.stop) for entry in placement.ranks[1]] == [(1, 2), (6, 8)]
@@ -189,7 +189,7 @@ def heads_of_two_sizes(tmp_path):
     plan.write_text(
         """[units]
         query = { count = 4, size = "rows // 4" }
-        key = { size = "rows // 4", copies = true }
+        key = { size = "rows // 4", replicate = true }
         [rules]
         "layers.*.q_proj" = { style = "colwise", unit = "query", beside = "q_proj" }
         "layers.*.k_proj" = { style = "colwise", unit = "key", beside = "q_proj" }
@@ -230,10 +230,10 @@ def test_submodel_may_name_its_family():
     assert [planned.placement.dim for planned in plan.tensors.values()] == [1, 0]
 
 
-@pytest.mark.parametrize("part", ["3", "{ config = 'text_config' }", "{ config = 'text_config', kind = 'llama' }"])
-def test_invalid_submodels_are_refused(part):
-    with pytest.raises(PlanError, match=r"part 'text': .* expected a config field, or config and family"):
-        parse_plan_file("plan.toml", f"[parts]\ntext = {part}\n")
+@pytest.mark.parametrize("submodel", ["3", "{ config = 'text_config' }", "{ config = 'text_config', kind = 'llama' }"])
+def test_invalid_submodels_are_refused(submodel):
+    with pytest.raises(PlanError, match=r"submodel 'text': .* expected a config field, or config and family"):
+        parse_plan_file("plan.toml", f"[submodels]\ntext = {submodel}\n")
 
 
 def test_norms_with_a_row_for_each_head_are_sharded_by_rows():
@@ -253,7 +253,7 @@ def experts_in_one_matrix(tmp_path):
     write_weights(tmp_path / "model.safetensors", {"w1": ("F32", (3 * 8, 4))})
     write_config(tmp_path, {"model_type": "mine", "ffn": {"moe": {"experts": 3}, "width": 8}})
     plan = tmp_path / "plan.toml"
-    rule = '"w1" = { style = "packed_colwise", parts = ["ffn"], repeats = "ffn.moe.experts" }'
+    rule = '"w1" = { style = "packed_colwise", segments = ["ffn"], repeats = "ffn.moe.experts" }'
     plan.write_text(f'[units]\nffn = {{ count = "ffn.width" }}\n[rules]\n{rule}')
     return tmp_path, plan
 
@@ -357,7 +357,7 @@ def test_configs_of_checkpoints_on_the_hub(model_type):
 
 STAGES = """
 [units]
-head = { count = "num_heads[stage]", size = "features // num_heads[stage]", whole = true }
+head = { count = "num_heads[stage]", size = "features // num_heads[stage]", shard_if_divisible = true }
 [rules]
 "encoder.stages.*.layers.*.q" = { style = "colwise", unit = "head", otherwise = "colwise_gather_output" }
 "encoder.stages.*.layers.*.o" = { style = "rowwise", unit = "head", otherwise = "colwise_gather_output" }
@@ -415,11 +415,15 @@ def test_name_without_a_stage_is_refused():
         (
             ', otherwise = "colwise_gather_output"',
             "",
-            "set otherwise for the rule and whole = true for all of its units",
+            "set otherwise for the rule and shard_if_divisible = true for all of its units",
         ),
-        (", whole = true", "", "set otherwise for the rule and whole = true for all of its units"),
-        ('count = "num_heads[stage]", ', "", "whole = true needs a count"),
-        ('"colwise_gather_output"', '"packed_colwise"', "is not a style without parts"),
+        (
+            ", shard_if_divisible = true",
+            "",
+            "set otherwise for the rule and shard_if_divisible = true for all of its units",
+        ),
+        ('count = "num_heads[stage]", ', "", "shard_if_divisible = true needs a count"),
+        ('"colwise_gather_output"', '"packed_colwise"', "is not a style without segments"),
         ("num_heads[stage]", "num_heads[layer]", "is not an expression of config fields"),
     ],
 )

@@ -153,12 +153,12 @@ def test_models_with_correct_rules_are_right(ranks, tmp_path, model_type):
 def test_wrong_rules_are_detected(ranks, tmp_path, what):
     """The model can be split with them, but its outputs differ."""
     model_type, rules = WRONG[what]
-    text = f"[units]\npart = {{}}\n[rules]\n{rules}\n"
+    text = f"[units]\nelement = {{}}\n[rules]\n{rules}\n"
     assert verdict(ranks, tmp_path, model_type, text) in DETECTED
 
 
 @pytest.mark.parametrize("what", WRONG_OVERRIDES)
 def test_wrong_overrides_are_detected(ranks, tmp_path, what):
     model_type, overrides = WRONG_OVERRIDES[what]
-    units = "[units]\nreplicated = { count = 2, copies = true }\n"
+    units = "[units]\nreplicated = { count = 2, replicate = true }\n"
     assert verdict(ranks, tmp_path, model_type, f"{units}[modules]\n{overrides}\n") in DETECTED

@@ -83,7 +83,8 @@ def test_proof_has_the_supported_sizes_of_the_plan(proof_report):
 def test_wrong_plan_is_not_proven(tmp_path):
     plan = tmp_path / "plan.toml"
     plan.write_text(
-        '[units]\npart = {}\n[rules]\n"**.q_proj" = { style = "packed_colwise", parts = ["part", "part"] }\n'
+        "[units]\nelement = {}\n[rules]\n"
+        '"**.q_proj" = { style = "packed_colwise", segments = ["element", "element"] }\n'
     )
     result = run("plan", DEMO, "--rules", plan, "--prove", "--tp", "2")
     assert (result.code, "tp 2: DIFFERENT" in result.out, "not proven" in result.out) == (3, True, True), result.err
@@ -94,7 +95,7 @@ CORRECT_FOR_SMALLER_HEADS = {
     # half a head: correct while ranks hold two halves
     8: 'query_head = { count = "num_attention_heads * 2", size = "head_dim // 2", override = true }',
     # correct for heads of 8 features only
-    4: 'kv_head = { count = "num_key_value_heads * head_dim // 8", size = 8, copies = true, override = true }',
+    4: 'kv_head = { count = "num_key_value_heads * head_dim // 8", size = 8, replicate = true, override = true }',
 }
 
 

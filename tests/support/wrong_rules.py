@@ -13,17 +13,17 @@ WRONG = {
     ),
     "packed experts as (out, in)": (
         "llama4_text",
-        '"**.gate_up_proj" = { style = "packed_colwise", parts = ["part", "part"] }\n'
+        '"**.gate_up_proj" = { style = "packed_colwise", segments = ["element", "element"] }\n'
         '"**.down_proj" = { style = "rowwise" }',
     ),
     "interleaved qkv as packed": (
         "gpt_neox",
-        '"**.query_key_value" = { style = "packed_colwise", parts = ["part", "part", "part"] }',
+        '"**.query_key_value" = { style = "packed_colwise", segments = ["element", "element", "element"] }',
     ),
     "packed qkv as interleaved": ("gpt2", '"**.c_attn" = { style = "colwise", transposed = true }'),
     "grouped qkv as three segments": (
         "gpt_bigcode",
-        '"**.c_attn" = { style = "packed_colwise", parts = ["part", "part", "part"] }',
+        '"**.c_attn" = { style = "packed_colwise", segments = ["element", "element", "element"] }',
     ),
     "norm per head without an all-reduced gradient": ("qwen3", '"**.q_norm" = { style = "replicate" }'),
     "norm over all heads as a norm per head": ("olmo2", '"**.{q_norm,k_norm}" = { style = "replicate" }'),
@@ -32,13 +32,13 @@ WRONG = {
     "replicated attention sinks": ("gpt_oss", '"**.sinks" = { style = "replicate" }'),
     "interleaved gate and up as packed": (
         "gpt_oss",
-        '"**.{gate_up_proj,gate_up_proj_bias}" = { style = "packed_colwise", parts = ["part", "part"], '
+        '"**.{gate_up_proj,gate_up_proj_bias}" = { style = "packed_colwise", segments = ["element", "element"], '
         "transposed = true }",
     ),
     "kv heads in another order": (
         "llama",
-        '"**.q_proj" = { style = "packed_colwise", parts = ["part", "part"] }\n'
-        '"**.o_proj" = { style = "packed_rowwise", parts = ["part", "part"] }',
+        '"**.q_proj" = { style = "packed_colwise", segments = ["element", "element"] }\n'
+        '"**.o_proj" = { style = "packed_rowwise", segments = ["element", "element"] }',
     ),
     "replicated relative position bias": ("t5", '"**.relative_attention_bias" = { style = "replicate" }'),
     "concatenated experts sharded as one segment": ("dbrx", '"**.experts.mlp.w1" = { style = "colwise" }'),
