@@ -79,8 +79,9 @@ def _is_values(name: str, tensors: Mapping[str, TensorSpec], scheme: Scheme) -> 
     return tensors[name].dtype in form.values.dtypes and len(tensors[name].shape) > 1
 
 
-#: What the grids of a layer follow from: its format, and dtype and shape of each tensor; None if a tensor is missing.
-_Key = tuple[int, tuple[TensorSpec | None, ...]]
+#: What the grids of a layer follow from: its format, dtype and shape of each tensor (None if a tensor is missing), and
+#: the block size of its matrix.
+_Key = tuple[int, tuple[TensorSpec | None, ...], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,20 @@ class _Layer:
     def key(self) -> _Key:
         """Return the key under which the grids of equal layers are found."""
         names = (self.name, *(self.stem + suffix for suffix in self.scheme.format.companions))
-        return id(self.scheme), tuple(map(self.tensors.get, names))
+        return id(self.scheme), tuple(map(self.tensors.get, names)), self._block_size
+
+    @property
+    def _block_size(self) -> tuple[int, ...] | None:
+        """The elements of a block with one scale, where every matrix has its own."""
+        return (self.scheme.block_sizes or {}).get(self.stem + self.scheme.format.weight)
+
+    @property
+    def _blocks(self) -> Mapping[str, Block]:
+        """Name to elements and entries of each block."""
+        if (sizes := self._block_size) is None:
+            return self.scheme.blocks
+        own = zip(("columns", "rows"), reversed(sizes), strict=False)
+        return {**self.scheme.blocks, **{name: (size, 1) for name, size in own}}
 
     def grids(self) -> dict[str, Grid]:
         """Return the grid of each stored tensor, by the end of its name.
@@ -190,9 +204,8 @@ class _Layer:
         axis, _, block = dim.partition(" / ")
         if not block:
             return axis, 1, 1
-        if block not in self.scheme.blocks:
+        if (found := self._blocks.get(block)) is None:
             raise self._error(name, "needs a block size, which the settings do not have")
-        found: Block = self.scheme.blocks[block]
         return axis, *found
 
     def _grid_dim(self, dim: str, axes: Sequence[str], name: str, shape: Sequence[int]) -> GridDim:
@@ -200,7 +213,7 @@ class _Layer:
         if axis not in axes:
             return NO_DIM
         at = axes.index(axis)
-        if not elements:  # one group over the full dim
+        if not elements or (self._block_size and elements == shape[at]):  # one group over the full dim
             return GridDim(None, shape[at])
         return GridDim(at, elements, entries, _KINDS.get(dim.partition(" / ")[2], ""))
 
@@ -209,7 +222,7 @@ class _Layer:
         return tuple(_AXES.get(axis, axis) for axis in axes)
 
     def _error(self, name: str, problem: str) -> PlanError:
-        settings = ", ".join(f"{key} {elements}" for key, (elements, _) in self.scheme.blocks.items())
+        settings = ", ".join(f"{key} {elements}" for key, (elements, _) in self._blocks.items())
         return PlanError(
             f"{name} {problem}: quantization_config ({self.scheme.format.name}{f', {settings}' if settings else ''}) "
             f"does not fit the tensors: pass --config FILE with that of this checkpoint"

@@ -1,6 +1,7 @@
 """Formats that the tests write as they are published: MXFP4 of gpt-oss, ModelOpt; and int8 of bitsandbytes."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,63 @@ def test_bitsandbytes_int8(unquantized, tmp_path, model):
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, from_int8, tmp_path / f"tp{tp}") >= 4
     check_commands(source, tmp_path, tmp_path / "tp2", "SCB", tp=2, reshard=4)
+
+
+# --- Quanto ---------------------------------------------------------------------------------------------------------
+
+QUANTO = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+
+
+def quanto_tensor(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    from optimum.quanto import absmax_scale, qfloat8, qint8, quantize_weight  # noqa: PLC0415 - takes seconds to import
+
+    qtype = {"int8": qint8, "float8": qfloat8}[kind]
+    return quantize_weight(weight, qtype, 0, absmax_scale(weight, qtype, axis=0))
+
+
+def to_quanto(name: str, tensor: torch.Tensor, *, kind: str) -> Tensors:
+    quantized, layer = quanto_tensor(tensor, kind), name.removesuffix("weight")
+    one = torch.tensor(1.0, dtype=tensor.dtype)
+    return {
+        f"{name}._data": quantized._data, f"{name}._scale": quantized._scale, f"{layer}input_scale": one,
+        f"{layer}output_scale": one.clone(),
+    }  # fmt: skip
+
+
+def from_quanto(tensors: Tensors) -> Tensors:
+    from optimum.quanto import WeightQBytesTensor, qfloat8, qint8  # noqa: PLC0415 - likewise
+
+    names = [name.removesuffix("._data") for name in tensors if name.endswith("._data")]
+    found = {}
+    for name in names:
+        data, scale = tensors[f"{name}._data"], tensors[f"{name}._scale"]
+        qtype = qint8 if data.dtype is torch.int8 else qfloat8
+        found[name] = WeightQBytesTensor(qtype, 0, data.shape, data.stride(), data, scale, None).dequantize()
+    return found
+
+
+def quanto_settings(kind: str, tensors: Tensors) -> str:
+    """The file that the library writes."""
+    layers = [name.removesuffix(".weight._data") for name in tensors if name.endswith("._data")]
+    return json.dumps({layer: {"weights": kind, "activations": "none"} for layer in layers})
+
+
+OF_QUANTO = ("llama", "phi3", "qwen3_moe")
+
+
+@pytest.mark.parametrize("model", OF_QUANTO)
+@pytest.mark.parametrize("kind", QUANTO)
+def test_quanto(unquantized, tmp_path, kind, model):
+    source = write(unquantized(model), tmp_path / "source", partial(to_quanto, kind=kind), None)
+    tensors = read(source)
+    (source / "quanto_qmap.json").write_text(quanto_settings(f"q{kind}", tensors))
+    for tp in SIZES[model]:
+        assert check_values(source, unquantized(model), tp, from_quanto, tmp_path / f"tp{tp}") >= 4
+    check_commands(source, tmp_path, tmp_path / "tp2", "weight._scale", tp=2, reshard=4)
+
+
+def test_quanto_with_packed_weights_is_refused(unquantized, tmp_path):
+    source = write(unquantized("llama"), tmp_path / "source", partial(to_quanto, kind="int8"), None)
+    (source / "quanto_qmap.json").write_text(quanto_settings("qint4", read(source)))
+    with pytest.raises(PlanError, match=r"Quanto with weights of 'int4' is not supported .* half or a quarter"):
+        shardconv.make_plan(source, tp=2)

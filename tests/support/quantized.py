@@ -92,7 +92,14 @@ def shard(tensor: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor
     return torch.cat(parts, placement.dim)
 
 
-def check_values(source: Path, unquantized: Path, tp: int, dequantize: Dequantize, out: Path) -> int:
+def check_values(
+    source: Path,
+    unquantized: Path,
+    tp: int,
+    dequantize: Dequantize,
+    out: Path,
+    load: Callable[[Path], Tensors] = load_file,
+) -> int:
     """Split; compare the dequantized shards with shards of the dequantized matrices.
 
     Args:
@@ -101,16 +108,17 @@ def check_values(source: Path, unquantized: Path, tp: int, dequantize: Dequantiz
         tp: tensor parallel size.
         dequantize: the tensors of one file to the matrices of its quantized layers.
         out: folder for the split checkpoint.
+        load: reads the tensors of a file.
 
     Returns:
         How many of the matrices are sharded.
     """
     shardconv.split(source, out, tp=tp)
     plan = shardconv.make_plan(unquantized, tp=tp)
-    full = dequantize(load_file(source / "model.safetensors"))
+    full = dequantize(load(source / "model.safetensors"))
     assert full
     for rank in range(tp):
-        local = dequantize(load_file(rank_file(out, rank, tp)))
+        local = dequantize(load(rank_file(out, rank, tp)))
         assert local.keys() == full.keys()
         for name, tensor in full.items():
             expected = shard(tensor, plan.placement(name), rank)
