@@ -6,7 +6,7 @@ give, and no tensor is left that only quantized layers have. What does not fit i
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 from shardconv.errors import PlanError
 from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, StoredTensor
@@ -136,7 +136,18 @@ class _Layer:
                 grids[suffix] = self._grid(name, suffix, stored, shape)
             elif is_wanted:
                 raise PlanError(f"{self.name}: {name} is missing, which {form.name} needs: complete the checkpoint")
-        return grids
+        padding = tuple(self._padding_block(at, grids) for at in range(len(shape)))
+        return {suffix: grid._replace(padding=padding) for suffix, grid in grids.items()}
+
+    def _padding_block(self, at: int, grids: Mapping[str, Grid]) -> int:
+        """The elements of a block of padding along a dim of the matrix; 0 if padding would not be the value 0."""
+        form = self.scheme.format
+        has_zero_points = any(stored.asymmetric and suffix in grids for suffix, stored in form.companions.items())
+        if not form.is_zero_code or has_zero_points:  # padding needs scales of its own, which are 0
+            scale = grids.get(form.scale)
+            if scale is None or all(dim.dim != at for dim in scale.dims):
+                return 0
+        return lcm(*(dim.elements for grid in grids.values() for dim in grid.dims if dim.dim == at))
 
     def _logical_shape(self) -> tuple[int, ...]:
         """The shape of the logical matrix, by the shape of the stored values.

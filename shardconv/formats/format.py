@@ -49,6 +49,8 @@ class Format:
         weight: what the name of the logical matrix has in its place.
         values: the tensor with the values.
         companions: end of the name to the other tensors, which begin with the name of the layer.
+        is_zero_code: whether the code 0 is the value 0 for any scale, if there are no zero points.
+        scale: end of the name of the scale, whose value 0 makes the value of any code 0; "" if there is none.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Format:
     weight: str
     values: StoredTensor
     companions: Mapping[str, StoredTensor] = field(default_factory=dict)
+    is_zero_code: bool = False
+    scale: str = ""
 
 
 @cache
@@ -73,7 +77,10 @@ def _format(name: str, table: Mapping[str, object]) -> Format:
     assert isinstance(tensors, dict)
     ends = {"suffix": values.pop("suffix"), "weight": values.pop("weight")}
     companions = {suffix: _stored(tensor) for suffix, tensor in tensors.items()}
-    return Format(name, tuple(axes), values=_stored(values), companions=companions, **ends)
+    is_zero_code, scale = table.get("zero_code") is True, str(table.get("scale", ""))
+    return Format(
+        name, tuple(axes), values=_stored(values), companions=companions, is_zero_code=is_zero_code, scale=scale, **ends
+    )
 
 
 def _stored(table: dict[str, object]) -> StoredTensor:

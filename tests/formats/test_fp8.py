@@ -11,7 +11,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from tests.support.models import Tensors
-from tests.support.quantized import SIZES, check_commands, check_values, write
+from tests.support.quantized import SIZES, check_commands, check_padding, check_values, write
 
 BLOCK = 16
 SCALE = "_scale_inv"
@@ -62,3 +62,8 @@ def test_shards_have_the_values_of_shards(fp8, unquantized, tmp_path, kind, mode
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, dequantize, tmp_path / f"tp{tp}") >= 4
     check_commands(source, tmp_path, tmp_path / "tp2", SCALE, tp=2, reshard=4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_zero(fp8, tmp_path, kind):
+    assert check_padding(fp8(kind, "padded"), 4, dequantize, tmp_path) >= 4

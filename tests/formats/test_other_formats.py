@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import shardconv
 from shardconv.errors import PlanError, RunError
 from tests.support.models import Model, Tensors, read
-from tests.support.quantized import SIZES, check_commands, check_values, write
+from tests.support.quantized import SIZES, check_commands, check_padding, check_values, rank_file, write
 
 #: The values of FP4 (E2M1) by the lower three bits; the highest is the sign.
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -68,6 +68,18 @@ def test_mxfp4_block_over_two_ranks_is_refused(gpt_oss, tmp_path):
         shardconv.split(gpt_oss[1], tmp_path / "out", tp=4)
     assert shardconv.report_plan(gpt_oss[0]).supported_tp == (1, 2, 4, 8)
     assert shardconv.report_plan(gpt_oss[1]).supported_tp == (1, 2)
+    with pytest.raises(PlanError, match=r"Use --tp 1, 2. tp 8: supported with --pad"):
+        shardconv.split(gpt_oss[1], tmp_path / "out", tp=8)
+
+
+@pytest.mark.parametrize("tp", [4, 8])
+def test_mxfp4_with_blocks_of_padding(gpt_oss, tmp_path, tp):
+    """6 blocks are padded to 8, as 90 of gpt-oss are to 92 or 96."""
+    assert check_padding(gpt_oss[1], tp, from_mxfp4, tmp_path) == 2
+    bias = "model.layers.0.mlp.experts.gate_up_proj_bias"
+    local = load_file(rank_file(tmp_path / "split", tp - 1, tp))[bias]
+    assert local.shape == (2, 2 * 256 // tp)
+    assert not local.any()
 
 
 # --- ModelOpt -------------------------------------------------------------------------------------------------------
@@ -138,6 +150,14 @@ def test_modelopt(unquantized, tmp_path, algorithm, model, is_in_config):
     check_commands(source, tmp_path, tmp_path / "tp2", scale, tp=2, reshard=4)
 
 
+@pytest.mark.parametrize("algorithm", MODELOPT)
+def test_modelopt_with_padding(unquantized, tmp_path, algorithm):
+    quantize, dequantize = MODELOPT[algorithm]
+    settings = {"quant_algo": algorithm, "quant_method": "modelopt", "exclude_modules": ["lm_head"]}
+    source = write(unquantized("padded"), tmp_path / "source", quantize, settings)
+    assert check_padding(source, 4, dequantize, tmp_path) == 4
+
+
 def test_quantized_models_are_not_run(unquantized, tmp_path):
     """Also if config.json does not show that they are quantized."""
     source = write(unquantized("llama"), tmp_path / "source", to_modelopt_fp8, None)
@@ -177,6 +197,12 @@ def test_bitsandbytes_int8(unquantized, tmp_path, model):
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, from_int8, tmp_path / f"tp{tp}") >= 4
     check_commands(source, tmp_path, tmp_path / "tp2", "SCB", tp=2, reshard=4)
+
+
+def test_bitsandbytes_int8_with_padding(unquantized, tmp_path):
+    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]}
+    source = write(unquantized("padded"), tmp_path / "source", to_int8, settings)
+    assert check_padding(source, 4, from_int8, tmp_path) == 4
 
 
 # --- Quanto ---------------------------------------------------------------------------------------------------------
@@ -230,6 +256,13 @@ def test_quanto(unquantized, tmp_path, kind, model):
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, from_quanto, tmp_path / f"tp{tp}") >= 4
     check_commands(source, tmp_path, tmp_path / "tp2", "weight._scale", tp=2, reshard=4)
+
+
+@pytest.mark.parametrize("kind", QUANTO)
+def test_quanto_with_padding(unquantized, tmp_path, kind):
+    source = write(unquantized("padded"), tmp_path / "source", partial(to_quanto, kind=kind), None)
+    (source / "quanto_qmap.json").write_text(quanto_settings(f"q{kind}", read(source)))
+    assert check_padding(source, 4, from_quanto, tmp_path) == 4
 
 
 def test_quanto_with_packed_weights_is_refused(unquantized, tmp_path):

@@ -19,7 +19,7 @@ import shardconv
 from shardconv.errors import PlanError
 from tests.support.checkpoints import contents, write_index
 from tests.support.models import Tensors, change_config, read
-from tests.support.quantized import QUANTIZED, SIZES, check_commands, check_values, rank_file
+from tests.support.quantized import QUANTIZED, SIZES, check_commands, check_padding, check_values, rank_file
 
 GROUP = 32
 #: Classes of torchao with the granularity of their scales.
@@ -105,6 +105,18 @@ def test_shards_have_the_values_of_shards(torchao, unquantized, tmp_path, kind, 
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, dequantize, tmp_path / f"tp{tp}", load) >= 4
     check_commands(source, tmp_path, tmp_path / "tp2", "_weight_scale", tp=2, reshard=4)
+
+
+@needs_torchao
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_zero_or_refused(torchao, tmp_path, kind):
+    """Int8Tensor has zero points, so padding needs a scale of its own."""
+    source = torchao(kind, "padded")
+    if kind in ("Int8Tensor per row", "Int8Tensor per tensor"):
+        with pytest.raises(PlanError, match="features would be padded, and zeros of this format are not the value 0"):
+            shardconv.split(source, tmp_path / "out", tp=4, pad=True)
+    else:
+        assert check_padding(source, 4, dequantize, tmp_path, load) >= 4
 
 
 @needs_torchao
@@ -196,6 +208,13 @@ def test_rank_files_have_their_block_sizes(unquantized, tmp_path, columns):
     for tp in SIZES["llama"]:
         assert check_values(source, unquantized("llama"), tp, dict, tmp_path / f"tp{tp}", load_int8) >= 4
     check_commands(source, tmp_path, tmp_path / "tp2", "_weight_scale", tp=2, reshard=4)
+
+
+@pytest.mark.parametrize("columns", [None, GROUP])
+def test_padding_has_block_sizes(unquantized, tmp_path, columns):
+    (tmp_path / "source").mkdir()
+    source = write_int8(unquantized("padded"), tmp_path / "source", columns)
+    assert check_padding(source, 4, dict, tmp_path, load_int8) >= 4
 
 
 def change_metadata(source: Path, change: Callable[[dict[str, Any]], object]) -> None:
