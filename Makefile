@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 
-.PHONY: demo test test-families test-models test-vllm vllm-names check bench clean
+.PHONY: demo test test-torchao test-families test-models test-vllm vllm-names check bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,6 +18,13 @@ FAMILIES := tests/proof/test_models.py tests/proof/test_mtp.py
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(FAMILIES))
+
+$(VENV)/torchao: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ --group torchao
+	touch $@
+
+test-torchao: $(VENV)/.installed $(VENV)/torchao
+	PYTHONPATH="$(CURDIR)/$(VENV)/torchao" $(BIN)/python -m pytest -n 2 tests/formats/test_torchao.py
 
 test-families: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(FAMILIES)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from shardconv.checkpoint.copy import Edits, Shards
 from shardconv.checkpoint.geometry import Geometry, geometry, unsharded
 from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header, num_bytes
+from shardconv.formats.torchao import rank_metadata
 from shardconv.layouts.dcp import KEY, offsets_metadata
 from shardconv.layouts.layout import NATIVE, FileLayout, FileTensor
 from shardconv.plan.grid import PLAIN
@@ -102,7 +103,9 @@ def lay_out_ranks(
             tensors,
             {name: placements[name].shard_shape(spec.shape, rank) for name, spec in tensors.items()},
             layout,
-            {**common, KEY: offsets_metadata(tensors, placements, rank)} if layout.has_offsets else common,
+            {**common, KEY: offsets_metadata(tensors, placements, rank)}
+            if layout.has_offsets
+            else {**common, **rank_metadata(metadata, plan, rank)},
         )
         for rank in dict.fromkeys(first_equal)
     }

@@ -1,13 +1,13 @@
-"""Quantization settings in files next to config.json: those of ModelOpt, AutoGPTQ and AutoAWQ.
+"""Quantization settings in files next to config.json, such as those of ModelOpt, and in metadata of source files.
 
-``plan/quantization.py`` decides which methods are supported.
+``formats/settings.py`` decides which methods are supported.
 """
 
 from collections.abc import Mapping
 
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.source import Source
-from shardconv.plan.quantization import SETTINGS_FILES, SETTINGS_KEY
+from shardconv.plan.quantization import METADATA_KEY, SETTINGS_FILES, SETTINGS_KEY
 
 
 def with_settings(source: Source) -> Mapping[str, object] | None:
@@ -16,7 +16,9 @@ def with_settings(source: Source) -> Mapping[str, object] | None:
     Raises:
         SourceError: if the file cannot be read.
     """
-    if (source.config or {}).get(SETTINGS_KEY) is not None:
+    if (table := (source.config or {}).get(SETTINGS_KEY)) is not None:
+        if isinstance(table, Mapping) and table.get("quant_method") == "torchao":
+            return {**(source.config or {}), SETTINGS_KEY: {**table, METADATA_KEY: source.metadata}}
         return source.config
     for name in SETTINGS_FILES:
         path = source.auxiliary_files.get(name)
@@ -33,6 +35,8 @@ def _settings(name: str, table: Mapping[str, object]) -> Mapping[str, object] | 
             section.get("quant_algo") or section.get("kv_cache_quant_algo")
         )
         return {**section, "quant_method": "modelopt"} if isinstance(section, Mapping) and has_algorithm else None
+    if name == "quanto_qmap.json":
+        return {**table, "quant_method": "quanto"}
     known = {"w_bit": "awq", "bits": "gptq"}
     method = table.get("quant_method") or next((known[key] for key in known if key in table), None)
     return None if method is None else {**table, "quant_method": method}

@@ -6,12 +6,24 @@ give, and no tensor is left that only quantized layers have. What does not fit i
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 from shardconv.errors import PlanError
 from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, StoredTensor
 from shardconv.formats.settings import Block, Scheme, Settings, read_settings
-from shardconv.plan.grid import GROUP_INDEX, NO_DIM, PACKED_BYTE, PACKED_WORD, SHAPE, Grid, GridDim
+from shardconv.plan.grid import (
+    GROUP_INDEX,
+    NO_DIM,
+    PACKED_BYTE,
+    PACKED_WORD,
+    PLAIN,
+    SCALE,
+    SHAPE,
+    VALUES,
+    ZERO_POINT,
+    Grid,
+    GridDim,
+)
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import CACHE_SCALE, SETTINGS_KEY
 
@@ -79,8 +91,9 @@ def _is_values(name: str, tensors: Mapping[str, TensorSpec], scheme: Scheme) -> 
     return tensors[name].dtype in form.values.dtypes and len(tensors[name].shape) > 1
 
 
-#: What the grids of a layer follow from: its format, and dtype and shape of each tensor; None if a tensor is missing.
-_Key = tuple[int, tuple[TensorSpec | None, ...]]
+#: What the grids of a layer follow from: its format, dtype and shape of each tensor (None if a tensor is missing), and
+#: the block size of its matrix.
+_Key = tuple[int, tuple[TensorSpec | None, ...], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +118,20 @@ class _Layer:
     def key(self) -> _Key:
         """Return the key under which the grids of equal layers are found."""
         names = (self.name, *(self.stem + suffix for suffix in self.scheme.format.companions))
-        return id(self.scheme), tuple(map(self.tensors.get, names))
+        return id(self.scheme), tuple(map(self.tensors.get, names)), self._block_size
+
+    @property
+    def _block_size(self) -> tuple[int, ...] | None:
+        """The elements of a block with one scale, where every matrix has its own."""
+        return (self.scheme.block_sizes or {}).get(self.stem + self.scheme.format.weight)
+
+    @property
+    def _blocks(self) -> Mapping[str, Block]:
+        """Name to elements and entries of each block."""
+        if (sizes := self._block_size) is None:
+            return self.scheme.blocks
+        own = zip(("columns", "rows"), reversed(sizes), strict=False)
+        return {**self.scheme.blocks, **{name: (size, 1) for name, size in own}}
 
     def grids(self) -> dict[str, Grid]:
         """Return the grid of each stored tensor, by the end of its name.
@@ -122,7 +148,17 @@ class _Layer:
                 grids[suffix] = self._grid(name, suffix, stored, shape)
             elif is_wanted:
                 raise PlanError(f"{self.name}: {name} is missing, which {form.name} needs: complete the checkpoint")
-        return grids
+        padding = tuple(self._padding_block(at, grids) for at in range(len(shape)))
+        return {suffix: grid._replace(padding=padding) for suffix, grid in grids.items()}
+
+    def _padding_block(self, at: int, grids: Mapping[str, Grid]) -> int:
+        """The elements of a block of padding along a dim of the matrix; 0 if padding would not be the value 0."""
+        by_role = {grid.role: grid for grid in grids.values()}
+        if by_role[VALUES].numbers not in (PLAIN, "e2m1") or ZERO_POINT in by_role:
+            scale = by_role.get(SCALE)  # of padding, which is 0
+            if scale is None or scale.numbers != PLAIN or all(dim.dim != at for dim in scale.dims):
+                return 0
+        return lcm(*(dim.elements for grid in grids.values() for dim in grid.dims if dim.dim == at))
 
     def _logical_shape(self) -> tuple[int, ...]:
         """The shape of the logical matrix, by the shape of the stored values.
@@ -205,9 +241,8 @@ class _Layer:
         axis, _, block = dim.partition(" / ")
         if not block:
             return axis, 1, 1
-        if block not in self.scheme.blocks:
+        if (found := self._blocks.get(block)) is None:
             raise self._error(name, "needs a block size, which the settings do not have")
-        found: Block = self.scheme.blocks[block]
         return axis, *found
 
     def _grid_dim(self, dim: str, axes: Sequence[str], name: str, shape: Sequence[int]) -> GridDim:
@@ -215,12 +250,12 @@ class _Layer:
         if axis not in axes:
             return NO_DIM
         at = axes.index(axis)
-        if not elements:  # one group over the full dim
+        if not elements or (self._block_size and elements == shape[at]):  # one group over the full dim
             return GridDim(None, shape[at])
         return GridDim(at, elements, entries, _KINDS.get(dim.partition(" / ")[2], ""))
 
     def _error(self, name: str, problem: str) -> PlanError:
-        settings = ", ".join(f"{key} {elements}" for key, (elements, _) in self.scheme.blocks.items())
+        settings = ", ".join(f"{key} {elements}" for key, (elements, _) in self._blocks.items())
         return PlanError(
             f"{name} {problem}: quantization_config ({self.scheme.format.name}{f', {settings}' if settings else ''}) "
             f"does not fit the tensors: pass --config FILE with that of this checkpoint"

@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 
 from shardconv.errors import PlanError
 from shardconv.formats.format import Format, formats
+from shardconv.formats.torchao import FORMATS, read_metadata
+from shardconv.plan.quantization import METADATA_KEY
 
 #: Elements and entries of a block.
 Block = tuple[int, int]
@@ -28,6 +30,8 @@ class Scheme:
         strategy: of the scales, a key of :data:`~shardconv.formats.format.SCALE_DIMS`; "" if shapes show it.
         is_symmetric: whether the quantization is symmetric: without zero points.
         targets: names or patterns (``re:``) of layers, or ``Linear`` for all.
+        block_sizes: name of a logical matrix to the elements of a block with one scale, for each dim, where every
+            matrix has its own; a block of the size of a dim is one block whatever the size of the shard.
     """
 
     format: Format
@@ -35,6 +39,7 @@ class Scheme:
     strategy: str = ""
     is_symmetric: bool = True
     targets: tuple[str, ...] = ("Linear",)
+    block_sizes: Mapping[str, tuple[int, ...]] | None = None
 
     def layer(self, name: str) -> str:
         """The name of the layer whose values a tensor of this name holds."""
@@ -200,10 +205,35 @@ def _fbgemm(_table: Mapping[str, object]) -> Iterator[Scheme]:
 def _bitsandbytes(table: Mapping[str, object]) -> Iterator[Scheme]:
     if table.get("load_in_8bit") is not True:
         raise PlanError(
-            "bitsandbytes with 4 bits is not supported: its tensors are flat, and quant_state holds the shape of the "
-            "full weight as text: split the unquantized checkpoint and quantize when it is loaded"
+            "bitsandbytes with 4 bits is not supported: its values are one flat sequence of blocks of 64 with one "
+            "scale, and the scales are quantized in blocks of 256, so a shard of input features would have parts of "
+            "blocks of 64 x 256 = 16384 values: split the unquantized checkpoint and quantize it when it is loaded"
         )
     yield Scheme(formats()["bitsandbytes_int8"])
+
+
+def _torchao(table: Mapping[str, object]) -> Iterator[Scheme]:
+    metadata = table.get(METADATA_KEY) or {}
+    assert isinstance(metadata, Mapping)
+    entries = read_metadata(metadata)
+    names = {FORMATS[entry.kind] for entry in entries.values()} or {"torchao"}
+    if len(names) > 1:
+        kinds = ", ".join(sorted({entry.kind for entry in entries.values()}))
+        raise PlanError(f"torchao: {kinds} in one checkpoint are not supported: split the unquantized checkpoint")
+    sizes = {name: entry.block_size for name, entry in entries.items()}
+    yield Scheme(formats()[names.pop()], {"pair": (2, 1)}, block_sizes=sizes)
+
+
+def _quanto(table: Mapping[str, object]) -> Iterator[Scheme]:
+    layers = [layer for layer in table.values() if isinstance(layer, Mapping)]
+    kinds = {str(layer.get("weights")).removeprefix("q") for layer in layers or [table]}
+    if packed := sorted(kind for kind in kinds if not kind.startswith(("int8", "float8"))):
+        raise PlanError(
+            f"Quanto with weights of {packed[0]!r:.20} is not supported (expected int8, float8): a byte holds rows of "
+            f"the weight that are half or a quarter of its groups apart, so a shard has parts of bytes: split the "
+            f"unquantized checkpoint"
+        )
+    yield Scheme(formats()["quanto"])
 
 
 _READERS: dict[str, Callable[[Mapping[str, object]], Iterator[Scheme]]] = {
@@ -216,14 +246,14 @@ _READERS: dict[str, Callable[[Mapping[str, object]], Iterator[Scheme]]] = {
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "bitsandbytes": _bitsandbytes,
+    "torchao": _torchao,
+    "quanto": _quanto,
 }
 
 #: Methods that are known and refused, with the reason.
 _REFUSED = {
-    "torchao": "the header of its files holds the block sizes of full tensors",
-    "hqq": "its tensors are packed over both dims of the weight",
-    "quanto": "its packed tensors interleave the rows of the full weight",
-    "eetq": "its weights are interleaved for the kernels of one GPU",
+    "hqq": "a byte of 4 bits holds groups g and g + n / 2 of all n groups of a weight, so a shard has halves of bytes",
+    "eetq": "its weights are interleaved for the kernels of one GPU architecture, which the checkpoint does not name",
     "aqlm": "its codebooks are shared by all rows",
     "bitnet": "its weights are packed over the rows of the full weight",
     "auto-round": "its packing depends on a backend that the checkpoint does not name",

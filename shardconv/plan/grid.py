@@ -5,11 +5,10 @@ logical matrix, the weight without quantization, by a grid of blocks: 8 values i
 one scale. The planner places the logical matrix, and the placement of each stored tensor follows from its grid.
 """
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, NotRequired, Self, TypedDict
 
-from shardconv.plan.placement import Interval, Placement, intervals
+from shardconv.plan.placement import Interval, IntervalOrPadding, Padding, Placement
 from shardconv.plan.units import IndivisibleError
 
 
@@ -57,6 +56,7 @@ class GridJson(TypedDict):
     group: int
     role: NotRequired[str]
     numbers: NotRequired[str]
+    padding: NotRequired[list[int]]
 
 
 class Grid(NamedTuple):
@@ -72,6 +72,8 @@ class Grid(NamedTuple):
         group: for :data:`GROUP_INDEX` the elements in a group; 0 for one group over all elements.
         role: one of :data:`ROLES`; "" if the tensor does not change the weight.
         numbers: how entries are read, see ``formats/formats.toml``.
+        padding: for each dim of the logical matrix, padding is a multiple of this many elements: blocks of all stored
+            tensors that only have padding, and whose stored zeros are the value 0; 0 if there are none.
     """
 
     suffix: str
@@ -83,6 +85,7 @@ class Grid(NamedTuple):
     group: int = 0
     role: str = ""
     numbers: str = PLAIN
+    padding: tuple[int, ...] = ()
 
     def logical_name(self, name: str) -> str:
         """The name of the logical matrix of the stored tensor ``name``."""
@@ -96,22 +99,17 @@ class Grid(NamedTuple):
             stored: shape of the stored tensor.
 
         Raises:
-            IndivisibleError: if a boundary would be inside a block, or the matrix is padded: not in every format is the
-                code 0 the value 0.
+            IndivisibleError: if a boundary would be inside a block, or padding would not be the value 0.
         """
-        if placement.is_padded:
-            raise IndivisibleError(
-                f"{placement.size} {self.axes[placement.dim or 0]} features would be padded, and padding of quantized "
-                f"layers is not supported"
-            )
         covering = [at for at, dim in enumerate(self.dims) if dim.dim is not None and dim.dim == placement.dim]
+        if placement.is_padded:
+            self._check_padding(placement)
         if placement.dim is None or not covering:
             return Placement.replicated(placement.tp)
         grid_dim = self.dims[covering[0]]
         size = stored[covering[0]]
         ranks = tuple(
-            tuple(self._interval(interval, grid_dim, placement, size) for interval in intervals(entries))
-            for entries in placement.ranks
+            tuple(self._stored(entry, grid_dim, placement, size) for entry in entries) for entries in placement.ranks
         )
         return Placement(covering[0], size, ranks)
 
@@ -131,14 +129,22 @@ class Grid(NamedTuple):
             return tuple(tuple(one * (at == placement.dim) for at in range(len(self.shape))) for one in lost)
         if not self.group or self.dims[-1].dim != placement.dim:
             return None
-        return tuple(self._index_edits(intervals(entries)) for entries in placement.ranks)
+        return tuple(map(self._index_edits, placement.ranks))
 
-    def _index_edits(self, held: Sequence[Interval]) -> tuple[int, ...]:
-        """What is subtracted from the indices of groups on a rank, whose groups are counted from 0."""
-        if len(held) <= 1:
-            return (held[0].start // self.group if held else 0,)
-        full = chain.from_iterable(range(interval.start, interval.stop) for interval in held)
-        return tuple(at // self.group - local // self.group for local, at in enumerate(full))
+    def _index_edits(self, entries: Sequence[IntervalOrPadding]) -> tuple[int, ...]:
+        """What is subtracted from the indices of groups on a rank, whose groups are counted from 0.
+
+        The indices of padding are zeros in the full tensor, and those of its groups on the rank.
+        """
+        if not entries:
+            return (0,)
+        if len(entries) == 1 and isinstance(entries[0], Interval):
+            return (entries[0].start // self.group,)
+        return tuple(
+            (entry.start + at if isinstance(entry, Interval) else 0) // self.group - (position + at) // self.group
+            for entry, position in _positions(entries)
+            for at in range(entry.size)
+        )
 
     def to_json(self) -> GridJson:
         """Convert to JSON data."""
@@ -152,6 +158,7 @@ class Grid(NamedTuple):
             "group": self.group,
             "role": self.role,
             "numbers": self.numbers,
+            "padding": list(self.padding),
         }
 
     @classmethod
@@ -166,7 +173,7 @@ class Grid(NamedTuple):
             dims = tuple(GridDim(*dim) for dim in data["dims"])
             grid = cls(
                 data["suffix"], data["replacement"], shape, dims, axes, data["values"], data["group"],
-                data.get("role", ""), data.get("numbers", PLAIN),
+                data.get("role", ""), data.get("numbers", PLAIN), tuple(data.get("padding", ())),
             )  # fmt: skip
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a grid: {data!r:.100}") from error
@@ -174,13 +181,40 @@ class Grid(NamedTuple):
             raise ValueError(f"not a grid: {data!r:.100}")
         return grid
 
-    def _interval(self, interval: Interval, grid_dim: GridDim, placement: Placement, size: int) -> Interval:
-        """The interval of the stored dim for an interval of the logical dim."""
+    def _check_padding(self, placement: Placement) -> None:
+        """Refuse padding whose stored zeros are not the value 0."""
+        dim = placement.dim or 0
+        block, axis = self.padding[dim] if self.padding else 0, self.axes[dim]
+        if not block:
+            raise IndivisibleError(
+                f"{placement.size} {axis} features would be padded, and zeros of this format are not the value 0: code "
+                f"0 is another value, and padding would share its scale with other {axis} features"
+            )
+        for entry, position in (each for entries in placement.ranks for each in _positions(entries)):
+            if isinstance(entry, Padding) and (position % block or entry.size % block):
+                raise IndivisibleError(
+                    f"{entry.size} {axis} features of padding after {position} are not full blocks of {block}"
+                )
+
+    def _stored(
+        self, entry: IntervalOrPadding, grid_dim: GridDim, placement: Placement, size: int
+    ) -> IntervalOrPadding:
+        """The interval or padding of the stored dim for one of the logical dim."""
         elements, entries = grid_dim.elements, grid_dim.entries
-        if interval.start % elements or (interval.stop % elements and interval.stop != placement.size):
+        if isinstance(entry, Padding):
+            return Padding(entry.size // elements * entries)
+        if entry.start % elements or (entry.stop % elements and entry.stop != placement.size):
             axis = self.axes[placement.dim or 0]
             raise IndivisibleError(
-                f"{placement.size} / {placement.tp} = {interval.size} {axis} features per rank is not a multiple of "
+                f"{placement.size} / {placement.tp} = {entry.size} {axis} features per rank is not a multiple of "
                 f"the {elements}-wide {grid_dim.kind}"
             )
-        return Interval(interval.start // elements * entries, min(-(-interval.stop // elements) * entries, size))
+        return Interval(entry.start // elements * entries, min(-(-entry.stop // elements) * entries, size))
+
+
+def _positions(entries: Sequence[IntervalOrPadding]) -> Iterator[tuple[IntervalOrPadding, int]]:
+    """The intervals and padding of a rank, each with its position in the shard."""
+    position = 0
+    for entry in entries:
+        yield entry, position
+        position += entry.size

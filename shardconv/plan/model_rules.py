@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import lcm
 
 from shardconv.errors import PlanError
@@ -27,6 +27,8 @@ class ModelRules:
         pad: counts that tp does not divide are padded to a multiple of this and of tp; 0 for no padding.
         used: rule to the names of the layers and parameters that it matches, without rules that match nothing; None if
             tensors are not known. Determines which units are padded together.
+        blocks: pattern of a rule to the elements of a block of padding along the dim that it shards, of quantized
+            matrices; also where the same matrices are in memory without quantization.
         stage: index of the stage that ``field[stage]`` reads; None if it follows from names.
     """
 
@@ -35,6 +37,7 @@ class ModelRules:
     at: str = ""
     pad: int = 0
     used: Mapping[Rule, frozenset[str]] | None = None
+    blocks: Mapping[str, int] = field(default_factory=dict)
     stage: int | None = None
 
     def fields(self, stage: int | None = None, **others: int) -> Fields:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
+from math import gcd, lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardconv.errors import PlanError
@@ -60,12 +61,14 @@ class UnitPadding:
     Attributes:
         heads: the heads with which the unit is padded; None for units that are padded independently.
         align: the padded count per rank is a multiple of this.
+        block: the count per rank is a multiple of this, without or with padding: blocks of quantized matrices.
         of_group: whether the count of the unit is per group of query heads, as in a projection interleaved per KV head.
         refusal: why the unit is not padded; "" if it is.
     """
 
     heads: Heads | None = None
     align: int = 1
+    block: int = 1
     of_group: bool = False
     refusal: str = ""
 
@@ -75,7 +78,8 @@ class UnitPadding:
             return unit
         padded = None if self.heads is None else self.heads.padded(multiple)
         if self.heads is None or padded is None:
-            count = round_up(unit.count, multiple * self.align) if unit.count % multiple else unit.count
+            is_divided = unit.count % (multiple * self.block) == 0
+            count = unit.count if is_divided else round_up(unit.count, multiple * lcm(self.align, self.block))
             return Unit(unit.count, unit.size, unit.replicate, padded=(1, count))
         if self.of_group:
             group = unit.count if unit.replicate else padded.group
@@ -103,12 +107,14 @@ class _LinkedUnits:
         groups: the numbers of groups of the rules, one group per KV head.
         of_group: the units that such rules count per group.
         refusal: why the units are not padded; "" if they may be.
+        block: the units in blocks of all quantized matrices.
     """
 
     names: set[str] = field(default_factory=set)
     groups: set[str | int] = field(default_factory=set)
     of_group: set[str] = field(default_factory=set)
     refusal: str = ""
+    block: int = 1
 
     def add(self, other: "_LinkedUnits") -> None:
         """Add the units of another module."""
@@ -116,6 +122,7 @@ class _LinkedUnits:
         self.groups |= other.groups
         self.of_group |= other.of_group
         self.refusal = self.refusal or other.refusal
+        self.block = lcm(self.block, other.block)
 
 
 @lru_cache(maxsize=64)
@@ -165,7 +172,8 @@ def padding_of(model_rules: "ModelRules", rule: Rule, unit: str | None) -> UnitP
             return UnitPadding(refusal=units.refusal)
         if any(paddings[name].heads for name in units.names):
             return UnitPadding(refusal=f"{rule.pattern} is sharded by elements in a module with heads")
-    return UnitPadding(align=_ALIGN)
+    block = lcm(*(by_module[module].block for module in _modules_of(rule.pattern)))
+    return UnitPadding(align=_ALIGN, block=block)
 
 
 def _units_by_module(model_rules: "ModelRules") -> dict[str, _LinkedUnits]:
@@ -179,6 +187,9 @@ def _units_by_module(model_rules: "ModelRules") -> dict[str, _LinkedUnits]:
             linked = by_module.setdefault(module, _LinkedUnits())
             names = {name for name in (rule.unit, *rule.segments) if name is not None}
             linked.names |= names
+            sizes = [_count_and_size(name, model_rules)[1] for name in names] or [1]
+            block = model_rules.blocks.get(rule.pattern, 1)
+            linked.block = lcm(linked.block, *(block // gcd(block, size) for size in sizes))
             if rule.groups != 1:
                 linked.groups.add(rule.groups)
                 linked.of_group |= names
@@ -228,7 +239,7 @@ def _paddings(linked: _LinkedUnits, model_rules: "ModelRules") -> dict[str, Unit
         except PlanError as error:  # a missing field is not an error if the rules that need it match no tensor
             refusal = str(error)
     align = _ALIGN if heads is None and not refusal and _is_width(linked.names, model_rules) else 1
-    return {name: UnitPadding(heads, align, name in linked.of_group, refusal) for name in linked.names}
+    return {name: UnitPadding(heads, align, linked.block, name in linked.of_group, refusal) for name in linked.names}
 
 
 def _is_width(names: set[str], model_rules: "ModelRules") -> bool:

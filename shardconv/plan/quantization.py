@@ -10,11 +10,13 @@ from math import prod
 from shardconv.errors import PlanError
 from shardconv.plan.plan import TensorSpec
 
-#: Files with quantization settings besides config.json: those of ModelOpt, AutoGPTQ and AutoAWQ.
-SETTINGS_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+#: Files with quantization settings besides config.json: those of ModelOpt, AutoGPTQ, AutoAWQ and Quanto.
+SETTINGS_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quanto_qmap.json")
 
 #: The key of quantization settings in config.json.
 SETTINGS_KEY = "quantization_config"
+#: The key in settings of torchao for the metadata of the source files, which are part of the settings.
+METADATA_KEY = "safetensors_metadata"
 
 #: Last components of the names of tensors that only quantized layers have, by quantization format.
 _COMPANIONS = {
@@ -24,6 +26,7 @@ _COMPANIONS = {
     "MXFP4": r"(gate_up|down)_proj_(blocks|scales)",
     "bitsandbytes": r"SCB|(nested_)?(absmax|quant_map)|quant_state\..+|weight_format",
     "Quanto": r"weight\._(data|scale|shift)",
+    "torchao": r"_\w+_(qdata|scale|zero_point|scale_and_zero|per_tensor_scale|act_(pre|quant)_scale)",
 }
 _COMPANION = re.compile(rf"(?:^|.*\.)(?:{'|'.join(_COMPANIONS.values())})")
 

@@ -9,7 +9,14 @@ from shardconv.errors import PlanError
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.tensor_groups import TensorGroup, group_tensors, layers_by_rule, matcher_of, with_model_rules
+from shardconv.plan.tensor_groups import (
+    TensorGroup,
+    group_tensors,
+    layers_by_rule,
+    matcher_of,
+    padding_blocks,
+    with_model_rules,
+)
 from shardconv.plan.tensor_placement import BlockedError, GroupPlanner, PaddedRule, ShardedDim
 from shardconv.plan.tp_sizes import (
     CANDIDATE_TPS,
@@ -85,7 +92,7 @@ class Resolver:
         return self._with_padding[pad]
 
     def _set_padding(self, pad: int) -> None:
-        rules = self.rules.with_padding(pad, layers_by_rule(self._group_of))
+        rules = self.rules.with_padding(pad, layers_by_rule(self._group_of), padding_blocks(self._group_of))
         self._group_of = with_model_rules(self._group_of, dict(zip(self.rules.models, rules.models, strict=True)))
         self.rules = rules
         for derived in ("_sizes", "_planners"):

@@ -31,6 +31,7 @@ class ModelRulesJson(TypedDict):
         units: name to the table of the unit.
         rules: tables of rules, which also have their pattern and origin.
         modules: tables of module overrides, likewise.
+        blocks: elements of blocks of padding; see ``ModelRules``.
     """
 
     at: str
@@ -40,6 +41,7 @@ class ModelRulesJson(TypedDict):
     units: dict[str, dict[str, object]]
     rules: list[dict[str, object]]
     modules: list[dict[str, object]]
+    blocks: NotRequired[dict[str, int]]
 
 
 class RuleSetJson(TypedDict):
@@ -80,9 +82,17 @@ class RuleSet:
         """Counts that tp does not divide are padded to a multiple of this and of tp; 0 for no padding."""
         return self.models[0].pad
 
-    def with_padding(self, pad: int, used: Mapping[Rule, frozenset[str]] | None = None) -> Self:
-        """Return the rule set with ``pad`` and ``used`` of all its models replaced; see ``ModelRules`` for both."""
-        return replace(self, models=tuple(replace(model_rules, pad=pad, used=used) for model_rules in self.models))
+    def with_padding(
+        self, pad: int, used: Mapping[Rule, frozenset[str]] | None = None, blocks: Mapping[str, int] | None = None
+    ) -> Self:
+        """Return the rule set with these fields of all its models replaced; see ``ModelRules``.
+
+        Without ``blocks``, the models keep theirs.
+        """
+        models = (
+            replace(model_rules, pad=pad, used=used, blocks=blocks or model_rules.blocks) for model_rules in self.models
+        )
+        return replace(self, models=tuple(models))
 
     @property
     def padding_refusal(self) -> str:
@@ -187,7 +197,7 @@ def _model_to_json(model_rules: ModelRules) -> ModelRulesJson:
     expressions += [size for unit in units.values() for size in (unit.count, unit.size) if size is not None]
     defaults = family.config or {}
     names = _fields_read(expressions, defaults) | {"model_type"}
-    return {
+    data: ModelRulesJson = {
         "at": model_rules.at,
         "prefix": list(family.prefix),
         "config": None if model_rules.config is None else _select_fields(model_rules.config, names),
@@ -196,6 +206,9 @@ def _model_to_json(model_rules: ModelRules) -> ModelRulesJson:
         "rules": [to_table(rule, without=("when", "block")) for rule in rules],
         "modules": [to_table(rule, without=("when", "block")) for rule in modules],
     }
+    if model_rules.blocks:
+        data["blocks"] = dict(model_rules.blocks)
+    return data
 
 
 def _model_from_json(data: ModelRulesJson, family: str) -> ModelRules:
@@ -209,7 +222,10 @@ def _model_from_json(data: ModelRulesJson, family: str) -> ModelRules:
         rules=tuple(map(_rule_from_json, data["rules"])),
         modules=tuple(map(_module_from_json, data["modules"])),
     )
-    return ModelRules(rules.with_base(Family(family)), data["config"], data["at"])
+    blocks = data.get("blocks", {})
+    if not all(type(block) is int and 1 <= block <= MAX_MULTIPLE for block in blocks.values()):
+        raise ValueError(f"blocks are {blocks!r:.60} (expected integers from 1 to {MAX_MULTIPLE})")
+    return ModelRules(rules.with_base(Family(family)), data["config"], data["at"], blocks=blocks)
 
 
 def _rule_from_json(table: Mapping[str, object]) -> Rule:

@@ -6,7 +6,7 @@ Tensors of a group have the same rule, shape and other inputs of a placement. A 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import lcm, prod
 
 from shardconv.errors import PlanError
 from shardconv.plan.config_fields import Fields
@@ -115,6 +115,16 @@ def layers_by_rule(group_of: Mapping[str, TensorGroup]) -> dict[Rule, frozenset[
     for name, group in group_of.items():
         found.setdefault(group.rule, set()).add(name.removesuffix(f".{group.leaf}"))
     return {rule: frozenset(names) for rule, names in found.items()}
+
+
+def padding_blocks(group_of: Mapping[str, TensorGroup]) -> dict[str, int]:
+    """For each pattern that shards quantized matrices the elements of a block of padding along the sharded dim."""
+    found: dict[str, int] = {}
+    for group in dict.fromkeys(group_of.values()):
+        padding = group.spec.grid.padding if group.spec.grid is not None else ()
+        if padding and (dim := group.dim) is not None and padding[dim]:
+            found[group.rule.pattern] = lcm(found.get(group.rule.pattern, 1), padding[dim])
+    return found
 
 
 def with_model_rules(

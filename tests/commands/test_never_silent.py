@@ -214,6 +214,15 @@ def block_scales(**settings: Any) -> Change:
     return both(tensors(change), config(quantization_config=table))
 
 
+def tile_packed(source: Path) -> None:
+    """Save as torchao does: a flat tensor of a kernel, and its class in the metadata."""
+    found = read(source)
+    found[f"{LAYER}.mlp.up_proj._weight_qdata"] = found.pop(UP)
+    metadata = {UP: json.dumps({"_type": "Int4TilePackedTo4dTensor", "_data": {}}), "tensor_names": json.dumps([UP])}
+    save_file(found, source / "model.safetensors", metadata=metadata)
+    change_config(source, {"quantization_config": {"quant_method": "torchao"}})
+
+
 def gptq(source: Path) -> None:
     def change(found: dict[str, torch.Tensor]) -> None:
         weight = found.pop(f"{LAYER}.mlp.up_proj.weight")
@@ -420,8 +429,23 @@ CASES: Mapping[str, Case] = {
         block_scales(modules_to_not_convert=["down_proj"]),
     ),
     "quantization method that is not supported": Case(
-        refused(error("'hqq' is not supported", "packed over both dims")),
+        refused(error("'hqq' is not supported", "a byte of 4 bits", "split the unquantized checkpoint")),
         config(quantization_config={"quant_method": "hqq"}),
+    ),
+    "EETQ": Case(
+        refused(error("'eetq' is not supported", "interleaved", "split the unquantized checkpoint")),
+        config(quantization_config={"quant_method": "eetq"}),
+    ),
+    "bitsandbytes with 4 bits": Case(
+        refused(error("4 bits is not supported", "64 x 256", "split the unquantized checkpoint")),
+        config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    ),
+    "Quanto with 4 bits": Case(
+        refused(error("Quanto with weights of 'int4'", "split the unquantized checkpoint")),
+        config(quantization_config={"quant_method": "quanto", "weights": "int4"}),
+    ),
+    "torchao with the layout of a kernel": Case(
+        refused(error(UP, "Int4TilePackedTo4dTensor", "split the unquantized checkpoint")), tile_packed,
     ),
     # quantized weights without a quantization_config
     "fp8 without a config": Case(
@@ -536,7 +560,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 217, "error": 201, "warning": 8, "na": 264}
+COUNTS = {"right": 217, "error": 213, "warning": 8, "na": 292}
 
 
 def counts() -> Counter[str]:

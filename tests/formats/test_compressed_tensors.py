@@ -15,7 +15,7 @@ from tests.support.checkpoints import contents
 from tests.support.compressed import dequantize, write_compressed
 from tests.support.manifests import change_manifest
 from tests.support.models import read
-from tests.support.quantized import SIZES, check_commands, check_run, check_values, rank_file
+from tests.support.quantized import SIZES, check_commands, check_padding, check_run, check_values, rank_file
 
 SCHEMES = (
     "W4A16", "W4A16_ASYM", "W8A16", "W3A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4",
@@ -42,6 +42,12 @@ def test_shards_have_the_values_of_shards(compressed, unquantized, tmp_path, sch
         sharded = check_values(source, unquantized(model), tp, partial(dequantize, source), tmp_path / f"tp{tp}")
         assert sharded >= 4
     check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_padding_is_zero(compressed, tmp_path, scheme):
+    source = compressed(scheme, "padded")
+    assert check_padding(source, 4, partial(dequantize, source), tmp_path) >= 4
 
 
 @pytest.mark.parametrize("scheme", ["W4A16_ASYM", "NVFP4"])

@@ -132,10 +132,8 @@ def test_schemes_that_differ_between_layers(unquantized, tmp_path):
 
 
 METHODS = {
-    "hqq": "packed over both dims",
-    "quanto": "interleave the rows",
-    "torchao": "holds the block sizes of full tensors",
-    "eetq": "interleaved for the kernels of one GPU",
+    "hqq": "holds groups g and g . n / 2 of all n groups",
+    "eetq": "interleaved for the kernels of one GPU architecture",
     "aqlm": "codebooks are shared",
     "vptq": "its format is not known",
 }
@@ -153,5 +151,5 @@ def test_four_bits_of_bitsandbytes_are_refused_with_the_reason(tmp_path):
     source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
     nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     change_config(source, {"quantization_config": nf4})
-    with pytest.raises(PlanError, match="bitsandbytes with 4 bits is not supported: its tensors are flat"):
+    with pytest.raises(PlanError, match=r"bitsandbytes with 4 bits is not supported: .* 64 x 256 = 16384 values"):
         shardconv.make_plan(source, tp=2)

@@ -11,7 +11,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from tests.support.models import Tensors
-from tests.support.quantized import SIZES, check_commands, check_run, check_values, write
+from tests.support.quantized import SIZES, check_commands, check_padding, check_run, check_values, write
 
 BLOCK = 16
 SCALE = "_scale_inv"
@@ -66,3 +66,8 @@ def test_shards_have_the_values_of_shards(fp8, unquantized, tmp_path, kind, mode
 
 def test_dequantized_models_compute_the_same(fp8, tmp_path):
     check_run(fp8("F32 block scales", "qwen3_moe"), tmp_path / "split")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_zero(fp8, tmp_path, kind):
+    assert check_padding(fp8(kind, "padded"), 4, dequantize, tmp_path) >= 4

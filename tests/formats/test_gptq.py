@@ -6,6 +6,7 @@
 import hashlib
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,10 @@ from shardconv.formats.detect import with_grids
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.grid import GROUP_INDEX, Grid, GridDim
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.units import Unit, shard_dim
+from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 from tests.support.checkpoints import contents, llama_config, llama_specs
 from tests.support.gptq import dequantize, write_gptq
-from tests.support.quantized import check_run, loaded_values
+from tests.support.quantized import check_padding, check_run, loaded_values, rank_file
 
 DATA = Path(__file__).parents[1] / "data/quantized"
 NAMES = sorted(path.stem for path in DATA.glob("*.json"))
@@ -228,11 +229,39 @@ def test_groups_that_would_straddle_ranks_are_refused(tmp_path):
     check(source, tmp_path / "split", 4)
 
 
-def test_padding_is_refused(tmp_path):
-    sizes = {"hidden": 192, "heads": 6, "kv_heads": 6, "intermediate": 256}
-    source = write_gptq(tmp_path / "source", bits=4, group=32, **sizes)
-    with pytest.raises(shardconv.PlanError, match="padding of quantized layers is not supported"):
+#: 6 heads and 10 groups of 32 features, which 4 ranks do not divide.
+PADDED = {"hidden": 192, "heads": 6, "kv_heads": 6, "intermediate": 320}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_padding_is_zero(tmp_path, bits, version):
+    """Groups of padding have the scale 0, and indices of their own."""
+    source = write_gptq(tmp_path / "source", bits=bits, group=32, version=version, **PADDED)
+    assert check_padding(source, 4, partial(dequantize, settings=settings_of(source)), tmp_path) == 7
+    indices = load_file(rank_file(tmp_path / "split", 3, 4))[f"{DOWN}.g_idx"]
+    assert indices.tolist() == [at // 32 for at in range(96)]
+
+
+def test_padding_of_awq_is_zero(tmp_path):
+    source = write_gptq(tmp_path / "source", bits=4, group=32, version="awq", **PADDED)
+    assert check_padding(source, 4, partial(dequantize, settings=settings_of(source)), tmp_path) == 7
+
+
+@pytest.mark.parametrize("options", [{"group": -1}, {"group": 32, "act_order": True}])
+def test_padding_with_scales_of_other_features_is_refused(tmp_path, options):
+    source = write_gptq(tmp_path / "source", bits=4, **options, **PADDED)
+    with pytest.raises(PlanError, match=r"o_proj.weight: 192 input features would be padded, and zeros of this format"):
         shardconv.split(source, tmp_path / "split", tp=4, pad=True)
+
+
+def test_padding_inside_a_block_is_refused():
+    """The last block of the matrix is not full, and padding would share its scale."""
+    blocks = (GridDim(0, 16, 1, "scale block"), GridDim(1))
+    grid = Grid("weight_scale", "weight", (328, 64), blocks, ("output", "input"), padding=(16, 1))
+    placement = shard_dim(0, [Unit(328, padded=(1, 384))], 4)
+    with pytest.raises(IndivisibleError, match="56 output features of padding after 40 are not full blocks of 16"):
+        grid.place(placement, (21, 64))
 
 
 def test_indices_of_several_intervals():

@@ -1,17 +1,18 @@
 """Formats that the tests write as they are published: MXFP4 of gpt-oss, ModelOpt; and int8 of bitsandbytes."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import shardconv
 from shardconv.errors import PlanError
 from tests.support.models import Model, Tensors, read
-from tests.support.quantized import SIZES, check_commands, check_run, check_values, write
+from tests.support.quantized import SIZES, check_commands, check_padding, check_run, check_values, rank_file, write
 
 #: The values of FP4 (E2M1) by the lower three bits; the highest is the sign.
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -76,6 +77,18 @@ def test_mxfp4_block_over_two_ranks_is_refused(gpt_oss, tmp_path):
         shardconv.split(gpt_oss[1], tmp_path / "out", tp=4)
     assert shardconv.report_plan(gpt_oss[0]).supported_tp == (1, 2, 4, 8)
     assert shardconv.report_plan(gpt_oss[1]).supported_tp == (1, 2)
+    with pytest.raises(PlanError, match=r"Use --tp 1, 2. tp 8: supported with --pad"):
+        shardconv.split(gpt_oss[1], tmp_path / "out", tp=8)
+
+
+@pytest.mark.parametrize("tp", [4, 8])
+def test_mxfp4_with_blocks_of_padding(gpt_oss, tmp_path, tp):
+    """6 blocks are padded to 8, as 90 of gpt-oss are to 92 or 96."""
+    assert check_padding(gpt_oss[1], tp, from_mxfp4, tmp_path) == 2
+    bias = "model.layers.0.mlp.experts.gate_up_proj_bias"
+    local = load_file(rank_file(tmp_path / "split", tp - 1, tp))[bias]
+    assert local.shape == (2, 2 * 256 // tp)
+    assert not local.any()
 
 
 # --- ModelOpt -------------------------------------------------------------------------------------------------------
@@ -147,6 +160,14 @@ def test_modelopt(unquantized, tmp_path, algorithm, model, is_in_config):
     check_commands(source, tmp_path, tmp_path / "tp2", scale, tp=2, reshard=4)
 
 
+@pytest.mark.parametrize("algorithm", MODELOPT)
+def test_modelopt_with_padding(unquantized, tmp_path, algorithm):
+    quantize, dequantize = MODELOPT[algorithm]
+    settings = {"quant_algo": algorithm, "quant_method": "modelopt", "exclude_modules": ["lm_head"]}
+    source = write(unquantized("padded"), tmp_path / "source", quantize, settings)
+    assert check_padding(source, 4, dequantize, tmp_path) == 4
+
+
 # --- bitsandbytes ---------------------------------------------------------------------------------------------------
 
 
@@ -182,3 +203,76 @@ def test_bitsandbytes_int8(unquantized, tmp_path, model):
         assert check_values(source, unquantized(model), tp, from_int8, tmp_path / f"tp{tp}", rtol=_RTOL) >= 4
     check_run(source, tmp_path / "run")
     check_commands(source, tmp_path, tmp_path / "tp2", "SCB", tp=2, reshard=4)
+
+
+def test_bitsandbytes_int8_with_padding(unquantized, tmp_path):
+    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]}
+    source = write(unquantized("padded"), tmp_path / "source", to_int8, settings)
+    assert check_padding(source, 4, from_int8, tmp_path) == 4
+
+
+# --- Quanto ---------------------------------------------------------------------------------------------------------
+
+QUANTO = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+
+
+def quanto_tensor(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    from optimum.quanto import absmax_scale, qfloat8, qint8, quantize_weight  # noqa: PLC0415 - takes seconds to import
+
+    qtype = {"int8": qint8, "float8": qfloat8}[kind]
+    return quantize_weight(weight, qtype, 0, absmax_scale(weight, qtype, axis=0))
+
+
+def to_quanto(name: str, tensor: torch.Tensor, *, kind: str) -> Tensors:
+    quantized, layer = quanto_tensor(tensor, kind), name.removesuffix("weight")
+    one = torch.tensor(1.0, dtype=tensor.dtype)
+    return {
+        f"{name}._data": quantized._data, f"{name}._scale": quantized._scale, f"{layer}input_scale": one,
+        f"{layer}output_scale": one.clone(),
+    }  # fmt: skip
+
+
+def from_quanto(tensors: Tensors) -> Tensors:
+    from optimum.quanto import WeightQBytesTensor, qfloat8, qint8  # noqa: PLC0415 - likewise
+
+    names = [name.removesuffix("._data") for name in tensors if name.endswith("._data")]
+    found = {}
+    for name in names:
+        data, scale = tensors[f"{name}._data"], tensors[f"{name}._scale"]
+        qtype = qint8 if data.dtype is torch.int8 else qfloat8
+        found[name] = WeightQBytesTensor(qtype, 0, data.shape, data.stride(), data, scale, None).dequantize()
+    return found
+
+
+def quanto_settings(kind: str, tensors: Tensors) -> str:
+    """The file that the library writes."""
+    layers = [name.removesuffix(".weight._data") for name in tensors if name.endswith("._data")]
+    return json.dumps({layer: {"weights": kind, "activations": "none"} for layer in layers})
+
+
+OF_QUANTO = ("llama", "phi3", "qwen3_moe")
+
+
+@pytest.mark.parametrize("model", OF_QUANTO)
+@pytest.mark.parametrize("kind", QUANTO)
+def test_quanto(unquantized, tmp_path, kind, model):
+    source = write(unquantized(model), tmp_path / "source", partial(to_quanto, kind=kind), None)
+    tensors = read(source)
+    (source / "quanto_qmap.json").write_text(quanto_settings(f"q{kind}", tensors))
+    for tp in SIZES[model]:
+        assert check_values(source, unquantized(model), tp, from_quanto, tmp_path / f"tp{tp}") >= 4
+    check_commands(source, tmp_path, tmp_path / "tp2", "weight._scale", tp=2, reshard=4)
+
+
+@pytest.mark.parametrize("kind", QUANTO)
+def test_quanto_with_padding(unquantized, tmp_path, kind):
+    source = write(unquantized("padded"), tmp_path / "source", partial(to_quanto, kind=kind), None)
+    (source / "quanto_qmap.json").write_text(quanto_settings(f"q{kind}", read(source)))
+    assert check_padding(source, 4, from_quanto, tmp_path) == 4
+
+
+def test_quanto_with_packed_weights_is_refused(unquantized, tmp_path):
+    source = write(unquantized("llama"), tmp_path / "source", partial(to_quanto, kind="int8"), None)
+    (source / "quanto_qmap.json").write_text(quanto_settings("qint4", read(source)))
+    with pytest.raises(PlanError, match=r"Quanto with weights of 'int4' is not supported .* half or a quarter"):
+        shardconv.make_plan(source, tp=2)

@@ -8,7 +8,8 @@ import pytest
 from shardconv.formats.settings import _REFUSED
 from tests.formats.test_compressed_tensors import SCHEMES
 from tests.formats.test_fp8 import KINDS
-from tests.formats.test_other_formats import OF_BITSANDBYTES, OF_MODELOPT
+from tests.formats.test_other_formats import OF_BITSANDBYTES, OF_MODELOPT, OF_QUANTO, QUANTO
+from tests.formats.test_torchao import KINDS as OF_TORCHAO
 from tests.support.quantized import SIZES
 
 PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
@@ -30,6 +31,9 @@ FORMATS = (
     ("GPTQ: 2, 3, 4, 8 bits", "gptqmodel, the tests", "gptqmodel, the tests", "llama: 2, 4"),
     ("AWQ: 4 bits", "gptqmodel, the tests", "gptqmodel, the tests", "llama: 2, 4"),
     ("bitsandbytes int8", "bitsandbytes", "bitsandbytes", sizes_of(OF_BITSANDBYTES)),
+    (f"torchao: {', '.join(OF_TORCHAO)}", "torchao", "torchao", sizes_of(SIZES)),
+    ("torchao: Int4Tensor", "the tests", "torchao", "llama: 2, 4"),
+    (f"Quanto: {', '.join(QUANTO)}", "optimum-quanto", "optimum-quanto", sizes_of(OF_QUANTO)),
 )
 
 

@@ -582,11 +582,6 @@ def test_widths_are_padded_to_a_multiple_of_eight_on_each_rank(tmp_path):
     ]
 
 
-def test_block_scales_are_not_padded(checkpoint, tmp_path):
-    with pytest.raises(PlanError, match="features would be padded, and padding of quantized layers is not supported"):
-        shardconv.split(checkpoint("deepseek_v3-hub"), tmp_path / "split", tp=3, pad=True)
-
-
 def test_manifest_without_the_key_pad_has_no_padding(tmp_path):
     source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
     shardconv.split(source, tmp_path / "two", tp=2)

@@ -59,7 +59,7 @@ def write_gptq(
         bits: of a value.
         group: input features with one scale, or -1 for all.
         act_order: whether the groups are in a random order.
-        version: of the format, ``gptq`` or ``gptq_v2``.
+        version: of the format, ``gptq`` or ``gptq_v2``, or ``awq`` for the format of AWQ.
         sizes: see :func:`~tests.support.checkpoints.llama_config`.
     """
     config = llama_config(layers=1, vocab=16, **sizes)
@@ -72,14 +72,15 @@ def write_gptq(
         out, size = shape
         width = size if group == -1 else group
         groups = np.arange(size, dtype=np.int32) // width
-        tensors[f"{layer}.qweight"] = pack(random.integers(0, 2**bits, (size, out)), bits, 0)
+        tensors[f"{layer}.qweight"] = pack(random.integers(0, 2**bits, (size, out)), bits, int(version == "awq"))
         tensors[f"{layer}.qzeros"] = pack(random.integers(0, 2**bits, (size // width, out)), bits, 1)
         tensors[f"{layer}.scales"] = torch.from_numpy(random.random((size // width, out)).astype(np.float16))
-        tensors[f"{layer}.g_idx"] = torch.from_numpy(random.permutation(groups) if act_order else groups)
-    config["quantization_config"] = {
-        "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": True,
-        "checkpoint_format": version,
-    }  # fmt: skip
+        if version != "awq":
+            tensors[f"{layer}.g_idx"] = torch.from_numpy(random.permutation(groups) if act_order else groups)
+    of_gptq = {"quant_method": "gptq", "desc_act": act_order, "sym": True, "checkpoint_format": version}
+    of_awq = {"quant_method": "awq", "version": "gemm"}
+    method = of_awq if version == "awq" else of_gptq
+    config["quantization_config"] = {"bits": bits, "group_size": group, **method}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 import shardconv
 from shardconv.checkpoint.header import read_header
 from shardconv.checkpoint.manifest_file import read_manifest
-from shardconv.checkpoint.stored_plan import runnable_plan
+from shardconv.checkpoint.stored_plan import quantized_tensors, resolver_of, runnable_plan
 from shardconv.plan.placement import Placement
+from shardconv.plan.plan import logical_tensors
+from shardconv.plan.resolver import Resolver
 from shardconv.runtime.quantized_shards import Dequantizer
 from shardconv.runtime.rank_file import map_rank_file
 from tests.support.checkpoints import contents
@@ -60,7 +62,15 @@ MODELS = {
     "phi3": _model("phi3", _PHI3),
     "qwen3_moe": _model("qwen3_moe", {**_GQA, **_MOE}),
     "deepseek_v3": _model("deepseek_v3", {**_SIZES, "num_attention_heads": 8, **_MLA}),
-}
+    # 6 heads and 10 groups of 32 features, which 4 ranks do not divide
+    "padded": _model(
+        "llama",
+        {
+            **_SIZES, "hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "num_key_value_heads": 6,
+            "head_dim": 32,
+        },
+    ),
+}  # fmt: skip
 
 
 def write(source: Path, folder: Path, quantize: Callable[[str, torch.Tensor], Tensors], settings: object) -> Path:
@@ -98,7 +108,14 @@ def shard(tensor: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor
 
 
 def check_values(
-    source: Path, unquantized: Path, tp: int, dequantize: Dequantize, out: Path, *, rtol: float = 0.0
+    source: Path,
+    unquantized: Path,
+    tp: int,
+    dequantize: Dequantize,
+    out: Path,
+    load: Callable[[Path], Tensors] = load_file,
+    *,
+    rtol: float = 0.0,
 ) -> int:
     """Split; compare the dequantized shards with shards of the dequantized matrices.
 
@@ -108,6 +125,7 @@ def check_values(
         tp: tensor parallel size.
         dequantize: the tensors of one file to the matrices of its quantized layers.
         out: folder for the split checkpoint.
+        load: reads the tensors of a file.
         rtol: relative tolerance of weights that are dequantized while they are loaded.
 
     Returns:
@@ -115,10 +133,10 @@ def check_values(
     """
     shardconv.split(source, out, tp=tp)
     plan = shardconv.make_plan(unquantized, tp=tp)
-    full = dequantize(load_file(source / "model.safetensors"))
+    full = dequantize(load(source / "model.safetensors"))
     assert full
     for rank in range(tp):
-        local = dequantize(load_file(rank_file(out, rank, tp)))
+        local = dequantize(load(rank_file(out, rank, tp)))
         loaded = loaded_values(out, rank, next(iter(full.values())).dtype)
         assert local.keys() == full.keys()
         for name, tensor in full.items():
@@ -145,6 +163,53 @@ def check_run(source: Path, out: Path, *, tp: int = 2) -> None:
     report = json.loads(result.out)
     assert (report["differences"], report["error"] < 1e-5) == ([], True)
     assert report["dequantized_bytes"] > report["load_bytes"]
+
+
+def check_padding(
+    source: Path, tp: int, dequantize: Dequantize, out: Path, load: Callable[[Path], Tensors] = load_file
+) -> int:
+    """Split with padding; compare the dequantized shards with the dequantized matrices, followed by zeros.
+
+    Args:
+        source: the quantized checkpoint; its heads have to be padded at the end.
+        tp: tensor parallel size.
+        dequantize: the tensors of one file to the matrices of its quantized layers.
+        out: an empty folder for results.
+        load: reads the tensors of a file.
+
+    Returns:
+        How many of the matrices are padded.
+    """
+    shardconv.split(source, out / "split", tp=tp, pad=True)
+    full = dequantize(load(source / "model.safetensors"))
+    shards = [dequantize(load(rank_file(out / "split", rank, tp))) for rank in range(tp)]
+    padded = 0
+    for name, tensor in full.items():
+        local = [each[name] for each in shards]
+        dim = next((at for at in range(tensor.dim()) if local[0].shape[at] != tensor.shape[at]), None)
+        if dim is None:
+            assert all(torch.equal(each, tensor) for each in local), name
+            continue
+        assert len({each.shape for each in local}) == 1
+        found, size = torch.cat(local, dim), tensor.shape[dim]
+        assert torch.equal(found.narrow(dim, 0, size), tensor), name
+        zeros = found.narrow(dim, size, found.shape[dim] - size)
+        assert torch.equal(zeros, torch.zeros_like(zeros)), name
+        padded += zeros.numel() > 0
+    manifest = read_manifest(out / "split")
+    assert manifest.plan.rules is not None
+    logical = logical_tensors(quantized_tensors(manifest))  # as in memory, without quantization
+    resolvers = (Resolver(logical, manifest.plan.rules), resolver_of(manifest, None))
+    in_memory, in_files = (set(resolver.padding(tp).units) for resolver in resolvers)
+    assert in_memory == in_files
+    shardconv.merge(out / "split", out / "merged")
+    assert contents(out / "merged") == contents(source)
+    assert shardconv.verify(out / "split", against=source).differences == ()
+    shardconv.reshard(out / "split", out / "resharded", tp=2)
+    shardconv.split(source, out / "direct", tp=2, pad=True)
+    for rank in range(2):
+        assert rank_file(out / "resharded", rank, 2).read_bytes() == rank_file(out / "direct", rank, 2).read_bytes()
+    return padded
 
 
 def check_commands(source: Path, out: Path, split: Path, scale: str, *, tp: int, reshard: int | None = None) -> None:
