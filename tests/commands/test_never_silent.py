@@ -510,7 +510,7 @@ CASES: Mapping[str, Case] = {
                   '"lm_head" = { style = "colwise", unit = "query_head" }\n'), has_plan=True,
     ),
     "plan file with a submodel without a config": Case(
-        refused(error("part 'model.layers'", "nested config 'text_config'")),
+        refused(error("submodel 'model.layers'", "nested config 'text_config'")),
         plan_file('[submodels]\n"model.layers" = { config = "text_config", family = "llama" }\n'), has_plan=True,
     ),
     "plan file with a config field that no rule reads": Case(
