@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shardconv.checkpoint.copy import Edits, Shards
 from shardconv.checkpoint.geometry import Geometry, geometry, unsharded
 from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header, num_bytes
-from shardconv.formats.torchao import rank_metadata
+from shardconv.formats.torchao import VALUES, all_names, rank_metadata
 from shardconv.layouts.dcp import KEY, offsets_metadata
 from shardconv.layouts.layout import NATIVE, FileLayout, FileTensor
 from shardconv.plan.grid import PLAIN
@@ -90,6 +90,8 @@ def lay_out_ranks(
     Raises:
         PlanError: if shards do not form the tensors of the layout.
     """
+    is_torchao = any(one.grid is not None and one.grid.suffix == VALUES for one in plan.tensors.values())
+    metadata = all_names(metadata) if is_torchao else metadata
     common = {"format": "pt", **metadata, **({} if identity is None else {IDENTITY_KEY: identity})}
     placements = {name: plan.placement(name) for name in tensors}
     distinct = tuple(dict.fromkeys(placements.values()))

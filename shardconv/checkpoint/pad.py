@@ -18,13 +18,15 @@ from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.padding_manifest import PADDING_NAME, with_files, write_padding
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
+from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.shards import ShardReader
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.staging import staging
 from shardconv.checkpoint.write import auxiliary_bytes, copy_auxiliary, copy_files
-from shardconv.errors import SourceError, UsageError
+from shardconv.errors import PlanError, SourceError, UsageError
 from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
 from shardconv.plan.plan import TensorSpec
+from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.tp_sizes import PaddingReport
@@ -158,6 +160,11 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, check: Check | N
         raise SourceError(f"{source.path}: is not a folder with {CONFIG_NAME}: pass a folder that has one")
     if PADDING_NAME in source.auxiliary_files:
         raise UsageError(f"{source.path}: is already padded ({PADDING_NAME}): shardconv unpad {source.path} first")
+    if (with_settings(source) or {}).get(SETTINGS_KEY) is not None:
+        raise PlanError(
+            f"{source.path}: is quantized, and shardconv pad only supports unquantized checkpoints: pad the "
+            f"unquantized checkpoint and quantize the result, or pad the shards (shardconv split --tp {tp} --pad)"
+        )
     config, request = copy.deepcopy(source.config), PlanRequest(pad=tp)
     rules = replace(resolve(source.specs, config, request).resolver.rules, vocab_multiple=vocab_multiple)
     resolver = Resolver(source.specs, rules)

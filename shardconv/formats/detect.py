@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 
 from shardconv.errors import PlanError
+from shardconv.formats.cache_scales import cache_grids
 from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, StoredTensor
 from shardconv.formats.settings import Block, Scheme, Settings, read_settings
 from shardconv.plan.grid import (
@@ -63,7 +64,10 @@ def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] |
     for name, spec in tensors.items():
         if name not in grids and prod(spec.shape) == 1 and CACHE_SCALE.fullmatch(name):
             grids[name] = Grid("", "", spec.shape, (NO_DIM,) * len(spec.shape), ())
-    return {name: spec._replace(grid=grids.get(name)) for name, spec in tensors.items()}
+    found = {name: spec._replace(grid=grids.get(name)) for name, spec in tensors.items()}
+    if table.get("kv_cache_scheme"):
+        found |= {name: found[name]._replace(grid=grid) for name, grid in cache_grids(found, config or {}).items()}
+    return found
 
 
 def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator["_Layer"]:
@@ -75,7 +79,7 @@ def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator["
         layer = candidates[0].layer(name)
         if ignored := settings.ignoring(layer):
             raise PlanError(f"{name} is quantized, but the settings leave {layer} unquantized ({ignored!r:.60})")
-        scheme = next((scheme for scheme in candidates if scheme.applies_to(layer)), None)
+        scheme = next((scheme for scheme in candidates if scheme.applies_to(layer, settings.deadline)), None)
         if scheme is None:
             raise PlanError(f"{name} is quantized, but no group of the settings has {layer} as a target")
         yield _Layer(name, tensors, scheme)

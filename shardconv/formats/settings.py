@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from time import monotonic
 
 from shardconv.errors import PlanError
 from shardconv.formats.format import Format, formats
@@ -45,9 +46,9 @@ class Scheme:
         """The name of the layer whose values a tensor of this name holds."""
         return name.removesuffix(self.format.suffix).removesuffix(".weight").rstrip("._")
 
-    def applies_to(self, layer: str) -> bool:
-        """Whether the layer of this name is a target."""
-        return any(target == "Linear" or matches(target, layer) for target in self.targets)
+    def applies_to(self, layer: str, deadline: float) -> bool:
+        """Whether the layer of this name is a target; ``deadline`` is that of the settings."""
+        return any(target == "Linear" or matches(target, layer, deadline) for target in self.targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,14 @@ class Settings:
         schemes: the formats of its layers, of which the first that applies counts.
         ignored: names of layers that are not quantized, or parts of names between dots.
         ignored_patterns: patterns of such layers.
+        deadline: when the patterns must have been matched, on the clock of :func:`time.monotonic`.
     """
 
     method: str
     schemes: tuple[Scheme, ...]
     ignored: frozenset[str] = frozenset()
     ignored_patterns: tuple[str, ...] = ()
+    deadline: float = field(default_factory=lambda: monotonic() + _MAX_SECONDS)
 
     def ignoring(self, layer: str) -> str | None:
         """The name or pattern that leaves a layer unquantized; None if there is none."""
@@ -72,16 +75,29 @@ class Settings:
         ends = range(1, len(parts) + 1) if self.ignored else ()
         paths = (".".join(parts[first:last]) for last in ends for first in range(last))
         found = next((path for path in paths if path in self.ignored), None)  # lists can have hundreds of names
-        return found or next((pattern for pattern in self.ignored_patterns if matches(pattern, layer)), None)
+        return found or next(
+            (pattern for pattern in self.ignored_patterns if matches(pattern, layer, self.deadline)), None
+        )
 
 
-def matches(target: str, layer: str) -> bool:
+def matches(target: str, layer: str, deadline: float) -> bool:
     """Whether a name or pattern of settings matches a layer; ``re:`` begins a regular expression.
 
     Other names match the layer itself, modules in it, and the end of its name, as the libraries compare them.
+
+    Raises:
+        PlanError: if patterns take too long to match.
     """
     if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), layer) is not None
+        if len(layer) > _MAX_NAME:
+            raise PlanError(f"{layer:.60}...: has {len(layer)} characters (expected at most {_MAX_NAME} for patterns)")
+        found = re.match(target.removeprefix("re:"), layer) is not None
+        if monotonic() > deadline:
+            raise PlanError(
+                f"quantization_config: its patterns take more than {_MAX_SECONDS} seconds to match ({target!r:.60}): "
+                f"pass --config FILE with simpler patterns"
+            )
+        return found
     if "*" in target:  # ModelOpt's patterns
         return fnmatchcase(layer, target)
     return target == layer or layer.endswith(f".{target}") or f".{target}." in f".{layer}."
@@ -137,13 +153,27 @@ def _compressed_tensors(table: Mapping[str, object]) -> Iterator[Scheme]:
     groups = table.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise PlanError("compressed-tensors: config_groups is missing: pass --config FILE with it")
-    for key in ("sparsity_config", "transform_config"):
-        if isinstance(found := table.get(key), Mapping) and found and found.get("format") != "dense":
-            raise PlanError(f"compressed-tensors: {key} is not supported: split the checkpoint without it")
+    if (sparsity := _format_of(table, "sparsity_config")) != "dense":
+        raise PlanError(
+            f"compressed-tensors: sparsity_config with format {sparsity!r:.40} is not supported: only values that are "
+            f"not zero are stored, so the features of a rank are not at known positions: save the checkpoint without "
+            f"sparse compression, or split the unquantized one"
+        )
+    if _format_of(table, "transform_config") != "dense":
+        raise PlanError(
+            "compressed-tensors: transform_config is not supported: a rotation over all features of a layer differs "
+            "from that of a shard: split a checkpoint that was quantized without transforms"
+        )
     for name, group in groups.items():
         if not isinstance(group, Mapping):
             raise PlanError(f"compressed-tensors: config_groups.{name} is not a table (got {group!r:.40})")
         yield _scheme_of_group(str(name), group, str(table.get("format", "")))
+
+
+def _format_of(table: Mapping[str, object], key: str) -> str:
+    """The format in a section of the settings; ``dense`` if the section is missing or empty."""
+    section = table.get(key)
+    return str(section.get("format", "")) if isinstance(section, Mapping) and section else "dense"
 
 
 def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Scheme:
@@ -303,8 +333,46 @@ def _names(table: Mapping[str, object], key: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise PlanError(f"quantization_config: {key} is {value!r:.60} (expected a list of names)")
     for name in value:
-        try:
-            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
-        except re.error as error:
-            raise PlanError(f"quantization_config: {key}: {name!r:.60} is not a regular expression: {error}") from error
+        if name.startswith("re:"):
+            _check_pattern(name.removeprefix("re:"), key)
     return value
+
+
+#: The most repetitions in a pattern, and characters in a name that it is compared with. Each repetition may match at
+#: every character, so a match takes time that grows with their power: about 3 seconds at most.
+_MAX_REPETITIONS, _MAX_NAME = 5, 128
+#: Seconds for all matches.
+_MAX_SECONDS = 60
+#: A repetition of an element of a pattern, with the parenthesis that may be before it.
+_REPETITION = re.compile(r"(\)?)(?:[*+?]|\{\d*,?\d*\})[?+]?")
+
+
+def _check_pattern(pattern: str, key: str) -> None:
+    """Refuse a pattern that is not valid, or that takes too long to match: settings are not trusted.
+
+    A repeated group with a repetition or an alternative in it matches in exponentially many ways.
+    """
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise PlanError(f"quantization_config: {key}: {pattern!r:.60} is not a regular expression: {error}") from error
+    simple = re.sub(r"\[\^?\]?[^\]]*\]", "x", re.sub(r"\\.", "x", pattern))  # a class or an escape is one character
+    groups, repetitions, at = [False], 0, 0  # whether each open group has a repetition or an alternative
+    while at < len(simple):
+        found = _REPETITION.match(simple, at)
+        if simple[at] == "(":
+            groups.append(False)
+            at += 2 if simple[at + 1 : at + 2] == "?" else 1
+            continue
+        is_group = simple[at] == ")"
+        is_choice = groups.pop() if is_group and len(groups) > 1 else False
+        if found:
+            repetitions += 1
+            if is_choice or repetitions > _MAX_REPETITIONS:
+                raise PlanError(
+                    f"quantization_config: {key}: the pattern {pattern!r:.60} may take too long to match (expected at "
+                    f"most {_MAX_REPETITIONS} repetitions, and none of a group with repetitions or alternatives): "
+                    f"write the names of the layers, or pass --config FILE with simpler patterns"
+                )
+        groups[-1] = groups[-1] or is_choice or found is not None or simple[at] == "|"
+        at = found.end() if found else at + 1

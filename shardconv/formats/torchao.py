@@ -20,7 +20,7 @@ FORMATS = {
     "Int4Tensor": "torchao_int4",
 }
 #: End of the names of stored values.
-_VALUES = "_weight_qdata"
+VALUES = "_weight_qdata"
 _UNQUANTIZED = "Tensor"
 #: The key with the names of all parameters.
 _NAMES = "tensor_names"
@@ -82,29 +82,38 @@ def rank_metadata(metadata: Mapping[str, str], plan: Plan, rank: int) -> dict[st
     Returns:
         The entries that differ from those of the source.
     """
-    if _NAMES not in metadata:
-        return {}
     changed = {}
-    listed = json.loads(metadata[_NAMES])
-    if missing := [name for name in metadata if "." in name and name not in listed]:  # files may list their own only
-        changed[_NAMES] = json.dumps([*listed, *missing])
     for stored, planned in plan.tensors.items():
         grid = planned.grid
-        if grid is None or grid.suffix != _VALUES or planned.placement.dim is None:
+        if grid is None or grid.suffix != VALUES or planned.placement.dim is None:
             continue
-        name, dim = grid.logical_name(stored), planned.placement.dim
-        covered = grid.dims[dim]
+        name, covered = grid.logical_name(stored), grid.dims[planned.placement.dim]
         if covered.dim is None or name not in metadata:
             continue
         full, local = grid.shape[covered.dim], planned.placement.local_size(rank) // covered.entries * covered.elements
-        table = _parse(name, metadata[name])
-        data = table["_data"]
-        assert isinstance(data, dict)
-        for key in ("block_size", "shape"):
-            if key in data and data[key][covered.dim] == full != local:
-                data[key][covered.dim] = local
+        table, at = _parse(name, metadata[name]), covered.dim - len(grid.shape)
+        data = table.get("_data")
+        for sizes in (data.get("block_size"), data.get("shape")) if isinstance(data, dict) else ():
+            if isinstance(sizes, list) and len(sizes) >= -at and sizes[at] == full != local:
+                sizes[at] = local
                 changed[name] = json.dumps(table)
     return changed
+
+
+def all_names(metadata: Mapping[str, str]) -> dict[str, str]:
+    """The metadata with the names of all parameters, where source files list only their own.
+
+    Args:
+        metadata: of all source files, where the first file takes precedence.
+    """
+    try:
+        names = json.loads(metadata[_NAMES])
+    except (KeyError, ValueError):
+        return dict(metadata)
+    if not isinstance(names, list):
+        return dict(metadata)
+    missing = [name for name in metadata if "." in name and name not in names]
+    return {**metadata, _NAMES: json.dumps([*names, *missing])} if missing else dict(metadata)
 
 
 def _parse(name: str, text: str) -> dict[str, object]:

@@ -187,8 +187,9 @@ class Grid(NamedTuple):
         block, axis = self.padding[dim] if self.padding else 0, self.axes[dim]
         if not block:
             raise IndivisibleError(
-                f"{placement.size} {axis} features would be padded, and zeros of this format are not the value 0: code "
-                f"0 is another value, and padding would share its scale with other {axis} features"
+                f"{placement.size} {axis} features would be padded, and zeros of this format are not the value 0: "
+                f"either code 0 is another value, and padding would share its scale with other {axis} features, or the "
+                f"zero would be a scale to divide by"
             )
         for entry, position in (each for entries in placement.ranks for each in _positions(entries)):
             if isinstance(entry, Padding) and (position % block or entry.size % block):

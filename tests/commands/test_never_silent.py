@@ -214,6 +214,14 @@ def block_scales(**settings: Any) -> Change:
     return both(tensors(change), config(quantization_config=table))
 
 
+def compressed(**settings: Any) -> Change:
+    """Settings of compressed-tensors for FP8 with one scale per weight, of a checkpoint that is not quantized."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    table = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups, **settings}
+    return config(quantization_config=table)
+
+
 def tile_packed(source: Path) -> None:
     """Save as torchao does: a flat tensor of a kernel, and its class in the metadata."""
     found = read(source)
@@ -444,6 +452,20 @@ CASES: Mapping[str, Case] = {
         refused(error("Quanto with weights of 'int4'", "split the unquantized checkpoint")),
         config(quantization_config={"quant_method": "quanto", "weights": "int4"}),
     ),
+    "compressed-tensors with sparse compression": Case(
+        refused(error("sparsity_config", "sparse-24-bitmask", "save the checkpoint without sparse compression")),
+        compressed(sparsity_config={"format": "sparse-24-bitmask"}),
+    ),
+    "compressed-tensors with a pattern that takes too long": Case(
+        refused(error("ignore", "(a+)+$", "may take too long to match")), compressed(ignore=["re:(a+)+$"]),
+    ),
+    "scales of a KV cache that are not one per head": Case(
+        refused(error("k_scale", "one per KV head", "one scale per layer")),
+        both(
+            compressed(kv_cache_scheme={"num_bits": 8}),
+            put(f"{LAYER}.self_attn.k_scale", lambda _: torch.ones(3)),
+        ),
+    ),
     "torchao with the layout of a kernel": Case(
         refused(error(UP, "Int4TilePackedTo4dTensor", "split the unquantized checkpoint")), tile_packed,
     ),
@@ -560,7 +582,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 217, "error": 213, "warning": 8, "na": 292}
+COUNTS = {"right": 217, "error": 222, "warning": 8, "na": 313}
 
 
 def counts() -> Counter[str]:

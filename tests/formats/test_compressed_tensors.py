@@ -1,5 +1,8 @@
 """Formats of compressed-tensors: the library quantizes, and its decompressor is the oracle."""
 
+import json
+import math
+import shutil
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -7,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.errors import RunError, SplitCheckpointError
+from shardconv.errors import PlanError, RunError, SplitCheckpointError
 from tests.support.checkpoints import contents
 from tests.support.compressed import dequantize, write_compressed
 from tests.support.manifests import change_manifest
-from tests.support.models import read
+from tests.support.models import change_config, read
 from tests.support.quantized import SIZES, check_commands, check_padding, check_run, check_values, rank_file
 
 SCHEMES = (
@@ -65,6 +68,53 @@ def test_full_experts_on_each_rank(compressed, unquantized, tmp_path, scheme):
     assert torch.equal(dequantize(source, held[1])[expert], full)
     shardconv.merge(tmp_path / "split", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(source)
+
+
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True, "dynamic": False}
+ATTENTION = "model.layers.0.self_attn"
+
+
+def with_cache_scales(source: Path, folder: Path, shape: tuple[int, ...]) -> Path:
+    """A copy with scales of the KV cache, which the library writes as [heads, 1, 1]."""
+    shutil.copytree(source, folder)
+    tensors = read(folder)
+    for at, name in enumerate(("k_scale", "v_scale")):
+        tensors[f"{ATTENTION}.{name}"] = torch.arange(at, at + math.prod(shape)).reshape(shape).bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    change_config(folder, {"quantization_config": {**settings, "kv_cache_scheme": KV_SCHEME}})
+    return folder
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_ASYM", "FP8"])
+@pytest.mark.parametrize("shape", [(4,), (4, 1, 1)])
+def test_cache_scales_per_head_are_those_of_the_heads(compressed, tmp_path, scheme, shape):
+    """Also where several ranks have the same KV head."""
+    source = with_cache_scales(compressed(scheme, "llama"), tmp_path / "source", shape)
+    full = read(source)
+    for tp in (2, 4, 8):
+        shardconv.split(source, tmp_path / f"tp{tp}", tp=tp)
+        for rank in range(tp):
+            local = load_file(rank_file(tmp_path / f"tp{tp}", rank, tp))
+            heads = [rank * 4 // tp] if tp > 2 else [2 * rank, 2 * rank + 1]
+            for name in ("k_scale", "v_scale"):
+                assert torch.equal(local[f"{ATTENTION}.{name}"], full[f"{ATTENTION}.{name}"][heads])
+    check_commands(source, tmp_path, tmp_path / "tp2", "k_scale", tp=2, reshard=8)
+
+
+@pytest.mark.parametrize(("model", "shape"), [("llama", (8, 1, 1)), ("llama", (4, 32)), ("phi3", (4, 1, 1))])
+def test_cache_scales_of_another_shape_are_refused(compressed, tmp_path, model, shape):
+    """phi3 does not have a separate projection for keys."""
+    source = with_cache_scales(compressed("FP8", model), tmp_path / "source", shape)
+    with pytest.raises(PlanError, match=r"self_attn.k_scale has shape \[.*expected one element, or one per KV head"):
+        shardconv.make_plan(source, tp=2)
+
+
+def test_padding_of_cache_scales_is_refused(compressed, tmp_path):
+    """Keys are divided by it."""
+    source = with_cache_scales(compressed("FP8", "padded"), tmp_path / "source", (6, 1, 1))
+    with pytest.raises(PlanError, match="the zero would be a scale to divide by"):
+        shardconv.split(source, tmp_path / "out", tp=4, pad=True)
 
 
 def test_the_plan_of_a_quantized_source_is_proven(compressed):

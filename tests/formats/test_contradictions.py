@@ -92,7 +92,13 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     "another format": (
         settings(lambda table: table["config_groups"]["group_0"].update(format="marlin-24")), "format 'marlin-24' is",
     ),
-    "sparsity": (settings(lambda table: table.update(sparsity_config={"format": "sparse-24"})), "sparsity_config is"),
+    "sparsity": (
+        settings(lambda table: table.update(sparsity_config={"format": "sparse-24-bitmask"})),
+        "sparsity_config with format 'sparse-24-bitmask' is not supported: .* without sparse compression",
+    ),
+    "sparsity without a format": (
+        settings(lambda table: table.update(sparsity_config={"targets": []})), "sparsity_config with format '' is not",
+    ),
     "transforms": (
         settings(lambda table: table.update(transform_config={"config_groups": {"u": {}}})), "transform_config is",
     ),

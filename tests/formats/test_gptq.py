@@ -248,6 +248,12 @@ def test_padding_of_awq_is_zero(tmp_path):
     assert check_padding(source, 4, partial(dequantize, settings=settings_of(source)), tmp_path) == 7
 
 
+def test_pad_of_a_quantized_checkpoint_is_refused(tmp_path):
+    source = write_gptq(tmp_path / "source", bits=4, group=32, **PADDED)
+    with pytest.raises(PlanError, match=r"is quantized, and shardconv pad only supports .* split --tp 4 --pad"):
+        shardconv.pad(source, tmp_path / "out", tp=4)
+
+
 @pytest.mark.parametrize("options", [{"group": -1}, {"group": 32, "act_order": True}])
 def test_padding_with_scales_of_other_features_is_refused(tmp_path, options):
     source = write_gptq(tmp_path / "source", bits=4, **options, **PADDED)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,5 +84,44 @@ def refusal(tensors: dict[str, TensorSpec], settings: Any) -> str:
 
 
 def test_invalid_pattern_is_refused():
-    with pytest.raises(PlanError, match=r"ignore: 're:\(' is not a regular expression"):
+    with pytest.raises(PlanError, match=r"ignore: '\(' is not a regular expression"):
         read_settings({**SETTINGS["compressed-tensors"][0], "ignore": ["re:("]})
+
+
+LAYERS = [f"model.layers.{at}.mlp.{'a' * 60}" for at in range(1000)]
+SLOW = (
+    "(a+)+$", "^(a|aa)*$", "(?:a*)*b", "(a{1,9}){1,9}", "((a+)b?)+", "([a-z]+)+$", r"(\w+\.)+x", "(a?){50}",
+    ".*a*.*a*.*a*x", "a?" * 30 + "a" * 30, ".*.*.*.*.*.*x",
+)  # fmt: skip
+QUICK = (
+    ".*", "model.layers.[0-9]+.mlp", r".*\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj",
+    r"^(?!.*experts).*$", r".*layers\.(0|1|2)\.", "(?:model[.])?lm_head", ".*(q|k|v)_proj$", r".*\(a+\)+",
+    "[(a+)+]", "[]a]+", r"a\*\*\*\*\*\*",
+)  # fmt: skip
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("pattern", SLOW)
+@pytest.mark.parametrize("key", ["ignore", "targets"])
+def test_pattern_that_takes_too_long_is_refused(pattern, key):
+    table = copy.deepcopy(SETTINGS["compressed-tensors"][0])
+    (table if key == "ignore" else table["config_groups"]["group_0"])[key] = [f"re:{pattern}"]
+    with pytest.raises(PlanError, match=f"{key}: the pattern .* may take too long to match"):
+        read_settings(table)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("pattern", QUICK)
+def test_other_patterns_are_quick(pattern):
+    settings = read_settings({**SETTINGS["compressed-tensors"][0], "ignore": [f"re:{pattern}"]})
+    assert all(bool(settings.ignoring(layer)) is bool(re.match(pattern, layer)) for layer in LAYERS)
+
+
+def test_patterns_that_take_too_long_together_are_refused(monkeypatch):
+    """One match takes seconds at most."""
+    monkeypatch.setattr("shardconv.formats.settings._MAX_SECONDS", 0.2)
+    settings = read_settings({**SETTINGS["compressed-tensors"][0], "ignore": ["re:.*a.*a.*a.*ax"]})
+    with pytest.raises(PlanError, match=r"its patterns take more than 0.2 seconds to match \('re:"):
+        [settings.ignoring(layer) for layer in LAYERS]
+    with pytest.raises(PlanError, match=r"has 129 characters \(expected at most 128 for patterns"):
+        settings.ignoring("a" * 129)

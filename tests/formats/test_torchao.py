@@ -230,6 +230,8 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "two formats": (lambda entry: entry.update(_type="Int4Tensor"), "Int4Tensor, Int8Tensor in one checkpoint"),
     "block size": (lambda entry: entry["_data"].update(block_size=[1, 64]), r"scale has shape \[128, 1\] \(expected"),
     "invalid block size": (lambda entry: entry["_data"].update(block_size="x"), "block_size in the metadata is 'x'"),
+    "block size of one dim": (lambda entry: entry["_data"].update(block_size=[256]), "needs a block size"),
+    "no data": (lambda entry: entry.pop("_data"), "block_size in the metadata is None"),
     "unquantized": (lambda entry: entry.update(_type="Tensor"), f"{LAYER}._weight_scale needs a block size"),
 }  # fmt: skip
 
