@@ -10,10 +10,10 @@ from shardconv.checkpoint.header import num_bytes
 from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
-from shardconv.checkpoint.stored_plan import resolver_of
+from shardconv.checkpoint.stored_plan import quantized_tensors, resolver_of
 from shardconv.errors import UsageError
 from shardconv.layouts.layout import NATIVE
-from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.plan import Plan, TensorSpec, num_quantized, quantized_blocks
 from shardconv.plan.rules import AUTO
 from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, TpSizes
 
@@ -54,6 +54,8 @@ class PlanReport:
         rank_bytes: for each rank the bytes of its tensors.
         tensors: the placement of each tensor.
         layout: of the rank files of a split checkpoint; native for a source.
+        num_quantized: number of quantized weights.
+        quantized_blocks: their groups, blocks and packed words, such as ``128-wide group``.
     """
 
     source: str
@@ -70,6 +72,8 @@ class PlanReport:
     rank_bytes: tuple[int, ...]
     tensors: tuple[TensorReport, ...]
     layout: str = NATIVE.name
+    num_quantized: int = 0
+    quantized_blocks: tuple[str, ...] = ()
 
 
 def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOptions]) -> PlanReport:
@@ -79,7 +83,7 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
     """
     if is_split(path := local_path(src)):
         return _report_stored(path, tp, options)
-    source, _, _, (resolver, assumed), _ = plan_source(src, **options)
+    source, specs, _, (resolver, assumed), _ = plan_source(src, **options)
     sizes = resolver.tp_sizes()
     tp_plan = None if tp is None else resolver.plan(tp, assumed=assumed)
     tensors = () if tp_plan is None else tensor_reports(source.specs, tp_plan)
@@ -97,6 +101,8 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
         padding=NO_PADDING if tp is None else resolver.padding(tp),
         rank_bytes=() if tp_plan is None else rank_bytes(tensors, tp_plan.tp),
         tensors=tensors,
+        num_quantized=num_quantized(specs),
+        quantized_blocks=quantized_blocks(specs),
     )
 
 
@@ -136,6 +142,8 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         rank_bytes=rank_bytes(tensors, plan.tp),
         tensors=tensors,
         layout=manifest.layout.name,
+        num_quantized=num_quantized(quantized_tensors(manifest)),
+        quantized_blocks=quantized_blocks(quantized_tensors(manifest)),
     )
 
 

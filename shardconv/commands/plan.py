@@ -4,6 +4,7 @@ import gc
 import re
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 _LISTED = 16
 
 #: The number of a layer or expert in a tensor's name, with the dot before it.
+_NUMBER = re.compile(r"\d+")
+#: Alternatives in the pattern of a rule.
+_ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -162,15 +166,16 @@ def _verdict(report: "ProofReport") -> str:
 def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
     rules = f"family {report.family}{layout_note(report.layout)}"
     lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, {rules}"]
+    if report.num_quantized:
+        blocks_of = f" ({', '.join(report.quantized_blocks)})" if report.quantized_blocks else ""
+        lines.append(f"{counted(report.num_quantized, 'quantized weight')}{blocks_of}")
     lines += found
     lines.append(f"supported tp: {', '.join(map(str, report.supported_tp)) or 'none'}")
-    blocks: dict[str, list[BlockedTp]] = {}
+    blocks: dict[tuple[str, str], list[BlockedTp]] = {}
     for blocked in report.blocked_tp:
-        blocks.setdefault(blocked.tensor, []).append(blocked)
-    for tensor, by_tensor in blocks.items():
-        lines.append(
-            f"unsupported tp: {ranges([blocked.tp for blocked in by_tensor])}; {tensor}: {by_tensor[0].reason}"
-        )
+        blocks.setdefault((blocked.tensor, _NUMBER.sub("", blocked.reason)), []).append(blocked)
+    for (tensor, _), equal in blocks.items():
+        lines.append(f"unsupported tp: {ranges([blocked.tp for blocked in equal])}; {tensor}: {equal[0].reason}")
     if report.padded_tp:
         sizes_with = [f"{one.tp} ({one.memory:.1%})" for one in report.padded_tp if one.tp <= _LISTED]
         others = len(report.padded_tp) - len(sizes_with)
@@ -192,7 +197,14 @@ def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]
 
 def _plan_row(name: str, tensor: "TensorReport", count: int) -> tuple[str, ...]:
     shards = " ".join(dict.fromkeys(map(_shape, tensor.shard_shapes)))
-    return name, str(count), tensor.dtype, _shape(tensor.shape), shards, tensor.placement, tensor.reason
+    reason = _ALTERNATIVES.sub(partial(_alternative, tensor.name), tensor.reason)
+    return name, str(count), tensor.dtype, _shape(tensor.shape), shards, tensor.placement, reason
+
+
+def _alternative(name: str, choice: re.Match[str]) -> str:
+    """The alternative of a rule's pattern that the name of a tensor contains, for a narrow column."""
+    found = [each for each in choice[1].split(",") if each and each in name]
+    return max(found, key=len, default="{...}")
 
 
 def _shape(shape: tuple[int, ...]) -> str:

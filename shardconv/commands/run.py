@@ -187,7 +187,11 @@ def _figures(report: "RunReport") -> list[str]:
         f"{report.load_seconds:.2f} s, {size(report.load_bytes / report.load_seconds)}/s; peak memory per rank {memory}"
     ]
     if report.dequantized_bytes is not None:
-        lines.append(f"dequantized while loading: {size(report.dequantized_bytes)} of parameters per rank")
+        dtype = "" if report.differences is None else ", in float32 for --check"
+        lines.append(
+            f"dequantized while loading: {size(report.dequantized_bytes)} of parameters per rank{dtype}; activations "
+            f"are not quantized"
+        )
     if report.first_token_seconds is not None:
         speed = f", then {report.tokens_per_second:.1f} tokens/s" if report.tokens_per_second else ""
         lines.append(f"first token after {report.first_token_seconds:.3f} s{speed}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, NotRequired, Self, TypedDict
 
-from shardconv.plan.grid import Grid, GridJson
+from shardconv.plan.grid import VALUES, Grid, GridJson
 from shardconv.plan.placement import Placement, PlacementJson
 from shardconv.plan.rule_set import RuleSet, RuleSetJson
 
@@ -35,6 +35,18 @@ def logical_tensors(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         elif spec.grid.axes:
             found[spec.grid.logical_name(name)] = TensorSpec("BF16", spec.grid.shape)
     return found
+
+
+def num_quantized(tensors: Mapping[str, TensorSpec]) -> int:
+    """The number of quantized weights."""
+    return sum(spec.grid is not None and spec.grid.role == VALUES for spec in tensors.values())
+
+
+def quantized_blocks(tensors: Mapping[str, TensorSpec]) -> tuple[str, ...]:
+    """The groups, blocks and packed words of quantized weights, each as ``128-wide group``."""
+    grids = {spec.grid for spec in tensors.values() if spec.grid is not None}
+    dims = {(dim.kind, dim.elements) for grid in grids for dim in grid.dims if dim.kind}
+    return tuple(f"{elements}-wide {kind}" for kind, elements in sorted(dims))
 
 
 class Reason(NamedTuple):

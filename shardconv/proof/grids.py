@@ -4,7 +4,7 @@ Weights with equal grids and placements are one kind, of which one is compared. 
 is not sharded only a few blocks.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import lcm
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.layers.sharding import take_shard
-from shardconv.plan.grid import GROUP_INDEX, PLAIN, SCALE, SHAPE, ZERO_POINT, Grid
+from shardconv.plan.grid import GROUP_INDEX, PLAIN, SCALE, SHAPE, VALUES, ZERO_POINT, Grid
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
-from shardconv.runtime.dequantize import Stored, dequantize
+from shardconv.runtime.dequantize import Stored, dequantize, is_readable
 
 #: Blocks of a dim that is not sharded.
 _BLOCKS = 2
@@ -42,6 +42,8 @@ def grid_differences(tensors: Mapping[str, TensorSpec], weights: Plan, stored: P
         placed = [(stored.tensors[each].placement, stored.tensors[each].edits) for each in layer]
         kinds.setdefault((weights.placement(name), *layer.values(), *placed), name)
     for name in kinds.values():
+        if not all(is_readable(spec.grid) for spec in layers[name].values() if spec.grid is not None):
+            continue  # packed for the kernels of one GPU
         planned = {each: stored.tensors[each] for each in layers[name]}
         yield name, _difference(layers[name], weights.placement(name), planned)
 
@@ -54,15 +56,22 @@ def _difference(layer: _Weight, placement: Placement, planned: Mapping[str, Tens
     full = {name: _random(spec, shape, groups, generator) for name, spec in layer.items()}
     expected = dequantize([Stored(full[name], grid) for name, grid in grids.items()], shape, torch.float32)
     for rank in range(placement.tp):
-        shards = {name: _shard(tensor, planned[name], rank) for name, tensor in full.items()}
-        local = placement.shard_shape(shape, rank)
-        for name, grid in grids.items():
-            if grid.values != PLAIN and not torch.equal(shards[name], _integers(grid, local).to(shards[name].dtype)):
-                return f"rank {rank} of {placement.tp} has integers of another shard in {name}"
-        found = dequantize([Stored(shards[name], grid) for name, grid in grids.items()], local, torch.float32)
-        if not torch.equal(found, take_shard(expected, placement, rank)):
-            return f"rank {rank} of {placement.tp} has values of another shard"
+        shards = {name: Stored(_shard(tensor, planned[name], rank), grids[name]) for name, tensor in full.items()}
+        if problem := _shard_difference(shards, take_shard(expected, placement, rank)):
+            return f"rank {rank} of {placement.tp} has {problem}"
     return ""
+
+
+def _shard_difference(shards: Mapping[str, Stored], expected: Tensor) -> str:
+    """Compare the stored tensors of a rank with its shard of the dequantized weight; return what differs, or ""."""
+    if not expected.numel():  # the rank does not have this weight
+        has_values = any(one.tensor.numel() for one in shards.values() if one.grid.role == VALUES)
+        return "values of a weight that it does not have" if has_values else ""
+    for name, (tensor, grid) in shards.items():
+        if grid.values != PLAIN and not torch.equal(tensor, _integers(grid, expected.shape).to(tensor.dtype)):
+            return f"integers of another shard in {name}"
+    found = dequantize([*shards.values()], expected.shape, torch.float32)
+    return "" if torch.equal(found, expected) else "values of another shard"
 
 
 def _reduced(grids: list[Grid], placement: Placement) -> tuple[int, ...]:
@@ -100,10 +109,10 @@ def _random(spec: TensorSpec, shape: tuple[int, ...], groups: int, generator: to
     return torch.randint(limits.min, limits.max, sizes, generator=generator, dtype=torch.int64).to(dtype)
 
 
-def _integers(grid: Grid, shape: tuple[int, ...]) -> Tensor:
+def _integers(grid: Grid, shape: Sequence[int]) -> Tensor:
     """The integers of a tensor whose values follow from the shape of the weight, or of a shard."""
     if grid.values == SHAPE:
-        return torch.tensor(shape)
+        return torch.tensor([*shape])
     assert grid.values == GROUP_INDEX
     size = shape[grid.dims[-1].dim or 0]
     return torch.arange(size) // (grid.group or size or 1)

@@ -6,6 +6,7 @@ A grid holds everything that is needed, so no quantization settings are read her
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import lcm, prod
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ from shardconv.plan.grid import (
     Grid,
     GridDim,
 )
+
+#: Elements of a weight that are computed at once.
+_BAND_ELEMENTS = 1 << 24
 
 #: The values of E2M1, the floating-point format of 4 bits of MXFP4 and NVFP4, by code.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -75,25 +79,35 @@ def dequantize(stored: Sequence[Stored], shape: Sequence[int], dtype: torch.dtyp
 
     Args:
         stored: the tensors that store it, full or of one rank.
-        shape: of the result; more than two dims are computed one entry of the first dim after another.
+        shape: of the result.
         dtype: of the result.
 
     Returns:
         (values - zero point) * (scale * factor / divisor), computed in float32.
     """
-    if len(shape) > 2:
-        result = torch.empty(tuple(shape), dtype=dtype)
-        for at in range(shape[0]):
-            entry = [one._replace(tensor=_entry(one, at)) for one in stored]
-            result[at : at + 1] = _weight(entry, (1, *shape[1:]))
-        return result
-    return _weight(stored, shape).to(dtype)
+    result = torch.empty(tuple(shape), dtype=dtype)
+    for start, stop in _bands(stored, shape):
+        band = [one._replace(tensor=_narrow(one, start, stop)) for one in stored]
+        result[start:stop] = _weight(band, (stop - start, *shape[1:]))
+    return result
 
 
-def _entry(stored: Stored, at: int) -> Tensor:
-    """One entry of the first dim of the weight; all of a tensor that does not have this dim."""
-    dims = stored.grid.dims
-    return stored.tensor[at : at + 1] if dims and dims[0].dim == 0 else stored.tensor
+def _bands(stored: Sequence[Stored], shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of dim 0 of the weight, of full blocks and few elements, as temporary tensors are larger."""
+    if not prod(shape):
+        return
+    block = lcm(*(dim.elements for one in stored for dim in one.grid.dims if dim.dim == 0))
+    size = max(_BAND_ELEMENTS // prod(shape[1:]) // block, 1) * block
+    yield from ((start, min(start + size, shape[0])) for start in range(0, shape[0], size))
+
+
+def _narrow(stored: Stored, start: int, stop: int) -> Tensor:
+    """The part of a stored tensor for a range of dim 0 of the weight; all of a tensor that does not have this dim."""
+    for at, dim in enumerate(stored.grid.dims):
+        if dim.dim == 0:
+            first, last = start // dim.elements * dim.entries, -(-stop // dim.elements) * dim.entries
+            return stored.tensor.narrow(at, first, last - first)
+    return stored.tensor
 
 
 def _weight(stored: Sequence[Stored], shape: Sequence[int]) -> Tensor:
@@ -182,3 +196,8 @@ _READ: Mapping[str, Callable[[Tensor], Tensor]] = {
     "e8m0": lambda tensor: tensor.view(torch.float8_e8m0fnu).float(),
     "int8_absmax": lambda tensor: tensor.float() / 127,
 }
+
+
+def is_readable(grid: Grid) -> bool:
+    """Whether the numbers of a stored tensor can be read."""
+    return grid.numbers in _UNPACKED or grid.numbers in _READ

@@ -66,7 +66,8 @@ def load(
         verify: check the rank's file against its checksums first, for which it is read twice. Without it, damaged or
             exchanged files are loaded as they are.
         dequantize: load quantized layers as unquantized ones, with weights in ``dtype``, by default that of the config.
-            They need memory on a CPU, too. Activations and KV caches are not quantized.
+            They need memory on a CPU, too. Activations and KV caches are not quantized. Without it, quantized layers
+            need a ``model`` that has the stored tensors.
         unused: patterns of tensors that the model need not use, such as ``*.pooler.*``. MTP layers, constants of old
             checkpoints, poolers and heads of pretraining need no pattern.
         trust_remote_code: run code of the checkpoint for its model.
@@ -92,6 +93,8 @@ def load(
     dequantizer = (
         run_on_all(axis, partial(Dequantizer.of_rank, manifest, folder, plan, axis.rank, dtype)) if dequantize else None
     )
+    if not dequantize and (model is None or dtype is not None):  # a module of the caller may take the stored values
+        run_on_all(axis, partial(refuse_quantized, manifest, folder))
     loading = _Loading(folder, manifest, plan, axis, found_device, dtype, dequantizer)
     total = manifest.rank_layout.file_bytes[axis.rank]
     steps = _split_progress(progress, verify + dequantize + loading.is_moved, total)
@@ -209,8 +212,6 @@ def _build_by_caller(
 
 def _class_builder(loading: _Loading, unused: Sequence[str], is_trusted: bool) -> _Build:
     """Return the function that builds, converts and fills the model that the config names."""
-    if loading.dequantizer is None:
-        run_on_all(loading.axis, partial(refuse_quantized, loading.manifest, loading.folder))
     find = partial(find_model_class, loading.folder, loading.manifest.config, is_trusted=is_trusted)
     kind = run_on_all(loading.axis, find)
     return partial(_build_by_config, kind, loading, unused)

@@ -15,16 +15,17 @@ from torch import Tensor
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.stored_plan import quantized_tensors
+from shardconv.convert.model import DTYPE_NAMES
 from shardconv.errors import RunError, SplitCheckpointError
 from shardconv.formatting import size
 from shardconv.plan.grid import VALUES
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.quantization import SETTINGS_KEY
-from shardconv.runtime.dequantize import dequantize_all
+from shardconv.runtime.dequantize import dequantize_all, is_readable
 from shardconv.runtime.device import num_bytes
 
 #: Dtypes of weights, as safetensors names them.
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,13 @@ class Dequantizer:
         Args:
             specs: the tensors of the source, with grids.
             dtype: of dequantized weights.
+
+        Raises:
+            RunError: if weights do not have this dtype, or a format cannot be dequantized.
         """
-        [loaded] = (name for name, each in _DTYPES.items() if each == dtype)
+        if (loaded := DTYPE_NAMES.get(dtype)) not in _DTYPES:
+            raise RunError(f"dtype is {dtype} (expected one of {', '.join(map(str, _DTYPES.values()))})")
+        _check_formats(specs)
         unquantized = {name for name, spec in specs.items() if spec.grid is None}
         weights = {
             name: spec if name in unquantized else spec._replace(dtype=loaded)
@@ -72,15 +78,7 @@ class Dequantizer:
             RunError: if the checkpoint does not have quantized layers.
             SplitCheckpointError: if the manifest does not have what is needed to dequantize them.
         """
-        specs = quantized_tensors(manifest)
-        grids = [spec.grid for spec in specs.values() if spec.grid is not None]
-        if not grids:
-            raise RunError(f"{folder}: is not quantized: remove --dequantize (dequantize=True)")
-        if not any(grid.role == VALUES for grid in grids):
-            raise SplitCheckpointError(
-                f"{folder}: its manifest, of an earlier version, does not describe how values are stored: merge it and "
-                f"split it again (shardconv merge {folder} -o MERGED; shardconv split MERGED --tp {manifest.tp})"
-            )
+        specs = require_quantized(manifest, folder)
         full = cls.of_source(specs, dtype or _weight_dtype(manifest.config, specs))
         weights = {
             name: spec._replace(shape=plan.placement(name).shard_shape(spec.shape, rank))
@@ -99,14 +97,43 @@ class Dequantizer:
             Name to tensor of the same model without quantization.
         """
         grids = {name: spec.grid for name, spec in self.specs.items()}
-        total = sum(tensor.nbytes for name, tensor in tensors.items() if grids[name] is not None)
+        total = sum(tensor.nbytes for name, tensor in tensors.items() if (grid := grids[name]) and grid.axes)
         shapes = {name: spec.shape for name, spec in self.weights.items()}
         report = None if progress is None else partial(_report, progress, total)
         return dict(dequantize_all(tensors, grids, shapes, self.dtype, report))
 
 
+def _check_formats(specs: Mapping[str, TensorSpec]) -> None:
+    """Refuse values whose numbers are not known here."""
+    for name, spec in specs.items():
+        if spec.grid is not None and spec.grid.role == VALUES and not is_readable(spec.grid):
+            raise RunError(
+                f"{name}: its values are packed for the kernels of one GPU, and cannot be dequantized: split and load "
+                f"the unquantized checkpoint"
+            )
+
+
 def _report(progress: Progress, total: int, done: int) -> None:
     progress(done, total)
+
+
+def require_quantized(manifest: Manifest, folder: Path) -> dict[str, TensorSpec]:
+    """The source tensors of a split checkpoint, some of which are those of quantized layers.
+
+    Raises:
+        RunError: if the checkpoint does not have quantized layers.
+        SplitCheckpointError: if the manifest does not have what is needed to dequantize them.
+    """
+    specs = quantized_tensors(manifest)
+    grids = [spec.grid for spec in specs.values() if spec.grid is not None]
+    if not grids:
+        raise RunError(f"{folder}: is not quantized: remove --dequantize (dequantize=True)")
+    if not any(grid.role for grid in grids):
+        raise SplitCheckpointError(
+            f"{folder}: its manifest, of an earlier version, does not describe how values are stored: merge it and "
+            f"split it again (shardconv merge {folder} -o MERGED; shardconv split MERGED --tp {manifest.tp})"
+        )
+    return specs
 
 
 def refuse_quantized(manifest: Manifest, folder: Path) -> None:
@@ -128,11 +155,17 @@ def refuse_quantized(manifest: Manifest, folder: Path) -> None:
 
 
 def _weight_dtype(config: Mapping[str, object] | None, specs: Mapping[str, TensorSpec]) -> torch.dtype:
-    """The dtype of dequantized weights: that of the config, else that of most unquantized tensors."""
-    tables = [config or {}]
-    if isinstance(nested := tables[0].get("text_config"), Mapping):
-        tables.append(nested)
-    names = {str(table.get("dtype", table.get("torch_dtype"))) for table in tables}
-    found = [dtype for dtype in _DTYPES.values() if str(dtype).removeprefix("torch.") in names]
-    found = found or [_DTYPES[spec.dtype] for spec in specs.values() if spec.grid is None and spec.dtype in _DTYPES]
-    return max(set(found), key=found.count, default=torch.bfloat16)
+    """The dtype of dequantized weights: that of the config, else that of most bytes of unquantized tensors.
+
+    It is the same on all ranks.
+    """
+    top = config or {}
+    nested = top.get("text_config")
+    names = [table.get("dtype", table.get("torch_dtype")) for table in (top, nested) if isinstance(table, Mapping)]
+    by_name = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
+    sizes = dict.fromkeys(_DTYPES, 0)
+    for spec in specs.values():
+        if spec.grid is None and spec.dtype in sizes:
+            sizes[spec.dtype] += num_bytes(spec)
+    most = max(sizes, key=sizes.__getitem__)
+    return next((by_name[str(name)] for name in names if name in by_name), _DTYPES[most])

@@ -38,6 +38,7 @@ from shardconv.runtime.prompts import (
     default_ids,
     parse_ids,
 )
+from shardconv.runtime.quantized_shards import refuse_quantized, require_quantized
 from shardconv.runtime.run_options import RunOptions, RunReport
 
 #: Opens a progress display; see :func:`~shardconv.load`.
@@ -55,6 +56,7 @@ def check_run(path: Path, prompts: Sequence[str], options: RunOptions) -> int:
     """
     manifest = read_manifest(path)
     check_config(path, manifest.config)
+    (require_quantized if options.dequantize else refuse_quantized)(manifest, path)
     if not options.token_ids:
         check_tokenizer(path)
     for prompt in prompts if options.token_ids else ():

@@ -18,7 +18,15 @@ from tests.support.checkpoints import contents
 from tests.support.compressed import dequantize, write_compressed
 from tests.support.manifests import change_manifest
 from tests.support.models import change_config, read
-from tests.support.quantized import SIZES, check_commands, check_padding, check_run, check_values, rank_file
+from tests.support.quantized import (
+    SIZES,
+    check_commands,
+    check_padding,
+    check_run,
+    check_values,
+    loaded_values,
+    rank_file,
+)
 
 SCHEMES = (
     "W4A16", "W4A16_ASYM", "W8A16", "W3A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4",
@@ -139,6 +147,44 @@ def test_dequantized_models_compute_the_same(compressed, tmp_path, scheme, model
     check_run(compressed(scheme, model), tmp_path / "split")
 
 
+@pytest.mark.parametrize("scheme", ["W4A16_ASYM", "NVFP4"])
+def test_dequantized_experts_of_each_rank(compressed, tmp_path, scheme):
+    """With ``--experts expert`` a rank has empty shards of the experts of other ranks."""
+    source = compressed(scheme, "qwen3_moe")
+    expert = "model.layers.0.mlp.experts.1.down_proj.weight"
+    full = dequantize(source, read(source))[expert]
+    check_run(source, tmp_path / "split", experts="expert")
+    assert torch.equal(loaded_values(tmp_path / "split", 1, full.dtype)[expert], full)
+    assert loaded_values(tmp_path / "split", 0, full.dtype)[expert].numel() == 0
+
+
+def test_a_plan_with_full_experts_on_each_rank_is_proven(compressed):
+    report = shardconv.prove(compressed("W4A16_ASYM", "qwen3_moe"), tps=(2,), experts="expert")
+    assert (report.grid_differences, report.is_proven) == ((), True)
+
+
+def test_dtype_that_weights_cannot_have_is_refused(compressed, tmp_path):
+    shardconv.split(compressed("W4A16", "llama"), tmp_path / "split", tp=1)
+    with pytest.raises(RunError, match=r"dtype is torch.float64 \(expected one of torch.bfloat16"):
+        shardconv.load(tmp_path / "split", device="cpu", dequantize=True, dtype=torch.float64)
+
+
+def test_dtype_of_stored_values_is_refused(compressed, tmp_path):
+    """A module of the caller may take the stored values, but codes are not converted."""
+    shardconv.split(compressed("FP8", "llama"), tmp_path / "split", tp=1)
+    with pytest.raises(RunError, match="is quantized: pass --dequantize"):
+        shardconv.load(tmp_path / "split", device="cpu", model=torch.nn.Module, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("bands", [1, 10_000])
+def test_bands_of_rows_have_the_values_of_the_weight(compressed, tmp_path, monkeypatch, bands):
+    source = compressed("FP8_BLOCK", "llama")
+    shardconv.split(source, tmp_path / "split", tp=1)
+    monkeypatch.setattr("shardconv.runtime.dequantize._BAND_ELEMENTS", bands)
+    loaded = loaded_values(tmp_path / "split", 0, torch.bfloat16)
+    assert all(torch.equal(loaded[name], weight) for name, weight in dequantize(source, read(source)).items())
+
+
 def test_quantized_models_are_not_run_as_they_are(compressed, tmp_path):
     shardconv.split(compressed("W4A16", "llama"), tmp_path / "split", tp=1)
     with pytest.raises(
@@ -169,7 +215,10 @@ def test_a_manifest_without_roles_is_refused(compressed, tmp_path):
 
 
 def test_progress_of_dequantization_ends_at_the_total(compressed, tmp_path):
-    shardconv.split(compressed("W4A16", "llama"), tmp_path / "split", tp=1)
+    source = shutil.copytree(compressed("W4A16", "llama"), tmp_path / "source")
+    scales = {f"model.layers.0.self_attn.{kind}_scale": torch.ones(1) for kind in "kv"}
+    save_file(read(source) | scales, source / "model.safetensors", metadata={"format": "pt"})
+    shardconv.split(source, tmp_path / "split", tp=1)
     calls: list[tuple[int, int]] = []
     shardconv.load(tmp_path / "split", device="cpu", dequantize=True, progress=lambda *step: calls.append(step))
     assert calls[-1][0] == calls[-1][1]

@@ -154,9 +154,9 @@ def loaded_values(split: Path, rank: int, dtype: torch.dtype) -> Tensors:
     return Dequantizer.of_rank(manifest, split, plan, rank, dtype).dequantize(map_rank_file(manifest, split, rank))
 
 
-def check_run(source: Path, out: Path, *, tp: int = 2) -> None:
+def check_run(source: Path, out: Path, *, tp: int = 2, experts: str = "tensor") -> None:
     """Split, run with dequantized weights, and compare with the unsharded model of the dequantized source."""
-    shardconv.split(source, out, tp=tp)
+    shardconv.split(source, out, tp=tp, experts=experts)
     options = ["--token-ids", "1 2 3 4", "--max-new-tokens", "2", "--device", "cpu", "--json"]
     result = run("run", out, "--dequantize", *options, "--check", source)
     assert result.code == 0, result.err
