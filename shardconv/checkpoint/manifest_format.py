@@ -43,7 +43,7 @@ _RULES = {
     "family": str,
     "experts": str,
     "uncertain": str,
-    "scopes": [_MODEL_RULES],
+    "models": [_MODEL_RULES],
 }
 _PLACED = {
     "placement": {"dim": (int, None), "size": int, "ranks": [[(int, [int])]]},
@@ -155,10 +155,13 @@ def checked(data: Mapping[str, object]) -> ManifestJson:
         body["layout"] = DCP.to_json(())
     if version < _WITH_RULES:
         body = _upgraded(body)
+    elif version < FORMAT_VERSION:
+        try:
+            body = _with_renamed_keys(body)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError("its rules have a missing key or a wrong type") from error
     if not _fits(body, _SCHEMA) or (body["plan"]["rules"] is None) is not (version < _WITH_RULES):
         raise ValueError("one of its fields is missing or has the wrong type")
-    if _WITH_RULES <= version < FORMAT_VERSION:
-        body = _with_renamed_keys(body)
     return cast("ManifestJson", body)
 
 
@@ -201,28 +204,31 @@ def _upgraded_placement(data: dict[str, Any]) -> dict[str, Any]:
 #: Keys of units and of rules in version 3 to those since version 4.
 _RENAMED_IN_UNITS = {"copies": "replicate", "whole": "shard_if_divisible"}
 _RENAMED_IN_RULES = {"parts": "segments", "part": "segment"}
+_RENAMED_IN_MODULES = {"copied_input": "allreduce_input_grad", "summed_output": "allreduce_output"}
 
 
 def _with_renamed_keys(body: dict[str, Any]) -> dict[str, Any]:
     """Upgrade a manifest of version 3 to version 4: rename the keys of its rules."""
     rules = body["plan"]["rules"]
-    renamed = {**rules, "scopes": [_upgraded_scope(scope) for scope in rules["scopes"]]}
+    others = {key: value for key, value in rules.items() if key != "scopes"}
+    renamed = {**others, "models": [_upgraded_model(model) for model in rules["scopes"]]}
     return {**body, "plan": {**body["plan"], "rules": renamed}}
 
 
-def _upgraded_scope(scope: dict[str, Any]) -> dict[str, Any]:
-    modules = [
-        {**module, "slices": {name: _renamed(one, _RENAMED_IN_RULES) for name, one in module["slices"].items()}}
-        if "slices" in module
-        else module
-        for module in scope["modules"]
-    ]
+def _upgraded_model(model: dict[str, Any]) -> dict[str, Any]:
     return {
-        **scope,
-        "units": {name: _renamed(unit, _RENAMED_IN_UNITS) for name, unit in scope["units"].items()},
-        "rules": [_renamed(rule, _RENAMED_IN_RULES) for rule in scope["rules"]],
-        "modules": modules,
+        **model,
+        "units": {name: _renamed(unit, _RENAMED_IN_UNITS) for name, unit in model["units"].items()},
+        "rules": [_renamed(rule, _RENAMED_IN_RULES) for rule in model["rules"]],
+        "modules": [_upgraded_module(module) for module in model["modules"]],
     }
+
+
+def _upgraded_module(module: Mapping[str, Any]) -> dict[str, object]:
+    upgraded = _renamed(module, _RENAMED_IN_MODULES)
+    if "slices" in module:
+        upgraded["slices"] = {name: _renamed(one, _RENAMED_IN_RULES) for name, one in module["slices"].items()}
+    return upgraded
 
 
 def _renamed(table: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:

@@ -138,9 +138,9 @@ def _extensions(module: nn.Module, rule: ModuleRule, model_rules: ModelRules, ax
         yield SharedOutput, {"num_shared": model_rules.on_rank(rule.shared_output, axis.size, **rows)}
     if rule.gathered_output:
         yield GatheredOutput, {}
-    if rule.copied_input:
+    if rule.allreduce_input_grad:
         yield InputGradientAllReduce, {}
-    if rule.summed_output:
+    if rule.allreduce_output:
         yield AllReducedOutput, {"styles": getattr(module, "styles", {})}
 
 

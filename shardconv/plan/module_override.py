@@ -60,9 +60,9 @@ class ModuleRule:
         shared_output: elements at the end of the output whose gradient is all-reduced, as they are used with shards
             without a layer in between; None for none. ``rows`` is the number of rows of the module's weight.
         unfused: the layer whose weight a code path for training would read directly, which is disabled; "" for none.
-        copied_input: all-reduce the input gradient.
+        allreduce_input_grad: all-reduce the input gradient.
         gathered_output: all-gather the output.
-        summed_output: all-reduce the output.
+        allreduce_output: all-reduce the output.
         gathers: patterns of parameters of other modules that it reads, which are gathered while it computes.
         when: config fields that must have these values for the overrides to apply.
         origin: where they come from, for messages.
@@ -84,9 +84,9 @@ class ModuleRule:
     norms: str = ""
     shared_output: str | int | None = None
     unfused: str = ""
-    copied_input: bool | None = None
+    allreduce_input_grad: bool | None = None
     gathered_output: bool | None = None
-    summed_output: bool | None = None
+    allreduce_output: bool | None = None
     gathers: tuple[str, ...] = ()
     when: tuple[tuple[str, object], ...] = ()
     origin: str = ""

@@ -68,7 +68,8 @@ _MODULE_KEYS: Keys = {
     "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict,
     "slices": dict, "output": dict, "unsharded": dict, "products": dict, "functional": str,
     "norms": str, "shared_output": (str, int),
-    "unfused": str, "copied_input": bool, "gathered_output": bool, "summed_output": bool, "gathers": list, "when": dict,
+    "unfused": str, "allreduce_input_grad": bool, "gathered_output": bool, "allreduce_output": bool, "gathers": list,
+    "when": dict,
 }  # fmt: skip
 
 

@@ -45,13 +45,13 @@ class ModelRulesJson(TypedDict):
 
 
 class RuleSetJson(TypedDict):
-    """JSON form of a :class:`RuleSet`, with the same keys as its fields, except ``scopes`` for ``models``."""
+    """JSON form of a :class:`RuleSet`, with the same keys as its fields."""
 
     family: str
     experts: str
     uncertain: str
     vocab_multiple: NotRequired[int]
-    scopes: list[ModelRulesJson]
+    models: list[ModelRulesJson]
     pad: NotRequired[int]
     engine: NotRequired[str]
 
@@ -155,7 +155,7 @@ class RuleSet:
             "experts": self.experts,
             "uncertain": self.uncertain,
             "vocab_multiple": self.vocab_multiple,
-            "scopes": [_model_to_json(rules) for rules in self.models],
+            "models": [_model_to_json(rules) for rules in self.models],
         }
         if self.pad:
             data["pad"] = self.pad
@@ -173,9 +173,9 @@ class RuleSet:
         """
         if data["experts"] not in EXPERT_MODES:
             raise ValueError(f"experts is {data['experts']!r:.60}, expected one of {', '.join(EXPERT_MODES)}")
-        models = tuple(_model_from_json(rules, data["family"]) for rules in data["scopes"])
+        models = tuple(_model_from_json(rules, data["family"]) for rules in data["models"])
         if not models:
-            raise ValueError("rule set does not have scopes (expected at least one)")
+            raise ValueError("rule set does not have models (expected at least one)")
         multiple = data.get("vocab_multiple", 1)
         if type(multiple) is not int or not 1 <= multiple <= MAX_MULTIPLE:
             raise ValueError(f"vocab_multiple is {multiple!r:.60} (expected an integer from 1 to {MAX_MULTIPLE})")

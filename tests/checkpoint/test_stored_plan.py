@@ -216,7 +216,7 @@ def test_planner_that_changed_after_the_split(ranks, tmp_path):
     shardconv.split(tmp_path / "source", tmp_path / "split", tp=2)
 
     def change(data):
-        rules = data["plan"]["rules"]["scopes"][0]["rules"]
+        rules = data["plan"]["rules"]["models"][0]["rules"]
         next(rule for rule in rules if "o_proj" in rule["pattern"])["style"] = "replicate"
 
     change_manifest(tmp_path / "split", change)
@@ -264,12 +264,16 @@ def test_keys_of_format_3_are_upgraded():
     data = json.loads((DATA / "format-3" / MANIFEST_NAME).read_text())
     body = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
     slices, others = {"part": {"dim": 0, "parts": ["head"]}}, {"attributes": {"parts": "head"}, "when": {"whole": 1}}
-    body["plan"]["rules"]["scopes"][0]["modules"] = [{"pattern": "x", "slices": slices, **others}]
-    (scope,) = checked({**body, CHECKSUM_KEY: checksum(body)})["plan"]["rules"]["scopes"]
-    assert scope["modules"] == [{"pattern": "x", "slices": {"part": {"dim": 0, "segments": ["head"]}}, **others}]
-    assert scope["units"]["kv_head"] == {"count": "num_key_value_heads", "size": "head_dim", "replicate": True}
-    assert scope["units"]["half"] == {"count": "intermediate_size // 2", "shard_if_divisible": True}
-    assert (scope["rules"][2]["segments"], scope["rules"][2]["segment"]) == (["kv_head", "kv_head"], 0)
+    old = {"copied_input": True, "summed_output": True}
+    body["plan"]["rules"]["scopes"][0]["modules"] = [{"pattern": "x", "slices": slices, **old, **others}]
+    (model,) = checked({**body, CHECKSUM_KEY: checksum(body)})["plan"]["rules"]["models"]
+    (module,) = model["modules"]
+    assert module["slices"] == {"part": {"dim": 0, "segments": ["head"]}}
+    assert {"allreduce_input_grad": True, "allreduce_output": True, **others}.items() <= module.items()
+    assert not old.keys() & module.keys()
+    assert model["units"]["kv_head"] == {"count": "num_key_value_heads", "size": "head_dim", "replicate": True}
+    assert model["units"]["half"] == {"count": "intermediate_size // 2", "shard_if_divisible": True}
+    assert (model["rules"][2]["segments"], model["rules"][2]["segment"]) == (["kv_head", "kv_head"], 0)
 
 
 # --- rules as data --------------------------------------------------------------------------------------------------
@@ -292,7 +296,7 @@ def test_stored_rules_have_only_the_config_fields_that_they_read():
     config = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
     rules = rules_for(load_family("llama"), {**config, "secret": "x", "rope_theta": 1e6})
     stored = json.loads(json.dumps(rules.to_json()))
-    assert stored["scopes"][0]["config"].keys() <= config.keys()
+    assert stored["models"][0]["config"].keys() <= config.keys()
     assert RuleSet.from_json(stored).to_json() == stored
 
 

@@ -137,7 +137,7 @@ def test_empty_sections_are_not_inherited():
 
 
 def test_override_that_is_false_replaces_one_that_is_true():
-    keys = ("copied_input", "gathered_output", "summed_output")
+    keys = ("allreduce_input_grad", "gathered_output", "allreduce_output")
     said = [parse_module("x", dict.fromkeys(keys, value), "") for value in (True, False)]
     assert not any(getattr(ModuleRule.joined(said), key) for key in keys)
     silent = parse_module("x", {"attributes": {"a": 1}}, "")

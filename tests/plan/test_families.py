@@ -689,7 +689,7 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
         ('[modules]\n"x" = { slices = { y = { dim = 0, unit = "query_head", size = 2 } } }', "key 'size' is unknown"),
         ('[modules]\n"x" = { slices = { y = { dim = 0, unit = "query_head", item = 4 } } }', "key 'item' is unknown"),
         ('[blocks]\n"model.layers.{*.mlp" = "mlp"', r"blocks 'model.layers.\{\*.mlp': braces are unbalanced"),
-        ('[modules]\n"{x" = { copied_input = true }', r"modules '\{x': braces are unbalanced"),
+        ('[modules]\n"{x" = { allreduce_input_grad = true }', r"modules '\{x': braces are unbalanced"),
         ('[modules]\n"x" = { gathers = ["y}"] }', r"modules 'x': braces are unbalanced"),
         ('[submodels]\n"x}" = "text_config"', r"submodel 'x\}': braces are unbalanced"),
         ('model_types = ["llama"]', "key 'model_types' is unknown"),

@@ -32,9 +32,9 @@ def attention_kinds(model: nn.Module, plan: Plan) -> tuple[str, list[str]]:
         last, also where it depends on the number of ranks; "" for a family without a reason.
     """
     kinds, reasons = set(), set()
-    scopes = plan.rules.models if plan.rules else ()
+    models = plan.rules.models if plan.rules else ()
     undivided = {
-        name for scope in scopes for name, unit in (scope.family.units or {}).items() if unit.shard_if_divisible
+        name for model in models for name, unit in (model.family.units or {}).items() if unit.shard_if_divisible
     }
     for module, matrices in _modules(model, plan):
         is_gathered = all(matrix.style in _FULL_OUTPUT for matrix in matrices)
