@@ -199,7 +199,7 @@ class _Layer:
             stored.holds,
             self.scheme.blocks.get("group", (0, 1))[0] if stored.holds == GROUP_INDEX else 0,
             stored.role,
-            stored.numbers,
+            stored.dtypes.get(spec.dtype, PLAIN),
         )
 
     def _grid_dims(

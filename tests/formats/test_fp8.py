@@ -16,18 +16,22 @@ from tests.support.quantized import SIZES, check_commands, check_padding, check_
 BLOCK = 16
 SCALE = "_scale_inv"
 #: Dtypes of block scales, or one scale for a weight.
-KINDS = ("F32 block scales", "UE8M0 block scales", "one scale per weight")
+F32, UE8M0, BYTES, TENSOR = KINDS = (
+    "F32 block scales", "UE8M0 block scales", "UE8M0 block scales as U8", "one scale per weight",
+)  # fmt: skip
 
 
 def quantize(name: str, tensor: torch.Tensor, *, kind: str) -> Tensors:
     """The tensors of one weight; ``kind`` is one of :data:`KINDS`."""
-    config = FineGrainedFP8Config(weight_block_size=None if kind == KINDS[2] else (BLOCK, BLOCK))
+    config = FineGrainedFP8Config(weight_block_size=None if kind == TENSOR else (BLOCK, BLOCK))
     quantizer = SimpleNamespace(quantization_config=config, pre_quantized=False)
     stored = Fp8Quantize(quantizer).convert({name: tensor.float()})
     assert set(stored) == {name, f"{name}{SCALE}"}
     scale = stored[f"{name}{SCALE}"]
-    if kind == KINDS[1]:
+    if kind in (UE8M0, BYTES):
         scale = torch.exp2(torch.round(torch.log2(scale))).to(torch.float8_e8m0fnu)
+    if kind == BYTES:
+        scale = scale.view(torch.uint8)
     return {name: stored[name], f"{name}{SCALE}": scale}
 
 
@@ -47,8 +51,8 @@ def fp8(unquantized, tmp_path_factory) -> Callable[[str, str], Path]:
 
     def make(kind: str, model: str) -> Path:
         settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-        settings["weight_block_size"] = None if kind == KINDS[2] else [BLOCK, BLOCK]
-        settings |= {"scale_fmt": "ue8m0"} if kind == KINDS[1] else {}
+        settings["weight_block_size"] = None if kind == TENSOR else [BLOCK, BLOCK]
+        settings |= {"scale_fmt": "ue8m0"} if kind in (UE8M0, BYTES) else {}
         folder = tmp_path_factory.mktemp(model)
         return write(unquantized(model), folder, lambda *weight: quantize(*weight, kind=kind), settings)
 
@@ -65,7 +69,7 @@ def test_shards_have_the_values_of_shards(fp8, unquantized, tmp_path, kind, mode
 
 
 def test_dequantized_models_compute_the_same(fp8, tmp_path):
-    check_run(fp8("F32 block scales", "qwen3_moe"), tmp_path / "split")
+    check_run(fp8(F32, "qwen3_moe"), tmp_path / "split")
 
 
 @pytest.mark.parametrize("kind", KINDS)
