@@ -5,7 +5,7 @@ give, and no tensor is left that only quantized layers have. What does not fit i
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from shardconv.errors import PlanError
@@ -145,8 +145,10 @@ class _Layer:
         """
         form, stem, shape = self.scheme.format, self.stem, self._logical_shape()
         grids = {form.suffix: self._grid(self.name, form.suffix, form.values, shape)}
-        for suffix, stored in form.companions.items():
-            name = stem + suffix
+        for suffix, table in form.companions.items():
+            name, stored = stem + suffix, table
+            if self.scheme.has_act_order and stored.holds == GROUP_INDEX:
+                stored = replace(stored, optional=False, holds=PLAIN, role=GROUP_INDEX)
             is_wanted = not (stored.optional or (stored.asymmetric and self.scheme.is_symmetric))
             if name in self.tensors:
                 grids[suffix] = self._grid(name, suffix, stored, shape)
@@ -197,7 +199,7 @@ class _Layer:
             self._grid_dims(name, stored, axes, shape),
             tuple(_AXES.get(axis, axis) for axis in axes),
             stored.holds,
-            self.scheme.blocks.get("group", (0, 1))[0] if stored.holds == GROUP_INDEX else 0,
+            self.scheme.blocks.get("group", (0, 1))[0] if GROUP_INDEX in (stored.holds, stored.role) else 0,
             stored.role,
             stored.dtypes.get(spec.dtype, PLAIN),
         )
@@ -214,13 +216,13 @@ class _Layer:
         dims = self._dims(stored, spec.shape)
         if not dims and prod(spec.shape) == 1:
             return (NO_DIM,) * len(spec.shape)
-        grid_dims = [*(GridDim(at) for at in range(leading)), *(self._grid_dim(dim, axes, name, shape) for dim in dims)]
-        sizes = [None] * leading + [int(dim) if dim.isdecimal() else None for dim in dims]
-        found = dict(enumerate(spec.shape))
-        expected = [_entries(dim, shape, sizes[at] or found.get(at, 1)) for at, dim in enumerate(grid_dims)]
+        covered = [(GridDim(at), shape[at]) for at in range(leading)]
+        sizes = (*spec.shape[leading:], *(1,) * len(dims))
+        covered += [self._grid_dim(dim, axes, name, shape, size) for dim, size in zip(dims, sizes, strict=False)]
+        expected = [size for _, size in covered]
         if list(spec.shape) != expected:
             raise self._error(name, f"has shape {list(spec.shape)} (expected {expected} for a weight of {list(shape)})")
-        return tuple(grid_dims)
+        return tuple(dim for dim, _ in covered)
 
     def _dims(self, stored: StoredTensor, shape: Sequence[int]) -> tuple[str, ...]:
         """The dims of a stored tensor; () for a number."""
@@ -249,14 +251,19 @@ class _Layer:
             raise self._error(name, "needs a block size, which the settings do not have")
         return axis, *found
 
-    def _grid_dim(self, dim: str, axes: Sequence[str], name: str, shape: Sequence[int]) -> GridDim:
+    def _grid_dim(
+        self, dim: str, axes: Sequence[str], name: str, shape: Sequence[int], found: int
+    ) -> tuple[GridDim, int]:
+        """The grid dim of a dim as ``formats.toml`` has it, and its expected size; ``found`` if any size is right."""
         axis, elements, entries = self._block(dim, name)
         if axis not in axes:
-            return NO_DIM
-        at = axes.index(axis)
+            return NO_DIM, int(dim) if dim.isdecimal() else found
+        at, block = axes.index(axis), dim.partition(" / ")[2]
         if not elements or (self._block_size and elements == shape[at]):  # one group over the full dim
-            return GridDim(None, shape[at])
-        return GridDim(at, elements, entries, _KINDS.get(dim.partition(" / ")[2], ""))
+            return GridDim(None, shape[at]), 1
+        grid_dim = GridDim(at, elements, entries, _KINDS.get(block, ""))
+        is_free = self.scheme.has_act_order and block == "group"
+        return NO_DIM if is_free else grid_dim, grid_dim.count(shape[at])
 
     def _error(self, name: str, problem: str) -> PlanError:
         settings = ", ".join(f"{key} {elements}" for key, (elements, _) in self._blocks.items())
@@ -264,10 +271,3 @@ class _Layer:
             f"{name} {problem}: quantization_config ({self.scheme.format.name}{f', {settings}' if settings else ''}) "
             f"does not fit the tensors: pass --config FILE with that of this checkpoint"
         )
-
-
-def _entries(dim: GridDim, shape: Sequence[int], size: int) -> int:
-    """The number of entries of a stored dim; of a dim that covers none, 1 for a group over all, else ``size``."""
-    if dim.dim is None:
-        return 1 if dim.elements > 1 else size
-    return -(-shape[dim.dim] // dim.elements) * dim.entries

@@ -30,6 +30,7 @@ class Scheme:
         blocks: name of a block in ``formats.toml`` to its elements and entries; a group of 0 elements is a whole row.
         strategy: of the scales, a key of :data:`~shardconv.formats.format.SCALE_DIMS`; "" if shapes show it.
         is_symmetric: whether the quantization is symmetric: without zero points.
+        has_act_order: whether groups are in the order of activations: not of consecutive input features.
         targets: names or patterns (``re:``) of layers, or ``Linear`` for all.
         block_sizes: name of a logical matrix to the elements of a block with one scale, for each dim, where every
             matrix has its own; a block of the size of a dim is one block whatever the size of the shard.
@@ -39,6 +40,7 @@ class Scheme:
     blocks: Mapping[str, Block] = field(default_factory=dict)
     strategy: str = ""
     is_symmetric: bool = True
+    has_act_order: bool = False
     targets: tuple[str, ...] = ("Linear",)
     block_sizes: Mapping[str, tuple[int, ...]] | None = None
 
@@ -132,12 +134,13 @@ def _gptq(table: Mapping[str, object]) -> Iterator[Scheme]:
     bits = _choice(table, "bits", (2, 3, 4, 8))
     _choice(table, "checkpoint_format", ("gptq", "gptq_v2", ""), table.get("format", ""))
     version = str(table.get("checkpoint_format", table.get("format")) or "gptq")
-    name = f"{version}_act_order" if table.get("desc_act") is True and _group(table)[0] else version
+    has_act_order = table.get("desc_act") is True and _group(table)[0] > 0
     dynamic = table.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(str(pattern).startswith("-:") for pattern in dynamic):
         # those with -: are layers without quantization, which the tensors show
         raise PlanError("GPTQ with settings per layer (dynamic) is not supported: split the unquantized checkpoint")
-    yield Scheme(formats()[name], {"word": _word(bits), "group": _group(table)}, is_symmetric=False)
+    blocks = {"word": _word(bits), "group": _group(table)}
+    yield Scheme(formats()[version], blocks, is_symmetric=False, has_act_order=has_act_order)
 
 
 def _awq(table: Mapping[str, object]) -> Iterator[Scheme]:
@@ -193,12 +196,11 @@ def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Sc
         blocks |= _rows_and_columns(weights, "block_structure")
     elif strategy not in ("tensor", "channel"):
         raise PlanError(f"compressed-tensors: strategy {strategy!r:.40} of config_groups.{name} is not supported")
-    if strategy == "group" and str(weights.get("actorder")).lower() in ("true", "group", "dynamic"):
-        if kind != "pack-quantized":
-            raise PlanError(f"compressed-tensors: actorder with format {kind} is not supported: quantize without it")
-        kind = "pack-quantized_act_order"
-    targets = tuple(_names(group, "targets"))
-    return Scheme(formats()[kind], blocks, strategy, weights.get("symmetric", True) is not False, targets)
+    has_act_order = strategy == "group" and str(weights.get("actorder")).lower() in ("true", "group", "dynamic")
+    if has_act_order and kind != "pack-quantized":
+        raise PlanError(f"compressed-tensors: actorder with format {kind} is not supported: quantize without it")
+    is_symmetric, targets = weights.get("symmetric", True) is not False, tuple(_names(group, "targets"))
+    return Scheme(formats()[kind], blocks, strategy, is_symmetric, has_act_order, targets)
 
 
 _COMPRESSED = (

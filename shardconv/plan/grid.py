@@ -27,6 +27,10 @@ class GridDim(NamedTuple):
     entries: int = 1
     kind: str = ""
 
+    def count(self, size: int) -> int:
+        """The entries of the stored dim for this many elements of the logical matrix."""
+        return -(-size // self.elements) * self.entries
+
 
 #: Kinds of blocks whose elements are packed into an entry, or into several.
 PACKED = PACKED_WORD, PACKED_BYTE = "packed word", "packed byte"
@@ -69,7 +73,7 @@ class Grid(NamedTuple):
         dims: one for each dim of the stored tensor.
         axes: what each dim of the logical matrix is, for messages: ``output``, ``input``.
         values: one of :data:`PLAIN`, :data:`GROUP_INDEX` and :data:`SHAPE`.
-        group: for :data:`GROUP_INDEX` the elements in a group; 0 for one group over all elements.
+        group: for values or a role of :data:`GROUP_INDEX` the elements in a group; 0 for one group over all elements.
         role: one of :data:`ROLES`; "" if the tensor does not change the weight.
         numbers: how entries are read, see ``formats/formats.toml``.
         padding: for each dim of the logical matrix, padding is a multiple of this many elements: blocks of all stored
@@ -86,6 +90,11 @@ class Grid(NamedTuple):
     role: str = ""
     numbers: str = PLAIN
     padding: tuple[int, ...] = ()
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the values of the full tensor are compared with those that the settings give."""
+        return self.values != PLAIN or self.group > 0
 
     def logical_name(self, name: str) -> str:
         """The name of the logical matrix of the stored tensor ``name``."""
@@ -210,7 +219,7 @@ class Grid(NamedTuple):
                 f"{placement.size} / {placement.tp} = {entry.size} {axis} features per rank is not a multiple of "
                 f"the {elements}-wide {grid_dim.kind}"
             )
-        return Interval(entry.start // elements * entries, min(-(-entry.stop // elements) * entries, size))
+        return Interval(entry.start // elements * entries, min(grid_dim.count(entry.stop), size))
 
 
 def _positions(entries: Sequence[IntervalOrPadding]) -> Iterator[tuple[IntervalOrPadding, int]]:
