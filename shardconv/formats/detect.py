@@ -79,10 +79,14 @@ def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator["
         layer = candidates[0].layer(name)
         if ignored := settings.ignoring(layer):
             raise PlanError(f"{name} is quantized, but the settings leave {layer} unquantized ({ignored!r:.60})")
-        scheme = next((scheme for scheme in candidates if scheme.applies_to(layer, settings.deadline)), None)
-        if scheme is None:
+        ranked = [(rank, scheme) for scheme in candidates if (rank := scheme.rank(layer, settings.deadline))]
+        if not ranked:
             raise PlanError(f"{name} is quantized, but no group of the settings has {layer} as a target")
-        yield _Layer(name, tensors, scheme)
+        best = min(rank for rank, _ in ranked)
+        yield min(
+            (_Layer(name, tensors, scheme) for rank, scheme in ranked if rank == best),
+            key=lambda found: len([*found.missing()]),
+        )
 
 
 def _is_values(name: str, tensors: Mapping[str, TensorSpec], scheme: Scheme) -> bool:
@@ -137,23 +141,36 @@ class _Layer:
         own = zip(("columns", "rows"), reversed(sizes), strict=False)
         return {**self.scheme.blocks, **{name: (size, 1) for name, size in own}}
 
+    @property
+    def _companions(self) -> Mapping[str, StoredTensor]:
+        """The tensors of the format beside that with the values, by the end of their names."""
+        found = self.scheme.format.companions
+        if not self.scheme.has_act_order:
+            return found
+        indices = [suffix for suffix, stored in found.items() if stored.holds == GROUP_INDEX]
+        free = {"optional": False, "holds": PLAIN, "role": GROUP_INDEX}
+        return {**found, **{suffix: replace(found[suffix], **free) for suffix in indices}}
+
+    def missing(self) -> Iterator[str]:
+        """Yield the names of the tensors that the format needs, and the checkpoint does not have."""
+        for suffix, stored in self._companions.items():
+            is_wanted = not (stored.optional or (stored.asymmetric and self.scheme.is_symmetric))
+            if is_wanted and (name := self.stem + suffix) not in self.tensors:
+                yield name
+
     def grids(self) -> dict[str, Grid]:
         """Return the grid of each stored tensor, by the end of its name.
 
         Raises:
             PlanError: if a tensor is missing, or its dtype or shape is not that of the format.
         """
-        form, stem, shape = self.scheme.format, self.stem, self._logical_shape()
+        form, shape = self.scheme.format, self._logical_shape()
         grids = {form.suffix: self._grid(self.name, form.suffix, form.values, shape)}
-        for suffix, table in form.companions.items():
-            name, stored = stem + suffix, table
-            if self.scheme.has_act_order and stored.holds == GROUP_INDEX:
-                stored = replace(stored, optional=False, holds=PLAIN, role=GROUP_INDEX)
-            is_wanted = not (stored.optional or (stored.asymmetric and self.scheme.is_symmetric))
-            if name in self.tensors:
+        if name := next(self.missing(), None):
+            raise PlanError(f"{self.name}: {name} is missing, which {form.name} needs: complete the checkpoint")
+        for suffix, stored in self._companions.items():
+            if (name := self.stem + suffix) in self.tensors:
                 grids[suffix] = self._grid(name, suffix, stored, shape)
-            elif is_wanted:
-                raise PlanError(f"{self.name}: {name} is missing, which {form.name} needs: complete the checkpoint")
         padding = tuple(self._padding_block(at, grids) for at in range(len(shape)))
         return {suffix: grid._replace(padding=padding) for suffix, grid in grids.items()}
 
@@ -225,7 +242,7 @@ class _Layer:
         return tuple(dim for dim, _ in covered)
 
     def _dims(self, stored: StoredTensor, shape: Sequence[int]) -> tuple[str, ...]:
-        """The dims of a stored tensor; () for a number."""
+        """The dims of a stored tensor; () for one number, of any shape."""
         if not isinstance(stored.dims, str):
             return stored.dims
         if stored.dims == "number":
@@ -234,13 +251,13 @@ class _Layer:
         strategy = self.scheme.strategy or self._strategy_of(shape)
         if strategy not in table:
             raise self._error(self.name, f"has zero points of strategy {strategy}, which is not supported")
-        return () if strategy == "tensor" else table[strategy]
+        return () if strategy == "tensor" and prod(shape) == 1 else table[strategy]
 
     def _strategy_of(self, shape: Sequence[int]) -> str:
         """The strategy that the shape of a scale shows, where settings have none."""
-        if prod(shape) == 1:
+        if prod(shape) == 1 or shape[-2:] == (1, 1):  # a number, or one for each of several experts
             return "tensor"
-        return "channel" if shape[-1] == 1 and "columns" not in self.scheme.blocks else "block"
+        return "channel" if shape[-1:] == (1,) and "columns" not in self.scheme.blocks else "block"
 
     def _block(self, dim: str, name: str) -> tuple[str, int, int]:
         """Axis, elements and entries of a dim as ``formats.toml`` has it."""

@@ -10,7 +10,7 @@ from shardconv.plan.grid import GROUP_INDEX, PLAIN, ROLES, SHAPE, VALUES
 
 #: Strategies of scales, as compressed-tensors names them, to the dims of a scale.
 SCALE_DIMS = {
-    "tensor": ("-",),
+    "tensor": ("1", "1"),
     "channel": ("out", "1"),
     "group": ("out", "in / group"),
     "block": ("out / rows", "in / columns"),

@@ -48,9 +48,20 @@ class Scheme:
         """The name of the layer whose values a tensor of this name holds."""
         return name.removesuffix(self.format.suffix).removesuffix(".weight").rstrip("._")
 
-    def applies_to(self, layer: str, deadline: float) -> bool:
-        """Whether the layer of this name is a target; ``deadline`` is that of the settings."""
-        return any(target == "Linear" or matches(target, layer, deadline) for target in self.targets)
+    def rank(self, layer: str, deadline: float) -> tuple[int, str] | None:
+        """How closely the targets name a layer, as ``match_targets`` of compressed-tensors sorts them.
+
+        Args:
+            layer: name of the layer.
+            deadline: that of the settings.
+
+        Returns:
+            The kind of the closest target, 0 for a name, 1 for a pattern and 2 for a class, and the target; None if no
+            target names the layer.
+        """
+        found = [target for target in self.targets if target == "Linear" or matches(target, layer, deadline)]
+        kinds = [2 if target == "Linear" else int(target.startswith("re:")) for target in found]
+        return min(zip(kinds, found, strict=True), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +70,8 @@ class Settings:
 
     Attributes:
         method: ``quant_method``.
-        schemes: the formats of its layers, of which the first that applies counts.
+        schemes: the formats of its layers. The one whose targets name a layer most closely counts; among equals that of
+            which the fewest tensors are missing, and then the first.
         ignored: names of layers that are not quantized, or parts of names between dots.
         ignored_patterns: patterns of such layers.
         deadline: when the patterns must have been matched, on the clock of :func:`time.monotonic`.
@@ -213,7 +225,9 @@ def _fp8(table: Mapping[str, object]) -> Iterator[Scheme]:
     if (dtype := table.get("expert_dtype", "fp8")) != "fp8":
         raise PlanError(f"FP8 with experts of {dtype!r:.20} is not supported: split the unquantized checkpoint")
     has_blocks = table.get("weight_block_size") is not None
-    yield Scheme(formats()["fp8"], _rows_and_columns(table, "weight_block_size") if has_blocks else {})
+    blocks = _rows_and_columns(table, "weight_block_size") if has_blocks else {}
+    yield Scheme(formats()["fp8"], blocks)
+    yield Scheme(formats()["autofp8"], blocks)
 
 
 def _modelopt(table: Mapping[str, object]) -> Iterator[Scheme]:

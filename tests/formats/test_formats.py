@@ -29,3 +29,28 @@ def test_scale_of_an_integer_dtype_is_refused():
     config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
     with pytest.raises(PlanError, match=r"q_proj.scales has dtype U8 \(expected F32 or BF16 or F16\)"):
         with_grids(tensors, config)
+
+
+#: Targets of groups of settings, the closest first, as match_targets of compressed-tensors sorts them.
+TARGETS = ("model.layers.0.mlp.up_proj", "re:.*up_proj", "Linear")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 2), (2, 1), (0, 2), (2, 0)])
+def test_the_group_with_the_closest_target_counts(order):
+    """In any order of the groups: the name of the layer, then a pattern, then the class."""
+    groups = {
+        f"group_{at}": {
+            "targets": [TARGETS[which]], "format": "pack-quantized",
+            "weights": {"num_bits": 4, "strategy": "group", "group_size": 32 if which == min(order) else 16},
+        }
+        for at, which in enumerate(order)
+    }  # fmt: skip
+    layer = TARGETS[0]
+    tensors = {
+        f"{layer}.weight_packed": TensorSpec("I32", (64, 8)),
+        f"{layer}.weight_scale": TensorSpec("BF16", (64, 2)),
+        f"{layer}.weight_shape": TensorSpec("I64", (2,)),
+    }
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
+    grid = with_grids(tensors, config)[f"{layer}.weight_scale"].grid
+    assert grid.dims[1].elements == 32

@@ -10,6 +10,13 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
+from shardconv.convert.model import DTYPE_NAMES
+from shardconv.formats.detect import with_grids
+from shardconv.layers.sharding import take_shard
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.units import Unit, shard_dim
+from shardconv.runtime.dequantize import Stored
+from shardconv.runtime.dequantize import dequantize as load_weight
 from tests.support.models import Tensors
 from tests.support.quantized import SIZES, check_commands, check_padding, check_run, check_values, write
 
@@ -75,3 +82,23 @@ def test_dequantized_models_compute_the_same(fp8, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_is_zero(fp8, tmp_path, kind):
     assert check_padding(fp8(kind, "padded"), 4, dequantize, tmp_path) >= 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(("shape", "dim"), [((2, 1, 1), 0), ((2, 1, 1), 1), ((2, 64, 1), 1), ((2, 4, 4), 2)])
+def test_scales_of_packed_experts(dtype, shape, dim):
+    """One per expert, one per row, and blocks."""
+    config = {"quant_method": "fp8", "weight_block_size": [16, 16] if shape[-1] == 4 else None}
+    name, size = "experts.gate_up_proj", (2, 64, 64)
+    values, scale = torch.randn(size).to(dtype), torch.rand(shape)
+    tensors = {name: TensorSpec(DTYPE_NAMES[dtype], size), f"{name}{SCALE}": TensorSpec("F32", shape)}
+    found = with_grids(tensors, {"quantization_config": config})
+    full, placement = values.float(), shard_dim(dim, [Unit(2, size[dim] // 2)], 2)
+    full *= scale.repeat_interleave(64 // shape[1], 1).repeat_interleave(64 // shape[2], 2)
+    for rank in range(2):
+        stored = []
+        for each, tensor in ((name, values), (f"{name}{SCALE}", scale)):
+            grid = found[each].grid
+            stored.append(Stored(take_shard(tensor, grid.place(placement, tensor.shape), rank), grid))
+        local = load_weight(stored, placement.shard_shape(size, rank), torch.float32)
+        assert torch.equal(local, take_shard(full, placement, rank))

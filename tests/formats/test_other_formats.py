@@ -168,6 +168,40 @@ def test_modelopt_with_padding(unquantized, tmp_path, algorithm):
     assert check_padding(source, 4, dequantize, tmp_path) == 4
 
 
+# --- FP8 of AutoFP8 -------------------------------------------------------------------------------------------------
+
+AUTOFP8 = ("one scale per weight", "one scale per row")
+
+
+def to_autofp8(name: str, tensor: torch.Tensor, *, kind: str) -> Tensors:
+    stored = to_modelopt_fp8(name, tensor)
+    if kind == AUTOFP8[1]:
+        scale = tensor.abs().amax(1, keepdim=True).float() / 448
+        stored |= {name: (tensor / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+    return stored
+
+
+@pytest.mark.parametrize("model", OF_MODELOPT)
+@pytest.mark.parametrize("kind", AUTOFP8)
+def test_autofp8(unquantized, tmp_path, kind, model):
+    """The same method as that of transformers, with weight_scale in place of weight_scale_inv."""
+    settings = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    source = write(unquantized(model), tmp_path / "source", partial(to_autofp8, kind=kind), settings)
+    for tp in SIZES[model]:
+        assert check_values(source, unquantized(model), tp, from_modelopt_fp8, tmp_path / f"tp{tp}") >= 4
+    check_run(source, tmp_path / "run")
+    check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
+
+
+def test_fp8_without_any_scale_is_refused(unquantized, tmp_path):
+    settings = {"quant_method": "fp8", "activation_scheme": "static"}
+    source = write(unquantized("llama"), tmp_path / "source", partial(to_autofp8, kind=AUTOFP8[0]), settings)
+    tensors = {name: tensor for name, tensor in read(source).items() if not name.endswith("_scale")}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PlanError, match="weight_scale_inv is missing, which fp8 needs"):
+        shardconv.make_plan(source, tp=2)
+
+
 # --- bitsandbytes ---------------------------------------------------------------------------------------------------
 
 
