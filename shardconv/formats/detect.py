@@ -147,9 +147,12 @@ class _Layer:
         found = self.scheme.format.companions
         if not self.scheme.has_act_order:
             return found
-        indices = [suffix for suffix, stored in found.items() if stored.holds == GROUP_INDEX]
-        free = {"optional": False, "holds": PLAIN, "role": GROUP_INDEX}
-        return {**found, **{suffix: replace(found[suffix], **free) for suffix in indices}}
+        indices = {
+            suffix: replace(stored, optional=False, holds=PLAIN, role=GROUP_INDEX)
+            for suffix, stored in found.items()
+            if stored.holds == GROUP_INDEX
+        }
+        return {**found, **indices}
 
     def missing(self) -> Iterator[str]:
         """Yield the names of the tensors that the format needs, and the checkpoint does not have."""

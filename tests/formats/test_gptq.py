@@ -238,6 +238,16 @@ def test_wrong_settings_are_refused(tmp_path, settings, message):
         shardconv.split(tmp_path / "source", tmp_path / "out", tp=2)
 
 
+def test_settings_in_the_config_of_the_text_model(tmp_path):
+    """transformers reads them from there if the composite model has none."""
+    text = json.loads((DATA / "gptq-3/config.json").read_text())
+    tensors = load_file(DATA / "gptq-3/model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    placed = shardconv.make_plan(tmp_path, tp=2).placement(f"language_model.{DOWN}.qweight")
+    assert placed == shardconv.make_plan(DATA / "gptq-3", tp=2).placement(f"{DOWN}.qweight")
+
+
 def test_patterns_of_unquantized_layers(tmp_path):
     shutil.copytree(DATA / "gptq-3", tmp_path / "source")
     change_settings(tmp_path / "source", dynamic={"-:.*gate$": {}})
