@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from shardconv.checkpoint.copy import Edits
 from shardconv.checkpoint.fileio import Bytes
-from shardconv.plan.grid import PLAIN, SHAPE, Grid, GridDim
+from shardconv.plan.grid import PLAIN, SHAPE, ZERO, Grid, GridDim
 
-_DTYPES = {"I32": "<i4", "I64": "<i8"}
+_DTYPES = {"I32": "<i4", "I64": "<i8", "U8": "<u1"}
+
+_DAMAGED = "the checkpoint is damaged, or it needs --config FILE with another quantization_config"
 
 
 def add(data: Bytes, dtype: str, offset: int, values: Sequence[int], *, sign: int = 1) -> None:
@@ -59,6 +61,8 @@ def difference(data: Bytes, edits: Edits, offset: int) -> str:
     """
     elements, grid = np.frombuffer(data, _DTYPES[edits.dtype]), edits.grid
     positions = np.arange(len(elements)) + offset // elements.itemsize
+    if grid.numbers == ZERO:
+        return f"{edits.name}: is {elements[0]} (expected 0, the order of rows): {_DAMAGED}" if elements.any() else ""
     if grid.values == PLAIN:
         return _group_outside(edits.name, grid, elements, positions)
     expected = _expected(grid, positions)
@@ -69,12 +73,12 @@ def difference(data: Bytes, edits: Edits, offset: int) -> str:
     if grid.values == SHAPE:
         return (
             f"{edits.name}: dim {positions[at]} is {elements[at]} (expected {expected[at]}, from the shape of the "
-            f"stored weight): the checkpoint is damaged"
+            f"stored weight): {_DAMAGED}"
         )
     return (
         f"{edits.name}: input feature {positions[at]} is in group {elements[at]} (expected {expected[at]}, from "
-        f"quantization_config): pass --config FILE with that of this checkpoint, which says whether groups are in the "
-        f"order of activations (desc_act of GPTQ, actorder of compressed-tensors)"
+        f"quantization_config): pass --config FILE with the quantization_config of this checkpoint. It has desc_act "
+        f"(GPTQ) or actorder (compressed-tensors) if groups are in the order of activations"
     )
 
 
@@ -88,6 +92,5 @@ def _group_outside(name: str, grid: Grid, elements: NDArray[np.int64], positions
     at = outside[0]
     return (
         f"{name}: input feature {positions[at] % size} is in group {elements[at]} (expected 0 to {last}, as "
-        f"quantization_config has groups of {grid.group}): the checkpoint is damaged, or --config FILE has to pass the "
-        f"settings of this checkpoint"
+        f"quantization_config has groups of {grid.group}): {_DAMAGED}"
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 
-from shardconv.plan.grid import GROUP_INDEX, PLAIN, ROLES, SHAPE, VALUES
+from shardconv.plan.grid import CONTENTS, NUMBERS, PLAIN, ROLES, VALUES
 
 #: Strategies of scales, as compressed-tensors names them, to the dims of a scale.
 SCALE_DIMS = {
@@ -98,7 +98,8 @@ def _stored(table: Mapping[str, object]) -> StoredTensor:
     numbers = dtypes if isinstance(dtypes, dict) else dict.fromkeys(dtypes, str(table.get("numbers", PLAIN)))
     assert role in ("", *ROLES)
     assert numbers or not role, f"a tensor of role {role} needs dtypes: {table}"
-    assert holds in ("", PLAIN, GROUP_INDEX, SHAPE)
+    assert holds in ("", *CONTENTS)
+    assert set(numbers.values()) <= NUMBERS
     return StoredTensor(
         tuple(dims) if isinstance(dims, list) else str(dims),
         numbers,

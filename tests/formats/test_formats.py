@@ -5,8 +5,9 @@ import pytest
 from shardconv.errors import PlanError
 from shardconv.formats.detect import with_grids
 from shardconv.formats.format import formats
-from shardconv.plan.grid import DIVISOR, FACTOR, PLAIN, SCALE
+from shardconv.plan.grid import DIVISOR, FACTOR, PLAIN, SCALE, Grid, GridDim
 from shardconv.plan.plan import TensorSpec
+from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 
 
 @pytest.mark.parametrize("name", formats())
@@ -54,3 +55,28 @@ def test_the_group_with_the_closest_target_counts(order):
     config = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
     grid = with_grids(tensors, config)[f"{layer}.weight_scale"].grid
     assert grid.dims[1].elements == 32
+
+
+@pytest.mark.parametrize("key", ["values", "role", "numbers"])
+def test_grid_of_a_newer_version_is_refused(key):
+    data = Grid("weight_scale", "weight", (64, 64), (GridDim(0), GridDim(1, 32)), ("output", "input")).to_json()
+    assert Grid.from_json(data).to_json() == data
+    with pytest.raises(ValueError, match=f"{key} of a grid is 'other', which is written by a newer version"):
+        Grid.from_json({**data, key: "other"})
+
+
+@pytest.mark.parametrize(
+    ("units", "tp", "message"),
+    [
+        ([Unit(2, 96)], 2, r"192 / 2 = 96 output features per rank is not a multiple of the 64-wide scale block"),
+        ([Unit(16, 32, replicate=True)], 32, "a boundary at feature 32 is inside a scale block of 64 output features"),
+        ([Unit(64), Unit(64)], 2, "a boundary at feature 32 is inside a scale block of 64 output features"),
+    ],
+)
+def test_arithmetic_of_a_boundary_inside_a_block(units, tp, message):
+    """There is none where a rank has several intervals, or several ranks have the same one."""
+    placement = shard_dim(0, units, tp)
+    blocks = (GridDim(0, 64, 1, "scale block"), GridDim(1))
+    grid = Grid("weight_scale", "weight", (placement.size, 64), blocks, ("output", "input"))
+    with pytest.raises(IndivisibleError, match=message):
+        grid.place(placement, (-(-placement.size // 64), 64))
