@@ -1,4 +1,4 @@
-"""Edits: integers of a quantization format that depend on the rank.
+"""Edits: integers of a quantization format whose values are checked, most of which depend on the rank.
 
 Indices of groups count from the first group of a rank, and the stored shape of a packed weight is that of the shard: an
 integer is subtracted from the values of a shard, and added again when the full tensor is read. The values of the full
@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from shardconv.checkpoint.copy import Edits
 from shardconv.checkpoint.fileio import Bytes
-from shardconv.plan.grid import SHAPE, Grid
+from shardconv.plan.grid import PLAIN, SHAPE, ZERO, Grid, GridDim
 
-_DTYPES = {"I32": "<i4", "I64": "<i8"}
+_DTYPES = {"I32": "<i4", "I64": "<i8", "U8": "<u1"}
+
+_DAMAGED = "the checkpoint is damaged, or it needs --config FILE with another quantization_config"
 
 
 def add(data: Bytes, dtype: str, offset: int, values: Sequence[int], *, sign: int = 1) -> None:
@@ -47,7 +49,7 @@ def _expected(grid: Grid, positions: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def difference(data: Bytes, edits: Edits, offset: int) -> str:
-    """Compare values of a full tensor with those that follow from its grid.
+    """Compare values of a full tensor with those that its grid allows.
 
     Args:
         data: bytes of the full tensor.
@@ -59,6 +61,10 @@ def difference(data: Bytes, edits: Edits, offset: int) -> str:
     """
     elements, grid = np.frombuffer(data, _DTYPES[edits.dtype]), edits.grid
     positions = np.arange(len(elements)) + offset // elements.itemsize
+    if grid.numbers == ZERO:
+        return f"{edits.name}: is {elements[0]} (expected 0, the order of rows): {_DAMAGED}" if elements.any() else ""
+    if grid.values == PLAIN:
+        return _group_outside(edits.name, grid, elements, positions)
     expected = _expected(grid, positions)
     different = np.flatnonzero(elements != expected)
     if not len(different):
@@ -67,10 +73,24 @@ def difference(data: Bytes, edits: Edits, offset: int) -> str:
     if grid.values == SHAPE:
         return (
             f"{edits.name}: dim {positions[at]} is {elements[at]} (expected {expected[at]}, from the shape of the "
-            f"stored weight): the checkpoint is damaged"
+            f"stored weight): {_DAMAGED}"
         )
     return (
         f"{edits.name}: input feature {positions[at]} is in group {elements[at]} (expected {expected[at]}, from "
-        f"quantization_config): pass --config FILE with that of this checkpoint, which says whether groups are in the "
-        f"order of activations (desc_act of GPTQ, actorder of compressed-tensors)"
+        f"quantization_config): pass --config FILE with the quantization_config of this checkpoint. It has desc_act "
+        f"(GPTQ) or actorder (compressed-tensors) if groups are in the order of activations"
+    )
+
+
+def _group_outside(name: str, grid: Grid, elements: NDArray[np.int64], positions: NDArray[np.int64]) -> str:
+    """The first index of a group that does not exist, where groups are not consecutive; "" if there is none."""
+    size = grid.shape[grid.dims[-1].dim or 0]
+    last = GridDim(None, grid.group).count(size) - 1
+    outside = np.flatnonzero((elements < 0) | (elements > last))
+    if not len(outside):
+        return ""
+    at = outside[0]
+    return (
+        f"{name}: input feature {positions[at] % size} is in group {elements[at]} (expected 0 to {last}, as "
+        f"quantization_config has groups of {grid.group}): {_DAMAGED}"
     )

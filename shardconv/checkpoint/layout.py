@@ -15,7 +15,6 @@ from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header, num_by
 from shardconv.formats.torchao import VALUES, all_names, rank_metadata
 from shardconv.layouts.dcp import KEY, offsets_metadata
 from shardconv.layouts.layout import NATIVE, FileLayout, FileTensor
-from shardconv.plan.grid import PLAIN
 from shardconv.plan.plan import Plan, TensorSpec
 
 MANIFEST_NAME = "shardconv.json"
@@ -133,9 +132,9 @@ def lay_out_ranks(
 
 
 def _edits(name: str, spec: TensorSpec, plan: Plan, values: Sequence[Sequence[int]] | None) -> Edits | None:
-    """The edits of a tensor whose values follow from its grid; None for any other tensor."""
+    """The edits of a tensor whose values are compared with its grid; None for any other tensor."""
     grid = plan.tensors[name].grid
-    return None if grid is None or grid.values == PLAIN else Edits(name, spec.dtype, grid, values)
+    return None if grid is None or not grid.is_checked else Edits(name, spec.dtype, grid, values)
 
 
 class _RankFile(NamedTuple):

@@ -1,4 +1,4 @@
-"""Quantization settings in files next to config.json, such as those of ModelOpt, and in metadata of source files.
+"""Quantization settings outside of the main section of config.json: of a submodel, in files next to it, in metadata.
 
 ``formats/settings.py`` decides which methods are supported.
 """
@@ -9,21 +9,27 @@ from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.source import Source
 from shardconv.plan.quantization import METADATA_KEY, SETTINGS_FILES, SETTINGS_KEY
 
+#: The keys of the text model in the config of a composite model, where transformers looks for settings, too.
+_TEXT_MODELS = ("text_config", "decoder", "generator")
+
 
 def with_settings(source: Source) -> Mapping[str, object] | None:
-    """The config of a source, with the quantization settings of another file if config.json has none.
+    """The config of a source, with the quantization settings of its text model or another file if it has none itself.
 
     Raises:
         SourceError: if the file cannot be read.
     """
-    if (table := (source.config or {}).get(SETTINGS_KEY)) is not None:
+    config = source.config or {}
+    sections = [config, *(config.get(key) for key in _TEXT_MODELS)]
+    tables = (section.get(SETTINGS_KEY) for section in sections if isinstance(section, Mapping))
+    if (table := next((table for table in tables if table is not None), None)) is not None:
         if isinstance(table, Mapping) and table.get("quant_method") == "torchao":
-            return {**(source.config or {}), SETTINGS_KEY: {**table, METADATA_KEY: source.metadata}}
-        return source.config
+            table = {**table, METADATA_KEY: source.metadata}
+        return {**config, SETTINGS_KEY: table}
     for name in SETTINGS_FILES:
         path = source.auxiliary_files.get(name)
         if path is not None and (settings := _settings(name, read_json(path))) is not None:
-            return {**(source.config or {}), SETTINGS_KEY: settings}
+            return {**config, SETTINGS_KEY: settings}
     return source.config
 
 

@@ -5,7 +5,7 @@ give, and no tensor is left that only quantized layers have. What does not fit i
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from shardconv.errors import PlanError
@@ -79,10 +79,14 @@ def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator["
         layer = candidates[0].layer(name)
         if ignored := settings.ignoring(layer):
             raise PlanError(f"{name} is quantized, but the settings leave {layer} unquantized ({ignored!r:.60})")
-        scheme = next((scheme for scheme in candidates if scheme.applies_to(layer, settings.deadline)), None)
-        if scheme is None:
+        ranked = [(rank, scheme) for scheme in candidates if (rank := scheme.rank(layer, settings.deadline))]
+        if not ranked:
             raise PlanError(f"{name} is quantized, but no group of the settings has {layer} as a target")
-        yield _Layer(name, tensors, scheme)
+        best = min(rank for rank, _ in ranked)
+        yield min(
+            (_Layer(name, tensors, scheme) for rank, scheme in ranked if rank == best),
+            key=lambda found: len([*found.missing()]),
+        )
 
 
 def _is_values(name: str, tensors: Mapping[str, TensorSpec], scheme: Scheme) -> bool:
@@ -137,21 +141,39 @@ class _Layer:
         own = zip(("columns", "rows"), reversed(sizes), strict=False)
         return {**self.scheme.blocks, **{name: (size, 1) for name, size in own}}
 
+    @property
+    def _companions(self) -> Mapping[str, StoredTensor]:
+        """The tensors of the format beside that with the values, by the end of their names."""
+        found = self.scheme.format.companions
+        if not self.scheme.has_act_order:
+            return found
+        indices = {
+            suffix: replace(stored, optional=False, holds=PLAIN, role=GROUP_INDEX)
+            for suffix, stored in found.items()
+            if stored.holds == GROUP_INDEX
+        }
+        return {**found, **indices}
+
+    def missing(self) -> Iterator[str]:
+        """Yield the names of the tensors that the format needs, and the checkpoint does not have."""
+        for suffix, stored in self._companions.items():
+            is_wanted = not (stored.optional or (stored.asymmetric and self.scheme.is_symmetric))
+            if is_wanted and (name := self.stem + suffix) not in self.tensors:
+                yield name
+
     def grids(self) -> dict[str, Grid]:
         """Return the grid of each stored tensor, by the end of its name.
 
         Raises:
             PlanError: if a tensor is missing, or its dtype or shape is not that of the format.
         """
-        form, stem, shape = self.scheme.format, self.stem, self._logical_shape()
+        form, shape = self.scheme.format, self._logical_shape()
         grids = {form.suffix: self._grid(self.name, form.suffix, form.values, shape)}
-        for suffix, stored in form.companions.items():
-            name = stem + suffix
-            is_wanted = not (stored.optional or (stored.asymmetric and self.scheme.is_symmetric))
-            if name in self.tensors:
+        if name := next(self.missing(), None):
+            raise PlanError(f"{self.name}: {name} is missing, which {form.name} needs: complete the checkpoint")
+        for suffix, stored in self._companions.items():
+            if (name := self.stem + suffix) in self.tensors:
                 grids[suffix] = self._grid(name, suffix, stored, shape)
-            elif is_wanted:
-                raise PlanError(f"{self.name}: {name} is missing, which {form.name} needs: complete the checkpoint")
         padding = tuple(self._padding_block(at, grids) for at in range(len(shape)))
         return {suffix: grid._replace(padding=padding) for suffix, grid in grids.items()}
 
@@ -197,9 +219,9 @@ class _Layer:
             self._grid_dims(name, stored, axes, shape),
             tuple(_AXES.get(axis, axis) for axis in axes),
             stored.holds,
-            self.scheme.blocks.get("group", (0, 1))[0] if stored.holds == GROUP_INDEX else 0,
+            self.scheme.blocks.get("group", (0, 1))[0] if GROUP_INDEX in (stored.holds, stored.role) else 0,
             stored.role,
-            stored.numbers,
+            stored.dtypes.get(spec.dtype, PLAIN),
         )
 
     def _grid_dims(
@@ -214,16 +236,16 @@ class _Layer:
         dims = self._dims(stored, spec.shape)
         if not dims and prod(spec.shape) == 1:
             return (NO_DIM,) * len(spec.shape)
-        grid_dims = [*(GridDim(at) for at in range(leading)), *(self._grid_dim(dim, axes, name, shape) for dim in dims)]
-        sizes = [None] * leading + [int(dim) if dim.isdecimal() else None for dim in dims]
-        found = dict(enumerate(spec.shape))
-        expected = [_entries(dim, shape, sizes[at] or found.get(at, 1)) for at, dim in enumerate(grid_dims)]
+        covered = [(GridDim(at), shape[at]) for at in range(leading)]
+        sizes = (*spec.shape[leading:], *(1,) * len(dims))
+        covered += [self._grid_dim(dim, axes, name, shape, size) for dim, size in zip(dims, sizes, strict=False)]
+        expected = [size for _, size in covered]
         if list(spec.shape) != expected:
             raise self._error(name, f"has shape {list(spec.shape)} (expected {expected} for a weight of {list(shape)})")
-        return tuple(grid_dims)
+        return tuple(dim for dim, _ in covered)
 
     def _dims(self, stored: StoredTensor, shape: Sequence[int]) -> tuple[str, ...]:
-        """The dims of a stored tensor; () for a number."""
+        """The dims of a stored tensor; () for one number, of any shape."""
         if not isinstance(stored.dims, str):
             return stored.dims
         if stored.dims == "number":
@@ -232,13 +254,13 @@ class _Layer:
         strategy = self.scheme.strategy or self._strategy_of(shape)
         if strategy not in table:
             raise self._error(self.name, f"has zero points of strategy {strategy}, which is not supported")
-        return () if strategy == "tensor" else table[strategy]
+        return () if strategy == "tensor" and prod(shape) == 1 else table[strategy]
 
     def _strategy_of(self, shape: Sequence[int]) -> str:
         """The strategy that the shape of a scale shows, where settings have none."""
-        if prod(shape) == 1:
+        if prod(shape) == 1 or shape[-2:] == (1, 1):  # a number, or one for each of several experts
             return "tensor"
-        return "channel" if shape[-1] == 1 and "columns" not in self.scheme.blocks else "block"
+        return "channel" if shape[-1:] == (1,) and "columns" not in self.scheme.blocks else "block"
 
     def _block(self, dim: str, name: str) -> tuple[str, int, int]:
         """Axis, elements and entries of a dim as ``formats.toml`` has it."""
@@ -249,14 +271,19 @@ class _Layer:
             raise self._error(name, "needs a block size, which the settings do not have")
         return axis, *found
 
-    def _grid_dim(self, dim: str, axes: Sequence[str], name: str, shape: Sequence[int]) -> GridDim:
+    def _grid_dim(
+        self, dim: str, axes: Sequence[str], name: str, shape: Sequence[int], found: int
+    ) -> tuple[GridDim, int]:
+        """The grid dim of a dim as ``formats.toml`` has it, and its expected size; ``found`` if any size is right."""
         axis, elements, entries = self._block(dim, name)
         if axis not in axes:
-            return NO_DIM
-        at = axes.index(axis)
+            return NO_DIM, int(dim) if dim.isdecimal() else found
+        at, block = axes.index(axis), dim.partition(" / ")[2]
         if not elements or (self._block_size and elements == shape[at]):  # one group over the full dim
-            return GridDim(None, shape[at])
-        return GridDim(at, elements, entries, _KINDS.get(dim.partition(" / ")[2], ""))
+            return GridDim(None, shape[at]), 1
+        grid_dim = GridDim(at, elements, entries, _KINDS.get(block, ""))
+        is_free = self.scheme.has_act_order and block == "group"
+        return NO_DIM if is_free else grid_dim, grid_dim.count(shape[at])
 
     def _error(self, name: str, problem: str) -> PlanError:
         settings = ", ".join(f"{key} {elements}" for key, (elements, _) in self._blocks.items())
@@ -264,10 +291,3 @@ class _Layer:
             f"{name} {problem}: quantization_config ({self.scheme.format.name}{f', {settings}' if settings else ''}) "
             f"does not fit the tensors: pass --config FILE with that of this checkpoint"
         )
-
-
-def _entries(dim: GridDim, shape: Sequence[int], size: int) -> int:
-    """The number of entries of a stored dim; of a dim that covers none, 1 for a group over all, else ``size``."""
-    if dim.dim is None:
-        return 1 if dim.elements > 1 else size
-    return -(-shape[dim.dim] // dim.elements) * dim.entries

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 
-from shardconv.plan.grid import GROUP_INDEX, PLAIN, ROLES, SHAPE, VALUES
+from shardconv.plan.grid import CONTENTS, NUMBERS, PLAIN, ROLES, VALUES
 
 #: Strategies of scales, as compressed-tensors names them, to the dims of a scale.
 SCALE_DIMS = {
-    "tensor": ("-",),
+    "tensor": ("1", "1"),
     "channel": ("out", "1"),
     "group": ("out", "in / group"),
     "block": ("out / rows", "in / columns"),
@@ -25,21 +25,20 @@ class StoredTensor:
 
     Attributes:
         dims: see ``formats.toml``; ``scale``, ``packed_scale`` or ``number`` instead of a list depend on the settings.
-        dtypes: the supported dtypes; empty for any.
+        dtypes: the supported dtypes, each with how its entries are read, see ``formats.toml``; empty for any dtype, if
+            the weight does not depend on the tensor.
         optional: whether it may be missing.
         asymmetric: whether it exists in asymmetric quantization only.
         holds: what its values are, as :attr:`~shardconv.plan.grid.Grid.values`.
         role: what it is in the formula of ``formats.toml``; "" if it does not change the weight.
-        numbers: how its entries are read, see ``formats.toml``.
     """
 
     dims: tuple[str, ...] | str
-    dtypes: tuple[str, ...] = ()
+    dtypes: Mapping[str, str] = field(default_factory=dict)
     optional: bool = False
     asymmetric: bool = False
     holds: str = PLAIN
     role: str = ""
-    numbers: str = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +92,19 @@ def _format(name: str, table: Mapping[str, object]) -> Format:
 
 
 def _stored(table: Mapping[str, object]) -> StoredTensor:
-    dims, dtypes, holds, role = (table.get(key, "") for key in ("dims", "dtypes", "holds", "role"))
+    dims, holds, role = (table.get(key, "") for key in ("dims", "holds", "role"))
+    dtypes = table.get("dtypes", ())
+    assert isinstance(dtypes, dict | list | tuple)
+    numbers = dtypes if isinstance(dtypes, dict) else dict.fromkeys(dtypes, str(table.get("numbers", PLAIN)))
     assert role in ("", *ROLES)
-    assert holds in ("", PLAIN, GROUP_INDEX, SHAPE)
+    assert numbers or not role, f"a tensor of role {role} needs dtypes: {table}"
+    assert holds in ("", *CONTENTS)
+    assert set(numbers.values()) <= NUMBERS
     return StoredTensor(
         tuple(dims) if isinstance(dims, list) else str(dims),
-        tuple(dtypes) if isinstance(dtypes, list) else (),
+        numbers,
         optional=table.get("optional") is True,
         asymmetric=table.get("asymmetric") is True,
         holds=str(holds) or PLAIN,
         role=str(role),
-        numbers=str(table.get("numbers", PLAIN)),
     )

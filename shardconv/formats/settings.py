@@ -30,6 +30,7 @@ class Scheme:
         blocks: name of a block in ``formats.toml`` to its elements and entries; a group of 0 elements is a whole row.
         strategy: of the scales, a key of :data:`~shardconv.formats.format.SCALE_DIMS`; "" if shapes show it.
         is_symmetric: whether the quantization is symmetric: without zero points.
+        has_act_order: whether groups are in the order of activations: not of consecutive input features.
         targets: names or patterns (``re:``) of layers, or ``Linear`` for all.
         block_sizes: name of a logical matrix to the elements of a block with one scale, for each dim, where every
             matrix has its own; a block of the size of a dim is one block whatever the size of the shard.
@@ -39,6 +40,7 @@ class Scheme:
     blocks: Mapping[str, Block] = field(default_factory=dict)
     strategy: str = ""
     is_symmetric: bool = True
+    has_act_order: bool = False
     targets: tuple[str, ...] = ("Linear",)
     block_sizes: Mapping[str, tuple[int, ...]] | None = None
 
@@ -46,9 +48,20 @@ class Scheme:
         """The name of the layer whose values a tensor of this name holds."""
         return name.removesuffix(self.format.suffix).removesuffix(".weight").rstrip("._")
 
-    def applies_to(self, layer: str, deadline: float) -> bool:
-        """Whether the layer of this name is a target; ``deadline`` is that of the settings."""
-        return any(target == "Linear" or matches(target, layer, deadline) for target in self.targets)
+    def rank(self, layer: str, deadline: float) -> tuple[int, str] | None:
+        """How closely the targets name a layer, as ``match_targets`` of compressed-tensors sorts them.
+
+        Args:
+            layer: name of the layer.
+            deadline: that of the settings.
+
+        Returns:
+            The kind of the closest target, 0 for a name, 1 for a pattern and 2 for a class, and the target; None if no
+            target names the layer.
+        """
+        found = [target for target in self.targets if target == "Linear" or matches(target, layer, deadline)]
+        kinds = [2 if target == "Linear" else int(target.startswith("re:")) for target in found]
+        return min(zip(kinds, found, strict=True), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +70,8 @@ class Settings:
 
     Attributes:
         method: ``quant_method``.
-        schemes: the formats of its layers, of which the first that applies counts.
+        schemes: the formats of its layers. The one whose targets name a layer most closely counts; among equals that of
+            which the fewest tensors are missing, and then the first.
         ignored: names of layers that are not quantized, or parts of names between dots.
         ignored_patterns: patterns of such layers.
         deadline: when the patterns must have been matched, on the clock of :func:`time.monotonic`.
@@ -132,12 +146,13 @@ def _gptq(table: Mapping[str, object]) -> Iterator[Scheme]:
     bits = _choice(table, "bits", (2, 3, 4, 8))
     _choice(table, "checkpoint_format", ("gptq", "gptq_v2", ""), table.get("format", ""))
     version = str(table.get("checkpoint_format", table.get("format")) or "gptq")
-    name = f"{version}_act_order" if table.get("desc_act") is True and _group(table)[0] else version
+    has_act_order = table.get("desc_act") is True and _group(table)[0] > 0
     dynamic = table.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(str(pattern).startswith("-:") for pattern in dynamic):
         # those with -: are layers without quantization, which the tensors show
         raise PlanError("GPTQ with settings per layer (dynamic) is not supported: split the unquantized checkpoint")
-    yield Scheme(formats()[name], {"word": _word(bits), "group": _group(table)}, is_symmetric=False)
+    blocks = {"word": _word(bits), "group": _group(table)}
+    yield Scheme(formats()[version], blocks, is_symmetric=False, has_act_order=has_act_order)
 
 
 def _awq(table: Mapping[str, object]) -> Iterator[Scheme]:
@@ -193,12 +208,11 @@ def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Sc
         blocks |= _rows_and_columns(weights, "block_structure")
     elif strategy not in ("tensor", "channel"):
         raise PlanError(f"compressed-tensors: strategy {strategy!r:.40} of config_groups.{name} is not supported")
-    if strategy == "group" and str(weights.get("actorder")).lower() in ("true", "group", "dynamic"):
-        if kind != "pack-quantized":
-            raise PlanError(f"compressed-tensors: actorder with format {kind} is not supported: quantize without it")
-        kind = "pack-quantized_act_order"
-    targets = tuple(_names(group, "targets"))
-    return Scheme(formats()[kind], blocks, strategy, weights.get("symmetric", True) is not False, targets)
+    has_act_order = strategy == "group" and str(weights.get("actorder")).lower() in ("true", "group", "dynamic")
+    if has_act_order and kind != "pack-quantized":
+        raise PlanError(f"compressed-tensors: actorder with format {kind} is not supported: quantize without it")
+    is_symmetric, targets = weights.get("symmetric", True) is not False, tuple(_names(group, "targets"))
+    return Scheme(formats()[kind], blocks, strategy, is_symmetric, has_act_order, targets)
 
 
 _COMPRESSED = (
@@ -211,7 +225,9 @@ def _fp8(table: Mapping[str, object]) -> Iterator[Scheme]:
     if (dtype := table.get("expert_dtype", "fp8")) != "fp8":
         raise PlanError(f"FP8 with experts of {dtype!r:.20} is not supported: split the unquantized checkpoint")
     has_blocks = table.get("weight_block_size") is not None
-    yield Scheme(formats()["fp8"], _rows_and_columns(table, "weight_block_size") if has_blocks else {})
+    blocks = _rows_and_columns(table, "weight_block_size") if has_blocks else {}
+    yield Scheme(formats()["fp8"], blocks)
+    yield Scheme(formats()["autofp8"], blocks)
 
 
 def _modelopt(table: Mapping[str, object]) -> Iterator[Scheme]:

@@ -27,6 +27,10 @@ class GridDim(NamedTuple):
     entries: int = 1
     kind: str = ""
 
+    def count(self, size: int) -> int:
+        """The entries of the stored dim for this many elements of the logical matrix."""
+        return -(-size // self.elements) * self.entries
+
 
 #: Kinds of blocks whose elements are packed into an entry, or into several.
 PACKED = PACKED_WORD, PACKED_BYTE = "packed word", "packed byte"
@@ -37,6 +41,14 @@ NO_DIM = GridDim(None)
 #: What the values of a stored tensor are: numbers that do not depend on the rank; indices of groups along the only dim;
 #: or the shape of the logical matrix.
 PLAIN, GROUP_INDEX, SHAPE = "plain", "group_index", "shape"
+CONTENTS = (PLAIN, GROUP_INDEX, SHAPE)
+
+#: A number that is always 0.
+ZERO = "zero"
+#: How entries are read; ``formats/formats.toml`` describes them.
+NUMBERS = frozenset(
+    {PLAIN, ZERO, "uint", "uint_minus_1", "offset_binary", "awq", "e2m1", "e8m0", "int8_absmax", "int4"}
+)
 
 #: What a stored tensor is in the formula of the weight, (values - zero point) * (scale * factor / divisor). With a
 #: ``GROUP_INDEX``, entry g of a dim of scales and zero points that covers no dim is for the input features of group g.
@@ -69,9 +81,9 @@ class Grid(NamedTuple):
         dims: one for each dim of the stored tensor.
         axes: what each dim of the logical matrix is, for messages: ``output``, ``input``.
         values: one of :data:`PLAIN`, :data:`GROUP_INDEX` and :data:`SHAPE`.
-        group: for :data:`GROUP_INDEX` the elements in a group; 0 for one group over all elements.
+        group: for values or a role of :data:`GROUP_INDEX` the elements in a group; 0 for one group over all elements.
         role: one of :data:`ROLES`; "" if the tensor does not change the weight.
-        numbers: how entries are read, see ``formats/formats.toml``.
+        numbers: how entries are read, one of :data:`NUMBERS`.
         padding: for each dim of the logical matrix, padding is a multiple of this many elements: blocks of all stored
             tensors that only have padding, and whose stored zeros are the value 0; 0 if there are none.
     """
@@ -86,6 +98,11 @@ class Grid(NamedTuple):
     role: str = ""
     numbers: str = PLAIN
     padding: tuple[int, ...] = ()
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the values of the full tensor are compared with those that the settings give."""
+        return self.values != PLAIN or self.group > 0 or self.numbers == ZERO
 
     def logical_name(self, name: str) -> str:
         """The name of the logical matrix of the stored tensor ``name``."""
@@ -177,8 +194,19 @@ class Grid(NamedTuple):
             )  # fmt: skip
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a grid: {data!r:.100}") from error
-        if any(dim.elements < 0 or dim.entries < 1 or (dim.dim or 0) not in range(max(len(shape), 1)) for dim in dims):
+        is_valid = all(
+            dim.elements >= (dim.dim is not None) and dim.entries >= 1 and (dim.dim or 0) in range(max(len(shape), 1))
+            for dim in dims
+        )
+        if not is_valid or grid.group < 0:
             raise ValueError(f"not a grid: {data!r:.100}")
+        for key, value, known in (
+            ("values", grid.values, CONTENTS),
+            ("role", grid.role, ("", *ROLES)),
+            ("numbers", grid.numbers, NUMBERS),
+        ):
+            if value not in known:
+                raise ValueError(f"{key} of a grid is {value!r:.40}, which is written by a newer version of shardconv")
         return grid
 
     def _check_padding(self, placement: Placement) -> None:
@@ -206,11 +234,16 @@ class Grid(NamedTuple):
             return Padding(entry.size // elements * entries)
         if entry.start % elements or (entry.stop % elements and entry.stop != placement.size):
             axis = self.axes[placement.dim or 0]
+            if placement.tp * entry.size == placement.size and all(len(entries) == 1 for entries in placement.ranks):
+                raise IndivisibleError(
+                    f"{placement.size} / {placement.tp} = {entry.size} {axis} features per rank is not a multiple of "
+                    f"the {elements}-wide {grid_dim.kind}"
+                )
+            boundary = entry.start if entry.start % elements else entry.stop
             raise IndivisibleError(
-                f"{placement.size} / {placement.tp} = {entry.size} {axis} features per rank is not a multiple of "
-                f"the {elements}-wide {grid_dim.kind}"
+                f"a boundary at feature {boundary} is inside a {grid_dim.kind} of {elements} {axis} features"
             )
-        return Interval(entry.start // elements * entries, min(-(-entry.stop // elements) * entries, size))
+        return Interval(entry.start // elements * entries, min(grid_dim.count(entry.stop), size))
 
 
 def _positions(entries: Sequence[IntervalOrPadding]) -> Iterator[tuple[IntervalOrPadding, int]]:

@@ -160,6 +160,31 @@ def test_act_order_that_the_settings_deny_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("index", [-1, 4])
+def test_index_of_a_group_that_does_not_exist_is_refused(tmp_path, index):
+    """The checkpoint has 4 groups of 32 features."""
+    source = shutil.copytree(DATA / "gptq-4-act-order", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors[f"{DOWN}.g_idx"][70] = index
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    message = rf"{DOWN}\.g_idx: input feature 70 is in group {index} \(expected 0 to 3, .* groups of 32"
+    with pytest.raises(IntegrityError, match=message):
+        shardconv.split(source, tmp_path / "out", tp=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_act_order_with_another_number_of_groups_is_refused():
+    tensors = {
+        "q_proj.qweight": TensorSpec("I32", (8, 64)),
+        "q_proj.qzeros": TensorSpec("I32", (7, 8)),
+        "q_proj.scales": TensorSpec("F16", (7, 64)),
+        "q_proj.g_idx": TensorSpec("I32", (64,)),
+    }
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+    with pytest.raises(PlanError, match=r"qzeros has shape \[7, 8\] \(expected \[2, 8\] for a weight of \[64, 64\]"):
+        with_grids(tensors, {"quantization_config": settings})
+
+
 def test_rank_that_reads_a_source_refuses_unexpected_indices(tmp_path):
     shardconv.split(DATA / "gptq-3", tmp_path / "split", tp=2)
     tensors = load_file(DATA / "gptq-3/model.safetensors")
@@ -211,6 +236,16 @@ def test_wrong_settings_are_refused(tmp_path, settings, message):
     change_settings(tmp_path / "source", **settings)
     with pytest.raises(PlanError, match=message):
         shardconv.split(tmp_path / "source", tmp_path / "out", tp=2)
+
+
+def test_settings_in_the_config_of_the_text_model(tmp_path):
+    """transformers reads them from there if the composite model has none."""
+    text = json.loads((DATA / "gptq-3/config.json").read_text())
+    tensors = load_file(DATA / "gptq-3/model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    placed = shardconv.make_plan(tmp_path, tp=2).placement(f"language_model.{DOWN}.qweight")
+    assert placed == shardconv.make_plan(DATA / "gptq-3", tp=2).placement(f"{DOWN}.qweight")
 
 
 def test_patterns_of_unquantized_layers(tmp_path):

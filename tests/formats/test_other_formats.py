@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import shardconv
-from shardconv.errors import PlanError
+from shardconv.errors import IntegrityError, PlanError
 from tests.support.models import Model, Tensors, read
 from tests.support.quantized import SIZES, check_commands, check_padding, check_run, check_values, rank_file, write
 
@@ -168,10 +168,45 @@ def test_modelopt_with_padding(unquantized, tmp_path, algorithm):
     assert check_padding(source, 4, dequantize, tmp_path) == 4
 
 
+# --- FP8 of AutoFP8 -------------------------------------------------------------------------------------------------
+
+AUTOFP8 = ("one scale per weight", "one scale per row")
+
+
+def to_autofp8(name: str, tensor: torch.Tensor, *, kind: str) -> Tensors:
+    stored = to_modelopt_fp8(name, tensor)
+    if kind == AUTOFP8[1]:
+        scale = tensor.abs().amax(1, keepdim=True).float() / 448
+        stored |= {name: (tensor / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+    return stored
+
+
+@pytest.mark.parametrize("model", OF_MODELOPT)
+@pytest.mark.parametrize("kind", AUTOFP8)
+def test_autofp8(unquantized, tmp_path, kind, model):
+    """The same method as that of transformers, with weight_scale in place of weight_scale_inv."""
+    settings = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    source = write(unquantized(model), tmp_path / "source", partial(to_autofp8, kind=kind), settings)
+    for tp in SIZES[model]:
+        assert check_values(source, unquantized(model), tp, from_modelopt_fp8, tmp_path / f"tp{tp}") >= 4
+    check_run(source, tmp_path / "run")
+    check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
+
+
+def test_fp8_without_any_scale_is_refused(unquantized, tmp_path):
+    settings = {"quant_method": "fp8", "activation_scheme": "static"}
+    source = write(unquantized("llama"), tmp_path / "source", partial(to_autofp8, kind=AUTOFP8[0]), settings)
+    tensors = {name: tensor for name, tensor in read(source).items() if not name.endswith("_scale")}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PlanError, match="weight_scale_inv is missing, which fp8 needs"):
+        shardconv.make_plan(source, tp=2)
+
+
 # --- bitsandbytes ---------------------------------------------------------------------------------------------------
 
 
 OF_BITSANDBYTES = ("llama", "phi3")
+OF_INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]}
 
 
 def to_int8(name: str, tensor: torch.Tensor) -> Tensors:
@@ -197,17 +232,26 @@ _RTOL = 2 * 2.0**-23
 
 @pytest.mark.parametrize("model", OF_BITSANDBYTES)
 def test_bitsandbytes_int8(unquantized, tmp_path, model):
-    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]}
-    source = write(unquantized(model), tmp_path / "source", to_int8, settings)
+    source = write(unquantized(model), tmp_path / "source", to_int8, OF_INT8)
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, from_int8, tmp_path / f"tp{tp}", rtol=_RTOL) >= 4
     check_run(source, tmp_path / "run")
     check_commands(source, tmp_path, tmp_path / "tp2", "SCB", tp=2, reshard=4)
 
 
+def test_bitsandbytes_int8_in_another_order_is_refused(unquantized, tmp_path):
+    """The orders of older GPUs, which the library no longer writes."""
+    source = write(unquantized("llama"), tmp_path / "source", to_int8, OF_INT8)
+    name = "model.layers.0.mlp.up_proj.weight_format"
+    tensors = {**read(source), name: torch.tensor(1, dtype=torch.uint8)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(IntegrityError, match=rf"{name}: is 1 \(expected 0, the order of rows\)"):
+        shardconv.split(source, tmp_path / "out", tp=2)
+    assert not (tmp_path / "out").exists()
+
+
 def test_bitsandbytes_int8_with_padding(unquantized, tmp_path):
-    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]}
-    source = write(unquantized("padded"), tmp_path / "source", to_int8, settings)
+    source = write(unquantized("padded"), tmp_path / "source", to_int8, OF_INT8)
     assert check_padding(source, 4, from_int8, tmp_path) == 4
 
 

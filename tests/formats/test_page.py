@@ -8,7 +8,7 @@ import pytest
 from shardconv.formats.settings import _REFUSED
 from tests.formats.test_compressed_tensors import SCHEMES
 from tests.formats.test_fp8 import KINDS
-from tests.formats.test_other_formats import OF_BITSANDBYTES, OF_MODELOPT, OF_QUANTO, QUANTO
+from tests.formats.test_other_formats import AUTOFP8, OF_BITSANDBYTES, OF_MODELOPT, OF_QUANTO, QUANTO
 from tests.formats.test_torchao import KINDS as OF_TORCHAO
 from tests.support.quantized import SIZES
 
@@ -25,6 +25,7 @@ def sizes_of(models: Iterable[str], sizes: dict[str, tuple[int, ...]] = SIZES) -
 FORMATS = (
     (f"compressed-tensors: {', '.join(SCHEMES)}", *["compressed-tensors"] * 2, sizes_of(SIZES)),
     (f"FP8: {', '.join(KINDS)}", "transformers", "transformers", sizes_of(SIZES)),
+    (f"FP8 of AutoFP8: {', '.join(AUTOFP8)}", "the tests", "the tests", sizes_of(OF_MODELOPT)),
     ("MXFP4 of gpt-oss", "the tests", "transformers", sizes_of(["gpt_oss"], {"gpt_oss": (2,)})),
     ("ModelOpt FP8", "the tests", "the tests", sizes_of(OF_MODELOPT)),
     ("ModelOpt NVFP4", "the tests", "the tests", sizes_of(OF_MODELOPT)),
