@@ -286,7 +286,11 @@ class _Layer:
         return NO_DIM if is_free else grid_dim, grid_dim.count(shape[at])
 
     def _error(self, name: str, problem: str) -> PlanError:
-        settings = ", ".join(f"{key} {elements}" for key, (elements, _) in self._blocks.items())
+        form = self.scheme.format
+        dims = {dim for stored in (form.values, *form.companions.values()) for dim in stored.dims if " / " in dim}
+        of_strategy = {"group", "rows", "columns"}  # the settings have them only where scales do
+        shown = of_strategy | {dim.partition(" / ")[2] for dim in dims}
+        settings = ", ".join(f"{key} {elements}" for key, (elements, _) in self._blocks.items() if key in shown)
         return PlanError(
             f"{name} {problem}: quantization_config ({self.scheme.format.name}{f', {settings}' if settings else ''}) "
             f"does not fit the tensors: pass --config FILE with that of this checkpoint"

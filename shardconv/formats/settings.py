@@ -130,8 +130,8 @@ def read_settings(table: Mapping[str, object]) -> Settings:
     if reader is None:
         reason = _REFUSED.get(method.lower(), "its format is not known")
         raise PlanError(
-            f"quantization {method!r:.60} is not supported: {reason} (supported: {', '.join(_READERS)}): split the "
-            f"unquantized checkpoint, or ignore a file with settings that do not apply (--ignore FILE)"
+            f"quantization {method!r:.60} is not supported: {reason} (expected quant_method {', '.join(_READERS)}). "
+            f"Split the unquantized checkpoint, or ignore a file with settings that do not apply (--ignore FILE)"
         )
     ignored = [name for key in _IGNORED for name in _names(table, key)]
     patterns = tuple(name for name in ignored if name.startswith("re:") or "*" in name)

@@ -214,10 +214,11 @@ class GroupPlanner:
             return
         read = ", ".join(f"{key}={value}" for key, value in self._fields.read.items())
         units = " and ".join(dict.fromkeys(map(str, names)))
+        stored = "" if group.spec.grid is None else ", or quantization_config of the layer is wrong"
         raise PlanError(
             f"{group.matrix}: dim {dim} has {size} elements; rule {group.rule.pattern!r} of {group.rule.origin}, with "
             f"units {units}, and the config ({read}) expect {expected // chunks}: the config is of "
-            f"another checkpoint, or the family or plan file does not fit: pass --config or other --rules"
+            f"another checkpoint, or the family or plan file does not fit{stored}: pass --config or other --rules"
         )
 
     def _units(self, size: int) -> tuple[tuple[str | None, ...], list[Unit], int]:

@@ -63,12 +63,28 @@ def drop(end: str) -> Change:
     return tensors(lambda found: found.pop(f"{LAYER}.{end}"))
 
 
+def one_scale_per_row(source: Path) -> None:
+    """Change 4 bits to 8, where no shape of another tensor of the layer shows it."""
+
+    def keep_first(found: Tensors) -> None:
+        found.update({name: found[name][:, :1] for name in found if name.endswith("weight_scale")})
+        for name in [name for name in found if name.endswith("zero_point")]:
+            del found[name]
+
+    tensors(keep_first)(source)
+    weights(num_bits=8, strategy="channel", group_size=None, symmetric=True)(source)
+
+
 CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     "bits": (weights(num_bits=8), r"weight_scale has shape \[128, 8\] \(expected \[128, 4\] for a weight of"),
     "invalid bits": (weights(num_bits=9), "num_bits is 9"),
     "group size": (weights(group_size=64), r"weight_scale has shape \[128, 8\] \(expected \[128, 4\]"),
     "invalid group size": (weights(group_size="32"), "group_size is '32'"),
     "strategy": (weights(strategy="channel"), r"weight_scale has shape \[128, 8\] \(expected \[128, 1\]"),
+    "bits with one scale per row": (
+        one_scale_per_row,
+        r"dim 1 has 128 elements; .* expect 256: .*, or quantization_config of the layer is wrong: pass --config",
+    ),
     "unknown strategy": (weights(strategy="attn_head"), "strategy 'attn_head' of config_groups.group_0 is not"),
     "missing scale": (drop("weight_scale"), rf"{LAYER}.weight_scale is missing, which pack-quantized needs"),
     "missing zero points": (drop("weight_zero_point"), rf"{LAYER}.weight_zero_point is missing"),

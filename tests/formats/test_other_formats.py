@@ -193,6 +193,21 @@ def test_autofp8(unquantized, tmp_path, kind, model):
     check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
 
 
+def to_fbgemm(name: str, tensor: torch.Tensor) -> Tensors:
+    stored = to_autofp8(name, tensor, kind=AUTOFP8[1])
+    bound = f"{name.removesuffix('weight')}input_scale_ub"
+    return {name: stored[name], f"{name}_scale": stored[f"{name}_scale"], bound: torch.tensor([1200.0])}
+
+
+@pytest.mark.parametrize("model", OF_MODELOPT)
+def test_fbgemm_fp8(unquantized, tmp_path, model):
+    settings = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    source = write(unquantized(model), tmp_path / "source", to_fbgemm, settings)
+    for tp in SIZES[model]:
+        assert check_values(source, unquantized(model), tp, from_modelopt_fp8, tmp_path / f"tp{tp}") >= 4
+    check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
+
+
 def test_fp8_without_any_scale_is_refused(unquantized, tmp_path):
     settings = {"quant_method": "fp8", "activation_scheme": "static"}
     source = write(unquantized("llama"), tmp_path / "source", partial(to_autofp8, kind=AUTOFP8[0]), settings)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardconv.formats.settings import _REFUSED
+from shardconv.formats.settings import _READERS, _REFUSED
 from tests.formats.test_compressed_tensors import SCHEMES
 from tests.formats.test_fp8 import KINDS
 from tests.formats.test_other_formats import AUTOFP8, OF_BITSANDBYTES, OF_MODELOPT, OF_QUANTO, QUANTO
@@ -26,6 +26,7 @@ FORMATS = (
     (f"compressed-tensors: {', '.join(SCHEMES)}", *["compressed-tensors"] * 2, sizes_of(SIZES)),
     (f"FP8: {', '.join(KINDS)}", "transformers", "transformers", sizes_of(SIZES)),
     (f"FP8 of AutoFP8: {', '.join(AUTOFP8)}", "the tests", "the tests", sizes_of(OF_MODELOPT)),
+    ("FP8 of FBGEMM", "the tests", "the tests", sizes_of(OF_MODELOPT)),
     ("MXFP4 of gpt-oss", "the tests", "transformers", sizes_of(["gpt_oss"], {"gpt_oss": (2,)})),
     ("ModelOpt FP8", "the tests", "the tests", sizes_of(OF_MODELOPT)),
     ("ModelOpt NVFP4", "the tests", "the tests", sizes_of(OF_MODELOPT)),
@@ -53,3 +54,7 @@ def tables() -> dict[str, str]:
 @pytest.mark.parametrize("name", ["formats", "refused"])
 def test_the_page_has_the_tables(name):
     assert tables()[name] in PAGE.read_text()
+
+
+def test_the_page_lists_the_methods():
+    assert f"`quant_method` is {', '.join(f'`{method}`' for method in _READERS)}." in " ".join(PAGE.read_text().split())
