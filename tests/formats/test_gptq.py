@@ -9,6 +9,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,8 +25,9 @@ from shardconv.plan.grid import GROUP_INDEX, Grid, GridDim
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 from tests.support.checkpoints import contents, llama_config, llama_specs
-from tests.support.gptq import dequantize, write_gptq
-from tests.support.quantized import check_padding, check_run, loaded_values, rank_file
+from tests.support.gptq import dequantize, pack, write_gptq
+from tests.support.quantized import check_commands as check_quantized
+from tests.support.quantized import check_padding, check_run, check_values, loaded_values, rank_file, write
 
 DATA = Path(__file__).parents[1] / "data/quantized"
 NAMES = sorted(path.stem for path in DATA.glob("*.json"))
@@ -371,3 +373,37 @@ def test_stored_shapes_of_compressed_tensors(tmp_path, is_wrong):
 def test_size_of_the_data():
     """The checkpoints stay small."""
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 300_000
+
+
+# --- other structures than llama's ----------------------------------------------------------------------------------
+
+GROUP = 32
+
+
+def quantize(name: str, tensor: torch.Tensor, *, method: str) -> dict[str, torch.Tensor]:
+    """Random codes, scales and zero points for one weight."""
+    layer, (out, size) = name.removesuffix(".weight"), tensor.shape
+    random = np.random.default_rng(len(name) + out)
+    axis = 1 if method == "awq" else 0
+    stored = {
+        f"{layer}.qweight": pack(random.integers(0, 16, (size, out)), 4, axis),
+        f"{layer}.qzeros": pack(random.integers(0, 16, (size // GROUP, out)), 4, 1),
+        f"{layer}.scales": torch.from_numpy(random.random((size // GROUP, out)).astype(np.float16)),
+    }
+    stored |= {f"{layer}.g_idx": torch.arange(size, dtype=torch.int32) // GROUP} if method == "gptq" else {}
+    return stored
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("model", ["phi3", "qwen3_moe", "deepseek_v3"])
+def test_fused_layers_experts_and_latent_attention(unquantized, tmp_path, model, method):
+    of_method = {"gptq": {"desc_act": False, "checkpoint_format": "gptq"}, "awq": {"version": "gemm"}}[method]
+    settings = {"quant_method": method, "bits": 4, "group_size": GROUP, **of_method}
+    convert = partial(quantize, method=method)
+    source = write(unquantized(model), tmp_path / "source", convert, settings)
+
+    def weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {f"{layer}.weight": weight.T for layer, weight in dequantize(tensors, settings).items()}
+
+    assert check_values(source, unquantized(model), 2, weights, tmp_path / "tp2") >= 4
+    check_quantized(source, tmp_path, tmp_path / "tp2", "scales", tp=2, reshard=4)

@@ -205,6 +205,7 @@ def test_fbgemm_fp8(unquantized, tmp_path, model):
     source = write(unquantized(model), tmp_path / "source", to_fbgemm, settings)
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, from_modelopt_fp8, tmp_path / f"tp{tp}") >= 4
+    check_run(source, tmp_path / "run")
     check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
 
 
@@ -320,6 +321,7 @@ def test_quanto(unquantized, tmp_path, kind, model):
     (source / "quanto_qmap.json").write_text(quanto_settings(f"q{kind}", tensors))
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, from_quanto, tmp_path / f"tp{tp}") >= 4
+    check_run(source, tmp_path / "run")
     check_commands(source, tmp_path, tmp_path / "tp2", "weight._scale", tp=2, reshard=4)
 
 

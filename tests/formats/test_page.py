@@ -21,6 +21,8 @@ def sizes_of(models: Iterable[str], sizes: dict[str, tuple[int, ...]] = SIZES) -
     return "; ".join(f"{model}: {', '.join(map(str, sizes[model]))}" for model in models)
 
 
+OF_GPTQ = "llama: 2, 4; phi3: 2; qwen3_moe: 2; deepseek_v3: 2"
+
 #: Format, what quantizes it, what dequantizes it, and the models with their tensor parallel sizes.
 FORMATS = (
     (f"compressed-tensors: {', '.join(SCHEMES)}", *["compressed-tensors"] * 2, sizes_of(SIZES)),
@@ -30,8 +32,8 @@ FORMATS = (
     ("MXFP4 of gpt-oss", "the tests", "transformers", sizes_of(["gpt_oss"], {"gpt_oss": (2,)})),
     ("ModelOpt FP8", "the tests", "the tests", sizes_of(OF_MODELOPT)),
     ("ModelOpt NVFP4", "the tests", "the tests", sizes_of(OF_MODELOPT)),
-    ("GPTQ: 2, 3, 4, 8 bits", "gptqmodel, the tests", "gptqmodel, the tests", "llama: 2, 4"),
-    ("AWQ: 4 bits", "gptqmodel, the tests", "gptqmodel, the tests", "llama: 2, 4"),
+    ("GPTQ: 2, 3, 4, 8 bits", "gptqmodel, the tests", "gptqmodel, the tests", OF_GPTQ),
+    ("AWQ: 4 bits", "gptqmodel, the tests", "gptqmodel, the tests", OF_GPTQ),
     ("bitsandbytes int8", "bitsandbytes", "bitsandbytes", sizes_of(OF_BITSANDBYTES)),
     (f"torchao: {', '.join(OF_TORCHAO)}", "torchao", "torchao", sizes_of(SIZES)),
     ("torchao: Int4Tensor", "the tests", "torchao", "llama: 2, 4"),
