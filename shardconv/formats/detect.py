@@ -11,7 +11,8 @@ from math import lcm, prod
 from shardconv.errors import PlanError
 from shardconv.formats.cache_scales import cache_grids
 from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, StoredTensor
-from shardconv.formats.settings import Block, Scheme, Settings, read_settings
+from shardconv.formats.scheme import Block, Scheme, Settings
+from shardconv.formats.settings import read_settings
 from shardconv.plan.grid import (
     GROUP_INDEX,
     NO_DIM,
