@@ -32,10 +32,10 @@ def read_settings(table: Mapping[str, object]) -> Settings:
         method = "compressed-tensors"
     reader = _READERS.get(method.lower())
     if reader is None:
-        reason = _REFUSED.get(method.lower(), "its format is not known")
+        reason = _REFUSED.get(method.lower(), "its format is unknown")
         raise PlanError(
-            f"quantization {method!r:.60} is not supported: {reason} (expected quant_method {', '.join(_READERS)}). "
-            f"Split the unquantized checkpoint, or ignore a file with settings that do not apply (--ignore FILE)"
+            f"quantization {method!r:.60} is not supported, as {reason} (expected quant_method {', '.join(_READERS)}): "
+            f"split the unquantized checkpoint, or ignore a file with settings that do not apply (--ignore FILE)"
         )
     ignored = [name for key in _IGNORED for name in list_of_names(table, key)]
     patterns = tuple(name for name in ignored if name.startswith("re:") or "*" in name)

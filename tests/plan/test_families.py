@@ -429,7 +429,7 @@ def test_boundaries_inside_fp8_blocks_are_refused(fp8_with_blocks_of_16):
 
 def test_unsupported_quantization_is_refused(checkpoint, tmp_path):
     copied = altered(checkpoint("llama"), tmp_path, {"quantization_config": {"quant_method": "hqq"}})
-    with pytest.raises(PlanError, match="quantization 'hqq' is not supported: a byte of 4 bits holds groups"):
+    with pytest.raises(PlanError, match="quantization 'hqq' is not supported, as a byte of 4 bits holds groups"):
         shardconv.make_plan(copied, tp=2)
 
 
