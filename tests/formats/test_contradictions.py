@@ -157,7 +157,7 @@ METHODS = {
     "hqq": "holds groups g and g . n / 2 of all n groups",
     "eetq": "interleaved for the kernels of one GPU architecture",
     "aqlm": "codebooks are shared",
-    "vptq": "its format is not known",
+    "vptq": "its format is unknown",
 }
 
 

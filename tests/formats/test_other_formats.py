@@ -156,7 +156,8 @@ def test_modelopt(unquantized, tmp_path, algorithm, model, is_in_config):
         assert check_values(source, unquantized(model), tp, dequantize, tmp_path / f"tp{tp}") >= 4
     assert is_in_config or (tmp_path / "tp2" / "hf_quant_config.json").exists()
     scale = "input_scale" if algorithm == "FP8" else "weight_scale"
-    check_run(source, tmp_path / "run")
+    if model == "llama":  # the structures of models are run in test_compressed_tensors.py
+        check_run(source, tmp_path / "run")
     check_commands(source, tmp_path, tmp_path / "tp2", scale, tp=2, reshard=4)
 
 
@@ -189,7 +190,8 @@ def test_autofp8(unquantized, tmp_path, kind, model):
     source = write(unquantized(model), tmp_path / "source", partial(to_autofp8, kind=kind), settings)
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, from_modelopt_fp8, tmp_path / f"tp{tp}") >= 4
-    check_run(source, tmp_path / "run")
+    if model == "llama":
+        check_run(source, tmp_path / "run")
     check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
 
 
@@ -205,7 +207,8 @@ def test_fbgemm_fp8(unquantized, tmp_path, model):
     source = write(unquantized(model), tmp_path / "source", to_fbgemm, settings)
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, from_modelopt_fp8, tmp_path / f"tp{tp}") >= 4
-    check_run(source, tmp_path / "run")
+    if model == "llama":
+        check_run(source, tmp_path / "run")
     check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
 
 
@@ -251,7 +254,8 @@ def test_bitsandbytes_int8(unquantized, tmp_path, model):
     source = write(unquantized(model), tmp_path / "source", to_int8, OF_INT8)
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, from_int8, tmp_path / f"tp{tp}", rtol=_RTOL) >= 4
-    check_run(source, tmp_path / "run")
+    if model == "llama":
+        check_run(source, tmp_path / "run")
     check_commands(source, tmp_path, tmp_path / "tp2", "SCB", tp=2, reshard=4)
 
 
@@ -321,7 +325,8 @@ def test_quanto(unquantized, tmp_path, kind, model):
     (source / "quanto_qmap.json").write_text(quanto_settings(f"q{kind}", tensors))
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, from_quanto, tmp_path / f"tp{tp}") >= 4
-    check_run(source, tmp_path / "run")
+    if model == "llama":
+        check_run(source, tmp_path / "run")
     check_commands(source, tmp_path, tmp_path / "tp2", "weight._scale", tp=2, reshard=4)
 
 
