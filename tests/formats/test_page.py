@@ -48,7 +48,11 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def tables() -> dict[str, str]:
     titles = ("format", "quantized by", "dequantized by", "tensor parallel sizes")
-    formats = table((*titles, *COMMANDS), [(*row, *COMMANDS.values()) for row in FORMATS])
+    rows = [(*row, *COMMANDS.values()) for row in FORMATS]
+    rows = [
+        (*row[:-1], "refused") if "Int4Tensor" in row[0] else row for row in rows
+    ]  # values as a GPU kernel packs them
+    formats = table((*titles, *COMMANDS), rows)
     refused = [(f"`{method}`", reason) for method, reason in _REFUSED.items()]
     return {"formats": formats, "refused": table(("`quant_method`", "reason"), refused)}
 
