@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 
-.PHONY: demo test test-torchao test-families test-models test-vllm vllm-names check bench clean
+.PHONY: demo test test-torchao test-matrix test-models test-vllm vllm-names check docs bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -14,10 +14,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo.sh
 
-FAMILIES := tests/proof/test_models.py tests/proof/test_mtp.py
-
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(FAMILIES))
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 $(VENV)/torchao: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ --group torchao
@@ -26,8 +24,8 @@ $(VENV)/torchao: $(VENV)/.installed
 test-torchao: $(VENV)/.installed $(VENV)/torchao
 	PYTHONPATH="$(CURDIR)/$(VENV)/torchao" $(BIN)/python -m pytest -n 2 tests/formats/test_torchao.py
 
-test-families: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(FAMILIES)
+test-matrix: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix
 
 $(VENV)/vision: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ --group vision
@@ -54,6 +52,10 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 	git ls-files | xargs $(BIN)/codespell
 	$(BIN)/python -m tools.wording
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 bench: $(VENV)/.installed $(VLLM)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench

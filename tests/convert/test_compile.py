@@ -23,6 +23,7 @@ from shardconv.distributed.new_groups import new_members_group
 from shardconv.hf.inputs import example_inputs
 from shardconv.layers import ParallelEmbedding
 from shardconv.layers.sharding import even_placement, take_shard
+from tests.support.matrix import MATRIX, cases
 from tools.model_matrix.trial import model_class, small
 
 #: Model types that use each mechanism of a conversion.
@@ -75,7 +76,7 @@ def check_type(axis, model_type, backend):
     assert_same(results(call, model, inputs), expected)  # the compiled graph
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", cases(TYPES, lambda name: name == "llama"))
 def test_fullgraph(ranks, model_type):
     """Forward and backward are compiled without graph breaks."""
     ranks("pair", check_type, model_type, "aot_eager")
@@ -100,6 +101,7 @@ def check_dropout(axis):
         call(**inputs)
 
 
+@MATRIX
 def test_dropout(ranks):
     ranks("pair", check_dropout)
 

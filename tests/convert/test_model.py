@@ -30,12 +30,27 @@ from shardconv.layers.sharding import take_shard
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.units import Unit, shard_dim
 from tests.support.comparison import SCALE, check_gradients, inputs_of, numbers
+from tests.support.matrix import cases
 from tests.support.models import GQA, MODELS
 from tools.model_matrix.trial import model_class, small
 
 #: Models that can be built from their config and weights.
 NAMES = [name for name, model in MODELS.items() if not model.rewrite and not model.extra]
 GENERATING = [name for name in NAMES if MODELS[name].auto in ("AutoModelForCausalLM", "T5ForConditionalGeneration")]
+
+#: Models that run by default also at a tensor parallel size at which KV heads are replicated.
+ON_FOUR_RANKS = {"llama", "phi3", "mixtral", "gpt2", "falcon-7b"}
+#: Models of other structures, which run by default on two ranks.
+ON_TWO_RANKS = {
+    "bert", "bloom", "cohere", "deepseek_v3", "falcon-40b", "gpt_bigcode", "gpt_neox", "gpt_oss", "mamba2", "olmo2",
+    "qwen3", "t5",
+}  # fmt: skip
+
+
+def over_layouts(names):
+    """Each model on two and on four ranks."""
+    pairs = [(layout, name) for layout in ("pair", "four") for name in names]
+    return cases(pairs, lambda layout, name: name in ON_FOUR_RANKS or (layout == "pair" and name in ON_TWO_RANKS))
 
 
 def models_of(model, axis):
@@ -66,8 +81,7 @@ def check_model(axis, model):
     assert all(torch.equal(state[key], value) for key, value in before.state_dict().items())
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", ["pair", "four"])
+@pytest.mark.parametrize(("layout", "name"), over_layouts(NAMES))
 def test_every_family(ranks, layout, name):
     if name == "t5-classifier":
         pytest.skip("needs a decoder_start_token_id, which configs of transformers 5.23 do not keep")
@@ -91,8 +105,7 @@ def check_generation(axis, name):
     assert torch.equal(after.generate(ids, **options), before.generate(ids, **options))
 
 
-@pytest.mark.parametrize("name", GENERATING)
-@pytest.mark.parametrize("layout", ["pair", "four"])
+@pytest.mark.parametrize(("layout", "name"), over_layouts(GENERATING))
 def test_generation(ranks, layout, name):
     ranks(layout, check_generation, name)
 

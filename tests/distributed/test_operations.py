@@ -15,6 +15,7 @@ from shardconv.distributed import (
     reduce_from_tp,
     scatter_to_tp,
 )
+from tests.support.matrix import MATRIX
 from tests.support.operation_checks import check_copy, check_reduce, check_scatter_and_gather
 
 LAYOUTS = ["pairs", "strided", "four"]
@@ -138,5 +139,6 @@ def check_compiled(axis):
     assert torch.equal(eager.grad, compiled.grad)
 
 
+@MATRIX
 def test_operations_are_compiled(ranks):
     ranks("strided", check_compiled)

@@ -14,6 +14,7 @@ import shardconv
 from shardconv.convert import gather_state_dict, load_full_state_dict
 from shardconv.distributed import init_parallel
 from tests.support.gpt import GPT, LAYERS, WIDTH, Block, batch
+from tests.support.matrix import MATRIX
 
 STEPS = 50
 
@@ -113,6 +114,7 @@ def check_compiled(axis):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-11, atol=1e-12)
 
 
+@MATRIX
 def test_compiled_block(ranks):
     ranks("pairs", check_compiled)
 

@@ -20,6 +20,7 @@ from shardconv.errors import PlanError
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.family_file import family_names, load_family
 from tests.support.checkpoints import contents
+from tests.support.command import call
 from tests.support.models import EXPERTS, HEADS, KV_HEADS, MODELS, VOCAB, Tensors, change_config, default_model, read
 
 TPS = (1, 2, 4, 8)
@@ -732,9 +733,24 @@ def test_family_without_a_rule_for_a_tensor_is_refused(checkpoint):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules="gpt2")
 
 
-def test_error_for_an_unknown_family_has_similar_names(checkpoint):
-    with pytest.raises(PlanError, match=r"family 'lama' is unknown \(similar names: llama"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, rules="lama")
+@pytest.mark.parametrize(
+    ("name", "similar"),
+    [
+        ("lama", "llama"),
+        ("qwen2", "llama, which serves the model type qwen2"),
+        ("qwen25", "llama"),
+        ("xyzzy", "none"),
+    ],
+)
+def test_error_for_an_unknown_family_has_similar_names(checkpoint, name, similar):
+    with pytest.raises(PlanError, match=rf"family '{name}' is unknown \(similar: {similar}"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules=name)
+
+
+def test_families_are_listed_by_a_model_type():
+    found = json.loads(call("plan", "--list-families", "qwen2_v", "--json").out)["families"]
+    assert all("qwen2_v" in family or all("qwen2_v" in kind for kind in kinds) for family, kinds in found.items())
+    assert "qwen2_vl" in [kind for kinds in found.values() for kind in kinds]
 
 
 def test_transformers_saves_a_tensor_for_each_expert(checkpoint):

@@ -109,9 +109,8 @@ def check_converted(axis, source, plan_file):
     expected = before(inputs).logits
     for rules in ("auto", "llama", shardconv.make_plan(source, tp=axis.size), plan_file):
         model = shardconv.convert_model(copy.deepcopy(before), rules=rules, group=axis)
-        assert torch.allclose(
-            model(inputs).logits, expected, atol=1e-5
-        )  # sums of two partial products in another order
+        # sums of two partial products, in another order
+        assert (model(inputs).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
         assert model.model.layers[0].mlp.up_proj.weight.shape[0] * axis.size == before.config.intermediate_size
 
 

@@ -19,12 +19,15 @@ from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import write_reference
 from shardconv.proof.ranks import sharded_fraction
 from shardconv.proof.small_models import REFERENCE
+from tests.support.matrix import MATRIX
 from tests.support.models import MODELS
 from tests.support.ranks import ranks_in
 from tests.support.wrong_rules import KIND_OF, WRONG, WRONG_OVERRIDES
 from tools import torchvision as vision
 from tools.model_matrix.table import unexplained
 from tools.model_matrix.trial import REASONS, Row, check, model_class, small, try_type, worst
+
+pytestmark = MATRIX
 
 #: One of this many types of a family is tried.
 EVERY = 8

@@ -19,8 +19,11 @@ from shardconv.plan.matcher import name_regex
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
 from shardconv.proof.small_models import REFERENCE
+from tests.support.matrix import MATRIX
 from tests.support.mtp import HUB, KIND_OF, with_mtp
 from tools.model_matrix.trial import check, model_class, small, worst
+
+pytestmark = MATRIX
 
 #: Pattern of added tensors to the dim that is sharded; all others are replicated.
 SHARDED_DIMS = {r"embed_tokens|up_proj|shared_head.output": 0, "down_proj": 1}

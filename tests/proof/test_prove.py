@@ -6,7 +6,6 @@ import re
 import shutil
 import tomllib
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,14 +24,14 @@ from shardconv.plan.transformers_plan import transformers_family
 from shardconv.proof.compare import Reference, largest_difference, write_reference
 from shardconv.proof.prove import skipped_sizes
 from shardconv.proof.small_models import REFERENCE, heads_for, write_small_model
-from tests.support.checkpoints import llama_config, write_checkpoint
+from tests.support.checkpoints import DEMO, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.forked import run
+from tests.support.matrix import MATRIX, cases
 from tests.support.models import MODELS
 from tools.model_matrix.trial import check, model_class, small, worst
 
 CAUSAL = "text generation"
-DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("forked_ranks")]
 
 
@@ -99,7 +98,7 @@ CORRECT_FOR_SMALLER_HEADS = {
 }
 
 
-@pytest.mark.parametrize("fails_at", CORRECT_FOR_SMALLER_HEADS)
+@pytest.mark.parametrize("fails_at", cases(CORRECT_FOR_SMALLER_HEADS, lambda fails_at: fails_at == 4))
 def test_plans_that_are_correct_for_smaller_heads_only(ranks, tmp_path, fails_at):
     plan = tmp_path / "plan.toml"
     plan.write_text(f"[units]\n{CORRECT_FOR_SMALLER_HEADS[fails_at]}\n")
@@ -198,6 +197,7 @@ def test_small_model_has_enough_heads_for_tp(tp, heads, kv_heads):
     assert (model.config.n_head, model.config.n_embd) == (heads, heads * 32)
 
 
+@MATRIX
 def test_proof_at_a_large_tp():
     result = run("plan", DEMO, "--prove", "--tp", "8", "-q", "--json")
     assert result.code == 0, result.err
@@ -229,7 +229,7 @@ def test_proposal_shards_by_heads(model_type, tmp_path):
 
 
 #: With attention, a state space, experts, fused projections and interleaved projections.
-@pytest.mark.parametrize("model_type", ["gptj", "mamba", "qwen3_moe", "codegen"])
+@pytest.mark.parametrize("model_type", cases(["gptj", "mamba", "qwen3_moe", "codegen"], lambda name: name == "gptj"))
 def test_proposal_is_proven(ranks, tmp_path, model_type):
     model, source = small(model_class(CAUSAL, model_type)), tmp_path / "source"
     model.save_pretrained(source)
@@ -252,7 +252,12 @@ def test_proposal_as_json():
     assert parse_plan_file("plan.json", data).rules
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3", "qwen2_moe", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize(
+    "model_type",
+    cases(
+        ["llama", "gemma2", "phi3", "qwen2_moe", "deepseek_v3", "llama4_text"], lambda name: name in {"llama", "phi3"}
+    ),
+)
 def test_tp_plan_of_transformers_is_right(ranks, tmp_path, model_type):
     model = small(model_class(CAUSAL, model_type))
     model.save_pretrained(tmp_path / "source")
@@ -326,6 +331,7 @@ def test_padding_is_not_proven_with_other_head_counts(tmp_path, monkeypatch):
     )
 
 
+@MATRIX
 def test_padding_is_proven(tmp_path):
     """The small model has the head counts of the source, so it is padded in the same way."""
     source = MODELS["llama"].write(tmp_path / "source")
