@@ -4,40 +4,19 @@ Everything must fit together: each layer has the tensors of its format with the 
 give, and no tensor is left that only quantized layers have. What does not fit is an error.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import lcm, prod
+from collections.abc import Iterator, Mapping
+from math import prod
 
 from shardconv.errors import PlanError
 from shardconv.formats.cache_scales import cache_grids
-from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, StoredTensor
-from shardconv.formats.scheme import Block, Scheme, Settings
+from shardconv.formats.layer import Layer, LayerKey
+from shardconv.formats.scheme import Scheme, Settings
 from shardconv.formats.settings import read_settings
-from shardconv.plan.grid import (
-    GROUP_INDEX,
-    NO_DIM,
-    PACKED_BYTE,
-    PACKED_WORD,
-    PLAIN,
-    SCALE,
-    SHAPE,
-    VALUES,
-    ZERO_POINT,
-    Grid,
-    GridDim,
-)
+from shardconv.plan.grid import NO_DIM, Grid
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import CACHE_SCALE, SETTINGS_KEY
 
-#: What the axes are called in messages, and the kinds of blocks.
-_AXES = {"out": "output", "in": "input"}
-_KINDS = {
-    "group": "group",
-    "word": PACKED_WORD,
-    "pair": PACKED_BYTE,
-    "rows": "scale block",
-    "columns": "scale block",
-}
+_OTHER_SETTINGS = "pass --config FILE with the quantization_config of this checkpoint"
 
 
 def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None) -> dict[str, TensorSpec]:
@@ -57,7 +36,7 @@ def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] |
         raise PlanError(f"quantization_config is {table!r:.60} (expected a table): pass --config FILE with it")
     settings = read_settings(table)
     grids: dict[str, Grid] = {}
-    equal: dict[_Key, dict[str, Grid]] = {}  # most layers have the shapes of others
+    equal: dict[LayerKey, dict[str, Grid]] = {}  # most layers have the shapes of others
     for layer in _layers(tensors, settings):
         if (by_suffix := equal.get(key := layer.key())) is None:
             by_suffix = equal[key] = layer.grids()
@@ -71,21 +50,25 @@ def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] |
     return found
 
 
-def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator["_Layer"]:
-    """The quantized layers: those that have the values of a format, or any other tensor of it."""
+def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[Layer]:
+    """The quantized layers: those that have the values of a format."""
     for name in tensors:
         candidates = [scheme for scheme in settings.schemes if _is_values(name, tensors, scheme)]
         if not candidates:
             continue
         layer = candidates[0].layer(name)
         if ignored := settings.ignoring(layer):
-            raise PlanError(f"{name} is quantized, but the settings leave {layer} unquantized ({ignored!r:.60})")
+            raise PlanError(
+                f"{name} is quantized, but the settings leave {layer} unquantized ({ignored!r:.60}): {_OTHER_SETTINGS}"
+            )
         ranked = [(rank, scheme) for scheme in candidates if (rank := scheme.rank(layer, settings.deadline))]
         if not ranked:
-            raise PlanError(f"{name} is quantized, but no group of the settings has {layer} as a target")
+            raise PlanError(
+                f"{name} is quantized, but no group of the settings has {layer} as a target: {_OTHER_SETTINGS}"
+            )
         best = min(rank for rank, _ in ranked)
         yield min(
-            (_Layer(name, tensors, scheme) for rank, scheme in ranked if rank == best),
+            (Layer(name, tensors, scheme) for rank, scheme in ranked if rank == best),
             key=lambda found: len([*found.missing()]),
         )
 
@@ -98,201 +81,3 @@ def _is_values(name: str, tensors: Mapping[str, TensorSpec], scheme: Scheme) -> 
     if form.suffix not in ("", "weight"):  # no other tensor has this name
         return True
     return tensors[name].dtype in form.values.dtypes and len(tensors[name].shape) > 1
-
-
-#: What the grids of a layer follow from: its format, dtype and shape of each tensor (None if a tensor is missing), and
-#: the block size of its matrix.
-_Key = tuple[int, tuple[TensorSpec | None, ...], tuple[int, ...] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One quantized layer.
-
-    Attributes:
-        name: of the tensor with its values.
-        tensors: of the checkpoint.
-        scheme: its format.
-    """
-
-    name: str
-    tensors: Mapping[str, TensorSpec]
-    scheme: Scheme
-
-    @property
-    def stem(self) -> str:
-        """The beginning of the names of its tensors."""
-        return self.name.removesuffix(self.scheme.format.suffix)
-
-    def key(self) -> _Key:
-        """Return the key under which the grids of equal layers are found."""
-        names = (self.name, *(self.stem + suffix for suffix in self.scheme.format.companions))
-        return id(self.scheme), tuple(map(self.tensors.get, names)), self._block_size
-
-    @property
-    def _block_size(self) -> tuple[int, ...] | None:
-        """The elements of a block with one scale, where every matrix has its own."""
-        return (self.scheme.block_sizes or {}).get(self.stem + self.scheme.format.weight)
-
-    @property
-    def _blocks(self) -> Mapping[str, Block]:
-        """Name to elements and entries of each block."""
-        if (sizes := self._block_size) is None:
-            return self.scheme.blocks
-        own = zip(("columns", "rows"), reversed(sizes), strict=False)
-        return {**self.scheme.blocks, **{name: (size, 1) for name, size in own}}
-
-    @property
-    def _companions(self) -> Mapping[str, StoredTensor]:
-        """The tensors of the format beside that with the values, by the end of their names."""
-        found = self.scheme.format.companions
-        if not self.scheme.has_act_order:
-            return found
-        indices = {
-            suffix: replace(stored, optional=False, holds=PLAIN, role=GROUP_INDEX)
-            for suffix, stored in found.items()
-            if stored.holds == GROUP_INDEX
-        }
-        return {**found, **indices}
-
-    def missing(self) -> Iterator[str]:
-        """Yield the names of the tensors that the format needs, and the checkpoint does not have."""
-        for suffix, stored in self._companions.items():
-            is_wanted = not (stored.optional or (stored.asymmetric and self.scheme.is_symmetric))
-            if is_wanted and (name := self.stem + suffix) not in self.tensors:
-                yield name
-
-    def grids(self) -> dict[str, Grid]:
-        """Return the grid of each stored tensor, by the end of its name.
-
-        Raises:
-            PlanError: if a tensor is missing, or its dtype or shape is not that of the format.
-        """
-        form, shape = self.scheme.format, self._logical_shape()
-        grids = {form.suffix: self._grid(self.name, form.suffix, form.values, shape)}
-        if name := next(self.missing(), None):
-            raise PlanError(f"{self.name}: {name} is missing, which {form.name} needs: complete the checkpoint")
-        for suffix, stored in self._companions.items():
-            if (name := self.stem + suffix) in self.tensors:
-                grids[suffix] = self._grid(name, suffix, stored, shape)
-        padding = tuple(self._padding_block(at, grids) for at in range(len(shape)))
-        return {suffix: grid._replace(padding=padding) for suffix, grid in grids.items()}
-
-    def _padding_block(self, at: int, grids: Mapping[str, Grid]) -> int:
-        """The elements of a block of padding along a dim of the matrix; 0 if padding would not be the value 0."""
-        by_role = {grid.role: grid for grid in grids.values()}
-        if by_role[VALUES].numbers not in (PLAIN, "e2m1") or ZERO_POINT in by_role:
-            scale = by_role.get(SCALE)  # of padding, which is 0
-            if scale is None or scale.numbers != PLAIN or all(dim.dim != at for dim in scale.dims):
-                return 0
-        return lcm(*(dim.elements for grid in grids.values() for dim in grid.dims if dim.dim == at))
-
-    def _logical_shape(self) -> tuple[int, ...]:
-        """The shape of the logical matrix, by the shape of the stored values.
-
-        The size of a dim that is packed into words of several entries, or whose last word is not full, is the largest
-        that fits; other tensors of the layer then have to agree.
-        """
-        spec, values = self.tensors[self.name], self.scheme.format.values
-        dims = self._dims(values, spec.shape)
-        if len(spec.shape) < len(dims):
-            raise self._error(self.name, f"has {len(spec.shape)} dims (expected at least {len(dims)})")
-        leading = len(spec.shape) - len(dims)
-        sizes = dict[str, int]()
-        for dim, size in zip(dims, spec.shape[leading:], strict=True):
-            axis, elements, entries = self._block(dim, self.name)
-            if size % entries:
-                raise self._error(self.name, f"has {size} entries of {axis} (expected a multiple of {entries})")
-            if axis in self.scheme.format.axes:
-                sizes[axis] = size // entries * elements
-        return (*spec.shape[:leading], *(sizes[axis] for axis in self.scheme.format.axes))
-
-    def _grid(self, name: str, suffix: str, stored: StoredTensor, shape: tuple[int, ...]) -> Grid:
-        """The grid of one stored tensor, whose dtype and shape are checked."""
-        form, spec = self.scheme.format, self.tensors[name]
-        if stored.dtypes and spec.dtype not in stored.dtypes:
-            raise self._error(name, f"has dtype {spec.dtype} (expected {' or '.join(stored.dtypes)})")
-        axes = (*[""] * (len(shape) - len(form.axes)), *form.axes)
-        return Grid(
-            suffix,
-            form.weight,
-            shape,
-            self._grid_dims(name, stored, axes, shape),
-            tuple(_AXES.get(axis, axis) for axis in axes),
-            stored.holds,
-            self.scheme.blocks.get("group", (0, 1))[0] if GROUP_INDEX in (stored.holds, stored.role) else 0,
-            stored.role,
-            stored.dtypes.get(spec.dtype, PLAIN),
-        )
-
-    def _grid_dims(
-        self, name: str, stored: StoredTensor, axes: Sequence[str], shape: tuple[int, ...]
-    ) -> tuple[GridDim, ...]:
-        """The dims of the grid of one stored tensor, whose shape is checked."""
-        spec, leading = self.tensors[name], len(shape) - len(self.scheme.format.axes)
-        if stored.holds == SHAPE:
-            if spec.shape != (len(shape),):
-                raise self._error(name, f"has shape {list(spec.shape)} (expected {[len(shape)]})")
-            return (NO_DIM,)
-        dims = self._dims(stored, spec.shape)
-        if not dims and prod(spec.shape) == 1:
-            return (NO_DIM,) * len(spec.shape)
-        covered = [(GridDim(at), shape[at]) for at in range(leading)]
-        sizes = (*spec.shape[leading:], *(1,) * len(dims))
-        covered += [self._grid_dim(dim, axes, name, shape, size) for dim, size in zip(dims, sizes, strict=False)]
-        expected = [size for _, size in covered]
-        if list(spec.shape) != expected:
-            raise self._error(name, f"has shape {list(spec.shape)} (expected {expected} for a weight of {list(shape)})")
-        return tuple(dim for dim, _ in covered)
-
-    def _dims(self, stored: StoredTensor, shape: Sequence[int]) -> tuple[str, ...]:
-        """The dims of a stored tensor; () for one number, of any shape."""
-        if not isinstance(stored.dims, str):
-            return stored.dims
-        if stored.dims == "number":
-            return ()
-        table = PACKED_SCALE_DIMS if stored.dims == "packed_scale" else SCALE_DIMS
-        strategy = self.scheme.strategy or self._strategy_of(shape)
-        if strategy not in table:
-            raise self._error(self.name, f"has zero points of strategy {strategy}, which is not supported")
-        return () if strategy == "tensor" and prod(shape) == 1 else table[strategy]
-
-    def _strategy_of(self, shape: Sequence[int]) -> str:
-        """The strategy that the shape of a scale shows, where settings have none."""
-        if prod(shape) == 1 or shape[-2:] == (1, 1):  # a number, or one for each of several experts
-            return "tensor"
-        return "channel" if shape[-1:] == (1,) and "columns" not in self.scheme.blocks else "block"
-
-    def _block(self, dim: str, name: str) -> tuple[str, int, int]:
-        """Axis, elements and entries of a dim as ``formats.toml`` has it."""
-        axis, _, block = dim.partition(" / ")
-        if not block:
-            return axis, 1, 1
-        if (found := self._blocks.get(block)) is None:
-            raise self._error(name, "needs a block size, which the settings do not have")
-        return axis, *found
-
-    def _grid_dim(
-        self, dim: str, axes: Sequence[str], name: str, shape: Sequence[int], found: int
-    ) -> tuple[GridDim, int]:
-        """The grid dim of a dim as ``formats.toml`` has it, and its expected size; ``found`` if any size is right."""
-        axis, elements, entries = self._block(dim, name)
-        if axis not in axes:
-            return NO_DIM, int(dim) if dim.isdecimal() else found
-        at, block = axes.index(axis), dim.partition(" / ")[2]
-        if not elements or (self._block_size and elements == shape[at]):  # one group over the full dim
-            return GridDim(None, shape[at]), 1
-        grid_dim = GridDim(at, elements, entries, _KINDS.get(block, ""))
-        is_free = self.scheme.has_act_order and block == "group"
-        return NO_DIM if is_free else grid_dim, grid_dim.count(shape[at])
-
-    def _error(self, name: str, problem: str) -> PlanError:
-        form = self.scheme.format
-        dims = {dim for stored in (form.values, *form.companions.values()) for dim in stored.dims if " / " in dim}
-        of_strategy = {"group", "rows", "columns"}  # the settings have them only where scales do
-        shown = of_strategy | {dim.partition(" / ")[2] for dim in dims}
-        settings = ", ".join(f"{key} {elements}" for key, (elements, _) in self._blocks.items() if key in shown)
-        return PlanError(
-            f"{name} {problem}: quantization_config ({self.scheme.format.name}{f', {settings}' if settings else ''}) "
-            f"does not fit the tensors: pass --config FILE with that of this checkpoint"
-        )

@@ -29,7 +29,7 @@ class StoredTensor:
             the weight does not depend on the tensor.
         optional: whether it may be missing.
         asymmetric: whether it exists in asymmetric quantization only.
-        holds: what its values are, as :attr:`~shardconv.plan.grid.Grid.values`.
+        content: as :attr:`~shardconv.plan.grid.Grid.content`.
         role: what it is in the formula of ``formats.toml``; "" if it does not change the weight.
     """
 
@@ -37,7 +37,7 @@ class StoredTensor:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     optional: bool = False
     asymmetric: bool = False
-    holds: str = PLAIN
+    content: str = PLAIN
     role: str = ""
 
 
@@ -52,6 +52,7 @@ class Format:
         weight: what the name of the logical matrix has in its place.
         values: the tensor with the values.
         companions: end of the name to the other tensors, which begin with the name of the layer.
+        settings: name of a block to that of the setting with its size, for messages.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Format:
     weight: str
     values: StoredTensor
     companions: Mapping[str, StoredTensor] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @cache
@@ -81,30 +83,30 @@ def _with_base(table: Mapping[str, object], tables: Mapping[str, Mapping[str, ob
 
 
 def _format(name: str, table: Mapping[str, object]) -> Format:
-    axes, values, tensors = table["axes"], table["values"], table["tensors"]
+    axes, values, tensors, settings = (table.get(key, {}) for key in ("axes", "values", "tensors", "settings"))
     assert isinstance(axes, list)
     assert isinstance(values, dict)
     assert isinstance(tensors, dict)
+    assert isinstance(settings, dict)
     companions = {suffix: _stored(tensor) for suffix, tensor in tensors.items()}
-    return Format(
-        name, tuple(axes), values["suffix"], values["weight"], _stored({**values, "role": VALUES}), companions
-    )
+    stored = _stored({**values, "role": VALUES})
+    return Format(name, tuple(axes), values["suffix"], values["weight"], stored, companions, settings)
 
 
 def _stored(table: Mapping[str, object]) -> StoredTensor:
-    dims, holds, role = (table.get(key, "") for key in ("dims", "holds", "role"))
+    dims, content, role = (table.get(key, "") for key in ("dims", "content", "role"))
     dtypes = table.get("dtypes", ())
     assert isinstance(dtypes, dict | list | tuple)
     numbers = dtypes if isinstance(dtypes, dict) else dict.fromkeys(dtypes, str(table.get("numbers", PLAIN)))
     assert role in ("", *ROLES)
     assert numbers or not role, f"a tensor of role {role} needs dtypes: {table}"
-    assert holds in ("", *CONTENTS)
+    assert content in ("", *CONTENTS)
     assert set(numbers.values()) <= NUMBERS
     return StoredTensor(
         tuple(dims) if isinstance(dims, list) else str(dims),
         numbers,
         optional=table.get("optional") is True,
         asymmetric=table.get("asymmetric") is True,
-        holds=str(holds) or PLAIN,
+        content=str(content) or PLAIN,
         role=str(role),
     )

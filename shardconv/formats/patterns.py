@@ -11,6 +11,7 @@ from shardconv.errors import PlanError
 _MAX_REPETITIONS, _MAX_NAME = 5, 128
 #: Seconds for all matches of a checkpoint.
 MAX_SECONDS = 60
+_SIMPLER = "write the names of the layers, or pass --config FILE with simpler patterns"
 #: A repetition of an element of a pattern, with the parenthesis that may be before it.
 _REPETITION = re.compile(r"(\)?)(?:[*+?]|\{\d*,?\d*\})[?+]?")
 
@@ -38,15 +39,24 @@ def matches(target: str, layer: str, deadline: float) -> bool:
     return target == layer or layer.endswith(f".{target}") or f".{target}." in f".{layer}."
 
 
-def check_pattern(pattern: str, key: str) -> None:
+def check_pattern(pattern: str, key: str, where: str = "quantization_config", remedy: str = _SIMPLER) -> None:
     """Refuse a pattern that is not valid, or that takes too long to match: settings are not trusted.
 
     A repeated group with a repetition or an alternative in it matches in exponentially many ways.
+
+    Args:
+        pattern: the pattern.
+        key: the setting that has it.
+        where: what has the setting, for the message.
+        remedy: what to do instead, for the message.
+
+    Raises:
+        PlanError: if the pattern is refused.
     """
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise PlanError(f"quantization_config: {key}: {pattern!r:.60} is not a regular expression: {error}") from error
+        raise PlanError(f"{where}: {key}: {pattern!r:.60} is not a regular expression: {error}") from error
     simple = re.sub(r"\[\^?\]?[^\]]*\]", "x", re.sub(r"\\.", "x", pattern))  # a class or an escape is one character
     groups, repetitions, at = [False], 0, 0  # whether each open group has a repetition or an alternative
     while at < len(simple):
@@ -61,9 +71,8 @@ def check_pattern(pattern: str, key: str) -> None:
             repetitions += 1
             if is_choice or repetitions > _MAX_REPETITIONS:
                 raise PlanError(
-                    f"quantization_config: {key}: the pattern {pattern!r:.60} may take too long to match (expected at "
-                    f"most {_MAX_REPETITIONS} repetitions, and none of a group with repetitions or alternatives): "
-                    f"write the names of the layers, or pass --config FILE with simpler patterns"
+                    f"{where}: {key}: the pattern {pattern!r:.60} may take too long to match (expected at most "
+                    f"{_MAX_REPETITIONS} repetitions, and none of a group with repetitions or alternatives): {remedy}"
                 )
         groups[-1] = groups[-1] or is_choice or found is not None or simple[at] == "|"
         at = found.end() if found else at + 1

@@ -48,8 +48,7 @@ _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modul
 
 def _gptq(table: Mapping[str, object]) -> Iterator[Scheme]:
     bits = one_of(table, "bits", (2, 3, 4, 8))
-    one_of(table, "checkpoint_format", ("gptq", "gptq_v2", ""), table.get("format", ""))
-    version = str(table.get("checkpoint_format", table.get("format")) or "gptq")
+    version = one_of(table, "checkpoint_format", ("gptq", "gptq_v2", ""), table.get("format", "")) or "gptq"
     has_act_order = table.get("desc_act") is True and group_block(table)[0] > 0
     dynamic = table.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(str(pattern).startswith("-:") for pattern in dynamic):

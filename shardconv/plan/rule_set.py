@@ -139,6 +139,17 @@ class RuleSet:
 
         return replace(self, models=tuple(map(without_rules, self.models)), engine=None)
 
+    def with_optional_rules(self) -> Self:
+        """Return the rule set with rules of the user that may match nothing, for some of the model's tensors."""
+
+        def with_optional(model_rules: ModelRules) -> ModelRules:
+            rules = (
+                replace(rule, optional=True, mount="") if rule.by_user else rule for rule in model_rules.family.rules
+            )
+            return replace(model_rules, family=replace(model_rules.family, rules=tuple(rules)))
+
+        return replace(self, models=tuple(map(with_optional, self.models)))
+
     def without_overrides(self, blocks: Container[str]) -> Self:
         """Return the rule set without the module overrides of ``blocks``."""
 

@@ -395,7 +395,7 @@ def quantize(name: str, tensor: torch.Tensor, *, method: str) -> dict[str, torch
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-@pytest.mark.parametrize("model", ["phi3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model", ["phi3", "qwen2", "qwen3_moe", "deepseek_v3"])
 def test_fused_layers_experts_and_latent_attention(unquantized, tmp_path, model, method):
     of_method = {"gptq": {"desc_act": False, "checkpoint_format": "gptq"}, "awq": {"version": "gemm"}}[method]
     settings = {"quant_method": method, "bits": 4, "group_size": GROUP, **of_method}

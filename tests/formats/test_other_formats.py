@@ -1,5 +1,6 @@
 """Formats that the tests write as they are published: MXFP4 of gpt-oss, ModelOpt; and int8 of bitsandbytes."""
 
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import shardconv
 from shardconv.errors import IntegrityError, PlanError
+from tests.support.matrix import cases
 from tests.support.models import Model, Tensors, read
 from tests.support.quantized import SIZES, check_commands, check_padding, check_run, check_values, rank_file, write
 
@@ -139,9 +141,13 @@ OF_MODELOPT = ("llama", "qwen3_moe")
 MODELOPT = {"FP8": (to_modelopt_fp8, from_modelopt_fp8), "NVFP4": (to_modelopt_nvfp4, from_modelopt_nvfp4)}
 
 
-@pytest.mark.parametrize("model", OF_MODELOPT)
-@pytest.mark.parametrize("algorithm", MODELOPT)
-@pytest.mark.parametrize("is_in_config", [False, True])
+@pytest.mark.parametrize(
+    ("is_in_config", "algorithm", "model"),
+    cases(
+        itertools.product([False, True], MODELOPT, OF_MODELOPT),
+        lambda is_in_config, algorithm, model: (is_in_config, model) == (algorithm == "FP8", "llama"),
+    ),
+)
 def test_modelopt(unquantized, tmp_path, algorithm, model, is_in_config):
     """The settings are in hf_quant_config.json, and in newer checkpoints in config.json."""
     quantize, dequantize = MODELOPT[algorithm]
@@ -182,8 +188,9 @@ def to_autofp8(name: str, tensor: torch.Tensor, *, kind: str) -> Tensors:
     return stored
 
 
-@pytest.mark.parametrize("model", OF_MODELOPT)
-@pytest.mark.parametrize("kind", AUTOFP8)
+@pytest.mark.parametrize(
+    ("kind", "model"), cases(itertools.product(AUTOFP8, OF_MODELOPT), lambda _, model: model == "llama")
+)
 def test_autofp8(unquantized, tmp_path, kind, model):
     """The same method as that of transformers, with weight_scale in place of weight_scale_inv."""
     settings = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
@@ -201,7 +208,7 @@ def to_fbgemm(name: str, tensor: torch.Tensor) -> Tensors:
     return {name: stored[name], f"{name}_scale": stored[f"{name}_scale"], bound: torch.tensor([1200.0])}
 
 
-@pytest.mark.parametrize("model", OF_MODELOPT)
+@pytest.mark.parametrize("model", cases(OF_MODELOPT, lambda model: model == "llama"))
 def test_fbgemm_fp8(unquantized, tmp_path, model):
     settings = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
     source = write(unquantized(model), tmp_path / "source", to_fbgemm, settings)
@@ -249,7 +256,7 @@ def from_int8(tensors: Tensors) -> Tensors:
 _RTOL = 2 * 2.0**-23
 
 
-@pytest.mark.parametrize("model", OF_BITSANDBYTES)
+@pytest.mark.parametrize("model", cases(OF_BITSANDBYTES, lambda model: model == "llama"))
 def test_bitsandbytes_int8(unquantized, tmp_path, model):
     source = write(unquantized(model), tmp_path / "source", to_int8, OF_INT8)
     for tp in SIZES[model]:
@@ -317,8 +324,9 @@ def quanto_settings(kind: str, tensors: Tensors) -> str:
 OF_QUANTO = ("llama", "phi3", "qwen3_moe")
 
 
-@pytest.mark.parametrize("model", OF_QUANTO)
-@pytest.mark.parametrize("kind", QUANTO)
+@pytest.mark.parametrize(
+    ("kind", "model"), cases(itertools.product(QUANTO, OF_QUANTO), lambda _, model: model == "llama")
+)
 def test_quanto(unquantized, tmp_path, kind, model):
     source = write(unquantized(model), tmp_path / "source", partial(to_quanto, kind=kind), None)
     tensors = read(source)

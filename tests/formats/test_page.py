@@ -21,11 +21,12 @@ def sizes_of(models: Iterable[str], sizes: dict[str, tuple[int, ...]] = SIZES) -
     return "; ".join(f"{model}: {', '.join(map(str, sizes[model]))}" for model in models)
 
 
-OF_GPTQ = "llama: 2, 4; phi3: 2; qwen3_moe: 2; deepseek_v3: 2"
+OF_GPTQ = "llama: 2, 4; phi3: 2; qwen2: 2; qwen3_moe: 2; deepseek_v3: 2"
 
 #: Format, what quantizes it, what dequantizes it, and the models with their tensor parallel sizes.
 FORMATS = (
     (f"compressed-tensors: {', '.join(SCHEMES)}", *["compressed-tensors"] * 2, sizes_of(SIZES)),
+    ("compressed-tensors: W4A16_ASYM with act-order", "the tests", "compressed-tensors", sizes_of(["llama"])),
     (f"FP8: {', '.join(KINDS)}", "transformers", "transformers", sizes_of(SIZES)),
     (f"FP8 of AutoFP8: {', '.join(AUTOFP8)}", "the tests", "the tests", sizes_of(OF_MODELOPT)),
     ("FP8 of FBGEMM", "the tests", "the tests", sizes_of(OF_MODELOPT)),
