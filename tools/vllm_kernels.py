@@ -135,7 +135,11 @@ def _quantized_experts(missing: Missing) -> Iterator[None]:
 
     compressed = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
     selections = {
-        "select_wna16_moe_backend": (int_wna16, int_wna16.WNA16MoEBackend, [f"{compressed}_wna16"]),
+        "select_wna16_moe_backend": (
+            int_wna16,
+            int_wna16.WNA16MoEBackend,
+            [f"{compressed}_wna16", "auto_gptq", "auto_awq"],
+        ),
         "select_nvfp4_moe_backend": (nvfp4, nvfp4.NvFp4MoeBackend, [f"{compressed}_w4a4_nvfp4", "modelopt"]),
     }
     with ExitStack() as stack:

@@ -4,22 +4,29 @@ They follow from the source's headers, a plan and a layout (``layouts/``), so a 
 headers that are computed again from its manifest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from functools import partial
+from itertools import chain
+from math import prod
 from typing import NamedTuple
 
-from shardconv.checkpoint.copy import Edits, Shards
+from shardconv.checkpoint.copy import Edits, FileRows, Shards
 from shardconv.checkpoint.geometry import Geometry, geometry, unsharded
-from shardconv.checkpoint.header import DTYPE_BITS, Header, build_header, num_bytes
+from shardconv.checkpoint.header import DTYPE_BITS, Header, TensorInfo, build_header, num_bytes
+from shardconv.errors import PlanError
 from shardconv.formats.torchao import VALUES, all_names, rank_metadata
 from shardconv.layouts.dcp import KEY, offsets_metadata
-from shardconv.layouts.layout import NATIVE, FileLayout, FileTensor
+from shardconv.layouts.layout import NATIVE, Constant, FileLayout, FileTensor
 from shardconv.plan.plan import Plan, TensorSpec
 
 MANIFEST_NAME = "shardconv.json"
+#: Folder of the adapters in a split base model, each of which is a split checkpoint of its own.
+ADAPTERS = "adapters"
 #: Key of the identity of a split checkpoint in the metadata of its rank files.
 IDENTITY_KEY = "shardconv"
+#: Maximum number of rank files, all of which are open while they are written.
+_MAX_FILES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +36,41 @@ class Layout:
     Attributes:
         headers: of each file.
         shards: for each source tensor, in order, the positions of its shards.
-        constants: the bytes at the beginning of each file's data section, before all shards.
+        constants: the bytes at the beginning of the data section of each rank's first file, before all shards.
+        files_per_rank: number of files of each rank, which follow each other; 1 for the files of full tensors.
     """
 
     headers: tuple[Header, ...]
     shards: tuple[Shards, ...]
     constants: bytes = b""
+    files_per_rank: int = 1
 
     @property
     def prefixes(self) -> list[bytes]:
         """The bytes of each file before its shards."""
-        return [header.prefix + self.constants for header in self.headers]
+        count = self.files_per_rank
+        return [
+            header.prefix + (b"" if number % count else self.constants) for number, header in enumerate(self.headers)
+        ]
 
     @property
     def file_bytes(self) -> list[int]:
         """Bytes of each file."""
         return [header.file_bytes for header in self.headers]
+
+    @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Bytes of the files of each rank."""
+        count = self.files_per_rank
+        return tuple(sum(self.file_bytes[at : at + count]) for at in range(0, len(self.headers), count))
+
+    def files_of(self, rank: int) -> slice:
+        """The files of a rank."""
+        return slice(rank * self.files_per_rank, (rank + 1) * self.files_per_rank)
+
+    def tensors_of(self, rank: int) -> dict[str, TensorInfo]:
+        """Name to tensor of the files of a rank."""
+        return {name: info for header in self.headers[self.files_of(rank)] for name, info in header.tensors.items()}
 
 
 class ExplicitFiles(NamedTuple):
@@ -91,29 +117,15 @@ def lay_out_ranks(
     """
     is_torchao = any(one.grid is not None and one.grid.suffix == VALUES for one in plan.tensors.values())
     metadata = all_names(metadata) if is_torchao else metadata
-    common = {"format": "pt", **metadata, **({} if identity is None else {IDENTITY_KEY: identity})}
+    metadata = {"format": "pt", **metadata, **({} if identity is None else {IDENTITY_KEY: identity})}
     placements = {name: plan.placement(name) for name in tensors}
     distinct = tuple(dict.fromkeys(placements.values()))
     sizes = [tuple(placement.local_size(rank) for placement in distinct) for rank in range(plan.tp)]
-    # ranks with equal shapes share a header, unless it stores the offsets of the shards
+    # ranks with equal shapes share headers, unless these store the offsets of the shards
     first_equal = list(range(plan.tp)) if layout.has_offsets else [sizes.index(size) for size in sizes]
-    file_tensors = layout.file_tensors(tensors)
-    files = {
-        rank: _lay_out_rank(
-            file_tensors,
-            tensors,
-            {name: placements[name].shard_shape(spec.shape, rank) for name, spec in tensors.items()},
-            layout,
-            {**common, KEY: offsets_metadata(tensors, placements, rank)}
-            if layout.has_offsets
-            else {**common, **rank_metadata(metadata, plan, rank)},
-        )
-        for rank in dict.fromkeys(first_equal)
-    }
-
-    def offsets(name: str) -> tuple[int, ...]:
-        by_rank = {rank: file.offsets[name] for rank, file in files.items()}
-        return tuple(map(by_rank.__getitem__, first_equal))
+    files = _lay_out_files(list(dict.fromkeys(first_equal)), tensors, plan, metadata, layout)
+    count = len(files[0])
+    file_of = {name: number for number, file in enumerate(files[0]) for name in file.positions}
 
     # files with offsets are read as parts of the full tensors, and engines read the values of full tensors
     has_full_values = layout.has_offsets or layout.engine is not None
@@ -122,47 +134,136 @@ def lay_out_ranks(
     def shards_of(name: str, spec: TensorSpec) -> Shards:
         if name in implied:
             size = num_bytes(spec.dtype, spec.shape)
-            return Shards(Geometry(size, size, ()), (), (), _edits(name, spec, plan, None))
-        edits = _edits(name, spec, plan, None if has_full_values else plan.tensors[name].edits)
-        return Shards(geometry(placements[name], spec.dtype, spec.shape), range(plan.tp), offsets(name), edits)
+            return Shards(Geometry(size, size, ()), (), (), edits_of(name, spec, plan))
+        edits = edits_of(name, spec, plan, None if has_full_values else plan.tensors[name].edits)
+        found = [files[rank][file_of[name]].positions[name] for rank in first_equal]
+        rows = [position.rows for position in found if position.rows is not None] or None
+        offsets = tuple(position.offset for position in found)
+        numbers = range(file_of[name], plan.tp * count, count)
+        return Shards(geometry(placements[name], spec.dtype, spec.shape), numbers, offsets, edits, rows)
 
     shards = tuple(shards_of(name, spec) for name, spec in tensors.items())
-    headers = tuple(files[rank].header for rank in first_equal)
-    return Layout(headers, shards, b"".join(constant.data for constant in layout.constants))
+    headers = tuple(file.header for rank in first_equal for file in files[rank])
+    return Layout(headers, shards, b"".join(constant.data for constant in layout.constants), count)
 
 
-def _edits(name: str, spec: TensorSpec, plan: Plan, values: Sequence[Sequence[int]] | None) -> Edits | None:
+def edits_of(name: str, spec: TensorSpec, plan: Plan, values: Sequence[Sequence[int]] | None = None) -> Edits | None:
     """The edits of a tensor whose values are compared with its grid; None for any other tensor."""
     grid = plan.tensors[name].grid
     return None if grid is None or not grid.is_checked else Edits(name, spec.dtype, grid, values)
 
 
+class _Position(NamedTuple):
+    """The offset of a shard in a file, and its rows there; None if it is contiguous."""
+
+    offset: int
+    rows: FileRows | None
+
+
 class _RankFile(NamedTuple):
-    """The header of a rank file, and the offset of each source tensor's shard in the file."""
+    """The header of a rank file, and the position of each source tensor's shard in the file."""
 
     header: Header
-    offsets: dict[str, int]
+    positions: dict[str, _Position]
+
+
+def _lay_out_files(
+    ranks: Sequence[int], tensors: Mapping[str, TensorSpec], plan: Plan, metadata: dict[str, str], layout: FileLayout
+) -> dict[int, list[_RankFile]]:
+    """Lay out all files of these ranks, which together have all shapes.
+
+    Raises:
+        PlanError: if shards do not form the tensors of the layout, or there are too many files.
+    """
+    lay_out = partial(_lay_out_rank, tensors=tensors, plan=plan, metadata=metadata, layout=layout)
+    one = layout.file_tensors(tensors)
+    files = {rank: [lay_out(rank, one, layout.constants)] for rank in ranks}
+    if layout.max_file_bytes is None:
+        return files
+    groups = _divide(one, [file.header for (file,) in files.values()], layout)
+    if (count := len(groups) * plan.tp) > _MAX_FILES:
+        raise PlanError(
+            f"the maximum file size is too small (got {layout.max_file_bytes} bytes, for {count} rank files, expected "
+            f"at most {_MAX_FILES} files): pass a larger --max-file-size"
+        )
+    constants = [layout.constants, *([()] * (len(groups) - 1))]
+    return {rank: list(map(partial(lay_out, rank), groups, constants)) for rank in ranks} if len(groups) > 1 else files
 
 
 def _lay_out_rank(
+    rank: int,
     file_tensors: Sequence[FileTensor],
+    constants: Sequence[Constant],
+    *,
     tensors: Mapping[str, TensorSpec],
-    shapes: Mapping[str, tuple[int, ...]],
-    layout: FileLayout,
+    plan: Plan,
     metadata: dict[str, str],
+    layout: FileLayout,
 ) -> _RankFile:
-    """Lay out one rank file; ``shapes`` are those of the rank's shards of the source tensors."""
-    constants = ((constant.name, constant.dtype, constant.shape) for constant in layout.constants)
+    """Lay out one file of a rank, with some of its tensors."""
+    first = ((constant.name, constant.dtype, constant.shape) for constant in constants)
+    members = [name for tensor in file_tensors for name in tensor.members]
+    placements = {name: plan.placement(name) for name in members}
+    shapes = {name: placements[name].shard_shape(tensors[name].shape, rank) for name in members}
     fused = (
         (tensor.name, tensors[tensor.members[0]].dtype, tensor.shape([shapes[name] for name in tensor.members]))
         for tensor in file_tensors
     )
-    header = build_header(chain(constants, fused), metadata)
-    offsets = {tensor.members[0]: header.data_offset + header.tensors[tensor.name].start for tensor in file_tensors}
-    for tensor in layout.changed:
-        for previous, name in pairwise(tensor.members):
-            offsets[name] = offsets[previous] + num_bytes(tensors[previous].dtype, shapes[previous])
-    return _RankFile(header, offsets)
+    of_rank = (
+        {KEY: offsets_metadata({name: tensors[name] for name in members}, placements, rank)}
+        if layout.has_offsets
+        else rank_metadata(metadata, plan, rank)
+    )
+    header = build_header(chain(first, fused), {**metadata, **of_rank})
+    positions = {
+        name: position
+        for tensor in file_tensors
+        for name, position in _positions(
+            tensor, header.data_offset + header.tensors[tensor.name].start, tensors, shapes
+        )
+    }
+    return _RankFile(header, positions)
+
+
+def _positions(
+    tensor: FileTensor, offset: int, tensors: Mapping[str, TensorSpec], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, _Position]]:
+    """Yield the members of a file tensor at ``offset``, each with its position.
+
+    Those that are concatenated along a dim have a part of each row of this dim; along dim 0, there is one row.
+    """
+    step = len(tensor.members) // (tensor.stack or 1)
+    for at in range(0, len(tensor.members), step):
+        members = tensor.members[at : at + step]
+        widths = [num_bytes(tensors[name].dtype, shapes[name][tensor.dim :]) for name in members]
+        stride, start = sum(widths), offset
+        for name, width in zip(members, widths, strict=True):
+            yield name, _Position(start, FileRows(width, stride) if tensor.dim else None)
+            start += width
+        offset += stride * prod(shapes[members[0]][: tensor.dim])
+
+
+def _divide(
+    file_tensors: Sequence[FileTensor], headers: Sequence[Header], layout: FileLayout
+) -> list[list[FileTensor]]:
+    """Divide the tensors of a rank over files that fit the limit or have one tensor, equally on all ranks.
+
+    Args:
+        file_tensors: the tensors, in order.
+        headers: of files with all tensors, of ranks with different shapes; no other file has a longer header.
+        layout: has the limit.
+    """
+    others = max(header.data_offset for header in headers) + sum(len(constant.data) for constant in layout.constants)
+    groups: list[list[FileTensor]] = [[]]
+    used = others
+    for tensor in file_tensors:
+        size = max(header.tensors[tensor.name].num_bytes for header in headers)
+        if groups[-1] and used + size > (layout.max_file_bytes or 0):
+            groups.append([])
+            used = others
+        groups[-1].append(tensor)
+        used += size
+    return groups
 
 
 def lay_out_source(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan | None = None) -> Layout:
@@ -179,7 +280,7 @@ def lay_out_source(headers: Sequence[Header], tensors: Mapping[str, TensorSpec],
         for name, info in header.tensors.items()
     }
     shards = (
-        Shards(unsharded(size), (file,), (offset,), None if plan is None else _edits(name, tensors[name], plan, None))
+        Shards(unsharded(size), (file,), (offset,), None if plan is None else edits_of(name, tensors[name], plan))
         for name, (file, offset, size) in ((name, positions[name]) for name in tensors)
     )
     return Layout(tuple(headers), tuple(shards))

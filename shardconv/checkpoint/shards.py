@@ -4,13 +4,14 @@ A byte range of a shard that is contiguous in the block is read and written in p
 strided copy per box.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import xxhash
 
-from shardconv.checkpoint.copy import Edits, Scratch, Shards, Span, Stripe, StripeState
-from shardconv.checkpoint.fileio import Bytes, InputFiles, OutputFiles, will_need
+from shardconv.checkpoint.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
+from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.geometry import Box
+from shardconv.checkpoint.output_files import OutputFiles
 from shardconv.errors import IntegrityError
 
 
@@ -39,7 +40,8 @@ class ShardReader:
         files: the open files.
         labels: for each file its name in messages.
         names: for each tensor its name.
-        checksums: for each file and stripe the expected checksum, or None.
+        checksums: for each rank and stripe the expected checksum, or None.
+        files_per_rank: number of files of a rank, which share checksums.
     """
 
     def __init__(
@@ -50,26 +52,28 @@ class ShardReader:
         labels: Sequence[str],
         names: Sequence[str],
         checksums: Sequence[Sequence[str]] | None = None,
+        files_per_rank: int = 1,
     ) -> None:
         self.tensors = tensors
         self._files = files
         self._labels = labels
         self._names = names
         self._checksums = checksums
+        self._files_per_rank = files_per_rank
 
     def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Fill a block with the bytes of a span; check replicas, padding, and values that follow from a grid."""
         shards = self.tensors[span.tensor]
         for rank, shard, low, high in shards.geometry.overlaps(span.start, span.stop):
-            file, offset = shards.files[rank], shards.offsets[rank]
+            file, ranges = shards.files[rank], shards.ranges(rank, low, high)
             boxes = list(shard.boxes(span.start, span.stop))
             is_copied = shards.is_edited or any(box.is_replica for box in boxes)
             data = None if is_copied else _contiguous(boxes, high - low, block)
             if data is not None:
-                self._read(state, file, data, offset + low)
+                self._read(state, file, data, ranges)
                 continue
             data = scratch.take("gather", high - low)
-            self._read(state, file, data, offset + low)
+            self._read(state, file, data, ranges)
             if shards.edits is not None and shards.is_edited:
                 _edit(data, shards.edits, rank, low, sign=1)
             self._copy_boxes(state, span, file, data, block, boxes, is_padded=shard.is_padded)
@@ -80,10 +84,10 @@ class ShardReader:
                 fill(block, shards.edits, span.start)
             state.problem = state.problem or difference(block, shards.edits, span.start)
 
-    def _read(self, state: StripeState, file: int, data: Bytes, offset: int) -> None:
-        self._files.read(file, data, offset)
+    def _read(self, state: StripeState, file: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
+        self._files.read_ranges(file, data, ranges)
         if self._checksums is not None:
-            state.update(file, data)
+            state.update(file // self._files_per_rank, data)
 
     def _copy_boxes(
         self, state: StripeState, span: Span, file: int, data: Bytes, block: Bytes, boxes: Sequence[Box], *,
@@ -106,27 +110,39 @@ class ShardReader:
             IntegrityError: if checksums or replicas differ, padding is not zero, or values differ from their grid.
         """
         if self._checksums is not None:
-            digests = {file: running.hexdigest() for file, running in state.hashes.items()}
-            wrong = [file for file, digest in digests.items() if digest != self._checksums[file][state.number]]
+            digests = {rank: running.hexdigest() for rank, running in state.hashes.items()}
+            wrong = [rank for rank, digest in digests.items() if digest != self._checksums[rank][state.number]]
             if wrong:
-                raise IntegrityError("\n".join(self._mismatch(file, digests[file], state, stripe) for file in wrong))
+                raise IntegrityError("\n".join(self._mismatch(rank, digests[rank], state, stripe) for rank in wrong))
         if state.problem:
             raise IntegrityError(state.problem)
 
-    def _mismatch(self, file: int, digest: str, state: StripeState, stripe: Stripe) -> str:
+    def _mismatch(self, rank: int, digest: str, state: StripeState, stripe: Stripe) -> str:
         assert self._checksums is not None
         first, last = self._names[stripe[0].tensor], self._names[stripe[-1].tensor]
         tensors = first if first == last else f"{first} ... {last}"
         equal = [other for other in range(len(self._checksums)) if self._checksums[other][state.number] == digest]
-        hint = f" (got the bytes of {self._labels[equal[0]]})" if equal else ""
-        return f"{self._labels[file]}: the bytes of {tensors} differ from their checksum{hint}"
+        hint = f" (got the bytes of {self._label(equal[0], stripe)})" if equal else ""
+        return f"{self._label(rank, stripe)}: the bytes of {tensors} differ from their checksum{hint}"
+
+    def _label(self, rank: int, stripe: Stripe) -> str:
+        """The names of the files of a rank that hold a stripe."""
+        files = sorted({file for span in stripe for file in self.tensors[span.tensor].files})
+        return ", ".join(self._labels[file] for file in files if file // self._files_per_rank == rank)
 
     def prefetch(self, stripe: Stripe) -> None:
-        """Ask the operating system to read a stripe ahead."""
-        for span in stripe:
-            shards = self.tensors[span.tensor]
-            for rank, _, low, high in shards.geometry.overlaps(span.start, span.stop):
-                will_need(self._files.descriptors[shards.files[rank]], shards.offsets[rank] + low, high - low)
+        """Read a stripe ahead."""
+        self._files.prefetch(
+            (shards.files[rank], offset, size)
+            for span in stripe
+            for shards in [self.tensors[span.tensor]]
+            for rank, _, low, high in shards.geometry.overlaps(span.start, span.stop)
+            for offset, size in [shards.extent(rank, low, high)]
+        )
+
+    def cancel(self) -> None:
+        """Cancel what threads are waiting for."""
+        self._files.cancel()
 
 
 class ShardWriter:
@@ -137,25 +153,33 @@ class ShardWriter:
         files: the open files.
         num_stripes: number of stripes.
         with_checksums: whether to compute checksums.
+        files_per_rank: number of files of a rank, which share checksums.
 
     Attributes:
-        checksums: for each file and stripe the checksum.
+        checksums: for each rank and stripe the checksum.
     """
 
     def __init__(
-        self, tensors: Sequence[Shards], files: OutputFiles, *, num_stripes: int, with_checksums: bool
+        self,
+        tensors: Sequence[Shards],
+        files: OutputFiles,
+        *,
+        num_stripes: int,
+        with_checksums: bool,
+        files_per_rank: int = 1,
     ) -> None:
         self.tensors = tensors
         self._files = files
         self._with_checksums = with_checksums
         empty = xxhash.xxh3_128().hexdigest()
-        self.checksums = [[empty] * num_stripes for _ in files.descriptors]
+        self._files_per_rank = files_per_rank
+        self.checksums = [[empty] * num_stripes for _ in files.descriptors[::files_per_rank]]
 
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Write the bytes of a block to every shard that holds some of them."""
         shards = self.tensors[span.tensor]
         for rank, shard, low, high in shards.geometry.overlaps(span.start, span.stop):
-            file, offset = shards.files[rank], shards.offsets[rank]
+            file = shards.files[rank]
             boxes = list(shard.boxes(span.start, span.stop))
             data = _contiguous(boxes, high - low, block)
             if data is None or shards.is_edited:
@@ -166,19 +190,25 @@ class ShardWriter:
             if shards.edits is not None and shards.is_edited:
                 _edit(data, shards.edits, rank, low, sign=-1)
             if self._with_checksums:
-                state.update(file, data)
-            self._files.write(file, data, offset + low)
+                state.update(file // self._files_per_rank, data)
+            self._files.write_ranges(file, data, shards.ranges(rank, low, high))
+
+    def prefetch(self, stripe: Stripe) -> None:
+        """Do nothing: nothing is read."""
+
+    def cancel(self) -> None:
+        """Do nothing: writes do not wait."""
 
     def finish(self, state: StripeState, _stripe: Stripe, /) -> None:
         """Store the checksums of a stripe."""
-        for file, running in state.hashes.items():
-            self.checksums[file][state.number] = running.hexdigest()
+        for rank, running in state.hashes.items():
+            self.checksums[rank][state.number] = running.hexdigest()
 
 
 class Comparer:
     """A sink that compares every block with that of another reader."""
 
-    def __init__(self, reader: ShardReader, names: Sequence[str]) -> None:
+    def __init__(self, reader: Reader, names: Sequence[str]) -> None:
         self.tensors = reader.tensors
         self._reader = reader
         self._names = names
@@ -192,6 +222,14 @@ class Comparer:
         at = strided.first_difference(block, other)
         if at is not None and not state.problem:
             state.problem = f"{self._names[span.tensor]}: byte {span.start + at} of the tensor differs from the source"
+
+    def prefetch(self, stripe: Stripe) -> None:
+        """Read a stripe ahead."""
+        self._reader.prefetch(stripe)
+
+    def cancel(self) -> None:
+        """Cancel what threads are waiting for."""
+        self._reader.cancel()
 
     def finish(self, state: StripeState, _stripe: Stripe, /) -> None:
         """Report the first difference.

@@ -12,7 +12,7 @@ from pathlib import Path
 from shardconv.checkpoint.copy import STRIPE_BYTES, Shards
 from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.geometry import geometry
-from shardconv.checkpoint.header import build_header, num_bytes
+from shardconv.checkpoint.header import FLOAT_NAMES, build_header, num_bytes
 from shardconv.checkpoint.layout import MANIFEST_NAME, ExplicitFiles, Layout, in_file_order, lay_out_ranks
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_file import read_manifest
@@ -31,8 +31,6 @@ from shardconv.plan.resolver import Resolver
 _ENGINE = "vllm"
 #: Name and metadata of the only source file.
 _FILE, _METADATA = "model.safetensors", {"format": "pt"}
-#: Dtypes of safetensors by their names in configs.
-_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 #: The remedies in messages about plans, which only apply to sources.
 _ADVICE = re.compile(r"(\. |[:;] (or )?(pass|use|add|give|remove|name) ).*", re.DOTALL)
 _OTHER_MODEL = (
@@ -168,6 +166,6 @@ def _notes(saved: SavedFiles, tensors: Mapping[str, TensorSpec]) -> Iterator[str
     yield "not compared with a source: vLLM saved these rank files without names or checksums of its files"
     config_dtype = saved.config.get("dtype", saved.config.get("torch_dtype"))
     dtypes = sorted({spec.dtype for spec in tensors.values()})
-    if config_dtype in _DTYPES and dtypes != [_DTYPES[config_dtype]]:
+    if config_dtype in FLOAT_NAMES.values() and [FLOAT_NAMES.get(dtype) for dtype in dtypes] != [config_dtype]:
         yield f"tensors are {', '.join(dtypes)}, but config.json has {config_dtype}: vLLM may have converted them"
     yield from (f"{name} is left out: {why}" for name, why in saved.left_out.items())

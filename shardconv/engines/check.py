@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardconv.checkpoint.header import Header
+from shardconv.checkpoint.header import TensorInfo
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
@@ -89,7 +89,7 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
             if manifest.layout.engine is None:
                 differences = [f"no tensor for {name}" for name in _missing(model, folder, manifest.tp, rank)]
             else:
-                differences = list(_tensor_differences(manifest.rank_layout.headers[rank], _state(model)))
+                differences = list(_tensor_differences(manifest.rank_layout.tensors_of(rank), _state(model)))
             yield from (f"rank {rank}: {difference}" for difference in differences)
     except NotHeldError as error:
         yield f"rank {rank}: {error}"
@@ -119,14 +119,14 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {name: state[name] for name in names.values()}
 
 
-def _tensor_differences(header: Header, state: Mapping[str, Tensor]) -> Iterator[str]:
+def _tensor_differences(tensors: Mapping[str, TensorInfo], state: Mapping[str, Tensor]) -> Iterator[str]:
     """Compare names, shapes and dtypes of a rank file with vLLM's model; vLLM converts some of the latter."""
-    for name in sorted(header.tensors.keys() - state.keys()):
+    for name in sorted(tensors.keys() - state.keys()):
         yield f"{name} is in the rank file, but not in vLLM's model"
-    for name in sorted(state.keys() - header.tensors.keys()):
+    for name in sorted(state.keys() - tensors.keys()):
         yield f"no tensor for {name}"
     for name, tensor in state.items():
-        info = header.tensors.get(name)
+        info = tensors.get(name)
         if info is not None and info.shape != tuple(tensor.shape):
             yield f"{name} has shape {list(info.shape)} (expected {list(tensor.shape)})"
         expected = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))

@@ -63,7 +63,7 @@ def construct(config: "VllmConfig", device: str = "meta") -> EngineModel:
 
 
 def optional_parameters(model: EngineModel) -> set[str]:
-    """Names of the parameters of a quantized model that have a default: the scales of the KV cache."""
-    from shardconv.engines.vllm_process import cache_parameters  # noqa: PLC0415 - vLLM is an extra
+    """Names of the parameters of a quantized model that have a default, such as the scales of the KV cache."""
+    from shardconv.engines.vllm_process import initialized_parameters  # noqa: PLC0415 - vLLM is an extra
 
-    return cache_parameters(model)
+    return initialized_parameters(model)

@@ -11,6 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch's 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -46,11 +47,13 @@ def construct_model(config: VllmConfig, device: str) -> EngineModel:
     return model
 
 
-def cache_parameters(model: EngineModel) -> set[str]:
-    """Names of the scales of the KV cache, which vLLM initializes, as few checkpoints have them."""
+def initialized_parameters(model: EngineModel) -> set[str]:
+    """Names of parameters that vLLM initializes, as few checkpoints have them: KV-cache scales, biases of experts."""
+    methods = (BaseKVCacheMethod, AutoGPTQMoEMethod)
     return {
         f"{prefix}.{name}"
         for prefix, module in model.named_modules()
-        if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
+        if isinstance(method := getattr(module, "quant_method", None), methods)
         for name, _ in module.named_parameters()
+        if isinstance(method, BaseKVCacheMethod) or name.endswith("_bias")
     }

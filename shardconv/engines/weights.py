@@ -11,16 +11,12 @@ from torch import Tensor
 from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.planning import plan_source
 from shardconv.checkpoint.rank_reader import RankFileReader, RankReader, SourceReader
-from shardconv.convert.model import DTYPE_NAMES
 from shardconv.engines.held_shard import HeldShard, positions_of
 from shardconv.engines.rank_tensor import RankTensor
 from shardconv.errors import PlanError, WorldSizeError
 from shardconv.plan.plan import TensorSpec
 from shardconv.runtime.model_config import check_config
-
-#: torch dtypes by their names in safetensors.
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
+from shardconv.runtime.rank_tensors import DTYPES, shard_tensor
 
 #: What to do if an engine uses elements that are not on the rank: for a checkpoint that was not split for this engine,
 #: for one that was, and for a source.
@@ -85,26 +81,24 @@ def rank_weights(source: RankSource, rank: int, *, dry_run: bool = False) -> Ite
     """
     reader, remedy = source
     for name, spec in reader.tensors.items():
-        if spec.dtype not in _DTYPES:
+        if spec.dtype not in DTYPES:
             raise PlanError(
                 f"{name} has a dtype that torch does not have (got {spec.dtype}): use the engine's own loader"
             )
         placement = reader.plan.placement(name)
         shape = placement.shard_shape(spec.shape, rank)
-        read = partial(_zeros, spec, shape) if dry_run else partial(_read, reader, name, spec, shape)
+        read = partial(_zeros, spec, shape) if dry_run else partial(_read, reader, name)
         if placement.dim is None:
             yield name, read()
         else:
             shard = HeldShard(name, spec.shape, placement.dim, positions_of(placement, rank), read, remedy)
-            yield name, RankTensor.of(shard, _DTYPES[spec.dtype])
+            yield name, RankTensor.of(shard, DTYPES[spec.dtype])
 
 
-def _read(reader: RankReader, name: str, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
-    data = reader.read(name)
-    dtype = _DTYPES[spec.dtype]
-    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+def _read(reader: RankReader, name: str) -> Tensor:
+    return shard_tensor(reader, name, reader.read(name))
 
 
 def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
     """Return zeros of a shape that share the memory of one element."""
-    return torch.zeros((), dtype=_DTYPES[spec.dtype]).expand(shape)
+    return torch.zeros((), dtype=DTYPES[spec.dtype]).expand(shape)

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict, cast
 
 from shardconv.errors import PlanError, UsageError
+from shardconv.formatting import parse_size
+from shardconv.layouts.external import META
 from shardconv.layouts.layout import DCP, NATIVE, REMEDY, FileLayout
-from shardconv.layouts.quantized import Quantized, QuantizedTable, with_vectors
+from shardconv.layouts.quantized import Quantized, QuantizedTable, joined_by_grids, with_vectors
 from shardconv.layouts.rules import Group, GroupTable, Rule, file_tensors
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
@@ -22,7 +24,7 @@ _FIXED = {layout.name: layout for layout in (NATIVE, DCP)}
 #: The layouts of engines, each with a TOML file.
 _ENGINES = ("vllm",)
 #: All layouts.
-LAYOUTS = (*_FIXED, *_ENGINES)
+LAYOUTS = (*_FIXED, *_ENGINES, META)
 
 
 class LayoutTable(TypedDict):
@@ -62,7 +64,7 @@ def engine_of(layout: str) -> str | None:
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout {layout!r} is unknown (expected one of {', '.join(LAYOUTS)})")
-    return None if layout in _FIXED else _file(layout)["engine"]
+    return _file(layout)["engine"] if layout in _ENGINES else None
 
 
 def versions_of(layout: str) -> str | None:
@@ -82,6 +84,10 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
         UsageError: if the layout is unknown.
         PlanError: if the layout does not support this checkpoint.
     """
+    if name == META:
+        raise PlanError(
+            "layout meta is only written from a source: merge the split checkpoint first, then split --layout meta"
+        )
     if engine_of(name) is None:
         return _FIXED[name]
     data, config = _file(name), config or {}
@@ -96,6 +102,7 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     changed = file_tensors(rules, tensors, config)
     if quantized is not None:
         all_rules = [rule for table in data["groups"].values() for rule in Group.of_table(table).rules]
+        changed = quantized.with_dropped(joined_by_grids(changed, tensors), tensors)
         changed = with_vectors(changed, tensors, quantized.rules(all_rules))
     layout = FileLayout(
         name=name,
@@ -109,6 +116,20 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     _check_needed(name, groups, names)
     weights = names if quantized is None else quantized.as_weights(names)
     return replace(layout, constants=tuple(constant for rule in constants for constant in rule.constants(weights)))
+
+
+def with_max_file_size(layout: FileLayout, max_size: int | str | None) -> FileLayout:
+    """The layout with a maximum file size, in bytes or such as "5GB"; None for that of the layout.
+
+    Raises:
+        UsageError: if the size is not valid.
+    """
+    if max_size is None:
+        return layout
+    try:
+        return replace(layout, max_file_bytes=parse_size(str(max_size)))
+    except ValueError as error:
+        raise UsageError(f"maximum file size (--max-file-size): {error}") from error
 
 
 def rules_for(name: str, config: Mapping[str, object]) -> ChosenRules:

@@ -31,11 +31,12 @@ class FileTensor:
         name: its name in the file.
         members: names of the source tensors, in order.
         stack: E to stack the members into a tensor of shape (E, ...): the first ``len(members) / E`` of them are
-            concatenated along dim 0 for index 0, and so on. 0 to concatenate all along dim 0.
+            concatenated for index 0, and so on. 0 to concatenate all.
         squeeze: whether to remove dim 0, of size 1, of its only member.
         is_vector: whether its members are numbers, of shape () or (1,), which form a vector; with ``stack``, a vector
             of E numbers or a matrix of E rows.
         implied: names of further source tensors, which are not in the file, as their values follow from their grids.
+        dim: the dim of the members along which they are concatenated.
     """
 
     name: str
@@ -44,6 +45,7 @@ class FileTensor:
     squeeze: bool = False
     is_vector: bool = False
     implied: tuple[str, ...] = ()
+    dim: int = 0
 
     def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The shape on a rank.
@@ -63,19 +65,20 @@ class FileTensor:
             return self._vector(shapes)
         if len(shapes) == 1 and not self.stack:
             return shapes[0][self.squeeze :]
-        if len({shape[1:] for shape in shapes}) != 1 or not all(shapes):
+        dim = self.dim
+        if len({(shape[:dim], shape[dim + 1 :]) for shape in shapes}) != 1 or len(shapes[0]) <= dim:
             raise PlanError(
-                f"{self.name}: the shards of its members cannot be concatenated along dim 0 "
+                f"{self.name}: the shards of its members cannot be concatenated along dim {dim} "
                 f"(got {_described(self.members, shapes)}, expected equal sizes of all other dims): {REMEDY}"
             )
         step = len(shapes) // (self.stack or 1)
-        rows = [sum(shape[0] for shape in shapes[at : at + step]) for at in range(0, len(shapes), step)]
-        if len(set(rows)) != 1:
+        sizes = [sum(shape[dim] for shape in shapes[at : at + step]) for at in range(0, len(shapes), step)]
+        if len(set(sizes)) != 1:
             raise PlanError(
                 f"{self.name}: the shards of its members cannot be stacked "
                 f"(got {_described(self.members, shapes)}, expected equal shapes): {REMEDY}"
             )
-        return (*([self.stack] if self.stack else []), rows[0], *shapes[0][1:])
+        return (*([self.stack] if self.stack else []), *shapes[0][:dim], sizes[0], *shapes[0][dim + 1 :])
 
     def _vector(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         if not set(shapes) <= {(), (1,)} or self.squeeze:
@@ -129,13 +132,15 @@ class FileLayout:
 
     Attributes:
         name: of the layout.
-        file_name: of a rank file, with ``{rank}``; ``{padded_rank}`` has as many digits as the last rank.
+        file_name: of a rank file, with ``{rank}``; ``{padded_rank}`` has as many digits as the last rank. ``{file}`` is
+            the number of a file of the rank; without it, the number is inserted if the rank has several files.
         engine: the engine that reads the files, or None.
         versions: the engine versions that read them, or None.
         has_offsets: whether the metadata of each file has the offsets of its shards, for torch.distributed.checkpoint.
         changed: the file tensors that differ from a source tensor in name or contents.
         constants: the first tensors of each rank file.
         padded_to: name of a file tensor to the multiple that its rows on all ranks together are padded to.
+        max_file_bytes: maximum bytes of a file with several tensors; None for one file per rank.
     """
 
     name: str
@@ -146,12 +151,17 @@ class FileLayout:
     changed: tuple[FileTensor, ...] = ()
     constants: tuple[Constant, ...] = ()
     padded_to: Mapping[str, int] = field(default_factory=dict)
+    max_file_bytes: int | None = None
 
-    def rank_file(self, rank: int, tp: int) -> str:
-        """The name of a rank's file."""
-        padded = f"{rank:0{len(str(tp - 1))}}"
-        named = self.file_name.replace("{padded_rank}", padded).replace("{rank}", str(rank))
-        return named.replace("{tp}", str(tp))
+    def rank_file(self, rank: int, tp: int, file: int = 0, count: int = 1) -> str:
+        """The name of one of the ``count`` files of a rank."""
+        name = self.file_name
+        if count > 1 and "{file}" not in name:
+            name = name.replace(".safetensors", "-file-{padded_file}-of-{count}.safetensors")
+        numbers = {"rank": (rank, tp), "file": (file, count)}
+        for key, (number, of) in numbers.items():
+            name = name.replace(f"{{padded_{key}}}", f"{number:0{len(str(of - 1))}}").replace(f"{{{key}}}", str(number))
+        return name.replace("{tp}", str(tp)).replace("{count}", str(count))
 
     def file_tensors(self, names: Iterable[str]) -> list[FileTensor]:
         """The tensors of a rank file without the constants, in the order of their first members.
@@ -207,10 +217,14 @@ class FileLayout:
         for tensor in self.changed:
             if not tensor.members or tensor.stack < 0 or len(tensor.members) % (tensor.stack or 1):
                 raise PlanError(f"{tensor.name}: {len(tensor.members)} members cannot be stacked to {tensor.stack}")
+            if tensor.dim < 0 or (tensor.dim and (tensor.squeeze or tensor.is_vector)):
+                raise PlanError(f"{tensor.name}: its members cannot be concatenated along dim {tensor.dim}")
             for name in tensor.implied:
-                if (grid := plan.tensors[name].grid) is None or grid.values == PLAIN:
+                if (grid := plan.tensors[name].grid) is None or grid.content == PLAIN:
                     raise PlanError(
-                        f"{name}: layout {self.name} leaves out its values, which do not follow from others"
+                        f"{name}: layout {self.name} leaves out its values, and they do not follow from the "
+                        f"quantization settings (act-order): use the native layout to run it with shardconv, or "
+                        f"quantize it again without act-order (desc_act)"
                     )
             dtypes = {tensors[member].dtype: member for member in reversed(tensor.members)}
             if len(dtypes) > 1:
@@ -254,6 +268,7 @@ class FileLayout:
                     **({"squeeze": True} if tensor.squeeze else {}),
                     **({"is_vector": True} if tensor.is_vector else {}),
                     **({"implied": [number[name] for name in tensor.implied]} if tensor.implied else {}),
+                    **({"dim": tensor.dim} if tensor.dim else {}),
                 }
                 for tensor in self.changed
             ],
@@ -267,6 +282,7 @@ class FileLayout:
                 for (dtype, shape, value), constants in equal
             ],
             "padded_to": dict(self.padded_to),
+            **({} if self.max_file_bytes is None else {"max_file_bytes": self.max_file_bytes}),
         }
 
     @classmethod
@@ -285,7 +301,8 @@ class FileLayout:
                     tensor["stack"],
                     squeeze=_flag("squeeze", tensor.get("squeeze", False)),
                     is_vector=_flag("is_vector", tensor.get("is_vector", False)),
-                    implied=tuple(name_of[at] for at in _numbers(tensor.get("implied", []))),
+                    implied=tuple(name_of[at] for at in _numbers("implied", tensor.get("implied", []))),
+                    dim=_numbers("dim", [tensor.get("dim", 0)])[0],
                 )
                 for tensor in data["tensors"]
             )
@@ -300,9 +317,13 @@ class FileLayout:
             tensor.members for tensor in changed
         ):
             raise ValueError("its layout has an empty tensor")
+        max_file_bytes = data.get("max_file_bytes")
+        if max_file_bytes is not None and (type(max_file_bytes) is not int or max_file_bytes < 1):
+            raise ValueError(f"max_file_bytes is {max_file_bytes!r:.40} (expected a positive integer)")
+        file_name = data["file_name"].replace("-part-0.", "-part-{file}.")  # before a rank had several files
         return cls(
-            data["name"], data["file_name"], data["engine"], data["versions"], data["has_offsets"], changed, constants,
-            data["padded_to"],
+            data["name"], file_name, data["engine"], data["versions"], data["has_offsets"], changed, constants,
+            data["padded_to"], max_file_bytes,
         )  # fmt: skip
 
 
@@ -312,9 +333,9 @@ def _flag(key: str, value: object) -> bool:
     return value
 
 
-def _numbers(value: object) -> list[int]:
+def _numbers(key: str, value: object) -> list[int]:
     if not isinstance(value, list) or not all(type(number) is int for number in value):
-        raise ValueError(f"implied is {value!r:.40} (expected a list of numbers)")
+        raise ValueError(f"{key} is {value!r:.40} (expected integers)")
     return value
 
 

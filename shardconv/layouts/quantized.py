@@ -12,6 +12,7 @@ from typing import Required, Self, TypedDict
 from shardconv.errors import PlanError
 from shardconv.layouts.layout import REMEDY, FileTensor
 from shardconv.layouts.rules import WEIGHT, ConstantRule, ConstantTable, Pattern, Rule, constant_rules, patterns
+from shardconv.plan.grid import Grid
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 
@@ -22,10 +23,14 @@ class RefusedTable(TypedDict, total=False):
     Attributes:
         reason: the reason.
         unless: end of the name of another tensor of the layer, with which they are supported.
+        methods: the quantization methods for which they are not supported; by default all.
+        setting: a quantization setting with which they are supported.
     """
 
     reason: Required[str]
     unless: str
+    methods: list[str]
+    setting: str
 
 
 class QuantizedTable(TypedDict):
@@ -36,6 +41,7 @@ class QuantizedTable(TypedDict):
         ends: the ends of names of supported tensors.
         values: those of them that a layer has in place of ``weight``.
         last: those of them of which the engine keeps one of several, the last; values of the others follow from grids.
+        dropped: further ends, of tensors that the engine does not have; their values follow from grids.
         refuse: pattern to tensors of quantized layers that are not supported.
         methods: supported quantization method to its constants.
     """
@@ -44,6 +50,7 @@ class QuantizedTable(TypedDict):
     ends: list[str]
     values: list[str]
     last: list[str]
+    dropped: list[str]
     refuse: dict[str, RefusedTable]
     methods: dict[str, dict[str, ConstantTable]]
 
@@ -67,9 +74,15 @@ class Quantized:
     @classmethod
     def of_config(cls, layout: str, table: QuantizedTable, config: Mapping[str, object]) -> Self:
         """The quantized layers of a checkpoint with this config."""
-        settings = config.get(SETTINGS_KEY)
-        method = str(settings.get("quant_method") or "compressed-tensors") if isinstance(settings, Mapping) else ""
-        refused = [(pattern, one) for text, one in table["refuse"].items() for pattern in patterns(text)]
+        found = config.get(SETTINGS_KEY)
+        settings: Mapping[str, object] = found if isinstance(found, Mapping) else {}
+        method = str(settings.get("quant_method") or "compressed-tensors") if isinstance(found, Mapping) else ""
+        refused = [
+            (pattern, one)
+            for text, one in table["refuse"].items()
+            if method in one.get("methods", [method]) and not settings.get(one.get("setting", ""))
+            for pattern in patterns(text)
+        ]
         return cls(layout, table, method, refused)
 
     def check(self, groups: Iterable[str], tensors: Mapping[str, TensorSpec]) -> None:
@@ -109,7 +122,7 @@ class Quantized:
                 for pattern, one in self.refused
                 if pattern.match(name) and ("unless" not in one or f"{layer}.{one['unless']}" not in tensors)
             ]
-            if reasons or end not in (WEIGHT, *self.table["ends"]):
+            if reasons or end not in (WEIGHT, *self.table["ends"], *self.table["dropped"]):
                 raise PlanError(
                     f"{name}: layout {self.layout} does not support this tensor of a quantized layer"
                     f"{''.join(reasons[:1])}: {REMEDY}"
@@ -130,6 +143,41 @@ class Quantized:
         """The names of file tensors, with ``weight`` for tensors in its place."""
         values = tuple(f".{end}" for end in self.table["values"])
         return [f"{name.rpartition('.')[0]}.{WEIGHT}" if name.endswith(values) else name for name in names]
+
+    def with_dropped(self, changed: Iterable[FileTensor], tensors: Mapping[str, TensorSpec]) -> tuple[FileTensor, ...]:
+        """The file tensors that differ from a source tensor; those of values imply the dropped tensors of the layer."""
+        dropped: dict[str, list[str]] = {}
+        for name, spec in tensors.items():
+            layer, _, end = name.rpartition(".")
+            if spec.grid is not None and end in self.table["dropped"]:
+                values = next(value for end in self.table["values"] if (value := f"{layer}.{end}") in tensors)
+                dropped.setdefault(values, []).append(name)
+        changed = list(changed)
+        held = {member for tensor in changed for member in tensor.members}
+        return tuple(
+            replace(
+                tensor, implied=(*tensor.implied, *(name for one in tensor.members for name in dropped.get(one, ())))
+            )
+            for tensor in (*changed, *(FileTensor(name, (name,)) for name in dropped if name not in held))
+        )
+
+
+def joined_by_grids(changed: Iterable[FileTensor], tensors: Mapping[str, TensorSpec]) -> tuple[FileTensor, ...]:
+    """The file tensors, their members concatenated along the dim of the output features of quantized layers."""
+    return tuple(
+        replace(tensor, dim=_output_dim(tensors[tensor.members[0]].grid))
+        if len(tensor.members) > max(tensor.stack, 1)
+        else tensor
+        for tensor in changed
+    )
+
+
+def _output_dim(grid: Grid | None) -> int:
+    """The dim of a stored tensor that covers the output features; 0 if none does."""
+    if grid is None or "output" not in grid.axes:
+        return 0
+    of_output = grid.axes.index("output")
+    return next((at for at, dim in enumerate(grid.dims) if dim.dim == of_output), 0)
 
 
 def with_vectors(

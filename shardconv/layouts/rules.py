@@ -230,7 +230,7 @@ class Group:
 
 def patterns(text: str) -> list[Pattern]:
     """The patterns of a text with ``{}``."""
-    return [Pattern(one) for (one,) in _without_choices([text])]
+    return [Pattern(one) for (one,) in without_choices([text])]
 
 
 def file_tensors(rules: Sequence[Rule], names: Iterable[str], config: Mapping[str, object]) -> tuple[FileTensor, ...]:
@@ -253,7 +253,7 @@ def _rules(target: str, value: RuleTable | list[str]) -> Iterator[Rule]:
     table: RuleTable = {"sources": value} if isinstance(value, list) else value
     _check_keys(table, {"sources", "when", "given", "count", "squeeze"})
     given, count = tuple(table.get("given", ())), tuple(table.get("count", ()))
-    for first, *others in _without_choices([target, *table["sources"]]):
+    for first, *others in without_choices([target, *table["sources"]]):
         when, squeeze = table.get("when", {}), table.get("squeeze", False)
         yield Rule(Pattern(first), tuple(map(Pattern, others)), when, given, count, squeeze)
 
@@ -261,19 +261,19 @@ def _rules(target: str, value: RuleTable | list[str]) -> Iterator[Rule]:
 def constant_rules(target: str, table: ConstantTable) -> Iterator[ConstantRule]:
     """Parse a constant of a layout file."""
     _check_keys(table, {"beside", "dtype", "shape", "value"})
-    for (text,) in _without_choices([target]):
+    for (text,) in without_choices([target]):
         constant = Constant(text, table["dtype"], tuple(table.get("shape", ())), table["value"])
         yield ConstantRule(Pattern(text), Pattern(table["beside"]), constant)
 
 
-def _without_choices(patterns: Sequence[str]) -> Iterator[list[str]]:
+def without_choices(patterns: Sequence[str]) -> Iterator[list[str]]:
     """Expand ``{a,b}`` in all patterns together: first all with ``a``, then all with ``b``."""
     choices = [found[1].split(",") for pattern in patterns if (found := _CHOICE.search(pattern))]
     if not choices:
         yield list(patterns)
         return
     for texts in zip(*choices, strict=True):
-        yield from _without_choices(_with_choices(patterns, texts))
+        yield from without_choices(_with_choices(patterns, texts))
 
 
 def _with_choices(patterns: Sequence[str], texts: Sequence[str]) -> list[str]:

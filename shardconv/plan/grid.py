@@ -2,7 +2,8 @@
 
 A quantized weight is stored as several tensors: packed values, scales, zero points, indices of groups. Each covers the
 logical matrix, the weight without quantization, by a grid of blocks: 8 values in a word of 32 bits, 128 in a group with
-one scale. The planner places the logical matrix, and the placement of each stored tensor follows from its grid.
+one scale. The planner places the logical matrix, and the placement of each stored tensor follows from its grid. The
+tensors of an adapter cover the weight that they adapt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,7 @@ PACKED = PACKED_WORD, PACKED_BYTE = "packed word", "packed byte"
 #: A dim that covers no dim of the logical matrix.
 NO_DIM = GridDim(None)
 
-#: What the values of a stored tensor are: numbers that do not depend on the rank; indices of groups along the only dim;
+#: The content of a stored tensor: numbers that do not depend on the rank; indices of groups along the only dim;
 #: or the shape of the logical matrix.
 PLAIN, GROUP_INDEX, SHAPE = "plain", "group_index", "shape"
 CONTENTS = (PLAIN, GROUP_INDEX, SHAPE)
@@ -64,11 +65,13 @@ class GridJson(TypedDict):
     shape: list[int]
     dims: list[tuple[int | None, int, int, str]]
     axes: list[str]
-    values: str
+    content: NotRequired[str]
+    values: NotRequired[str]  # the earlier name of content
     group: int
     role: NotRequired[str]
     numbers: NotRequired[str]
     padding: NotRequired[list[int]]
+    prefix: NotRequired[str]
 
 
 class Grid(NamedTuple):
@@ -80,12 +83,13 @@ class Grid(NamedTuple):
         shape: of the logical matrix.
         dims: one for each dim of the stored tensor.
         axes: what each dim of the logical matrix is, for messages: ``output``, ``input``.
-        values: one of :data:`PLAIN`, :data:`GROUP_INDEX` and :data:`SHAPE`.
-        group: for values or a role of :data:`GROUP_INDEX` the elements in a group; 0 for one group over all elements.
+        content: one of :data:`CONTENTS`.
+        group: for content or role :data:`GROUP_INDEX` the elements in a group; 0 for one group over all elements.
         role: one of :data:`ROLES`; "" if the tensor does not change the weight.
         numbers: how entries are read, one of :data:`NUMBERS`.
         padding: for each dim of the logical matrix, padding is a multiple of this many elements: blocks of all stored
             tensors that only have padding, and whose stored zeros are the value 0; 0 if there are none.
+        prefix: beginning of the name of the stored tensor, which that of the logical matrix does not have.
     """
 
     suffix: str
@@ -93,20 +97,21 @@ class Grid(NamedTuple):
     shape: tuple[int, ...]
     dims: tuple[GridDim, ...]
     axes: tuple[str, ...]
-    values: str = PLAIN
+    content: str = PLAIN
     group: int = 0
     role: str = ""
     numbers: str = PLAIN
     padding: tuple[int, ...] = ()
+    prefix: str = ""
 
     @property
     def is_checked(self) -> bool:
         """Whether the values of the full tensor are compared with those that the settings give."""
-        return self.values != PLAIN or self.group > 0 or self.numbers == ZERO
+        return self.content != PLAIN or self.group > 0 or self.numbers == ZERO
 
     def logical_name(self, name: str) -> str:
         """The name of the logical matrix of the stored tensor ``name``."""
-        return name.removesuffix(self.suffix) + self.replacement
+        return name.removeprefix(self.prefix).removesuffix(self.suffix) + self.replacement
 
     def place(self, placement: Placement, stored: Sequence[int]) -> Placement:
         """The placement of the stored tensor.
@@ -139,9 +144,9 @@ class Grid(NamedTuple):
         Returns:
             One tuple per rank; None if the values do not depend on the rank.
         """
-        if self.values == PLAIN or placement.dim is None:
+        if self.content == PLAIN or placement.dim is None:
             return None
-        if self.values == SHAPE:
+        if self.content == SHAPE:
             lost = [self.shape[placement.dim] - placement.local_size(rank) for rank in range(placement.tp)]
             return tuple(tuple(one * (at == placement.dim) for at in range(len(self.shape))) for one in lost)
         if not self.group or self.dims[-1].dim != placement.dim:
@@ -165,18 +170,21 @@ class Grid(NamedTuple):
 
     def to_json(self) -> GridJson:
         """Convert to JSON data."""
-        return {
+        data: GridJson = {
             "suffix": self.suffix,
             "replacement": self.replacement,
             "shape": list(self.shape),
             "dims": [(one.dim, one.elements, one.entries, one.kind) for one in self.dims],
             "axes": list(self.axes),
-            "values": self.values,
+            "content": self.content,
             "group": self.group,
             "role": self.role,
             "numbers": self.numbers,
             "padding": list(self.padding),
         }
+        if self.prefix:
+            data["prefix"] = self.prefix
+        return data
 
     @classmethod
     def from_json(cls, data: GridJson) -> Self:
@@ -187,10 +195,11 @@ class Grid(NamedTuple):
         """
         try:
             shape, axes = tuple(data["shape"]), tuple(data["axes"])
-            dims = tuple(GridDim(*dim) for dim in data["dims"])
+            dims, content = tuple(GridDim(*dim) for dim in data["dims"]), data.get("content", data.get("values"))
             grid = cls(
-                data["suffix"], data["replacement"], shape, dims, axes, data["values"], data["group"],
+                data["suffix"], data["replacement"], shape, dims, axes, content or "", data["group"],
                 data.get("role", ""), data.get("numbers", PLAIN), tuple(data.get("padding", ())),
+                data.get("prefix", ""),
             )  # fmt: skip
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a grid: {data!r:.100}") from error
@@ -201,7 +210,7 @@ class Grid(NamedTuple):
         if not is_valid or grid.group < 0:
             raise ValueError(f"not a grid: {data!r:.100}")
         for key, value, known in (
-            ("values", grid.values, CONTENTS),
+            ("content", grid.content, CONTENTS),
             ("role", grid.role, ("", *ROLES)),
             ("numbers", grid.numbers, NUMBERS),
         ):

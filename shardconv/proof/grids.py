@@ -68,7 +68,7 @@ def _shard_difference(shards: Mapping[str, Stored], expected: Tensor) -> str:
         has_values = any(one.tensor.numel() for one in shards.values() if one.grid.role == VALUES)
         return "values of a weight that it does not have" if has_values else ""
     for name, (tensor, grid) in shards.items():
-        if grid.values != PLAIN and not torch.equal(tensor, _integers(grid, expected.shape).to(tensor.dtype)):
+        if grid.content != PLAIN and not torch.equal(tensor, _integers(grid, expected.shape).to(tensor.dtype)):
             return f"integers of another shard in {name}"
     found = dequantize([*shards.values()], expected.shape, torch.float32)
     return "" if torch.equal(found, expected) else "values of another shard"
@@ -93,7 +93,7 @@ def _random(spec: TensorSpec, shape: tuple[int, ...], groups: int, generator: to
     """A stored tensor of a weight of this shape, with random values where its format does not determine them."""
     assert spec.grid is not None
     grid, dtype = spec.grid, _DTYPES[spec.dtype]
-    if grid.values != PLAIN:
+    if grid.content != PLAIN:
         return _integers(grid, shape).to(dtype)
     sizes = [
         size if dim.dim is None else -(-shape[dim.dim] // dim.elements) * dim.entries
@@ -111,9 +111,9 @@ def _random(spec: TensorSpec, shape: tuple[int, ...], groups: int, generator: to
 
 def _integers(grid: Grid, shape: Sequence[int]) -> Tensor:
     """The integers of a tensor whose values follow from the shape of the weight, or of a shard."""
-    if grid.values == SHAPE:
+    if grid.content == SHAPE:
         return torch.tensor([*shape])
-    assert grid.values == GROUP_INDEX
+    assert grid.content == GROUP_INDEX
     size = shape[grid.dims[-1].dim or 0]
     return torch.arange(size) // (grid.group or size or 1)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
 from shardconv.checkpoint.quantization_files import with_settings
+from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import open_source
 from shardconv.errors import PlanError, RunError, SourceError
 from shardconv.formats.detect import with_grids
@@ -16,6 +17,7 @@ from shardconv.hf.classes import model_class
 from shardconv.hf.names import match_names
 from shardconv.plan.plan import TensorSpec, logical_tensors
 from shardconv.plan.unused import known_unused
+from shardconv.storage.table import shown
 
 #: How many tensors of each kind a message names.
 _SHOWN = 3
@@ -65,16 +67,23 @@ def _listed(kind: str, found: tuple[str, ...]) -> str:
     return f"{len(found)} {kind}: {', '.join(found[:_SHOWN])}{more}"
 
 
+@reads_remote("src")
 def check_source(
-    src: StrPath, *, config: StrPath | None = None, follow_links: bool = False, ignore: Sequence[str] = ()
+    src: StrPath,
+    *,
+    config: StrPath | None = None,
+    follow_links: bool = False,
+    ignore: Sequence[str] = (),
+    source_layout: str | None = None,
 ) -> ModelCheck:
     """Check that a checkpoint has the tensors of the model that its config names.
 
     Args:
-        src: a ``.safetensors`` file, an index file, or a folder.
+        src: a ``.safetensors`` or PyTorch file, an index file, or a folder.
         config: a config.json to use instead of the one beside the weights.
         follow_links: read files that are links to outside of the folder.
         ignore: patterns of files of the folder to leave out.
+        source_layout: the layout of another tool's rank files; None to detect it.
 
     Returns:
         The comparison, without differences.
@@ -88,9 +97,11 @@ def check_source(
         'LlamaForCausalLM'
     """
     beside = None if config is None else local_path(config)
-    source = open_source(local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore))
+    source = open_source(
+        local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
+    )
     tensors = logical_tensors(with_grids(source.specs, with_settings(source)))
-    return require_model(source.config or {}, tensors, str(src))
+    return require_model(source.config or {}, tensors, shown(src))
 
 
 def require_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec], path: str) -> ModelCheck:

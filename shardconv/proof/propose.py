@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
+from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.hf.build import small_model
 from shardconv.hf.inputs import example_inputs
@@ -18,21 +19,25 @@ from shardconv.proof.proposal import Proposal, propose_rules
 from shardconv.proof.prove import require_config, without_numbers
 
 
+@reads_remote("src")
 def propose_plan(
     src: StrPath,
     *,
     config: StrPath | None = None,
     follow_links: bool = False,
     ignore: tuple[str, ...] = (),
+    source_layout: str | None = None,
     by_heads: bool = True,
 ) -> str:
     """Propose a plan file for a source, from the modules of a small model of its class and their connections.
 
     Args:
-        src: a ``.safetensors`` file, an index file, or a folder, with a config that names a class of transformers.
+        src: a ``.safetensors`` or PyTorch file, an index file, or a folder, with a config that names a class of
+            transformers.
         config: a config.json to use instead of the one beside the weights.
         follow_links: read files that are links to outside of the folder.
         ignore: glob patterns, relative to the folder, of files to leave out.
+        source_layout: the layout of another tool's rank files; None to detect it.
         by_heads: shard attention by heads if its layers have usual names; else these layers gather their outputs.
 
     Returns:
@@ -46,7 +51,9 @@ def propose_plan(
         >>> text = shardconv.propose_plan("llama")  # doctest: +SKIP
     """
     beside = None if config is None else local_path(config)
-    source = open_source(local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore))
+    source = open_source(
+        local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
+    )
     model = small_model(require_config(source))
     proposal = with_blocks(propose_rules(model, example_inputs(model), by_heads=by_heads), model)
     rules = expanded(proposal).rules

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Unpack
 
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
+from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.errors import PlanError, RunError
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
@@ -22,6 +23,7 @@ from shardconv.proof.model_check import require_model
 from shardconv.proof.ranks import prove_all
 from shardconv.proof.report import ProofReport
 from shardconv.proof.small_models import SMALL, heads_for, padding_mismatch, write_small_model
+from shardconv.storage.table import shown
 
 #: The tensor parallel sizes to try: small models have four heads and two KV heads.
 PROOF_TPS = (2, 4)
@@ -29,6 +31,7 @@ PROOF_TPS = (2, 4)
 _BEYOND = (8,)
 
 
+@reads_remote("src")
 def prove(
     src: StrPath, *, tps: Sequence[int] = (), check_model: bool = True, **options: Unpack[PlanOptions]
 ) -> ProofReport:
@@ -39,7 +42,8 @@ def prove(
     model is not quantized; for a quantized source, dequantized shards of random values are compared as well.
 
     Args:
-        src: a ``.safetensors`` file, an index file, or a folder, with a config that names a class of transformers.
+        src: a ``.safetensors`` or PyTorch file, an index file, or a folder, with a config that names a class of
+            transformers.
         tps: tensor parallel sizes to try; by default 2 and 4, and 8 if the plan of the small model supports it.
         check_model: first compare names and shapes of the source with those of the model that its config names.
         options: see :class:`~shardconv.checkpoint.planning.PlanOptions`.
@@ -57,7 +61,7 @@ def prove(
     source, request = planned.source, replace(planned.request, may_miss=True)
     config, tensors = require_config(source), logical_tensors(planned.tensors)
     if check_model:
-        require_model(config, tensors, str(src))
+        require_model(config, tensors, shown(src))
     resolver, pads = planned.resolution.resolver, bool(request.pad)
     possible, unsupported = _plans(resolver, tps)
     with TemporaryDirectory(prefix="shardconv-") as name:
@@ -71,13 +75,13 @@ def prove(
     grids = list(_compare_grids(planned.tensors, resolver, _plans(resolver, [proof.tp for proof in proofs])[0]))
     differences = tuple(f"{name}: {difference}" for name, difference in grids if difference)
     return ProofReport(
-        source=str(src),
+        source=shown(src),
         family=resolver.rules.family,
         model=type(model).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         proofs=proofs,
         skipped=(
-            *skipped_sizes(str(src), unsupported, not_small, has_plan_file=request.plan_file is not None),
+            *skipped_sizes(shown(src), unsupported, not_small, has_plan_file=request.plan_file is not None),
             *(f"tp {tp}: {reason}" for tp, reason in mismatched.items()),
         ),
         note=note,

@@ -457,6 +457,11 @@ LIES = {
     "values that do not follow from others": lambda layout: qkv(layout).update(implied=[NORM]),
     "a tensor that is implied twice": lambda layout: qkv(layout).update(implied=[NORM, NORM]),
     "implied tensors that are not a list": lambda layout: qkv(layout).update(implied=NORM),
+    "a dim that members do not have": lambda layout: qkv(layout).update(dim=2),
+    "a dim of another size": lambda layout: qkv(layout).update(dim=1),
+    "a negative dim": lambda layout: qkv(layout).update(dim=-1),
+    "a dim that is not a number": lambda layout: qkv(layout).update(dim="1"),
+    "a dim of a vector": lambda layout: qkv(layout).update(dim=1, is_vector=True),
     "a negative stack": lambda layout: layout["tensors"][0].update(stack=-1),
     "a huge constant": lambda layout: layout["constants"][0].update(shape=[10**15]),
     "a constant of a negative shape": lambda layout: layout["constants"][0].update(shape=[-1]),
@@ -543,16 +548,19 @@ def laid_out(draw):
     left, changed = draw(st.permutations(list(tensors))), []
     while left:
         first = left[0]
+        dim = draw(st.sampled_from([0, 1]))
         fitting = [
             name for name in left
-            if tensors[name][2] == tensors[first][2] and [s[1:] for s in local(name)] == [s[1:] for s in local(first)]
+            if tensors[name][2] == tensors[first][2]
+            and [shape[1 - dim] for shape in local(name)] == [shape[1 - dim] for shape in local(first)]
         ]  # fmt: skip
         members = fitting[: draw(st.integers(1, len(fitting)))]
         is_alike = all(local(name) == local(first) for name in members)
-        stack = draw(st.sampled_from([0, len(members)])) if is_alike else 0
+        stacks = [size for size in range(1, len(members) + 1) if len(members) % size == 0]
+        stack = draw(st.sampled_from([0, *stacks])) if is_alike else 0
         left = [name for name in left if name not in members]
         if draw(st.booleans()):
-            changed.append(FileTensor(f"x{len(changed)}", tuple(members), stack))
+            changed.append(FileTensor(f"x{len(changed)}", tuple(members), stack, dim=dim))
     constants = [Constant(f"c{number}", "F32", (2,), number / 2) for number in range(draw(st.integers(0, 2)))]
     return tp, tensors, FileLayout("any", "{tp}-{rank}.safetensors", changed=tuple(changed), constants=tuple(constants))
 
@@ -602,7 +610,9 @@ def test_rank_files_of_any_layout_have_its_tensors(tmp_path_factory, drawn):
         found = as_integers(folder / "out" / f"{tp}-{rank}.safetensors")
         for tensor in layout.changed:
             shards = [local_values(full[name], tensors[name][1], rank) for name in tensor.members]
-            expected = np.stack(shards) if tensor.stack else np.concatenate(shards)
+            step = len(shards) // (tensor.stack or 1)
+            blocks = [np.concatenate(shards[at : at + step], tensor.dim) for at in range(0, len(shards), step)]
+            expected = np.stack(blocks) if tensor.stack else blocks[0]
             assert found[tensor.name].shape == expected.shape
             assert np.array_equal(found[tensor.name], expected)
         taken = {name for tensor in layout.changed for name in tensor.members}

@@ -10,22 +10,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.checkpoint.rank_reader import RankFileReader
-from shardconv.errors import PlanError
+from shardconv.errors import IntegrityError, PlanError
 from shardconv.layers.sharding import take_shard
+from shardconv.layouts.layout import NATIVE
+from shardconv.runtime.rank_tensors import read_tensors
 from tests.formats.test_fp8 import KINDS, quantize
+from tests.formats.test_gptq import quantize as quantize_4_bits
 from tests.formats.test_other_formats import to_int8, to_modelopt_fp8
 from tests.support.checkpoints import contents
 from tests.support.compressed import write_compressed
+from tests.support.forked import run
 from tests.support.gptq import write_gptq
 from tests.support.models import Tensors, change_config, read
-from tests.support.quantized import MODELS, write
+from tests.support.quantized import MODELS, flip, write
 
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
+FILE, EMBEDDING = "model.safetensors", "model.embed_tokens.weight"
+#: A setting of GPTQ: a part of the names of quantized layers.
+NAMED = {"modules_in_block_to_quantize": ["_proj"]}
 #: Of the settings of fp8.
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
 
@@ -111,6 +118,68 @@ def test_one_scale_per_weight(unquantized, tmp_path):
     assert contents(tmp_path / "merged") == contents(source)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_concatenation_along_the_output_features(method, unquantized, tmp_path):
+    """They are dim 1 of the stored tensors; indices of groups are in no file. Layers have biases."""
+    source = four_bits(method, "qwen2", unquantized, tmp_path / "source", **NAMED)
+    split, tensors = tmp_path / "split", read(source)
+    shardconv.split(source, split, tp=2, layout="vllm")
+    for rank, found in enumerate(rank_files(split, 2)):
+        assert not any("g_idx" in name for name in found)
+        for end in ("qweight", "qzeros", "scales"):
+            expected = torch.cat([tensors[f"{ATTENTION}.{name}_proj.{end}"].chunk(2, 1)[rank] for name in "qkv"], 1)
+            assert torch.equal(found[f"{ATTENTION}.qkv_proj.{end}"], expected), end
+            assert torch.equal(found[f"{MLP}.down_proj.{end}"], tensors[f"{MLP}.down_proj.{end}"].chunk(2)[rank]), end
+        assert torch.equal(found[f"{ATTENTION}.qkv_proj.bias"], fused(tensors, "qkv", "bias", rank))
+    shardconv.merge(split, tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+    assert shardconv.verify(split, against=source).differences == ()
+    shardconv.reshard(split, tmp_path / "resharded", tp=4)
+    assert shardconv.verify(tmp_path / "resharded", against=source).differences == ()
+    manifest = read_manifest(split)
+    reader = RankFileReader(manifest, split, 1, verify=True)
+    for name, tensor in tensors.items():
+        expected = take_shard(tensor, manifest.plan.placement(name), 1)
+        assert bytes(reader.read(name)) == expected.contiguous().view(torch.uint8).numpy().tobytes(), name
+
+
+def test_run_with_dequantized_weights(unquantized, tmp_path):
+    """Of members that are concatenated along dim 1, and without the indices of groups."""
+    source = four_bits("gptq", "qwen2", unquantized, tmp_path / "source", **NAMED)
+    shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
+    options = ["--token-ids", "1 2 3 4", "--max-new-tokens", "2", "--device", "cpu", "--json"]
+    result = run("run", tmp_path / "split", "--dequantize", *options, "--check", source)
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["differences"] == []
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_flipped_bit_of_a_concatenated_tensor_is_found(unquantized, tmp_path, method):
+    options = NAMED if method == "gptq" else {}
+    source = four_bits(method, "qwen2", unquantized, tmp_path / "source", **options)
+    shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
+    flip(tmp_path / "split/model-rank-1-part-0.safetensors", f"{ATTENTION}.qkv_proj.qweight")
+    (found,) = shardconv.verify(tmp_path / "split").differences
+    assert "model-rank-1-part-0.safetensors" in found
+    with pytest.raises(IntegrityError, match="differ from their checksum"):
+        RankFileReader(read_manifest(tmp_path / "split"), tmp_path / "split", 1, verify=True)
+
+
+@pytest.mark.parametrize("model", ["qwen2", "packed"])
+def test_loaded_tensors_are_those_of_the_native_layout(model, packed, unquantized, tmp_path):
+    """``load`` with a module of the caller has all stored tensors, also those that are in no file."""
+    source = packed if model == "packed" else four_bits("gptq", model, unquantized, tmp_path / "source", **NAMED)
+    shardconv.split(source, tmp_path / "native", tp=2, engine="vllm")
+    shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
+    manifest = read_manifest(tmp_path / "split")
+    for rank in range(2):
+        found = read_tensors(RankFileReader(manifest, tmp_path / "split", rank))
+        expected = load_file(tmp_path / "native" / NATIVE.rank_file(rank, 2))
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+
+
 def compressed(scheme, model, unquantized, folder):
     return write_compressed(unquantized(model), folder, (scheme, "Linear"))
 
@@ -142,12 +211,29 @@ def settings_only(unquantized, folder):
     return source
 
 
-def awq(_, folder):
-    return shutil.copytree(Path(__file__).parents[1] / "data/quantized/awq-4", folder)
+def four_bits(method, model, unquantized, folder, **settings):
+    """GPTQ or AWQ."""
+    settings = {"quant_method": method, "bits": 4, "group_size": 32, "desc_act": False, **settings}
+    return write(unquantized(model), folder, partial(quantize_4_bits, method=method), settings)
 
 
-def gptq(_, folder):
-    return write_gptq(folder, bits=4, group=32, hidden=256, heads=8, kv_heads=2, intermediate=512)
+def act_order(_, folder):
+    sizes = {"hidden": 256, "heads": 8, "kv_heads": 2, "intermediate": 512}
+    source = write_gptq(folder, bits=4, group=32, act_order=True, **sizes)
+    settings = json.loads((source / "config.json").read_text())["quantization_config"]
+    change_config(source, {"quantization_config": {**settings, **NAMED}})
+    return source
+
+
+def with_quantized(name, unquantized, folder):
+    """FP8 of the projections and of another weight."""
+    source = blocks("llama", unquantized, folder)
+    tensors = read(source)
+    rows, columns = tensors[name].shape
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = torch.ones(-(-rows // 16), -(-columns // 16))
+    save_file(tensors, source / FILE, metadata={"format": "pt"})
+    return source
 
 
 def int8(unquantized, folder):
@@ -157,11 +243,15 @@ def int8(unquantized, folder):
 
 #: Checkpoint that the layout does not support, to a part of the error.
 REFUSED = {
-    "GPTQ": (gptq, "layout vllm does not support this tensor of a quantized layer .* along which vLLM concatenates"),
-    "AWQ": (awq, "along which vLLM concatenates"),
+    "GPTQ without names of layers": (partial(four_bits, "gptq", "llama"), "it needs modules_in_block_to_quantize"),
+    "GPTQ with act-order": (act_order, r"proj\.g_idx: .*act-order"),
+    "experts of GPTQ": (partial(four_bits, "gptq", "qwen3_moe", **NAMED), "vLLM has biases of the experts"),
+    "experts of AWQ": (partial(four_bits, "awq", "qwen3_moe"), "it needs modules_to_not_convert"),
+    "latent attention": (partial(compressed, "W4A16", "deepseek_v3"), "latent attention is supported with FP8 only"),
+    "a quantized lm_head": (partial(with_quantized, "lm_head.weight"), "lm_head.weight.* pads the vocabulary"),
+    "a quantized embedding": (partial(with_quantized, EMBEDDING), f"{EMBEDDING}.* pads the vocabulary"),
     "another method": (int8, "SCB: layout vllm does not support this tensor of a quantized layer"),
     "one scale of fused layers": (partial(compressed, "FP8", "phi3"), "gate_up_proj.input_scale: is one number"),
-    "latent attention": (partial(blocks, "deepseek_v3"), "it has rules for latent_attention"),
     "input scales of experts": (partial(compressed, "FP8", "qwen3_moe"), "vLLM combines the input scales of an expert"),
     "a scale of the KV cache": (with_cache_scale, "self_attn.k_scale: layout vllm does not support this tensor"),
     "settings without quantized tensors": (settings_only, "no tensor is quantized"),

@@ -11,7 +11,8 @@ from typing import Any
 from safetensors.torch import save_file
 
 from tests.formats.test_fp8 import KINDS, quantize
-from tests.formats.test_gptq import DATA
+from tests.formats.test_gptq import DATA, GROUP
+from tests.formats.test_gptq import quantize as quantize_4_bits
 from tests.formats.test_other_formats import GPT_OSS, to_modelopt_fp8, to_modelopt_nvfp4, write_mxfp4
 from tests.support.compressed import write_compressed
 from tests.support.gptq import write_gptq
@@ -21,6 +22,8 @@ from tests.support.quantized import write as write_quantized
 
 #: Modules that quantized checkpoints of the Hub leave unquantized.
 _UNQUANTIZED = ["lm_head", "re:.*gate$"]
+#: The quantized layers, by a part of their names.
+_NAMED = {"modules_in_block_to_quantize": [["_proj"]]}
 _GPTQ_SIZES = {"hidden": 256, "heads": 8, "kv_heads": 2, "intermediate": 512}
 
 
@@ -76,10 +79,21 @@ def _modelopt(algorithm: str, model: str, models: Path, folder: Path) -> None:
     (source / "hf_quant_config.json").write_text(json.dumps(file))
 
 
-def _gptq(group: int, *, act_order: bool) -> Checkpoint:
-    return Checkpoint(
-        lambda _, folder: write_gptq(folder, bits=4, group=group, act_order=act_order, **_GPTQ_SIZES), (2, 4)
-    )
+def _gptq(group: int, *, act_order: bool = False, names_layers: bool = True) -> Checkpoint:
+    def write(_models: Path, folder: Path) -> None:
+        write_gptq(folder, bits=4, group=group, act_order=act_order, **_GPTQ_SIZES)
+        if names_layers:
+            _change_settings(folder, _NAMED)
+
+    return Checkpoint(write, (2, 4))
+
+
+def _of_method(method: str, model: str, models: Path, folder: Path) -> None:
+    """Random values in the format of GPTQ or AWQ."""
+    settings = {"quant_method": method, "bits": 4, "group_size": GROUP}
+    settings |= {**_NAMED, "desc_act": False, "sym": True} if method == "gptq" else {"zero_point": True}
+    settings |= {"modules_to_not_convert": ["lm_head", "mlp.gate"]} if (method, model) == ("awq", "qwen3_moe") else {}
+    write_quantized(_unquantized(models, model), folder, partial(quantize_4_bits, method=method), settings)
 
 
 def _recorded(name: str, tps: tuple[int, ...] = (2,)) -> Checkpoint:
@@ -115,7 +129,7 @@ CHECKPOINTS = {
     },
     **{
         (f"compressed-tensors {scheme}", model): Checkpoint(partial(_compressed, scheme, model))
-        for model, schemes in {"phi3": ("W4A16", "FP8"), "qwen3_moe": _OF_EXPERTS}.items()
+        for model, schemes in {"phi3": ("W4A16", "FP8"), "qwen3_moe": _OF_EXPERTS, "qwen2_moe": ("W4A16",)}.items()
         for scheme in schemes
     },
     ("fp8, block scales", "llama"): Checkpoint(partial(_fp8, KINDS[0], "llama"), (2, 4)),
@@ -126,8 +140,14 @@ CHECKPOINTS = {
     ("ModelOpt FP8", "qwen3_moe"): Checkpoint(partial(_modelopt, "FP8", "qwen3_moe")),
     ("ModelOpt NVFP4", "llama"): Checkpoint(partial(_modelopt, "NVFP4", "llama"), (2, 4)),
     ("ModelOpt NVFP4", "qwen3_moe"): Checkpoint(partial(_modelopt, "NVFP4", "qwen3_moe")),
-    ("GPTQ 4 bits", "llama"): _gptq(32, act_order=False),
-    ("GPTQ 4 bits, one group", "llama"): _gptq(-1, act_order=False),
+    ("GPTQ 4 bits", "llama"): _gptq(32),
+    **{
+        (f"{method.upper()} 4 bits", model): Checkpoint(partial(_of_method, method, model))
+        for method in ("gptq", "awq")
+        for model in ("qwen2", "phi3", "qwen3_moe")
+    },
+    ("GPTQ 4 bits, without `modules_in_block_to_quantize`", "llama"): _gptq(32, names_layers=False),
+    ("GPTQ 4 bits, one group", "llama"): _gptq(-1),
     ("GPTQ 4 bits, one group, `desc_act`", "llama"): _gptq(-1, act_order=True),
     ("AWQ 4 bits", "llama"): _recorded("awq-4", (2, 4)),
     ("MXFP4", "gpt_oss"): Checkpoint(_gpt_oss),

@@ -59,3 +59,16 @@ def test_layout(name, tp, sources, tmp_path):
     assert check_engine(split).differences == ()
     for rank in range(tp):
         assert_same(parameters(split, tp, rank, "sharded_state"), parameters(source, tp, rank, "auto"))
+
+
+@pytest.mark.parametrize("options", [{"layout": "vllm"}, {"engine": "vllm"}], ids=["sharded_state", "shardconv"])
+def test_several_files_per_rank_of_a_converted_checkpoint(sources, tmp_path, options):
+    """vLLM reads all files of a rank."""
+    source, split = write("llama", sources), tmp_path / "split"
+    shardconv.split(source, tmp_path / "one", tp=1, dtype="bf16")
+    shardconv.merge(tmp_path / "one", tmp_path / "converted")
+    report = shardconv.split(source, split, tp=2, dtype="bf16", max_file_size="20kB", **options)
+    assert report.files_per_rank > 2
+    load_format = "sharded_state" if "layout" in options else LOAD_FORMAT
+    for rank in range(2):
+        assert_same(parameters(split, 2, rank, load_format), parameters(tmp_path / "converted", 2, rank, "auto"))
