@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from shardconv.checkpoint.duplicates import unproven
-from shardconv.checkpoint.formats import ADAPTER_FILES, is_trainer_state, is_weights, merge_adapter
+from shardconv.checkpoint.formats import ADAPTER_FILES, ADAPTER_WEIGHTS, is_trainer_state, is_weights, merge_adapter
 from shardconv.checkpoint.ignore import ignore_options, ignored_files
 from shardconv.checkpoint.paths import leads_out
 from shardconv.errors import SourceError
@@ -67,24 +67,32 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def refuse_adapter(folder: Path, names: Collection[str]) -> None:
-    """Refuse an adapter, which transformers would apply to the model next to it.
+    """Refuse an adapter next to its base model, to which transformers would apply it, and one in another format.
 
     Args:
         folder: the folder.
         names: names of the files directly in the folder.
 
     Raises:
-        SourceError: if there are files of an adapter.
+        SourceError: if there are files of an adapter and of a base model, or the adapter is not a safetensors file.
     """
     adapter = [name for name in ADAPTER_FILES if name in names]
-    if not adapter:
-        return
-    has_base = any(is_weights(name) and name not in adapter and not is_trainer_state(name) for name in names)
-    without = f"Pass {ignore_options(adapter, set(names) - {*adapter})} to split the base model without it. " * has_base
-    raise SourceError(
-        f"{folder}: holds a PEFT adapter ({', '.join(adapter)}){' next to the base model' * has_base}, and adapters "
-        f"cannot be split. {without}{merge_adapter(folder)}"
-    )
+    if adapter and holds_base(names):
+        raise SourceError(
+            f"{folder}: holds a PEFT adapter ({', '.join(adapter)}) next to the base model: pass --adapter {folder} to "
+            f"split both, --adapter {folder} --merge-adapter to split the model with the adapter merged, or "
+            f"{ignore_options(adapter, set(names) - {*adapter})} to split the base model without it"
+        )
+    if adapter and ADAPTER_WEIGHTS not in names:
+        raise SourceError(
+            f"{folder}: holds a PEFT adapter ({', '.join(adapter)}, expected {ADAPTER_WEIGHTS}). "
+            f"{merge_adapter(folder)}"
+        )
+
+
+def holds_base(names: Collection[str]) -> bool:
+    """Whether files directly in a folder have weights that are not those of an adapter."""
+    return any(is_weights(name) and name not in ADAPTER_FILES and not is_trainer_state(name) for name in names)
 
 
 def find_auxiliary(

@@ -67,6 +67,18 @@ class Edits(NamedTuple):
     values: Sequence[Sequence[int]] | None
 
 
+class FileRows(NamedTuple):
+    """The rows of a shard in a file, with bytes of other tensors between them.
+
+    Attributes:
+        size: bytes of a row.
+        stride: bytes from the start of a row to that of the next.
+    """
+
+    size: int
+    stride: int
+
+
 class Shards(NamedTuple):
     """The shards of one tensor.
 
@@ -75,17 +87,33 @@ class Shards(NamedTuple):
         files: for each rank the index of its file; empty if no file has the tensor, as its values follow from its grid.
         offsets: for each rank the offset of the shard in the file.
         edits: of a tensor whose values follow from its grid; None for all others.
+        rows: for each rank the rows of the shard in the file; None if all shards are contiguous.
     """
 
     geometry: Geometry
     files: Sequence[int]
     offsets: Sequence[int]
     edits: Edits | None = None
+    rows: Sequence[FileRows] | None = None
 
     @property
     def is_edited(self) -> bool:
         """Whether values of shards differ from those of the full tensor."""
         return self.edits is not None and self.edits.values is not None
+
+    def ranges(self, rank: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The contiguous ranges of a file with the bytes ``[start, stop)`` of a rank's shard: offset and size."""
+        size, stride = (stop, 0) if self.rows is None else self.rows[rank]
+        while start < stop:
+            row, column = divmod(start, size)
+            count = min(size - column, stop - start)
+            yield self.offsets[rank] + row * stride + column, count
+            start += count
+
+    def extent(self, rank: int, start: int, stop: int) -> tuple[int, int]:
+        """The range of a file from the first to the last of these bytes of a rank's shard: offset and size."""
+        (first, _), (last, _) = (next(self.ranges(rank, at, stop)) for at in (start, stop - 1))
+        return first, last + 1 - first
 
 
 def split_into_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -> list[Stripe]:
@@ -125,6 +153,13 @@ class Scratch:
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self._buffers: dict[str, Bytes] = {}
+        self._nested: dict[str, Scratch] = {}
+
+    def nested(self, name: str) -> "Scratch":
+        """Buffers for what is called while buffers of this object are in use: none of them are shared."""
+        if name not in self._nested:
+            self._nested[name] = Scratch(self.block_bytes)
+        return self._nested[name]
 
     def take(self, name: str, size: int) -> Bytes:
         """An uninitialized buffer of ``size`` bytes; invalidates the previous buffer of the same name."""
@@ -135,18 +170,18 @@ class Scratch:
 
 
 class StripeState:
-    """State of a reader or sink for one stripe: a running checksum per file, and the first problem."""
+    """State of a reader or sink for one stripe: a running checksum per rank, and the first problem."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.hashes: dict[int, xxhash.xxh3_128] = {}
         self.problem = ""
 
-    def update(self, file: int, data: Bytes) -> None:
-        """Update the checksum of a file."""
-        running = self.hashes.get(file)
+    def update(self, rank: int, data: Bytes) -> None:
+        """Update the checksum of a rank."""
+        running = self.hashes.get(rank)
         if running is None:
-            running = self.hashes[file] = xxhash.xxh3_128()
+            running = self.hashes[rank] = xxhash.xxh3_128()
         running.update(data)
 
 
@@ -156,7 +191,10 @@ class Reader(Protocol):
     tensors: Sequence[Shards]
 
     def prefetch(self, stripe: Stripe) -> None:
-        """Ask the operating system to read a stripe ahead."""
+        """Read a stripe ahead; the thread that calls this copies it next."""
+
+    def cancel(self) -> None:
+        """Cancel what threads are waiting for: the copy failed or was interrupted."""
 
     def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch, /) -> None:
         """Fill a block with the bytes of a span."""
@@ -169,6 +207,12 @@ class Sink(Protocol):
     """Writes or compares blocks of full tensors."""
 
     tensors: Sequence[Shards]
+
+    def prefetch(self, stripe: Stripe) -> None:
+        """Read a stripe ahead, if the sink reads; the thread that calls this copies it next."""
+
+    def cancel(self) -> None:
+        """Cancel what threads are waiting for: the copy failed or was interrupted."""
 
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Write or compare a block."""
@@ -211,6 +255,8 @@ class CopyJob:
         sinks = [(sink, StripeState(number)) for sink in self.sinks]
         stripe = self.stripes[number]
         self.reader.prefetch(stripe)
+        for sink in self.sinks:
+            sink.prefetch(stripe)
         for stripe_span in stripe:
             for span in self._blocks(stripe_span, scratch.block_bytes):
                 block = scratch.take("block", span.stop - span.start)
@@ -219,6 +265,12 @@ class CopyJob:
                     sink.put(sink_state, span, block, scratch)
                 advance(len(block))
         self._finish(stripe, [(self.reader, state), *sinks])
+
+    def cancel(self) -> None:
+        """Cancel what threads are waiting for."""
+        self.reader.cancel()
+        for sink in self.sinks:
+            sink.cancel()
 
     @staticmethod
     def _finish(stripe: Stripe, sides: Sequence[tuple[Reader | Sink, StripeState]]) -> None:
@@ -272,8 +324,10 @@ class _CopyThreads:
                         future.result()
                     if self._progress is not None:
                         self._progress(self._done, self._total)
-            finally:
+            except BaseException:
                 self._is_stopping = True
+                self._job.cancel()
+                raise
 
     def _work(self, scratch: Scratch) -> None:
         while (number := self._next()) is not None:

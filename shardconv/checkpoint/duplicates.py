@@ -1,44 +1,18 @@
-"""Proof that files in PyTorch's format next to a checkpoint hold only tensors of the checkpoint.
+"""Proof that files next to a checkpoint, in PyTorch's format or Meta's layout, hold only tensors of the checkpoint.
 
-Names and shapes are compared, not values: transformers loads safetensors if a folder has both formats. A subprocess
-lists the tensors with torch, so that this process does not import it; it executes no code in the files and reads no
-values.
+Names and shapes are compared, not values: transformers loads safetensors if a folder has both formats.
 """
 
-import json
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
-from zipfile import is_zipfile
 
-from shardconv.checkpoint.formats import PICKLE_SUFFIXES
+from shardconv.checkpoint.formats import PYTORCH, SAFETENSORS
+from shardconv.checkpoint.header import read_header
 from shardconv.checkpoint.json_files import read_json
+from shardconv.checkpoint.torch_files import TorchFile, TorchProblem, TorchTensor, list_torch_files
 from shardconv.errors import SourceError
-
-_INDEX_SUFFIX = ".bin.index.json"
-#: Prints for each file a list of name, shape and storage of every tensor, or a description of the error.
-LISTING = """
-import json, sys, torch
-found = []
-for path in sys.argv[1:]:
-    try:
-        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        found.append([
-            (name, list(tensor.shape), [
-                tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride(), str(tensor.dtype)
-            ])
-            for name, tensor in tensors.items()
-        ])
-    except Exception as error:
-        found.append(f"torch cannot list it ({type(error).__name__})")
-json.dump(found, sys.stdout)
-"""
-
-
-#: For each tensor of a file its name, its shape, and its storage: address, offset, strides and dtype.
-Listing = list[tuple[str, list[int], list[object]]]
+from shardconv.layouts.external import META, external_layout
 
 
 def unproven(files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -52,16 +26,17 @@ def unproven(files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -
         Name to reason; the reason is empty for formats that cannot be listed.
     """
     reasons = dict.fromkeys(files, "")
-    indexes = {name: _index(name, path) for name, path in files.items() if name.endswith(_INDEX_SUFFIX)}
+    indexes = {name: _index(name, path) for name, path in files.items() if name.endswith(PYTORCH.index_suffix)}
     for name, index in indexes.items():
         if not isinstance(index, str) and index.tensors == shapes.keys():
-            listed_files = {file for file in index.files & files.keys() if file.endswith(PICKLE_SUFFIXES)}
+            listed_files = {file for file in index.files & files.keys() if file.endswith(PYTORCH.suffixes)}
             reasons |= dict.fromkeys([name, *listed_files], _PROVEN)
-    pickles = [name for name in files if name.endswith(PICKLE_SUFFIXES) and reasons[name] != _PROVEN]
-    listed = [name for name in pickles if is_zipfile(files[name])]
-    reasons |= dict.fromkeys(set(pickles) - set(listed), "not in the zip format of torch.save")
-    for name, listing in zip(listed, list_tensors([files[name] for name in listed]), strict=True):
-        reasons[name] = listing if isinstance(listing, str) else _first_mismatch(listing, shapes)
+    pickles = [name for name in files if name.endswith(PYTORCH.suffixes) and reasons[name] != _PROVEN]
+    for name, listed in zip(pickles, list_torch_files([files[name] for name in pickles]), strict=True):
+        reasons[name] = _first_mismatch(listed, shapes)
+    for name in [name for name in files if SAFETENSORS.has(name) and external_layout(META).files.fullmatch(name)]:
+        reasons[name] = _first_mismatch(_read_tensors(files[name]), shapes)
+    indexes |= {name: _index(name, path) for name, path in files.items() if name == _META_INDEX}
     for name, index in indexes.items():
         if isinstance(index, str):
             reasons[name] = index
@@ -72,6 +47,7 @@ def unproven(files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -
     return {name: why for name, why in reasons.items() if why != _PROVEN}
 
 
+_META_INDEX = f"consolidated{SAFETENSORS.index_suffix}"
 #: Marks a file that is proven to be a duplicate.
 _PROVEN = "proven"
 
@@ -94,27 +70,39 @@ def _index(name: str, path: Path) -> _Index | str:
     return _Index(set(weight_map), {str(PurePosixPath(name).parent / file) for file in weight_map.values()})
 
 
-def list_tensors(paths: list[Path]) -> list[Listing | str]:
-    """List the tensors of files with torch, in a subprocess."""
-    if not paths:
-        return []
-    command = [sys.executable, "-P", "-c", LISTING, *map(str, paths)]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)  # noqa: S603
-    if result.returncode:
-        return [f"torch cannot list it ({(result.stderr.strip() or 'no message').splitlines()[-1]})"] * len(paths)
-    listings: list[Listing | str] = json.loads(result.stdout)
-    return listings
+def _read_tensors(path: Path) -> TorchFile | TorchProblem:
+    """The tensors of a safetensors file, in the form of a PyTorch file."""
+    try:
+        tensors = read_header(path).tensors
+    except SourceError as error:
+        return TorchProblem(str(error).removeprefix(f"{path}: "), "download it again")
+    return TorchFile(tuple(TorchTensor(name, one.dtype, one.shape, (), one.start) for name, one in tensors.items()), ())
 
 
-def _first_mismatch(listing: Listing, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _with_model_names(tensors: tuple[TorchTensor, ...], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TorchTensor]:
+    """The tensors, those of Meta's layout with their names in the checkpoint, and without those that follow from it."""
+    layout = external_layout(META)
+    for tensor in tensors:
+        known = layout.known(tensor.name)
+        if known is not None and tensor.name not in shapes:
+            yield tensor._replace(name=known.name)
+        elif tensor.name in shapes or not layout.is_left_out(tensor.name):
+            yield tensor
+
+
+def _first_mismatch(listed: TorchFile | TorchProblem, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Describe the first tensor that is not in the checkpoint, or return ``_PROVEN``.
 
     A tensor that shares storage with one of the checkpoint is in it, too: safetensors stores only one of them.
     """
-    known = [(shape, storage) for name, shape, storage in listing if tuple(shape) == shapes.get(name)]
-    for name, shape, storage in listing:
-        if name in shapes and tuple(shape) != shapes[name]:
-            return f"has {name} of shape {shape}, expected {list(shapes[name])} as in the checkpoint"
-        if name not in shapes and (shape, storage) not in known:
-            return f"has {name}, which the checkpoint does not have"
+    if isinstance(listed, TorchProblem):
+        return listed.problem
+    tensors = tuple(_with_model_names(listed.tensors, shapes))
+    known = {tensor[1:] for tensor in tensors if tensor.shape == shapes.get(tensor.name)}
+    for tensor in tensors:
+        if tensor.name in shapes and tensor.shape != shapes[tensor.name]:
+            expected = list(shapes[tensor.name])
+            return f"has {tensor.name} of shape {list(tensor.shape)}, expected {expected} as in the checkpoint"
+        if tensor.name not in shapes and tensor[1:] not in known:
+            return f"has {tensor.name}, which the checkpoint does not have"
     return _PROVEN

@@ -1,22 +1,28 @@
-"""Positioned reads and writes of the copy engine, without short reads or writes, on every POSIX system."""
+"""Positioned reads and writes, without short ones, on every POSIX system, and open input files, local or remote."""
 
+import mmap
 import os
 import resource
-import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import TYPE_CHECKING, BinaryIO, Protocol, Self
 
 from shardconv.errors import SourceError
+from shardconv.storage.table import remote_file
+
+if TYPE_CHECKING:
+    from shardconv.storage.read_ahead import ReadAhead
 
 #: A writable one-dimensional buffer.
 Bytes = memoryview
 #: Maximum bytes of one write. For larger writes a file system may allocate huge pages of 2 MiB, which a virtual machine
 #: may have returned to its host: there, writes of 2 MiB take twice as long.
 _WRITE_BYTES = 256 * 2**10
+#: Threads that copy remote files, by default: they mostly wait.
+_REMOTE_THREADS = 4
 #: Fail if the file exists or is a link.
-_CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def pread_into(descriptor: int, buffers: Sequence[Bytes], offset: int) -> int:
@@ -54,7 +60,7 @@ def write_exactly(descriptor: int, data: Bytes | bytes, offset: int) -> None:
 
 def create(path: Path, mode: int = 0o666) -> BinaryIO:
     """Create a new file with the permissions ``mode``, before the umask."""
-    return os.fdopen(os.open(path, _CREATE | os.O_WRONLY, mode), "wb")
+    return os.fdopen(os.open(path, CREATE | os.O_WRONLY, mode), "wb")
 
 
 def permissions(paths: Iterable[Path]) -> int:
@@ -81,6 +87,91 @@ def allow_open_files(count: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
+class InputFile(Protocol):
+    """An open input file.
+
+    Attributes:
+        size: in bytes.
+        mode: its permissions.
+    """
+
+    @property
+    def size(self) -> int:
+        """See the class."""
+
+    @property
+    def mode(self) -> int:
+        """See the class."""
+
+    def read(self, buffer: Bytes, offset: int) -> None:
+        """Fill a buffer from a position; raises SourceError if the file is too short, or cannot be read."""
+
+    def check_unchanged(self) -> None:
+        """Raise SourceError if the file was modified since it was opened."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class LocalFile:
+    """An open file of this machine.
+
+    Raises:
+        SourceError: if it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SourceError(f"{path}: cannot be opened: {error.strerror or error}") from error
+        self._state = self._current_state()
+        self.size = self._state[0]
+        self.mode = os.fstat(self.descriptor).st_mode
+
+    def _current_state(self) -> tuple[int, int]:
+        status = os.fstat(self.descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def read(self, buffer: Bytes, offset: int) -> None:
+        """See :class:`InputFile`."""
+        try:
+            read_exactly(self.descriptor, buffer, offset)
+        except EOFError as error:
+            raise SourceError(f"{self._path}: was truncated while it was read: {error}") from error
+        except OSError as error:
+            raise SourceError(f"{self._path}: cannot be read: {error.strerror or error}") from error
+
+    def check_unchanged(self) -> None:
+        """See :class:`InputFile`."""
+        if self._current_state() != self._state:
+            raise SourceError(f"{self._path}: changed while it was read: run the command again")
+
+    def close(self) -> None:
+        """See :class:`InputFile`."""
+        os.close(self.descriptor)
+
+
+def open_input(path: Path) -> InputFile:
+    """Open a file, or the remote file that it stands for.
+
+    Raises:
+        SourceError: if it cannot be opened.
+    """
+    return remote_file(path) or LocalFile(path)
+
+
+def file_bytes(path: Path) -> int:
+    """The size of a file, or of the remote file that it stands for.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    remote = remote_file(path)
+    return path.stat().st_size if remote is None else remote.size
+
+
 class InputFiles:
     """Open input files that are checked for modifications.
 
@@ -91,6 +182,7 @@ class InputFiles:
 
     Attributes:
         mode: the permissions that all files have; a file that is copied from them gets these, before the umask.
+        threads: the default number of threads that read them; None for the default of local files.
 
     Raises:
         SourceError: if a file cannot be opened, or has another size or prefix.
@@ -98,39 +190,31 @@ class InputFiles:
 
     def __init__(self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int]) -> None:
         self.paths = paths
-        self.descriptors: list[int] = []
-        self._states: list[tuple[int, int]] = []
+        self._files: list[InputFile] = []
         self.mode = 0o777
         allow_open_files(len(paths))
         try:
             for path, prefix, size in zip(paths, prefixes, sizes, strict=True):
                 self._open(path, prefix, size)
         except BaseException:
-            self.close()
+            self._close_files()
             raise
+        self._remote = {number: file for number, path in enumerate(paths) if (file := remote_file(path)) is not None}
+        self._ahead = _read_ahead() if self._remote else None
+        self.threads = _REMOTE_THREADS if self._remote else None
 
     def _open(self, path: Path, prefix: bytes, size: int) -> None:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise SourceError(f"{path}: cannot be opened: {error.strerror or error}") from error
-        self.descriptors.append(descriptor)
-        self._states.append(self._state(descriptor))
-        self.mode &= os.fstat(descriptor).st_mode
-        actual_size, _ = self._states[-1]
-        if actual_size != size:
-            raise SourceError(f"{path}: was modified or truncated (got {actual_size} bytes, expected {size})")
+        file = open_input(path)
+        self._files.append(file)
+        self.mode &= file.mode
+        if file.size != size:
+            raise SourceError(f"{path}: was modified or truncated (got {file.size} bytes, expected {size})")
         start = memoryview(bytearray(len(prefix)))
-        self.read(len(self.descriptors) - 1, start, 0)
+        file.read(start, 0)
         if start != prefix:
             raise SourceError(
                 f"{path}: its header is not the expected one: it was modified or is of another checkpoint"
             )
-
-    @staticmethod
-    def _state(descriptor: int) -> tuple[int, int]:
-        status = os.fstat(descriptor)
-        return status.st_size, status.st_mtime_ns
 
     def read(self, number: int, buffer: Bytes, offset: int) -> None:
         """Fill a buffer from a position of file ``number``.
@@ -138,28 +222,75 @@ class InputFiles:
         Raises:
             SourceError: if the file is too short, or cannot be read.
         """
+        if self._ahead is not None and number in self._remote:
+            self._ahead.read(self._remote[number], buffer, offset)
+        else:
+            self._files[number].read(buffer, offset)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """Read ranges ahead, which this thread reads next: number of the file, offset and size of each."""
+        merged: list[tuple[int, int, int]] = []
+        for number, start, stop in _without_overlaps(ranges):
+            if merged and merged[-1][0] == number and merged[-1][2] == start:
+                merged[-1] = (number, merged[-1][1], stop)
+            else:
+                merged.append((number, start, stop))
+        for number, start, stop in merged:
+            if isinstance(file := self._files[number], LocalFile):
+                will_need(file.descriptor, start, stop - start)
+        if self._ahead is not None:
+            self._ahead.announce((self._remote[one[0]], one[1], one[2]) for one in merged if one[0] in self._remote)
+
+    def map(self, number: int) -> Bytes | None:
+        """Map file ``number`` into memory, until its last view is freed; None if it is remote or cannot be mapped.
+
+        The mapping is private: callers may write into views. The file must not be modified meanwhile.
+        """
+        if not isinstance(file := self._files[number], LocalFile):
+            return None
+        allow_open_files(1)  # a mapping has a descriptor of its own
         try:
-            read_exactly(self.descriptors[number], buffer, offset)
-        except EOFError as error:
-            raise SourceError(f"{self.paths[number]}: was truncated while it was read: {error}") from error
-        except OSError as error:
-            raise SourceError(f"{self.paths[number]}: cannot be read: {error.strerror or error}") from error
+            return memoryview(mmap.mmap(file.descriptor, file.size, access=mmap.ACCESS_COPY))
+        except OSError:
+            return None
+
+    def read_ranges(self, number: int, buffer: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fill a buffer with ranges of file ``number``, one after the other.
+
+        Args:
+            number: of the file.
+            buffer: as long as all ranges together.
+            ranges: the offset and size of each.
+
+        Raises:
+            SourceError: if the file is too short, or cannot be read.
+        """
+        for offset, size in ranges:
+            self.read(number, buffer[:size], offset)
+            buffer = buffer[size:]
 
     def check_unchanged(self, number: int | None = None) -> None:
-        """Check that file ``number``, or by default no file, was modified since it was opened.
+        """Check that no file was modified since it was opened; with ``number``, only that file.
 
         Raises:
             SourceError: if one was.
         """
-        files = list(zip(self.paths, self.descriptors, self._states, strict=True))
-        for path, descriptor, state in files if number is None else [files[number]]:
-            if self._state(descriptor) != state:
-                raise SourceError(f"{path}: changed while it was read: run the command again")
+        for file in self._files if number is None else [self._files[number]]:
+            file.check_unchanged()
+
+    def cancel(self) -> None:
+        """Cancel what threads are waiting for: they raise InterruptedError."""
+        if self._ahead is not None:
+            self._ahead.cancel()
 
     def close(self) -> None:
         """Close the files."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
+        self.cancel()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        while self._files:
+            self._files.pop().close()
 
     def __enter__(self) -> Self:
         return self
@@ -168,46 +299,23 @@ class InputFiles:
         self.close()
 
 
-class OutputFiles:
-    """New files of known sizes, written at any position.
+def _without_overlaps(ranges: Iterable[tuple[int, int, int]]) -> Iterable[tuple[int, int, int]]:
+    """Number of the file, start and stop of ranges, those that overlap as one range at the position of the first."""
+    merged: dict[int, tuple[int, int, int]] = {}
+    at, end = 0, (-1, 0)
+    for number, offset, size, position in sorted((*one, position) for position, one in enumerate(ranges)):
+        if (number, offset) < end:
+            _, start, stop = merged.pop(at)
+            at = min(at, position)
+            merged[at] = (number, start, max(stop, offset + size))
+        else:
+            at = position
+            merged[at] = (number, offset, offset + size)
+        end = (number, merged[at][2])
+    return (merged[at] for at in sorted(merged))
 
-    The kernel serializes writes to a file with a spin lock. These locks put waiting threads to sleep instead, so that
-    other threads can read.
 
-    Args:
-        paths: the files; none may exist.
-        prefixes: for each file its first bytes.
-        sizes: for each file its size in bytes; bytes that are not written are zero.
-        mode: their permissions, before the umask.
-    """
+def _read_ahead() -> "ReadAhead":
+    from shardconv.storage.read_ahead import ReadAhead  # noqa: PLC0415 - local files do not need its imports
 
-    def __init__(
-        self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int], mode: int = 0o666
-    ) -> None:
-        self.descriptors: list[int] = []
-        self._locks = [threading.Lock() for _ in paths]
-        allow_open_files(len(paths))
-        try:
-            for path, prefix, size in zip(paths, prefixes, sizes, strict=True):
-                self.descriptors.append(os.open(path, _CREATE | os.O_RDWR, mode))
-                os.ftruncate(self.descriptors[-1], size)
-                write_exactly(self.descriptors[-1], prefix, 0)
-        except BaseException:
-            self.close()
-            raise
-
-    def write(self, number: int, data: Bytes, offset: int) -> None:
-        """Write to a position of file ``number``."""
-        with self._locks[number]:
-            write_exactly(self.descriptors[number], data, offset)
-
-    def close(self) -> None:
-        """Close the files."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    return ReadAhead()

@@ -4,17 +4,18 @@ Files are untrusted input: everything that the reference library refuses is refu
 """
 
 import json
-import os
 import re
 import stat
 import struct
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, NoReturn, TypeGuard
+from typing import NamedTuple, NoReturn, TypeGuard
 
+from shardconv.checkpoint.fileio import InputFile, open_input
 from shardconv.errors import SourceError
 
 #: Bits per element of every dtype of the format, by its name in a header.
@@ -24,6 +25,11 @@ DTYPE_BITS = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
+
+#: The floating-point dtypes that tensors can be converted from, and their names in configs.
+FLOAT_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+#: The dtypes that tensors can be converted to, by their names as options.
+TARGET_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 #: Maximum size of a header in bytes.
 MAX_HEADER_BYTES = 100_000_000
@@ -91,17 +97,32 @@ def read_header(path: Path) -> Header:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise SourceError(f"{path}: is not a regular file")
-        with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            raw = _read_raw(file.read(_LENGTH.size), file_bytes, path, file)
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return parse_header(raw, file_bytes - _LENGTH.size - len(raw), path)
+    with closing(open_input(path)) as file:
+        raw = _read_raw(file, path)
+        return parse_header(raw, file.size - _LENGTH.size - len(raw), path)
 
 
-def _read_raw(prefix: bytes, file_bytes: int, path: Path, file: BinaryIO) -> bytes:
-    if len(prefix) < _LENGTH.size:
+def header_bytes(file: InputFile) -> int:
+    """Bytes of a file before its data section; those of the length alone if it is not valid.
+
+    Raises:
+        SourceError: if the file cannot be read.
+    """
+    prefix = memoryview(bytearray(_LENGTH.size))
+    if file.size < len(prefix):
+        return 0
+    file.read(prefix, 0)
+    (length,) = _LENGTH.unpack(prefix)
+    return len(prefix) + (length if length <= min(MAX_HEADER_BYTES, file.size - len(prefix)) else 0)
+
+
+def _read_raw(file: InputFile, path: Path) -> bytes:
+    if (file_bytes := file.size) < _LENGTH.size:
         raise SourceError(f"{path}: is not a safetensors file (got {file_bytes} bytes, expected at least 8)")
+    prefix = memoryview(bytearray(_LENGTH.size))
+    file.read(prefix, 0)
     (length,) = _LENGTH.unpack(prefix)
     if length > MAX_HEADER_BYTES:
         raise SourceError(
@@ -109,7 +130,9 @@ def _read_raw(prefix: bytes, file_bytes: int, path: Path, file: BinaryIO) -> byt
         )
     if _LENGTH.size + length > file_bytes:
         raise SourceError(f"{path}: is truncated (got {file_bytes} bytes, expected a header of {length} bytes)")
-    return file.read(length)
+    raw = bytearray(length)
+    file.read(memoryview(raw), _LENGTH.size)
+    return bytes(raw)
 
 
 def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:

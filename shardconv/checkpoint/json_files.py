@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 from shardconv.errors import SourceError
+from shardconv.storage.table import remote_file
 
 _MAX_BYTES = 512 * 2**20
 
@@ -25,6 +26,8 @@ def read_text(path: Path) -> str:
         SourceError: if it cannot be read, is too large, or is not UTF-8.
     """
     try:
+        if (remote := remote_file(path)) is not None:
+            return remote.read_all(_MAX_BYTES).decode()
         status = path.stat()
         if stat.S_ISFIFO(status.st_mode):
             raise SourceError(f"{path}: is not a regular file")  # reading a pipe could block forever

@@ -3,6 +3,7 @@
 ``manifest_json`` converts it to JSON, ``manifest_file`` reads and writes shardconv.json.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import Self
 
 from shardconv.checkpoint.copy import Stripe, split_into_stripes
 from shardconv.checkpoint.header import Header
-from shardconv.checkpoint.layout import ExplicitFiles, Layout, in_file_order, lay_out_ranks, lay_out_source
+from shardconv.checkpoint.layout import ADAPTERS, ExplicitFiles, Layout, in_file_order, lay_out_ranks, lay_out_source
 from shardconv.checkpoint.manifest_format import NO_IDENTITY, identity_of
 from shardconv.checkpoint.source import Source
 from shardconv.layouts.layout import NATIVE, FileLayout
@@ -38,6 +39,9 @@ class Manifest:
         layout: the tensors of the rank files, and the names of the files.
         is_identified: whether rank files store the identity of the split checkpoint; see :attr:`identity`.
         ignore: patterns of files of the source that the user left out.
+        derived: why the source that a merge gives differs from the files that were split, one phrase each.
+        dtype: the dtype that floating-point tensors were converted to, by its name as an option; None if they were not.
+        adapters: names of the adapters that were split with it, each a split checkpoint in a folder of its own.
         explicit_files: rank files that do not follow from ``layout``, or None.
     """
 
@@ -55,6 +59,9 @@ class Manifest:
     layout: FileLayout = NATIVE
     is_identified: bool = False
     ignore: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+    dtype: str | None = None
+    adapters: tuple[str, ...] = ()
     explicit_files: ExplicitFiles | None = None
 
     @classmethod
@@ -67,6 +74,7 @@ class Manifest:
         stripe_bytes: int,
         layout: FileLayout = NATIVE,
         checksums: bool = True,
+        adapters: tuple[str, ...] = (),
     ) -> Self:
         """The manifest of a split that is not yet written, with or without ``checksums``.
 
@@ -82,11 +90,14 @@ class Manifest:
             source_files=tuple((file.name, file.header) for file in source.files),
             index=source.index,
             metadata=source.metadata,
-            auxiliary_files=dict.fromkeys(source.auxiliary_files, ""),
+            auxiliary_files=dict.fromkeys(source.auxiliary_names, ""),
             stripe_bytes=stripe_bytes,
             layout=layout,
             is_identified=checksums,
             ignore=source.ignore,
+            derived=source.derived,
+            dtype=source.dtype,
+            adapters=adapters,
         ).checked_for_layout()
 
     @property
@@ -144,11 +155,35 @@ class Manifest:
         return lay_out_source([header for _, header in self.source_files], self.tensors, self.plan)
 
     @property
+    def files_per_rank(self) -> int:
+        """Number of files of each rank."""
+        return 1 if self.layout.max_file_bytes is None else self.rank_layout.files_per_rank
+
+    @property
     def rank_files(self) -> list[str]:
         """The names of the rank files."""
         if self.explicit_files is not None:
             return list(self.explicit_files.names)
-        return [self.layout.rank_file(rank, self.tp) for rank in range(self.tp)]
+        count = self.files_per_rank
+        return [self.layout.rank_file(rank, self.tp, file, count) for rank in range(self.tp) for file in range(count)]
+
+    @property
+    def rank_indexes(self) -> dict[str, str]:
+        """Name to text of the index of each rank's files; empty for one file per rank, and for engines."""
+        if self.files_per_rank == 1 or self.layout.engine is not None:
+            return {}
+        layout, names, indexes = self.rank_layout, self.rank_files, {}
+        for rank in range(self.tp):
+            files = zip(names[layout.files_of(rank)], layout.headers[layout.files_of(rank)], strict=True)
+            weight_map = {tensor: name for name, header in files for tensor in header.tensors}
+            total = sum(info.num_bytes for info in layout.tensors_of(rank).values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            indexes[f"{self.layout.rank_file(rank, self.tp)}.index.json"] = json.dumps(index, indent=2) + "\n"
+        return indexes
+
+    def adapter_folders(self, folder: Path) -> dict[str, Path]:
+        """Name to folder of each adapter of the split checkpoint in a folder."""
+        return {name: folder / ADAPTERS / name for name in self.adapters}
 
     def rank_paths(self, folder: Path) -> list[Path]:
         """The paths of the rank files in a folder."""

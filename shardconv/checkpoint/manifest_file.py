@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 
-from shardconv.checkpoint.fileio import create
+from shardconv.checkpoint.fileio import create, file_bytes
 from shardconv.checkpoint.formats import refuse_sharded_state
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_json import from_json, to_json
 from shardconv.checkpoint.paths import hub_hint
 from shardconv.errors import PlanError, SourceError, SplitCheckpointError
+from shardconv.storage.table import remote_file
 
 _MAX_BYTES = 2**30
 
@@ -19,8 +20,12 @@ def is_split(path: Path) -> bool:
     return (path / MANIFEST_NAME).exists()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, *, remedy: str = "") -> Manifest:
     """Read and check the manifest of a split checkpoint.
+
+    Args:
+        folder: the split checkpoint.
+        remedy: another remedy for the message that it is not one.
 
     Raises:
         SplitCheckpointError: if the folder is not a split checkpoint, or its manifest is not valid.
@@ -30,10 +35,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise SplitCheckpointError(f"{folder}: does not exist{hub_hint(folder)}")
     try:
         return from_json(_read(path))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         _refuse_sharded_state(folder)
         raise SplitCheckpointError(
             f"{folder}: is not a split checkpoint (no {MANIFEST_NAME}): make one with shardconv split {folder} --tp N"
+            f"{f', {remedy}' if remedy else ''}"
         ) from error
     except OSError as error:
         raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -49,10 +55,10 @@ def _read(path: Path) -> dict[str, object]:
     """
     if not path.is_file() and path.exists():
         raise ValueError("it is not a regular file")  # reading a pipe could block forever
-    if path.stat().st_size > _MAX_BYTES:
+    if file_bytes(path) > _MAX_BYTES:
         raise ValueError("it is too large")
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(path.read_bytes() if (remote := remote_file(path)) is None else remote.read_all(_MAX_BYTES))
     except ValueError as error:
         raise ValueError(f"it is truncated or damaged: copy it again, or split the source again ({error})") from error
     if isinstance(data, dict):

@@ -13,7 +13,7 @@ Older versions are upgraded to the latest when they are read; fields that they d
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import xxhash
 
@@ -82,6 +82,8 @@ _SCHEMA = {
         "metadata": {...: str},
         "config": (dict, None),
         "ignore": [str],
+        "derived": [str],
+        "dtype": (str, None),
     },
     "auxiliary_files": {...: str},
     "checksums": {"stripe_bytes": int, "ranks": ([[str]], None), "identity": (str, None)},
@@ -106,6 +108,8 @@ class SourceJson(TypedDict):
     metadata: dict[str, str]
     config: dict[str, object] | None
     ignore: list[str]
+    derived: list[str]
+    dtype: str | None
 
 
 class ChecksumsJson(TypedDict):
@@ -129,6 +133,7 @@ class ManifestJson(TypedDict):
     source: SourceJson
     auxiliary_files: dict[str, str]
     checksums: ChecksumsJson
+    adapters: NotRequired[list[str]]
 
 
 def checked(data: Mapping[str, object]) -> ManifestJson:
@@ -160,7 +165,11 @@ def checked(data: Mapping[str, object]) -> ManifestJson:
             body = _with_renamed_keys(body)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("its rules have a missing key or a wrong type") from error
-    if not _fits(body, _SCHEMA) or (body["plan"]["rules"] is None) is not (version < _WITH_RULES):
+    if isinstance(source := body.get("source"), dict):
+        # before there were sources without safetensors files, and conversions
+        body = {**body, "source": {"derived": [], "dtype": None, **source}}
+    has_types = _fits(body, _SCHEMA) and _fits(body.get("adapters", []), [str])
+    if not has_types or (body["plan"]["rules"] is None) is not (version < _WITH_RULES):
         raise ValueError("one of its fields is missing or has the wrong type")
     return cast("ManifestJson", body)
 

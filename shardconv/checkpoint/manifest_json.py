@@ -51,6 +51,8 @@ def to_json(manifest: Manifest, created_by: str) -> dict[str, object]:
             "metadata": manifest.metadata,
             "config": manifest.config,
             "ignore": list(manifest.ignore),
+            "derived": list(manifest.derived),
+            "dtype": manifest.dtype,
         },
         "auxiliary_files": dict(manifest.auxiliary_files),
         "checksums": {
@@ -60,6 +62,8 @@ def to_json(manifest: Manifest, created_by: str) -> dict[str, object]:
             "identity": manifest.identity,
         },
     }
+    if manifest.adapters:
+        body["adapters"] = list(manifest.adapters)
     return {**body, CHECKSUM_KEY: checksum(body)}
 
 
@@ -104,6 +108,9 @@ def _parse(body: ManifestJson) -> Manifest:
         layout=NATIVE if body["layout"] is None else FileLayout.from_json(body["layout"], names),
         is_identified=checksums["identity"] is not None,
         ignore=tuple(source["ignore"]),
+        derived=tuple(source["derived"]),
+        dtype=source["dtype"],
+        adapters=tuple(body.get("adapters", ())),
     )
 
 
@@ -148,13 +155,14 @@ def _check_checksums(manifest: Manifest) -> None:
 def _check_names(manifest: Manifest) -> None:
     """Check that no name leads out of the folder, and that no two files have the same name."""
     names = [name for name, _ in manifest.source_files] + ([manifest.index[0]] if manifest.index else [])
-    for name in [*names, *manifest.rank_files]:
+    rank_files = [*manifest.rank_files, *manifest.rank_indexes]
+    for name in [*names, *rank_files, *manifest.adapters]:
         if not is_portable_name(name):
             raise ValueError(f"{name!r:.100} is not a valid file name")
     for name in manifest.auxiliary_files:
         if not all(is_portable_name(folder_or_file) for folder_or_file in name.split("/")):
             raise ValueError(f"{name!r:.100} is not a valid file name")
     auxiliary_files = manifest.auxiliary_files
-    for files in ([*names, *auxiliary_files], [MANIFEST_NAME, *manifest.rank_files, *auxiliary_files]):
+    for files in ([*names, *auxiliary_files], [MANIFEST_NAME, *rank_files, *auxiliary_files]):
         if len({*files}) != len(files):
             raise ValueError("two of its files have the same name")

@@ -5,10 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
 
+from shardconv.checkpoint.dtype_conversion import with_dtype
+from shardconv.checkpoint.formats import ADAPTER_FILES
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.quantization_files import with_settings
+from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source, open_source
-from shardconv.errors import PlanError, UsageError
+from shardconv.errors import PlanError, SourceError, UsageError
 from shardconv.formats.detect import with_grids
 from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout import NATIVE
@@ -35,6 +38,7 @@ class PlanOptions(TypedDict, total=False):
         config: a config.json to use instead of the one next to the weights.
         follow_links: follow links that point outside of the folder.
         ignore: glob patterns, relative to the folder, of weights and auxiliary files to leave out.
+        source_layout: "deepseek", "meta" or "dcp" for rank files of other tools; None to detect them.
     """
 
     rules: Rules
@@ -46,6 +50,27 @@ class PlanOptions(TypedDict, total=False):
     config: StrPath | None
     follow_links: bool
     ignore: tuple[str, ...]
+    source_layout: str | None
+
+
+#: Defaults of :class:`PlanOptions`.
+_DEFAULTS: dict[str, object] = {
+    "rules": AUTO, "replicate": (), "head_dim": None, "experts": "tensor", "engine": None,
+    "pad": False, "config": None, "follow_links": False, "ignore": (), "source_layout": None,
+}  # fmt: skip
+
+
+def refuse_changes(folder: Path, options: PlanOptions) -> None:
+    """Refuse options that would change the plan of a split checkpoint.
+
+    Raises:
+        UsageError: if an option does not have its default value.
+    """
+    if changed := sorted(name for name, value in options.items() if value != _DEFAULTS[name]):
+        named = ", ".join({"engine": "--for", "source_layout": "--from"}.get(name, name) for name in changed)
+        raise UsageError(
+            f"{folder}: is a split checkpoint, and {named} cannot change its stored plan: pass the source instead"
+        )
 
 
 class PlannedSource(NamedTuple):
@@ -65,6 +90,14 @@ class PlannedSource(NamedTuple):
     resolution: Resolution
     paths: tuple[Path, ...]
 
+    def plan(self, tp: int) -> Plan:
+        """The plan for ``tp`` ranks.
+
+        Raises:
+            PlanError: if no plan is known to be correct.
+        """
+        return self.resolution.resolver.plan(tp, assumed=self.resolution.assumed)
+
 
 def plan_source(
     src: StrPath | Source,
@@ -78,12 +111,16 @@ def plan_source(
     config: StrPath | None = None,
     follow_links: bool = False,
     ignore: tuple[str, ...] = (),
+    source_layout: str | None = None,
     layout: str = NATIVE.name,
+    dtype: str | None = None,
+    may_miss: bool = False,
 ) -> PlannedSource:
     """Open a source, unless it is a :class:`Source`, and find its rules.
 
     The options are those of :class:`PlanOptions`, the errors those of :func:`make_plan`. The plan is for the engine of
-    the ``layout``, if it has one.
+    the ``layout``, if it has one. With ``dtype``, floating-point tensors are converted: see
+    :func:`~shardconv.checkpoint.dtype_conversion.with_dtype`. With ``may_miss``, rules of the user may match nothing.
     """
     if isinstance(src, Source):
         if ignore:
@@ -91,9 +128,14 @@ def plan_source(
         source = src
     else:
         config_path = None if config is None else local_path(config)
-        source = open_source(local_path(src), config=config_path, follow_links=follow_links, ignore=as_names(ignore))
-    options = PlanRequest(None, None, as_names(replicate), head_dim, experts, engine, pad=int(pad))
-    paths = (source.path, *(file.path for file in source.files), *source.auxiliary_files.values())
+        source = open_source(
+            local_path(src), config=config_path, follow_links=follow_links, ignore=as_names(ignore),
+            source_layout=source_layout,
+        )  # fmt: skip
+    refuse_adapter(source)
+    source = source if dtype is None else with_dtype(source, dtype)
+    options = PlanRequest(None, None, as_names(replicate), head_dim, experts, engine, may_miss, int(pad))
+    paths = (source.path, *source.paths, *source.auxiliary_files.values())
     settings = with_settings(source)
     tensors = with_grids(source.specs, settings)
     if isinstance(rules, Plan):
@@ -104,7 +146,21 @@ def plan_source(
         paths = (*paths, plan_file)
     named = _named(rules)
     request = request_for(replace(options, family=named.family, plan_file=named.plan_file), layout)
-    return PlannedSource(source, tensors, request, resolve(tensors, settings, request), paths)
+    resolver, assumed = resolve(tensors, settings, request)
+    return PlannedSource(source, tensors, request, Resolution(resolver, (*source.assumed, *assumed)), paths)
+
+
+def refuse_adapter(source: Source) -> None:
+    """Refuse an adapter, whose plan needs its base model.
+
+    Raises:
+        SourceError: if the source is an adapter.
+    """
+    if any(file.name in ADAPTER_FILES for file in source.files):
+        raise SourceError(
+            f"{source.path}: is a PEFT adapter, which is split by the plan of its base model: pass --base BASE to "
+            f"shardconv split, or split BASE with --adapter {source.path}, also with --merge-adapter"
+        )
 
 
 def _named(rules: Rules) -> PlanRequest:
@@ -174,11 +230,12 @@ def as_names(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
+@reads_remote("src")
 def make_plan(src: StrPath, *, tp: int, **options: Unpack[PlanOptions]) -> Plan:
     """Make the plan of a checkpoint from its headers and config, without reading its data.
 
     Args:
-        src: a ``.safetensors`` file, an index file, or a folder.
+        src: a ``.safetensors`` or PyTorch file, an index file, or a folder.
         tp: number of ranks.
         options: see :class:`PlanOptions`.
 

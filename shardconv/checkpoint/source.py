@@ -1,4 +1,4 @@
-"""Source checkpoints: a safetensors file, a Hugging Face folder, or a snapshot in the Hugging Face cache."""
+"""Source checkpoints: a safetensors or PyTorch file, a Hugging Face folder, or a snapshot in the Hugging Face cache."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -7,18 +7,30 @@ from functools import cached_property
 from pathlib import Path
 
 from shardconv.checkpoint.auxiliary import check_link, find_auxiliary, leave_out_weights, list_files
-from shardconv.checkpoint.formats import ADAPTER_FILES, CONFIG_NAME, INDEX_SUFFIX, convert, is_weights, merge_adapter
-from shardconv.checkpoint.header import TensorInfo, read_header
+from shardconv.checkpoint.external_source import open_external
+from shardconv.checkpoint.formats import (
+    ADAPTER_FILES,
+    CONFIG_NAME,
+    NUMBERED_NAME,
+    PYTORCH,
+    SAFETENSORS,
+    SOURCE_FORMATS,
+    convert,
+    is_weights,
+)
+from shardconv.checkpoint.header import TensorInfo
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.paths import absolute_path, hub_hint
 from shardconv.checkpoint.source_files import (
-    NUMBERED_NAME,
     SourceFile,
+    WeightFiles,
     find_weight_files,
     is_portable_name,
-    read_files,
+    read_safetensors,
 )
+from shardconv.checkpoint.source_reader import StoredFiles, Transform
+from shardconv.checkpoint.torch_source import read_pytorch
 from shardconv.errors import SourceError, UsageError
 from shardconv.plan.plan import TensorSpec
 
@@ -30,22 +42,51 @@ class Source:
     Attributes:
         path: the path that the user passed.
         is_folder: whether ``path`` is a folder.
-        files: the source files, sorted by name.
+        files: the source files, sorted by name; those that a merge writes.
         index: name and text of the index of the files, or None.
+        index_path: the index of the files that store the tensors, or None.
         config: contents of config.json, or None.
         auxiliary_files: name relative to the folder, with / as separator, to path.
         left_out: name to reason of all other files; names of hidden folders end with /.
         ignore: patterns of files that the user left out.
+        stored: where the tensors are stored; None if it is where the headers of ``files`` say.
+        transforms: name to transform of each tensor that is computed from stored tensors.
+        layout: of rank files of another tool; None for all other sources.
+        num_ranks: number of ranks whose files store the tensors.
+        made_files: name to text of auxiliary files that the folder does not have, or that are written with this text in
+            place of theirs, such as a config with another dtype.
+        assumed: assumptions about the source, as sentences.
+        derived: why a merge does not give the bytes of the source's files, one phrase each; empty if it does.
+        dtype: the dtype that floating-point tensors are converted to, by its name as an option; None if they are not.
     """
 
     path: Path
     is_folder: bool
     files: tuple[SourceFile, ...]
     index: tuple[str, str] | None = None
+    index_path: Path | None = None
     config: dict[str, object] | None = None
     auxiliary_files: Mapping[str, Path] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     ignore: tuple[str, ...] = ()
+    stored: StoredFiles | None = None
+    transforms: Mapping[str, Transform] = field(default_factory=dict)
+    layout: str | None = None
+    num_ranks: int = 1
+    made_files: Mapping[str, str] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+    dtype: str | None = None
+
+    @property
+    def auxiliary_names(self) -> tuple[str, ...]:
+        """The names of all auxiliary files that are written beside the weights."""
+        return tuple(dict.fromkeys([*self.auxiliary_files, *self.made_files]))
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that store the tensors."""
+        return tuple(file.path for file in self.files) if self.stored is None else self.stored.paths
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
@@ -59,7 +100,14 @@ class Source:
         folder = path if path.is_dir() else path.parent
         if folder.parent.name == "snapshots":
             return folder.parent.parent.name.rpartition("--")[2]
-        return path.name.removesuffix(".safetensors") if path.suffix == ".safetensors" else folder.name
+        return (
+            path.stem if path.suffix in {*SAFETENSORS.suffixes, *PYTORCH.suffixes} and path != folder else folder.name
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The folder of config.json and the other auxiliary files."""
+        return self.path if self.is_folder else self.path.parent
 
     @property
     def num_bytes(self) -> int:
@@ -88,15 +136,17 @@ def open_source(
     follow_links: bool = False,
     ignore: tuple[str, ...] = (),
     optional_ignore: tuple[str, ...] = (),
+    source_layout: str | None = None,
 ) -> Source:
     """Read the headers of a checkpoint, and check that its files are consistent.
 
     Args:
-        path: a ``.safetensors`` file, an index file, or a folder.
+        path: a ``.safetensors`` or PyTorch file, an index file, or a folder.
         config: a config.json to use instead of the one next to the weights.
         follow_links: follow links that point outside of the folder.
         ignore: glob patterns, relative to the folder, of files to leave out; each must match a file.
         optional_ignore: further patterns, which may match nothing.
+        source_layout: the layout of another tool's rank files to read; None to detect it.
 
     Raises:
         SourceError: if a file is missing, damaged, ambiguous or outside of the folder, or the model may need weights
@@ -105,26 +155,65 @@ def open_source(
     """
     if not path.exists():
         raise SourceError(f"{path}: does not exist{hub_hint(path)}")
-    if path.is_dir():
+    given = None if config is None else read_json(config)
+    if path.is_dir() and (
+        external := _open_external(
+            path, source_layout, given, follow_links=follow_links, ignore=ignore, optional_ignore=optional_ignore
+        )
+    ):
+        source = external
+    elif source_layout is not None:
+        raise UsageError(f"--from {source_layout}: only applies to folders (got the file {path}): remove it")
+    elif path.is_dir():
         source = _open_folder(path, None, follow_links=follow_links, ignore=ignore, optional_ignore=optional_ignore)
-    elif path.name.endswith(INDEX_SUFFIX):
+    elif path.name.endswith(tuple(one.index_suffix for one in SOURCE_FORMATS)):
         folder, name = path.parent, path.name
         source = _open_folder(folder, name, follow_links=follow_links, ignore=ignore, optional_ignore=optional_ignore)
     elif ignore:
         raise UsageError(f"--ignore {ignore[0]!r}: only applies to folders (got the file {path}): remove it")
     elif path.name in ADAPTER_FILES:
-        raise SourceError(
-            f"{path}: belongs to a PEFT adapter, and adapters cannot be split. {merge_adapter(path.parent)}"
-        )
-    elif path.suffix == ".safetensors":
+        raise SourceError(f"{path}: belongs to a PEFT adapter: pass its folder {path.parent}")
+    elif any(path.name.endswith(one.suffixes) for one in SOURCE_FORMATS):
         source = _open_file(path, follow_links=follow_links)
     else:
-        raise SourceError(f"{path}: is not a .safetensors file. {convert(path.parent, [path.name])}")
+        raise SourceError(f"{path}: is not a .safetensors or PyTorch file. {convert(path.parent, [path.name])}")
     if config is not None:
         auxiliary_files = {**source.auxiliary_files, CONFIG_NAME: config}
-        source = replace(source, config=read_json(config), auxiliary_files=auxiliary_files)
+        source = replace(source, config=given, auxiliary_files=auxiliary_files)
     _check_names(source)
     return source
+
+
+def open_if_external(path: Path, source_layout: str | None) -> Source | None:
+    """Open a folder with rank files of another tool; None for all other paths.
+
+    Raises:
+        SourceError: as :func:`open_source`.
+    """
+    if not path.is_dir() or (path / MANIFEST_NAME).exists():
+        return None
+    source = _open_external(path, source_layout, None, follow_links=False, ignore=(), optional_ignore=())
+    if source is not None:
+        _check_names(source)
+    return source
+
+
+def open_files(folder: Path, names: tuple[str, ...], auxiliary: tuple[str, ...], *, follow_links: bool) -> Source:
+    """Open some files of a folder as a checkpoint of their own.
+
+    Args:
+        folder: the folder.
+        names: of the weight files.
+        auxiliary: names of the auxiliary files.
+        follow_links: follow links that point outside of the folder.
+
+    Raises:
+        SourceError: if a file is missing, damaged, or outside of the folder.
+    """
+    files = read_safetensors(folder, WeightFiles([*names], None, {}, SAFETENSORS), follow_links=follow_links).files
+    for name in auxiliary:
+        check_link(folder / name, folder, follow_links=follow_links)
+    return Source(folder, is_folder=True, files=files, auxiliary_files={name: folder / name for name in auxiliary})
 
 
 def standalone_config(path: Path, *, follow_links: bool = False) -> dict[str, object] | None:
@@ -164,12 +253,42 @@ def _open_file(path: Path, *, follow_links: bool) -> Source:
         raise SourceError(
             f"{path}: is one of {int(match['count'])} files of a checkpoint: pass their folder or their index instead"
         )
-    file = SourceFile(path.name, path, read_header(path))
+    weight_format = next(one for one in SOURCE_FORMATS if path.name.endswith(one.suffixes))
+    source = _read(path, WeightFiles([path.name], None, {}, weight_format), follow_links=True)
     config = path.parent / CONFIG_NAME
     if not os.path.lexists(config):
-        return Source(path, is_folder=False, files=(file,))
+        return source
     check_link(config, path.parent, follow_links=follow_links)
-    return Source(path, is_folder=False, files=(file,), config=read_json(config), auxiliary_files={CONFIG_NAME: config})
+    return replace(source, config=read_json(config), auxiliary_files={CONFIG_NAME: config})
+
+
+def _read(path: Path, found: WeightFiles, *, follow_links: bool) -> Source:
+    """The source with these weight files, without its other files; ``path`` is the file or the folder."""
+    is_folder = path.is_dir()
+    read = read_pytorch if found.format is PYTORCH else read_safetensors
+    weights = read(path if is_folder else path.parent, found, follow_links=follow_links)
+    return Source(
+        path, is_folder=is_folder, files=weights.files, index=weights.index, index_path=weights.index_path,
+        left_out=weights.left_out, stored=weights.stored, transforms=weights.transforms, derived=weights.derived,
+    )  # fmt: skip
+
+
+def _open_external(
+    folder: Path,
+    layout: str | None,
+    config: dict[str, object] | None,
+    *,
+    follow_links: bool,
+    ignore: tuple[str, ...],
+    optional_ignore: tuple[str, ...],
+) -> Source | None:
+    """Open rank files of another tool; None if the folder does not hold any."""
+    files = list_files(folder, ignore, optional_ignore)
+    found = open_external(folder, files, layout, config, follow_links=follow_links)
+    if found is None:
+        return None
+    patterns = tuple(dict.fromkeys([*optional_ignore, *ignore]))
+    return Source(folder, is_folder=True, ignore=patterns, **found._asdict())
 
 
 def _open_folder(
@@ -182,15 +301,16 @@ def _open_folder(
 ) -> Source:
     folder_files = list_files(folder, ignore, optional_ignore)
     found = find_weight_files(folder, folder_files, index_name, follow_links=follow_links)
-    files = read_files(folder, found, follow_links=follow_links)
+    source = _read(folder, found, follow_links=follow_links)
     checkpoint_names = [*found.names, *([found.index[0]] if found.index else [])]
-    shapes = {name: info.shape for file in files for name, info in file.header.tensors.items()}
+    shapes = {name: spec.shape for name, spec in source.specs.items()}
     auxiliary_files = find_auxiliary(folder, folder_files, checkpoint_names, follow_links=follow_links)
-    left_out = folder_files.left_out | leave_out_weights(
+    other_weights = leave_out_weights(
         folder, folder_files, checkpoint_names, None if index_name else shapes, follow_links=follow_links
     )
+    left_out = {**source.left_out, **folder_files.left_out, **other_weights}
     config = read_json(auxiliary_files[CONFIG_NAME]) if CONFIG_NAME in auxiliary_files else None
-    return Source(
-        folder, is_folder=True, files=files, index=found.index, config=config, auxiliary_files=auxiliary_files,
-        left_out=dict(sorted(left_out.items())), ignore=tuple(dict.fromkeys([*optional_ignore, *ignore])),
+    return replace(
+        source, config=config, auxiliary_files=auxiliary_files, left_out=dict(sorted(left_out.items())),
+        ignore=tuple(dict.fromkeys([*optional_ignore, *ignore])),
     )  # fmt: skip

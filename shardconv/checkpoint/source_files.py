@@ -1,22 +1,30 @@
-"""Weight files of a source: find them in a folder, with or without an index, and read their headers.
+"""Weight files of a source: find them in a folder, with or without an index, and read headers of safetensors files.
 
 File names in an index are untrusted input, and no link is followed out of the folder.
 """
 
+import json
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardconv.checkpoint.auxiliary import FolderFiles, check_link, refuse_adapter
-from shardconv.checkpoint.formats import INDEX_SUFFIX, convert, is_weights, refuse_sharded_state
+from shardconv.checkpoint.formats import (
+    NUMBERED_NAME,
+    SAFETENSORS,
+    SOURCE_FORMATS,
+    WeightFormat,
+    convert,
+    is_trainer_state,
+    is_weights,
+    refuse_sharded_state,
+)
 from shardconv.checkpoint.header import Header, read_header
 from shardconv.checkpoint.json_files import parse_object, read_text
 from shardconv.checkpoint.layout import MANIFEST_NAME
+from shardconv.checkpoint.source_reader import StoredFiles, Transform
 from shardconv.errors import SourceError, UsageError
-
-#: The name of one of several files of a checkpoint.
-NUMBERED_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +44,30 @@ class WeightFiles:
         names: of the source files, sorted.
         index: name and text of their index, or None.
         weight_map: tensor to file, by the index; empty without one.
+        format: of the files.
     """
 
     names: list[str]
     index: tuple[str, str] | None
     weight_map: dict[str, str]
+    format: WeightFormat
+
+    def index_path(self, folder: Path) -> Path | None:
+        """The path of the index, or None."""
+        return None if self.index is None else folder / self.index[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights of a source: the attributes of :class:`~shardconv.checkpoint.source.Source` that depend on them."""
+
+    files: tuple[SourceFile, ...]
+    index: tuple[str, str] | None = None
+    index_path: Path | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    stored: StoredFiles | None = None
+    transforms: Mapping[str, Transform] = field(default_factory=dict)
+    derived: tuple[str, ...] = ()
 
 
 def find_weight_files(folder: Path, files: FolderFiles, given_index: str | None, *, follow_links: bool) -> WeightFiles:
@@ -61,18 +88,19 @@ def find_weight_files(folder: Path, files: FolderFiles, given_index: str | None,
         raise SourceError(f"{folder}: is a split checkpoint: merge it, or reshard it for another tp, layout or engine")
     refuse_adapter(folder, top_level)
     refuse_sharded_state(folder, top_level)
-    index_name = given_index or _find_index(folder, top_level)
+    weight_format = _find_format([given_index] if given_index else top_level)
+    index_name = given_index or _find_index(folder, top_level, weight_format)
     if index_name is None:
-        return WeightFiles([_find_single(folder, files.kept)], None, {})
+        return WeightFiles([_find_single(folder, files.kept, weight_format)], None, {}, weight_format)
     _check_not_ignored(folder, [index_name], files.left_out)
     check_link(folder / index_name, folder, follow_links=follow_links)
     text = read_text(folder / index_name)
-    weight_map = _weight_map(folder / index_name, text)
+    weight_map = _weight_map(folder / index_name, text, weight_format)
     names = sorted(set(weight_map.values()))
     _check_not_ignored(folder, names, files.left_out)
     if given_index is None:
         _check_no_single(folder, index_name, names, top_level)
-    return WeightFiles(names, (index_name, text), weight_map)
+    return WeightFiles(names, (index_name, text), weight_map, weight_format)
 
 
 def _check_not_ignored(folder: Path, names: Collection[str], left_out: Mapping[str, str]) -> None:
@@ -80,8 +108,13 @@ def _check_not_ignored(folder: Path, names: Collection[str], left_out: Mapping[s
         raise UsageError(f"{folder / name}: is {left_out[name]}, but is a file of the checkpoint: change the pattern")
 
 
-def _find_index(folder: Path, files: Collection[str]) -> str | None:
-    indexes = [name for name in files if name.endswith(INDEX_SUFFIX)]
+def _find_format(files: Collection[str]) -> WeightFormat:
+    return next((one for one in SOURCE_FORMATS if any(map(one.has_or_lists, files))), SAFETENSORS)
+
+
+def _find_index(folder: Path, files: Collection[str], weight_format: WeightFormat) -> str | None:
+    indexes = [name for name in files if name.endswith(weight_format.index_suffix)]
+    indexes = [name for name in indexes if not name.startswith("consolidated.")] or indexes  # Mistral's other files
     if len(indexes) > 1:
         raise SourceError(
             f"{folder}: has several indexes (got {', '.join(indexes)}, expected one): pass one instead of the folder"
@@ -96,13 +129,14 @@ def _check_no_single(folder: Path, index: str, names: list[str], files: Collecti
         raise SourceError(f"{folder}: has both {single} and {index}: pass one of them instead of the folder")
 
 
-def _find_single(folder: Path, files: Collection[str]) -> str:
-    weights = [name for name in files if name.endswith(".safetensors") and "/" not in name]
-    if "model.safetensors" in weights:
-        return "model.safetensors"
+def _find_single(folder: Path, files: Collection[str], weight_format: WeightFormat) -> str:
+    weights = [name for name in files if weight_format.has(name) and "/" not in name]
+    if weight_format.single in weights:
+        return weight_format.single
     if any(NUMBERED_NAME.fullmatch(name) for name in weights):
         raise SourceError(
-            f"{folder}: holds files of a checkpoint ({weights[0]}, ...) without their index (*{INDEX_SUFFIX}): "
+            f"{folder}: holds files of a checkpoint ({weights[0]}, ...) without their index "
+            f"(*{weight_format.index_suffix}): "
             f"download the folder again"
         )
     if len(weights) > 1:
@@ -118,50 +152,75 @@ def _no_weights(folder: Path, files: Collection[str]) -> str:
     """The problem and the remedy for a folder without a safetensors file."""
     if (folder / "snapshots").is_dir():
         return "is a model in a Hugging Face cache: pass a folder in its snapshots/"
-    subfolders = {name.rpartition("/")[0] for name in files if name.endswith(".safetensors")}
-    if subfolders:
-        return f"holds no .safetensors file, but its subfolders do ({', '.join(sorted(subfolders))}): pass one of them"
-    others = [name for name in files if is_weights(name) and "/" not in name]
+    held = {name for name in files for one in SOURCE_FORMATS if one.has(name)}
+    if held:
+        subfolders = ", ".join(sorted({name.rpartition("/")[0] for name in held}))
+        return f"holds no weights that can be split, but its subfolders do ({subfolders}): pass one of them"
+    others = [name for name in files if is_weights(name) and "/" not in name and not is_trainer_state(name)]
     if others:
-        return f"holds {others[0]}, but no .safetensors file. {convert(folder, others)}"
-    return "holds no .safetensors file and no weights in another known format"
+        return f"holds {others[0]}, but no .safetensors or PyTorch file. {convert(folder, others)}"
+    return "holds no .safetensors or PyTorch file and no weights in another known format"
 
 
-def read_files(folder: Path, found: WeightFiles, *, follow_links: bool) -> tuple[SourceFile, ...]:
-    """Read the headers of the weight files, and check that each tensor is in the file that the index lists.
+def read_safetensors(folder: Path, found: WeightFiles, *, follow_links: bool) -> Weights:
+    """Read the headers of safetensors files.
 
     Raises:
         SourceError: if a file is missing, damaged or outside of the folder, or the index does not fit.
     """
-    files = tuple(_read_file(folder, name, found.index, follow_links=follow_links) for name in found.names)
+    paths = weight_paths(folder, found, follow_links=follow_links)
+    files = tuple(SourceFile(name, path, read_header(path)) for name, path in zip(found.names, paths, strict=True))
+    check_files(folder, found, files)
+    return Weights(files, found.index, found.index_path(folder))
+
+
+def weight_paths(folder: Path, found: WeightFiles, *, follow_links: bool) -> list[Path]:
+    """The paths of the weight files.
+
+    Raises:
+        SourceError: if a file is missing, or a link out of the folder.
+    """
+    paths = [folder / name for name in found.names]
+    for path in paths:
+        if not path.exists():
+            remedy = f", but {found.index[0]} lists it: download the folder again" if found.index else ""
+            raise SourceError(f"{folder}: {path.name} is missing{remedy}")
+        check_link(path, folder, follow_links=follow_links)
+    return paths
+
+
+def check_files(folder: Path, found: WeightFiles, files: Sequence[SourceFile]) -> None:
+    """Check that each tensor is in one file, which is that in the index.
+
+    Raises:
+        SourceError: if not.
+    """
     _check_unique(folder, files)
     if found.index is not None:
         _check_index(folder / found.index[0], found.weight_map, files)
-    return files
 
 
-def _read_file(folder: Path, name: str, index: tuple[str, str] | None, *, follow_links: bool) -> SourceFile:
-    path = folder / name
-    if not path.exists():
-        remedy = f", but {index[0]} lists it: download the folder again" if index else ""
-        raise SourceError(f"{folder}: {name} is missing{remedy}")
-    check_link(path, folder, follow_links=follow_links)
-    return SourceFile(name, path, read_header(path))
-
-
-def _weight_map(path: Path, text: str) -> dict[str, str]:
+def _weight_map(path: Path, text: str, weight_format: WeightFormat) -> dict[str, str]:
     data = parse_object(path, text)
     weight_map = data.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{path}: does not have a weight_map")
     tensor_in = {name if isinstance(name, str) else "": tensor for tensor, name in weight_map.items()}
     for name, tensor in tensor_in.items():
-        if not is_portable_name(name) or not name.endswith(".safetensors"):
+        if not is_portable_name(name) or not name.endswith(weight_format.suffixes):
             raise SourceError(
                 f"{path}: tensor {tensor!r} has an invalid file name (got {weight_map[tensor]!r:.100}, expected "
-                f"a .safetensors file in the same folder)"
+                f"a file in the same folder that ends with {' or '.join(weight_format.suffixes)})"
             )
     return weight_map
+
+
+def with_total_size(text: str, total: int) -> str:
+    """The text of an index with another total size in bytes."""
+    index = json.loads(text)
+    if isinstance(index.get("metadata"), dict) and "total_size" in index["metadata"]:
+        index["metadata"]["total_size"] = total
+    return json.dumps(index, indent=2, ensure_ascii=False) + "\n"
 
 
 def is_portable_name(name: str) -> bool:
@@ -169,7 +228,7 @@ def is_portable_name(name: str) -> bool:
     return name not in {"", ".", ".."} and not re.search(r"[/\\:\x00-\x1f\ud800-\udfff]", name)
 
 
-def _check_unique(folder: Path, files: tuple[SourceFile, ...]) -> None:
+def _check_unique(folder: Path, files: Sequence[SourceFile]) -> None:
     seen: dict[str, str] = {}
     for file in files:
         for name in file.header.tensors:
@@ -178,7 +237,7 @@ def _check_unique(folder: Path, files: tuple[SourceFile, ...]) -> None:
             seen[name] = file.name
 
 
-def _check_index(path: Path, weight_map: Mapping[str, str], files: tuple[SourceFile, ...]) -> None:
+def _check_index(path: Path, weight_map: Mapping[str, str], files: Sequence[SourceFile]) -> None:
     file_of = {name: file.name for file in files for name in file.header.tensors}
     for name, expected in weight_map.items():
         if (got := file_of.get(name)) != expected:
@@ -193,7 +252,7 @@ def _check_index(path: Path, weight_map: Mapping[str, str], files: tuple[SourceF
         )
 
 
-def _remedy(files: tuple[SourceFile, ...]) -> str:
+def _remedy(files: Sequence[SourceFile]) -> str:
     """The remedy for an index and files that do not belong to the same checkpoint."""
     again = "the index was not written with these files, so download both again"
     return f"{again}, or pass {files[0].path} instead" if len(files) == 1 else again

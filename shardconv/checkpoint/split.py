@@ -1,28 +1,32 @@
 """Split a source checkpoint into a folder with one file per rank."""
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Unpack
+from types import MappingProxyType
+from typing import NamedTuple, Unpack
 
 from shardconv import __version__
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.destination import check_disjoint, check_target
-from shardconv.checkpoint.fileio import InputFiles, permissions
+from shardconv.checkpoint.fileio import permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
-from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_file import write_manifest
+from shardconv.checkpoint.meta_writer import lay_out_meta, write_meta
 from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
+from shardconv.checkpoint.planning import PlannedSource, PlanOptions, StrPath
 from shardconv.checkpoint.quantization_files import with_settings
-from shardconv.checkpoint.shards import ShardReader
+from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source
+from shardconv.checkpoint.source_reader import open_tensors
+from shardconv.checkpoint.split_sources import plan_sources
 from shardconv.checkpoint.staging import staging
-from shardconv.checkpoint.write import auxiliary_bytes, copy_auxiliary, copy_files
-from shardconv.errors import SourceError
-from shardconv.layouts.choice import choose_layout
+from shardconv.checkpoint.write import auxiliary_bytes, check_config, copy_files, write_auxiliary, write_indexes
+from shardconv.errors import UsageError
+from shardconv.layouts.choice import choose_layout, with_max_file_size
+from shardconv.layouts.external import META
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan
 from shardconv.plan.request import PlanRequest
@@ -40,13 +44,16 @@ class SplitReport:
         layout: of the rank files.
         num_tensors: number of tensors.
         source_bytes: bytes of the source's weights.
-        rank_bytes: bytes of each rank's file.
+        rank_bytes: for each rank the bytes of its files.
         assumed: assumptions of the plan.
         left_out: name to reason of files of the source that were left out; names of hidden folders end with /.
         seconds: wall time in seconds.
         dry_run: whether nothing was written.
         destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
         padding: padded units and their cost.
+        derived: why a merge does not give the bytes of the source's files, one phrase each; empty if it does.
+        files_per_rank: number of files of each rank.
+        adapters: names of the adapters that were split with the model.
     """
 
     path: str
@@ -62,16 +69,25 @@ class SplitReport:
     dry_run: bool
     destination_exists: bool
     padding: PaddingReport = NO_PADDING
+    derived: tuple[str, ...] = ()
+    files_per_rank: int = 1
+    adapters: tuple[str, ...] = ()
 
 
+@reads_remote("src")
 def split(
-    src: StrPath,
+    src: StrPath | Source,
     dst: StrPath | None = None,
     *,
     tp: int,
+    base: StrPath | None = None,
+    adapters: Sequence[StrPath] = (),
+    merge_adapter: bool = False,
     overwrite: bool = False,
     checksums: bool = True,
     layout: str = NATIVE.name,
+    dtype: str | None = None,
+    max_file_size: int | str | None = None,
     dry_run: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -80,103 +96,195 @@ def split(
     """Split a checkpoint for ``tp`` ranks.
 
     Args:
-        src: a ``.safetensors`` file, an index file, or a folder.
+        src: a ``.safetensors`` or PyTorch file, an index file, a folder, or a source that is already open.
         dst: the folder to write; defaults to ``NAME-tpN`` in the current folder.
         tp: number of ranks.
+        base: the base model of ``src``, a LoRA adapter of PEFT: a checkpoint, a split checkpoint, or a config.json or a
+            folder with one. ``options`` are then those of the base model.
+        adapters: folders of LoRA adapters of PEFT for the model ``src``; each is split into a folder
+            ``adapters/NAME`` of ``dst``.
+        merge_adapter: merge the only one of ``adapters`` into the weights instead, as ``merge_and_unload`` of PEFT.
         overwrite: replace an existing checkpoint at ``dst``.
         checksums: store checksums, which verify and merge check.
         layout: names, fusions and files of the shards: "native" for the source's names; "dcp" for the source's names
             and the offsets of the shards, so that HuggingFaceStorageReader of torch.distributed.checkpoint loads the
-            folder into full tensors or DTensors; "vllm" for files that vLLM loads with load_format="sharded_state".
+            folder into full tensors or DTensors; "vllm" for files that vLLM loads with load_format="sharded_state";
+            "meta" for Meta's consolidated.NN.pth and params.json of a Llama or Mistral, without a manifest.
+        dtype: convert floating-point tensors to "bf16", "fp16" or "fp32", rounded to nearest, ties to even; a merge
+            then gives the converted tensors. Tensors that are wider than most are kept. By default nothing is
+            converted.
+        max_file_size: maximum bytes of a rank file, as a number or such as "5GB"; larger ones become several files with
+            an index. A tensor is never divided over files, so one that is larger has a file of its own. By default
+            each rank has one file. Not for layout meta.
         dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
         options: how the source is read and planned, see :class:`PlanOptions`.
 
     Raises:
-        SourceError: if the source cannot be read, or changes during the split.
+        SourceError: if the source cannot be read, changes during the split, or has an element that is too large for
+            ``dtype``.
         PlanError: if no plan is known to be correct, or the layout does not support it: dcp does not support fused or
-            padded tensors, and vllm only supports certain model types and plans.
-        UsageError: if the layout is unknown, or it is the layout of an engine and the options change the plan.
+            padded tensors, and vllm only supports certain model types and plans; or a ``dtype`` is given for a
+            quantized source.
+        UsageError: if the layout, dtype or size is unknown, or it is the layout of an engine and the options change
+            the plan.
         OutputError: if the destination exists, is in use, or has too little free space.
     """
     began = time.perf_counter()
-    source, tensors, request, (resolver, assumed), input_paths = plan_source(src, layout=layout, **options)
-    file_layout = choose_layout(layout, tensors, with_settings(source))
-    plan = resolver.plan(tp, assumed=assumed)
-    manifest = Manifest.of_source(
-        source, plan, request, stripe_bytes=STRIPE_BYTES, layout=file_layout, checksums=checksums
-    )
+    planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
+    source = planned.source
+    if layout == META:
+        output = _meta_output(planned, tp, of_adapters, max_file_size)
+    else:
+        output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=checksums)
     target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
-    check_disjoint(target, input_paths)
+    check_disjoint(target, [*planned.paths, *(path for one in of_adapters.values() for path in one.paths)])
     exists = check_target(
-        target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=source.auxiliary_files
+        target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=source.auxiliary_names
     )
     if not dry_run:
-        _write(source, manifest, target, overwrite=overwrite, checksums=checksums, threads=threads, progress=progress)
+        output.write(target, _Writing(overwrite=overwrite, checksums=checksums, threads=threads, progress=progress))
     return SplitReport(
         path=str(target),
         tp=tp,
-        family=plan.family,
+        family=output.plan.family,
         layout=layout,
-        num_tensors=len(manifest.tensors),
+        num_tensors=len(source.specs),
         source_bytes=source.num_bytes,
-        rank_bytes=tuple(manifest.rank_layout.file_bytes),
-        assumed=assumed,
+        rank_bytes=output.rank_bytes,
+        assumed=output.plan.assumed,
         left_out=source.left_out,
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
-        padding=resolver.padding(tp),
+        padding=planned.resolution.resolver.padding(tp),
+        derived=source.derived,
+        files_per_rank=output.files_per_rank,
+        adapters=tuple(of_adapters),
     )
+
+
+def _adapter_manifest(planned: PlannedSource, tp: int, *, checksums: bool) -> Manifest:
+    resolver, assumed = planned.resolution
+    plan = resolver.plan(tp, assumed=assumed)
+    return Manifest.of_source(planned.source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=checksums)
+
+
+class _Output(NamedTuple):
+    """What a split writes.
+
+    Attributes:
+        plan: the plan.
+        rank_bytes: bytes of each rank's files.
+        files_per_rank: number of files of each rank.
+        write: writes it to a folder.
+    """
+
+    plan: Plan
+    rank_bytes: tuple[int, ...]
+    files_per_rank: int
+    write: Callable[[Path, "_Writing"], None]
+
+
+def _meta_output(
+    planned: PlannedSource, tp: int, adapters: Mapping[str, PlannedSource], max_file_size: int | str | None
+) -> _Output:
+    """The files of layout meta."""
+    if max_file_size is not None:
+        raise UsageError("layout meta has one file per rank: remove --max-file-size")
+    if adapters:
+        raise UsageError("layout meta does not hold adapters: pass --merge-adapter, or split them alone (--base)")
+    source, plan = planned.source, planned.plan(tp)
+    files = lay_out_meta(source, plan)
+
+    def write(target: Path, job: "_Writing") -> None:
+        write_meta(source, files, target, overwrite=job.overwrite, threads=job.threads, progress=job.progress)
+
+    return _Output(plan, tuple(files.file_bytes), 1, write)
+
+
+def _output(
+    planned: PlannedSource,
+    tp: int,
+    adapters: Mapping[str, PlannedSource],
+    layout: str,
+    max_file_size: int | str | None,
+    *,
+    checksums: bool,
+) -> _Output:
+    """A split checkpoint, with those of its adapters in it."""
+    source = planned.source
+    file_layout = with_max_file_size(choose_layout(layout, planned.tensors, with_settings(source)), max_file_size)
+    plan = planned.plan(tp)
+    manifest = Manifest.of_source(
+        source, plan, planned.request, stripe_bytes=STRIPE_BYTES, layout=file_layout, checksums=checksums,
+        adapters=tuple(adapters),
+    )  # fmt: skip
+    nested = {name: (one.source, _adapter_manifest(one, tp, checksums=checksums)) for name, one in adapters.items()}
+
+    def write(target: Path, job: "_Writing") -> None:
+        job.write(source, manifest, target, nested)
+
+    return _Output(plan, manifest.rank_layout.rank_bytes, manifest.files_per_rank, write)
 
 
 def split_by(source: Source, target: Path, plan: Plan, request: PlanRequest, layout: FileLayout = NATIVE) -> None:
     """Split a source with a given plan and layout, and defaults for all other options."""
     manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES, layout=layout)
-    _write(source, manifest, target, overwrite=False, checksums=True, threads=None, progress=None)
+    _Writing().write(source, manifest, target)
 
 
-def _write(
-    source: Source,
-    manifest: Manifest,
-    target: Path,
-    *,
-    overwrite: bool,
-    checksums: bool,
-    threads: int | None,
-    progress: Progress | None,
-) -> None:
-    layout = manifest.rank_layout
-    total = sum(layout.file_bytes) + auxiliary_bytes(source.auxiliary_files)
-    paths = [file.path for file in source.files]
-    source_layout = manifest.source_layout
-    with (
-        InputFiles(paths, source_layout.prefixes, source_layout.file_bytes) as inputs,
-        staging(
-            target,
-            is_folder=True,
-            overwrite=overwrite,
-            num_bytes=total,
-            auxiliary_files=source.auxiliary_files,
-            mode=permissions([source.path] if source.is_folder else []),
-        ) as folder,
-    ):
-        labels = [file.name for file in source.files]
-        reader = ShardReader(source_layout.shards, inputs, labels=labels, names=list(manifest.tensors))
-        stripe_checksums = copy_files(
-            reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
-            identify=manifest.prefixes_with if checksums else None, threads=threads, progress=progress,
-        )  # fmt: skip
-        auxiliary_files = copy_auxiliary(source.auxiliary_files, folder)
-        if source.config is not None and read_json(folder / CONFIG_NAME) != source.config:
-            raise SourceError(
-                f"{source.auxiliary_files[CONFIG_NAME]}: changed after the plan was made: run the command again"
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """How split checkpoints are written; see :func:`split`."""
+
+    overwrite: bool = False
+    checksums: bool = True
+    threads: int | None = None
+    progress: Progress | None = None
+
+    def write(
+        self,
+        source: Source,
+        manifest: Manifest,
+        target: Path,
+        adapters: Mapping[str, tuple[Source, Manifest]] = MappingProxyType({}),
+    ) -> None:
+        """Write a split checkpoint, with adapters in folders in it."""
+        layout = manifest.rank_layout
+        total = sum(_num_bytes(*one) for one in ((source, manifest), *adapters.values()))
+        reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
+        with (
+            inputs,
+            staging(
+                target,
+                is_folder=True,
+                overwrite=self.overwrite,
+                num_bytes=total,
+                auxiliary_files=source.auxiliary_names,
+                mode=permissions([source.path] if source.is_folder else []),
+            ) as folder,
+        ):
+            stripe_checksums = copy_files(
+                reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
+                identify=manifest.prefixes_with if self.checksums else None, threads=self.threads,
+                progress=self.progress,
+            )  # fmt: skip
+            auxiliary_files = write_auxiliary(source, folder)
+            check_config(source, folder)
+            paths = manifest.adapter_folders(folder)
+            for name, (of_adapter, adapter_manifest) in adapters.items():
+                replace(self, overwrite=False, progress=None).write(of_adapter, adapter_manifest, paths[name])
+            write_indexes(manifest, folder, inputs.mode)
+            mode = _manifest_mode(source, inputs.mode)
+            write_manifest(
+                manifest.written(stripe_checksums, auxiliary_files), folder, f"shardconv {__version__}", mode=mode
             )
-        mode = _manifest_mode(source, inputs.mode)
-        write_manifest(
-            manifest.written(stripe_checksums, auxiliary_files), folder, f"shardconv {__version__}", mode=mode
-        )
+
+
+def _num_bytes(source: Source, manifest: Manifest) -> int:
+    return sum(manifest.rank_layout.file_bytes) + auxiliary_bytes(source.auxiliary_files)
 
 
 def _manifest_mode(source: Source, weights_mode: int) -> int:
@@ -184,7 +292,7 @@ def _manifest_mode(source: Source, weights_mode: int) -> int:
 
     The manifest contains the config, so it is readable only for those who can read the config.
     """
-    if source.index is None:
+    if source.index_path is None:
         return weights_mode
-    config = [source.auxiliary_files[CONFIG_NAME]] if source.config is not None else []
-    return permissions([source.path / source.index[0], *config])
+    config = [source.auxiliary_files[CONFIG_NAME]] if CONFIG_NAME in source.auxiliary_files else []
+    return permissions([source.index_path, *config])

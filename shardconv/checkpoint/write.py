@@ -1,19 +1,23 @@
 """Shared steps of split, merge, reshard and pad: open rank files, write new files, copy auxiliary files."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 
-from shardconv.checkpoint.copy import CopyJob, Progress, Stripe
-from shardconv.checkpoint.fileio import InputFiles, OutputFiles, create
-from shardconv.checkpoint.layout import Layout
+from shardconv.checkpoint.copy import CopyJob, Progress, Reader, Shards, Stripe
+from shardconv.checkpoint.fileio import InputFiles, create, file_bytes, permissions
+from shardconv.checkpoint.formats import CONFIG_NAME
+from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.output_files import OutputFiles
 from shardconv.checkpoint.paths import leads_out
 from shardconv.checkpoint.shards import ShardReader, ShardWriter
+from shardconv.checkpoint.source import Source
 from shardconv.errors import IntegrityError, SourceError, SplitCheckpointError
 
-#: For each file the checksum of each stripe.
+#: For each rank the checksum of each stripe; each file of an unsharded checkpoint counts as a rank.
 Checksums = tuple[tuple[str, ...], ...]
 #: Maps checksums to the prefix of each file: the bytes before its shards.
 Identify = Callable[[Checksums], Sequence[bytes]]
@@ -22,11 +26,31 @@ Identify = Callable[[Checksums], Sequence[bytes]]
 _CHUNK_BYTES = 2**20
 
 
+class NewFiles(Protocol):
+    """The positions of shards in new files, as a :class:`~shardconv.checkpoint.layout.Layout` has them."""
+
+    @property
+    def prefixes(self) -> list[bytes]:
+        """The bytes of each file before its shards."""
+
+    @property
+    def file_bytes(self) -> list[int]:
+        """Bytes of each file."""
+
+    @property
+    def shards(self) -> tuple[Shards, ...]:
+        """For each tensor the positions of its shards."""
+
+    @property
+    def files_per_rank(self) -> int:
+        """Number of files of each rank."""
+
+
 def copy_files(
-    reader: ShardReader,
+    reader: Reader,
     inputs: InputFiles,
     paths: Sequence[Path],
-    layout: Layout,
+    layout: NewFiles,
     stripes: Sequence[Stripe],
     *,
     identify: Identify | None = None,
@@ -47,11 +71,14 @@ def copy_files(
         progress: called with the number of copied bytes and the total.
 
     Returns:
-        For each file the checksum of each stripe, or None.
+        For each rank the checksum of each stripe, or None.
     """
     with OutputFiles(paths, layout.prefixes, layout.file_bytes, inputs.mode) as outputs:
-        writer = ShardWriter(layout.shards, outputs, num_stripes=len(stripes), with_checksums=identify is not None)
-        CopyJob(stripes, reader, [writer]).run(threads=threads, progress=progress)
+        writer = ShardWriter(
+            layout.shards, outputs, num_stripes=len(stripes), with_checksums=identify is not None,
+            files_per_rank=layout.files_per_rank,
+        )  # fmt: skip
+        CopyJob(stripes, reader, [writer]).run(threads=threads or inputs.threads, progress=progress)
         inputs.check_unchanged()
         if identify is None:
             return None
@@ -86,9 +113,37 @@ def read_ranks(manifest: Manifest, folder: Path) -> tuple[ShardReader, InputFile
         raise kind(str(error)) from error
     labels = [path.name for path in paths]
     reader = ShardReader(
-        layout.shards, inputs, labels=labels, names=list(manifest.tensors), checksums=manifest.checksums
-    )
+        layout.shards, inputs, labels=labels, names=list(manifest.tensors), checksums=manifest.checksums,
+        files_per_rank=layout.files_per_rank,
+    )  # fmt: skip
     return reader, inputs
+
+
+def open_rank(manifest: Manifest, folder: Path, rank: int) -> InputFiles:
+    """Open the files of one rank of a split checkpoint and check their headers.
+
+    Raises:
+        SplitCheckpointError: if a file is missing or a link out of its folder, cannot be read, or has the wrong size or
+            header.
+    """
+    layout, files = manifest.rank_layout, manifest.rank_layout.files_of(rank)
+    paths = manifest.rank_paths(folder)[files]
+    for path in paths:
+        if leads_out(path, folder):
+            raise SplitCheckpointError(f"{path}: is a link out of its folder")
+        if not path.is_file():
+            raise SplitCheckpointError(f"{path}: is missing: copy it to this host, or split the source again")
+    try:
+        return InputFiles(paths, layout.prefixes[files], layout.file_bytes[files])
+    except SourceError as error:
+        raise SplitCheckpointError(str(error)) from error
+
+
+def write_indexes(manifest: Manifest, folder: Path, mode: int) -> None:
+    """Write the index of each rank that has several files, with the permissions ``mode`` before the umask."""
+    for name, text in manifest.rank_indexes.items():
+        with create(folder / name, mode) as file:
+            file.write(text.encode())
 
 
 def check_readable(manifest: Manifest, folder: Path) -> None:
@@ -122,8 +177,45 @@ def is_regular_file(path: Path, folder: Path) -> bool:
     return path.is_file() and not leads_out(path, folder)
 
 
+def write_auxiliary(source: Source, folder: Path) -> dict[str, str]:
+    """Copy the auxiliary files of a source into a folder, and write those with other contents.
+
+    Returns:
+        Name to checksum.
+    """
+    unchanged = {name: path for name, path in source.auxiliary_files.items() if name not in source.made_files}
+    checksums = copy_auxiliary(unchanged, folder)
+    for name, text in source.made_files.items():
+        original = source.auxiliary_files.get(name)
+        with create(folder / name, 0o666 if original is None else permissions([original])) as file:
+            file.write(text.encode())
+        checksums[name] = checksum(text.encode())
+    return checksums
+
+
+def check_config(source: Source, folder: Path) -> None:
+    """Check that the config in a folder is that of the source's plan.
+
+    Raises:
+        SourceError: if it is not.
+    """
+    if source.config is not None and read_json(folder / CONFIG_NAME) != source.config:
+        raise SourceError(
+            f"{source.auxiliary_files.get(CONFIG_NAME, source.path)}: changed after the plan was made: run the command "
+            f"again"
+        )
+
+
+def auxiliary_checksums(source: Source) -> dict[str, str]:
+    """Name to checksum of the auxiliary files of a source."""
+    made = {name: checksum(text.encode()) for name, text in source.made_files.items()}
+    return {name: checksum_file(path) for name, path in source.auxiliary_files.items() if name not in made} | made
+
+
 def copy_auxiliary(
-    files: Mapping[str, Path], folder: Path, expected: Mapping[str, str] | None = None
+    files: Mapping[str, Path],
+    folder: Path,
+    expected: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Copy auxiliary files into a folder.
 
@@ -150,27 +242,41 @@ def copy_auxiliary(
 
 def _copy_file(path: Path, target: Path) -> str:
     """Copy a file with its permissions, and return its checksum."""
-    size = path.stat().st_size
+    size = file_bytes(path)
     running = xxhash.xxh3_128()
     with InputFiles([path], [b""], [size]) as inputs, create(target, inputs.mode) as copy:
-        for start in range(0, size, _CHUNK_BYTES):
-            chunk = memoryview(bytearray(min(_CHUNK_BYTES, size - start)))
-            inputs.read(0, chunk, start)
+        inputs.prefetch([(0, 0, size)])
+        for chunk in _chunks(inputs, size):
             running.update(chunk)
             copy.write(chunk)
         inputs.check_unchanged()
     return running.hexdigest()
 
 
+def checksum(data: bytes) -> str:
+    """The xxh3-128 checksum of data."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
 def checksum_file(path: Path) -> str:
     """Compute the xxh3-128 checksum of a file in bounded memory."""
+    size = file_bytes(path)
     running = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while data := file.read(_CHUNK_BYTES):
-            running.update(data)
+    with InputFiles([path], [b""], [size]) as inputs:
+        inputs.prefetch([(0, 0, size)])
+        for chunk in _chunks(inputs, size):
+            running.update(chunk)
     return running.hexdigest()
+
+
+def _chunks(inputs: InputFiles, size: int) -> Iterator[memoryview]:
+    """The contents of the only input file."""
+    for start in range(0, size, _CHUNK_BYTES):
+        chunk = memoryview(bytearray(min(_CHUNK_BYTES, size - start)))
+        inputs.read(0, chunk, start)
+        yield chunk
 
 
 def auxiliary_bytes(files: Mapping[str, Path]) -> int:
     """Total bytes of auxiliary files."""
-    return sum(path.stat().st_size for path in files.values())
+    return sum(map(file_bytes, files.values()))

@@ -1,0 +1,60 @@
+"""New files that the threads of the copy engine write at any position."""
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+from shardconv.checkpoint.fileio import CREATE, Bytes, allow_open_files, write_exactly
+
+
+class OutputFiles:
+    """New files of known sizes, written at any position.
+
+    The kernel serializes writes to a file with a spin lock. These locks put waiting threads to sleep instead, so that
+    other threads can read.
+
+    Args:
+        paths: the files; none may exist.
+        prefixes: for each file its first bytes.
+        sizes: for each file its size in bytes; bytes that are not written are zero.
+        mode: their permissions, before the umask.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int], mode: int = 0o666
+    ) -> None:
+        self.descriptors: list[int] = []
+        self._locks = [threading.Lock() for _ in paths]
+        allow_open_files(len(paths))
+        try:
+            for path, prefix, size in zip(paths, prefixes, sizes, strict=True):
+                self.descriptors.append(os.open(path, CREATE | os.O_RDWR, mode))
+                os.ftruncate(self.descriptors[-1], size)
+                write_exactly(self.descriptors[-1], prefix, 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, number: int, data: Bytes, offset: int) -> None:
+        """Write to a position of file ``number``."""
+        self.write_ranges(number, data, [(offset, len(data))])
+
+    def write_ranges(self, number: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
+        """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
+        with self._locks[number]:
+            for offset, size in ranges:
+                write_exactly(self.descriptors[number], data[:size], offset)
+                data = data[size:]
+
+    def close(self) -> None:
+        """Close the files."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

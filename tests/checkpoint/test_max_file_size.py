@@ -1,0 +1,276 @@
+"""split --max-file-size: several files per rank, each with some of the rank's tensors."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import shardconv
+from shardconv.checkpoint.header import read_header
+from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.manifest_format import CHECKSUM_KEY, checksum
+from shardconv.checkpoint.rank_reader import RankFileReader
+from shardconv.checkpoint.source_files import NUMBERED_NAME
+from shardconv.errors import PlanError, ShardconvError, SplitCheckpointError, UsageError
+from shardconv.formatting import parse_size
+from tests.support.checkpoints import contents, write_checkpoint
+from tests.support.command import call
+
+TP, LIMIT, MANIFEST = 2, 20_000, "shardconv.json"
+#: The options of each layout; dcp does not support padding.
+REPLICATE = ("model.embed_tokens.weight", "lm_head.weight")
+OPTIONS = {"native": {}, "dcp": {"layout": "dcp", "replicate": REPLICATE}, "vllm": {"layout": "vllm"}}
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "source", parts=2)
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def split(request, source, tmp_path_factory) -> Path:
+    """The source, split into small files in each layout; ``one`` next to it has one file per rank."""
+    folder = tmp_path_factory.mktemp(request.param)
+    shardconv.split(source, folder / "one", tp=TP, **OPTIONS[request.param])
+    shardconv.split(source, folder / "several", tp=TP, max_file_size=LIMIT, **OPTIONS[request.param])
+    return folder / "several"
+
+
+@pytest.fixture
+def native(source, tmp_path) -> Path:
+    """A split that a test may damage."""
+    shardconv.split(source, tmp_path / "split", tp=TP, max_file_size=LIMIT)
+    return tmp_path / "split"
+
+
+def files_of(folder: Path, rank: int) -> list[Path]:
+    return sorted(folder.glob(f"*rank-{rank}*.safetensors"))
+
+
+def tensors_of(folder: Path, rank: int) -> Tensors:
+    return {name: tensor for path in files_of(folder, rank) for name, tensor in load_file(path).items()}
+
+
+def is_equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Compare bits, as some elements are NaN."""
+    return found.shape == expected.shape and torch.equal(
+        found.flatten().view(torch.uint8), expected.flatten().view(torch.uint8)
+    )
+
+
+def test_files_of_a_rank_have_the_tensors_of_its_one_file(split):
+    for rank in range(TP):
+        (one,) = files_of(split.parent / "one", rank)
+        found, expected = tensors_of(split, rank), load_file(one)
+        assert sum(len(load_file(path)) for path in files_of(split, rank)) == len(expected)
+        assert found.keys() == expected.keys()
+        assert all(is_equal(found[name], expected[name]) for name in expected)
+
+
+def test_only_a_file_with_one_tensor_exceeds_the_limit(split):
+    sizes = {path: (path.stat().st_size, len(read_header(path).tensors)) for path in split.glob("*.safetensors")}
+    assert len(sizes) > 2 * TP
+    assert all(size <= LIMIT or count == 1 for size, count in sizes.values())
+
+
+def test_merge_restores_the_source(split, source, tmp_path):
+    assert shardconv.merge(split, tmp_path / "merged").is_identical
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+def test_verify_checks_all_files(split, source):
+    report = shardconv.verify(split, against=source)
+    assert (report.differences, report.other_weights) == ((), ())
+    assert report.num_bytes == sum(path.stat().st_size for path in split.glob("*.safetensors"))
+
+
+def test_reshard_equals_a_split_of_the_source(split, source, tmp_path):
+    shardconv.reshard(split, tmp_path / "resharded", tp=4)
+    options = OPTIONS[read_manifest(split).layout.name]
+    shardconv.split(source, tmp_path / "expected", tp=4, max_file_size=LIMIT, **options)
+    found, expected = contents(tmp_path / "resharded"), contents(tmp_path / "expected")
+    assert found.keys() == expected.keys()
+    assert [name for name in found if found[name] != expected[name] and name != MANIFEST] == []
+
+
+def test_reshard_joins_and_divides_files(split, source, tmp_path):
+    one, several = contents(split.parent / "one"), contents(split)
+    assert shardconv.reshard(split, tmp_path / "one", tp=TP, max_file_size="1TB").files_per_rank == 1
+    shardconv.reshard(split.parent / "one", tmp_path / "several", tp=TP, max_file_size=LIMIT)
+    for found, expected in ((contents(tmp_path / "one"), one), (contents(tmp_path / "several"), several)):
+        assert found.keys() == expected.keys()
+        assert [name for name in found if found[name] != expected[name] and name != MANIFEST] == []
+
+
+def test_ranks_read_their_files(split):
+    manifest = read_manifest(split)
+    for rank in range(TP):
+        stored = {name: tensor for path in files_of(split, rank) for name, tensor in load_file(path).items()}
+        reader = RankFileReader(manifest, split, rank, verify=True)
+        for name in manifest.tensors.keys() & stored.keys():  # vLLM's layout has fused tensors, too
+            assert bytes(reader.read(name)) == stored[name].flatten().view(torch.uint8).numpy().tobytes()
+
+
+def test_names_follow_the_layout(split):
+    manifest, several = read_manifest(split), contents(split)
+    count = len(files_of(split, 0))
+    name = "rank-{rank}-of-2-file-{file}-of-{count}.safetensors"
+    name = "model-rank-{rank}-part-{file}.safetensors" if manifest.layout.name == "vllm" else name
+    expected = [name.format(rank=rank, file=file, count=count) for rank in range(TP) for file in range(count)]
+    assert manifest.rank_files == expected
+    assert not any(NUMBERED_NAME.fullmatch(name) or name == "model.safetensors.index.json" for name in several)
+
+
+def test_index_of_a_rank(native):
+    for rank in range(TP):
+        index = json.loads((native / f"rank-{rank}-of-{TP}.safetensors.index.json").read_text())
+        found = {name: path.name for path in files_of(native, rank) for name in read_header(path).tensors}
+        assert index["weight_map"] == found
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_of(native, rank).values())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_the_files_of_layout_dcp(source, tmp_path):
+    import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - takes time
+    from torch.distributed.checkpoint import HuggingFaceStorageReader  # noqa: PLC0415
+
+    shardconv.split(source, tmp_path / "split", tp=TP, max_file_size=LIMIT, **OPTIONS["dcp"])
+    expected = {name: tensor for path in source.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path / "split")), no_dist=True)
+    assert all(is_equal(found[name], expected[name]) for name in expected)
+
+
+def test_limit_that_no_rank_reaches_gives_one_file(source, tmp_path):
+    report = shardconv.split(source, tmp_path / "split", tp=TP, max_file_size="1GB")
+    shardconv.split(source, tmp_path / "expected", tp=TP)
+    found, expected = contents(tmp_path / "split"), contents(tmp_path / "expected")
+    assert (report.files_per_rank, found.keys()) == (1, expected.keys())
+    assert {name for name in found if found[name] != expected[name]} == {MANIFEST}
+
+
+def test_tiny_limit_gives_each_tensor_a_file(source, tmp_path):
+    report = shardconv.split(source, tmp_path / "split", tp=TP, max_file_size=1)
+    assert report.files_per_rank == report.num_tensors
+    assert shardconv.verify(tmp_path / "split", against=source).differences == ()
+    assert report.rank_bytes[0] == sum(path.stat().st_size for path in files_of(tmp_path / "split", 0))
+
+
+def test_too_many_files_are_refused(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("shardconv.checkpoint.layout._MAX_FILES", 40)
+    with pytest.raises(PlanError, match=r"maximum file size is too small \(got 1 bytes.*--max-file-size"):
+        shardconv.split(source, tmp_path / "split", tp=TP, max_file_size=1)
+
+
+def test_changed_byte_names_the_file_of_the_rank(native):
+    path = files_of(native, 1)[2]
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(bytes([path.read_bytes()[-1] ^ 1]))
+    (difference,) = shardconv.verify(native).differences
+    assert "rank-1-of-2-file-" in difference
+    assert path.name in difference
+    with pytest.raises(ShardconvError, match=path.name):
+        RankFileReader(read_manifest(native), native, 1, verify=True)
+    RankFileReader(read_manifest(native), native, 0, verify=True)
+
+
+@pytest.mark.parametrize("change", ["missing", "of another rank", "truncated", "in another order"])
+def test_wrong_files_are_refused(native, tmp_path, change):
+    first, second = files_of(native, 1)[:2]
+    if change == "missing":
+        second.unlink()
+    elif change == "truncated":
+        second.write_bytes(second.read_bytes()[:-1])
+    elif change == "of another rank":
+        shutil.copyfile(files_of(native, 0)[1], second)
+    else:
+        data = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(data)
+    assert any("rank-1-of-2-file-" in difference for difference in shardconv.verify(native).differences)
+    with pytest.raises(SplitCheckpointError, match="rank-1-of-2-file-"):
+        shardconv.merge(native, tmp_path / "merged")
+    with pytest.raises(ShardconvError, match="rank-1-of-2-file-"):
+        RankFileReader(read_manifest(native), native, 1, verify=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["split"]
+
+
+@pytest.mark.parametrize("change", [None, "{}", '{"weight_map": {"model.norm.weight": "other.safetensors"}}'])
+def test_verify_finds_an_index_that_contradicts(native, source, tmp_path, change):
+    index = native / "rank-0-of-2.safetensors.index.json"
+    if change is None:
+        index.unlink()
+    else:
+        index.write_text(change)
+    (difference,) = shardconv.verify(native).differences
+    assert index.name in difference
+    shardconv.merge(native, tmp_path / "merged")  # shardconv does not read indexes
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "5GB", 2.5])
+def test_invalid_limit_in_the_manifest(native, value):
+    data = json.loads((native / MANIFEST).read_text())
+    data["layout"]["max_file_bytes"] = value
+    body = {key: part for key, part in data.items() if key != CHECKSUM_KEY}
+    (native / MANIFEST).write_text(json.dumps({**body, CHECKSUM_KEY: checksum(body)}))
+    with pytest.raises(SplitCheckpointError, match="max_file_bytes"):
+        read_manifest(native)
+
+
+def test_manifests_from_before_have_one_file_per_rank(source, tmp_path):
+    shardconv.split(source, tmp_path / "split", tp=TP, layout="vllm")
+    data = json.loads((tmp_path / "split" / MANIFEST).read_text())
+    data["layout"]["file_name"] = "model-rank-{rank}-part-0.safetensors"
+    assert "max_file_bytes" not in data["layout"]
+    body = {key: part for key, part in data.items() if key != CHECKSUM_KEY}
+    (tmp_path / "split" / MANIFEST).write_text(json.dumps({**body, CHECKSUM_KEY: checksum(body)}))
+    assert shardconv.verify(tmp_path / "split", against=source).differences == ()
+    shardconv.reshard(tmp_path / "split", tmp_path / "several", tp=TP, max_file_size=LIMIT)
+    assert (tmp_path / "several" / "model-rank-1-part-1.safetensors").exists()
+    assert shardconv.verify(tmp_path / "several", against=source).differences == ()
+
+
+def test_overwrite_replaces_several_files(native, source):
+    shardconv.split(source, native, tp=TP, overwrite=True)
+    assert sorted(path.name for path in native.glob("*rank*")) == ["rank-0-of-2.safetensors", "rank-1-of-2.safetensors"]
+
+
+def test_vllm_folder_without_a_manifest(source, tmp_path):
+    shardconv.split(source, tmp_path / "split", tp=TP, max_file_size=LIMIT, **OPTIONS["vllm"])
+    shutil.copytree(tmp_path / "split", tmp_path / "saved", ignore=shutil.ignore_patterns(MANIFEST))
+    shardconv.merge(tmp_path / "saved", tmp_path / "merged.safetensors")
+    expected = {name: tensor for path in source.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    with safe_open(tmp_path / "merged.safetensors", "pt") as file:
+        assert all(is_equal(file.get_tensor(name), expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("5GB", 5 * 10**9), ("5gb", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2**31), ("123", 123), ("7B", 7)],
+)
+def test_sizes(text, expected):
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "5XB", "1e9", "0.1B", "5 G B", "\u0665GB"])
+def test_invalid_sizes(text, source):
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
+    with pytest.raises(UsageError, match="--max-file-size"):
+        shardconv.split(source, tp=TP, max_file_size=text)
+
+
+def test_command_prints_the_number_of_files(source, tmp_path):
+    result = call("split", source, "--tp", TP, "--max-file-size", "20kB", "-o", tmp_path / "out")
+    count = len(files_of(tmp_path / "out", 0))
+    assert f"2 ranks of 77.4 kB in {count} files each" in result.out
+    report = json.loads(call("reshard", tmp_path / "out", "--tp", 1, "--json", "-o", tmp_path / "tp1").out)
+    assert report["files_per_rank"] == len(files_of(tmp_path / "tp1", 0))
+    assert call("split", source, "--tp", TP, "--max-file-size", "big").code == 2
