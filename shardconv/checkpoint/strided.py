@@ -60,3 +60,10 @@ def first_difference(left: Bytes, right: Bytes) -> int | None:
     if np.array_equal(first, second):
         return None
     return int(np.flatnonzero(first != second)[0])
+
+
+def transpose_inner(data: Bytes, shape: tuple[int, int, int, int], result: Bytes) -> None:
+    """Copy bytes of a shape (a, b, c, d) as (a, c, b, d)."""
+    count, rows, columns, size = shape
+    target = np.frombuffer(result, np.uint8).reshape(count, columns, rows, size)
+    np.copyto(target, np.frombuffer(data, np.uint8).reshape(shape).swapaxes(1, 2))

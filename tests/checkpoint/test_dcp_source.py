@@ -1,0 +1,178 @@
+"""Checkpoints of torch.distributed.checkpoint as a source: written by torch on four ranks, read without it.
+
+All comparisons of tensors are exact.
+"""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import shardconv
+from shardconv import dcp_listing
+from shardconv.checkpoint.source import open_source
+from shardconv.errors import ShardconvError, SourceError
+from tests.support.command import call
+from tests.support.models import GQA, Model
+
+LLAMA = Model("llama", {**GQA, "head_dim": 8, "vocab_size": 131})
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+#: By the end of a name, the placements on a mesh of 2 x 2 ranks: those of FSDP and tensor parallelism, and others.
+PLACEMENTS = {
+    "embed_tokens.weight": (S0, S0), "lm_head.weight": (S0, R), "q_proj.weight": (S0, S0), "k_proj.weight": (R, S0),
+    "v_proj.weight": (S1, S1), "o_proj.weight": (S0, S1), "down_proj.weight": (R, S1), "up_proj.weight": (S1, S0),
+    "norm.weight": (S0, R),
+}  # fmt: skip
+
+
+def save(_axis, source, folder, entries) -> None:
+    """Save a checkpoint with DTensors on every rank; runs on four."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    tensors = {}
+    for name, tensor in load_file(Path(source) / "model.safetensors").items():
+        placements = next((found for end, found in PLACEMENTS.items() if name.endswith(end)), (R, R))
+        tensors[name] = distribute_tensor(tensor, mesh, placements)
+    moments = {name: {"exp_avg": tensor, "step": torch.tensor(3.0)} for name, tensor in tensors.items()}
+    state = {"model": tensors, "optimizer": {"state": moments}, "step": 3} if entries == "nested" else tensors
+    dcp.save(state, checkpoint_id=folder)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return LLAMA.write(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def nested(llama, ranks, tmp_path_factory) -> Path:
+    """A training checkpoint, with the config beside it."""
+    folder = tmp_path_factory.mktemp("dcp") / "nested"
+    ranks("four", save, str(llama), str(folder), "nested")
+    (folder / "config.json").write_bytes((llama / "config.json").read_bytes())
+    return folder
+
+
+def changed(folder: Path, target: Path, change) -> Path:
+    """A copy of a checkpoint with other metadata."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (target / ".metadata").write_bytes(pickle.dumps(metadata))
+    return target
+
+
+def assert_equal(folder: Path, source: Path) -> None:
+    got, expected = (load_file(path / "model.safetensors") for path in (folder, source))
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_merge_has_the_tensors_that_were_saved_and_not_the_optimizers(llama, nested, tmp_path):
+    report = shardconv.merge(nested, tmp_path / "merged")
+    assert_equal(tmp_path / "merged", llama)
+    assert report.derived == ("merged from 4 files of torch.distributed.checkpoint, without optimizer",)
+
+
+@pytest.mark.usefixtures("listed_here")
+@pytest.mark.parametrize("tp", [2, 4])
+def test_split_equals_a_split_of_the_model(llama, nested, tmp_path, tp):
+    shardconv.split(nested, tmp_path / "from-dcp", tp=tp)
+    shardconv.split(llama, tmp_path / "split", tp=tp)
+    for rank in range(tp):
+        name = f"rank-{rank}-of-{tp}.safetensors"
+        got, expected = load_file(tmp_path / "from-dcp" / name), load_file(tmp_path / "split" / name)
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[each], expected[each]) for each in expected)
+    assert not shardconv.verify(tmp_path / "from-dcp", against=nested).differences
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_a_state_dict_that_is_not_nested_is_read(llama, ranks, tmp_path):
+    ranks("four", save, str(llama), str(tmp_path / "flat"), "flat")
+    shardconv.merge(tmp_path / "flat", tmp_path / "merged")
+    assert_equal(tmp_path / "merged", llama)
+
+
+def test_metadata_that_asks_for_code_is_refused_and_not_executed(nested, tmp_path):
+    marker = tmp_path / "executed"
+
+    class Code:
+        def __reduce__(self):
+            return Path.touch, (marker,)
+
+    source = changed(nested, tmp_path / "changed", lambda metadata: setattr(metadata, "planner_data", Code()))
+    with pytest.raises(SourceError, match=r"\.metadata: asks for .*, and nothing in it is executed"):
+        open_source(source)
+    assert not marker.exists()
+
+
+def drop_chunk(metadata) -> None:
+    metadata.state_dict_metadata["model.model.layers.0.self_attn.q_proj.weight"].chunks.pop()
+
+
+def drop_chunks(metadata) -> None:
+    metadata.state_dict_metadata["model.lm_head.weight"].chunks.clear()
+
+
+def leave_folder(metadata) -> None:
+    next(iter(metadata.storage_data.values())).relative_path = "../x"
+    for info in metadata.storage_data.values():
+        info.relative_path = "../x"
+
+
+def rename_model(metadata) -> None:
+    metadata.planner_data = {
+        name: ("generator", *path[1:]) if path[0] == "model" else path for name, path in metadata.planner_data.items()
+    }
+
+
+def change_shape(metadata) -> None:
+    found = metadata.state_dict_metadata["model.lm_head.weight"]
+    assert isinstance(found, TensorStorageMetadata)
+    found.size = torch.Size([200, 64])
+
+
+@pytest.mark.usefixtures("listed_here")
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (drop_chunk, r"q_proj\.weight cannot be merged"),
+        (drop_chunks, r"\.metadata: lm_head\.weight does not have chunks"),
+        (leave_folder, r"names the file '\.\./x'"),
+        (rename_model, "holds entries generator, optimizer"),
+        (change_shape, r"lm_head\.weight cannot be merged"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused(nested, tmp_path, change, text):
+    with pytest.raises(ShardconvError, match=text):
+        open_source(changed(nested, tmp_path / "changed", change))
+
+
+def test_a_missing_file_is_named(nested, tmp_path):
+    source = changed(nested, tmp_path / "changed", lambda _: None)
+    (source / "__2_0.distcp").unlink()
+    with pytest.raises(SourceError, match=r"__2_0\.distcp: is missing"):
+        open_source(source)
+
+
+def test_damaged_metadata_is_an_error_without_a_traceback(nested, tmp_path):
+    path = tmp_path / ".metadata"
+    data = bytearray((nested / ".metadata").read_bytes())
+    for at in range(0, len(data), len(data) // 100):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :])
+        listed = dcp_listing.list_metadata(path)
+        assert "error" in listed or listed["tensors"]
+
+
+def test_the_command_reads_a_checkpoint_in_processes_of_their_own(nested, tmp_path):
+    result = call("reshard", str(nested), "--tp", "2", "-o", str(tmp_path / "split"))
+    assert result.code == 0, result.err
+    assert "from 4 ranks to 2" in result.out

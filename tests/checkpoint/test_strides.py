@@ -1,0 +1,52 @@
+"""Tensors that are stored with strides: every range has the elements that numpy finds, and reads are small."""
+
+import numpy as np
+import pytest
+
+from shardconv.checkpoint import strides
+from shardconv.checkpoint.copy import Scratch
+from shardconv.checkpoint.strides import StridedTensor
+
+#: Views of an array of 12 x 10 x 14 elements.
+VIEWS = {
+    "transposed": lambda array: array.transpose(2, 1, 0),
+    "middle dim last": lambda array: array.transpose(0, 2, 1),
+    "columns": lambda array: array[:, :, 3:9],
+    "every third": lambda array: array[::3, ::2, ::5],
+    "rows": lambda array: array[2:7],
+    "one dim": lambda array: array[:, 4, 2],
+    "expanded": lambda array: np.broadcast_to(array[0], (4, 10, 14)),
+    "expanded in the middle": lambda array: np.broadcast_to(array[:, None, 0, :], (12, 5, 14)),
+}
+
+
+@pytest.fixture(params=[(64, 128), (400, 1000), (strides._SMALL_READ, strides._LARGE_READ)], ids=str)
+def limits(request, monkeypatch) -> tuple[int, int]:
+    monkeypatch.setattr(strides, "_SMALL_READ", request.param[0])
+    monkeypatch.setattr(strides, "_LARGE_READ", request.param[1])
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_ranges_have_the_elements_of_the_view(name, dtype, limits):
+    array = np.random.default_rng(0).integers(0, 256, 12 * 10 * 14).astype(dtype).reshape(12, 10, 14)
+    view = VIEWS[name](array)
+    size = array.itemsize
+    stored = memoryview(array.reshape(-1).view(np.uint8))[view.ctypes.data - array.ctypes.data :]
+    tensor = StridedTensor("x", size, view.shape, tuple(stride // size for stride in view.strides))
+    reads = []
+
+    def read(label: str, start: int, buffer: memoryview) -> None:
+        assert label == "x"
+        reads.append(len(buffer))
+        buffer[:] = stored[start : start + len(buffer)]
+
+    expected = view.tobytes()
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        start, stop = np.sort(rng.choice(view.size + 1, 2, replace=False)) * size
+        block = memoryview(bytearray(int(stop - start)))
+        tensor.fill(block, int(start), read, Scratch(1))
+        assert bytes(block) == expected[start:stop]
+    assert max(reads) <= max(limits)

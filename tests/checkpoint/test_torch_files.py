@@ -1,0 +1,355 @@
+"""The contents of PyTorch files: compared with torch.load, and refused where torch would execute code."""
+
+import json
+import os
+import pickle
+import random
+import signal
+import time
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardconv.checkpoint import torch_files
+from shardconv.checkpoint.torch_files import TorchFile, TorchProblem, list_torch_files, read_torch_files
+from shardconv.errors import SourceError
+from shardconv.torch_listing import DTYPES
+from tests.support.command import finish, start
+from tests.support.torch_files import list_in_process
+
+Write = Callable[[Path], Any]
+
+
+def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
+
+
+def saves(value: Any, **options: Any) -> Write:
+    return lambda path: torch.save(value, path, **options)
+
+
+def several(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"first": made(3), **tensors}
+
+
+# --- files that are read --------------------------------------------------------------------------------------------
+
+MATRIX = made(6, 8)
+TENSORS = {
+    "transposed": several(x=MATRIX.T),
+    "columns": several(x=MATRIX[:, 2:5]),
+    "every other row": several(x=MATRIX[::2]),
+    "permuted": several(x=made(2, 3, 4).permute(2, 0, 1)),
+    "expanded": several(x=made(4).expand(3, 4)),
+    "view behind its base": several(x=MATRIX, y=MATRIX[2:4], z=MATRIX[2:4].flatten()[3:]),
+    "tied": several(x=MATRIX, y=MATRIX),
+    "scalar": several(x=torch.tensor(2.5)),
+    "empty": several(x=torch.zeros(0, 3), y=made(0)),
+    "dim of one with any stride": several(x=MATRIX[:, :1].T),
+    "parameters": {"x": torch.nn.Parameter(MATRIX), "y": torch.nn.Parameter(made(3), requires_grad=False)},
+    "dtypes": {name: made(2, 3).to(dtype) for dtype, name in DTYPES.items()},
+    "viewed as another dtype": several(x=MATRIX.view(torch.int32)),
+}
+FILES: dict[str, tuple[dict[str, torch.Tensor], Write]] = {
+    **{name: (tensors, saves(tensors)) for name, tensors in TENSORS.items()},
+    **{
+        f"{name}, before torch 1.6": (tensors, saves(tensors, _use_new_zipfile_serialization=False))
+        for name, tensors in TENSORS.items()
+        if "dtype" not in name  # the old format has only one dtype per storage, and not all
+    },
+    "module": (dict(module := torch.nn.Linear(4, 3).state_dict()), saves(module)),
+    "ordered dict": (TENSORS["tied"], saves(OrderedDict(TENSORS["tied"]))),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+def listed(path: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> TorchFile | TorchProblem:
+    list_in_process(monkeypatch)
+    write(path)
+    (found,) = list_torch_files([path])
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_bytes_at_the_positions_are_those_that_torch_loads(name, tmp_path, monkeypatch):
+    tensors, write = FILES[name]
+    path = tmp_path / "model.bin"
+    found = listed(path, write, monkeypatch)
+    data = path.read_bytes()
+    assert found.left_out == ()
+    assert [(one.name, one.dtype, one.shape) for one in found.tensors] == [
+        (name, DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()
+    ]
+    loaded = torch.load(path, weights_only=True)
+    for one in found.tensors:
+        expected = loaded[one.name].detach().contiguous().view(-1).view(torch.uint8).numpy()
+        strides = [stride * one.item_bytes for stride in one.strides]
+        dtype = np.dtype((np.void, one.item_bytes))
+        held = np.ndarray(one.shape, dtype, data, one.offset if one.extent else 0, strides)
+        assert held.tobytes() == expected.tobytes(), one.name
+        is_contiguous = loaded[one.name].is_contiguous()
+        assert one.is_contiguous == is_contiguous
+
+
+@pytest.mark.parametrize("wrapper", ["state_dict", "model", "module", "model_state_dict"])
+def test_entries_of_a_training_checkpoint_are_reported(wrapper, tmp_path, monkeypatch):
+    training = {
+        wrapper: {"x": made(3), "version": 2}, "epoch": 3, "args": {"lr": 0.1}, "best": None,
+        "optimizer_states": [{"exp_avg": made(3)}], "lr_schedulers": [], "rng_state": torch.zeros(2, dtype=torch.uint8),
+    }  # fmt: skip
+    del training["rng_state"]
+    found = listed(tmp_path / "model.pt", saves(training), monkeypatch)
+    assert [one.name for one in found.tensors] == ["x"]
+    assert found.left_out == ("epoch", "args", "best", "optimizer_states", "lr_schedulers", f"{wrapper}.version")
+
+
+def test_scalars_beside_tensors_are_reported(tmp_path, monkeypatch):
+    held = {"x": made(3), "x._extra_state": None, "iteration": 4, "names": ["a", "b"]}
+    found = listed(tmp_path / "model.pt", saves(held), monkeypatch)
+    assert found.left_out == ("x._extra_state", "iteration", "names")
+
+
+# --- files that are refused -----------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """A pickle that makes a folder if it is executed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def rezipped(change: Callable[[zipfile.ZipInfo, bytes], tuple[zipfile.ZipInfo, bytes] | None], **options: Any) -> Write:
+    """A file of torch.save whose entries were changed and stored again."""
+
+    def write(path: Path) -> None:
+        torch.save({"x": made(64)}, path)
+        with zipfile.ZipFile(path) as archive:
+            entries = [(entry, archive.read(entry)) for entry in archive.infolist()]
+        with zipfile.ZipFile(path, "w", **options) as archive:
+            for item in entries:
+                if (changed := change(*item)) is not None:
+                    archive.writestr(changed[0].filename, changed[1])
+
+    return write
+
+
+def cut(path: Path) -> None:
+    torch.save({"x": made(6400)}, path)
+    os.truncate(path, 9000)
+
+
+def cut_legacy(path: Path) -> None:
+    torch.save({"x": made(6400)}, path, _use_new_zipfile_serialization=False)
+    os.truncate(path, 9000)
+
+
+def big_endian(entry: zipfile.ZipInfo, data: bytes) -> tuple[zipfile.ZipInfo, bytes]:
+    return entry, b"big" if entry.filename.endswith("byteorder") else data
+
+
+def shortened(entry: zipfile.ZipInfo, data: bytes) -> tuple[zipfile.ZipInfo, bytes]:
+    return entry, data[:-4] if entry.filename.endswith("data/0") else data
+
+
+def without_data(entry: zipfile.ZipInfo, data: bytes) -> tuple[zipfile.ZipInfo, bytes] | None:
+    return None if entry.filename.endswith("data/0") else (entry, data)
+
+
+def torchscript(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("data.pkl", "constants.pkl", "code/__torch__.py"):
+            archive.writestr(f"model/{name}", b"")
+
+
+def tensors_of_ema(path: Path) -> None:
+    torch.save({"model": {"x": made(3)}, "ema": {"x": made(3)}}, path)
+
+
+REFUSED: dict[str, tuple[Write, str]] = {
+    "compressed": (rezipped(lambda *item: item, compression=zipfile.ZIP_DEFLATED), "is compressed or encrypted"),
+    "big-endian": (rezipped(big_endian), "was written on a big-endian machine"),
+    "storage too small": (rezipped(shortened), "tensor x is larger than its storage of 252 bytes"),
+    "storage missing": (rezipped(without_data), "is damaged, or not a file of torch.save (KeyError"),
+    "truncated": (cut, "is damaged, or not a file of torch.save"),
+    "truncated, before torch 1.6": (cut_legacy, "is truncated or damaged (got 9000 bytes, expected tensor x at"),
+    "TorchScript": (torchscript, "is a TorchScript archive"),
+    "zip of something else": (
+        lambda path: zipfile.ZipFile(path, "w").writestr("a.txt", "text"), "is not a zip archive of torch.save",
+    ),
+    "protocol 4": (saves({"x": made(3)}, pickle_protocol=4), "of another protocol than torch.save writes by default"),
+    "empty file": (lambda path: path.write_bytes(b""), "is not a file of torch.save"),
+    "GGUF": (lambda path: path.write_bytes(b"GGUF" + bytes(100)), "is not a file of torch.save"),
+    "tar": (lambda path: path.write_bytes(b"storages" + bytes(600)), "is not a file of torch.save"),
+    "list": (saves([made(3)]), "holds a list (expected a dict of tensors)"),
+    "tensor": (saves(made(3)), "holds a Tensor (expected a dict of tensors)"),
+    "no tensors": (saves({"epoch": 3}), "does not hold one state dict (got entries epoch, expected"),
+    "two state dicts": (saves({"model": {"x": made(3)}, "module": {"x": made(3)}}), "does not hold one state dict"),
+    "state dict and average": (tensors_of_ema, "entry 'ema' holds tensors, but is not one (got dict)"),
+    "list of tensors": (saves({"x": made(3), "y": [made(3)]}), "entry 'y' holds tensors, but is not one (got list)"),
+    "complex128": (saves({"x": made(3, dtype=torch.complex128)}), "tensor x cannot be stored in safetensors"),
+    "conjugated": (saves({"x": made(3, dtype=torch.complex64).conj()}), "(got a conjugated or negated view)"),
+    "sparse": (saves({"x": torch.eye(3).to_sparse()}), "tensor x is not a plain dense tensor (got torch.sparse_coo)"),
+    "name that is not a string": (saves({3: made(3)}), "tensor 3 does not have a valid name"),
+    "name of the metadata": (saves({"__metadata__": made(3)}), "tensor '__metadata__' does not have a valid name"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusal_names_the_problem(name, tmp_path, monkeypatch):
+    write, expected = REFUSED[name]
+    found = listed(tmp_path / "model.bin", write, monkeypatch)
+    assert isinstance(found, TorchProblem)
+    assert expected in found.problem
+    assert found.remedy
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before torch 1.6"])
+@pytest.mark.parametrize("place", ["entry", "beside tensors", "key"])
+def test_nothing_in_a_pickle_is_executed(place, is_zip, tmp_path, monkeypatch):
+    bomb = Bomb(tmp_path / "executed")
+    held = {"entry": {"x": bomb}, "beside tensors": {"x": made(3), "y": bomb}, "key": {"x": made(3), bomb: 1}}[place]
+    write = saves(held, _use_new_zipfile_serialization=is_zip)
+    found = listed(tmp_path / "model.bin", write, monkeypatch)
+    assert "its pickle asks for posix.mkdir" in found.problem
+    assert "load it with torch" in found.remedy
+    assert not (tmp_path / "executed").exists()
+
+
+def test_pickle_without_the_marks_of_torch_is_not_unpickled(tmp_path, monkeypatch):
+    bomb = Bomb(tmp_path / "executed")
+    found = listed(tmp_path / "model.bin", lambda path: path.write_bytes(pickle.dumps(bomb)), monkeypatch)
+    assert "is not a file of torch.save" in found.problem
+    assert not (tmp_path / "executed").exists()
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """Data with up to 3 changed bytes, or truncated, or with a part that was removed or repeated."""
+    changed = bytearray(data)
+    kind, at = rng.randrange(5), rng.randrange(len(data))
+    if kind == 0:
+        return data[:at]
+    if kind == 1:
+        size = rng.choice([1, 8, 64, 300])
+        return data[:at] + data[at + size :]
+    if kind == 2:
+        return data[:at] + data[max(at - 64, 0) :]
+    for _ in range(rng.randint(1, 3)):
+        changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before torch 1.6"])
+def test_damaged_files_are_refused_or_inside_the_file(is_zip, tmp_path, monkeypatch):
+    """A change of values is not detected, as in safetensors files; everything else is refused, or harmless."""
+    list_in_process(monkeypatch)
+    original = tmp_path / "model.bin"
+    torch.save(TENSORS["columns"] | TENSORS["tied"], original, _use_new_zipfile_serialization=is_zip)
+    rng, paths = random.Random(0), []
+    for number in range(200):
+        paths.append(tmp_path / f"{number}.bin")
+        paths[-1].write_bytes(damaged(original.read_bytes(), rng))
+    found = list_torch_files(paths)
+    sizes = [path.stat().st_size for path in paths]
+    for file, size in zip(found, sizes, strict=True):
+        if isinstance(file, TorchFile):
+            assert all(0 <= one.offset <= one.offset + one.extent <= size for one in file.tensors)
+    assert sum(isinstance(file, TorchProblem) for file in found) > 50
+
+
+# --- the process ----------------------------------------------------------------------------------------------------
+
+
+def test_process_lists_all_files_in_order(tmp_path, monkeypatch):
+    """The only test that starts the script. A path may have any characters, and the current folder any modules."""
+    (tmp_path / "torch.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    names = ["a b.bin", "ü\n.bin", "bad.bin", "c.bin"]
+    for number, name in enumerate(names):
+        torch.save([1] if name == "bad.bin" else {f"x{number}": made(number + 1)}, tmp_path / name)
+    found = list_torch_files([tmp_path / name for name in names])
+    assert [file.tensors[0].name for file in found if isinstance(file, TorchFile)] == ["x0", "x1", "x3"]
+    assert found[2].problem == "holds a list (expected a dict of tensors)"
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch) -> Callable[[str], None]:
+    """Replaces the script by lines of Python."""
+
+    def replace(lines: str) -> None:
+        (tmp_path / "script.py").write_text(f"import json, os, sys, time\npaths = json.load(sys.stdin)\n{lines}")
+        monkeypatch.setattr(torch_files, "SCRIPT", tmp_path / "script.py")
+
+    return replace
+
+
+ANSWER = """
+for path in paths:
+    if "bad" in path:
+        os.kill(os.getpid(), 9)
+    print(json.dumps({"tensors": [], "left_out": []}), flush=True)
+"""
+
+
+def test_crash_is_the_error_of_the_file_that_was_read(tmp_path, script):
+    paths = [tmp_path / name for name in ("a.bin", "bad.bin", "c.bin")]
+    for path in paths:
+        torch.save({}, path)
+    script(ANSWER)
+    found = list_torch_files(paths)
+    assert [type(file) for file in found] == [TorchFile, TorchProblem, TorchFile]
+    assert found[1].problem == "torch failed to list its tensors (exit code -9)"
+
+
+def test_without_torch_the_message_names_the_package(tmp_path, script):
+    torch.save({"x": made(3)}, tmp_path / "a.bin")
+    script("import a_module_that_is_not_there")
+    with pytest.raises(SourceError, match=r"a\.bin: torch cannot be imported .*: pip install 'shardconv\[torch\]'"):
+        read_torch_files([tmp_path / "a.bin"])
+
+
+@pytest.mark.timeout(60)
+def test_interrupt_ends_the_process(tmp_path, script):
+    torch.save({"x": made(3)}, tmp_path / "a.bin")
+    script(f"open({str(tmp_path / 'started')!r}, 'w').write(str(os.getpid()))\ntime.sleep(100)")
+    patch = (
+        "from pathlib import Path\nimport shardconv.checkpoint.torch_files as t\n"
+        f"t.SCRIPT = Path({str(tmp_path / 'script.py')!r})"
+    )
+    process = start("plan", tmp_path / "a.bin", patch=patch, start_new_session=True)
+    while not (tmp_path / "started").exists() or not (tmp_path / "started").read_text():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert finish(process).code == 130
+    while Path("/proc", (tmp_path / "started").read_text()).exists():  # until the system has ended it
+        time.sleep(0.02)
+
+
+def test_positions_outside_of_the_file_are_refused(tmp_path, script):
+    torch.save({"x": made(3)}, tmp_path / "a.bin")
+    for offset, strides in ((-1, [1]), (10**6, [1]), (0, [-1]), (0, [10**9])):
+        listing = {"tensors": [["x", "F32", [3], strides, offset]], "left_out": []}
+        script(f"print({json.dumps(json.dumps(listing))})")
+        with pytest.raises(SourceError, match=r"is truncated or damaged .*expected tensor x at bytes"):
+            read_torch_files([tmp_path / "a.bin"])
+
+
+def test_entries_that_are_not_tensors_are_refused_where_only_tensors_are_expected(tmp_path, monkeypatch):
+    list_in_process(monkeypatch)
+    torch.save({"x": made(3), "epoch": 3}, tmp_path / "a.bin")
+    with pytest.raises(SourceError, match="entry 'epoch' is not a tensor"):
+        read_torch_files([tmp_path / "a.bin"])

@@ -1,0 +1,356 @@
+"""PyTorch files as sources: what is split has the tensors that torch loads, and a merge writes safetensors files."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import shardconv
+from shardconv.checkpoint import strides
+from shardconv.checkpoint.source import open_source
+from shardconv.errors import IntegrityError, SourceError, UsageError
+from tests.support.checkpoints import contents, llama_config, llama_specs, part_names, write_checkpoint, write_config
+from tests.support.command import call
+from tests.support.torch_files import INDEX, SINGLE, list_in_process, read_pytorch, write_pytorch
+
+CONFIG = llama_config(layers=1)
+QUANTIZED = Path(__file__).parents[1] / "data/quantized"
+GATE, QUERY, HEAD, EMBEDDING = (
+    "model.layers.0.mlp.gate_proj.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight",
+    "model.embed_tokens.weight",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _in_process(monkeypatch) -> None:
+    list_in_process(monkeypatch)
+
+
+def random_tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """The tensors of a model: one is transposed, one is a part of another, and the head is tied."""
+    torch.manual_seed(0)
+    made = {name: torch.randn(shape).to(dtype) for name, (_, shape) in llama_specs(CONFIG).items()}
+    made[GATE] = torch.randn(CONFIG["hidden_size"], CONFIG["intermediate_size"]).to(dtype).T
+    made[QUERY] = torch.randn(100, 90).to(dtype)[5:69, 7:71]
+    made[HEAD] = made[EMBEDDING]
+    return made
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["single", "index"])
+def folder(request, tmp_path_factory) -> Path:
+    """A Hugging Face folder with PyTorch files; tests must not change it."""
+    folder = write_pytorch(tmp_path_factory.mktemp("pytorch") / "model", random_tensors(), parts=request.param)
+    write_config(folder, CONFIG)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "training_args.bin").write_bytes(b"trainer state")
+    return folder
+
+
+@pytest.fixture
+def single(tmp_path) -> Path:
+    write_config(write_pytorch(tmp_path / "model", random_tensors()), CONFIG)
+    return tmp_path / "model"
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    assert all(found[name].dtype == tensor.dtype for name, tensor in expected.items())
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return read_pytorch(list(folder.glob("pytorch_model*.bin")))
+
+
+def merged(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+# --- split, merge, reshard, verify ----------------------------------------------------------------------------------
+
+
+def test_merge_gives_equal_tensors_and_says_that_the_bytes_differ(folder, tmp_path):
+    shardconv.split(folder, tmp_path / "split", tp=4)
+    report = shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert_same(merged(tmp_path / "merged"), tensors_of(folder))
+    assert report.derived == ("converted from PyTorch files",)
+    assert report.is_identical is False
+
+
+def test_rank_files_are_those_of_a_safetensors_source(folder, tmp_path):
+    shardconv.split(folder, tmp_path / "split", tp=4)
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    shardconv.split(tmp_path / "merged", tmp_path / "again", tp=4)
+    names = sorted(path.name for path in (tmp_path / "split").glob("rank-*"))
+    assert len(names) == 4
+    for name in names:
+        assert (tmp_path / "split" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_reshard_gives_the_rank_files_of_a_split(folder, tmp_path):
+    shardconv.split(folder, tmp_path / "two", tp=2)
+    shardconv.split(folder, tmp_path / "four", tp=4)
+    shardconv.reshard(tmp_path / "two", tmp_path / "again", tp=4)
+    assert contents(tmp_path / "again") == contents(tmp_path / "four")
+
+
+def test_verify_compares_with_the_pytorch_files(folder, tmp_path):
+    shardconv.split(folder, tmp_path / "split", tp=4)
+    report = shardconv.verify(tmp_path / "split", against=folder)
+    assert report.is_compared
+    assert report.differences == ()
+
+
+@pytest.mark.parametrize("name", [GATE, QUERY, HEAD], ids=["transposed", "view", "tied"])
+def test_verify_finds_a_changed_value(single, tmp_path, name):
+    shardconv.split(single, tmp_path / "split", tp=2)
+    changed = random_tensors()
+    changed[name] = changed[name].clone()
+    changed[name][3, 2] += 1
+    torch.save(changed, single / SINGLE)
+    (difference,) = [
+        line for line in shardconv.verify(tmp_path / "split", against=single).differences if "header" not in line
+    ]
+    width = changed[name].shape[1]
+    assert difference.startswith(f"{name}: byte {(3 * width + 2) * 2} ")
+
+
+def test_sizes_of_reads_do_not_change_the_result(single, tmp_path, monkeypatch):
+    monkeypatch.setattr(strides, "_SMALL_READ", 64)
+    monkeypatch.setattr(strides, "_LARGE_READ", 1000)
+    shardconv.split(single, tmp_path / "split", tp=4)
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert_same(merged(tmp_path / "merged"), random_tensors())
+
+
+def test_file_before_torch_1_6(single, tmp_path):
+    write_pytorch(single, random_tensors(), _use_new_zipfile_serialization=False)
+    shardconv.split(single, tmp_path / "split", tp=2)
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert_same(merged(tmp_path / "merged"), random_tensors())
+
+
+def test_padded_checkpoint_and_its_source(single, tmp_path):
+    shardconv.pad(single, tmp_path / "padded", tp=16)
+    padded = load_file(tmp_path / "padded" / "model.safetensors")
+    assert torch.equal(padded[GATE][: CONFIG["intermediate_size"]], random_tensors()[GATE])
+    report = shardconv.unpad(tmp_path / "padded", tmp_path / "unpadded")
+    assert_same(load_file(tmp_path / "unpadded" / "model.safetensors"), random_tensors())
+    assert report.derived == ("converted from PyTorch files",)
+
+
+def test_plan_is_that_of_the_safetensors_source(folder, tmp_path):
+    shardconv.split(folder, tmp_path / "split", tp=1)
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert shardconv.make_plan(folder, tp=4).tensors == shardconv.make_plan(tmp_path / "merged", tp=4).tensors
+
+
+# --- quantized checkpoints ------------------------------------------------------------------------------------------
+
+INDICES = "model.layers.0.mlp.down_proj.g_idx"
+
+
+@pytest.fixture
+def gptq(tmp_path) -> Callable[[int], Path]:
+    """Writes a checkpoint of gptqmodel as a PyTorch file with strides, and changes the group of an input feature."""
+
+    def write(added: int) -> Path:
+        tensors = load_file(QUANTIZED / "gptq-3/model.safetensors")
+        tensors[INDICES][70] += added
+        doubled = {name: tensor.repeat_interleave(2, -1)[..., ::2] for name, tensor in tensors.items()}
+        folder = write_pytorch(tmp_path / "gptq", doubled)
+        shutil.copyfile(QUANTIZED / "gptq-3/config.json", folder / "config.json")
+        return folder
+
+    return write
+
+
+def test_quantized_checkpoint_has_the_rank_files_of_its_safetensors_file(gptq, tmp_path):
+    shardconv.split(gptq(0), tmp_path / "split", tp=2)
+    shardconv.split(QUANTIZED / "gptq-3", tmp_path / "expected", tp=2)
+    for rank in range(2):
+        name = f"rank-{rank}-of-2.safetensors"
+        assert_same(load_file(tmp_path / "split" / name), load_file(tmp_path / "expected" / name))
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert_same(merged(tmp_path / "merged"), load_file(QUANTIZED / "gptq-3/model.safetensors"))
+
+
+def test_values_that_contradict_their_grid_are_refused(gptq, tmp_path):
+    with pytest.raises(IntegrityError, match=f"{INDICES}: input feature 70 is in group"):
+        shardconv.split(gptq(1), tmp_path / "split", tp=2)
+    assert not (tmp_path / "split").exists()
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_merged_files_have_the_names_that_transformers_uses(folder, tmp_path):
+    shardconv.split(folder, tmp_path / "split", tp=2)
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    written = {path.name for path in (tmp_path / "merged").iterdir()} - {"config.json", "tokenizer.json"}
+    several = {*part_names(3), "model.safetensors.index.json"}
+    assert written == (several if (folder / INDEX).exists() else {"model.safetensors"})
+
+
+def test_merged_index_lists_the_merged_files(tmp_path):
+    folder = write_pytorch(tmp_path / "model", random_tensors(), parts=2)
+    write_config(folder, CONFIG)
+    index = json.loads((folder / INDEX).read_text())
+    index["metadata"]["total_parameters"] = 5
+    (folder / INDEX).write_text(json.dumps(index))
+    shardconv.split(folder, tmp_path / "split", tp=2)
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    found = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
+    held = {name: path.name for path in (tmp_path / "merged").glob("*.safetensors") for name in load_file(path)}
+    assert found["weight_map"] == held
+    size = sum(tensor.nbytes for tensor in random_tensors().values())
+    assert found["metadata"] == {"total_size": size, "total_parameters": 5}
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "model.pt", "model.pth", "model.ckpt", "pytorch_model.bin"])
+def test_single_file(tmp_path, monkeypatch, name):
+    torch.save({"state_dict": random_tensors(), "epoch": 3}, tmp_path / name)
+    write_config(tmp_path, CONFIG)
+    monkeypatch.chdir(tmp_path)
+    report = shardconv.split(tmp_path / name, tp=2)
+    assert report.path == f"{Path(name).stem}-tp2"
+    assert report.left_out == {f"{name}[epoch]": "entry without weights"}
+    shardconv.merge(report.path, "merged.safetensors")
+    assert_same(load_file("merged.safetensors"), random_tensors())
+
+
+def test_index_as_source(tmp_path):
+    folder = write_pytorch(tmp_path / "model", random_tensors(), parts=2)
+    write_config(folder, CONFIG)
+    (folder / "other.bin").write_bytes(b"another checkpoint")
+    source = open_source(folder / INDEX)
+    assert source.specs.keys() == random_tensors().keys()
+    assert source.left_out == {"other.bin": "not in the given index"}
+
+
+# --- which files are the checkpoint ---------------------------------------------------------------------------------
+
+
+def test_safetensors_files_are_read_where_there_are_both(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", config=CONFIG)
+    torch.save(load_file(folder / "model.safetensors"), folder / SINGLE)
+    source = open_source(folder)
+    assert source.stored is None
+    assert source.left_out == {SINGLE: "duplicate of the checkpoint in another format"}
+
+
+def test_trainer_state_is_not_the_checkpoint(folder):
+    assert open_source(folder).left_out == {"training_args.bin": "trainer state"}
+
+
+REFUSED = {
+    "several files": (
+        lambda folder: torch.save({}, folder / "model.pt") or (folder / SINGLE).rename(folder / "a.bin"),
+        r"holds several checkpoints \(a\.bin, model\.pt\): pass one of the files",
+    ),
+    "one of several without an index": (
+        lambda folder: (folder / SINGLE).rename(folder / "pytorch_model-00001-of-00002.bin"),
+        r"without their index \(\*\.bin\.index\.json\): download the folder again",
+    ),
+    "another format beside": (
+        lambda folder: (folder / "model.gguf").write_bytes(b""),
+        r"holds weights that are not in pytorch_model\.bin: model\.gguf",
+    ),
+    "another model beside": (
+        lambda folder: torch.save({"x": torch.ones(2)}, folder / "consolidated.00.pth"),
+        r"consolidated\.00\.pth \(has x, which the checkpoint does not have\)",
+    ),
+    "adapter": (
+        lambda folder: torch.save({}, folder / "adapter_model.bin"),
+        r"holds a PEFT adapter \(adapter_model\.bin\) next to the base model",
+    ),
+    "file that is not a pickle": (
+        lambda folder: (folder / SINGLE).write_bytes(b"not a file of torch"),
+        r"pytorch_model\.bin: is not a file of torch\.save, or it is damaged: download or save it again",
+    ),
+    "pipe": (
+        lambda folder: (folder / SINGLE).unlink() or os.mkfifo(folder / SINGLE),
+        r"pytorch_model\.bin: is not a regular file",
+    ),
+    "tensor without a rule": (
+        lambda folder: torch.save(random_tensors() | {"model.new.weight": torch.ones(8, 8)}, folder / SINGLE),
+        r"model\.new\.weight",
+    ),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", REFUSED)
+def test_folder_is_refused(single, tmp_path, name):
+    change, message = REFUSED[name]
+    change(single)
+    with pytest.raises(shardconv.ShardconvError, match=message):
+        shardconv.split(single, tmp_path / "split", tp=2)
+    assert not (tmp_path / "split").exists()
+
+
+def test_file_without_weights_is_refused(tmp_path):
+    torch.save({"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": []}, tmp_path / "optimizer.pt")
+    with pytest.raises(SourceError, match=r"optimizer\.pt: does not hold one state dict \(got entries state, param_"):
+        open_source(tmp_path / "optimizer.pt")
+
+
+def test_one_of_several_files_is_refused(tmp_path):
+    folder = write_pytorch(tmp_path / "model", random_tensors(), parts=2)
+    with pytest.raises(SourceError, match="is one of 2 files of a checkpoint: pass their folder or their index"):
+        open_source(folder / "pytorch_model-00001-of-00002.bin")
+
+
+def test_index_that_does_not_fit_is_refused(tmp_path):
+    folder = write_pytorch(tmp_path / "model", random_tensors(), parts=2)
+    index = json.loads((folder / INDEX).read_text())
+    first, last = sorted(set(index["weight_map"].values()))
+    index["weight_map"][EMBEDDING] = last
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(SourceError, match=f"tensor {EMBEDDING} is in {first} .expected {last}"):
+        open_source(folder)
+
+
+def test_files_whose_new_names_are_equal_are_refused(tmp_path):
+    folder = write_pytorch(tmp_path / "model", random_tensors(), parts=2)
+    index = json.loads((folder / INDEX).read_text())
+    names = dict(zip(sorted(set(index["weight_map"].values())), ("a.bin", "a.pt"), strict=True))
+    for old, new in names.items():
+        (folder / old).rename(folder / new)
+    index["weight_map"] = {tensor: names[name] for tensor, name in index["weight_map"].items()}
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(SourceError, match=r"a\.bin and a\.pt would both become a\.safetensors: rename one of them"):
+        open_source(folder)
+
+
+def test_option_that_ignores_the_checkpoint_is_refused(single):
+    with pytest.raises((UsageError, SourceError), match=r"pytorch_model\.bin|holds no \.safetensors or PyTorch file"):
+        open_source(single, ignore=("*.bin",))
+
+
+def test_file_that_is_truncated_after_the_plan_is_refused(single, tmp_path):
+    source = open_source(single)
+    os.truncate(single / SINGLE, 5000)
+    with pytest.raises(SourceError, match="was modified or truncated"):
+        shardconv.checkpoint.source_reader.open_tensors(source, source.specs, None)
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+def test_merge_reports_the_conversion(single, tmp_path):
+    assert call("split", single, "--tp", "2", "-o", tmp_path / "split").code == 0
+    shown = call("merge", tmp_path / "split", "-o", tmp_path / "merged")
+    assert "converted from PyTorch files" in shown.out
+
+
+def test_entries_that_are_left_out_are_reported(tmp_path):
+    torch.save({"model": random_tensors(), "optimizer": {}, "epoch": 1}, tmp_path / "model.pt")
+    write_config(tmp_path, CONFIG)
+    shown = call("split", tmp_path / "model.pt", "--tp", "2", "-o", tmp_path / "split")
+    assert "left out (entry without weights): model.pt[optimizer], model.pt[epoch]" in shown.out

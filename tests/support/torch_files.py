@@ -1,0 +1,48 @@
+"""PyTorch files: written as libraries write them, and listed without the start of a process."""
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+
+from shardconv import torch_listing
+from shardconv.checkpoint import torch_files
+from tests.support.checkpoints import deal, part_names, write_index
+
+SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+def list_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the script that lists tensors in the process of the test, where torch is imported; it takes seconds."""
+
+    def run(request: str) -> CompletedProcess[str]:
+        with warnings.catch_warnings(action="ignore"):  # as in the process, where no caller reads them
+            listed = list(torch_listing.list_files(json.loads(request)))
+        return CompletedProcess([], 0, "\n".join(map(json.dumps, listed)), "")
+
+    monkeypatch.setattr(torch_files, "run_script", run)
+
+
+def write_pytorch(folder: Path, tensors: Mapping[str, torch.Tensor], *, parts: int = 1, **options: Any) -> Path:
+    """Write tensors to one file, or to several with an index; ``options`` are those of ``torch.save``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if parts == 1:
+        torch.save(dict(tensors), folder / SINGLE, **options)
+        return folder
+    names = [name.replace(".safetensors", ".bin") for name in part_names(parts, "pytorch_model")]
+    weight_map: dict[str, str] = {}
+    for name, chosen in zip(names, deal(list(tensors), parts), strict=True):
+        torch.save({tensor: tensors[tensor] for tensor in chosen}, folder / name, **options)
+        weight_map |= dict.fromkeys(chosen, name)
+    write_index(folder, weight_map, INDEX)
+    return folder
+
+
+def read_pytorch(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
+    """The tensors of files, by torch."""
+    return {name: tensor for path in paths for name, tensor in torch.load(path, weights_only=True).items()}
