@@ -1,0 +1,190 @@
+"""A source from rank files of other tools: full tensors under the names of a Hugging Face checkpoint."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from shardconv.checkpoint.auxiliary import FolderFiles, find_auxiliary
+from shardconv.checkpoint.dcp_files import METADATA_NAME, SUFFIX, read_dcp
+from shardconv.checkpoint.external_files import FullTensors, detect_layout, is_index, rank_files, read_rank_files
+from shardconv.checkpoint.external_tensors import full_tensors
+from shardconv.checkpoint.formats import CONFIG_NAME, is_trainer_state, is_weights
+from shardconv.checkpoint.header import build_header
+from shardconv.checkpoint.ignore import ignore_options
+from shardconv.checkpoint.json_files import read_json
+from shardconv.checkpoint.layout import MANIFEST_NAME
+from shardconv.checkpoint.meta_params import PARAMS_NAME, MadeConfig, complete_config, config_of_params
+from shardconv.checkpoint.source_files import SourceFile
+from shardconv.checkpoint.source_reader import StoredFiles, Transform
+from shardconv.errors import SourceError
+from shardconv.formatting import counted
+from shardconv.layouts.external import DCP_NAME, DCP_TITLE, external_layout
+from shardconv.plan.plan import TensorSpec
+
+#: Name and metadata of the file that a merge writes.
+_FILE, _METADATA = "model.safetensors", {"format": "pt"}
+
+
+class ExternalSource(NamedTuple):
+    """Attributes of a :class:`~shardconv.checkpoint.source.Source` that is made of rank files of another tool."""
+
+    files: tuple[SourceFile, ...]
+    stored: StoredFiles
+    transforms: Mapping[str, Transform]
+    derived: tuple[str, ...]
+    config: dict[str, object] | None
+    auxiliary_files: dict[str, Path]
+    made_files: dict[str, str]
+    assumed: tuple[str, ...]
+    left_out: dict[str, str]
+    layout: str
+    num_ranks: int
+
+
+def open_external(
+    folder: Path, files: FolderFiles, asked: str | None, config: dict[str, object] | None, *, follow_links: bool
+) -> ExternalSource | None:
+    """Open rank files of another tool; None if the folder does not hold any.
+
+    Args:
+        folder: the folder.
+        files: its files.
+        asked: the layout that the user asked for, or None.
+        config: the config that the user passed, or None.
+        follow_links: whether files may be links out of the folder.
+
+    Raises:
+        SourceError: if a file is missing, damaged or a link out of the folder, or a tensor is unknown or does not fit.
+        UsageError: if the layout is unknown.
+    """
+    names = [name for name, path in files.kept.items() if "/" not in name and not path.is_dir()]
+    key = asked or _detect(names)
+    if key is None or (asked is None and MANIFEST_NAME in names):
+        return None
+    weights = _weights(folder, key, names)
+    title = DCP_TITLE if key == DCP_NAME else external_layout(key).title
+    left_out = _left_out(folder, files, weights, title, key, asked)
+    auxiliary_files = find_auxiliary(folder, files, weights, follow_links=follow_links)
+    if config is None and CONFIG_NAME in auxiliary_files:
+        config = read_json(auxiliary_files[CONFIG_NAME])
+    read = _read_dcp if key == DCP_NAME else _read_ranks
+    found = read(folder, key, weights, auxiliary_files, config, follow_links=follow_links)
+    if auxiliary_files.pop(PARAMS_NAME, None) is not None and key != DCP_NAME:
+        left_out |= {PARAMS_NAME: "its values are in config.json"}
+    missing = f", without {' and '.join(found.missing)}" if found.missing else ""
+    derived = f"merged from {counted(len(found.stored.paths), 'file')} of {title}{missing}"
+    made_files = {} if found.made.config is config else {CONFIG_NAME: json.dumps(found.made.config, indent=2) + "\n"}
+    return ExternalSource(
+        _files(folder, found.tensors.specs), found.stored, found.tensors.transforms, (derived,), found.made.config,
+        auxiliary_files, made_files, found.made.assumed, left_out, key, found.num_ranks,
+    )  # fmt: skip
+
+
+def _detect(names: Collection[str]) -> str | None:
+    """The layout of the files of a folder; None for a Hugging Face checkpoint."""
+    if METADATA_NAME in names and any(name.endswith(SUFFIX) for name in names):
+        return DCP_NAME
+    layout = detect_layout(names)
+    return None if layout is None else layout.key
+
+
+def _weights(folder: Path, key: str, names: Collection[str]) -> list[str]:
+    """The names of the rank files, with that of their metadata."""
+    if key == DCP_NAME:
+        files = sorted(name for name in names if name == METADATA_NAME or name.endswith(SUFFIX))
+        expected = f"{METADATA_NAME} and *{SUFFIX}" if METADATA_NAME not in files else ""
+    else:
+        files = rank_files(external_layout(key), names)
+        expected = "" if files else external_layout(key).files.pattern
+    if expected:
+        raise SourceError(f"{folder}: does not hold files of --from {key} (expected {expected}): correct --from")
+    return files
+
+
+class _Read(NamedTuple):
+    """Full tensors, their files, the config, and what the files do not have."""
+
+    tensors: FullTensors
+    stored: StoredFiles
+    made: MadeConfig
+    num_ranks: int
+    missing: tuple[str, ...]
+
+
+def _read_dcp(
+    folder: Path,
+    _key: str,
+    _weights: Collection[str],
+    _auxiliary_files: Mapping[str, Path],
+    config: dict[str, object] | None,
+    *,
+    follow_links: bool,
+) -> _Read:
+    found = read_dcp(folder, follow_links=follow_links)
+    sizes = tuple(path.stat().st_size for path in found.paths)
+    stored = StoredFiles(found.paths, (b"",) * len(sizes), sizes, found.tensors.stored, found.tensors.shards)
+    return _Read(found.tensors, stored, MadeConfig(config, ()), len(sizes), found.left_out)
+
+
+def _read_ranks(
+    folder: Path,
+    key: str,
+    weights: Collection[str],
+    auxiliary_files: Mapping[str, Path],
+    config: dict[str, object] | None,
+    *,
+    follow_links: bool,
+) -> _Read:
+    layout = external_layout(key)
+    found = read_rank_files(folder, layout, weights, follow_links=follow_links)
+    params = read_json(auxiliary_files[PARAMS_NAME]) if PARAMS_NAME in auxiliary_files else None
+    tensors = full_tensors(folder, layout, found, _known_config(folder, config, params))
+    made = MadeConfig(config, ())
+    if config is None and params is not None:
+        shapes = {name: spec.shape for name, spec in tensors.specs.items()}
+        dtype = tensors.specs["model.embed_tokens.weight"].dtype
+        made = complete_config(folder / PARAMS_NAME, params, shapes, dtype)
+    stored = StoredFiles(found.paths, found.prefixes, found.sizes, tensors.stored, tensors.shards)
+    return _Read(tensors, stored, made, len(found.ranks), layout.missing)
+
+
+def _files(folder: Path, specs: Mapping[str, TensorSpec]) -> tuple[SourceFile, ...]:
+    header = build_header(((name, spec.dtype, spec.shape) for name, spec in specs.items()), _METADATA)
+    return (SourceFile(_FILE, folder / _FILE, header),)
+
+
+def _left_out(
+    folder: Path, files: FolderFiles, weights: Collection[str], title: str, key: str, asked: str | None
+) -> dict[str, str]:
+    """Name to reason of all other files with weights."""
+    others = [name for name in files.kept if is_weights(name) and name not in weights]
+    reasons = {name: "trainer state" for name in others if is_trainer_state(name)}
+    reasons |= {name: f"index of {title}" for name in others if name.endswith(".index.json") and not is_index(name)}
+    if asked is None and (unknown := [name for name in others if name not in reasons]):
+        raise SourceError(
+            f"{folder}: holds weights besides the files of {title}: {', '.join(unknown[:5])}: pass "
+            f"{ignore_options(unknown, files.kept.keys() - {*unknown})}, or --from {key} to use those files only"
+        )
+    return files.left_out | dict.fromkeys(others, f"not a file of --from {key}") | reasons
+
+
+def _known_config(
+    folder: Path, config: dict[str, object] | None, params: dict[str, object] | None
+) -> dict[str, object]:
+    """The config with the values of params.json; null in the config states nothing.
+
+    Raises:
+        SourceError: if the two differ.
+    """
+    stated = {field: value for field, value in (config or {}).items() if value is not None}
+    if params is None:
+        return stated
+    expected = config_of_params(folder / PARAMS_NAME, params)
+    for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        if field in stated and stated[field] != expected[field]:
+            raise SourceError(
+                f"{folder}: {field} is {stated[field]!r:.40} in the config (expected {expected[field]!r:.40} by "
+                f"{PARAMS_NAME}): pass the config of this model"
+            )
+    return expected | stated

@@ -1,0 +1,552 @@
+"""Rank files of other tools as a source: merge, split, reshard and verify, and refused folders.
+
+All comparisons of tensors are exact. The rank files are written by tests/support/external.py with torch alone.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import shardconv
+from shardconv.checkpoint import meta_writer
+from shardconv.checkpoint.meta_params import head_sizes, params_of_config
+from shardconv.checkpoint.source import Source, open_source
+from shardconv.checkpoint.torch_archive import TorchArchive
+from shardconv.checkpoint.write import copy_files
+from shardconv.errors import IntegrityError, OutputError, PlanError, ShardconvError, SourceError
+from shardconv.plan.plan import TensorSpec
+from tests.support.checkpoints import contents
+from tests.support.command import call
+from tests.support.external import (
+    Tensors,
+    deepseek_ranks,
+    meta_logits,
+    meta_ranks,
+    meta_tensors,
+    write_deepseek,
+    write_meta,
+)
+from tests.support.models import EXPERTS, GQA, LAYERS, MODELS, Model, read
+
+HEADS, KV_HEADS, HIDDEN, VOCAB = 8, 2, 64, 128
+LLAMA = Model("llama", {**GQA, "head_dim": 8, "vocab_size": VOCAB, "rms_norm_eps": 1e-5})
+PARAMS = {
+    "dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": KV_HEADS, "norm_eps": 1e-5, "vocab_size": -1,
+    "rope_theta": 10000.0, "multiple_of": 32,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return LLAMA.write(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def in_meta_order(llama) -> Tensors:
+    return meta_tensors(read(llama), HEADS, KV_HEADS)
+
+
+def ranks_of(tensors: Tensors, tp: int, embedding_dim: int = 0) -> list[Tensors]:
+    return meta_ranks(tensors, tp, kv_heads=KV_HEADS, embedding_dim=embedding_dim)
+
+
+def assert_equal(got: Tensors, expected: Tensors) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+# --- Meta -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("listed_here")
+@pytest.mark.parametrize(("tp", "embedding_dim"), [(1, 0), (2, 1), (4, 0)])
+def test_merge_of_metas_files_has_the_tensors_of_the_checkpoint(llama, in_meta_order, tmp_path, tp, embedding_dim):
+    source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, tp, embedding_dim), PARAMS)
+    report = shardconv.merge(source, tmp_path / "merged")
+    assert report.derived == (f"merged from {tp} file{'s' * (tp > 1)} of Meta's layout",)
+    assert_equal(read(tmp_path / "merged"), read(llama))
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_logits_of_a_merge_are_those_of_metas_model(in_meta_order, tmp_path):
+    source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
+    shardconv.merge(source, tmp_path / "merged")
+    tokens = torch.arange(1, 20) * 5 % VOCAB
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        got = model(tokens[None]).logits[0]
+    # the two implementations sum in other orders, in float32
+    torch.testing.assert_close(got, meta_logits(in_meta_order, PARAMS, tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_split_of_metas_files_equals_a_split_of_the_merged_checkpoint(in_meta_order, tmp_path):
+    source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 4), PARAMS)
+    shardconv.merge(source, tmp_path / "merged")
+    shardconv.split(source, tmp_path / "from-meta", tp=2)
+    shardconv.split(tmp_path / "merged", tmp_path / "from-merged", tp=2)
+    for name in ("rank-0-of-2.safetensors", "rank-1-of-2.safetensors"):
+        assert_equal(load_file(tmp_path / "from-meta" / name), load_file(tmp_path / "from-merged" / name))
+    assert not shardconv.verify(tmp_path / "from-meta", against=source).differences
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_reshard_of_metas_files_equals_a_split_of_them(in_meta_order, tmp_path):
+    source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
+    report = shardconv.reshard(source, tmp_path / "resharded", tp=4)
+    assert (report.old_tp, report.tp, report.old_layout) == (2, 4, "meta")
+    shardconv.split(source, tmp_path / "split", tp=4)
+    assert contents(tmp_path / "resharded") == contents(tmp_path / "split")
+
+
+def test_the_command_reads_pth_files_in_a_process_of_its_own(llama, in_meta_order, tmp_path):
+    source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
+    result = call("merge", str(source), "-o", str(tmp_path / "merged"))
+    assert result.code == 0, result.err
+    assert_equal(read(tmp_path / "merged"), read(llama))
+
+
+def test_the_config_of_a_merge_is_made_from_params_and_says_what_it_assumes(in_meta_order, tmp_path):
+    folder = tmp_path / "mistral"
+    folder.mkdir()
+    save_file({name: tensor.clone() for name, tensor in in_meta_order.items()}, folder / "consolidated.safetensors")
+    (folder / "params.json").write_text(json.dumps({**PARAMS, "head_dim": 8, "hidden_dim": 96, "vocab_size": VOCAB}))
+    source = open_source(folder)
+    assert source.config is not None
+    assert source.config["model_type"] == "mistral"
+    assert source.config["intermediate_size"] == 96
+    assert "max_position_embeddings = 32768" in source.assumed[0]
+
+
+def test_the_hugging_face_set_of_a_mistral_folder_is_read_unless_the_other_is_asked_for(llama, in_meta_order, tmp_path):
+    folder = tmp_path / "both"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((llama / name).read_bytes())
+    changed = {name: tensor + 1 for name, tensor in in_meta_order.items()}
+    save_file(changed, folder / "consolidated.safetensors")
+    (folder / "params.json").write_text(json.dumps(PARAMS))
+    source = open_source(folder)
+    assert source.specs.keys() == read(llama).keys()
+    assert source.left_out == {"consolidated.safetensors": "duplicate of the checkpoint in another format"}
+    source = open_source(folder, source_layout="meta")
+    assert source.left_out["model.safetensors"] == "not a file of --from meta"
+    shardconv.merge(folder, tmp_path / "merged", source_layout="meta")
+    assert_equal(meta_tensors(read(tmp_path / "merged"), HEADS, KV_HEADS), changed)
+
+
+def test_pad_of_rank_files_is_refused(in_meta_order, tmp_path):
+    save_file(in_meta_order | {}, tmp_path / "consolidated.safetensors")
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS))
+    with pytest.raises(SourceError, match="rank files of another tool: merge them first"):
+        shardconv.pad(tmp_path, tp=3)
+
+
+def test_weights_in_metas_layout_that_the_model_does_not_have_are_refused(llama, in_meta_order, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((llama / name).read_bytes())
+    save_file(in_meta_order | {"vision.weight": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    with pytest.raises(SourceError, match=r"consolidated\.safetensors \(has vision\.weight"):
+        open_source(tmp_path)
+
+
+@pytest.mark.usefixtures("listed_here")
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda ranks: ranks[1].pop("norm.weight"), r"rank 1 does not have norm\.weight"),
+        (lambda ranks: ranks.pop(1), r"layers\.0\.attention\.w[qkv]\.weight: the shards of 1 rank form"),
+        (lambda ranks: [rank.update({"extra.weight": torch.ones(1)}) for rank in ranks], "extra.weight is unknown"),
+        (lambda ranks: ranks[0].update({"norm.weight": torch.ones(7)}), r"norm\.weight: ranks have different shapes"),
+        (lambda ranks: ranks[0].update({"norm.weight": torch.ones(HIDDEN).half()}), "several dtypes"),
+        (lambda ranks: ranks[1].update({"output.weight": torch.ones(2, 2).T}), "not contiguous"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(in_meta_order, tmp_path, change, text):
+    ranks = ranks_of(in_meta_order, 2)
+    change(ranks)
+    source = write_meta(tmp_path / "meta", ranks, PARAMS)
+    with pytest.raises(ShardconvError, match=text):
+        shardconv.merge(source, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.usefixtures("listed_here")
+@pytest.mark.parametrize("name", ["norm.weight", "layers.1.attention.wk.weight"])
+def test_a_replica_that_differs_is_an_error(in_meta_order, tmp_path, name):
+    ranks = ranks_of(in_meta_order, 4)
+    ranks[3][name] = ranks[3][name] + 1
+    source = write_meta(tmp_path / "meta", ranks, PARAMS)
+    with pytest.raises(IntegrityError, match=rf"consolidated\.03\.pth: .*{name.split('.')[-2][-4:]}"):
+        shardconv.merge(source, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_a_missing_rank_is_named(in_meta_order, tmp_path):
+    source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
+    (source / "consolidated.00.pth").unlink()
+    with pytest.raises(SourceError, match="the file of rank 0 is missing"):
+        open_source(source)
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"moe": {"num_experts": 8}}, "moe is not supported"),
+        ({"use_scaled_rope": True}, "use_scaled_rope, but not its factor"),
+        ({"n_kv_heads": 4}, r"wk\.weight: the shards of 1 rank form a tensor of shape \[16, 64\]"),
+        ({"dim": "64"}, "dim is '64'"),
+    ],
+)
+def test_params_that_do_not_fit_are_refused(in_meta_order, tmp_path, params, text):
+    folder = tmp_path / "meta"
+    folder.mkdir()
+    save_file({name: tensor.clone() for name, tensor in in_meta_order.items()}, folder / "consolidated.safetensors")
+    (folder / "params.json").write_text(json.dumps({**PARAMS, **params}))
+    with pytest.raises(SourceError, match=text):
+        open_source(folder)
+
+
+# --- DeepSeek -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory) -> Path:
+    """DeepSeek-V3's form on the Hub, with fp8 weights, scales, and an MTP layer."""
+    model = MODELS["deepseek_v3-hub"]
+    folder = tmp_path_factory.mktemp("deepseek")
+    return Model("deepseek_v3", {**model.config, "vocab_size": VOCAB}, rewrite=model.rewrite, extra=model.extra).write(
+        folder
+    )
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_merge_of_deepseeks_files_has_the_tensors_of_the_checkpoint(deepseek, tmp_path, tp):
+    expected = {name: tensor for name, tensor in read(deepseek).items() if f"layers.{LAYERS}." not in name}
+    source = write_deepseek(tmp_path / "ranks", deepseek_ranks(expected, tp, LAYERS, EXPERTS), deepseek / "config.json")
+    report = shardconv.merge(source, tmp_path / "merged")
+    assert "without the MTP layers" in report.derived[0]
+    assert_equal(read(tmp_path / "merged"), expected)
+
+
+def test_split_of_deepseeks_files_equals_a_split_of_the_merged_checkpoint(deepseek, tmp_path):
+    source = write_deepseek(
+        tmp_path / "ranks", deepseek_ranks(read(deepseek), 2, LAYERS, EXPERTS), deepseek / "config.json"
+    )
+    shardconv.merge(source, tmp_path / "merged")
+    shardconv.split(source, tmp_path / "from-ranks", tp=2)
+    shardconv.split(tmp_path / "merged", tmp_path / "from-merged", tp=2)
+    for name in ("rank-0-of-2.safetensors", "rank-1-of-2.safetensors"):
+        assert_equal(load_file(tmp_path / "from-ranks" / name), load_file(tmp_path / "from-merged" / name))
+
+
+def test_a_missing_rank_of_deepseeks_files_is_named(deepseek, tmp_path):
+    source = write_deepseek(tmp_path / "ranks", deepseek_ranks(read(deepseek), 2, LAYERS, EXPERTS))
+    (source / "model1-mp2.safetensors").unlink()
+    with pytest.raises(SourceError, match="the file of rank 1 is missing"):
+        open_source(source)
+
+
+def test_deepseeks_files_of_two_sizes_are_refused(deepseek, tmp_path):
+    source = write_deepseek(tmp_path / "ranks", deepseek_ranks(read(deepseek), 2, LAYERS, EXPERTS))
+    (source / "model0-mp4.safetensors").write_bytes((source / "model0-mp2.safetensors").read_bytes())
+    with pytest.raises(SourceError, match="rank files of several checkpoints"):
+        open_source(source)
+
+
+def test_an_expert_on_no_rank_is_an_error(deepseek, tmp_path):
+    ranks = deepseek_ranks(read(deepseek), 2, LAYERS, EXPERTS)
+    ranks[1].pop(f"layers.1.ffn.experts.{EXPERTS - 1}.w2.weight")
+    with pytest.raises(SourceError, match="different numbers of experts' tensors"):
+        open_source(write_deepseek(tmp_path / "ranks", ranks))
+
+
+# --- written in Meta's layout ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("mmap", [False, True])
+def test_metas_files_are_those_of_torch_for_each_rank(llama, in_meta_order, tmp_path, tp, mmap):
+    shardconv.split(llama, tmp_path / "meta", tp=tp, layout="meta")
+    for rank, expected in enumerate(ranks_of(in_meta_order, tp)):
+        path = tmp_path / "meta" / f"consolidated.{rank:02}.pth"
+        assert_equal(torch.load(path, weights_only=True, mmap=mmap), expected)
+
+
+def test_params_of_metas_files_are_those_of_the_config(llama, in_meta_order, tmp_path):
+    shardconv.split(llama, tmp_path / "meta", tp=1, layout="meta")
+    params = json.loads((tmp_path / "meta" / "params.json").read_text())
+    derived = {"vocab_size", "multiple_of", "rope_theta"}
+    assert {name: params[name] for name in PARAMS if name not in derived} == {
+        name: value for name, value in PARAMS.items() if name not in derived
+    }
+    assert params["vocab_size"] == VOCAB
+    # the width of Meta's MLP, by its formula
+    width = int(params.get("ffn_dim_multiplier", 1) * int(2 * 4 * params["dim"] / 3))
+    multiple = params["multiple_of"]
+    assert multiple * -(-width // multiple) == read(llama)["model.layers.0.mlp.up_proj.weight"].shape[0]
+
+
+@pytest.mark.usefixtures("listed_here")
+@pytest.mark.parametrize("tp", [2, 4])
+def test_merge_verify_and_reshard_read_what_was_written_in_metas_layout(llama, tmp_path, tp):
+    shardconv.split(llama, tmp_path / "meta", tp=tp, layout="meta")
+    assert not shardconv.verify(tmp_path / "meta", against=llama).differences
+    shardconv.merge(tmp_path / "meta", tmp_path / "merged")
+    assert_equal(read(tmp_path / "merged"), read(llama))
+    shardconv.reshard(tmp_path / "meta", tmp_path / "other", tp=6 - tp, layout="meta")
+    shardconv.split(llama, tmp_path / "expected", tp=6 - tp, layout="meta")
+    for path in (tmp_path / "expected").glob("*.pth"):
+        assert (tmp_path / "other" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_verify_finds_a_changed_byte_in_metas_files(llama, tmp_path):
+    shardconv.split(llama, tmp_path / "meta", tp=2, layout="meta")
+    with (tmp_path / "meta" / "consolidated.01.pth").open("r+b") as file:
+        file.seek(-30000, 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    assert len(shardconv.verify(tmp_path / "meta", against=llama).differences) == 1
+
+
+def test_tied_embeddings_are_written_as_the_output_too(tmp_path):
+    source = Model("llama", {**GQA, "head_dim": 8, "vocab_size": VOCAB, "tie_word_embeddings": True}).write(
+        tmp_path / "tied"
+    )
+    shardconv.split(source, tmp_path / "meta", tp=2, layout="meta")
+    found = torch.load(tmp_path / "meta" / "consolidated.01.pth", weights_only=True)
+    assert torch.equal(found["output.weight"], found["tok_embeddings.weight"])
+    assert torch.equal(found["output.weight"], read(source)["model.embed_tokens.weight"][VOCAB // 2 :])
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Model("qwen2", {"num_key_value_heads": 2, "vocab_size": VOCAB}), "model type 'qwen2'"),
+        (
+            Model("llama", {**GQA, "vocab_size": VOCAB, "attention_bias": True}),
+            r"proj\.bias: layout meta does not have",
+        ),
+        (Model("llama", {**GQA, "vocab_size": 131}), "cannot express its placement"),
+    ],
+)
+def test_models_that_metas_layout_cannot_express_are_refused(tmp_path, model, text):
+    source = model.write(tmp_path / "source")
+    with pytest.raises(ShardconvError, match=text):
+        shardconv.split(source, tmp_path / "meta", tp=2, layout="meta")
+    assert not (tmp_path / "meta").exists()
+
+
+@dataclass
+class Llama2Args:
+    """The fields of the arguments of Meta's Llama 2, which refuse all others."""
+
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    n_kv_heads: int | None = None
+    vocab_size: int = -1
+    multiple_of: int = 256
+    ffn_dim_multiplier: float | None = None
+    norm_eps: float = 1e-5
+    max_batch_size: int = 32
+    max_seq_len: int = 2048
+
+
+@dataclass
+class Llama3Args(Llama2Args):
+    """The fields of Llama 3, with another default of the base of rotary embeddings."""
+
+    rope_theta: float = 500000.0
+
+
+@dataclass
+class Llama31Args(Llama3Args):
+    """The fields of Llama 3.1, whose factor is fixed."""
+
+    use_scaled_rope: bool = False
+
+
+SCALED = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def changed(llama: Path, folder: Path, **fields: object) -> Path:
+    """A checkpoint with other fields in its config."""
+    folder.mkdir()
+    config = json.loads((llama / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    (folder / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tp", "rope"),
+    [
+        (Llama2Args, 1, {"rope_type": "default", "rope_theta": 10000.0}),
+        (Llama3Args, 2, {"rope_type": "default", "rope_theta": 10000.0}),
+        (Llama3Args, 1, {"rope_type": "default", "rope_theta": 500000.0}),
+        (Llama31Args, 1, SCALED),
+    ],
+)
+def test_params_are_arguments_of_metas_models(llama, tmp_path, arguments, tp, rope):
+    source = changed(llama, tmp_path / "source", rope_parameters=rope)
+    shardconv.split(source, tmp_path / "meta", tp=tp, layout="meta")
+    found = arguments(**json.loads((tmp_path / "meta" / "params.json").read_text()))
+    assert (found.dim, found.n_kv_heads, found.norm_eps) == (HIDDEN, KV_HEADS, 1e-5)
+    assert getattr(found, "rope_theta", 10000.0) == rope["rope_theta"]
+    assert getattr(found, "use_scaled_rope", False) == (rope is SCALED)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"sliding_window": 16}, "sliding_window = 16"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config|quantiz"),
+        ({"logit_scale": 0.5}, "logit_scale = 0.5"),
+        ({"rope_parameters": {**SCALED, "low_freq_factor": 2.0}}, "the values of Llama 3.1"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "type 'linear'"),
+    ],
+)
+def test_fields_that_metas_params_cannot_express_are_refused(llama, tmp_path, fields, text):
+    source = changed(llama, tmp_path / "source", **fields)
+    with pytest.raises(ShardconvError, match=text):
+        shardconv.split(source, tmp_path / "meta", tp=1, layout="meta")
+    assert not (tmp_path / "meta").exists()
+
+
+@pytest.mark.parametrize("heads", ["8", None, 0, True])
+def test_heads_that_are_not_a_number_are_an_error_of_the_config(heads):
+    with pytest.raises(PlanError, match="num_attention_heads is"):
+        head_sizes({"hidden_size": 64, "num_attention_heads": heads})
+
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2}
+
+
+def test_heads_of_another_size_than_metas_are_refused():
+    config = {"model_type": "llama", **SIZES, "head_dim": 16}
+    with pytest.raises(PlanError, match=r"head_dim = 16 .*expected hidden_size / num_attention_heads = 8"):
+        params_of_config(config, 96)
+
+
+def test_params_of_mistral_have_its_heads_and_window():
+    config = {"model_type": "mistral", **SIZES, "head_dim": 16}
+    params = params_of_config(config | {"sliding_window": None}, 96)
+    assert (params["head_dim"], params["n_kv_heads"], params["hidden_dim"]) == (16, 8, 96)
+    assert (params["rope_theta"], "sliding_window" in params) == (10000.0, False)
+    assert params_of_config(config, 96)["sliding_window"] == 4096  # of transformers' class
+
+
+def test_a_missing_head_is_only_made_of_tied_embeddings(llama, tmp_path):
+    source = changed(llama, tmp_path / "source")
+    tensors = read(source)
+    del tensors["lm_head.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PlanError, match=r"lm_head\.weight is missing"):
+        shardconv.split(source, tmp_path / "meta", tp=1, layout="meta")
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_overwrite_replaces_metas_files_and_nothing_else(llama, tmp_path):
+    shardconv.split(llama, tmp_path / "meta", tp=2, layout="meta")
+    shardconv.split(llama, tmp_path / "meta", tp=1, layout="meta", overwrite=True)
+    assert [path.name for path in (tmp_path / "meta").glob("*.pth")] == ["consolidated.00.pth"]
+    shardconv.reshard(tmp_path / "meta", tmp_path / "other", tp=2, layout="meta")
+    shardconv.reshard(tmp_path / "meta", tmp_path / "other", tp=4, layout="meta", overwrite=True)
+    assert len([*(tmp_path / "other").glob("*.pth")]) == 4
+    (tmp_path / "meta" / "notes.txt").write_text("")
+    with pytest.raises(OutputError, match=r"holds notes\.txt"):
+        shardconv.split(llama, tmp_path / "meta", tp=1, layout="meta", overwrite=True)
+
+
+def test_metas_files_have_the_permissions_of_their_source(llama, tmp_path):
+    source = changed(llama, tmp_path / "source")
+    source.chmod(0o700)
+    (source / "config.json").chmod(0o600)
+    shardconv.split(source, tmp_path / "meta", tp=1, layout="meta")
+    assert (tmp_path / "meta").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "meta" / "params.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_config_that_changes_after_the_plan_is_an_error(llama, tmp_path, monkeypatch):
+    source = changed(llama, tmp_path / "source")
+
+    def change_and_copy(*arguments, **options):
+        (source / "config.json").write_text("{}")
+        return copy_files(*arguments, **options)
+
+    monkeypatch.setattr(meta_writer, "copy_files", change_and_copy)
+    with pytest.raises(SourceError, match="changed after the plan was made"):
+        shardconv.split(source, tmp_path / "meta", tp=1, layout="meta")
+    assert not (tmp_path / "meta").exists()
+
+
+# --- what params.json does not state --------------------------------------------------------------------------------
+
+
+def open_params(folder: Path, tensors: Tensors, params: Mapping[str, object], config: str | None = None) -> Source:
+    folder.mkdir()
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "consolidated.safetensors")
+    (folder / "params.json").write_text(json.dumps(params))
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    return open_source(folder)
+
+
+def test_a_config_states_and_reports_what_params_do_not_have(in_meta_order, tmp_path):
+    params = {name: value for name, value in PARAMS.items() if name not in {"norm_eps", "rope_theta"}}
+    source = open_params(tmp_path / "meta", in_meta_order, params)
+    assert source.config is not None
+    assert (source.config["rms_norm_eps"], source.config["rope_theta"]) == (1e-5, 10000.0)
+    assert "rms_norm_eps = 1e-05, rope_theta = 10000.0" in source.assumed[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({"max_seq_len": 512}, 512), ({"max_seq_len": 512, "max_position_embeddings": 1024}, 1024)],
+)
+def test_values_that_params_have_are_used_and_not_assumed(in_meta_order, tmp_path, fields, expected):
+    source = open_params(tmp_path / "meta", in_meta_order, PARAMS | fields)
+    assert source.config is not None
+    assert source.config["max_position_embeddings"] == expected
+    assert not any(name in source.assumed[0] for name in ("max_position", "rms_norm", "rope_theta"))
+
+
+def test_a_model_that_is_not_causal_is_refused(in_meta_order, tmp_path):
+    with pytest.raises(SourceError, match="causal is False"):
+        open_params(tmp_path / "meta", in_meta_order, PARAMS | {"causal": False})
+
+
+def test_null_in_a_config_does_not_replace_values_of_params(llama, in_meta_order, tmp_path):
+    config = json.loads((llama / "config.json").read_text()) | {"head_dim": None, "num_key_value_heads": None}
+    source = open_params(tmp_path / "meta", in_meta_order, PARAMS, json.dumps(config))
+    assert source.specs.keys() == read(llama).keys()
+
+
+def test_an_archive_of_more_than_4_gib_is_read_by_torch(tmp_path):
+    specs = {"a": TensorSpec("BF16", (3, 2**30)), "b": TensorSpec("F32", (2, 3))}
+    archive, path = TorchArchive("consolidated.00", specs), tmp_path / "large.pth"
+    with path.open("wb") as file:
+        file.truncate(archive.file_bytes)  # sparse
+        for at, data in [*archive.pieces, (archive.offsets["b"], bytes(range(24)))]:
+            file.seek(at)
+            file.write(data)
+    found = torch.load(path, weights_only=True, mmap=True)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {"a": (3, 2**30), "b": (2, 3)}
+    assert found["b"].numpy().tobytes() == bytes(range(24))

@@ -1,0 +1,80 @@
+"""Tensors whose rows are stored in another order or in several tensors: any range of bytes, exactly."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from shardconv.checkpoint.copy import Scratch, Span, StripeState
+from shardconv.checkpoint.dtype_conversion import Conversion
+from shardconv.checkpoint.row_order import JoinedRows, RotaryRows, Rows
+from shardconv.checkpoint.source_reader import TransformedReader
+from shardconv.plan.plan import TensorSpec
+
+
+def filled(transform, stored, size, ranges, block_bytes=64 * 2**10):
+    """The bytes of a tensor, filled range by range."""
+
+    def read(name, start, buffer):
+        buffer[:] = stored[name][start : start + len(buffer)]
+
+    scratch, data = Scratch(block_bytes), bytearray(size)
+    for start, stop in ranges:
+        transform.fill(memoryview(data)[start:stop], start, read, scratch)
+    return bytes(data)
+
+
+def cuts(size, count, seed):
+    """Consecutive ranges with random boundaries."""
+    bounds = sorted({0, size, *random.Random(seed).sample(range(1, size), count)})
+    return list(itertools.pairwise(bounds))
+
+
+@pytest.mark.parametrize("to_halves", [True, False])
+@pytest.mark.parametrize("block_bytes", [16, 40, 4096])
+def test_rows_of_heads_are_reordered_in_any_range(to_halves, block_bytes):
+    heads, half, row = 5, 4, 6
+    data = random.Random(0).randbytes(heads * 2 * half * row)
+    neighbors = [data[at : at + row] for at in range(0, len(data), row)]
+    halves = [
+        neighbors[head * 2 * half + 2 * pair + side] for head in range(heads) for side in (0, 1) for pair in range(half)
+    ]
+    stored, expected = (neighbors, halves) if to_halves else (halves, neighbors)
+    transform = RotaryRows("w", 2 * half, row, to_halves)
+    for seed in range(20):
+        ranges = cuts(len(data), 7, seed)
+        assert filled(transform, {"w": b"".join(stored)}, len(data), ranges, block_bytes) == b"".join(expected)
+
+
+def test_rows_of_several_tensors_are_joined_in_any_range():
+    stored = {name: random.Random(name).randbytes(size) for name, size in (("a", 30), ("b", 12), ("c", 6))}
+    transform = JoinedRows((Rows("a", 0, 30), Rows("b", 30, 42), Rows("c", 42, 48)), 6)
+    for seed in range(20):
+        assert filled(transform, stored, 48, cuts(48, 9, seed)) == b"".join(stored.values())
+
+
+@pytest.mark.parametrize("block_bytes", [256, 4096])
+def test_transforms_of_transforms_do_not_share_buffers(block_bytes):
+    """Rows are reordered, converted and reordered back: the same elements in another dtype."""
+    heads, half, columns = 6, 4, 8
+    elements = np.random.default_rng(0).standard_normal(heads * 2 * half * columns).astype("<f4")
+    forward = RotaryRows("w", 2 * half, columns * 4, to_halves=True)
+    spec = {"w": TensorSpec("F16", (heads * 2 * half, columns))}
+    stored = StoredOnly({"w": elements.tobytes()})
+    converted = TransformedReader(stored, ["w"], spec, {"w": Conversion("w", "F32", "F16", forward)}, None)
+    back = RotaryRows("w", 2 * half, columns * 2, to_halves=False)
+    reader = TransformedReader(converted, ["w"], spec, {"w": back}, None)
+    block = memoryview(bytearray(len(elements) * 2))
+    reader.gather(StripeState(0), Span(0, 0, len(block)), block, Scratch(block_bytes))
+    assert bytes(block) == elements.astype("<f2").tobytes()
+
+
+class StoredOnly:
+    """A reader of tensors in memory."""
+
+    def __init__(self, stored):
+        self.stored = stored
+
+    def gather(self, _state, span, block, _scratch):
+        block[:] = list(self.stored.values())[span.tensor][span.start : span.stop]
