@@ -1,0 +1,197 @@
+"""Adapters in memory: the shards of a split adapter on this rank, and the layers that compute with them.
+
+Owns how tensors of an adapter find their place in a loaded model. The layers are those of ``shardconv.layers``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shardconv.checkpoint.adapter_settings import AdapterSettings, read_settings
+from shardconv.checkpoint.formats import ADAPTER_CONFIG
+from shardconv.checkpoint.layout import ADAPTERS
+from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.manifest_file import is_split, read_manifest
+from shardconv.checkpoint.rank_reader import RankFileReader
+from shardconv.checkpoint.verify import auxiliary_differences
+from shardconv.convert.engine import Conversion, LayerSpec
+from shardconv.distributed import Axis
+from shardconv.errors import RunError, SplitCheckpointError
+from shardconv.layers import LoRALinear, ParallelEmbedding, ParallelLinear
+from shardconv.layers.lora import LoRAEmbedding, LoRALayer
+from shardconv.plan.adapter import BIAS, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
+from shardconv.plan.placement import Placement
+from shardconv.plan.rule_set import RuleSet
+from shardconv.runtime.rank_tensors import read_tensors
+
+#: Parameters of an adapted layer.
+_PARAMETERS = {A: "lora_a", B: "lora_b", MAGNITUDE: "magnitude", BIAS: "lora_bias"}
+
+
+@dataclass(frozen=True, slots=True)
+class SplitAdapter:
+    """A split adapter.
+
+    Attributes:
+        folder: its folder.
+        manifest: its manifest.
+        settings: its settings.
+    """
+
+    folder: Path
+    manifest: Manifest
+    settings: AdapterSettings
+
+    @classmethod
+    def open(cls, adapter: Path, base: Path, tp: int) -> "SplitAdapter":
+        """Open an adapter.
+
+        Args:
+            adapter: its folder, or its name among the adapters of the split base model.
+            base: the split base model.
+            tp: tensor parallel size.
+
+        Raises:
+            SplitCheckpointError: if it is not a split adapter for ``tp`` ranks, or its settings were changed.
+        """
+        named = base / ADAPTERS / adapter
+        folder = named if is_split(named) else adapter
+        if not folder.exists():
+            names = ", ".join(read_manifest(base).adapters) if is_split(base) else ""
+            raise SplitCheckpointError(f"{adapter}: does not exist (adapters of {base}: {names or 'none'}): correct it")
+        if not is_split(folder):
+            raise SplitCheckpointError(
+                f"{adapter}: is not a split adapter (no manifest in {named} or {adapter}): make one with shardconv "
+                f"split {adapter} --base {base} --tp {tp}"
+            )
+        manifest = read_manifest(folder)
+        if ADAPTER_CONFIG not in manifest.auxiliary_files:
+            raise SplitCheckpointError(f"{folder}: is a split checkpoint, but not of an adapter: pass it as DIR")
+        if manifest.tp != tp:
+            raise SplitCheckpointError(
+                f"{folder}: is for {manifest.tp} ranks (expected {tp}, as the base model): shardconv reshard {folder} "
+                f"--tp {tp}"
+            )
+        if differences := auxiliary_differences(manifest, folder):
+            raise SplitCheckpointError(f"{folder}: {differences[0]}: restore it, or split the adapter again")
+        return cls(folder, manifest, read_settings(folder / ADAPTER_CONFIG))
+
+    def on_rank(self, rank: int, dtype: torch.dtype | None, *, verify: bool) -> "RankAdapter":
+        """Map the shards of a rank, in ``dtype`` or as they are stored.
+
+        Raises:
+            SplitCheckpointError: if the rank's file cannot be read, or with ``verify`` if its bytes were changed.
+        """
+        shards = read_tensors(RankFileReader(self.manifest, self.folder, rank, verify=verify))
+        if dtype is not None:
+            shards = {name: shard.to(dtype) for name, shard in shards.items()}
+        return RankAdapter(self, AdapterTensors.of_names(shards), shards)
+
+
+@dataclass(frozen=True, slots=True)
+class RankAdapter:
+    """The shards of a split adapter on one rank.
+
+    Attributes:
+        adapter: the adapter.
+        tensors: its tensors by their use.
+        shards: name of tensor to shard.
+    """
+
+    adapter: SplitAdapter
+    tensors: AdapterTensors
+    shards: Mapping[str, Tensor]
+
+    def replace(self, tensors: dict[str, Tensor], rules: RuleSet) -> dict[str, Tensor]:
+        """Replace tensors of the base model by those of the adapter, in their dtype.
+
+        Args:
+            tensors: name on disk to shard, of the base model.
+            rules: of the base model.
+
+        Raises:
+            RunError: if the base model does not have one, or its shard has another shape.
+        """
+        replaced = dict(tensors)
+        for target, name in self.tensors.replaced.items():
+            found = in_base(target, tensors, rules)
+            if found is None or tensors[found].shape != self.shards[name].shape:
+                got = "nothing" if found is None else f"a shard of {list(tensors[found].shape)}"
+                raise self._error(name, f"replaces {target} (got {got}, expected {list(self.shards[name].shape)})")
+            replaced[found] = self.shards[name].to(tensors[found].dtype)
+        return replaced
+
+    def attach(self, model: nn.Module, axis: Axis) -> None:
+        """Put the adapted layers into a converted model, in place.
+
+        Raises:
+            RunError: if the adapter does not fit the model.
+        """
+        self._check_ties(model)
+        for layer in self.tensors.layers.values():
+            try:
+                module = model.get_submodule(layer.module)
+            except AttributeError as error:
+                raise self._error(layer.tensors[A], f"{type(model).__name__} does not have {layer.module}") from error
+            model.set_submodule(layer.module, self._adapted(layer, module, axis))
+
+    def _check_ties(self, model: nn.Module) -> None:
+        """Refuse tensors that replace one of several tied ones: PEFT unties them."""
+        owners: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            owners.setdefault(parameter, []).append(name)
+        tied = {name: names for names in owners.values() if len(names) > 1 for name in names}
+        for target, name in self.tensors.replaced.items():
+            if target in tied and ".base_layer." not in name:
+                raise self._error(name, f"replaces one of the tied parameters {' and '.join(tied[target])}")
+
+    def _adapted(self, layer: AdaptedLayer, module: nn.Module, axis: Axis) -> LoRALayer:
+        """The adapted layer of a module."""
+        name = layer.tensors[A]
+        base = _parallel(module, layer.module, axis)
+        rank = self.shards[name].shape[0]
+        alpha, has_magnitude = self.adapter.settings.scaling(layer.module) * rank, MAGNITUDE in layer.tensors
+        made: LoRALayer
+        if layer.is_embedding and isinstance(base, ParallelEmbedding) and type(base) is ParallelEmbedding:
+            made = LoRAEmbedding(base, rank, alpha, has_magnitude=has_magnitude, device="meta")
+        elif not layer.is_embedding and isinstance(base, ParallelLinear):
+            has_bias = BIAS in layer.tensors
+            made = LoRALinear(base, rank, alpha, has_magnitude=has_magnitude, has_bias=has_bias, device="meta")
+        else:
+            raise self._error(name, f"adapters of a {type(module).__name__} are not supported ({layer.module})")
+        for part, own in layer.tensors.items():
+            self._set(made, _PARAMETERS[part], own)
+        made.describe_parameters()
+        return made
+
+    def _set(self, layer: LoRALayer, parameter: str, name: str) -> None:
+        """Set a parameter of an adapted layer, whose placement must be that of the shard."""
+        stored = self.adapter.manifest.plan.placement(name)
+        expected = layer.placements.get(parameter) or Placement.replicated(layer.axis.size)
+        shard, shape = self.shards[name], layer.own_tensor(parameter).shape
+        if stored != expected or shard.shape != shape:
+            raise self._error(
+                name,
+                f"its shard {list(shard.shape)} ({stored.describe()}) does not fit the layer (expected {list(shape)}, "
+                f"{expected.describe()})",
+            )
+        setattr(layer, parameter, nn.Parameter(shard, requires_grad=False))
+
+    def _error(self, name: str, problem: str) -> RunError:
+        return RunError(f"{self.adapter.folder}: {name}: {problem}: split the adapter for this base model")
+
+
+def _parallel(module: nn.Module, name: str, axis: Axis) -> nn.Module:
+    """The module as a parallel layer: a replicated linear layer or embedding becomes one that shards nothing."""
+    if type(module) is nn.Embedding:
+        spec = LayerSpec(ParallelEmbedding, {"dim": None})
+    elif type(module) is nn.Linear:
+        spec = LayerSpec(ParallelLinear, {})
+    else:
+        return module
+    conversion = Conversion.prepare(name, module, spec, axis)
+    conversion.apply()
+    return module

@@ -1,0 +1,368 @@
+"""Adapters on disk: split by the plan of their base model, restored by a merge, and merged into its weights.
+
+Shards and restored files are compared exactly. Merged weights differ from those of PEFT by the rounding of sums of
+``rank`` products in float32, and those of 16 bits by one unit in the last place.
+"""
+
+import json
+import shutil
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shardconv
+from shardconv.errors import PlanError, ShardconvError, SourceError, UsageError
+from shardconv.layouts.layout import NATIVE
+from tests.support.adapters import ADAPTERS, adapted, write_adapter
+from tests.support.checkpoints import contents
+from tests.support.command import call
+from tests.support.models import MODELS, change_config, read
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The checkpoint of a model and an adapter of it, once per case; ``-bf16`` is the model in bfloat16."""
+    home = tmp_path_factory.mktemp("adapters")
+
+    @cache
+    def make(name, dtype=torch.float32):
+        base, settings = ADAPTERS[name]
+        source = home / f"{base}-{dtype}"
+        if not source.exists():
+            MODELS[base].build(0.3).to(dtype).save_pretrained(source)
+        return source, write_adapter(home / f"{name}-{dtype}-adapter", source, **settings)
+
+    return make
+
+
+def shards_of(folder, tp):
+    return [load_file(folder / NATIVE.rank_file(rank, tp)) for rank in range(tp)]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_merge_restores_the_adapter(made, tmp_path, name, tp):
+    source, adapter = made(name)
+    shardconv.split(adapter, tmp_path / "split", tp=tp, base=source)
+    assert shardconv.verify(tmp_path / "split", against=adapter).differences == ()
+    report = shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert report.is_identical
+    assert contents(tmp_path / "merged") == contents(adapter)
+
+
+def test_shards_follow_the_base_weights(made, tmp_path):
+    """B is sharded like the rows of the weight, with replicated KV heads, and A like its columns."""
+    source, adapter = made("llama")
+    shardconv.split(adapter, tmp_path / "split", tp=4, base=source)
+    full = load_file(adapter / WEIGHTS)
+    ranks = shards_of(tmp_path / "split", 4)
+    layer = "base_model.model.model.layers.0"
+    for rank, shards in enumerate(ranks):
+        head, kv_head = slice(rank * 32, rank * 32 + 32), slice(rank // 2 * 16, rank // 2 * 16 + 16)
+        width, vocabulary = slice(rank * 24, rank * 24 + 24), slice(rank * 33, rank * 33 + 33)
+        for module, rows, columns in (
+            (f"{layer}.self_attn.q_proj", head, slice(None)),
+            (f"{layer}.self_attn.k_proj", kv_head, slice(None)),
+            (f"{layer}.self_attn.o_proj", slice(None), head),
+            (f"{layer}.mlp.up_proj", width, slice(None)),
+            (f"{layer}.mlp.down_proj", slice(None), width),
+        ):
+            assert torch.equal(shards[f"{module}.lora_A.weight"], full[f"{module}.lora_A.weight"][:, columns]), module
+            assert torch.equal(shards[f"{module}.lora_B.weight"], full[f"{module}.lora_B.weight"][rows]), module
+        head_b = full["base_model.model.lm_head.lora_B.weight"][vocabulary]
+        assert torch.equal(shards["base_model.model.lm_head.lora_B.weight"][: len(head_b)], head_b)
+        assert torch.equal(shards["base_model.model.model.norm.weight"], full["base_model.model.model.norm.weight"])
+
+
+def test_shards_of_fused_layers_have_all_segments(made, tmp_path):
+    source, adapter = made("phi3")
+    shardconv.split(adapter, tmp_path / "split", tp=2, base=source)
+    name = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"
+    query, key, value = load_file(adapter / WEIGHTS)[name].split([64, 16, 16])
+    for rank, shards in enumerate(shards_of(tmp_path / "split", 2)):
+        expected = [part.chunk(2)[rank] for part in (query, key, value)]
+        assert torch.equal(shards[name], torch.cat(expected))
+
+
+@pytest.mark.parametrize("kind", ["split", "config", "folder"])
+def test_the_base_may_be_split_or_a_config(made, tmp_path, kind):
+    source, adapter = made("gpt2")
+    base = tmp_path / "base"
+    if kind == "split":
+        shardconv.split(source, base, tp=2)
+    else:
+        base.mkdir()
+        shutil.copy(source / "config.json", base)
+    shardconv.split(adapter, tmp_path / "expected", tp=2, base=source)
+    shardconv.split(adapter, tmp_path / "found", tp=2, base=base / "config.json" if kind == "config" else base)
+    assert contents(tmp_path / "found") == contents(tmp_path / "expected")
+
+
+def test_reshard_equals_split(made, tmp_path):
+    source, adapter = made("llama")
+    for tp in (2, 4):
+        shardconv.split(adapter, tmp_path / str(tp), tp=tp, base=source)
+    shardconv.reshard(tmp_path / "2", tmp_path / "resharded", tp=4)
+    assert contents(tmp_path / "resharded") == contents(tmp_path / "4")
+
+
+# --- with the base model --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def together(made, tmp_path_factory):
+    """A model that was split with two adapters."""
+    home = tmp_path_factory.mktemp("together")
+    source, adapter = made("llama")
+    folders = [adapter, shutil.copytree(made("llama-dora")[1], home / "dora")]
+    shardconv.split(source, home / "split", tp=2, adapters=folders)
+    return source, folders, home / "split"
+
+
+def test_merge_restores_the_model_and_its_adapters(together, tmp_path):
+    source, adapters, split = together
+    report = shardconv.merge(split, tmp_path / "merged")
+    assert report.is_identical
+    assert report.adapters == tuple(one.name for one in adapters)
+    expected = {f"adapters/{one.name}/{name}": data for one in adapters for name, data in contents(one).items()}
+    assert contents(tmp_path / "merged") == contents(source) | expected
+
+
+def test_reshard_takes_adapters_along(together, tmp_path):
+    source, adapters, split = together
+    shardconv.reshard(split, tmp_path / "resharded", tp=4)
+    shardconv.split(source, tmp_path / "expected", tp=4, adapters=adapters)
+    assert contents(tmp_path / "resharded") == contents(tmp_path / "expected")
+
+
+def test_overwrite_replaces_adapters(together, made, tmp_path):
+    _, _, split = together
+    copied = shutil.copytree(split, tmp_path / "split")
+    shardconv.split(made("llama")[0], copied, tp=2, overwrite=True)
+    assert not (copied / "adapters").exists()
+    shardconv.merge(split, tmp_path / "merged")
+    shardconv.merge(split, tmp_path / "merged", overwrite=True)
+
+
+def test_verify_finds_damaged_and_missing_adapters(together, tmp_path):
+    copied = shutil.copytree(together[2], tmp_path / "split")
+    assert shardconv.verify(copied).differences == ()
+    with (copied / "adapters" / "dora" / NATIVE.rank_file(0, 2)).open("r+b") as file:
+        file.seek(-8, 2)
+        file.write(b"another.")
+    assert "differ" in shardconv.verify(copied).differences[0]
+    shutil.rmtree(copied / "adapters" / "dora")
+    assert "dora: does not exist" in shardconv.verify(copied).differences[0]
+    with pytest.raises(ShardconvError, match="dora: does not exist"):
+        shardconv.merge(copied, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_one_file_cannot_hold_adapters(together, tmp_path):
+    with pytest.raises(UsageError, match="expected a folder, also for the adapters"):
+        shardconv.merge(together[2], tmp_path / "merged.safetensors")
+
+
+def test_an_adapter_next_to_its_model(made, tmp_path):
+    source, adapter = made("llama")
+    both = shutil.copytree(source, tmp_path / "both")
+    for name in ("adapter_config.json", WEIGHTS):
+        shutil.copy(adapter / name, both)
+    with pytest.raises(SourceError, match=r"--adapter .*both to split both"):
+        shardconv.split(both, tmp_path / "split", tp=2)
+    report = shardconv.split(both, tmp_path / "split", tp=2, adapters=[both])
+    assert report.adapters == ("both",)
+    shardconv.merge(tmp_path / "split" / "adapters" / "both", tmp_path / "merged")
+    assert (tmp_path / "merged" / WEIGHTS).read_bytes() == (adapter / WEIGHTS).read_bytes()
+
+
+# --- merged into the weights ----------------------------------------------------------------------------------------
+
+
+def merged_by_peft(source, adapter, folder):
+    adapted(source, adapter).merge_and_unload().save_pretrained(folder)
+    return read(folder)
+
+
+def split_and_merged(source, adapter, folder, tp=2):
+    shardconv.split(source, folder / "split", tp=tp, adapters=[adapter], merge_adapter=True)
+    report = shardconv.merge(folder / "split", folder / "merged")
+    assert not report.is_identical
+    assert "is merged into it" in report.derived[0]
+    return read(folder / "merged")
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_merged_weights_equal_those_of_peft(made, tmp_path, name):
+    source, adapter = made(name)
+    expected, before = merged_by_peft(source, adapter, tmp_path / "peft"), read(source)
+    found = split_and_merged(source, adapter, tmp_path)
+    assert list(found) == list(before)
+    changed = [one for one in found if not torch.equal(found[one], before[one])]
+    assert any("o_proj" in one or "c_proj" in one for one in changed)
+    for one in found:
+        limit = 16 * torch.finfo(torch.float32).eps * expected[one].abs().max()
+        assert (found[one] - expected[one]).abs().max() <= (limit if one in changed else 0), one
+
+
+def test_merged_weights_of_16_bits_are_rounded_once(made, tmp_path):
+    source, adapter = made("llama", torch.bfloat16)
+    expected, found = merged_by_peft(source, adapter, tmp_path / "peft"), split_and_merged(source, adapter, tmp_path)
+    for name, tensor in found.items():
+        steps = (tensor.view(torch.int16).int() - expected[name].view(torch.int16).int()).abs()
+        assert steps.max() <= 1, name
+        assert (steps > 0).float().mean() < 0.01, name
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+LAYER = "base_model.model.model.layers.0.self_attn"
+A, B = f"{LAYER}.q_proj.lora_A.weight", f"{LAYER}.q_proj.lora_B.weight"
+
+
+def settings(**changes):
+    def change(folder):
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def tensors(**changes):
+    """Replace tensors; None removes one."""
+
+    def change(folder):
+        found = load_file(folder / WEIGHTS) | {{"A": A, "B": B}.get(name, name): make for name, make in changes.items()}
+        save_file({name: tensor for name, tensor in found.items() if tensor is not None}, folder / WEIGHTS)
+
+    return change
+
+
+def without(name):
+    return lambda folder: (folder / name).unlink()
+
+
+#: An unusual adapter, the strings that the error has to contain, and the change.
+REFUSED = {
+    "rank of the settings": (settings(r=5), ("has rank 4 (expected 5 by r",)),
+    "rank of one matrix": (tensors(A=torch.zeros(3, 64)), ("has rank 4 (expected 3", "damaged")),
+    "width of the base": (tensors(A=torch.zeros(4, 32)), (B, "is for a weight of [128, 32]", "has [128, 64]")),
+    "no B": (tensors(B=None), (A, "does not have its B")),
+    "no magnitude": (settings(use_dora=True), ("no magnitude vector", "use_dora = True")),
+    "layer that the base lacks": (
+        tensors(**{A.replace(".0.", ".7."): torch.zeros(4, 64), B.replace(".0.", ".7."): torch.zeros(128, 4)}),
+        ("does not have model.layers.7.self_attn.q_proj.weight",),
+    ),
+    "module that no rule matches": (
+        tensors(**{one.replace("q_proj", "extra"): torch.zeros(4, 4) for one in (A, B)}),
+        ("does not have model.layers.0.self_attn.extra.weight",),
+    ),
+    "tensor of another kind": (tensors(**{f"{LAYER}.q_proj.lora_E": torch.zeros(4, 1)}), ("lora_E: is not supported",)),
+    "name without the prefix": (tensors(**{"q_proj.lora_A.weight": torch.zeros(4, 64)}), ("q_proj.lora_A.weight",)),
+    "convolution": (tensors(A=torch.zeros(4, 64, 3, 3)), (A, "adapters of convolutions")),
+    "replaced tensor of another shape": (
+        tensors(**{"base_model.model.model.norm.weight": torch.zeros(65)}),
+        ("model.norm.weight: has shape [65]", "[64]"),
+    ),
+    "trainable tokens": (settings(trainable_token_indices=[1]), ("trainable_token_indices is not supported",)),
+    "parameters as targets": (settings(target_parameters=["experts"]), ("target_parameters is not supported",)),
+    "unknown setting": (settings(use_future=True), ("use_future is not supported",)),
+    "initialization that changes the base": (settings(init_lora_weights="pissa"), ("'pissa' changes the base model",)),
+    "pattern that takes too long": (settings(rank_pattern={"(a+)+b": 4}), ("rank_pattern", "may take too long")),
+    "pattern that is not valid": (settings(alpha_pattern={"(": 4}), ("alpha_pattern", "not a regular expression")),
+    "alpha that is not a number": (settings(lora_alpha="8"), ("lora_alpha is '8'", "expected a number")),
+    "rank of zero": (settings(r=0), ("r is 0", "expected a positive integer")),
+    "no settings": (without("adapter_config.json"), ("does not hold an adapter (expected adapter_config.json)",)),
+    "no weights": (
+        without(WEIGHTS),
+        ("holds a PEFT adapter (adapter_config.json, expected adapter_model.safetensors",),
+    ),
+    "truncated weights": (
+        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-8]),
+        (WEIGHTS,),
+    ),
+}
+REFUSED |= {
+    kind: (settings(peft_type=kind), (f"peft_type '{kind}' is not supported (expected LORA)", "merge_and_unload"))
+    for kind in ("IA3", "VERA", "LOHA", "LOKR", "ADALORA", "OFT", "PROMPT_TUNING", "PREFIX_TUNING", "TRAINABLE_TOKENS")
+}
+
+
+@pytest.mark.parametrize("options", [["--base"], ["--adapter"], ["--merge-adapter", "--adapter"]], ids=" ".join)
+@pytest.mark.parametrize("case", REFUSED)
+def test_unusual_adapters_are_refused(made, tmp_path, case, options):
+    source, adapter = made("llama")
+    changed = shutil.copytree(adapter, tmp_path / "changed")
+    change, texts = REFUSED[case]
+    change(changed)
+    src, other = (changed, source) if options == ["--base"] else (source, changed)
+    result = call("split", src, *options, other, "--tp", 2, "-o", tmp_path / "split", "-q")
+    assert result.code == 1
+    assert result.out == ""
+    assert [text for text in texts if text not in result.err] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["changed"]
+
+
+#: Options that do not fit together, and the error.
+OPTIONS = {
+    "engine": (["--for", "vllm"], "adapters are split for shardconv run only (got vllm)"),
+    "layout": (["--layout", "vllm"], "adapters are split for shardconv run only (got vllm)"),
+    "padding": (["--pad"], "--pad is not supported for adapters"),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_that_adapters_do_not_support_are_refused(made, tmp_path, case):
+    source, adapter = made("llama")
+    options, text = OPTIONS[case]
+    for words in ((adapter, "--base", source), (source, "--adapter", adapter)):
+        result = call("split", *words, "--tp", 2, "-o", tmp_path / "split", *options)
+        assert result.code
+        assert text in result.err
+    assert not any(tmp_path.iterdir())
+
+
+def test_contradicting_options_are_refused(made, tmp_path):
+    source, adapter = made("llama")
+    for words, text in (
+        ((source, "--merge-adapter"), "merges one adapter (got 0)"),
+        ((source, "--merge-adapter", "--adapter", adapter, "--adapter", adapter), "merges one adapter (got 2)"),
+        ((source, "--adapter", adapter, "--adapter", adapter), "two adapters have the same name"),
+        ((adapter, "--base", source, "--adapter", adapter), "remove one of the two"),
+    ):
+        result = call("split", *words, "--tp", 2, "-o", tmp_path / "split")
+        assert result.code == 2
+        assert text in result.err
+
+
+def test_an_adapter_is_not_merged_into_quantized_weights(made, tmp_path):
+    source, adapter = made("llama")
+    quantized = shutil.copytree(source, tmp_path / "quantized")
+    found = read(quantized)
+    for name in [name for name in found if name.endswith("_proj.weight")]:
+        found[f"{name}_scale_inv"] = torch.ones([-(-size // 8) for size in found[name].shape])
+        found[name] = found[name].to(torch.float8_e4m3fn)
+    save_file(found, quantized / "model.safetensors", metadata={"format": "pt"})
+    change_config(quantized, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}})
+    with pytest.raises(PlanError, match="is quantized, and an adapter cannot be merged"):
+        shardconv.split(quantized, tmp_path / "split", tp=2, adapters=[adapter], merge_adapter=True)
+    shardconv.split(adapter, tmp_path / "found", tp=2, base=quantized)
+    shardconv.split(adapter, tmp_path / "expected", tp=2, base=source)
+    assert shards_of(tmp_path / "found", 2)[0].keys() == shards_of(tmp_path / "expected", 2)[0].keys()
+
+
+def test_merge_refuses_a_replaced_table_that_may_be_tied(made, tmp_path):
+    """PEFT unties the head, whose weight the checkpoint does not have."""
+    source, _ = made("llama")
+    tied = shutil.copytree(source, tmp_path / "tied")
+    found = read(tied)
+    del found["lm_head.weight"]
+    save_file(found, tied / "model.safetensors", metadata={"format": "pt"})
+    change_config(tied, {"tie_word_embeddings": True})
+    adapter = write_adapter(tmp_path / "a", tied, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    with pytest.raises(PlanError, match="may be tied to the head"):
+        shardconv.split(tied, tmp_path / "split", tp=2, adapters=[adapter], merge_adapter=True)

@@ -1,0 +1,129 @@
+"""Adapters on split models: logits equal those of PEFT on the unsharded model.
+
+Logits are compared to 1e-4 of the largest, as in test_load.py: sums over features are computed per rank.
+"""
+
+import json
+import shutil
+from functools import cache
+
+import pytest
+import torch
+
+import shardconv
+from shardconv.errors import ShardconvError
+from shardconv.runtime.run import check_run, run_rank
+from shardconv.runtime.run_options import RunOptions
+from tests.support.adapters import ADAPTERS, adapted, unadapted, write_adapter
+from tests.support.models import MODELS, VOCAB
+
+TP = {"pair": 2, "four": 4}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def made(home):
+    """The checkpoint of a model and an adapter of it, once per case."""
+
+    @cache
+    def make(name):
+        base, settings = ADAPTERS[name]
+        source = home / base
+        if not source.exists():
+            MODELS[base].build(0.3).save_pretrained(source)
+        return source, write_adapter(home / f"{name}-adapter", source, **settings)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def split(home, made):
+    """The split checkpoint and the split adapter of a case, once per tp."""
+
+    @cache
+    def make(name, tp):
+        source, adapter = made(name)
+        folder = home / f"{source.name}-tp{tp}"
+        if not folder.exists():
+            shardconv.split(source, folder, tp=tp)
+        shardconv.split(adapter, home / f"{name}-adapter-tp{tp}", tp=tp, base=folder)
+        return folder, home / f"{name}-adapter-tp{tp}"
+
+    return make
+
+
+def ids():
+    return torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def check_logits(axis, folder, adapter, expected, without):
+    with torch.inference_mode():
+        found = shardconv.load(folder, device="cpu", group=axis, adapter=adapter)(ids()).logits
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (found - without).abs().max() > 0.01 * expected.abs().max()
+
+
+@pytest.mark.parametrize("layout", TP)
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_logits_equal_those_of_peft(ranks, made, split, name, layout):
+    source, adapter = made(name)
+    with torch.inference_mode():
+        expected, without = adapted(source, adapter)(ids()).logits, unadapted(source)(ids()).logits
+    ranks(layout, check_logits, *split(name, TP[layout]), expected, without)
+
+
+def run_on_rank(axis, folder, adapter, source):
+    options = RunOptions(max_new_tokens=4, device="cpu", check=source, token_ids=True, adapter=adapter)
+    check_run(folder, [], options)
+    report = run_rank(folder, [], options, lambda _: None)
+    return report.differences, report.error
+
+
+def test_check_compares_with_peft(ranks, made, split):
+    folder, adapter = split("llama", 4)
+    for differences, error in ranks("four", run_on_rank, folder, adapter, made("llama")[0]):
+        assert differences == ()
+        assert error < 1e-4
+
+
+def test_check_finds_a_difference(ranks, home, split):
+    other = home / "other-source"
+    MODELS["llama"].build(0.25).save_pretrained(other)
+    folder, adapter = split("llama", 4)
+    for differences, _ in ranks("four", run_on_rank, folder, adapter, other):
+        assert "logits differ" in differences[0]
+
+
+def check_refused(axis, folder, adapter, text):
+    with pytest.raises(ShardconvError, match=text):
+        shardconv.load(folder, device="cpu", group=axis, adapter=adapter)
+
+
+def test_an_adapter_for_another_tp_is_refused(ranks, split):
+    ranks("four", check_refused, split("llama", 4)[0], split("llama", 2)[1], "is for 2 ranks .expected 4")
+
+
+def test_an_adapter_of_another_model_is_refused(ranks, split):
+    ranks("pair", check_refused, split("llama", 2)[0], split("gpt2", 2)[1], "split the adapter for this base model")
+
+
+def test_changed_settings_are_refused(ranks, home, split):
+    folder, adapter = split("llama", 2)
+    changed = shutil.copytree(adapter, home / "changed-settings")
+    config = json.loads((changed / "adapter_config.json").read_text())
+    (changed / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 9}))
+    ranks("pair", check_refused, folder, changed, "adapter_config.json: differs from its checksum")
+
+
+def check_is_not_saved(axis, folder, adapter, target):
+    with pytest.raises(ValueError, match="the model has adapters"):
+        shardconv.load(folder, device="cpu", group=axis, adapter=adapter).save_pretrained(target)
+
+
+def test_a_model_with_adapters_is_not_saved(ranks, split, tmp_path):
+    ranks("pair", check_is_not_saved, *split("llama", 2), tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
