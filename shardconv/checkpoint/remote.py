@@ -1,0 +1,159 @@
+"""URLs in place of local paths: the remote files that belong to a checkpoint, as a folder of stand-ins."""
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from shardconv.checkpoint.copy import Progress
+from shardconv.checkpoint.formats import CONFIG_NAME, SAFETENSORS
+from shardconv.checkpoint.header import MAX_HEADER_BYTES, header_bytes
+from shardconv.errors import SourceError, UsageError
+from shardconv.plan.quantization import SETTINGS_FILES
+from shardconv.storage.url import Location, is_url, parse
+
+if TYPE_CHECKING:
+    from shardconv.storage.remote_file import RemoteFile
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+#: Files that web servers are asked for beside the weights, as they do not list folders.
+_AUXILIARY_FILES = (
+    CONFIG_NAME, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+    "preprocessor_config.json", "processor_config.json", *SETTINGS_FILES,
+)  # fmt: skip
+_HUB_HOSTS = ("huggingface.co", "hf.co")
+#: Requests for headers and sizes at a time.
+REQUESTS = 16
+_progress: ContextVar[Progress | None] = ContextVar("progress of headers", default=None)
+
+
+def reads_remote(*names: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Let arguments of a function be URLs: during a call, each is the path of a folder or file of stand-ins.
+
+    Args:
+        names: of the arguments; the first is also the first positional argument.
+    """
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        @functools.wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            if not any(map(_is_url, (*args[:1], *(kwargs.get(name) for name in names)))):
+                return function(*args, **kwargs)
+            with ExitStack() as stack:
+
+                def local(value: object) -> object:
+                    return stack.enter_context(mirrored(str(value))) if _is_url(value) else value
+
+                first = [local(value) for value in args[:1]]
+                by_name = {name: local(value) if name in names else value for name, value in kwargs.items()}
+                return function(*first, *args[1:], **by_name)  # type: ignore[arg-type] # paths in place of paths
+
+        return call
+
+    return decorate
+
+
+def _is_url(value: object) -> bool:
+    return isinstance(value, str | os.PathLike) and is_url(value)
+
+
+@contextmanager
+def mirrored(url: str) -> Iterator[Path]:
+    """The local path of the stand-ins of a remote file or folder.
+
+    Raises:
+        SourceError: if it does not exist, or cannot be listed.
+        UsageError: if the URL is not valid, or a package is not installed.
+    """
+    from shardconv.storage.mirror import mirror  # noqa: PLC0415 - local checkpoints do not need its imports
+
+    location = parse(url)
+    files = _files_of(location)
+    if not files or (location.file and location.file not in files):
+        raise SourceError(f"{location}: does not exist")
+    name = PurePosixPath(location.folder).name.partition("@")[0] or location.host
+    _keep_headers([file for each, file in files.items() if each.endswith(".safetensors") and "/" not in each])
+    with mirror(name, location.to("").rstrip("/"), files) as folder:
+        yield folder / location.file if location.file else folder
+
+
+@contextmanager
+def header_progress(progress: Progress | None) -> Iterator[None]:
+    """Call a function with the number of remote headers that were read and the total, in calls from this context."""
+    token = _progress.set(progress)
+    try:
+        yield
+    finally:
+        _progress.reset(token)
+
+
+def _keep_headers(files: "list[RemoteFile]") -> None:
+    """Read the headers of all weight files at a time; errors are raised where they are read one by one."""
+    progress = _progress.get()
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        for done, _ in enumerate(pool.map(_keep_header, files), 1):
+            if progress is not None:
+                progress(done, len(files))
+
+
+def _keep_header(file: "RemoteFile") -> None:
+    with suppress(SourceError):
+        file.keep(header_bytes(file))
+
+
+def _files_of(location: Location) -> "dict[str, RemoteFile]":
+    """Name to file of what belongs to a URL: a folder, or a file with what is read next to it."""
+    from shardconv.storage.hub import list_model  # noqa: PLC0415 - local checkpoints do not need its imports
+    from shardconv.storage.stores import list_files  # noqa: PLC0415 - likewise
+
+    if location.is_web:
+        return _web_files(location)
+    is_single = location.file is not None and location.file.endswith(".safetensors")
+    if is_single and location.scheme != "hf":
+        return _existing(location, [str(location.file), CONFIG_NAME])
+    files = list_model(location) if location.scheme == "hf" else list_files(location)
+    return {name: file for name, file in files.items() if not is_single or name in {location.file, CONFIG_NAME}}
+
+
+def _web_files(location: Location) -> "dict[str, RemoteFile]":
+    name = location.file
+    if name is None:
+        model = "/".join(location.path.split("/")[:2])
+        other = f"a .safetensors file or an index (*{SAFETENSORS.index_suffix})"
+        remedy = f"hf://{model}" if location.host in _HUB_HOSTS else other
+        raise UsageError(f"{location}: web servers do not list folders: pass the URL of {remedy}")
+    if not name.endswith(SAFETENSORS.index_suffix):
+        return _existing(location, [name] if location.query else [name, CONFIG_NAME])
+    index = _existing(location, [name])
+    listed = _listed(index[name].read_all(MAX_HEADER_BYTES)) if index else []
+    return index | _existing(location, [*listed, *_AUXILIARY_FILES])
+
+
+def _listed(text: bytes) -> list[str]:
+    """The names in an index; empty if it is not valid, which is found when it is opened."""
+    try:
+        weight_map = json.loads(text)["weight_map"]
+        return sorted({name for name in weight_map.values() if isinstance(name, str) and "/" not in name})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+
+
+def _existing(location: Location, names: list[str]) -> "dict[str, RemoteFile]":
+    """Name to file of those files of a folder that exist."""
+    from shardconv.storage.remote_file import RemoteFile  # noqa: PLC0415 - local checkpoints do not need its imports
+    from shardconv.storage.stores import open_store  # noqa: PLC0415 - likewise
+
+    store = open_store(location)
+    prefix = f"{location.folder}/" if location.folder else ""
+    files = {name: RemoteFile(store, prefix + name, location.to(name)) for name in names}
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        exist = pool.map(RemoteFile.exists, files.values())
+        return {name: file for (name, file), is_there in zip(files.items(), exist, strict=True) if is_there}

@@ -1,0 +1,79 @@
+"""Models on the Hugging Face Hub: names, revisions and tokens by huggingface_hub, bytes by ranges."""
+
+import os
+import re
+from urllib.parse import unquote, urlsplit
+
+from shardconv.errors import SourceError, UsageError
+from shardconv.storage.remote_file import RemoteFile
+from shardconv.storage.requirements import huggingface_hub
+from shardconv.storage.stores import open_web
+from shardconv.storage.url import Location
+
+#: A model, an optional revision (a branch, tag or commit; %2F for a slash in it), and an optional path in it.
+_MODEL = re.compile(r"(?P<name>[^/@]+)(@(?P<revision>refs/(pr|convert)/[^/]+|[^/]+))?(/(?P<path>.+))?")
+
+
+#: What errors of huggingface_hub mean, with the remedy.
+_REASONS = {
+    "GatedRepoError": "access is restricted: accept its terms on the Hub, then set HF_TOKEN or run hf auth login",
+    "RepositoryNotFoundError": "does not exist, or is private: correct the name, or set HF_TOKEN or run hf auth login",
+    "HFValidationError": "is not a valid name of a model",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set: unset it",
+}
+
+
+def split_model(location: Location) -> tuple[str, str | None, str]:
+    """The name of a model with its organization, the revision, and the path in it.
+
+    Raises:
+        UsageError: if the location is not that of a model.
+    """
+    match = _MODEL.fullmatch(location.path)
+    if match is None or location.host in {"datasets", "spaces", "models"} or "@" in location.host:
+        raise UsageError(f"{location}: is not a model on the Hub (expected hf://ORGANIZATION/MODEL@REVISION)")
+    revision = match["revision"]
+    return f"{location.host}/{match['name']}", unquote(revision) if revision else None, match["path"] or ""
+
+
+def list_model(location: Location) -> dict[str, RemoteFile]:
+    """Name, relative to the folder, to file of everything in a model, at one commit.
+
+    Raises:
+        SourceError: if the model does not exist, or access is denied.
+        UsageError: if the location is not that of a model, or huggingface_hub is not installed.
+    """
+    model, revision, path = split_model(location)
+    hub = huggingface_hub()
+    endpoint = os.environ.get("HF_ENDPOINT") or hub.constants.ENDPOINT
+    token = hub.get_token()
+    try:
+        info = hub.HfApi(endpoint=endpoint, token=token).model_info(model, revision=revision, files_metadata=True)
+    except Exception as error:  # noqa: BLE001 - the client raises those of its HTTP library, too
+        raise SourceError(f"{location}: {_reason(error, revision)}") from None
+    parts = urlsplit(endpoint)
+    store = open_web(f"{parts.scheme}://{parts.netloc}/", {"authorization": f"Bearer {token}"} if token else {})
+    folder = Location("hf", location.host, path).folder
+    prefix = f"{folder}/" if folder else ""
+    base = f"{parts.path.strip('/')}/{model}/resolve/{info.sha}".lstrip("/")
+    return {
+        file.rfilename.removeprefix(prefix): RemoteFile(
+            store, f"{base}/{file.rfilename}", location.to(file.rfilename.removeprefix(prefix)), file.size,
+            is_pinned=True,
+        )
+        for file in info.siblings
+        if file.rfilename.startswith(prefix)
+    }  # fmt: skip
+
+
+def _reason(error: Exception, revision: str | None) -> str:
+    """What went wrong, and the remedy."""
+    kind = type(error).__name__
+    if kind == "RevisionNotFoundError":
+        return f"does not have the revision {revision}: see its branches and tags on the Hub"
+    if kind in _REASONS:
+        return _REASONS[kind]
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return f"cannot be read: the Hub answered with status {status}"
+    return f"cannot be read: the Hub cannot be reached ({kind})"

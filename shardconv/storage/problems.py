@@ -1,0 +1,84 @@
+"""Errors of stores as one line each: without the URLs in their texts, which may contain signatures."""
+
+import re
+
+from shardconv.errors import SourceError
+
+_STATUS = re.compile(r"status code: (?P<code>\d{3})")
+_KIND = re.compile(r"kind: (?P<kind>Connect|Timeout|Interrupted|Decode|Request)\b")
+_RETRIES = re.compile(r"after (?P<count>\d+) retries")
+_KINDS = {
+    "Connect": "the server cannot be reached",
+    "Timeout": "the server did not answer in time",
+    "Interrupted": "the connection was lost",
+}
+#: Where the credentials of a scheme come from.
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or AWS_SKIP_SIGNATURE=true for a public bucket",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
+    "hf": "HF_TOKEN, or hf auth login",
+}
+_NO_RANGES = "the server does not support ranges of bytes: download the checkpoint to a local folder first"
+OTHER_RANGE = "the server sent another range than the requested one: run the command again, or download the file"
+_CHANGED = "changed while it was read: run the command again"
+
+#: Types of errors, and types of their causes.
+_KNOWN = {"PreconditionError": _CHANGED, "NotSupportedError": _NO_RANGES, "UnexpectedRange": OTHER_RANGE}
+
+
+def is_interrupted(error: Exception) -> bool:
+    """Whether a transfer failed after it began, so that another attempt may succeed."""
+    return "kind: Interrupted" in str(error) or "kind: Timeout" in str(error)
+
+
+def is_missing(error: Exception) -> bool:
+    """Whether a file, folder or bucket does not exist."""
+    return isinstance(error, FileNotFoundError) or _status(error) in {"404", "410"}
+
+
+def is_empty(error: Exception) -> bool:
+    """Whether a file has fewer bytes than the first one of the requested range."""
+    return _status(error) == "416"
+
+
+def changed(shown: str) -> SourceError:
+    """The error for a file that changed."""
+    return SourceError(f"{shown}: {_CHANGED}")
+
+
+def explain(error: Exception, shown: str) -> SourceError:
+    """The error for a failed request.
+
+    Args:
+        error: of the store.
+        shown: the URL that is shown.
+    """
+    return SourceError(f"{shown}: {_reason(error, shown.partition(':')[0])}")
+
+
+def _reason(error: Exception, scheme: str) -> str:
+    """What went wrong, and the remedy if there is one."""
+    status, name = _status(error), type(error).__name__
+    if known := next((text for kind, text in _KNOWN.items() if kind == name or kind in str(error)), ""):
+        return known
+    if is_missing(error):
+        return "does not exist"
+    if name in {"PermissionDeniedError", "UnauthenticatedError"} or status in {"401", "403"} or _lacks(error):
+        remedy = f": set {_CREDENTIALS[scheme]}" if scheme in _CREDENTIALS else ""
+        return f"access is denied{f' (status {status})' if status else ''}{remedy}"
+    tried = f" after {match['count']} retries" if (match := _RETRIES.search(str(error))) else ""
+    if status:
+        return f"cannot be read: the server answered with status {status}{tried}"
+    kind = match["kind"] if (match := _KIND.search(str(error))) else ""
+    return f"cannot be read: {_KINDS.get(kind, 'the request failed')}{tried}"
+
+
+def _lacks(error: Exception) -> bool:
+    """Whether a store found no credentials, and then asked the metadata service of a cloud for them."""
+    return re.search(r"169\.254\.169\.254|metadata\.google|token request|Account must be", str(error)) is not None
+
+
+def _status(error: Exception) -> str:
+    match = _STATUS.search(str(error))
+    return match["code"] if match else ""

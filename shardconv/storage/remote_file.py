@@ -1,0 +1,183 @@
+"""A file in a store, read by ranges of bytes. Every range is of the same version of the file, or an error."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from datetime import datetime
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from shardconv.errors import SourceError
+from shardconv.storage.problems import OTHER_RANGE, changed, explain, is_empty, is_interrupted, is_missing
+from shardconv.storage.requirements import obstore
+from shardconv.storage.transfer import submit, wait
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, GetResult, ObjectMeta
+    from obstore.store import ObjectStore
+
+Result = TypeVar("Result")
+
+#: Seconds before each further attempt at a transfer that was interrupted, beside the retries of the store's client.
+PAUSES = (0.2, 1.0, 5.0)
+#: The range whose answer has the size of a file.
+_FIRST = 8
+
+
+class RemoteFile:
+    """A file in a store.
+
+    Args:
+        store: the store.
+        key: the name of the file in it.
+        shown: its URL in messages.
+        size: in bytes; None to request it when it is needed.
+        is_pinned: whether the URL contains the version of the file, so that tags of caches do not matter.
+    """
+
+    #: Permissions of a local copy, before the umask.
+    mode = 0o666
+
+    def __init__(
+        self, store: "ObjectStore", key: str, shown: str, size: int | None = None, *, is_pinned: bool = False
+    ) -> None:
+        self.shown = shown
+        self._store, self._key, self._size, self._is_pinned = store, key, size, is_pinned
+        self._head = b""
+        self._version: str | datetime | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file.
+
+        Raises:
+            SourceError: if it does not exist or cannot be read.
+        """
+        if not self.exists():
+            raise SourceError(f"{self.shown}: does not exist")
+        assert self._size is not None
+        return self._size
+
+    def exists(self) -> bool:
+        """Whether the file exists.
+
+        Raises:
+            SourceError: if that cannot be found out.
+        """
+        if self._size is None:
+            self._size = wait(submit(self._request_size()))
+        return self._size is not None
+
+    def fetch(self, start: int, stop: int) -> Future[memoryview]:
+        """Start to read a range, which must be in the file and not empty."""
+        return submit(self._fetch(start, stop))
+
+    def keep(self, size: int) -> None:
+        """Fetch the first bytes, and keep them in memory for later reads; errors as in :meth:`read`."""
+        head = bytearray(min(size, self.size))
+        self.read(memoryview(head), 0)
+        self._head = bytes(head)
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer from a position.
+
+        Raises:
+            SourceError: if the file changed, is shorter, or cannot be read.
+        """
+        kept = self._head[offset : offset + len(buffer)]
+        buffer[: len(kept)] = kept
+        if len(kept) < len(buffer):
+            buffer[len(kept) :] = wait(self.fetch(offset + len(kept), offset + len(buffer)))
+
+    def read_all(self, max_bytes: int) -> bytes:
+        """The contents of the file.
+
+        Raises:
+            SourceError: if it changed, is too large, or cannot be read.
+        """
+        if self.size > max_bytes:
+            raise SourceError(f"{self.shown}: is too large (got {self.size} bytes, expected at most {max_bytes})")
+        return bytes(wait(self.fetch(0, self.size))) if self.size else b""
+
+    def check_unchanged(self) -> None:
+        """Do nothing: every range is of the version that was read first."""
+
+    def close(self) -> None:
+        """Do nothing: connections belong to the store."""
+
+    async def _request_size(self) -> int | None:
+        try:
+            meta, head = await self._repeated(self._request_head)
+        except FileNotFoundError:
+            return None
+        self._check_version(meta)
+        if len(head) == min(_FIRST, meta["size"]):
+            self._head = head
+        return meta["size"]
+
+    async def _request_head(self) -> "tuple[ObjectMeta, bytes]":
+        """What the store knows about the file, and its first bytes."""
+        try:
+            result = await self._get(0, _FIRST)
+            return result.meta, bytes(await result.bytes_async())
+        except Exception as error:
+            if is_missing(error):
+                raise FileNotFoundError from None
+            if not is_empty(error):
+                raise
+        return await obstore().head_async(self._store, self._key), b""  # an empty file does not have the range
+
+    async def _fetch(self, start: int, stop: int) -> memoryview:
+        try:
+            return await self._repeated(partial(self._fetch_once, start, stop))
+        except FileNotFoundError as error:
+            raise explain(error, self.shown) from None
+
+    async def _repeated(self, request: Callable[[], Coroutine[None, None, Result]]) -> Result:
+        """The result of a request, which is repeated if the connection is lost.
+
+        Raises:
+            FileNotFoundError: if the file does not exist.
+            SourceError: if it cannot be read.
+        """
+        for pause in (*PAUSES, None):
+            try:
+                return await request()
+            except (SourceError, FileNotFoundError):
+                raise
+            except Exception as error:  # noqa: BLE001 - clients raise errors of many types
+                if pause is None or not is_interrupted(error):
+                    raise explain(error, self.shown) from None
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - so that threads do not retry together
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _fetch_once(self, start: int, stop: int) -> memoryview:
+        result = await self._get(start, stop)
+        self._check_version(result.meta)
+        size = result.meta["size"]
+        if self._size is not None and size != self._size:
+            raise SourceError(f"{self.shown}: changed while it was read (got {size} bytes, expected {self._size})")
+        data = memoryview(await result.bytes_async())
+        if tuple(result.range) != (start, stop) or len(data) != stop - start:
+            raise SourceError(f"{self.shown}: {OTHER_RANGE}")
+        return data
+
+    async def _get(self, start: int, stop: int) -> "GetResult":
+        options: GetOptions = {"range": (start, stop)}
+        if isinstance(self._version, str) and not self._version.startswith("W/"):  # weak tags never match a condition
+            options["if_match"] = self._version
+        result: GetResult = await obstore().get_async(self._store, self._key, options=options)
+        return result
+
+    def _check_version(self, meta: "ObjectMeta") -> None:
+        """Compare with the version that was read first."""
+        if self._is_pinned:
+            return
+        version = meta["e_tag"] or meta["last_modified"]
+        with self._lock:
+            self._version = self._version or version
+        if version != self._version:
+            raise changed(self.shown)

@@ -1,0 +1,33 @@
+"""Packages of the extra ``remote``, imported when a URL is opened."""
+
+import importlib
+from types import ModuleType
+
+from shardconv.errors import UsageError
+
+
+def obstore() -> ModuleType:
+    """The clients of stores.
+
+    Raises:
+        UsageError: if the package is not installed.
+    """
+    return _require("obstore")
+
+
+def obstore_stores() -> ModuleType:
+    """The classes of stores; errors as in :func:`obstore`."""
+    return _require("obstore.store")
+
+
+def huggingface_hub() -> ModuleType:
+    """The client of the Hub; errors as in :func:`obstore`."""
+    return _require("huggingface_hub")
+
+
+def _require(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise UsageError(f"URLs require {package} ({error}): pip install 'shardconv[remote]'") from error

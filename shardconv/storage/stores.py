@@ -1,0 +1,134 @@
+"""Stores of URLs, with the credentials and endpoints of the stores' own tools, and lists of their files."""
+
+import base64
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from shardconv.errors import SourceError, UsageError
+from shardconv.storage.aws_profile import credential_provider, profile_options
+from shardconv.storage.problems import explain
+from shardconv.storage.remote_file import RemoteFile
+from shardconv.storage.requirements import obstore, obstore_stores
+from shardconv.storage.url import Location
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+#: The whole request may take this long if bytes keep coming; a connection without any is given up sooner.
+_CLIENT: "ClientConfig" = {"timeout": "15m", "read_timeout": "30s", "connect_timeout": "10s"}
+#: What the store's client retries: refused and lost connections, timeouts, and the status codes 429 and 5xx.
+RETRIES: "RetryConfig" = {"max_retries": 8, "retry_timeout": timedelta(minutes=2)}
+#: Maximum number of files in a folder.
+_MAX_FILES = 100_000
+
+
+def open_store(location: Location) -> "ObjectStore":
+    """The store of a bucket, container or web server.
+
+    Raises:
+        SourceError: if the credentials in the environment cannot be used.
+        UsageError: if obstore is not installed.
+    """
+    try:
+        return _OPEN[location.scheme](location)
+    except (SourceError, UsageError):
+        raise
+    except Exception as error:  # noqa: BLE001 - clients raise errors of many types
+        raise explain(error, str(location)) from None
+
+
+def open_web(url: str, headers: Mapping[str, str]) -> "ObjectStore":
+    """The store of a web server: ``url`` is its root, and may have a query that is sent with every request."""
+    options = {**_CLIENT, "allow_http": url.startswith("http:"), "default_headers": dict(headers)}
+    store: ObjectStore = obstore_stores().HTTPStore(url, client_options=options, retry_config=RETRIES)
+    return store
+
+
+def list_files(location: Location) -> dict[str, RemoteFile]:
+    """Name, relative to the folder, to file of everything in a folder of an object store.
+
+    Raises:
+        SourceError: if it cannot be listed, or has too many files.
+    """
+    store = open_store(location)
+    prefix = f"{location.folder}/" if location.folder else ""
+    try:
+        sizes = _sizes(store, prefix, location)
+    except SourceError:
+        raise
+    except Exception as error:  # noqa: BLE001 - clients raise errors of many types
+        raise explain(error, str(location)) from None
+    folders = {str(parent) for name in sizes for parent in PurePosixPath(name).parents}
+    return {
+        name: RemoteFile(store, prefix + name, location.to(name), size)
+        for name, size in sizes.items()
+        if size or name not in folders  # some tools write an empty object for a folder
+    }
+
+
+def _sizes(store: "ObjectStore", prefix: str, location: Location) -> dict[str, int]:
+    """Name, without the prefix, to size of each object."""
+    sizes: dict[str, int] = {}
+    for chunk in obstore().list(store, prefix or None):
+        sizes |= {meta["path"].removeprefix(prefix): meta["size"] for meta in chunk if meta["path"].startswith(prefix)}
+        if len(sizes) > _MAX_FILES:
+            raise SourceError(f"{location}: has more than {_MAX_FILES} files: pass the folder of one checkpoint")
+    return sizes
+
+
+def _open_s3(location: Location) -> "ObjectStore":
+    options = profile_options()
+    variables = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+    endpoint = next(filter(None, variables), options.get("endpoint", ""))
+    if endpoint:
+        options["endpoint"] = endpoint
+    store: ObjectStore = obstore_stores().S3Store(
+        location.host,
+        config=options,
+        client_options={**_CLIENT, "allow_http": endpoint.startswith("http:")},
+        retry_config=RETRIES,
+        credential_provider=credential_provider(options),
+    )
+    return store
+
+
+def _open_gcs(location: Location) -> "ObjectStore":
+    store: ObjectStore = obstore_stores().GCSStore(location.host, client_options=_CLIENT, retry_config=RETRIES)
+    return store
+
+
+#: Variables and fields of connection strings of Azure's tools, and the options of obstore.
+_AZURE_VARIABLES = {
+    "AZURE_STORAGE_ACCOUNT": "account_name", "AZURE_STORAGE_KEY": "account_key", "AZURE_STORAGE_SAS_TOKEN": "sas_key",
+}  # fmt: skip
+_AZURE_FIELDS = {
+    "AccountName": "account_name", "AccountKey": "account_key", "SharedAccessSignature": "sas_key",
+    "BlobEndpoint": "endpoint",
+}  # fmt: skip
+
+
+def _open_azure(location: Location) -> "ObjectStore":
+    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
+    fields = dict(field.split("=", 1) for field in text.split(";") if "=" in field)
+    options = {option: fields[name] for name, option in _AZURE_FIELDS.items() if name in fields}
+    options |= {option: os.environ[name] for name, option in _AZURE_VARIABLES.items() if os.environ.get(name)}
+    is_plain = options.get("endpoint", "").startswith("http:")
+    store: ObjectStore = obstore_stores().AzureStore(
+        location.host, config=options, client_options={**_CLIENT, "allow_http": is_plain}, retry_config=RETRIES
+    )
+    return store
+
+
+def _open_http(location: Location) -> "ObjectStore":
+    headers = {}
+    if location.user:
+        headers["authorization"] = "Basic " + base64.b64encode(unquote(location.user).encode()).decode()
+    query = f"?{location.query}" if location.query else ""
+    return open_web(f"{location.scheme}://{location.host}/{query}", headers)
+
+
+_OPEN = {"s3": _open_s3, "gs": _open_gcs, "az": _open_azure, "http": _open_http, "https": _open_http}

@@ -1,0 +1,25 @@
+"""The table of stand-ins: which local paths stand for remote files. Imports nothing, as every local read asks it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardconv.storage.remote_file import RemoteFile
+
+#: Stand-in to remote file.
+files: "dict[Path, RemoteFile]" = {}
+#: Folder of stand-ins to the URL that is shown.
+folders: dict[Path, str] = {}
+
+
+def remote_file(path: Path) -> "RemoteFile | None":
+    """The remote file that a path stands for; None for a local file."""
+    return files.get(path)
+
+
+def shown(text: str | Path) -> str:
+    """A path or a message, with URLs in place of the paths of stand-ins."""
+    result = str(text)
+    for folder, url in list(folders.items()):
+        result = result.replace(str(folder), url)
+    return result

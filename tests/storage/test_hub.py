@@ -1,0 +1,143 @@
+"""Models on the Hub, emulated on loopback: names, revisions and tokens; files come from another host, as on the Hub."""
+
+import json
+from collections.abc import Iterator
+
+import huggingface_hub
+import pytest
+
+import shardconv
+from shardconv.errors import SourceError, UsageError
+from tests.support.checkpoints import contents, write_checkpoint
+from tests.support.command import call
+from tests.support.web_server import Answer, WebServer, serve
+
+COMMIT, OTHER = "a" * 40, "b" * 40
+TOKEN = "hf_the_token"
+
+
+class Hub:
+    """One model with a branch, a pull request and a private twin.
+
+    Attributes:
+        server: its server.
+        revisions: revision to commit.
+        commits: commit to files.
+    """
+
+    def __init__(self, server: WebServer, files: dict[str, bytes]) -> None:
+        self.server = server
+        self.revisions = {"main": COMMIT, "v1.0": COMMIT, "refs/pr/3": OTHER, COMMIT: COMMIT}
+        self.commits = {COMMIT: files}
+        server.route = self._route
+
+    def _route(self, path: str, headers: dict[str, str]) -> Answer | None:
+        _, _, rest = path.partition("/api/models/")
+        if rest:
+            return self._describe(rest, headers)
+        model, _, file = path.partition("/resolve/")
+        if not file:
+            return None  # the store of files
+        if model == "/org/private" and headers.get("authorization") != f"Bearer {TOKEN}":
+            return Answer(401)
+        commit, _, name = file.partition("/")
+        self.server.files[f"/store/{commit}/{name}"] = self.commits[commit][name]
+        return Answer(302, {"location": f"http://localhost:{self.server.port}/store/{commit}/{name}?signature=x"})
+
+    def _describe(self, rest: str, headers: dict[str, str]) -> Answer:
+        name, _, revision = rest.partition("/revision/")
+        if name == "org/gated":
+            return Answer(403, {"x-error-code": "GatedRepo"}, b'{"error": "gated"}')
+        if name not in {"org/model", "org/private"} or (
+            name == "org/private" and headers.get("authorization") != f"Bearer {TOKEN}"
+        ):
+            return Answer(401, {"x-error-code": "RepoNotFound"}, b'{"error": "none"}')
+        commit = self.revisions.get(revision or "main")
+        if commit is None:
+            return Answer(404, {"x-error-code": "RevisionNotFound"}, b'{"error": "none"}')
+        siblings = [{"rfilename": each, "size": len(data)} for each, data in self.commits[commit].items()]
+        return Answer(200, {}, json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode())
+
+
+@pytest.fixture
+def hub(made, monkeypatch) -> Iterator[Hub]:
+    with serve() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield Hub(server, contents(made / "model"))
+
+
+def test_split_writes_the_bytes_of_a_local_split(made, hub, tmp_path):
+    shardconv.split("hf://org/model", tmp_path / "out", tp=2)
+    assert contents(tmp_path / "out") == contents(made / "split")
+
+
+def test_plan_reads_headers_only(hub):
+    shardconv.report_plan("hf://org/model@v1.0", tp=2)
+    weights = [request for request in hub.server.log if request.path.endswith(".safetensors")]
+    assert sum(request.sent for request in weights) < 4000
+    assert not any(request.path.endswith("tokenizer.json") for request in hub.server.log)
+
+
+def test_a_revision_is_read(made, hub, tmp_path):
+    other = contents(write_checkpoint(tmp_path / "other", seed=5))
+    hub.commits[OTHER] = other
+    expected = shardconv.report_plan(tmp_path / "other", tp=2)
+    for revision in ("refs/pr/3", "refs%2Fpr%2F3"):
+        assert shardconv.report_plan(f"hf://org/model@{revision}", tp=2).tensors == expected.tensors
+
+
+def test_a_branch_that_moves_does_not_mix_commits(made, hub, tmp_path):
+    def move(path: str) -> None:
+        hub.revisions["main"] = OTHER
+
+    hub.server.fault = move
+    shardconv.split("hf://org/model@main", tmp_path / "out", tp=2)
+    assert contents(tmp_path / "out") == contents(made / "split")
+
+
+def test_the_token_is_sent_to_the_hub_only(hub):
+    shardconv.report_plan("hf://org/private")
+    sent = {request.path.startswith("/store/"): request.headers.get("authorization") for request in hub.server.log}
+    assert sent == {False: f"Bearer {TOKEN}", True: None}
+
+
+def test_the_token_is_not_in_results(hub, tmp_path):
+    result = call("split", "hf://org/private", "--tp", "2", "-o", tmp_path / "out", "--json")
+    assert result.code == 0
+    assert TOKEN not in result.out + result.err
+    assert TOKEN not in (tmp_path / "out" / "shardconv.json").read_text()
+
+
+def test_a_file_of_a_model_is_a_source(hub, made):
+    hub.commits[COMMIT]["sub/one.safetensors"] = contents(made / "model")["model-00001-of-00002.safetensors"]
+    hub.commits[COMMIT]["sub/config.json"] = contents(made / "model")["config.json"]
+    assert shardconv.report_plan("hf://org/model@main/sub/one.safetensors").family == "llama"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("hf://org/none", "does not exist, or is private: correct the name, or set HF_TOKEN"),
+        ("hf://org/model@v9", "does not have the revision v9"),
+        ("hf://org/gated", "access is restricted: accept its terms on the Hub"),
+        ("hf://org/model/sub", "does not exist"),
+    ],
+)
+def test_models_that_cannot_be_read_are_one_error(hub, url, message):
+    result = call("plan", url)
+    assert result.code == 1
+    assert result.err.startswith(f"shardconv: {url}: {message}")
+    assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["hf://model", "hf://datasets/org/model", "hf://org@x/model"])
+def test_urls_that_are_no_models_are_usage_errors(hub, url):
+    with pytest.raises(UsageError):
+        shardconv.report_plan(url)
+
+
+def test_the_offline_mode_of_the_hub_is_respected(hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(SourceError, match="HF_HUB_OFFLINE is set: unset it"):
+        shardconv.report_plan("hf://org/model")

@@ -1,0 +1,158 @@
+"""Reading ahead: the right bytes, each fetched once, and no more of them in memory than allowed."""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from shardconv.storage import read_ahead
+from shardconv.storage.read_ahead import ReadAhead
+
+CHUNK, ROOM = 64, 256
+DATA = bytes(range(256)) * 40
+
+
+class File:
+    """A file whose ranges arrive at once.
+
+    Attributes:
+        fetched: how often each byte was fetched.
+    """
+
+    def __init__(self) -> None:
+        self.fetched = [0] * len(DATA)
+        self._lock = threading.Lock()
+
+    def fetch(self, start: int, stop: int) -> Future[memoryview]:
+        with self._lock:
+            for at in range(start, stop):
+                self.fetched[at] += 1
+        future: Future[memoryview] = Future()
+        future.set_result(memoryview(DATA)[start:stop])
+        return future
+
+
+class Budget(read_ahead._Budget):
+    """A budget that remembers its use."""
+
+    def __init__(self) -> None:
+        super().__init__(ROOM)
+        self.least = ROOM
+
+    def take(self, size: int) -> bool:
+        taken = super().take(size)
+        self.least = min(self.least, self._room)
+        return taken
+
+
+@pytest.fixture
+def budget(monkeypatch) -> Budget:
+    made = Budget()
+    monkeypatch.setattr(read_ahead, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(read_ahead, "_BUDGET", made)
+    return made
+
+
+def read_stripe(ahead: ReadAhead, file: File, start: int, stop: int, block: int) -> bytes:
+    """Announce a range and read it block by block, as the copy engine does."""
+    ahead.announce([(file, start, stop)])
+    result = bytearray(stop - start)
+    for at in range(start, stop, block):
+        end = min(at + block, stop)
+        ahead.read(file, memoryview(result)[at - start : end - start], at)
+    return bytes(result)
+
+
+def read_now(ahead: ReadAhead, file: File, start: int, size: int) -> bytes:
+    """Read a range without an announcement of it."""
+    result = bytearray(size)
+    ahead.read(file, memoryview(result), start)
+    return bytes(result)
+
+
+@pytest.mark.parametrize("block", [1, 48, 64, 100, 1000])
+@pytest.mark.parametrize("threads", [1, 8])
+def test_every_byte_is_right_and_fetched_once(budget, threads, block):
+    ahead, file, size = ReadAhead(), File(), 640
+    with ThreadPoolExecutor(threads) as pool:
+        starts = range(0, len(DATA), size)
+        read = list(pool.map(lambda start: read_stripe(ahead, file, start, start + size, block), starts))
+    assert b"".join(read) == DATA
+    assert set(file.fetched) == {1}
+    assert budget.least >= 0
+
+
+def test_the_room_is_used_and_given_back(budget):
+    ahead, file = ReadAhead(), File()
+    read_stripe(ahead, file, 0, len(DATA), 100)
+    assert budget.least == 0
+    ahead.cancel()
+    assert budget.take(ROOM)
+
+
+def test_what_was_announced_and_not_read_is_forgotten(budget):
+    ahead, file = ReadAhead(), File()
+    ahead.announce([(file, 0, 1000)])
+    assert read_stripe(ahead, file, 5000, 5640, 64) == DATA[5000:5640]
+    ahead.cancel()
+    assert budget.take(ROOM)
+
+
+def test_reads_that_were_not_announced_are_fetched(budget):
+    ahead, file = ReadAhead(), File()
+    ahead.announce([(file, 100, 400)])
+    result = bytearray(600)
+    ahead.read(file, memoryview(result), 0)
+    assert bytes(result) == DATA[:600]
+    assert file.fetched[:600] == [1] * 600
+
+
+def test_reads_after_a_cancellation_raise(budget):
+    ahead, file = ReadAhead(), File()
+    ahead.cancel()
+    file.fetch = lambda start, stop: Future()
+    with pytest.raises(InterruptedError):
+        ahead.read(file, memoryview(bytearray(10)), 0)
+
+
+def test_ranges_that_alternate_are_fetched_once(budget):
+    ahead, file = ReadAhead(), File()
+    ahead.announce([(file, 0, 192)])
+    for at in (*range(0, 192, 16), *range(8, 192, 16)):
+        assert read_now(ahead, file, at, 8) == DATA[at : at + 8]
+    assert file.fetched[:192] == [1] * 192
+    assert budget.take(ROOM)
+
+
+def test_ranges_that_alternate_make_room(budget):
+    ahead, file = ReadAhead(), File()
+    ahead.announce([(file, 0, 640)])
+    for at in range(0, 640, 16):
+        assert read_now(ahead, file, at, 8) == DATA[at : at + 8]
+        assert any(chunk.range.start <= at < chunk.range.stop for chunk in ahead._ahead.chunks)
+    for at in range(8, 640, 16):
+        assert read_now(ahead, file, at, 8) == DATA[at : at + 8]
+    assert sum(file.fetched) <= 2 * 640  # at most once for each of the two tensors
+
+
+def test_a_read_before_an_announced_range_ends_there(budget):
+    assert budget.take(ROOM)
+    ahead, file = ReadAhead(), File()
+    ahead.announce([(file, 100, 200)])
+    assert read_now(ahead, file, 0, 200) == DATA[:200]
+    budget.give(ROOM)
+    ahead._fill()
+    assert file.fetched[:200] == [1] * 200
+
+
+def test_a_cancellation_before_a_request_is_registered_cancels_it(budget):
+    ahead, file, future = ReadAhead(), File(), Future()
+
+    def fetch(start: int, stop: int) -> Future[memoryview]:
+        ahead.cancel()
+        return future
+
+    file.fetch = fetch
+    ahead.announce([(file, 0, 1000)])
+    assert future.cancelled()
+    assert budget.take(ROOM)

@@ -1,0 +1,189 @@
+"""Checkpoints in S3, on a real S3 server on loopback: every command gives what it gives for the local folder."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import boto3
+import pytest
+
+import shardconv
+from shardconv.checkpoint.torch_files import TorchChunk, read_torch_chunks
+from shardconv.errors import SourceError
+from shardconv.storage import table
+from tests.support.checkpoints import contents, llama_config, write_checkpoint
+from tests.support.command import call
+from tests.support.external import deepseek_ranks, write_deepseek
+from tests.support.gptq import write_gptq
+from tests.support.models import EXPERTS, LAYERS, MODELS, read
+from tests.support.s3_server import S3Server, serve_s3, upload
+
+
+@pytest.fixture(scope="module")
+def s3(made) -> S3Server:
+    with serve_s3("bucket") as server:
+        upload(made / "model", "bucket", "models/model")
+        upload(made / "split", "bucket", "split")
+        yield server
+
+
+def test_split_writes_the_bytes_of_a_local_split(made, s3, tmp_path):
+    shardconv.split("s3://bucket/models/model", tmp_path / "out", tp=2)
+    assert contents(tmp_path / "out") == contents(made / "split")
+
+
+def test_split_fetches_each_byte_once(made, s3, tmp_path):
+    before = s3.num_sent
+    shardconv.split("s3://bucket/models/model", tmp_path / "out", tp=2)
+    needed = sum(map(len, contents(made / "model").values()))
+    listing = 2000
+    assert s3.num_sent - before <= 1.02 * needed + listing
+
+
+def test_a_file_is_split_with_the_config_next_to_it(made, s3, tmp_path):
+    name = "model-00001-of-00002.safetensors"
+    (tmp_path / "one").mkdir()
+    for each in ("config.json", name):
+        (tmp_path / "one" / each.replace(name, "one.safetensors")).write_bytes((made / "model" / each).read_bytes())
+    upload(tmp_path / "one", "bucket", "single")
+    assert shardconv.report_plan("s3://bucket/single/one.safetensors", tp=2).family == "llama"
+
+
+def test_verify_compares_with_a_remote_source(made, s3):
+    report = shardconv.verify(made / "split", against="s3://bucket/models/model")
+    assert report.is_compared
+    assert report.differences == ()
+    assert report.against == "s3://bucket/models/model"
+
+
+def test_verify_finds_a_difference_to_a_remote_source(made, s3, tmp_path):
+    write_checkpoint(tmp_path / "other", parts=2, config=llama_config(layers=1), seed=7)
+    upload(tmp_path / "other", "bucket", "other")
+    assert shardconv.verify(made / "split", against="s3://bucket/other").differences
+
+
+def test_merge_restores_the_source_of_a_remote_split(made, s3, tmp_path):
+    shardconv.merge("s3://bucket/split", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(made / "model")
+
+
+def test_merge_fetches_tensors_that_alternate_in_a_file_once(s3, tmp_path):
+    """vLLM concatenates layers of AWQ along the columns, so that the ranges of their rows overlap."""
+    sizes = {"hidden": 256, "heads": 8, "kv_heads": 8, "intermediate": 512}
+    source = write_gptq(tmp_path / "awq", bits=4, group=32, version="awq", **sizes)
+    shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
+    upload(tmp_path / "split", "bucket", "awq")
+    before = s3.num_sent
+    shardconv.merge("s3://bucket/awq", tmp_path / "merged")
+    listing = 2000
+    assert s3.num_sent - before <= 1.02 * sum(map(len, contents(tmp_path / "split").values())) + listing
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+def test_reports_of_remote_rank_files_name_the_url(s3, tmp_path):
+    deepseek = MODELS["deepseek_v3-hub"]
+    model = replace(deepseek, config={**deepseek.config, "vocab_size": 128}).write(tmp_path / "model")
+    tensors = {name: tensor for name, tensor in read(model).items() if f"layers.{LAYERS}." not in name}
+    ranks = write_deepseek(tmp_path / "ranks", deepseek_ranks(tensors, 2, LAYERS, EXPERTS), model / "config.json")
+    upload(ranks, "bucket", "ranks")
+    upload(model, "bucket", "deepseek")
+    report = shardconv.verify("s3://bucket/ranks", against="s3://bucket/deepseek")
+    assert (report.path, report.against) == ("s3://bucket/ranks", "s3://bucket/deepseek")
+    assert report.num_bytes == sum(path.stat().st_size for path in ranks.glob("*.safetensors"))
+    assert report.checked[-1] == "every tensor of s3://bucket/deepseek"
+    assert report.differences
+    assert all("s3://bucket/deepseek only" in difference for difference in report.differences)
+
+
+def test_reshard_reads_a_remote_split(made, s3, tmp_path):
+    shardconv.reshard("s3://bucket/split", tmp_path / "remote", tp=4)
+    shardconv.reshard(made / "split", tmp_path / "local", tp=4)
+    assert contents(tmp_path / "remote") == contents(tmp_path / "local")
+
+
+def test_the_plan_of_a_remote_split_is_that_in_its_manifest(made, s3):
+    remote, local = shardconv.report_plan("s3://bucket/split"), shardconv.report_plan(made / "split")
+    assert remote.tensors == local.tensors
+    assert remote.source == "s3://bucket/split"
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/none", "s3://no-bucket/x", "s3://bucket/models/model/none.safetensors"])
+def test_a_url_that_does_not_exist_is_one_error(s3, url):
+    result = call("plan", url)
+    assert (result.code, result.err) == (1, f"shardconv: {url}: does not exist\n")
+
+
+def test_errors_name_the_url_and_not_the_stand_in(s3, tmp_path):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "model.safetensors").write_bytes(b"\x00" * 4)
+    upload(tmp_path / "bad", "bucket", "bad")
+    result = call("plan", "s3://bucket/bad", "--json")
+    assert json.loads(result.out)["error"].startswith("s3://bucket/bad/model.safetensors: is not a safetensors file")
+
+
+def test_keys_of_a_profile_are_used(s3, tmp_path, monkeypatch):
+    (tmp_path / "credentials").write_text("[work]\naws_access_key_id = profile-key\naws_secret_access_key = x\n")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    shardconv.report_plan("s3://bucket/models/model")
+    assert "Credential=profile-key/" in s3.authorizations[-1]
+
+
+def test_a_profile_that_does_not_exist_is_an_error(s3, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_PROFILE", "none")
+    with pytest.raises(SourceError, match="AWS_PROFILE=none: is not in the AWS config"):
+        shardconv.report_plan("s3://bucket/models/model")
+
+
+def test_empty_objects_for_folders_are_skipped(s3, made, tmp_path):
+    upload(made / "model", "bucket", "marked")
+    upload(made / "model", "bucket", "marked/sub")
+    client = boto3.client("s3", endpoint_url=s3.url)
+    for key in ("marked/", "marked/sub/"):
+        client.put_object(Bucket="bucket", Key=key, Body=b"")
+    shardconv.split("s3://bucket/marked", tmp_path / "out", tp=2, ignore=("sub/*.safetensors*",))
+    assert {"sub/config.json", "config.json"} < contents(tmp_path / "out").keys()
+
+
+def test_remote_pytorch_files_are_not_taken_for_duplicates(s3, made, tmp_path):
+    upload(made / "model", "bucket", "both")
+    client = boto3.client("s3", endpoint_url=s3.url)
+    client.put_object(Bucket="bucket", Key="both/pytorch_model.bin", Body=b"PK")
+    with pytest.raises(SourceError, match=r"pytorch_model.bin \(is remote.*--ignore"):
+        shardconv.report_plan("s3://bucket/both")
+    assert shardconv.report_plan("s3://bucket/both", ignore=("*.bin",)).family == "llama"
+
+
+def test_remote_pytorch_files_are_refused(s3, made, tmp_path):
+    client = boto3.client("s3", endpoint_url=s3.url)
+    client.put_object(Bucket="bucket", Key="pickle/pytorch_model.bin", Body=b"PK")
+    message = "s3://bucket/pickle/pytorch_model.bin: is remote, and only safetensors files are read by ranges: download"
+    with pytest.raises(SourceError, match=message):
+        shardconv.report_plan("s3://bucket/pickle")
+
+
+def test_remote_dcp_folders_are_refused(s3):
+    client = boto3.client("s3", endpoint_url=s3.url)
+    for name in (".metadata", "__0_0.distcp"):
+        client.put_object(Bucket="bucket", Key=f"dcp/{name}", Body=b"x")
+    message = "s3://bucket/dcp/.metadata: is remote, and only safetensors files are read by ranges: download"
+    with pytest.raises(SourceError, match=message):
+        shardconv.report_plan("s3://bucket/dcp")
+
+
+def test_remote_chunks_of_pytorch_files_are_refused(monkeypatch):
+    path = Path("/stand-in/__0_0.distcp")
+    monkeypatch.setitem(table.files, path, object())
+    with pytest.raises(SourceError, match="is remote, and only safetensors files are read by ranges"):
+        read_torch_chunks([TorchChunk(path, 0, 8)])
+
+
+def test_names_that_cannot_be_stand_ins_are_refused(s3, tmp_path):
+    write_checkpoint(tmp_path / "model", config=llama_config(layers=1))
+    (tmp_path / "model" / "a:b").write_text("x")
+    upload(tmp_path / "model", "bucket", "odd")
+    with pytest.raises(SourceError, match="s3://bucket/odd: the name of file 'a:b' is not valid on every system"):
+        shardconv.report_plan("s3://bucket/odd")

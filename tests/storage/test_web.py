@@ -1,0 +1,209 @@
+"""Checkpoints on web servers: what is read, what is refused, and what is not shown."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+import shardconv
+from shardconv.errors import SourceError, UsageError
+from shardconv.storage import table
+from shardconv.storage.url import parse
+from tests.support.checkpoints import contents
+from tests.support.command import call
+from tests.support.s3_server import environment
+from tests.support.web_server import HEADER_REQUESTS, WebServer, num_requests, serve
+
+INDEX = "model.safetensors.index.json"
+FILE = "model-00001-of-00002.safetensors"
+SECRETS = ("the-user", "the-password", "the-signature")
+
+
+@pytest.fixture
+def web(made) -> Iterator[WebServer]:
+    with serve(files={f"/models/model/{name}": data for name, data in contents(made / "model").items()}) as server:
+        yield server
+
+
+def test_split_writes_the_bytes_of_a_local_split(made, web, tmp_path):
+    shardconv.split(f"{web.url}/models/model/{INDEX}", tmp_path / "out", tp=2)
+    assert contents(tmp_path / "out") == contents(made / "split")
+
+
+def test_split_fetches_each_byte_of_the_weights_once(made, web, tmp_path):
+    shardconv.split(f"{web.url}/models/model/{INDEX}", tmp_path / "out", tp=2)
+    weights = [request for request in web.log if request.path.endswith(".safetensors")]
+    needed = sum(len(data) for name, data in contents(made / "model").items() if name.endswith(".safetensors"))
+    assert sum(request.sent for request in weights) <= 1.02 * needed
+
+
+def test_plan_reads_headers_only(made, web):
+    shardconv.report_plan(f"{web.url}/models/model/{INDEX}", tp=2)
+    ranges = [request for request in web.log if request.path.endswith(".safetensors") and request.sent]
+    assert sum(request.sent for request in ranges) < 4000
+    assert web.num_sent < sum(map(len, web.files.values())) / 4
+
+
+def test_plan_of_a_file_uses_the_config_next_to_it(made, web):
+    web.files["/one/weights.safetensors"] = web.files[f"/models/model/{FILE}"]
+    web.files["/one/config.json"] = web.files["/models/model/config.json"]
+    assert shardconv.report_plan(f"{web.url}/one/weights.safetensors").family == "llama"
+
+
+def test_a_server_without_ranges_is_refused(web, tmp_path):
+    web.has_ranges = False
+    result = call("split", f"{web.url}/models/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out")
+    assert result.code == 1
+    assert "the server does not support ranges of bytes: download the checkpoint" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("{web}/models/model", "pass the URL of a .safetensors file or an index"),
+        ("https://huggingface.co/org/model/tree/main", "pass the URL of hf://org/model"),
+    ],
+)
+def test_a_folder_of_a_web_server_is_explained(web, url, remedy):
+    with pytest.raises(UsageError, match=f"web servers do not list folders: {remedy}"):
+        shardconv.report_plan(url.format(web=web.url))
+
+
+@pytest.mark.parametrize("url", ["ftp://host/x", "https://", "s3://key:secret@bucket/x", "s3:///x"])
+def test_urls_that_cannot_be_used_are_usage_errors(url):
+    result = call("plan", url)
+    assert result.code == 2
+    assert result.err.startswith("shardconv: ")
+    assert "secret" not in result.err
+
+
+# --- changes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tag", ["v1", ""], ids=["with a tag", "without a tag"])
+def test_a_file_that_changes_is_an_error(web, tmp_path, tag):
+    web.tag = tag
+    path = f"/models/model/{FILE}"
+
+    def change(requested: str) -> None:
+        if requested == path and num_requests(web, path) == HEADER_REQUESTS:
+            web.files[path] += b"" if tag else b"x"
+            web.tag = "v2" if tag else ""
+
+    web.fault = change
+    with pytest.raises(SourceError, match="changed while it was read"):
+        shardconv.split(f"{web.url}/models/model/{INDEX}", tmp_path / "out", tp=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_removed_is_one_error(web, tmp_path):
+    path = f"/models/model/{FILE}"
+    web.fault = lambda requested: "404" if num_requests(web, path) >= HEADER_REQUESTS and requested == path else None
+    result = call("split", f"{web.url}/models/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out")
+    assert (result.code, result.err.count("\n")) == (1, 1)
+    assert "does not exist" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- secrets --------------------------------------------------------------------------------------------------------
+
+
+def signed(web: WebServer, path: str) -> str:
+    return f"{web.url.replace('://', '://the-user:the-password@')}/{path}?signature=the-signature"
+
+
+def is_shown(text: str) -> bool:
+    return any(secret in text for secret in SECRETS)
+
+
+def test_secrets_of_a_url_are_sent(web):
+    shardconv.report_plan(signed(web, f"models/model/{INDEX}"))
+    assert {request.query for request in web.log} == {"signature=the-signature"}
+    assert all(request.headers["authorization"].startswith("Basic ") for request in web.log)
+
+
+def test_secrets_of_a_url_are_not_in_results(web, tmp_path):
+    url = signed(web, f"models/model/{INDEX}")
+    plan = call("plan", url, "--tp", "2", "--json")
+    assert json.loads(plan.out)["source"].startswith(f"{web.url}/models/model")
+    split = call("split", url, "--tp", "2", "-o", tmp_path / "out", "--json")
+    verify = call("verify", tmp_path / "out", "--against", url)
+    assert (plan.code, split.code, verify.code) == (0, 0, 0)
+    assert not any(is_shown(one.out + one.err) for one in (plan, split, verify))
+    assert not is_shown((tmp_path / "out" / "shardconv.json").read_text())
+
+
+@pytest.mark.parametrize("status", ["401", "403", "404", "400"])
+def test_secrets_of_a_url_are_not_in_errors(web, status):
+    web.fault = lambda path: status if path.endswith(".safetensors") else None
+    result = call("plan", signed(web, f"models/model/{FILE.replace('-00001-of-00002', '')}"))
+    assert result.code == 1
+    assert not is_shown(result.out + result.err)
+
+
+def test_secrets_are_not_shown_where_urls_are_refused(tmp_path):
+    url = "https://the-user:the-password@host/model?signature=the-signature"
+    for arguments in (["split", ".", "--tp", "2", "-o", url], ["run", url, "--prompt", "x"], ["plan", url]):
+        result = call(*arguments)
+        assert result.code == 2
+        assert not is_shown(result.out + result.err)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("hf://user:hf_SECRET@org/model", "hf://org/model: has credentials"),
+        ("hf://user:hf_SECRET@org/model@main", "hf://...: has credentials"),
+        ("hf://hf_SECRET@org/model", "hf://org/model: has credentials"),
+        ("https://user:pa/SECRET@host/m.safetensors", "https://...@host: has / ? # or @ in the password"),
+        ("https://user:pa?SECRET@host/m.safetensors", "https://...@host: has / ? # or @ in the password"),
+        ("https://user:pa#SECRET@host:80/m.safetensors", "https://...@host:80: has / ? # or @ in the password"),
+        ("https://user:p@a/SECRET@host/m.safetensors", "https://...: has / ? # or @ in the password"),
+        ("https://user:SECRET@ho\u2100st/m.safetensors", "is not a valid URL"),
+        ("s3://key:pa/SECRET@bucket/x", "s3://...@bucket: has credentials"),
+        ("s3://bucket/key?X-Amz-Signature=SECRET", "s3://bucket/key: has a query (expected only a bucket and a key)"),
+        ("az://container/key?sv=1&sig=SECRET", "presigned URLs are https://"),
+    ],
+)
+@pytest.mark.parametrize("given", ["source", "output"])
+def test_secrets_of_urls_that_are_not_valid_are_not_shown(tmp_path, url, message, given):
+    result = call("plan", url) if given == "source" else call("split", tmp_path, "--tp", "2", "-o", url)
+    assert result.code == 2
+    assert "SECRET" not in result.out + result.err
+    assert given == "output" or message in result.err
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["https://host:8080/org/m@main/x.safetensors", "https://[::1]:80/m@main", "https://user:pw@host/x", "hf://a/b@c"],
+)
+def test_an_at_sign_in_a_path_is_not_the_end_of_a_password(url):
+    assert parse(url).path == url.partition("://")[2].partition("/")[2]
+
+
+def test_access_that_is_denied_is_one_error_with_the_remedy(web, monkeypatch):
+    environment(monkeypatch, web.url)
+    web.fault = lambda path: "403"
+    result = call("plan", "s3://bucket/model")
+    assert result.code == 1
+    assert "s3://bucket/model: access is denied (status 403): set AWS_ACCESS_KEY_ID" in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_stand_ins_are_removed(web, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shardconv.report_plan(f"{web.url}/models/model/{INDEX}")
+    with pytest.raises(SourceError):
+        shardconv.report_plan(f"{web.url}/models/model/none.safetensors")
+    assert list(tmp_path.iterdir()) == []
+    assert (table.files, table.folders) == ({}, {})
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(UsageError, match=r"URLs require obstore .*: pip install 'shardconv\[remote\]'"):
+        shardconv.report_plan("s3://bucket/x")

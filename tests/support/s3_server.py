@@ -1,0 +1,82 @@
+"""An S3 server on loopback: moto's, which keeps objects in memory, with a count of the bytes that it sends."""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+#: Variables of the environment that choose other servers or credentials.
+_OTHERS = ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION")
+
+
+@dataclass
+class S3Server:
+    """A running server.
+
+    Attributes:
+        url: its address.
+        num_sent: bytes of the bodies of all answers.
+        authorizations: the header of each request.
+    """
+
+    url: str = ""
+    num_sent: int = 0
+    authorizations: list[str] = field(default_factory=list)
+
+
+def environment(patch: pytest.MonkeyPatch, url: str) -> None:
+    """Let the tools of AWS use a server on loopback, with credentials that are not used elsewhere."""
+    for name in _OTHERS:
+        patch.delenv(name, raising=False)
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "test-secret", "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": url, "AWS_CONFIG_FILE": "/nowhere", "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
+    }.items():  # fmt: skip
+        patch.setenv(name, value)
+
+
+@contextmanager
+def serve_s3(bucket: str) -> Iterator[S3Server]:
+    """Run a server with an empty bucket; the environment's tools of AWS use it."""
+    state = S3Server()
+    app = DomainDispatcherApplication(create_backend_app)
+
+    def counted(environ: dict[str, Any], start: Any) -> Any:
+        state.authorizations.append(environ.get("HTTP_AUTHORIZATION", ""))
+
+        def start_counted(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+            if environ["REQUEST_METHOD"] == "GET":
+                state.num_sent += int({name.lower(): value for name, value in headers}.get("content-length", 0))
+            return start(status, headers, *rest)
+
+        return app(environ, start_counted)
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = make_server("127.0.0.1", 0, counted, threaded=True)
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        environment(patch, state.url)
+        boto3.client("s3", endpoint_url=state.url).create_bucket(Bucket=bucket)
+        yield state
+    server.shutdown()
+    server.server_close()
+
+
+def upload(folder: Path, bucket: str, prefix: str) -> None:
+    """Copy the files of a folder into a bucket, with AWS's own client."""
+    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+    for path in folder.rglob("*"):
+        if path.is_file():
+            client.put_object(
+                Bucket=bucket, Key=f"{prefix}/{path.relative_to(folder).as_posix()}", Body=path.read_bytes()
+            )
