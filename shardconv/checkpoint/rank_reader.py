@@ -1,27 +1,27 @@
 """Readers of one rank's shards, one tensor at a time, from its rank file or from byte ranges of a source.
 
-They read only the bytes of the shard, and do not depend on torch: callers create tensors from the bytes.
+They do not depend on torch: callers create tensors from the bytes. Files are mapped into memory, so that only the pages
+with bytes of the shard are read. Full rows are read in blocks only where the tensors of a source are computed, or its
+files cannot be mapped.
 """
 
-import mmap
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardconv.checkpoint.copy import Edits, Shards
+from shardconv.checkpoint.copy import Progress, Scratch, Shards, Span, StripeState
 from shardconv.checkpoint.fileio import Bytes, InputFiles
-from shardconv.checkpoint.geometry import Box, geometry
-from shardconv.checkpoint.layout import lay_out_source
+from shardconv.checkpoint.geometry import Box, ShardRows, geometry, unsharded
+from shardconv.checkpoint.header import DTYPE_BITS
 from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.paths import leads_out
 from shardconv.checkpoint.source import Source
-from shardconv.checkpoint.verify_rank import verify_open_rank
-from shardconv.errors import SourceError, SplitCheckpointError
+from shardconv.checkpoint.source_reader import open_tensors
+from shardconv.checkpoint.verify_rank import verify_rank
+from shardconv.checkpoint.write import open_rank
+from shardconv.errors import SourceError
 from shardconv.plan.plan import Plan, TensorSpec
 
-#: The shortest run of bytes in a row of a source that is read alone; for shorter runs, full rows are read.
-_MIN_RUN_BYTES = 2**12
 #: Maximum bytes of full rows in memory.
 _BLOCK_BYTES = 4 * 2**20
 
@@ -29,19 +29,24 @@ _BLOCK_BYTES = 4 * 2**20
 class RankReader(ABC):
     """A reader of the shards of one rank; it closes its files when it is garbage collected.
 
+    Files are mapped into memory: a shard that is one range of a file is a view of it, and is not copied. Files must not
+    be modified while the shards are in use.
+
     Args:
         files: the open files.
         tensors: name to dtype and full shape, in the preferred order of reading.
         plan: their placements.
+        rank: the rank.
 
     Attributes:
         num_bytes_read: bytes read from the files so far.
     """
 
-    def __init__(self, files: InputFiles, tensors: Mapping[str, TensorSpec], plan: Plan) -> None:
-        self.tensors, self.plan = tensors, plan
+    def __init__(self, files: InputFiles, tensors: Mapping[str, TensorSpec], plan: Plan, rank: int) -> None:
+        self.tensors, self.plan, self.rank = tensors, plan, rank
         self.num_bytes_read = 0
         self._files = files
+        self._mappings: dict[int, Bytes | None] = {}
         self.close = weakref.finalize(self, files.close)
 
     @abstractmethod
@@ -52,6 +57,19 @@ class RankReader(ABC):
             SourceError: if a file is too short, was modified since it was opened, or cannot be read.
         """
 
+    def read_local(self, name: str) -> Bytes:
+        """The bytes of the rank's shard as the rank computes with them: its groups are counted from 0.
+
+        Raises:
+            SourceError: as :meth:`read`.
+        """
+        data, edits = self.read(name), self.plan.tensors[name].edits
+        return data if edits is None else _sum(data, self.tensors[name].dtype, edits[self.rank], sign=-1)
+
+    def shard_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the rank's shard of a tensor."""
+        return self.plan.placement(name).shard_shape(self.tensors[name].shape, self.rank)
+
     def check_unchanged(self) -> None:
         """Check that no file was modified since it was opened.
 
@@ -60,55 +78,64 @@ class RankReader(ABC):
         """
         self._files.check_unchanged()
 
-    def _read(self, file: int, buffer: Bytes, offset: int) -> None:
-        self._files.read(file, buffer, offset)
-        self.num_bytes_read += len(buffer)
+    def _mapping(self, file: int) -> Bytes | None:
+        """A file as it is mapped into memory; None if it cannot be mapped."""
+        if file not in self._mappings:
+            self._mappings[file] = self._files.map(file)
+        return self._mappings[file]
 
 
 class RankFileReader(RankReader):
-    """A reader of a rank file, which is mapped into memory: shards are not copied.
-
-    The file must not be modified while the shards are in use.
+    """A reader of the files of a rank.
 
     Args:
         manifest: of the split checkpoint.
         folder: of the split checkpoint.
-        rank: the rank of the file.
-        verify: check the file against its checksums first.
+        rank: the rank of the files.
+        verify: check the files against their checksums first.
+        progress: called with the number of checked bytes and the total.
 
     Raises:
         IntegrityError: if bytes differ from those that were written.
-        SplitCheckpointError: if the file is missing, or a link out of its folder.
-        SourceError: if it has the wrong size or header.
+        SplitCheckpointError: if a file is missing, a link out of its folder, or has the wrong size or header.
     """
 
-    def __init__(self, manifest: Manifest, folder: Path, rank: int, *, verify: bool = False) -> None:
-        layout, path = manifest.rank_layout, manifest.rank_paths(folder)[rank]
-        if leads_out(path, folder):
-            raise SplitCheckpointError(f"{path}: is a link out of its folder")
-        if not path.is_file():
-            raise SplitCheckpointError(f"{path}: is missing: copy it to this host, or split the source again")
-        files = InputFiles([path], [layout.prefixes[rank]], [layout.file_bytes[rank]])
-        super().__init__(files, manifest.tensors, manifest.plan)
-        self._rank = rank
+    def __init__(
+        self, manifest: Manifest, folder: Path, rank: int, *, verify: bool = False, progress: Progress | None = None
+    ) -> None:
+        layout, files = manifest.rank_layout, open_rank(manifest, folder, rank)
+        super().__init__(files, manifest.tensors, manifest.plan, rank)
+        self._first = layout.files_of(rank).start
         self._shards = dict(zip(manifest.tensors, layout.shards, strict=True))
         if verify:
-            verify_open_rank(manifest, files, rank)
-        # A private mapping, so callers may write into the shards. It is unmapped with the last tensor that uses it.
-        self._mapped = mmap.mmap(files.descriptors[0], layout.file_bytes[rank], access=mmap.ACCESS_COPY)
-        if hasattr(mmap, "MADV_WILLNEED"):
-            self._mapped.madvise(mmap.MADV_WILLNEED)
+            verify_rank(manifest, files, rank, progress)
+        sizes = layout.file_bytes[layout.files_of(rank)]
+        files.prefetch((number, 0, size) for number, size in enumerate(sizes))
 
     def read(self, name: str) -> Bytes:
         """See :class:`RankReader`."""
         self._files.check_unchanged()
-        shards = self._shards[name]
+        shards, spec = self._shards[name], self.tensors[name]
         if not shards.files:
-            return _implied_values(shards)
-        start, size = shards.offsets[self._rank], _shard_bytes(shards, self._rank)
+            shard = geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self.rank]
+            return _take_shard(_implied_values(shards), shard)
+        size = _shard_bytes(shards, self.rank)
         self.num_bytes_read += size
-        data = memoryview(self._mapped)[start : start + size]
-        return _source_values(data, shards.edits, self._rank) if shards.is_edited else data
+        file, ranges = shards.files[self.rank] - self._first, shards.ranges(self.rank, 0, size)
+        data = self._read_ranges(file, size, list(ranges))
+        if shards.edits is None or shards.edits.values is None:
+            return data
+        return _sum(data, shards.edits.dtype, shards.edits.values[self.rank], sign=1)
+
+    def _read_ranges(self, file: int, size: int, ranges: Sequence[tuple[int, int]]) -> Bytes:
+        """Ranges of a file, one after the other: a view of the file if there is one, and it is mapped."""
+        mapping = self._mapping(file)
+        if mapping is not None and len(ranges) == 1:
+            ((start, count),) = ranges
+            return mapping[start : start + count]
+        data = memoryview(bytearray(size))
+        self._files.read_ranges(file, data, ranges)
+        return data
 
 
 class SourceReader(RankReader):
@@ -124,37 +151,61 @@ class SourceReader(RankReader):
     """
 
     def __init__(self, source: Source, plan: Plan, rank: int) -> None:
-        layout = lay_out_source([file.header for file in source.files], source.specs, plan)
-        files = InputFiles([file.path for file in source.files], layout.prefixes, layout.file_bytes)
-        super().__init__(files, source.specs, plan)
-        self._rank = rank
-        self._full = dict(zip(source.specs, layout.shards, strict=True))
+        self._reader, files = open_tensors(source, source.specs, plan)
+        super().__init__(files, source.specs, plan, rank)
+        self._number = {name: number for number, name in enumerate(source.specs)}
+        self._scratch = Scratch(_BLOCK_BYTES)
 
     def read(self, name: str) -> Bytes:
         """See :class:`RankReader`."""
-        spec, full = self.tensors[name], self._full[name]
-        self._files.check_unchanged(full.files[0])
-        shard = geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self._rank]
-        data = memoryview(bytearray(shard.local(full.geometry.num_bytes) if full.geometry.num_bytes else 0))
-        for box in shard.boxes(0, full.geometry.num_bytes):
-            for at, size, offset in _runs(box) if _is_in_runs(box) else ():
-                self._read(full.files[0], data[at : at + size], full.offsets[0] + offset)
-            if not _is_in_runs(box):
-                self._read_rows(full, box, data)
+        spec, full = self.tensors[name], self._reader.tensors[self._number[name]]
+        for file in set(full.files):
+            self._files.check_unchanged(file)
+        size = full.geometry.num_bytes
+        shard = geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self.rank]
+        if not size:
+            return memoryview(bytearray())
         if full.edits is not None:
-            self._check_values(full, full.edits)
+            whole = memoryview(bytearray(size))
+            self._fill(name, whole, 0)  # compares all values with those that follow from the grid
+            return _take_shard(whole, shard)
+        if (mapped := self._mapped(full)) is not None:
+            self._prefetch(full, shard)
+            self.num_bytes_read += sum(run.size for run in shard.runs) * (size // shard.full_width)
+            return _take_shard(mapped, shard, is_copied=full.offsets[0] % max(DTYPE_BITS[spec.dtype] // 8, 1) > 0)
+        data = memoryview(bytearray(shard.local(size)))
+        for box in shard.boxes(0, size):
+            if _is_one_run(box):
+                at, length, offset = _run(box)
+                self._fill(name, data[at : at + length], offset)
+            else:
+                self._fill_rows(name, box, data)
         return data
 
-    def _check_values(self, full: Shards, edits: Edits) -> None:
-        """Compare the values of a full tensor, which is small, with those that follow from its grid."""
-        from shardconv.checkpoint.edits import difference  # noqa: PLC0415 - see its docstring
+    def _mapped(self, full: Shards) -> Bytes | None:
+        """A full tensor as a view of the file that stores it; None if it is not one range of a mapped file."""
+        if len(full.files) != 1 or full.geometry != unsharded(full.geometry.num_bytes):
+            return None
+        mapping, start = self._mapping(full.files[0]), full.offsets[0]
+        return None if mapping is None else mapping[start : start + full.geometry.num_bytes]
 
-        values = memoryview(bytearray(full.geometry.num_bytes))
-        self._read(full.files[0], values, full.offsets[0])
-        if problem := difference(values, edits, 0):
-            raise SourceError(problem)
+    def _prefetch(self, full: Shards, shard: ShardRows) -> None:
+        """Ask the operating system to read ahead the range of the file that has the shard."""
+        boxes = list(shard.boxes(0, full.geometry.num_bytes))
+        if boxes:
+            first = min(box.full + box.offset for box in boxes)
+            last = max(box.full + box.offset + (box.rows - 1) * box.full_width + box.size for box in boxes)
+            self._files.prefetch([(full.files[0], full.offsets[0] + first, last - first)])
 
-    def _read_rows(self, full: Shards, box: Box, data: Bytes) -> None:
+    def _fill(self, name: str, buffer: Bytes, start: int) -> None:
+        """Fill a buffer with the bytes of a full tensor from ``start`` on."""
+        state = StripeState(0)
+        self._reader.gather(state, Span(self._number[name], start, start + len(buffer)), buffer, self._scratch)
+        self.num_bytes_read += len(buffer)
+        if state.problem:
+            raise SourceError(state.problem)
+
+    def _fill_rows(self, name: str, box: Box, data: Bytes) -> None:
         """Read full rows, block by block, and copy the columns of a box."""
         from shardconv.checkpoint import strided  # noqa: PLC0415 - see its docstring
 
@@ -164,20 +215,31 @@ class SourceReader(RankReader):
             rows = min(step, box.rows - row)
             block_box = box._replace(full=0, local=0, rows=rows)
             full_rows = block[: rows * box.full_width]
-            self._read(full.files[0], full_rows, full.offsets[0] + box.full + row * box.full_width)
+            self._fill(name, full_rows, box.full + row * box.full_width)
             start = box.local + row * box.local_width
             strided.scatter(full_rows, [block_box], data[start : start + rows * box.local_width], is_padded=False)
 
 
-def _source_values(data: Bytes, edits: Edits | None, rank: int) -> Bytes:
-    """The values of the source, which engines expect, of a shard with other ones."""
+def _take_shard(full: Bytes, shard: ShardRows, *, is_copied: bool = False) -> Bytes:
+    """The shard of a full tensor: a view of it if the shard is one range, else, or with ``is_copied``, a copy."""
+    from shardconv.checkpoint import strided  # noqa: PLC0415 - see its docstring
+
+    boxes = list(shard.boxes(0, len(full)))
+    if len(boxes) == 1 and _is_one_run(boxes[0]) and not shard.is_padded and not is_copied:
+        _, size, offset = _run(boxes[0])
+        return full[offset : offset + size]
+    data = memoryview(bytearray(shard.local(len(full))))
+    strided.scatter(full, boxes, data, is_padded=False)
+    return data
+
+
+def _sum(data: Bytes, dtype: str, values: Sequence[int], *, sign: int) -> Bytes:
+    """A copy of a shard with integers added to its elements, or subtracted with ``sign`` -1."""
     from shardconv.checkpoint.edits import add  # noqa: PLC0415 - see its docstring
 
-    assert edits is not None
-    assert edits.values is not None
-    values = memoryview(bytearray(data))
-    add(values, edits.dtype, 0, edits.values[rank])
-    return values
+    copied = memoryview(bytearray(data))
+    add(copied, dtype, 0, values, sign=sign)
+    return copied
 
 
 def _implied_values(shards: Shards) -> Bytes:
@@ -190,18 +252,14 @@ def _implied_values(shards: Shards) -> Bytes:
     return values
 
 
-def _is_in_runs(box: Box) -> bool:
-    return box.rows == 1 or box.size == box.full_width == box.local_width or box.size >= _MIN_RUN_BYTES
+def _is_one_run(box: Box) -> bool:
+    """Whether the bytes of a box are one range of the shard and of the full tensor."""
+    return box.rows == 1 or box.size == box.full_width == box.local_width
 
 
-def _runs(box: Box) -> Iterator[tuple[int, int, int]]:
-    """The contiguous runs of a box: offset in the shard, size, and offset in the full tensor, in bytes."""
-    if box.size == box.full_width == box.local_width:
-        yield box.local + box.local_offset, box.rows * box.size, box.full + box.offset
-        return
-    for row in range(box.rows):
-        at = box.local + box.local_offset + row * box.local_width
-        yield at, box.size, box.full + box.offset + row * box.full_width
+def _run(box: Box) -> tuple[int, int, int]:
+    """The only run of a box: offset in the shard, size, and offset in the full tensor, in bytes."""
+    return box.local + box.local_offset, box.rows * box.size, box.full + box.offset
 
 
 def _shard_bytes(shards: Shards, rank: int) -> int:

@@ -1,23 +1,29 @@
 """Comparison of a run with the unsharded model, in float32."""
 
+import warnings
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
+from shardconv.checkpoint.merge import merge
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.source import open_source
+from shardconv.errors import RunError, one_line
 from shardconv.formats.detect import with_grids
 from shardconv.hf.classes import model_class
 from shardconv.hf.weights import load_unsharded
 from shardconv.protocols import ModelConfig, PretrainedModel
+from shardconv.runtime.adapter import SplitAdapter
 from shardconv.runtime.agreement import run_on_first
 from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, output_values, refuse_nan, without_padding
 from shardconv.runtime.quantized_shards import Dequantizer
 from shardconv.runtime.run_options import RunOptions
+from shardconv.runtime.source_tensors import load_source
 
 #: The largest relative error of float32 logits; ranks add up sums in another order.
 _TOLERANCE = 1e-4
@@ -36,12 +42,13 @@ class Comparison:
     error: float
 
 
-def compare(run: ModelRun, outputs: Outputs, source: Path) -> Comparison:
+def compare(run: ModelRun, outputs: Outputs, folder: Path, source: Path) -> Comparison:
     """Compare outputs of a sharded model with those of the unsharded one, which the first rank loads.
 
     Args:
         run: the sharded model and its inputs. All ranks call it.
         outputs: its outputs.
+        folder: the split checkpoint.
         source: the unsharded checkpoint.
 
     Raises:
@@ -50,7 +57,7 @@ def compare(run: ModelRun, outputs: Outputs, source: Path) -> Comparison:
     given = _with_generated_tokens(run, outputs)
     values = output_values(run.model(**given))
     refuse_nan(without_padding(values, given))
-    return run_on_first(partial(_compare_on_first, run, outputs, given, values, source))
+    return run_on_first(partial(_compare_on_first, run, outputs, given, values, folder, source))
 
 
 def _with_generated_tokens(run: ModelRun, outputs: Outputs) -> Inputs:
@@ -65,7 +72,9 @@ def _with_generated_tokens(run: ModelRun, outputs: Outputs) -> Inputs:
     return {"input_ids": outputs.tokens, "attention_mask": mask}
 
 
-def _compare_on_first(run: ModelRun, outputs: Outputs, given: Inputs, values: Tensor, source: Path) -> Comparison:
+def _compare_on_first(
+    run: ModelRun, outputs: Outputs, given: Inputs, values: Tensor, folder: Path, source: Path
+) -> Comparison:
     """Compare ``values`` and greedy tokens with those of the unsharded model."""
     model, options = run.model, run.options
     unsharded: PretrainedModel = load_unsharded(
@@ -75,6 +84,8 @@ def _compare_on_first(run: ModelRun, outputs: Outputs, given: Inputs, values: Te
         unused=options.unused,
         is_trusted=options.trust_remote_code,
     )
+    if options.adapter is not None:
+        _apply_adapter(unsharded, SplitAdapter.open(options.adapter, folder, model.axis.size).folder)
     unsharded = unsharded.to(model.device).eval()
     expected = output_values(unsharded(**given))
     if not model.config.is_encoder_decoder:
@@ -90,15 +101,34 @@ def _compare_on_first(run: ModelRun, outputs: Outputs, given: Inputs, values: Te
     return Comparison(tuple(differences), error)
 
 
+def _apply_adapter(model: PretrainedModel, folder: Path) -> None:
+    """Apply a split adapter to an unsharded model, in place, by PEFT.
+
+    Raises:
+        RunError: if PEFT is not installed, or does not load the adapter.
+    """
+    try:
+        peft = import_module("peft")
+    except ImportError as error:
+        raise RunError("--check with --adapter compares with PEFT, which is not installed: pip install peft") from error
+    with TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT and transformers about each other
+        merged = Path(place, "adapter")
+        merge(folder, merged)
+        try:
+            peft.PeftModel.from_pretrained(model, merged)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise RunError(f"{folder}: PEFT cannot apply the adapter: {one_line(error)}") from error
+
+
 def _dequantized(folder: Path, options: RunOptions) -> tuple[ModelConfig, dict[str, Tensor]] | None:
     """Config and tensors of a quantized source as an unquantized model, in float32; None if it is not quantized."""
     source = open_source(folder)
     specs = with_grids(source.specs, with_settings(source))
     if not any(spec.grid for spec in specs.values()):
         return None
-    tensors = {name: tensor for file in source.files for name, tensor in load_file(file.path).items()}
     config = model_class(source.config or {}, folder, is_trusted=options.trust_remote_code).config
-    return config, Dequantizer.of_source(specs, torch.float32).dequantize(tensors)
+    return config, Dequantizer.of_source(specs, torch.float32).dequantize(load_source(source))
 
 
 def _first_difference(one: Tensor, other: Tensor) -> int:

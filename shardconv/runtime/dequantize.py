@@ -159,7 +159,7 @@ def _unpacked(stored: Stored) -> tuple[Tensor, tuple[GridDim, ...]]:
     tensor, (dims, kind) = stored.tensor, (stored.grid.dims, stored.grid.numbers)
     if kind not in _UNPACKED:
         return _READ[kind](tensor), dims
-    if dims[-1].dim is None:  # the entries of a block have a dim of their own
+    if all(dim.kind not in PACKED for dim in dims):  # the entries of a block have a dim of their own, the last
         dims = (*dims[:-2], dims[-2]._replace(entries=tensor.shape[-1], kind=PACKED_BYTE))
         tensor = tensor.flatten(-2)
     at = next(at for at, dim in enumerate(dims) if dim.kind in PACKED)

@@ -41,17 +41,23 @@ def rank_device(device: Device) -> torch.device:
 
 
 def check_room(
-    device: torch.device, tensors: Iterable[TensorInfo | TensorSpec], dtype: torch.dtype | None, tp: int
+    device: torch.device,
+    tensors: Iterable[TensorInfo | TensorSpec],
+    dtype: torch.dtype | None,
+    tp: int,
+    *,
+    are_views: bool,
 ) -> None:
     """Check that a rank's values fit in the memory of its device, before they are read.
 
-    On a CPU they are views of the file and need no memory, unless they are converted to another dtype.
+    On a CPU, views of a file need no memory, unless they are converted to another dtype.
 
     Args:
         device: the device of the rank.
         tensors: dtypes and shapes of the values.
         dtype: the dtype of floating-point values; None if they stay as they are stored.
         tp: tensor parallel size, for the message.
+        are_views: whether values that stay as they are stored are views of a file.
 
     Raises:
         RunError: if they do not fit.
@@ -60,14 +66,14 @@ def check_room(
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[0]
         needed *= -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())  # ranks per device
-    elif dtype is None:
+    elif dtype is None and are_views:
         return
     else:
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > room:
         raise RunError(
             f"the values are {needed / 1e9:.1f} GB and {device} has room for {room / 1e9:.1f} GB: use more ranks "
-            f"(shardconv reshard ... --tp {2 * tp})"
+            f"(--tp {2 * tp}; for a split checkpoint shardconv reshard ... --tp {2 * tp})"
         )
 
 

@@ -18,6 +18,7 @@ from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.plan_report import rank_bytes, tensor_reports
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
+from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source, standalone_config
 from shardconv.checkpoint.source_files import SourceFile
 from shardconv.convert.model import DTYPE_NAMES
@@ -26,6 +27,7 @@ from shardconv.plan.request import PlanRequest
 from shardconv.runtime.agreement import attempt
 from shardconv.runtime.cost_report import CostReport, TpCost
 from shardconv.runtime.dry_run import MetaModel, dry_run
+from shardconv.storage.table import shown
 from shardconv.tensor.cost import Link
 
 #: The largest tp size that is counted by default.
@@ -34,6 +36,7 @@ MAX_TP = 64
 SEQ = 2048
 
 
+@reads_remote("src")
 def estimate_cost(
     src: StrPath,
     *,
@@ -52,8 +55,9 @@ def estimate_cost(
     and audio are not counted.
 
     Args:
-        src: a ``.safetensors`` file, an index file, or a folder, with a config that names a class of transformers; or
-            such a config alone, or a folder with a config and without weights: weights are then those of the class.
+        src: a ``.safetensors`` or PyTorch file, an index file, or a folder, with a config that names a class of
+            transformers; or such a config alone, or a folder with a config and without weights: weights are then those
+            of the class.
         tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`.
         batch: prompts per batch.
         seq: tokens per prompt; by default :data:`SEQ`, or the maximum of the model if it is smaller.
@@ -94,7 +98,7 @@ def estimate_cost(
         progress(len(plans), len(plans))
     notes = () if model is None else _notes(source, model, stored, seq, has_weights=config is None)
     return CostReport(
-        source=str(src),
+        source=shown(src),
         family=resolver.rules.family,
         model=model.name if model else None,
         dtype=_name(model.dtype if model else stored),

@@ -1,25 +1,26 @@
-"""Load split checkpoints: each rank builds the model on the meta device, converts it, and loads its own file.
+"""Load checkpoints: each rank builds the model on the meta device, converts it, and loads its own shards.
 
 Owns the order of these steps. The model class is that of transformers, as is the mapping of names on disk to names in
 memory; the conversion takes place after the model is built and before its tensors are loaded.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.header import TensorInfo
+from shardconv.checkpoint.loadable import Loadable, open_loadable
+from shardconv.checkpoint.manifest_json import to_json
 from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import StrPath
+from shardconv.checkpoint.planning import PlanOptions, StrPath
 from shardconv.checkpoint.stored_plan import placements_in_memory, runnable_plan
-from shardconv.checkpoint.verify_rank import verify_rank
 from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike
@@ -29,86 +30,114 @@ from shardconv.hf.weights import load_shards
 from shardconv.layers import ParallelModule
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.experts import local_experts
-from shardconv.plan.plan import Plan
-from shardconv.runtime.agreement import run_on_all
+from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.runtime.adapter import RankAdapter, SplitAdapter
+from shardconv.runtime.agreement import check_same, run_on_all
 from shardconv.runtime.device import Device, check_room, move
 from shardconv.runtime.model_config import find_model_class
 from shardconv.runtime.quantized_shards import Dequantizer, refuse_quantized
-from shardconv.runtime.rank_file import map_rank_file
+from shardconv.runtime.rank_tensors import read_tensors
 from shardconv.runtime.ranks import connect_ranks
 
 
 def load(
     path: StrPath,
     *,
+    tp: int | None = None,
     device: Device = None,
     dtype: torch.dtype | None = None,
     model: Callable[[], nn.Module] | None = None,
     group: GroupLike = None,
     verify: bool = True,
     dequantize: bool = False,
+    adapter: StrPath | None = None,
     unused: Sequence[str] = (),
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Any:  # a model of transformers, or the module of ``model``
-    """Load a split checkpoint; each rank calls this, and reads its own file only.
+    """Load a split checkpoint or a source; each rank calls this, and reads its own shards only.
 
-    Initializes torch.distributed under ``torchrun``, with one rank per process. On a CPU the values are views of the
-    file, which is mapped into memory and must not be changed meanwhile.
+    Initializes torch.distributed under ``torchrun``, with one rank per process. Files are mapped into memory and must
+    not be changed meanwhile. On a CPU the values are views of them, except for shards of a source that are not one
+    range of its file, such as those of row parallel weights.
 
     Args:
-        path: the split checkpoint.
+        path: the split checkpoint; or with ``tp`` a source: a ``.safetensors`` file, an index file, or a folder. Each
+            rank plans a source as :func:`~shardconv.split` does.
+        tp: tensor parallel size, the number of ranks; required for a source.
         device: the device of the model; by default a GPU of this rank where there is one, else the CPU.
         dtype: dtype of floating-point values; by default as they are stored.
         model: builds the module, on the meta device; its parameters have the names of the checkpoint. By default the
             class of transformers that the config names.
         group: the ranks; by default the current tensor axis, else all processes.
         verify: check the rank's file against its checksums first, for which it is read twice. Without it, damaged or
-            exchanged files are loaded as they are.
+            exchanged files are loaded as they are. A source does not have checksums.
         dequantize: load quantized layers as unquantized ones, with weights in ``dtype``, by default that of the config.
             They need memory on a CPU, too. Activations and KV caches are not quantized. Without it, quantized layers
             need a ``model`` that has the stored tensors.
+        adapter: a split LoRA adapter to apply: its folder, or its name among the adapters of the split checkpoint.
         unused: patterns of tensors that the model need not use, such as ``*.pooler.*``. MTP layers, constants of old
             checkpoints, poolers and heads of pretraining need no pattern.
         trust_remote_code: run code of the checkpoint for its model.
-        progress: called with bytes done and total bytes, of verification, dequantization and copies to the device.
+        progress: called with bytes done and total bytes, of verification, reading of a source, dequantization and
+            copies to the device.
+        options: how a source is read and planned, see :class:`~shardconv.checkpoint.planning.PlanOptions`.
 
     Returns:
         The converted model, in eval mode; it returns full logits on every rank.
 
     Raises:
         RunError: if there are not as many processes as ranks, the model cannot be built, its parameters do not match
-            the tensors, or the checkpoint is quantized and ``dequantize`` is not set, or the reverse; on all ranks.
+            the tensors, the ranks see different checkpoints, or the checkpoint is quantized and ``dequantize`` is not
+            set, or the reverse; on all ranks.
         SplitCheckpointError: if the checkpoint or the rank's file cannot be used; on all ranks.
+        SourceError: if the source cannot be read, or changes while it is loaded; on all ranks.
+        PlanError: if no plan of the source is known to be correct; on all ranks.
+        UsageError: if ``options`` are given for a split checkpoint, or another ``tp``; on all ranks.
 
     Warns:
         PlanWarning: if the plan is based on assumptions, or on rules of a plan file; on the first rank.
 
     Example:
         >>> model = shardconv.load("llama-tp2")  # doctest: +SKIP
+        >>> model = shardconv.load("llama", tp=2)  # doctest: +SKIP
     """
-    folder = local_path(path)
-    manifest, found_device, axis = connect_ranks(folder, device, group)
-    plan = run_on_all(axis, partial(runnable_plan, manifest, folder, dequantize=dequantize))
+    place = local_path(path)
+    find = partial(open_loadable, place, tp=tp, options=options)
+    checkpoint, found_device, axis = connect_ranks(place, find, device, group)
+    manifest = checkpoint.manifest
+    plan = run_on_all(axis, partial(runnable_plan, manifest, place, dequantize=dequantize))
     dequantizer = (
-        run_on_all(axis, partial(Dequantizer.of_rank, manifest, folder, plan, axis.rank, dtype)) if dequantize else None
+        run_on_all(axis, partial(Dequantizer.of_rank, manifest, place, plan, axis.rank, dtype)) if dequantize else None
     )
     if not dequantize and (model is None or dtype is not None):  # a module of the caller may take the stored values
-        run_on_all(axis, partial(refuse_quantized, manifest, folder))
-    loading = _Loading(folder, manifest, plan, axis, found_device, dtype, dequantizer)
-    total = manifest.rank_layout.file_bytes[axis.rank]
-    steps = _split_progress(progress, verify + dequantize + loading.is_moved, total)
-    tensors = run_on_all(axis, partial(loading.map_tensors, steps, verify=verify))
+        run_on_all(axis, partial(refuse_quantized, manifest, place))
+    applied = None if adapter is None else _open_adapter(adapter, place, manifest.tp, axis, dtype, verify=verify)
+    loading = _Loading(checkpoint, plan, axis, found_device, dtype, dequantizer, applied)
+    total = manifest.rank_layout.rank_bytes[axis.rank]
+    reads = verify or checkpoint.source is not None
+    steps = _split_progress(progress, reads + dequantize + loading.is_moved, total)
+    tensors = run_on_all(axis, partial(loading.read_tensors, steps, verify=verify))
     build = (
         partial(_build_by_caller, model) if model is not None else _class_builder(loading, unused, trust_remote_code)
     )
     loaded = run_on_all(axis, partial(loading.fill, build, tensors, steps[-1] if loading.is_moved else None))
     if plan.assumed and axis.rank == 0:
-        warnings.warn(f"{folder}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
+        warnings.warn(f"{place}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
     for module in loaded.modules():
         if isinstance(module, ParallelModule):
             module.describe_parameters()
     return loaded.eval()
+
+
+def _open_adapter(
+    adapter: StrPath, base: Path, tp: int, axis: Axis, dtype: torch.dtype | None, *, verify: bool
+) -> RankAdapter:
+    """Open an adapter, which has to be the same on all ranks."""
+    opened = run_on_all(axis, partial(SplitAdapter.open, local_path(adapter), base, tp))
+    check_same(opened.folder, axis, {"adapters": to_json(opened.manifest, "")})
+    return run_on_all(axis, partial(opened.on_rank, axis.rank, dtype, verify=verify))
 
 
 def _split_progress(progress: Progress | None, count: int, total: int) -> list[Progress | None]:
@@ -135,60 +164,66 @@ class _Loading:
     """The steps of :func:`load` on one rank.
 
     Attributes:
-        folder: the split checkpoint.
-        manifest: its manifest.
+        checkpoint: the checkpoint.
         plan: its plan.
         axis: the ranks.
         device: the device of this rank.
         dtype: of floating-point values; None as they are stored.
         dequantizer: of the rank; None if nothing is dequantized.
+        adapter: the shards of the adapter; None without one.
     """
 
-    folder: Path
-    manifest: Manifest
+    checkpoint: Loadable
     plan: Plan
     axis: Axis
     device: torch.device
     dtype: torch.dtype | None
     dequantizer: Dequantizer | None
+    adapter: RankAdapter | None = None
 
     @property
     def is_moved(self) -> bool:
         """Whether values are copied to a device."""
         return self.device.type != "cpu"
 
-    def map_tensors(self, steps: Sequence[Progress | None], *, verify: bool) -> dict[str, Tensor]:
+    def read_tensors(self, steps: Sequence[Progress | None], *, verify: bool) -> dict[str, Tensor]:
         """Verify the rank's file if asked, and return the tensors that the model has in memory.
 
         Args:
-            steps: a callback per step: of verification, if asked, and of dequantization.
-            verify: whether to verify the file.
+            steps: a callback per step: of verification, if asked, or reading of a source, and of dequantization.
+            verify: whether to verify the file of a split checkpoint.
         """
-        manifest, rank, dequantizer = self.manifest, self.axis.rank, self.dequantizer
-        if dequantizer is None:
-            check_room(self.device, manifest.rank_layout.headers[rank].tensors.values(), self.dtype, manifest.tp)
-        else:
-            check_room(self.device, dequantizer.weights.values(), dequantizer.dtype, manifest.tp)
-        if verify:
-            verify_rank(manifest, self.folder, rank, steps[0])
-        tensors = map_rank_file(manifest, self.folder, rank)
+        manifest, rank, dequantizer = self.checkpoint.manifest, self.axis.rank, self.dequantizer
+        is_source = self.checkpoint.source is not None
+        stored: Iterable[TensorInfo | TensorSpec] = manifest.rank_layout.tensors_of(rank).values()
+        values, dtype = (
+            (stored, self.dtype) if dequantizer is None else (dequantizer.weights.values(), dequantizer.dtype)
+        )
+        check_room(self.device, values, dtype, manifest.tp, are_views=not is_source)
+        reader = self.checkpoint.open_rank(rank, verify=verify, progress=steps[0] if verify else None)
+        tensors = read_tensors(reader, steps[0] if is_source else None)
         if dequantizer is not None:
-            tensors = dequantizer.dequantize(tensors, steps[verify])
+            tensors = dequantizer.dequantize(tensors, steps[verify or is_source])
         is_dequantized = dequantizer is not None
         for name, placement in placements_in_memory(manifest, self.plan, dequantize=is_dequantized).items():
             tensors[name] = take_shard(tensors[name], placement, rank)
+        if self.adapter is not None:
+            assert self.plan.rules is not None  # those of runnable_plan
+            tensors = self.adapter.replace(tensors, self.plan.rules)
         placements = {name: planned.placement for name, planned in self.plan.tensors.items()}
         return local_experts(tensors, placements, rank)
 
     def fill(self, build: _Build, tensors: dict[str, Tensor], progress: Progress | None) -> nn.Module:
         """Build the model, load the tensors into it, and move it to the device."""
         model = build(self._convert, tensors, self.dtype)
+        if self.adapter is not None:
+            self.adapter.attach(model, self.axis)
         if self.is_moved:
             move(model, self.device, progress)
         return model
 
     def _convert(self, model: nn.Module) -> nn.Module:
-        config = self.manifest.config or {}
+        config = self.checkpoint.manifest.config or {}
         return convert_with_request(model, config, self.plan, self.axis, has_values=False)
 
 
@@ -212,7 +247,7 @@ def _build_by_caller(
 
 def _class_builder(loading: _Loading, unused: Sequence[str], is_trusted: bool) -> _Build:
     """Return the function that builds, converts and fills the model that the config names."""
-    find = partial(find_model_class, loading.folder, loading.manifest.config, is_trusted=is_trusted)
+    find = partial(find_model_class, loading.checkpoint, is_trusted=is_trusted)
     kind = run_on_all(loading.axis, find)
     return partial(_build_by_config, kind, loading, unused)
 
@@ -225,6 +260,6 @@ def _build_by_config(
     tensors: dict[str, Tensor],
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    model: nn.Module = load_shards(kind, tensors, convert, loading.folder, dtype=dtype, unused=unused)
+    model: nn.Module = load_shards(kind, tensors, convert, loading.checkpoint.folder, dtype=dtype, unused=unused)
     extend_model_class(model, loading.axis)
     return model

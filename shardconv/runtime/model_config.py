@@ -1,4 +1,4 @@
-"""The config of a split checkpoint, and the model class that it names."""
+"""The config of a checkpoint, and the model class that it names."""
 
 import json
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.json_files import read_json
+from shardconv.checkpoint.loadable import Loadable
 from shardconv.errors import RunError, SplitCheckpointError
 from shardconv.hf.classes import ModelClass, model_class
 
@@ -40,17 +41,34 @@ def _text(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def find_model_class(folder: Path, config: Mapping[str, object] | None, *, is_trusted: bool) -> ModelClass:
-    """Look up the model class of a split checkpoint.
+def check_own_config(checkpoint: Loadable) -> None:
+    """Check that a checkpoint has a config, and a split checkpoint that of its source.
+
+    Raises:
+        RunError: if it does not have a config.
+        SplitCheckpointError: if config.json differs from the config that was split.
+    """
+    if checkpoint.source is None:
+        check_config(checkpoint.path, checkpoint.manifest.config)
+    elif checkpoint.source.config is None:
+        raise RunError(
+            f"{checkpoint.path}: does not have a config.json, which names the model's class: pass one with --config "
+            f"FILE (config=), or load it into your own module with shardconv.load(SRC, tp=N, model=...)"
+        )
+
+
+def find_model_class(checkpoint: Loadable, *, is_trusted: bool) -> ModelClass:
+    """Look up the model class of a checkpoint.
 
     Args:
-        folder: the split checkpoint.
-        config: the config in its manifest.
-        is_trusted: whether code in the folder may be run.
+        checkpoint: the checkpoint.
+        is_trusted: whether code in its folder may be run; with another config than that of the folder, it is not.
 
     Raises:
         RunError: as :func:`~shardconv.hf.classes.model_class`.
         SplitCheckpointError: if config.json differs from the config that was split.
     """
-    check_config(folder, config)
-    return model_class(config or {}, folder, is_trusted=is_trusted)
+    check_own_config(checkpoint)
+    path = checkpoint.folder / CONFIG_NAME
+    is_own = checkpoint.source is None or checkpoint.source.auxiliary_files.get(CONFIG_NAME, path) == path
+    return model_class(checkpoint.manifest.config or {}, checkpoint.folder if is_own else None, is_trusted=is_trusted)

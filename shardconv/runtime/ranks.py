@@ -1,14 +1,14 @@
-"""The ranks that load a split checkpoint: their number, devices and package versions."""
+"""The ranks that load a checkpoint: their number, devices and package versions."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from shardconv.checkpoint.loadable import Loadable
 from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.manifest_file import read_manifest
-from shardconv.checkpoint.manifest_json import to_json
 from shardconv.checkpoint.stored_plan import resolver_of
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
 from shardconv.distributed.groups import has_groups, launched_size
@@ -18,23 +18,28 @@ from shardconv.runtime.device import Device, rank_device
 from shardconv.runtime.versions import versions
 
 
-def connect_ranks(folder: Path, device: Device, group: GroupLike) -> tuple[Manifest, torch.device, Axis]:
-    """Read the manifest, and check that all ranks have the same one, kind of device and package versions.
+def connect_ranks(
+    path: Path, find: Callable[[], Loadable], device: Device, group: GroupLike
+) -> tuple[Loadable, torch.device, Axis]:
+    """Open a checkpoint, and check that all ranks have the same one, kind of device and package versions.
 
     Args:
-        folder: the split checkpoint.
+        path: the checkpoint, for messages.
+        find: opens it.
         device: of this rank; None for the default.
         group: the ranks; None for the current tensor axis, else all processes, which are connected if they are not.
 
     Raises:
         WorldSizeError: if there are not as many processes as ranks.
-        ShardconvError: on all ranks, if one cannot read the manifest, does not have the device, or differs.
+        ShardconvError: on all ranks, if one cannot open the checkpoint, does not have the device, or differs.
     """
     problem: ShardconvError | None = None
     device_type = "cpu"
+    facts: dict[str, object] = {}
     try:
-        manifest = read_manifest(folder)
-        _check_size(manifest, folder, group)
+        checkpoint = find()
+        _check_size(checkpoint, group)
+        facts = checkpoint.facts()
         found = rank_device(device)
         device_type = found.type
     except WorldSizeError:
@@ -44,8 +49,8 @@ def connect_ranks(folder: Path, device: Device, group: GroupLike) -> tuple[Manif
     axis = _axis(group, device_type)
     run_on_all(axis, partial(_raise, problem))
     own = {f"versions of {package}": version for package, version in versions().items()}
-    check_same(folder, axis, {"checkpoints": to_json(manifest, ""), "kinds of devices": device_type, **own})
-    return manifest, found, axis.with_shared_memory() if device_type == "cpu" else axis
+    check_same(path, axis, {**facts, "kinds of devices": device_type, **own})
+    return checkpoint, found, axis.with_shared_memory() if device_type == "cpu" else axis
 
 
 def _raise(problem: Exception | None) -> None:
@@ -65,14 +70,17 @@ def _num_connected(group: GroupLike) -> int | None:
     return as_axis(group).size if group is not None or has_groups() or dist.is_initialized() else None
 
 
-def _check_size(manifest: Manifest, folder: Path, group: GroupLike) -> None:
-    size = _num_connected(group) or launched_size()
+def _check_size(checkpoint: Loadable, group: GroupLike) -> None:
+    size, path, manifest = _num_connected(group) or launched_size(), checkpoint.path, checkpoint.manifest
     if size != manifest.tp:
         found = "is 1 process" if size == 1 else f"are {size} processes"
-        reshard = f", or make one for {size} by shardconv reshard {folder} --tp {size}"
+        if checkpoint.source is None:
+            other, remedy = "is", f"make one for {size} by shardconv reshard {path} --tp {size}"
+        else:
+            other, remedy = "would be loaded", f"pass --tp {size} (tp={size})"
         raise WorldSizeError(
-            f"{folder}: is for {manifest.tp} ranks, and there {found}: start it by torchrun --nproc-per-node "
-            f"{manifest.tp}{reshard if _is_supported(manifest, size) else ''}"
+            f"{path}: {other} for {manifest.tp} ranks, and there {found}: start it by torchrun --nproc-per-node "
+            f"{manifest.tp}{f', or {remedy}' if _is_supported(manifest, size) else ''}"
         )
 
 

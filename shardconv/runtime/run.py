@@ -1,4 +1,4 @@
-"""Run prompts through a split checkpoint on all ranks; the first rank prints.
+"""Run prompts through a checkpoint on all ranks; the first rank prints.
 
 Owns the order of a run: checks, loading, outputs, comparison and report.
 """
@@ -15,19 +15,19 @@ import torch
 
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.formats import CONFIG_NAME
-from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.loadable import Loadable, open_loadable
 from shardconv.checkpoint.paths import hub_hint
 from shardconv.checkpoint.verify import auxiliary_differences
 from shardconv.convert.converted_model import ConvertedModel
 from shardconv.errors import PlanWarning, RunError, SplitCheckpointError, is_connection_error
 from shardconv.hf.package import hide_progress, hide_warnings
 from shardconv.hf.tokenizer import check_tokenizer
+from shardconv.runtime.adapter import SplitAdapter
 from shardconv.runtime.agreement import broadcast_from_first, gather_from_all, is_first_rank
 from shardconv.runtime.comparison import compare
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.load import load
-from shardconv.runtime.model_config import check_config
+from shardconv.runtime.model_config import check_own_config
 from shardconv.runtime.outputs import Clock, ModelRun, Outputs, compute_outputs
 from shardconv.runtime.prompts import (
     Codec,
@@ -54,11 +54,14 @@ def check_run(path: Path, prompts: Sequence[str], options: RunOptions) -> int:
     Raises:
         ShardconvError: if the run would fail.
     """
-    manifest = read_manifest(path)
-    check_config(path, manifest.config)
+    checkpoint = open_loadable(path, tp=options.tp, options=options.plan)
+    manifest = checkpoint.manifest
+    check_own_config(checkpoint)
     (require_quantized if options.dequantize else refuse_quantized)(manifest, path)
+    if options.adapter is not None:
+        SplitAdapter.open(options.adapter, path, manifest.tp)
     if not options.token_ids:
-        check_tokenizer(path)
+        check_tokenizer(checkpoint.folder)
     for prompt in prompts if options.token_ids else ():
         parse_ids(prompt)
     if prompts and not any(prompt.strip() for prompt in prompts):
@@ -67,7 +70,8 @@ def check_run(path: Path, prompts: Sequence[str], options: RunOptions) -> int:
         check_prompts(prompts)
     if options.check is not None:
         _check_source(options.check)
-    if missing := next((file for file in manifest.rank_paths(path) if not file.exists()), None):
+    rank_files = manifest.rank_paths(path) if checkpoint.source is None else []
+    if missing := next((file for file in rank_files if not file.exists()), None):
         raise SplitCheckpointError(f"{missing}: is missing")
     rank_device(options.device)
     return manifest.tp
@@ -104,7 +108,7 @@ def run_rank(
     """Run prompts on this rank; all ranks call it.
 
     Args:
-        path: the split checkpoint.
+        path: the split checkpoint, or the source.
         prompts: the prompts; those of the first rank are used on all ranks.
         options: the options.
         write: called on the first rank with the text of a single prompt as it is generated.
@@ -120,8 +124,8 @@ def run_rank(
     hide_progress()
     if not is_first_rank():
         hide_warnings()  # the first rank prints them
-    manifest = read_manifest(path)
-    codec = _codec(path, options)
+    checkpoint = open_loadable(path, tp=options.tp, options=options.plan)
+    manifest, codec = checkpoint.manifest, _codec(checkpoint.folder, options)
     began = time.perf_counter()
     model = _load(path, options, progress)
     load_seconds = time.perf_counter() - began
@@ -134,7 +138,7 @@ def run_rank(
     with torch.inference_mode():
         with explain_errors(path, manifest.request.plan_file):
             outputs = compute_outputs(run, clock)
-        comparison = None if options.check is None else compare(run, outputs, options.check)
+        comparison = None if options.check is None else compare(run, outputs, path, options.check)
     return RunReport(
         path=str(path),
         tp=manifest.tp,
@@ -142,14 +146,14 @@ def run_rank(
         prompts=tuple(prompts),
         outputs=tuple(outputs.texts),
         load_seconds=load_seconds,
-        load_bytes=manifest.rank_layout.file_bytes[0],
+        load_bytes=manifest.rank_layout.rank_bytes[0],
         memory_bytes=tuple(gather_from_all(_peak_memory(model.device))),
         dequantized_bytes=_parameter_bytes(model) if options.dequantize else None,
         first_token_seconds=clock.first_token_seconds,
         tokens_per_second=clock.tokens_per_second(len(prompts)),
         differences=None if comparison is None else comparison.differences,
         error=None if comparison is None else comparison.error,
-        notes=tuple(_notes(path, manifest, run, outputs, is_default=is_default)),
+        notes=tuple(_notes(checkpoint, run, outputs, is_default=is_default)),
     )
 
 
@@ -165,13 +169,16 @@ def _load(path: Path, options: RunOptions, progress: OpenProgress) -> ConvertedM
         warnings.simplefilter("ignore", PlanWarning)  # reported as notes
         model: ConvertedModel = load(
             path,
+            tp=options.tp,
             device=options.device,
             dtype=None if dtype is None else getattr(torch, dtype),
             verify=options.verify,
             dequantize=options.dequantize,
+            adapter=options.adapter,
             unused=options.unused,
             trust_remote_code=options.trust_remote_code,
             progress=show,
+            **options.plan,
         )
     return model
 
@@ -181,7 +188,7 @@ def explain_errors(path: Path, plan_file: tuple[str, str] | None) -> Iterator[No
     """Explain errors of torch in a model that was sharded by a user's plan file, which may be the cause.
 
     Args:
-        path: the split checkpoint.
+        path: the checkpoint.
         plan_file: name and content of the plan file; None if there is none.
 
     Raises:
@@ -205,14 +212,15 @@ def _encode(model: ConvertedModel, codec: Codec, prompts: Sequence[str], options
     return ModelRun(model, codec, inputs, options)
 
 
-def _notes(path: Path, manifest: Manifest, run: ModelRun, outputs: Outputs, *, is_default: bool) -> Iterator[str]:
+def _notes(checkpoint: Loadable, run: ModelRun, outputs: Outputs, *, is_default: bool) -> Iterator[str]:
     """Yield notes on the checkpoint and on the outputs; ``is_default`` is whether the prompt is the default one."""
+    manifest, is_verified = checkpoint.manifest, run.options.verify and checkpoint.source is None
     yield from (f"assumed: {sentence}" for sentence in manifest.plan.assumed)
-    if run.options.verify:
-        yield from auxiliary_differences(manifest, path)
+    if is_verified:
+        yield from auxiliary_differences(manifest, checkpoint.path)
     if is_default:
         yield "no tokenizer and no prompt: the models are compared on token ids over the whole vocabulary"
-    if run.options.verify and manifest.checksums is None:
+    if is_verified and manifest.checksums is None:
         yield "the rank files were not verified: the split checkpoint does not have checksums"
     config = run.model.config
     positions = getattr(config, "max_position_embeddings", None)

@@ -1,7 +1,9 @@
 """Options and report of a run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from shardconv.checkpoint.planning import PlanOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,10 @@ class RunOptions:
         dequantize: load quantized layers as unquantized ones.
         unused: patterns of tensors that the model need not use.
         trust_remote_code: run code of the checkpoint for its model or tokenizer.
+        tp: tensor parallel size of a source; None for a split checkpoint.
+        plan: how a source is read and planned.
         token_ids: prompts and outputs are token ids, such as ``1 2 3``. With ``check``, there is a default prompt.
+        adapter: a split adapter to apply, or its name among the adapters of the checkpoint; None for none.
     """
 
     max_new_tokens: int = 64
@@ -35,6 +40,9 @@ class RunOptions:
     unused: tuple[str, ...] = ()
     trust_remote_code: bool = False
     token_ids: bool = False
+    tp: int | None = None
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +50,13 @@ class RunReport:
     """Outputs and figures of a run. Times are those of one rank.
 
     Attributes:
-        path: the split checkpoint.
+        path: the checkpoint.
         tp: tensor parallel size.
         device: device of this rank.
         prompts: the prompts.
         outputs: for each prompt its continuation, the tokens that fill its masks, or an embedding as JSON.
         load_seconds: time to load the model.
-        load_bytes: size of the rank's file.
+        load_bytes: size of the rank's file, or of the one that a split of the source would have.
         memory_bytes: peak memory of each rank; of the device if it is a GPU.
         dequantized_bytes: size of this rank's tensors after quantized layers are dequantized; None if none are.
         first_token_seconds: time from the prompt to the first token; None if nothing is generated.

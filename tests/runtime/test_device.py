@@ -104,7 +104,7 @@ def test_room_on_a_device(monkeypatch, dtype, ranks, free, fits):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 10**9))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     if fits:
-        device.check_room(CUDA, header.tensors.values(), dtype, 4)
+        device.check_room(CUDA, header.tensors.values(), dtype, 4, are_views=True)
     else:
         with pytest.raises(RunError, match=r"cuda:0 has room for 0.0 GB: use more ranks .* --tp 8"):
-            device.check_room(CUDA, header.tensors.values(), dtype, 4)
+            device.check_room(CUDA, header.tensors.values(), dtype, 4, are_views=True)

@@ -20,6 +20,7 @@ from shardconv.runtime.memory_meter import LiveBytes
 from shardconv.tensor.cost import Link
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.command import call
+from tests.support.matrix import cases
 from tests.support.models import GQA, LAYERS, MLA, MODELS, MOE, VOCAB, Model, change_config, default_model
 from tests.support.recording_group import recording_axis
 
@@ -126,8 +127,15 @@ def tensors_of(cache):
     return [one for one in found if isinstance(one, torch.Tensor)]
 
 
-@pytest.mark.parametrize("name", COUNTED)
-@pytest.mark.parametrize(("layout", "tp"), [("pair", 2), ("four", 4)])
+@pytest.mark.parametrize(
+    ("layout", "tp", "name"),
+    cases(
+        [(layout, tp, name) for layout, tp in (("pair", 2), ("four", 4)) for name in COUNTED],
+        lambda layout, tp, name: (
+            name in {"llama", "falcon-40b"} or (tp == 2 and name in {"gpt2", "mixtral", "latents", "t5"})
+        ),
+    ),
+)
 def test_estimates_equal_real_runs(ranks, layout, tp, name):
     usage = made(name, tp)
     counts = counted(usage.prefill), counted(usage.decode), usage.cache_bytes, usage.activation_bytes
@@ -319,8 +327,8 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tokenizer.json", "is not a .safetensors file"),
-        ("pytorch_model.bin.index.json", "is not a .safetensors file"),
+        ("tokenizer.json", "is not a .safetensors or PyTorch file"),
+        ("pytorch_model.bin.index.json", "does not have a weight_map"),
         ("model.safetensors.index.json", "does not have a weight_map"),
     ],
 )
@@ -345,7 +353,7 @@ def test_config_without_a_model_class_is_refused(of_no_model, name):
 
 def test_weights_of_another_format_are_refused(of_no_model):
     (of_no_model / "pytorch_model.bin").touch()
-    with pytest.raises(SourceError, match="Convert it in Python"):
+    with pytest.raises(SourceError, match=r"is not a file of torch\.save"):
         estimate_cost(of_no_model)
 
 

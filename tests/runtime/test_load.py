@@ -13,38 +13,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
 
 import shardconv
 from shardconv.layouts.layout import NATIVE
 from shardconv.runtime.versions import versions
+from tests.support.loading import NAMES, PLAN, TP, Mlp, check_fails, inputs_of, source_and_split
+from tests.support.matrix import cases
 from tests.support.models import MODELS, VOCAB, change_config
 
-#: Quantized models cannot be run; the other requires a field that configs of transformers 5.23 do not store.
-NAMES = [name for name in MODELS if name not in ("deepseek_v3-hub", "t5-classifier")]
-TP = {"pair": 2, "four": 4}
+#: Models that run by default: on two and on four ranks, and on two ranks only.
+ON_FOUR_RANKS = {"llama", "phi3", "mixtral", "gpt2"}
+ON_TWO_RANKS = {"bert", "bloom", "deepseek_v3", "falcon-40b", "gpt_bigcode", "gpt_oss", "mamba2", "olmo2", "t5"}
+LAYOUTS_AND_NAMES = cases(
+    [(layout, name) for layout in TP for name in NAMES],
+    lambda layout, name: name in ON_FOUR_RANKS or (layout == "pair" and name in ON_TWO_RANKS),
+)
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     return tmp_path_factory.mktemp("load")
-
-
-def source_and_split(home, name, tp):
-    """The checkpoint of a model, and the split checkpoint."""
-    source, split = home / name, home / f"{name}-tp{tp}"
-    if not source.exists():
-        model = MODELS[name]
-        model.write(source) if model.rewrite or model.extra else model.build(0.3).save_pretrained(source)
-    if not split.exists():
-        shardconv.split(source, split, tp=tp)
-    return source, split
-
-
-def inputs_of(name, model):
-    ids = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))
-    needs_two = model.config.is_encoder_decoder and not name.endswith("encoder")
-    return {"input_ids": ids, **({"decoder_input_ids": ids[:, :5]} if needs_two else {})}
 
 
 def architecture(source):
@@ -62,8 +50,7 @@ def check_logits(axis, name, source, split):
             assert (found[key] - value).abs().max() <= 1e-4 * value.abs().max(), key
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", ["pair", "four"])
+@pytest.mark.parametrize(("layout", "name"), LAYOUTS_AND_NAMES)
 def test_logits_equal_those_of_the_unsharded_model(ranks, home, layout, name):
     ranks(layout, check_logits, name, *source_and_split(home, name, TP[layout]))
 
@@ -94,6 +81,40 @@ def check_reads(axis, source, split):
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="requires /proc")
 def test_each_rank_reads_its_own_file_once(ranks, home):
     ranks("pair", check_reads, *source_and_split(home, "llama", 2))
+
+
+def check_several_files(axis, source, split):
+    """Check logits, and that a rank opens all of its files, and no others."""
+    opened = set()
+    is_counting = [True]
+    sys.addaudithook(lambda event, arguments: is_counting[0] and event == "open" and opened.add(str(arguments[0])))
+    check_logits(axis, "llama", source, split)
+    is_counting[0] = False
+    found = {path for path in opened if path.startswith(str(split)) and path.endswith(".safetensors")}
+    assert found == {str(path) for path in split.glob(f"rank-{axis.rank}-of-2-file-*.safetensors")}
+    assert len(found) > 2
+
+
+def test_rank_with_several_files(ranks, home, tmp_path):
+    source, _ = source_and_split(home, "llama", 2)
+    shardconv.split(source, tmp_path / "split", tp=2, max_file_size="100kB")
+    ranks("pair", check_several_files, source, tmp_path / "split")
+
+
+def check_converted(axis, source, split):
+    model = shardconv.load(split, device="cpu", group=axis)
+    unsharded = transformers.AutoModelForCausalLM.from_pretrained(source).to(torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {model.config.dtype} == {torch.bfloat16}
+    norm, expected = (one.model.norm.weight for one in (model, unsharded))
+    assert torch.equal(norm, expected)
+    rows = unsharded.model.layers[0].mlp.up_proj.weight.chunk(axis.size)[axis.rank]
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, rows)
+
+
+def test_converted_checkpoint_is_loaded_in_its_dtype(ranks, home, tmp_path):
+    source, _ = source_and_split(home, "llama", 2)
+    shardconv.split(source, tmp_path / "split", tp=2, dtype="bf16")
+    ranks("pair", check_converted, source, tmp_path / "split")
 
 
 def check_generation(axis, source, split):
@@ -158,13 +179,6 @@ def test_dtype(ranks, home):
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-def check_fails(axis, split, messages, **options):
-    """Check that every rank raises; ``messages`` has a pattern per rank, or one for all."""
-    message = messages[axis.rank % len(messages)]
-    with pytest.raises(shardconv.ShardconvError, match=message):
-        shardconv.load(split, device="cpu", group=axis, **options)
-
-
 def test_world_of_another_size(ranks, home):
     split = source_and_split(home, "llama", 2)[1]
     message = "is for 2 ranks, and there are 4 processes: start it by torchrun --nproc-per-node 2, or .* --tp 4"
@@ -178,7 +192,9 @@ def damaged(home, tmp_path):
 
 def test_rank_file_missing(ranks, damaged):
     (damaged / NATIVE.rank_file(1, 2)).unlink()
-    ranks("pair", check_fails, damaged, ["rank 1: .*cannot be opened", "cannot be opened: No such file"])
+    ranks(
+        "pair", check_fails, damaged, ["rank 1: .*is missing: copy it to this host", "is missing: copy it to this host"]
+    )
 
 
 def test_rank_file_truncated(ranks, damaged):
@@ -303,24 +319,6 @@ def test_memory_is_checked_before_reading(ranks, home):
 
 
 # --- a custom module ------------------------------------------------------------------------------------------------
-
-PLAN = """
-[units]
-hidden = { count = 24 }
-
-[rules]
-"up"   = { style = "colwise", unit = "hidden" }
-"down" = { style = "rowwise", unit = "hidden" }
-"""
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
-
-    def forward(self, x):
-        return self.down(torch.tanh(self.up(x)))
 
 
 def check_own(axis, source, split):

@@ -20,10 +20,11 @@ from shardconv.console import Console
 from shardconv.errors import RunError, ShardconvError
 from shardconv.runtime.launch import RENDEZVOUS
 from shardconv.runtime.run import RunOptions, check_run, explain_errors, run_rank
+from tests.support.checkpoints import DEMO
 from tests.support.command import ENVIRONMENT, call, finish, start
 from tests.support.forked import Popen, run, run_python
+from tests.support.matrix import MATRIX, cases
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 PROMPT = "The import statement"
 TOKENS = 12
 pytestmark = pytest.mark.timeout(240)  # loaded machines are slow
@@ -158,6 +159,7 @@ def test_joins_the_ranks_that_torchrun_started(split):
     assert (result.returncode, result.stdout.rstrip("\n")) == (0, unsharded_texts(PROMPT)[0]), result.stderr
 
 
+@MATRIX
 def test_joins_ranks_of_two_nodes(split):
     """Two agents with one rank each, as on two hosts, meet on a port; only rank 0 prints."""
     with socket.socket() as free:
@@ -175,6 +177,53 @@ def test_joins_ranks_of_two_nodes(split):
     results = [finish(node) for node in nodes]
     assert [result.code for result in results] == [0, 0], results
     assert [result.out.rstrip("\n") for result in results] == [unsharded_texts(PROMPT)[0], ""]
+
+
+def test_source_that_is_not_split(split):
+    """Started by the command, which prints the text that a split checkpoint gives."""
+    options = ["--prompt", PROMPT, "--max-new-tokens", TOKENS, "--device", "cpu"]
+    result = run("run", DEMO, "--tp", 2, *options, "--check", DEMO)
+    assert (result.code, result.out.rstrip("\n")) == (0, unsharded_texts(PROMPT)[0]), result.err
+    assert "2 ranks on cpu" in result.err
+    assert "equal to the unsharded model in float32" in result.err
+
+
+@MATRIX
+def test_source_on_ranks_that_torchrun_started():
+    options = ["--tp", "2", "--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--device", "cpu", "-q"]
+    ranks = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "shardconv"]
+    result = run_python(*ranks, "run", DEMO, *options)
+    assert (result.returncode, result.stdout.rstrip("\n")) == (0, unsharded_texts(PROMPT)[0]), result.stderr
+
+
+def test_quantized_source_is_dequantized(tmp_path):
+    """Options that choose the plan apply; the comparison is with the dequantized model."""
+    source = Path(__file__).parents[1] / "data" / "quantized" / "gptq-3"
+    options = ["--token-ids", "1 2 3 4", "--max-new-tokens", "2", "--device", "cpu", "--json", "--check", source]
+    result = run("run", source, "--tp", 2, "--dequantize", "--replicate", "lm_head.weight", *options)
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    assert (report["differences"], report["error"] < 1e-5) == ([], True)
+    assert any("lm_head.weight is replicated as requested" in note for note in report["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["SPLIT", "--tp", 4], 2, "is split for 2 ranks (got --tp 4): remove --tp"),
+        (["SPLIT", "--rules", "llama"], 2, "is loaded by the plan that it stores: remove --rules"),
+        (["DEMO", "--tp", 3], 1, "is not a multiple of 3"),
+        (["DEMO"], 1, "or load it without splitting it: --tp N"),
+        (["DEMO", "--tp", 2, "--dequantize"], 1, "is not quantized: remove --dequantize"),
+        (["DEMO/nothing", "--tp", 2], 1, "does not exist"),
+    ],
+)
+def test_source_and_split_options(split, arguments, code, message):
+    """One error each, before ranks are started."""
+    given = [str(one).replace("SPLIT", str(split)).replace("DEMO", str(DEMO)) for one in arguments]
+    result = call("run", *given, "--prompt", PROMPT, "--device", "cpu")
+    assert (result.code, result.out) == (code, "")
+    assert message in result.err
 
 
 CHAT = "{% for message in messages %}<{{ message.role }}> {{ message.content }}{% endfor %}: The"
@@ -211,6 +260,7 @@ def test_check_finds_another_model(split, tmp_path):
     assert (result.code, "DIFFERENT" in result.err, "logits differ by" in result.err) == (3, True, True)
 
 
+@MATRIX
 def test_sampled_tokens_depend_on_the_seed_only(split, single):
     """They are equal on one rank and on two."""
     options = ["--prompt", PROMPT, "--max-new-tokens", "8", "--device", "cpu", "--temperature", "1.5", "-q"]
@@ -239,6 +289,7 @@ def test_masked_language_model_fills_masks(tmp_path):
     assert "greedy tokens" not in result.err
 
 
+@MATRIX
 def test_encoder_returns_embeddings(tmp_path):
     source = write_bert(tmp_path / "bert", "BertModel")
     shardconv.split(source, tmp_path / "split", tp=2)
@@ -379,6 +430,7 @@ def test_several_prompts_are_labeled(single):
     assert re.fullmatch(rf"> {PROMPT}\n.+\n> A list\n.+", result.out, re.DOTALL)
 
 
+@MATRIX
 def test_quiet_prints_each_text(single):
     """One JSON string per line and prompt; a single text is printed as it is."""
     prompts, options = [PROMPT, "A list"], ["--max-new-tokens", TOKENS, "--device", "cpu", "-q"]
@@ -553,6 +605,7 @@ def test_tokenizer_without_a_vocabulary(tmp_path):
         rank_report(tmp_path / "split", "an exception")
 
 
+@MATRIX
 def test_batch_of_an_encoder_equals_single_prompts(tmp_path):
     """Positions are counted from the first token, so the batch is padded on the right."""
     shardconv.split(write_bert(tmp_path / "bert", "BertModel"), tmp_path / "split", tp=1)
@@ -655,7 +708,7 @@ def test_no_thread_of_gloo_is_left_at_exit(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="requires /proc")
-@pytest.mark.parametrize(("seconds", "rank"), [(0, 1), (2, 0), (5, 1)])
+@pytest.mark.parametrize(("seconds", "rank"), cases([(0, 1), (2, 0), (5, 1)], lambda seconds, rank: seconds == 2))
 def test_killed_rank_is_reported(split, seconds, rank):
     """While it starts, loads, or generates."""
     process = start("run", split, "--prompt", PROMPT, "--max-new-tokens", "100000", "--device", "cpu")
@@ -675,7 +728,10 @@ def test_killed_rank_is_reported(split, seconds, rank):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="requires /proc")
 @pytest.mark.parametrize(
     ("sent", "code", "seconds"),
-    [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 2), (signal.SIGKILL, -9, 5), (signal.SIGKILL, -9, 0)],
+    cases(
+        [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 2), (signal.SIGKILL, -9, 5), (signal.SIGKILL, -9, 0)],
+        lambda _, code, seconds: (code, seconds) == (130, 2),
+    ),
 )
 def test_terminated_by_a_signal(split, sent, code, seconds):
     process = start("run", split, "--prompt", PROMPT, "--max-new-tokens", "100000", "--device", "cpu")

@@ -1,0 +1,113 @@
+"""Checkpoints that ranks load: a split checkpoint, or a source with the manifest that a split of it would have.
+
+Owns the differences between the two. Whatever loads a checkpoint reads the manifest, and shards from a reader.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
+from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.manifest_file import is_split, read_manifest
+from shardconv.checkpoint.manifest_json import to_json
+from shardconv.checkpoint.planning import PlanOptions, plan_source
+from shardconv.checkpoint.rank_reader import RankFileReader, RankReader, SourceReader
+from shardconv.checkpoint.sample import sample_checksum
+from shardconv.checkpoint.source import Source
+from shardconv.checkpoint.write import checksum_file
+from shardconv.errors import UsageError
+from shardconv.plan.rules import AUTO
+
+#: The default values of plan options that are not false.
+_DEFAULTS = {"rules": AUTO, "experts": "tensor"}
+
+
+@dataclass(frozen=True, slots=True)
+class Loadable:
+    """A checkpoint that ranks load.
+
+    Attributes:
+        path: the split checkpoint, or the source as the user passed it.
+        manifest: of the split checkpoint; of a source, that of a split, with the checksums of auxiliary files only.
+        source: the source; None for a split checkpoint.
+    """
+
+    path: Path
+    manifest: Manifest
+    source: Source | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder with config.json and the other auxiliary files."""
+        return self.path if self.source is None else self.source.folder
+
+    def open_rank(self, rank: int, *, verify: bool = False, progress: Progress | None = None) -> RankReader:
+        """Open the shards of a rank.
+
+        Args:
+            rank: the rank.
+            verify: check the rank file of a split checkpoint against its checksums first.
+            progress: called with the number of checked bytes and the total.
+
+        Raises:
+            SplitCheckpointError: if the rank file cannot be used, or differs from its checksums.
+            SourceError: if a file of the source does not match its header.
+        """
+        if self.source is None:
+            return RankFileReader(self.manifest, self.path, rank, verify=verify, progress=progress)
+        return SourceReader(self.source, self.manifest.plan, rank)
+
+    def facts(self) -> dict[str, object]:
+        """Facts that have to be the same on all ranks: plural name to value, which JSON can represent.
+
+        A manifest has checksums of a split checkpoint, but not of a source, whose folder may have any name on a host.
+
+        Raises:
+            SourceError: if the source cannot be read.
+        """
+        source, manifest = self.source, self.manifest
+        return {
+            "checkpoints": to_json(manifest if source is None else replace(manifest, source_name=""), ""),
+            "values of tensors": None if source is None else sample_checksum(source),
+        }
+
+
+def open_loadable(path: Path, *, tp: int | None, options: PlanOptions) -> Loadable:
+    """Open a split checkpoint, or plan a source for ``tp`` ranks.
+
+    Args:
+        path: the folder of a split checkpoint, or a source.
+        tp: tensor parallel size of a source; None for that of a split checkpoint.
+        options: how the source is read and planned; a split checkpoint has its plan.
+
+    Raises:
+        UsageError: if options are given for a split checkpoint, or it is for another tensor parallel size.
+        SplitCheckpointError: if the manifest is not valid, or there is none and ``tp`` is None.
+        SourceError: if the source cannot be read.
+        PlanError: if no plan is known to be correct.
+    """
+    if tp is None or is_split(path):
+        manifest = read_manifest(path, remedy="or load it without splitting it: --tp N (tp=N)")
+        _refuse_options(path, manifest, tp, options)
+        return Loadable(path, manifest)
+    source, _, request, (resolver, assumed), _ = plan_source(path, **options)
+    plan = resolver.plan(tp, assumed=assumed)
+    manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES, checksums=False)
+    checksums = {name: checksum_file(file) for name, file in source.auxiliary_files.items()}
+    return Loadable(path, manifest.written(None, checksums), source)
+
+
+def _refuse_options(path: Path, manifest: Manifest, tp: int | None, options: PlanOptions) -> None:
+    """Refuse options that a split checkpoint does not use."""
+    if tp not in (None, manifest.tp):
+        raise UsageError(
+            f"{path}: is split for {manifest.tp} ranks (got --tp {tp}): remove --tp, or make a checkpoint for {tp} "
+            f"ranks with shardconv reshard {path} --tp {tp}"
+        )
+    given = [name for name, value in options.items() if value and value != _DEFAULTS.get(name)]
+    if given:
+        flags = ", ".join("--for" if name == "engine" else f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(
+            f"{path}: is a split checkpoint, which is loaded by the plan that it stores: remove {flags}, or pass the "
+            f"source that was split"
+        )
