@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages whose code tests/test_coming_from.py runs.
 TESTED_ELSEWHERE = {"coming-from.md"}
-LINKED = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"))]
+LINKED = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md"))]
 
 #: Languages of fenced blocks. All blocks of the first two are run, unless a comment before the block has the reason.
 RUN, NOT_RUN = {"console", "python"}, {"json", "text", "toml"}
@@ -254,3 +254,19 @@ def test_python_page_has_all_public_names():
     page = (ROOT / "docs" / "python.md").read_text("utf-8")
     pages = page + (ROOT / "docs" / "parallel-layers.md").read_text("utf-8")
     assert [name for name in shardconv.__all__ if not re.search(rf"`(shardconv\.)?{name}\b", pages)] == []
+
+
+def test_errors_of_the_faq_exist():
+    """Each quoted text is in a message; ``...`` stands for any text."""
+    page = (ROOT / "docs" / "faq.md").read_text("utf-8").partition("## Questions")[0]
+    quoted = [
+        text for heading in re.findall(r"^\*\*(`[^*]+`)\*\*", page, re.MULTILINE) for text in heading.split("`")[1::2]
+    ]
+    code = "\n".join(path.read_text("utf-8") for path in (ROOT / "shardconv").rglob("*.py"))
+    assert quoted
+    missing = [part for text in quoted for part in text.split("...") if part.strip() not in code]
+    assert missing == []
+
+
+def test_citation_has_the_version():
+    assert f"version: {shardconv.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")

@@ -58,3 +58,36 @@ def test_wheel_splits_and_merges(installed, tmp_path):
     run("verify", "model-tp2", "--against", "model", "-q")
     run("merge", "model-tp2", "-q")
     assert contents(tmp_path / "model-merged") == contents(source)
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules.update(torch=None, safetensors=None, transformers=None)
+from shardconv.cli import main
+main()
+"""
+
+
+def run_without_torch(installed, folder, *words):
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *words], cwd=folder, env=environment, check=False, capture_output=True,
+        text=True,
+    )  # fmt: skip
+
+
+def test_checkpoints_are_rewritten_without_torch(installed, tmp_path):
+    write_checkpoint(tmp_path / "model", parts=2)
+    commands = ("plan model", "split model --tp 2", "verify model-tp2 --against model", "reshard model-tp2 --tp 1",
+                "merge model-tp2")  # fmt: skip
+    results = [run_without_torch(installed, tmp_path, *command.split()) for command in commands]
+    assert [result.returncode for result in results] == [0] * 5, results
+
+
+def test_command_that_needs_torch_names_the_extra(installed, tmp_path):
+    write_checkpoint(tmp_path / "model", parts=2)
+    result = run_without_torch(installed, tmp_path, "plan", "model", "--prove")
+    assert result.returncode == 1
+    assert result.stderr == (
+        "shardconv: this command needs torch, which is not installed: pip install 'shardconv[transformers]'\n"
+    )

@@ -1,0 +1,74 @@
+"""JSON schemas of what the commands print with ``--json``, generated from the dataclasses of reports.
+
+Writes docs/schemas: python -m tools.json_schemas
+"""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemas"
+#: Name of a schema to the module and class of the report.
+REPORTS = {
+    "split": "shardconv.checkpoint.split.SplitReport",
+    "merge": "shardconv.checkpoint.merge.MergeReport",
+    "reshard": "shardconv.checkpoint.reshard.ReshardReport",
+    "verify": "shardconv.checkpoint.verify.VerifyReport",
+    "pad": "shardconv.checkpoint.pad.PadReport",
+    "unpad": "shardconv.checkpoint.unpad.UnpadReport",
+    "plan": "shardconv.checkpoint.plan_report.PlanReport",
+    "plan-list-families": "shardconv.plan.family_search.FamilyList",
+    "plan-prove": "shardconv.proof.report.ProofReport",
+    "plan-cost": "shardconv.runtime.cost_report.CostReport",
+    "run": "shardconv.runtime.run.RunReport",
+}
+#: Keys that do not constrain a value; docs/reports.md describes the fields.
+_LEFT_OUT = ("default", "description", "title")
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+ERROR = {
+    "$schema": _DIALECT,
+    "title": "Error",
+    "type": "object",
+    "properties": {"error": {"type": "string"}, "exit_code": {"type": "integer"}},
+    "required": ["error", "exit_code"],
+    "additionalProperties": False,
+}
+
+
+def schema_of(path: str) -> dict[str, object]:
+    """The schema of a dataclass, by its module and name; all fields are required and no others are allowed."""
+    module, _, name = path.rpartition(".")
+    schema = TypeAdapter(getattr(importlib.import_module(module), name)).json_schema(mode="serialization")
+    return {"$schema": _DIALECT, **_strict(schema)}
+
+
+def _strict(value: Any) -> Any:
+    """A schema in which every object with named fields has all of them and no others."""
+    if isinstance(value, list):
+        return [_strict(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _strict(one) for key, one in value.items() if key not in _LEFT_OUT}
+    if isinstance(fields := value.get("properties"), dict):
+        named = {name: _strict(field) for name, field in fields.items()}
+        inner |= {"properties": named, "required": sorted(fields), "additionalProperties": False}
+    return inner
+
+
+def schemas() -> dict[str, dict[str, object]]:
+    """Name to schema."""
+    return {**{name: schema_of(path) for name, path in REPORTS.items()}, "error": ERROR}
+
+
+def main() -> None:
+    """Write the files."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, schema in schemas().items():
+        (FOLDER / f"{name}.json").write_text(json.dumps(schema, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
