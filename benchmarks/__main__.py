@@ -128,6 +128,61 @@ def _rate_row(claim: str, pairs: Pairs, per_byte: float) -> Row:
     return Row(claim, "1.1 or less", f"{pairs.ratio * per_byte:.2f}", detail)
 
 
+def pytorch_files(place: Place) -> Iterator[Row]:
+    """Split of a PyTorch file of 3 GB, compared with ``cp`` of it and with a split of the same safetensors file.
+
+    The time includes an import of torch, and the peak memory is that of the process that imports it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+    plain, pickled, out, other = (folder / name for name in ("plain", "pickled", "out", "other"))
+    try:
+        _write_quantized(plain, "bf16")
+        pickled.mkdir()
+        weights = pickled / "pytorch_model.bin"
+        run((sys.executable, "-c", models.TO_PYTORCH, plain / "model.safetensors", weights))
+        (pickled / "config.json").write_bytes((plain / "config.json").read_bytes())
+        split, split_plain = (shardconv("split", source, "--tp", "8", "-o", out) for source in (pickled, plain))
+        pairs = run_pairs(split, ("cp", weights, other), outputs=(out, other), rounds=ROUNDS)
+        yield _pair_row("split of a PyTorch file for tp=8 / cp", "(none)", pairs, "cp")
+        pairs = run_pairs(split, split_plain, outputs=(out,), rounds=ROUNDS)
+        yield _pair_row("split for tp=8, PyTorch file / safetensors", "(none)", pairs, "safetensors")
+    finally:
+        remove(folder)
+
+
+def meta_files(place: Place) -> Iterator[Row]:
+    """Merge of Meta's files of two ranks with 3 GB, compared with ``cp`` of them; includes an import of torch."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+    plain, meta, out, other = (folder / name for name in ("plain", "meta", "out", "other"))
+    try:
+        _write_quantized(plain, "bf16")
+        run(shardconv("split", plain, "--tp", "2", "--layout", "meta", "-o", meta))
+        pairs = run_pairs(
+            shardconv("merge", meta, "-o", out), ("cp", "-r", meta, other), outputs=(out, other), rounds=ROUNDS
+        )
+        yield _pair_row("merge of Meta's files of 2 ranks / cp", "(none)", pairs, "cp")
+    finally:
+        remove(folder)
+
+
+def adapters(place: Place) -> Iterator[Row]:
+    """Split and merge of a LoRA adapter of 1 GB (float32, rank 448), and a split of its model with it merged."""
+    with llama(place) as source:
+        adapter, copied, out, back = (source.parent / name for name in ("adapter", "cp.out", "out8", "back"))
+        run((sys.executable, "-m", "benchmarks.models", adapter, "--adapter"))
+        copy = ("cp", adapter / "adapter_model.safetensors", copied)
+        split = shardconv("split", adapter, "--base", source, "--tp", "8", "-o", out)
+        pairs = run_pairs(split, copy, outputs=(copied, out), rounds=ROUNDS)
+        yield _pair_row("split of an adapter for tp=8 / cp", "0.9 or less", pairs, "cp")
+        run(split)
+        pairs = run_pairs(shardconv("merge", out, "-o", back), copy, outputs=(copied, back), rounds=ROUNDS)
+        yield _pair_row("merge of an adapter of 8 ranks / cp", "0.9 or less", pairs, "cp")
+        remove(out)
+        merged = shardconv("split", source, "--adapter", adapter, "--merge-adapter", "--tp", "8", "-o", out)
+        pairs = run_pairs(merged, ("cp", source, copied), outputs=(copied, out), rounds=2)
+        yield _pair_row("split with --merge-adapter for tp=8 / cp of the model", "(none)", pairs, "cp")
+
+
 def usual_script(place: Place) -> Iterator[Row]:
     """Split, compared with a common script (get_slice, save_file)."""
     with llama(place) as source:
@@ -245,6 +300,35 @@ def loading_and_running(place: Place) -> Iterator[Row]:
         yield Row(f"{claim} / transformers'", goal, f"{ratio:.2f}", detail)
 
 
+def loading_a_source(place: Place) -> Iterator[Row]:
+    """`shardconv.load(SRC, tp=2)`, compared with a split checkpoint and with transformers' tensor parallelism.
+
+    Two ranks with gloo, one thread each; bf16. Times are those to the end of the first pass, which reads values that
+    are mapped. Bytes are of the checkpoint per rank: those that it read or that are in its memory, and those read from
+    storage. Ratios are to transformers.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+    try:
+        source, split = folder / "source", folder / "split"
+        running.write_model(source)
+        run(shardconv("split", source, "--tp", str(running.RANKS), "-o", split))
+        forms = {"theirs": source, "source": source, "ours": split, "verified": split}
+        found = running.compare_cold(forms, folder, ROUNDS)
+    finally:
+        remove(folder)
+    names = {"source": "source", "ours": "split, without verification", "verified": "split", "theirs": "transformers"}
+    for (kind, is_cold), figures in found.items():
+        base = found["theirs", is_cold]
+        ratio = (figures["load"] + figures["first"]) / (base["load"] + base["first"])
+        detail = (
+            f"load {figures['load']:.2f} s, first pass {figures['first']:.2f} s; "
+            f"read {figures['touched'] / 1e6:.0f} MB, from storage {figures['storage'] / 1e6:.0f} MB, by both "
+            f"{figures['all'] / 1e6:.0f} MB; private memory {figures['memory'] / 1e6:.0f} MB"
+        )
+        goal = "1.0 or less" if kind == "source" else "(none)"
+        yield Row(f"{names[kind]}, {'cold' if is_cold else 'warm'}", goal, f"{ratio:.2f}", detail)
+
+
 def vllm_loading(place: Place) -> Iterator[Row]:
     """Loading a model into two vLLM workers, compared with vLLM's default loader; figures of the slower worker.
 
@@ -282,9 +366,10 @@ def main() -> None:
     ROUNDS = arguments.rounds
     tmpfs, disk = Place("tmpfs", arguments.memory), Place("disk", arguments.disk)
     plan: list[tuple[Callable[[Place], Iterator[Row]], tuple[Place, ...]]] = [
-        (copying, (tmpfs, disk)), (quantized, (tmpfs,)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)),
-        (memory, (tmpfs,)), (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)),
-        (loading_and_running, (tmpfs,)), (vllm_loading, (disk,)),
+        (copying, (tmpfs, disk)), (quantized, (tmpfs,)), (adapters, (tmpfs,)), (pytorch_files, (tmpfs,)),
+        (meta_files, (tmpfs,)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)), (memory, (tmpfs,)),
+        (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)), (loading_and_running, (tmpfs,)),
+        (loading_a_source, (disk,)), (vllm_loading, (disk,)),
     ]  # fmt: skip
     for benchmark, places in plan:
         if arguments.only in (None, benchmark.__name__):

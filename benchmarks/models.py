@@ -35,6 +35,12 @@ QUANTIZED: Mapping[str, tuple[Mapping[str, object] | None, int]] = {
     "fp8": ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, 26),
 }
 _GROUP = 128
+#: A script that saves the tensors of a safetensors file with torch.
+TO_PYTORCH = """
+import sys, torch
+from safetensors.torch import load_file
+torch.save(load_file(sys.argv[1]), sys.argv[2])
+"""
 
 
 def write_quantized(folder: Path, form: str) -> int:
@@ -61,6 +67,20 @@ def write_quantized(folder: Path, form: str) -> int:
             tensors[f"{layer}.g_idx"] = "I32", (columns,)
             known[f"{layer}.g_idx"] = struct.pack(f"<{columns}i", *(at // _GROUP for at in range(columns)))
     return write_file(folder / "model.safetensors", tensors, known)
+
+
+def write_adapter(folder: Path, rank: int = 448, layers: int = 10) -> int:
+    """Write a LoRA adapter of all linear layers of the layers of Llama; returns the size of its file in bytes."""
+    folder.mkdir(parents=True)
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, (_, shape) in llama_tensors(layers).items():
+        if name.endswith("_proj.weight"):
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = "F32", (rank, shape[1])
+            tensors[f"{module}.lora_B.weight"] = "F32", (shape[0], rank)
+    return write_file(folder / "adapter_model.safetensors", tensors)
 
 
 def llama_tensors(layers: int = 10, *, vocab: int = 128256) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -197,9 +217,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--sparse", action="store_true", help="no data on disk")
     parser.add_argument("--format", choices=QUANTIZED, help="write a folder in this format")
+    parser.add_argument("--adapter", action="store_true", help="write a folder with an adapter of 1 GB")
     arguments = parser.parse_args()
     if arguments.format:
         write_quantized(arguments.path, arguments.format)
+        return
+    if arguments.adapter:
+        write_adapter(arguments.path)
         return
     write_file(arguments.path, llama_tensors(arguments.layers), is_sparse=arguments.sparse)
 

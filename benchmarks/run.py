@@ -1,4 +1,4 @@
-"""Loading and running a split checkpoint, compared with transformers' tensor parallelism on the source.
+"""Loading and running a split checkpoint or a source, compared with transformers' tensor parallelism on the source.
 
 The ranks run in :mod:`benchmarks.runner`, two processes of one thread each on gloo.
 """
@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+from benchmarks.vllm_loading import drop
 
 #: A llama-shaped model of about 1 GB in bf16.
 CONFIG = {
@@ -32,7 +34,7 @@ def write_model(folder: Path) -> None:
 
 
 def run_ranks(kind: str, path: Path, work: Path) -> list[dict[str, Any]]:
-    """The reports of all ranks of one run of ``ours`` or ``theirs``."""
+    """The reports of all ranks of one run; the kinds are those of :func:`benchmarks.runner.load`."""
     rendezvous = work / "rendezvous"
     rendezvous.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS)}
@@ -76,3 +78,28 @@ def compare(source: Path, split: Path, work: Path, rounds: int) -> dict[str, Fig
         each = [our / their for our, their in zip(ours, theirs, strict=True)]
         figures[name] = Figure(median(each), median(ours), median(theirs))
     return figures
+
+
+def compare_cold(forms: dict[str, Path], work: Path, rounds: int) -> dict[tuple[str, bool], dict[str, float]]:
+    """Measure loading and the first pass with cold and warm page cache, the kinds in alternating order.
+
+    Args:
+        forms: kind to the folder that it loads.
+        work: folder for the rendezvous.
+        rounds: rounds of each kind.
+
+    Returns:
+        Kind, and whether the cache was cold, to figures of the slower rank, as medians; ``all`` is ``storage`` of all
+        ranks together.
+    """
+    runs: dict[tuple[str, bool], list[dict[str, float]]] = {}
+    for number in range(rounds):
+        for kind in sorted(forms, reverse=bool(number % 2)):
+            for is_cold in (True, False):
+                if is_cold:
+                    drop(forms[kind])
+                reports = run_ranks(kind, forms[kind], work)
+                worst = {name: max(rank[name] for rank in reports) for name in ("load", "first", "memory", "touched")}
+                stored = [rank["storage"] for rank in reports]
+                runs.setdefault((kind, is_cold), []).append({**worst, "storage": max(stored), "all": sum(stored)})
+    return {key: {name: median(run[name] for run in of_kind) for name in of_kind[0]} for key, of_kind in runs.items()}

@@ -1,6 +1,7 @@
 """One rank of the benchmark of loading and running; :mod:`benchmarks.run` starts it."""
 
 import json
+import re
 import sys
 import threading
 import time
@@ -19,9 +20,11 @@ from benchmarks.run import PROMPT, TOKENS
 
 
 def load(kind: str, path: str) -> Any:  # noqa: ANN401 - a model of transformers
-    """Load the model with shardconv (``ours``) or transformers (``theirs``)."""
-    if kind == "ours":
-        return shardconv.load(path, device="cpu", verify=False)  # transformers does not verify either
+    """Load the model: a split checkpoint (``ours``, ``verified``) or a source, or with transformers (``theirs``)."""
+    if kind in {"ours", "verified"}:
+        return shardconv.load(path, device="cpu", verify=kind == "verified")  # transformers does not verify
+    if kind == "source":
+        return shardconv.load(path, device="cpu", tp=dist.get_world_size())
     config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
     return transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype="auto").eval()
 
@@ -67,6 +70,24 @@ def read_bytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
+def resident_bytes(folder: str) -> int:
+    """Bytes of the files in a folder that this process maps and that are in its resident memory."""
+    resident, is_mapped = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_mapped = folder in line
+        elif is_mapped and line.startswith("Rss:"):
+            resident += int(line.split()[1]) * 1024
+    return resident
+
+
+def storage_bytes() -> int:
+    """Bytes that were read from storage for this process."""
+    return next(
+        int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("read_bytes")
+    )
+
+
 def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
     """Load the model, read a prompt and continue it; print the duration of each."""
     transformers.logging.set_verbosity_error()
@@ -74,7 +95,7 @@ def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     dist.barrier()
-    memory, read = own_bytes(), read_bytes()
+    memory, read, storage = own_bytes(), read_bytes(), storage_bytes()
     with Watch(path) as watch:
         began = time.perf_counter()
         model = load(kind, path)
@@ -86,6 +107,7 @@ def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
         began = time.perf_counter()
         model(ids, logits_to_keep=1)
         first = time.perf_counter() - began
+        storage, resident = storage_bytes() - storage, resident_bytes(path)
         began = time.perf_counter()
         model(ids, logits_to_keep=1)
         prefill = time.perf_counter() - began
@@ -99,6 +121,8 @@ def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
         "decode": (times[-1] - times[1]) / (len(times) - 2),
         "memory": watch.own_bytes - memory,
         "bytes": watch.mapped_bytes + read,
+        "storage": storage,
+        "touched": resident + read,
         "tokens": tokens[0, 16:].tolist(),
     }
     print(json.dumps(report))
