@@ -106,7 +106,10 @@ class Console:
             table.add_row(*(cell.replace("[", r"\[") for cell in row))
         widths = [max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True)]
         width = None if sys.stdout.isatty() else max(sum(widths), 80)
-        RichConsole(width=width, highlight=False).print(table)
+        console = RichConsole(width=width, highlight=False)
+        with console.capture() as captured:
+            console.print(table)
+        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
     def progress(self, what: str, *, counts: bool = False) -> AbstractContextManager[Progress | None]:
         """A callback for progress: a bar on a terminal, a line every ten seconds elsewhere.

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # typing takes longer to import than the modules above
     from collections.abc import Callable
     from typing import NoReturn
 
+#: Package to the extra of shardconv with which commands that import it run.
+_EXTRAS = {"torch": "transformers", "safetensors": "transformers", "transformers": "transformers"}
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 _MESSAGES = {
     signal.SIGINT: "interrupted; nothing was left behind",
@@ -52,6 +54,8 @@ def describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a tabl
         return describe_signal(signal.SIGINT)
     if isinstance(error, Terminated):
         return describe_signal(signal.SIGTERM)
+    if isinstance(error, ModuleNotFoundError) and (extra := _EXTRAS.get(error.name or "")):
+        return f"this command needs {error.name}, which is not installed: pip install 'shardconv[{extra}]'", 1
     if isinstance(error, MemoryError):
         return "there is not enough memory", 1
     if isinstance(error, OSError):

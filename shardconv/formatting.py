@@ -1,5 +1,6 @@
 """Numbers as text for people: sizes, durations, ranges, counts."""
 
+import re
 from collections.abc import Sequence
 
 
@@ -46,3 +47,20 @@ def counted(number: int, thing: str) -> str:
 def rate(num_bytes: int, seconds: float) -> str:
     """Duration and throughput."""
     return f"{seconds:.1f} s, {size(num_bytes / seconds)}/s"
+
+
+_UNITS = {"": 1} | {unit: 1000**power for power, unit in enumerate(("B", "KB", "MB", "GB", "TB"))}
+_UNITS |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as ``5GB`` (powers of ten) or ``5GiB`` (powers of two).
+
+    Raises:
+        ValueError: if it is not one, or is less than a byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip(), re.ASCII)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or (num_bytes := int(float(match[1]) * unit)) < 1:
+        raise ValueError(f"{text!r:.40} is not a size (expected a number of bytes, or such as 500MB, 5GB or 5GiB)")
+    return num_bytes

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import shardconv
-from tests.support.checkpoints import llama_config, write_checkpoint
+from tests.support.checkpoints import DEMO, llama_config, write_checkpoint
 from tests.support.command import ENVIRONMENT, finish, start
+from tests.support.matrix import MATRIX, cases
 
-DEMO = Path(__file__).parent.parent / "examples" / "demo-model"
 LINE = "shardconv: interrupted; nothing was left behind"
 MARK = "SHARDCONV_TEST_MARK"
 pytestmark = pytest.mark.timeout(240)
@@ -105,11 +105,12 @@ def test_sigint_before_an_import_of_run(made, step):
     check(interrupted(BEFORE_IMPORT.format(step=step), arguments))
 
 
-@pytest.mark.parametrize("step", [500, 1500, 2400])
+@pytest.mark.parametrize("step", cases([500, 1500, 2400], lambda step: step == 1500))
 def test_sigint_before_an_import_of_a_proof(step):
     check(interrupted(BEFORE_IMPORT.format(step=step), ["plan", DEMO, "--prove", "--tp", 2]))
 
 
+@MATRIX
 @pytest.mark.parametrize("options", [["--cost"], ["--propose"]])
 def test_sigint_before_an_import_of_other_plans(options):
     check(interrupted(BEFORE_IMPORT.format(step=1500), ["plan", DEMO, *options]))

@@ -9,9 +9,15 @@ from typing import NoReturn
 
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.meta_params import PARAMS_NAME
 from shardconv.errors import OutputError, SplitCheckpointError
 
-_IN_SPLIT = re.compile(re.escape(MANIFEST_NAME) + r"|(rank-\d+-of-\d+|model-rank-\d+-part-\d+)\.safetensors")
+_IN_SPLIT = re.compile(
+    re.escape(MANIFEST_NAME)
+    + r"|(rank-\d+-of-\d+(-file-\d+-of-\d+)?|model-rank-\d+-part-\d+)\.safetensors"
+    + r"|rank-\d+-of-\d+\.safetensors\.index\.json"
+)
+_IN_META = re.compile(rf"consolidated\.[0-9]+\.pth|{re.escape(PARAMS_NAME)}")
 _IN_MERGED = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
 
 
@@ -57,19 +63,32 @@ def check_target(
 def _check_replaceable(folder: Path, auxiliary_files: Collection[str]) -> None:
     """Check that a folder holds a checkpoint and nothing else."""
     is_split = (folder / MANIFEST_NAME).is_file()
-    if not is_split and not any(child.suffix == ".safetensors" for child in folder.iterdir()):
+    is_merged = any(child.suffix == ".safetensors" for child in folder.iterdir())
+    is_meta = (folder / PARAMS_NAME).is_file() and any(folder.glob("consolidated.*.pth"))
+    if not (is_split or is_merged or is_meta):
         raise OutputError(
             f"{folder}: does not hold a checkpoint, so it is not overwritten: remove it, or choose another path with -o"
         )
     if is_split:
         with suppress(SplitCheckpointError):
-            auxiliary_files = read_manifest(folder).auxiliary_files
-    weights = _IN_SPLIT if is_split else _IN_MERGED
+            auxiliary_files = _split_files(folder)
+    weights = _IN_SPLIT if is_split else _IN_MERGED if is_merged else _IN_META
     for name in _files(folder):
         if name not in auxiliary_files and not weights.fullmatch(name):
             raise OutputError(
                 f"{folder}: holds {name}, which is not part of a checkpoint: remove it, or choose another path with -o"
             )
+
+
+def _split_files(folder: Path) -> list[str]:
+    """The auxiliary files of a split checkpoint, and all files of its adapters."""
+    manifest = read_manifest(folder)
+    found = [*manifest.auxiliary_files]
+    for path in manifest.adapter_folders(folder).values():
+        adapter = read_manifest(path)
+        names = (MANIFEST_NAME, *adapter.rank_files, *adapter.auxiliary_files)
+        found += [(path / name).relative_to(folder).as_posix() for name in names]
+    return found
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -42,7 +42,7 @@ def fill(data: Bytes, edits: Edits, offset: int) -> None:
 
 def _expected(grid: Grid, positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """The values of a full tensor at these positions."""
-    if grid.values == SHAPE:
+    if grid.content == SHAPE:
         return np.array(grid.shape)[positions]
     positions = positions % grid.shape[grid.dims[-1].dim or 0]
     return positions // grid.group if grid.group else np.zeros_like(positions)
@@ -63,14 +63,14 @@ def difference(data: Bytes, edits: Edits, offset: int) -> str:
     positions = np.arange(len(elements)) + offset // elements.itemsize
     if grid.numbers == ZERO:
         return f"{edits.name}: is {elements[0]} (expected 0, the order of rows): {_DAMAGED}" if elements.any() else ""
-    if grid.values == PLAIN:
+    if grid.content == PLAIN:
         return _group_outside(edits.name, grid, elements, positions)
     expected = _expected(grid, positions)
     different = np.flatnonzero(elements != expected)
     if not len(different):
         return ""
     at = different[0]
-    if grid.values == SHAPE:
+    if grid.content == SHAPE:
         return (
             f"{edits.name}: dim {positions[at]} is {elements[at]} (expected {expected[at]}, from the shape of the "
             f"stored weight): {_DAMAGED}"

@@ -5,6 +5,7 @@ Reads only configs, which name the class for the instructions.
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
@@ -12,17 +13,49 @@ from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.paths import absolute_path
 from shardconv.errors import SourceError
 
-INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+#: The end of the phrase for an adapter that is merged into the weights, in :attr:`Source.derived`.
+MERGED = "is merged into it"
 #: The files of a PEFT adapter. transformers loads it if its config is next to a model.
-ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """A format of weight files that can be split.
+
+    Attributes:
+        suffixes: of its files.
+        index_suffix: of the index of several files.
+        single: the name of the file that libraries load if a folder has several.
+    """
+
+    suffixes: tuple[str, ...]
+    index_suffix: str
+    single: str
+
+    def has(self, name: str) -> bool:
+        """Whether a file holds weights of a model in this format, by its name."""
+        return name.endswith(self.suffixes) and not is_trainer_state(name)
+
+    def has_or_lists(self, name: str) -> bool:
+        """Whether a file holds or lists weights of a model in this format, by its name."""
+        return self.has(name) or name.endswith(self.index_suffix)
+
+
+SAFETENSORS = WeightFormat((".safetensors",), ".safetensors.index.json", "model.safetensors")
+PYTORCH = WeightFormat((".bin", ".pt", ".pth", ".ckpt"), ".bin.index.json", "pytorch_model.bin")
+#: The first of these in a folder is its checkpoint, as in transformers.
+SOURCE_FORMATS = (SAFETENSORS, PYTORCH)
+#: The name of one of several files of a checkpoint.
+NUMBERED_NAME = re.compile(r".+-\d{5}-of-(?P<count>\d{5})\.(safetensors|bin|pt|pth|ckpt)")
 #: Suffixes of files that hold or list weights; these are never auxiliary files.
 WEIGHT_SUFFIXES = (
-    ".safetensors", INDEX_SUFFIX, *PICKLE_SUFFIXES, ".bin.index.json", ".gguf", ".h5", ".msgpack", ".onnx",
-    ".onnx_data", ".onnx.data", ".npz", ".tflite", ".distcp", ".ot", ".pkl", ".pickle", ".pdparams", ".pdiparams",
-    ".pb", ".ptl", ".mlmodel", ".engine",
+    *(suffix for one in SOURCE_FORMATS for suffix in (*one.suffixes, one.index_suffix)), ".gguf", ".h5", ".msgpack",
+    ".onnx", ".onnx_data", ".onnx.data", ".npz", ".tflite", ".distcp", ".ot", ".pkl", ".pickle", ".pdparams",
+    ".pdiparams", ".pb", ".ptl", ".mlmodel", ".engine",
 )  # fmt: skip
 #: Files of transformers' Trainer, accelerate and DeepSpeed that resume training.
 _TRAINER_STATE = (
@@ -32,8 +65,6 @@ _TRAINER_STATE = (
 )  # fmt: skip
 #: Names of vLLM's rank files, with and without pipeline parallelism.
 _SHARDED_STATE = re.compile(r"model-(rank-\d+|pp-\d+-tp-\d+)-part-\d+\.safetensors")
-#: Files from which transformers loads a model in PyTorch's format.
-_TRANSFORMERS_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 #: The task type of an adapter's config, and the class of PEFT that loads it on its base model.
 _ADAPTER_CLASSES = {
     None: "AutoPeftModel",
@@ -103,21 +134,6 @@ def convert(folder: Path, names: Collection[str]) -> str:
             "from transformers import AutoModelForCausalLM",
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, gguf_file={gguf!r}).save_pretrained({target!r})",
         )
-    if (folder / CONFIG_NAME).exists() and any(name in names for name in _TRANSFORMERS_PICKLES):
-        class_name = _model_class(_config(folder / CONFIG_NAME))
-        return _python_steps(
-            "Convert it",
-            f"from transformers import {class_name}",
-            f"{class_name}.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained({target!r})",
-        )
-    if pickle := next((name for name in names if name.endswith(PICKLE_SUFFIXES)), None):
-        source, target = str(folder / pickle), Path(pickle).stem + ".safetensors"
-        return (
-            "If it maps names to tensors, convert it in Python:\n"
-            "import safetensors.torch, torch\n"
-            "safetensors.torch.save_file({name: tensor.clone().contiguous() for name, tensor in "
-            f"torch.load({source!r}, weights_only=True).items()}}, {target!r})"
-        )
     return "Convert it to safetensors first, with the library that wrote it."
 
 
@@ -128,12 +144,6 @@ def _python_steps(action: str, *lines: str) -> str:
 def _output_name(folder: Path, suffix: str) -> str:
     """The name of an output folder in the current folder."""
     return f"{absolute_path(folder).name}-{suffix}"
-
-
-def _model_class(config: dict[str, object]) -> str:
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    return name if isinstance(name, str) and name.isidentifier() else "AutoModelForCausalLM"
 
 
 def _config(path: Path) -> dict[str, object]:

@@ -100,7 +100,7 @@ class ShardRows:
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
         """The boxes of the flat range ``[start, stop)`` of the full tensor that are in this shard."""
         base = self.local(start)
-        for row, rows, first, last in _spans(start, stop, self.full_width):
+        for row, rows, first, last in row_spans(start, stop, self.full_width):
             before = self._local_column(first)
             full, local = row * self.full_width + first - start, row * self.width + before - base
             for run in self.runs:
@@ -112,7 +112,7 @@ class ShardRows:
                     )
 
 
-def _spans(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+def row_spans(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
     """Split a flat range into rectangles: (row, number of rows, first column, last column)."""
     row, column = divmod(start, width)
     last_row, last_column = divmod(stop, width)

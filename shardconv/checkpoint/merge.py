@@ -1,18 +1,27 @@
-"""Merge a split checkpoint back into its source, byte for byte."""
+"""Merge a split checkpoint back into its source, byte for byte, or rank files of another tool into a checkpoint."""
 
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardconv.checkpoint.copy import Progress
+from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.fileio import create, permissions
 from shardconv.checkpoint.header import Header, build_header
-from shardconv.checkpoint.layout import MANIFEST_NAME, lay_out_source
+from shardconv.checkpoint.layout import ADAPTERS, MANIFEST_NAME, lay_out_source
 from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
+from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.rewrite import Rewrite
+from shardconv.checkpoint.source import Source, open_if_external
 from shardconv.checkpoint.vllm_folder import read_split
+from shardconv.checkpoint.write import check_readable
+from shardconv.errors import UsageError
+from shardconv.plan.placement import Placement
+from shardconv.plan.plan import Plan, Reason, TensorPlan
+from shardconv.plan.request import PlanRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +34,14 @@ class MergeReport:
         num_tensors: number of tensors.
         num_bytes: bytes of the weight files.
         is_identical: whether the weight files equal the source files, byte for byte; False if several source files are
-            merged into one. None without checksums.
+            merged into one, or if the source was ``derived``. None without checksums.
         seconds: wall time in seconds.
         dry_run: whether nothing was written.
         destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
         saved_by: the engine that saved the rank files; None for a split checkpoint.
         notes: possible differences from the checkpoint that the engine loaded.
+        derived: why the files differ from those that were split, one phrase each; empty for safetensors files.
+        adapters: names of the adapters of the split checkpoint, which are merged into folders of their own.
     """
 
     path: str
@@ -43,28 +54,34 @@ class MergeReport:
     destination_exists: bool
     saved_by: str | None = None
     notes: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
 
+@reads_remote("src")
 def merge(
     src: StrPath,
     dst: StrPath | None = None,
     *,
     overwrite: bool = False,
     dry_run: bool = False,
+    source_layout: str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> MergeReport:
-    """Merge a split checkpoint, or a folder that vLLM saved with ``save_sharded_state``.
+    """Merge a split checkpoint, a folder that vLLM saved with ``save_sharded_state``, or rank files of another tool.
 
     Checks checksums, equality of replicas, and zeros in the padding during the copy.
 
     Args:
-        src: the split checkpoint, or a folder that vLLM saved of a dense unquantized model.
+        src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
+            another tool.
         dst: the output: a path that ends with ``.safetensors`` for one file, any other path for a folder with the
             source files. Defaults to ``NAME-merged`` in the current folder, a file or a folder like the source.
         overwrite: replace an existing checkpoint at ``dst``.
         dry_run: check everything that does not require reading the data, but write nothing; an existing checkpoint at
             ``dst`` is not an error.
+        source_layout: the layout of another tool's rank files in ``src``; None to detect it.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
 
@@ -74,17 +91,27 @@ def merge(
     """
     began = time.perf_counter()
     folder = local_path(src)
-    manifest = read_split(folder)
+    manifest, source = _read(folder, source_layout)
     target = local_path(dst) if dst is not None else _default_target(folder, manifest)
     is_folder = target.suffix != ".safetensors"
+    adapters = manifest.adapter_folders(folder)
+    if adapters and not is_folder:
+        raise UsageError(
+            f"{target}: is one file (expected a folder, also for the adapters {', '.join(adapters)}): change -o"
+        )
     headers = _headers(manifest, one_file=not is_folder)
     is_same_layout = list(headers.values()) == [header for _, header in manifest.source_files]
+    is_same_layout = is_same_layout and not manifest.derived
     rewrite = Rewrite(
-        manifest, folder, target, is_folder=is_folder, overwrite=overwrite, threads=threads, progress=progress
-    )
+        manifest, folder, target, is_folder=is_folder, source=source, overwrite=overwrite, threads=threads,
+        progress=progress,
+        added_files=tuple(name for one in adapters.values() for name in _merged_names(folder, one)),
+    )  # fmt: skip
     exists = rewrite.check(dry_run=dry_run)
+    for path in adapters.values() if dry_run else ():
+        check_readable(read_manifest(path), path)
     if not dry_run:
-        _write(rewrite, headers)
+        _write(rewrite, headers, adapters)
     return MergeReport(
         path=str(target),
         files=tuple(headers) if is_folder else (target.name,),
@@ -95,8 +122,20 @@ def merge(
         dry_run=dry_run,
         destination_exists=exists,
         saved_by=manifest.saved_by,
-        notes=manifest.notes,
+        notes=(*manifest.notes, *(() if source is None else source.assumed)),
+        derived=manifest.derived,
+        adapters=manifest.adapters,
     )
+
+
+def _read(folder: Path, source_layout: str | None) -> tuple[Manifest, Source | None]:
+    """The manifest of a split checkpoint; or of rank files of another tool, with the source that they are."""
+    source = open_if_external(folder, source_layout)
+    if source is None:
+        return read_split(folder), None
+    replicated = TensorPlan(Placement.replicated(1), "replicate", (), Reason("merge", ""))
+    plan = Plan(1, None, dict.fromkeys(source.specs, replicated))
+    return Manifest.of_source(source, plan, PlanRequest(), stripe_bytes=STRIPE_BYTES, checksums=False), source
 
 
 def _default_target(folder: Path, manifest: Manifest) -> Path:
@@ -112,10 +151,19 @@ def _headers(manifest: Manifest, *, one_file: bool) -> dict[str, Header]:
     return dict(manifest.source_files)
 
 
-def _write(rewrite: Rewrite, headers: dict[str, Header]) -> None:
+def _merged_names(folder: Path, adapter: Path) -> Iterator[str]:
+    """Yield the names of the files of a merged adapter, relative to the folder of its base model."""
+    manifest = read_manifest(adapter)
+    for name in (*(name for name, _ in manifest.source_files), *manifest.auxiliary_files):
+        yield (adapter / name).relative_to(folder).as_posix()
+
+
+def _write(rewrite: Rewrite, headers: dict[str, Header], adapters: Mapping[str, Path]) -> None:
     manifest = rewrite.manifest
     names = list(headers) if rewrite.is_folder else [rewrite.target.name]
     with rewrite.run(names, lay_out_source(list(headers.values()), manifest.tensors)) as staged:
+        for name, path in adapters.items():
+            merge(path, staged.folder / ADAPTERS / name, threads=rewrite.threads)
         if rewrite.is_folder and manifest.index is not None:
             name, text = manifest.index
             with create(staged.folder / name, permissions([rewrite.folder / MANIFEST_NAME])) as file:

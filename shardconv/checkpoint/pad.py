@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
+from shardconv.checkpoint.copy import STRIPE_BYTES, Progress, Reader
 from shardconv.checkpoint.destination import check_disjoint, check_target
 from shardconv.checkpoint.fileio import InputFiles, create, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
@@ -19,8 +19,9 @@ from shardconv.checkpoint.padding_manifest import PADDING_NAME, with_files, writ
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
 from shardconv.checkpoint.quantization_files import with_settings
-from shardconv.checkpoint.shards import ShardReader
 from shardconv.checkpoint.source import Source, open_source
+from shardconv.checkpoint.source_files import with_total_size
+from shardconv.checkpoint.source_reader import open_tensors
 from shardconv.checkpoint.staging import staging
 from shardconv.checkpoint.write import auxiliary_bytes, copy_auxiliary, copy_files
 from shardconv.errors import PlanError, SourceError, UsageError
@@ -125,7 +126,7 @@ def pad(
     source = open_source(local_path(src), follow_links=follow_links, ignore=as_names(ignore))
     planned = _plan_padding(source, tp, vocab_multiple, check)
     target = local_path(dst) if dst is not None else Path(f"{source.name}-pad{tp}")
-    check_disjoint(target, (source.path, *(file.path for file in source.files), *source.auxiliary_files.values()))
+    check_disjoint(target, (source.path, *source.paths, *source.auxiliary_files.values()))
     names = [*source.auxiliary_files, PADDING_NAME]
     exists = check_target(target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=names)
     if not dry_run:
@@ -158,6 +159,8 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, check: Check | N
     """Plan the padding, change a copy of the config, and check that they match."""
     if source.config is None or not source.is_folder:
         raise SourceError(f"{source.path}: is not a folder with {CONFIG_NAME}: pass a folder that has one")
+    if source.layout is not None:
+        raise SourceError(f"{source.path}: holds rank files of another tool: merge them first")
     if PADDING_NAME in source.auxiliary_files:
         raise UsageError(f"{source.path}: is already padded ({PADDING_NAME}): shardconv unpad {source.path} first")
     if (with_settings(source) or {}).get(SETTINGS_KEY) is not None:
@@ -187,10 +190,11 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, check: Check | N
 def _write(
     source: Source, planned: _Planned, target: Path, *, overwrite: bool, threads: int | None, progress: Progress | None
 ) -> None:
-    layout = planned.manifest.source_layout
-    total = sum(planned.manifest.rank_layout.file_bytes) + auxiliary_bytes(source.auxiliary_files)
+    manifest = planned.manifest
+    reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
+    total = sum(manifest.rank_layout.file_bytes) + auxiliary_bytes(source.auxiliary_files)
     with (
-        InputFiles([file.path for file in source.files], layout.prefixes, layout.file_bytes) as inputs,
+        inputs,
         staging(
             target,
             is_folder=True,
@@ -200,23 +204,23 @@ def _write(
             mode=permissions([source.path]),
         ) as stage,
     ):
-        _write_files(source, planned, inputs, stage, threads=threads, progress=progress)
+        _write_files(source, planned, reader, inputs, stage, threads=threads, progress=progress)
 
 
 def _write_files(
     source: Source,
     planned: _Planned,
+    reader: Reader,
     inputs: InputFiles,
     folder: Path,
     *,
     threads: int | None,
     progress: Progress | None,
 ) -> None:
-    manifest, labels = planned.manifest, [file.name for file in source.files]
+    manifest = planned.manifest
     layout = manifest.rank_layout
     config_mode = permissions([source.auxiliary_files[CONFIG_NAME]])
     original = _text_of(source.auxiliary_files[CONFIG_NAME], source.config)
-    reader = ShardReader(manifest.source_layout.shards, inputs, labels=labels, names=list(manifest.tensors))
     stripe_checksums = copy_files(
         reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
         identify=lambda _: layout.prefixes, threads=threads, progress=progress,
@@ -226,7 +230,7 @@ def _write_files(
         file.write((json.dumps(planned.config, indent=2, ensure_ascii=False) + "\n").encode())
     if manifest.index is not None:
         with create(folder / manifest.index[0], inputs.mode) as file:
-            file.write(_index(manifest.index[1], planned.num_bytes).encode())
+            file.write(with_total_size(manifest.index[1], planned.num_bytes).encode())
     mode = inputs.mode & config_mode  # the manifest contains the config
     write_padding(replace(manifest, auxiliary_files=copied), stripe_checksums, original, folder, mode=mode)
 
@@ -237,11 +241,3 @@ def _text_of(path: Path, expected: dict[str, object] | None) -> str:
     if json.loads(text.removeprefix("\ufeff")) != expected:
         raise SourceError(f"{path}: changed after the plan was made: run the command again")
     return text
-
-
-def _index(text: str, total: int) -> str:
-    """The text of an index with another total size in bytes."""
-    index = json.loads(text)
-    if isinstance(index.get("metadata"), dict) and "total_size" in index["metadata"]:
-        index["metadata"]["total_size"] = total
-    return json.dumps(index, indent=2, ensure_ascii=False) + "\n"

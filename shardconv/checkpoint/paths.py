@@ -1,6 +1,6 @@
 """Checks of user paths: refusal of URLs, hints for names on the Hugging Face Hub, and links out of a folder.
 
-Imports only errors, so that the command line can check its arguments before it imports anything else.
+Imports only errors and URLs, so that the command line can check its arguments before it imports anything else.
 """
 
 import os
@@ -8,9 +8,8 @@ import re
 from pathlib import Path
 
 from shardconv.errors import UsageError
+from shardconv.storage.url import is_url, without_secrets
 
-#: A scheme has at least two letters, so it is not a drive letter. A Path keeps only one of the two slashes.
-_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?P<rest>.*)", re.DOTALL)
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)")
 _HUB_HOST = re.compile(r"(?:huggingface\.co|hf\.co)/")
 #: Commands that copy a folder from or to remote storage, by scheme.
@@ -26,25 +25,29 @@ def local_path(path: str | Path) -> Path:
     Raises:
         UsageError: if it is a URL.
     """
-    match = _URL.fullmatch(os.fspath(path))
-    if match is None:
+    if not is_url(path):
         return Path(path)
-    scheme, rest = match["scheme"].lower(), match["rest"]
-    name = _HUB_NAME.match(_HUB_HOST.sub("", rest, count=1))
-    command = _COPY_COMMANDS.get(scheme, "")
-    if name and (scheme == "hf" or _HUB_HOST.match(rest)):
+    url = without_secrets(path)
+    scheme, _, rest = url.partition("://")
+    name = _HUB_NAME.match(_HUB_HOST.sub("", rest, count=1).partition("@")[0])
+    command = _COPY_COMMANDS.get(scheme.lower(), "")
+    if name and (scheme.lower() == "hf" or _HUB_HOST.match(rest)):
         command = _hub_download(name["name"])
     raise UsageError(
-        f"{match['scheme']}://{rest}: is a URL (expected a local path): download the checkpoint to a local folder "
-        f"first, and upload results afterwards{f', for example with {command}' if command else ''}"
+        f"{url}: is a URL (expected a local path): only the sources of plan, split, merge, reshard and verify may be "
+        f"remote. Download an input to a local folder first, or upload an output from one afterwards"
+        f"{f', for example with {command}' if command else ''}"
     )
 
 
 def hub_hint(path: Path) -> str:
-    """The download command for the message that a path does not exist, if it looks like a name on the Hub."""
+    """The remedies for the message that a path does not exist, if it looks like a name on the Hub."""
     if not _HUB_NAME.fullmatch(str(path)) or path.suffix in {".safetensors", ".json"}:
         return ""
-    return f": if it is the name of a model on the Hugging Face Hub, download it first: {_hub_download(str(path))}"
+    return (
+        f": if it is the name of a model on the Hugging Face Hub, pass hf://{path}, or download it first: "
+        f"{_hub_download(str(path))}"
+    )
 
 
 def _hub_download(name: str) -> str:

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
+from shardconv.checkpoint.formats import ADAPTER_CONFIG
 from shardconv.checkpoint.header import num_bytes
 from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
+from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source, refuse_changes
+from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.stored_plan import quantized_tensors, resolver_of
 from shardconv.errors import UsageError
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan, TensorSpec, num_quantized, quantized_blocks
-from shardconv.plan.rules import AUTO
 from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, TpSizes
+from shardconv.storage.table import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +78,25 @@ class PlanReport:
     quantized_blocks: tuple[str, ...] = ()
 
 
-def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOptions]) -> PlanReport:
+@reads_remote("src")
+def report_plan(
+    src: StrPath, *, tp: int | None = None, dtype: str | None = None, **options: Unpack[PlanOptions]
+) -> PlanReport:
     """Report the plan and the supported tp sizes of a checkpoint; arguments and errors as in :func:`make_plan`.
 
     For a split checkpoint, reports the plan in its manifest, or with another ``tp`` the plan of a reshard.
+    With ``dtype``, dtypes and sizes are those of a split with it.
     """
     if is_split(path := local_path(src)):
+        if dtype is not None:
+            raise UsageError(f"{path}: is a split checkpoint, which --dtype cannot convert: pass the source instead")
         return _report_stored(path, tp, options)
-    source, specs, _, (resolver, assumed), _ = plan_source(src, **options)
+    source, specs, _, (resolver, assumed), _ = plan_source(src, dtype=dtype, **options)
     sizes = resolver.tp_sizes()
     tp_plan = None if tp is None else resolver.plan(tp, assumed=assumed)
     tensors = () if tp_plan is None else tensor_reports(source.specs, tp_plan)
     return PlanReport(
-        source=str(src),
+        source=shown(src),
         family=resolver.rules.family,
         tp=tp,
         num_tensors=sum(len(file.header.tensors) for file in source.files),
@@ -109,12 +117,11 @@ def report_plan(src: StrPath, *, tp: int | None = None, **options: Unpack[PlanOp
 def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanReport:
     """Report the plan of a split checkpoint."""
     pad = options.pop("pad", False)  # an option of reshard, too
-    if changed := sorted(name for name, value in options.items() if value != _DEFAULTS[name]):
-        named = ", ".join("--for" if name == "engine" else name for name in changed)
-        raise UsageError(
-            f"{folder}: is a split checkpoint, and {named} cannot change its stored plan: pass the source instead"
-        )
+    refuse_changes(folder, options)
     manifest = read_manifest(folder)
+    is_adapter = ADAPTER_CONFIG in manifest.auxiliary_files
+    if pad and is_adapter:
+        raise UsageError(f"{folder}: is an adapter, for which --pad is not supported: remove it")
     plan, specs = manifest.plan, manifest.source_tensors
     sizes = TpSizes((), ())
     assumed, padding = plan.assumed, NO_PADDING
@@ -128,7 +135,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         assumed = (*assumed, "a manifest of format 1 or 2 does not store rules: other tp sizes use the installed rules")
     tensors = tensor_reports(specs, plan)
     return PlanReport(
-        source=str(folder),
+        source=shown(folder),
         family=plan.family,
         tp=plan.tp,
         num_tensors=len(specs),
@@ -137,7 +144,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         left_out={},
         supported_tp=sizes.supported,
         blocked_tp=sizes.blocked,
-        padded_tp=sizes.padded,
+        padded_tp=() if is_adapter else sizes.padded,
         padding=padding,
         rank_bytes=rank_bytes(tensors, plan.tp),
         tensors=tensors,
@@ -145,13 +152,6 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         num_quantized=num_quantized(quantized_tensors(manifest)),
         quantized_blocks=quantized_blocks(quantized_tensors(manifest)),
     )
-
-
-#: Defaults of :class:`PlanOptions`.
-_DEFAULTS: dict[str, object] = {
-    "rules": AUTO, "replicate": (), "head_dim": None, "experts": "tensor", "engine": None,
-    "pad": False, "config": None, "follow_links": False, "ignore": (),
-}  # fmt: skip
 
 
 def rank_bytes(tensors: Iterable[TensorReport], tp: int) -> tuple[int, ...]:

@@ -7,17 +7,22 @@ from pathlib import Path
 from shardconv import __version__
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import permissions
-from shardconv.checkpoint.layout import MANIFEST_NAME
+from shardconv.checkpoint.formats import ADAPTER_CONFIG
+from shardconv.checkpoint.layout import ADAPTERS, MANIFEST_NAME
 from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.manifest_file import write_manifest
+from shardconv.checkpoint.manifest_file import read_manifest, write_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, request_for
+from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.rewrite import Rewrite
+from shardconv.checkpoint.source import Source, open_if_external
+from shardconv.checkpoint.split import SplitReport, split
 from shardconv.checkpoint.stored_plan import quantized_tensors, resolver_of
 from shardconv.checkpoint.vllm_folder import read_split
-from shardconv.checkpoint.write import auxiliary_paths
-from shardconv.layouts.choice import choose_layout
-from shardconv.layouts.layout import DCP
+from shardconv.checkpoint.write import auxiliary_paths, write_indexes
+from shardconv.errors import UsageError
+from shardconv.layouts.choice import choose_layout, with_max_file_size
+from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
 
 
@@ -32,12 +37,13 @@ class ReshardReport:
         old_layout: layout of the old rank files.
         layout: layout of the new rank files.
         num_tensors: number of tensors.
-        rank_bytes: bytes of each new rank file.
+        rank_bytes: for each new rank the bytes of its files.
         seconds: wall time in seconds.
         dry_run: whether nothing was written.
         destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
         notes: possible differences between rank files that an engine saved and the checkpoint that it loaded.
         padding: padded units and their cost.
+        files_per_rank: number of files of each new rank.
     """
 
     path: str
@@ -52,8 +58,10 @@ class ReshardReport:
     destination_exists: bool
     notes: tuple[str, ...] = ()
     padding: PaddingReport = NO_PADDING
+    files_per_rank: int = 1
 
 
+@reads_remote("src")
 def reshard(
     src: StrPath,
     dst: StrPath | None = None,
@@ -62,16 +70,19 @@ def reshard(
     layout: str | None = None,
     engine: str | None = None,
     pad: bool = False,
+    max_file_size: int | str | None = None,
     overwrite: bool = False,
     checksums: bool = True,
     dry_run: bool = False,
+    source_layout: str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> ReshardReport:
     """Rewrite a split checkpoint for another number of ranks or layout; the result equals a split of the source.
 
     Args:
-        src: the split checkpoint, or a folder that vLLM saved of a dense unquantized model.
+        src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
+            another tool.
         dst: the folder to write; defaults to ``NAME-tpM`` in the current folder.
         tp: the new number of ranks.
         layout: of the new rank files, as in :func:`~shardconv.split`; defaults to that of the split checkpoint.
@@ -80,9 +91,12 @@ def reshard(
             padding.
         pad: pad units that do not divide with zeros, as in :func:`~shardconv.split`; independent of the padding of the
             split checkpoint.
+        max_file_size: as in :func:`~shardconv.split`; defaults to that of the split checkpoint. A size that no rank
+            reaches gives one file per rank.
         overwrite: replace an existing checkpoint at ``dst``.
         checksums: store checksums, unless the split checkpoint has none.
         dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
+        source_layout: the layout of another tool's rank files in ``src``; None to detect it.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
 
@@ -95,13 +109,21 @@ def reshard(
     """
     began = time.perf_counter()
     folder = local_path(src)
+    if (source := open_if_external(folder, source_layout)) is not None:
+        report = split(
+            source, dst, tp=tp, layout=layout or NATIVE.name, max_file_size=max_file_size, engine=engine, pad=pad,
+            overwrite=overwrite, checksums=checksums, dry_run=dry_run, threads=threads, progress=progress,
+        )  # fmt: skip
+        return _of_split(report, source)
     old = read_split(folder)
     checksums = checksums and old.checksums is not None  # new checksums would hide errors in unchecked data
-    new, padding = _plan_reshard(old, tp, layout, engine, int(pad), checksums=checksums)
+    new, padding = _plan_reshard(old, tp, layout, max_file_size, engine, int(pad), checksums=checksums)
     name = folder.resolve().name.removesuffix(f"-tp{old.tp}")
     target = Path(f"{name}-tp{tp}") if dst is None else local_path(dst)
     rewrite = Rewrite(old, folder, target, overwrite=overwrite, threads=threads, progress=progress)
     exists = rewrite.check(dry_run=dry_run)
+    for path in old.adapter_folders(folder).values():
+        _plan_reshard(read_manifest(path), tp, None, None, None, int(pad), checksums=checksums)
     if not dry_run:
         _write(rewrite, new, checksums=checksums)
     return ReshardReport(
@@ -111,19 +133,50 @@ def reshard(
         old_layout=old.layout.name,
         layout=new.layout.name,
         num_tensors=len(new.tensors),
-        rank_bytes=tuple(new.rank_layout.file_bytes),
+        rank_bytes=new.rank_layout.rank_bytes,
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
         notes=old.notes,
         padding=padding,
+        files_per_rank=new.files_per_rank,
+    )
+
+
+def _of_split(report: SplitReport, source: Source) -> ReshardReport:
+    """The report of a split of rank files of another tool."""
+    return ReshardReport(
+        path=report.path,
+        old_tp=source.num_ranks,
+        tp=report.tp,
+        old_layout=str(source.layout),
+        layout=report.layout,
+        num_tensors=report.num_tensors,
+        rank_bytes=report.rank_bytes,
+        seconds=report.seconds,
+        dry_run=report.dry_run,
+        destination_exists=report.destination_exists,
+        notes=(*source.derived, *report.assumed),
+        padding=report.padding,
+        files_per_rank=report.files_per_rank,
     )
 
 
 def _plan_reshard(
-    old: Manifest, tp: int, layout: str | None, engine: str | None, pad: int, *, checksums: bool
+    old: Manifest,
+    tp: int,
+    layout: str | None,
+    max_file_size: int | str | None,
+    engine: str | None,
+    pad: int,
+    *,
+    checksums: bool,
 ) -> tuple[Manifest, PaddingReport]:
     """The manifest of the new split checkpoint, and its padding."""
+    if pad and (ADAPTER_CONFIG in old.auxiliary_files or old.adapters):
+        raise UsageError(
+            "--pad is not supported for adapters: remove it, and choose a size that divides (shardconv plan DIR)"
+        )
     new_engine = engine or (None if layout == DCP.name else old.request.engine)
     request = replace(old.request, engine=new_engine, pad=pad)
     if layout in {None, old.layout.name}:
@@ -131,6 +184,7 @@ def _plan_reshard(
     else:
         request = request_for(request, layout)
         file_layout = choose_layout(layout, quantized_tensors(old), old.config)
+    file_layout = with_max_file_size(file_layout, old.layout.max_file_bytes if max_file_size is None else max_file_size)
     resolver = resolver_of(old, request.engine, pad=pad)
     plan = resolver.plan(tp, assumed=old.plan.assumed)
     return old.with_plan(plan, request, file_layout, checksums=checksums), resolver.padding(tp)
@@ -140,7 +194,10 @@ def _write(rewrite: Rewrite, new: Manifest, *, checksums: bool) -> None:
     old, folder = rewrite.manifest, rewrite.folder
     identify = new.prefixes_with if checksums else None
     with rewrite.run(new.rank_files, new.rank_layout, identify=identify) as staged:
+        for name, path in old.adapter_folders(folder).items():
+            reshard(path, staged.folder / ADAPTERS / name, tp=new.tp, checksums=checksums, threads=rewrite.threads)
         is_split = old.explicit_files is None
         mode = permissions([folder / MANIFEST_NAME] if is_split else auxiliary_paths(old, folder).values())
+        write_indexes(new, staged.folder, staged.mode)
         written = new.written(staged.checksums, staged.auxiliary_files)
         write_manifest(written, staged.folder, f"shardconv {__version__}", mode=mode)

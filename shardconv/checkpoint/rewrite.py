@@ -1,16 +1,18 @@
-"""Rewrite a split or padded checkpoint as another checkpoint: the shared steps of merge, reshard and unpad."""
+"""Rewrite a split or padded checkpoint, or a source, as another checkpoint: the steps of merge, reshard and unpad."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shardconv.checkpoint.copy import Progress
+from shardconv.checkpoint.copy import Progress, Reader
 from shardconv.checkpoint.destination import check_disjoint, check_target
-from shardconv.checkpoint.fileio import permissions
+from shardconv.checkpoint.fileio import InputFiles, permissions
 from shardconv.checkpoint.layout import Layout
 from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.source import Source
+from shardconv.checkpoint.source_reader import open_tensors
 from shardconv.checkpoint.staging import staging
 from shardconv.checkpoint.write import (
     Checksums,
@@ -21,6 +23,7 @@ from shardconv.checkpoint.write import (
     copy_auxiliary,
     copy_files,
     read_ranks,
+    write_auxiliary,
 )
 
 
@@ -31,22 +34,25 @@ class Staged(NamedTuple):
         folder: the staging folder, which holds the new weight files and auxiliary files.
         checksums: for each weight file the checksum of each stripe, or None.
         auxiliary_files: name to checksum of each auxiliary file.
+        mode: the permissions that all existing weight files have.
     """
 
     folder: Path
     checksums: Checksums | None
     auxiliary_files: dict[str, str]
+    mode: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """A rewrite of a checkpoint that has a manifest.
+    """A rewrite of a checkpoint that has a manifest, or of a source.
 
     Attributes:
-        manifest: of the existing checkpoint.
+        manifest: of the existing checkpoint, or of the source.
         folder: of the existing checkpoint.
         target: the new checkpoint.
         is_folder: whether the new checkpoint is a folder; a file does not have auxiliary files.
+        source: to read in place of the files of the manifest; None for a checkpoint that has a manifest.
         added_files: names of auxiliary files that only the new checkpoint has.
         overwrite: replace an existing checkpoint at ``target``.
         threads: number of threads, or None for the default.
@@ -57,6 +63,7 @@ class Rewrite:
     folder: Path
     target: Path
     is_folder: bool = True
+    source: Source | None = None
     added_files: tuple[str, ...] = ()
     overwrite: bool = False
     threads: int | None = None
@@ -80,7 +87,7 @@ class Rewrite:
             dry_run=dry_run,
             auxiliary_files=[*self.manifest.auxiliary_files, *self.added_files],
         )
-        if dry_run:
+        if dry_run and self.source is None:
             check_readable(self.manifest, self.folder)
         return exists
 
@@ -100,8 +107,8 @@ class Rewrite:
             SplitCheckpointError: if a file is missing, or bytes differ from those that were written.
             OutputError: if the destination exists, is in use, or has too little free space.
         """
-        auxiliary_files = auxiliary_paths(self.manifest, self.folder) if self.is_folder else {}
-        reader, inputs = read_ranks(self.manifest, self.folder)
+        auxiliary_files = self._auxiliary_paths() if self.is_folder else {}
+        reader, inputs = self._open()
         with (
             inputs,
             staging(
@@ -109,7 +116,7 @@ class Rewrite:
                 is_folder=self.is_folder,
                 overwrite=self.overwrite,
                 num_bytes=sum(layout.file_bytes) + auxiliary_bytes(auxiliary_files) + added_bytes,
-                auxiliary_files=[*auxiliary_files, *self.added_files],
+                auxiliary_files=[*self.manifest.auxiliary_files, *self.added_files],
                 mode=permissions([self.folder]),
             ) as folder,
         ):
@@ -117,4 +124,17 @@ class Rewrite:
                 reader, inputs, [folder / name for name in names], layout, self.manifest.stripes,
                 identify=identify, threads=self.threads, progress=self.progress,
             )  # fmt: skip
-            yield Staged(folder, checksums, copy_auxiliary(auxiliary_files, folder, self.manifest.auxiliary_files))
+            yield Staged(folder, checksums, self._copy_auxiliary(auxiliary_files, folder), inputs.mode)
+
+    def _open(self) -> tuple[Reader, InputFiles]:
+        if self.source is not None:
+            return open_tensors(self.source, self.manifest.tensors, None)
+        return read_ranks(self.manifest, self.folder)
+
+    def _auxiliary_paths(self) -> Mapping[str, Path]:
+        return auxiliary_paths(self.manifest, self.folder) if self.source is None else self.source.auxiliary_files
+
+    def _copy_auxiliary(self, files: Mapping[str, Path], folder: Path) -> dict[str, str]:
+        if self.source is None or not self.is_folder:
+            return copy_auxiliary(files, folder, self.manifest.auxiliary_files)
+        return write_auxiliary(self.source, folder)

@@ -18,7 +18,8 @@ from shardconv.checkpoint.rewrite import Rewrite
 class UnpadReport:
     """Result of unpadding, or with ``dry_run`` the expected result.
 
-    The attributes are those of :class:`~shardconv.checkpoint.pad.PadReport`.
+    The attributes are those of :class:`~shardconv.checkpoint.pad.PadReport`, and ``derived`` that of
+    :class:`~shardconv.checkpoint.merge.MergeReport`.
     """
 
     path: str
@@ -27,6 +28,7 @@ class UnpadReport:
     seconds: float
     dry_run: bool
     destination_exists: bool
+    derived: tuple[str, ...] = ()
 
 
 def unpad(
@@ -69,6 +71,7 @@ def unpad(
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
+        derived=manifest.derived,
     )
 
 

@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint.copy import CopyJob, Progress
-from shardconv.checkpoint.fileio import InputFiles
-from shardconv.checkpoint.formats import is_weights
-from shardconv.checkpoint.layout import lay_out_source
+from shardconv.checkpoint.dtype_conversion import with_dtype
+from shardconv.checkpoint.fileio import file_bytes
+from shardconv.checkpoint.formats import MERGED, is_weights
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
+from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.shards import Comparer, ShardReader
-from shardconv.checkpoint.source import Source, open_source
+from shardconv.checkpoint.source import Source, open_if_external, open_source
+from shardconv.checkpoint.source_reader import open_tensors
+from shardconv.checkpoint.verify_external import compare_sources, tensor_differences
 from shardconv.checkpoint.vllm_folder import read_split
-from shardconv.checkpoint.write import checksum_file, is_regular_file, read_ranks
-from shardconv.errors import IntegrityError, UsageError
-from shardconv.plan.plan import TensorSpec
+from shardconv.checkpoint.write import auxiliary_checksums, checksum, checksum_file, is_regular_file, read_ranks
+from shardconv.errors import IntegrityError, SplitCheckpointError, UsageError
+from shardconv.storage.table import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +61,26 @@ class VerifyReport:
     saved_by: str | None = None
 
 
+@reads_remote("src", "against")
 def verify(
     src: StrPath,
     *,
     against: StrPath | None = None,
     follow_links: bool = False,
     ignore: tuple[str, ...] = (),
+    source_layout: str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Check a split checkpoint: headers, checksums, equality of replicas, zeros in the padding, auxiliary files.
 
     Args:
-        src: the split checkpoint, or a folder that vLLM saved of a dense unquantized model.
+        src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of another
+            tool.
         against: a source to compare every byte of every tensor with.
         follow_links: follow links in ``against`` that point outside of its folder.
         ignore: glob patterns of files of ``against`` to leave out, in addition to the patterns of the split.
+        source_layout: the layout of ``against``, if it holds rank files of another tool; None to detect it.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
 
@@ -84,35 +91,98 @@ def verify(
     """
     began = time.perf_counter()
     folder = local_path(src)
-    if ignore and against is None:
-        raise UsageError("--ignore requires --against: add --against SOURCE, or remove --ignore")
+    for option, value in (("--ignore", ignore), ("--from", source_layout)):
+        if value and against is None:
+            raise UsageError(f"{option} requires --against: add --against SOURCE, or remove {option}")
+    if (external := open_if_external(folder, None)) is not None:
+        return _verify_external(
+            external, against, follow_links=follow_links, ignore=ignore, source_layout=source_layout, threads=threads,
+            progress=progress,
+        )  # fmt: skip
     manifest = read_split(folder)
     source = None
     if against is not None:
+        if merged := next((phrase for phrase in manifest.derived if phrase.endswith(MERGED)), None):
+            raise UsageError(f"{src}: {merged}: compare with the merged model, or remove --against")
         source = open_source(
-            local_path(against), follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore
-        )
+            local_path(against), follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
+            source_layout=source_layout,
+        )  # fmt: skip
+        source = source if manifest.dtype is None else with_dtype(source, manifest.dtype)
+    compared_with = None if against is None else shown(against)
     checked = () if manifest.explicit_files else ("auxiliary files",)
-    differences = auxiliary_differences(manifest, folder)
+    differences = auxiliary_differences(manifest, folder) + _index_differences(manifest, folder)
     if source is not None:
-        differences += _tensor_differences(manifest, source) + _file_differences(manifest, source)
+        differences += tensor_differences(manifest.source_tensors, source) + _file_differences(manifest, source)
     ranks = _compare_ranks(manifest, folder, source, threads=threads, progress=progress)
+    for name, path in manifest.adapter_folders(folder).items():
+        checked = (*checked, f"adapter {name}")
+        differences += _adapter_differences(path, threads)
     return VerifyReport(
-        path=str(src),
-        against=None if against is None else str(against),
+        path=shown(src),
+        against=compared_with,
         tp=manifest.tp,
         layout=manifest.layout.name,
         num_tensors=len(manifest.tensors),
         num_bytes=ranks.num_bytes,
         other_weights=_other_weights(manifest, folder),
-        checked=(*checked, *ranks.checked, *([f"every tensor of {against}"] if ranks.is_compared else [])),
+        checked=(*checked, *ranks.checked, *([f"every tensor of {compared_with}"] if ranks.is_compared else [])),
         is_compared=ranks.is_compared,
         has_checksums=manifest.checksums is not None,
-        differences=(*differences, *ranks.differences),
+        differences=tuple(map(shown, (*differences, *ranks.differences))),
         left_out={} if source is None else source.left_out,
         seconds=time.perf_counter() - began,
         saved_by=manifest.saved_by,
     )
+
+
+def _verify_external(
+    external: Source,
+    against: StrPath | None,
+    *,
+    follow_links: bool,
+    ignore: tuple[str, ...],
+    source_layout: str | None,
+    threads: int | None,
+    progress: Progress | None,
+) -> VerifyReport:
+    """Check rank files of another tool."""
+    began = time.perf_counter()
+    source = None
+    if against is not None:
+        source = open_source(
+            local_path(against), follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
+        )
+    differences = compare_sources(external, source, threads=threads, progress=progress)
+    compared_with = None if against is None else shown(against)
+    return VerifyReport(
+        path=shown(external.path),
+        against=compared_with,
+        tp=external.num_ranks,
+        layout=str(external.layout),
+        num_tensors=len(external.specs),
+        num_bytes=sum(map(file_bytes, external.paths)),
+        other_weights=(),
+        checked=(
+            "names and shapes",
+            "replicas equal",
+            *([f"every tensor of {compared_with}"] if compared_with else []),
+        ),
+        is_compared=against is not None,
+        has_checksums=False,
+        differences=tuple(map(shown, differences)),
+        left_out={} if source is None else source.left_out,
+        seconds=time.perf_counter() - began,
+        saved_by="another tool",
+    )
+
+
+def _adapter_differences(folder: Path, threads: int | None) -> list[str]:
+    """The differences of an adapter of a split checkpoint from its checksums."""
+    try:
+        return [f"{folder}: {difference}" for difference in verify(folder, threads=threads).differences]
+    except SplitCheckpointError as error:
+        return [str(error)]
 
 
 class _RankFiles(NamedTuple):
@@ -142,7 +212,9 @@ def _compare_ranks(
     is_compared = source is not None and source.specs == manifest.source_tensors
     compared = source if is_compared else None
     with inputs:
-        differences = _data_differences(manifest, reader, compared, threads=threads, progress=progress)
+        differences = _data_differences(
+            manifest, reader, compared, threads=threads or inputs.threads, progress=progress
+        )
         inputs.check_unchanged()
     checked = ("headers", *(["checksums"] if manifest.checksums else []), "replicas equal", "padding zero")
     return _RankFiles(differences, sum(manifest.rank_layout.file_bytes), checked, is_compared)
@@ -150,7 +222,16 @@ def _compare_ranks(
 
 def _other_weights(manifest: Manifest, folder: Path) -> tuple[str, ...]:
     names = {path.name for path in folder.iterdir() if is_weights(path.name)}
-    return tuple(sorted(names - {*manifest.rank_files}))
+    return tuple(sorted(names - {*manifest.rank_files, *manifest.rank_indexes}))
+
+
+def _index_differences(manifest: Manifest, folder: Path) -> list[str]:
+    """Messages for the missing or changed indexes of ranks, which other programs read."""
+    return [
+        f"{name}: is missing, or differs from the index of the rank's files"
+        for name, text in manifest.rank_indexes.items()
+        if not is_regular_file(folder / name, folder) or checksum_file(folder / name) != checksum(text.encode())
+    ]
 
 
 def auxiliary_differences(manifest: Manifest, folder: Path) -> list[str]:
@@ -165,22 +246,6 @@ def auxiliary_differences(manifest: Manifest, folder: Path) -> list[str]:
     return differences
 
 
-def _tensor_differences(manifest: Manifest, source: Source) -> list[str]:
-    specs, source_specs = manifest.source_tensors, source.specs
-    differences = [f"{name}: is not in {source.path}" for name in specs.keys() - source_specs.keys()]
-    differences += [f"{name}: is in {source.path} only" for name in source_specs.keys() - specs.keys()]
-    differences += [
-        f"{name}: is {_describe(spec)} (expected {_describe(source_specs[name])} as in {source.path})"
-        for name, spec in specs.items()
-        if name in source_specs and source_specs[name] != spec
-    ]
-    return sorted(differences)
-
-
-def _describe(spec: TensorSpec) -> str:
-    return f"{spec.dtype} {list(spec.shape)}"
-
-
 def _file_differences(manifest: Manifest, source: Source) -> list[str]:
     """Differences between the files that merge would write and a source with the same weight files."""
     headers = {file.name: file.header.raw for file in source.files}
@@ -191,11 +256,10 @@ def _file_differences(manifest: Manifest, source: Source) -> list[str]:
     ]
     if manifest.index != source.index:
         differences.append("the index differs from the source")
-    for name in sorted(manifest.auxiliary_files.keys() | source.auxiliary_files.keys()):
-        path = source.auxiliary_files.get(name)
-        if path is None or checksum_file(path) != manifest.auxiliary_files.get(name):
-            differences.append(f"{name}: differs from {source.path}")
-    return differences
+    expected = auxiliary_checksums(source)
+    names = sorted(manifest.auxiliary_files.keys() | expected.keys())
+    different = (name for name in names if expected.get(name) != manifest.auxiliary_files.get(name))
+    return [*differences, *(f"{name}: differs from {source.path}" for name in different)]
 
 
 def _data_differences(
@@ -210,9 +274,10 @@ def _data_differences(
         CopyJob(manifest.stripes, reader, [], add).run(threads=threads, progress=progress)
         return sorted(set(differences))
     names = list(manifest.tensors)
-    layout = lay_out_source([file.header for file in source.files], manifest.tensors)
-    with InputFiles([file.path for file in source.files], layout.prefixes, layout.file_bytes) as inputs:
-        expected = ShardReader(layout.shards, inputs, labels=[file.name for file in source.files], names=names)
-        CopyJob(manifest.stripes, reader, [Comparer(expected, names)], add).run(threads=threads, progress=progress)
+    expected, inputs = open_tensors(source, manifest.tensors, None)
+    with inputs:
+        CopyJob(manifest.stripes, reader, [Comparer(expected, names)], add).run(
+            threads=threads or inputs.threads, progress=progress
+        )
         inputs.check_unchanged()
     return sorted(set(differences))

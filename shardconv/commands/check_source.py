@@ -1,10 +1,9 @@
 """The comparison of a source with its model class, for the commands that offer it."""
 
 import gc
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardconv.commands.options import SourceFlags
+from shardconv.commands.options import SourceFlags, SourcePath
 from shardconv.exits import ImportPhase
 
 if TYPE_CHECKING:
@@ -14,9 +13,15 @@ if TYPE_CHECKING:
 CHECK_MODEL = "Compare names and shapes of tensors with those of the model class in transformers first."
 
 
-def check_source(src: Path, options: SourceFlags) -> "ModelCheck":
+def check_source(src: SourcePath, options: SourceFlags) -> "ModelCheck":
     """Compare a source with the model that its config names; ``options`` are the command's."""
     gc.enable()
     with ImportPhase():
         from shardconv.proof.model_check import check_source as run
-    return run(src, config=options["config"], follow_links=options["follow_links"], ignore=options["ignore"])
+    return run(
+        src,
+        config=options["config"],
+        follow_links=options["follow_links"],
+        ignore=options["ignore"],
+        source_layout=options["source_layout"],
+    )

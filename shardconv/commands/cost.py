@@ -4,12 +4,11 @@ import gc
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import click
 
-from shardconv.commands.options import PlanFlags, together
+from shardconv.commands.options import PlanFlags, SourcePath, together
 from shardconv.console import Console
 from shardconv.errors import UsageError
 from shardconv.exits import ImportPhase
@@ -66,7 +65,7 @@ class CostFlags:
     beta: float | None
     measure_link: bool
 
-    def check(self, src: Path | None, **others: bool) -> None:
+    def check(self, src: SourcePath | None, **others: bool) -> None:
         """Refuse options that contradict each other.
 
         Args:
@@ -152,7 +151,7 @@ def _link(link: "Link") -> str:
 
 
 def show_cost(
-    src: Path,
+    src: SourcePath,
     console: Console,
     flags: CostFlags,
     link: "Link | None",

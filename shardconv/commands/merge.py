@@ -6,22 +6,37 @@ from typing import Unpack
 import click
 
 from shardconv.commands.notes import dry_run_notes
-from shardconv.commands.options import PATH, WriteFlags, output_options, write_options
+from shardconv.commands.options import (
+    PATH,
+    SOURCE,
+    SourcePath,
+    WriteFlags,
+    from_option,
+    output_options,
+    write_options,
+)
 from shardconv.console import Console
-from shardconv.formatting import rate, size
+from shardconv.formatting import counted, rate, size
+
+
+class _MergeFlags(WriteFlags):
+    """Values of the options of ``shardconv merge``."""
+
+    source_layout: str | None
 
 
 @click.command()
-@click.argument("src", type=PATH, metavar="DIR")
+@click.argument("src", type=SOURCE, metavar="DIR")
 @click.option(
     "-o", "--output", type=PATH, metavar="PATH", help="FILE.safetensors or folder. [default: NAME-merged here]"
 )
+@from_option
 @write_options
 @output_options
-def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[WriteFlags]) -> None:
+def merge(src: SourcePath, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_MergeFlags]) -> None:
     """Merge the split checkpoint DIR into its source, byte for byte.
 
-    DIR may also be a folder that vLLM saved with save_sharded_state.
+    DIR may also be a folder that vLLM saved with save_sharded_state, or one with rank files of another tool.
     """
     from shardconv.checkpoint.merge import merge as run
 
@@ -33,8 +48,12 @@ def merge(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **optio
         False: "all tensors in one file",
         None: "as the source, but not verified (no checksums)",
     }[report.is_identical]
+    origin = "; ".join(report.derived) or origin
     origin = f"from rank files that {report.saved_by} saved" if report.saved_by else origin
     verb = "would be written" if report.dry_run else rate(report.num_bytes, report.seconds)
     line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {origin}; {verb}"
-    lines = [line, *report.notes, *dry_run_notes(report, overwrite=options["overwrite"])]
+    adapters = [f"with {counted(len(report.adapters), 'adapter')}: {', '.join(report.adapters)}"] * bool(
+        report.adapters
+    )
+    lines = [line, *adapters, *report.notes, *dry_run_notes(report, overwrite=options["overwrite"])]
     console.report(report, lines, quiet_warnings=[line] if report.is_identical is None else [])

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from shardconv.formatting import counted, sizes
+
 if TYPE_CHECKING:
     from shardconv.checkpoint.merge import MergeReport
     from shardconv.checkpoint.pad import PadReport
@@ -52,6 +54,13 @@ def engine_note(layout: str) -> list[str]:
     if versions is None:
         return []
     return [f"for {layout} {versions}; shardconv verify DIR --engine {layout} compares with the installed version"]
+
+
+def rank_files(report: "SplitReport | ReshardReport") -> str:
+    """The number and size of the rank files."""
+    if report.files_per_rank == 1:
+        return f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}"
+    return f"{counted(report.tp, 'rank')} of {sizes(report.rank_bytes)} in {report.files_per_rank} files each"
 
 
 def layout_note(layout: str) -> str:

@@ -2,14 +2,18 @@
 
 import os
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
 import click
 
+from shardconv.checkpoint.header import TARGET_DTYPES
 from shardconv.checkpoint.paths import local_path
 from shardconv.layouts.choice import LAYOUTS
+from shardconv.layouts.external import SOURCE_LAYOUTS
 from shardconv.plan.engines import ENGINES, SHARDCONV
+from shardconv.storage.url import is_url
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -20,6 +24,7 @@ class SourceFlags(TypedDict):
     config: Path | None
     follow_links: bool
     ignore: tuple[str, ...]
+    source_layout: str | None
 
 
 class PlanFlags(SourceFlags):
@@ -52,6 +57,17 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
     return add
 
 
+def collect_plan(function: Callable[..., None]) -> Callable[..., None]:
+    """Pass the values of :data:`plan_options` as one argument, ``plan``."""
+
+    @wraps(function)
+    def collected(*arguments: object, **options: object) -> None:
+        plan = {name: options.pop(name) for name in PlanFlags.__annotations__}
+        function(*arguments, plan=plan, **options)
+
+    return collected
+
+
 class _LocalPath(click.Path):
     """A path that is not a URL."""
 
@@ -62,7 +78,20 @@ class _LocalPath(click.Path):
         return super().convert(local_path(os.fspath(value)), param, ctx)
 
 
+class _SourcePath(_LocalPath):
+    """A path, or the URL of a remote file or folder, which stays a text."""
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        """See :class:`_LocalPath`."""
+        return value if is_url(value) else super().convert(value, param, ctx)
+
+
+#: A path that :data:`SOURCE` parses.
+SourcePath = str | Path
 PATH = _LocalPath(path_type=Path)
+SOURCE = _SourcePath(path_type=Path)
 common_options = together(
     click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object."),
     click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),
@@ -75,6 +104,14 @@ ignore_option = click.option(
     metavar="PATTERN",
     multiple=True,
     help="Leave out the files of SRC that match this glob pattern. Repeatable.",
+)
+
+
+from_option = click.option(
+    "--from",
+    "source_layout",
+    type=click.Choice(SOURCE_LAYOUTS),
+    help="Read rank files of another tool in this layout. [default: detect it]",
 )
 
 
@@ -111,6 +148,7 @@ plan_options = together(
     click.option("--config", type=PATH, help="Use this config.json instead of that of SRC."),
     click.option("--follow-links", is_flag=True, help="Follow links that lead out of their folder."),
     ignore_option,
+    from_option,
 )
 write_options = together(
     click.option("--overwrite", is_flag=True, help="Replace what is at the destination."),
@@ -131,11 +169,23 @@ def layout_option(default: str) -> Callable[[Command], Command]:
     """``--layout``; ``default`` is the end of its help text."""
     text = (
         "Write the source's tensor names (native), also with offsets for torch.distributed.checkpoint (dcp), or the "
-        f"files of vLLM's sharded_state (vllm). {default}"
+        f"files of vLLM's sharded_state (vllm), or Meta's files (meta). {default}"
     )
     return click.option("--layout", type=click.Choice(LAYOUTS), help=text)
 
 
-tp_option = click.option(
-    "--tp", type=click.IntRange(min=1), required=True, metavar="N", help="Tensor parallel size: number of ranks."
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice([*TARGET_DTYPES]),
+    help="Convert floating-point tensors to this data type, rounded to nearest, ties to even. [default: as in SRC]",
+)
+max_file_size_option = click.option(
+    "--max-file-size",
+    metavar="SIZE",
+    help="Write larger rank files as several files with an index per rank. SIZE is a number of bytes, or such as 5GB.",
+)
+_TP = "Tensor parallel size: number of ranks."
+tp_option = click.option("--tp", type=click.IntRange(min=1), required=True, metavar="N", help=_TP)
+source_tp_option = click.option(
+    "--tp", type=click.IntRange(min=1), metavar="N", help=f"{_TP} Required for a checkpoint that is not split."
 )

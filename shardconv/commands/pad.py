@@ -118,5 +118,6 @@ def unpad(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **optio
     with console.progress("unpad") as progress:
         report = run(src, output, progress=progress, **options)
     verb = "would be written" if report.dry_run else rate(report.num_bytes, report.seconds)
-    line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, the source's bytes; {verb}"
+    origin = "; ".join(report.derived) or "the source's bytes"
+    line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {origin}; {verb}"
     console.report(report, [line, *dry_run_notes(report, overwrite=options["overwrite"])])

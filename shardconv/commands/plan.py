@@ -5,7 +5,6 @@ import re
 import sys
 import tomllib
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import click
@@ -13,8 +12,9 @@ import click
 from shardconv.commands.check_source import CHECK_MODEL, check_source
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
 from shardconv.commands.notes import layout_note, model_notes, notes, padding_notes
-from shardconv.commands.options import PATH, PlanFlags, output_options, plan_options
+from shardconv.commands.options import SOURCE, PlanFlags, SourcePath, dtype_option, output_options, plan_options
 from shardconv.console import Console
+from shardconv.errors import UsageError
 from shardconv.exits import ImportPhase
 from shardconv.formatting import counted, ranges, size, sizes
 
@@ -35,7 +35,7 @@ _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 @click.command()
-@click.argument("src", type=PATH, required=False)
+@click.argument("src", type=SOURCE, required=False)
 @click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Tensor parallel size. [default: list them]")
 @click.option(
     "--all",
@@ -45,18 +45,28 @@ _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 )
 @click.option("--prove", is_flag=True, help="Compare a small sharded model of this kind with the unsharded one.")
 @click.option("--check-model/--no-check-model", default=None, help=f"{CHECK_MODEL} [default: with --prove]")
+@click.option(
+    "--list-families",
+    "families",
+    metavar="[WORD]",
+    is_flag=False,
+    flag_value="",
+    help="List the families of rules and the model types that they serve; those that contain WORD.",
+)
 @click.option("--propose", is_flag=True, help="Print a plan file that is proposed from the modules of a small model.")
 @cost_options
+@dtype_option
 @plan_options
 @output_options
 def plan(
-    src: Path | None,
+    src: SourcePath | None,
     *,
     as_json: bool,
     quiet: bool,
     show_all: bool,
     prove: bool,
     propose: bool,
+    families: str | None,
     check_model: bool | None,
     tp: int | None,
     cost: bool,
@@ -65,14 +75,21 @@ def plan(
     alpha: float | None,
     beta: float | None,
     measure_link: bool,
+    dtype: str | None,
     **options: Unpack[PlanFlags],
 ) -> None:
     """Show how SRC would be sharded, why, and for which tp sizes. Reads headers and config only."""
     from shardconv.checkpoint.plan_report import report_plan
+    from shardconv.checkpoint.remote import header_progress
 
     console = Console(as_json=as_json, quiet=quiet)
+    if families is not None:
+        _show_families(families, console, is_alone=src is None)
+        return
     flags = CostFlags(cost, batch, seq, alpha, beta, measure_link)
-    flags.check(src, all=show_all, prove=prove, propose=propose, check_model=bool(check_model))
+    flags.check(src, all=show_all, prove=prove, propose=propose, check_model=bool(check_model), dtype=dtype is not None)
+    if dtype is not None and (prove or propose):
+        raise UsageError("--dtype changes sizes only, not proofs and proposals: remove it")
     link = measured_link(console, is_reported=src is None) if flags.measure_link else None
     if src is None or (flags.measure_link and link is None):
         return
@@ -85,14 +102,16 @@ def plan(
         with ImportPhase():
             from shardconv.proof.propose import propose_plan
         text = propose_plan(
-            src, config=options["config"], follow_links=options["follow_links"], ignore=options["ignore"]
-        )
+            src, config=options["config"], follow_links=options["follow_links"], ignore=options["ignore"],
+            source_layout=options["source_layout"],
+        )  # fmt: skip
         console.document(text, tomllib.loads)
         return
     if prove:
         _prove(src, console, tp=tp, check_model=check_model is not False, **options)
         return
-    report = report_plan(src, tp=tp, **options)
+    with console.progress("read headers", counts=True) as progress, header_progress(progress):
+        report = report_plan(src, tp=tp, dtype=dtype, **options)
     found = [*notes(report.assumed, report.left_out), *model_notes(checked)]
     console.report(report, _plan_lines(report, found), quiet_warnings=notes(report.assumed, {}))
     if report.tp is not None:
@@ -101,8 +120,18 @@ def plan(
         )
 
 
+def _show_families(word: str, console: Console, *, is_alone: bool) -> None:
+    from shardconv.plan.family_file import list_families
+
+    if not is_alone:
+        raise UsageError("--list-families does not read SRC: remove SRC")
+    found = list_families(word)
+    lines = [f"{name}: {', '.join(kinds) or 'no model type'}" for name, kinds in found.families.items()]
+    console.report(found, lines or [f"no family or model type contains {word!r}"])
+
+
 def _prove(
-    src: Path,
+    src: SourcePath,
     console: Console,
     *,
     tp: int | None,

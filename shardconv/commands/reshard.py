@@ -5,20 +5,24 @@ from typing import Unpack
 
 import click
 
-from shardconv.commands.notes import dry_run_notes, engine_note, layout_note, padding_notes
+from shardconv.commands.notes import dry_run_notes, engine_note, layout_note, padding_notes, rank_files
 from shardconv.commands.options import (
     PATH,
+    SOURCE,
+    SourcePath,
     WriteFlags,
     checksum_option,
     engine_option,
+    from_option,
     layout_option,
+    max_file_size_option,
     output_options,
     pad_option,
     tp_option,
     write_options,
 )
 from shardconv.console import Console
-from shardconv.formatting import counted, rate, sizes
+from shardconv.formatting import counted, rate
 
 
 class _ReshardFlags(WriteFlags):
@@ -29,20 +33,26 @@ class _ReshardFlags(WriteFlags):
     pad: bool
     checksums: bool
     layout: str | None
+    source_layout: str | None
+    max_file_size: str | None
 
 
 @click.command()
-@click.argument("src", type=PATH, metavar="DIR")
+@click.argument("src", type=SOURCE, metavar="DIR")
 @tp_option
 @click.option("-o", "--output", type=PATH, metavar="DIR2", help="Folder to write. [default: NAME-tpN here]")
 @engine_option("those of DIR, or of --layout")
 @pad_option
+@from_option
 @write_options
 @checksum_option
 @layout_option("[default: that of DIR]")
+@max_file_size_option
 @output_options
-def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_ReshardFlags]) -> None:
-    """Rewrite the split checkpoint DIR for another tensor parallel size or layout."""
+def reshard(
+    src: SourcePath, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_ReshardFlags]
+) -> None:
+    """Rewrite the split checkpoint DIR, or rank files of another tool, for another tensor parallel size or layout."""
     from shardconv.checkpoint.reshard import reshard as run
 
     console = Console(as_json=as_json, quiet=quiet)
@@ -53,7 +63,7 @@ def reshard(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **opt
         report,
         [
             f"{report.path}: {report.num_tensors} tensors, from {counted(report.old_tp, 'rank')} to {report.tp}",
-            f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}{layout_note(report.layout)}; {verb}",
+            f"{rank_files(report)}{layout_note(report.layout)}; {verb}",
             *padding_notes(report.padding),
             *report.notes,
             *dry_run_notes(report, overwrite=options["overwrite"]),

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from shardconv.commands.options import PATH, common_options
+from shardconv.commands.options import PATH, collect_plan, common_options, plan_options, source_tp_option
 from shardconv.console import Console
 from shardconv.errors import UsageError
 from shardconv.exits import ImportPhase, default_signals
 from shardconv.formatting import counted, size
 
 if TYPE_CHECKING:
+    from shardconv.checkpoint.planning import PlanOptions
     from shardconv.runtime.run_options import RunOptions, RunReport
 
 
@@ -34,11 +35,15 @@ class _RunFlags(TypedDict):
     verify: bool
     dequantize: bool
     unused: tuple[str, ...]
+    adapter: Path | None
     trust_remote_code: bool
+    tp: int | None
+    plan: "PlanOptions"
 
 
 @click.command()
-@click.argument("src", type=PATH, metavar="DIR")
+@click.argument("src", type=PATH)
+@source_tp_option
 @click.option("--prompt", multiple=True, metavar="TEXT", help="Text to continue. Repeatable. [default: lines of stdin]")
 @click.option(
     "--token-ids", multiple=True, metavar="IDS", help='Token ids to continue instead of text: "1 2 3". Repeatable.'
@@ -72,6 +77,7 @@ class _RunFlags(TypedDict):
 @click.option(
     "--dequantize", is_flag=True, help="Load quantized layers as unquantized ones, in the data type of the model."
 )
+@click.option("--adapter", type=PATH, metavar="NAME|DIR", help="Apply this split LoRA adapter, of DIR by its name.")
 @click.option(
     "--unused", multiple=True, metavar="PATTERN", help="Allow tensors that the model does not use. Repeatable."
 )
@@ -82,7 +88,9 @@ class _RunFlags(TypedDict):
     is_flag=True,
     help="Print only the generated text, without figures and progress; for several prompts a JSON string per line.",
 )
+@plan_options
 @common_options
+@collect_plan
 def run(
     src: Path,
     prompt: tuple[str, ...],
@@ -92,7 +100,11 @@ def run(
     quiet: bool,
     **options: Unpack[_RunFlags],
 ) -> None:
-    """Run the split checkpoint DIR with one process per rank. Under torchrun, this process is one of them."""
+    """Run SRC with one process per rank. Under torchrun, this process is one of them.
+
+    SRC is a split checkpoint, or with --tp one that is not split: a .safetensors file, an index, or a folder. Options
+    that choose the plan are for the latter, as a split checkpoint stores its plan.
+    """
     gc.enable()  # disabled by cli.py; models have reference cycles
     if token_ids and (prompt or options["chat"]):
         raise UsageError(f"--token-ids replaces {'--prompt' if prompt else '--chat'}: give one of the two")
@@ -116,7 +128,7 @@ def _run_options(
     from shardconv.runtime.run_options import RunOptions
 
     is_check_alone = not prompt and options["check"] is not None and not options["chat"]
-    uses_token_ids = bool(token_ids) or (is_check_alone and not has_tokenizer(src))
+    uses_token_ids = bool(token_ids) or (is_check_alone and not has_tokenizer(src if src.is_dir() else src.parent))
     return prompt or token_ids, RunOptions(**options, token_ids=uses_token_ids)
 
 

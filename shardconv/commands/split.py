@@ -6,20 +6,32 @@ from typing import Unpack
 import click
 
 from shardconv.commands.check_source import CHECK_MODEL, check_source
-from shardconv.commands.notes import dry_run_notes, engine_note, layout_note, model_notes, notes, padding_notes
+from shardconv.commands.notes import (
+    dry_run_notes,
+    engine_note,
+    layout_note,
+    model_notes,
+    notes,
+    padding_notes,
+    rank_files,
+)
 from shardconv.commands.options import (
     PATH,
+    SOURCE,
     PlanFlags,
+    SourcePath,
     WriteFlags,
     checksum_option,
+    dtype_option,
     layout_option,
+    max_file_size_option,
     output_options,
     plan_options,
     tp_option,
     write_options,
 )
 from shardconv.console import Console
-from shardconv.formatting import counted, rate, size, sizes
+from shardconv.formatting import counted, rate, size
 
 
 class _SplitFlags(PlanFlags, WriteFlags):
@@ -27,20 +39,42 @@ class _SplitFlags(PlanFlags, WriteFlags):
 
     tp: int
     checksums: bool
+    dtype: str | None
+    max_file_size: str | None
+    base: Path | None
+    adapters: tuple[Path, ...]
+    merge_adapter: bool
 
 
 @click.command()
-@click.argument("src", type=PATH)
+@click.argument("src", type=SOURCE)
 @tp_option
 @click.option("-o", "--output", type=PATH, metavar="DIR", help="Folder to write. [default: NAME-tpN here]")
+@click.option(
+    "--base",
+    type=PATH,
+    metavar="BASE",
+    help="Split SRC, a LoRA adapter, for this base model: a source, a split checkpoint or a config.json.",
+)
+@click.option(
+    "--adapter",
+    "adapters",
+    type=PATH,
+    multiple=True,
+    metavar="ADAPTER",
+    help="Split this LoRA adapter of SRC, too, into adapters/NAME of the output. Repeatable.",
+)
+@click.option("--merge-adapter", is_flag=True, help="Merge the adapter into the weights instead, as PEFT does.")
 @plan_options
 @write_options
 @checksum_option
 @layout_option("[default: native]")
+@dtype_option
+@max_file_size_option
 @click.option("--check-model", is_flag=True, help=CHECK_MODEL)
 @output_options
 def split(
-    src: Path,
+    src: SourcePath,
     output: Path | None,
     *,
     as_json: bool,
@@ -49,7 +83,7 @@ def split(
     layout: str | None,
     **options: Unpack[_SplitFlags],
 ) -> None:
-    """Split the checkpoint SRC (a .safetensors file, an index, or a folder) for N ranks."""
+    """Split the checkpoint SRC (a .safetensors or PyTorch file, an index, a folder, or a URL of one) for N ranks."""
     from shardconv.checkpoint.split import split as run
 
     console = Console(as_json=as_json, quiet=quiet)
@@ -62,7 +96,12 @@ def split(
         report,
         [
             f"{report.path}: {report.num_tensors} tensors, {size(report.source_bytes)}, family {report.family}",
-            f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}{layout_note(report.layout)}; {verb}",
+            f"{rank_files(report)}{layout_note(report.layout)}; {verb}",
+            *(
+                [f"with {counted(len(report.adapters), 'adapter')}: {', '.join(report.adapters)}"]
+                * bool(report.adapters)
+            ),
+            *report.derived,
             *padding_notes(report.padding),
             *dry_run_notes(report, overwrite=options["overwrite"]),
             *engine_note(report.layout),

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
+from shardconv.checkpoint.paths import local_path
 from shardconv.commands.notes import layout_note, notes
-from shardconv.commands.options import PATH, ignore_option, output_options
+from shardconv.commands.options import SOURCE, SourcePath, from_option, ignore_option, output_options
 from shardconv.console import Console
 from shardconv.formatting import counted, size
 from shardconv.plan.engines import ENGINES
@@ -24,17 +25,19 @@ _MAX_LINES = 20
 class _VerifyFlags(TypedDict):
     """Values of the options that :func:`shardconv.verify` has, too."""
 
-    against: Path | None
+    against: SourcePath | None
     follow_links: bool
     ignore: tuple[str, ...]
+    source_layout: str | None
     threads: int | None
 
 
 @click.command()
-@click.argument("src", type=PATH, metavar="DIR")
-@click.option("--against", type=PATH, metavar="SRC", help="Also compare every byte with this source.")
+@click.argument("src", type=SOURCE, metavar="DIR")
+@click.option("--against", type=SOURCE, metavar="SRC", help="Also compare every byte with this source.")
 @click.option("--follow-links", is_flag=True, help="Follow links of SRC that lead out of their folder.")
 @ignore_option
+@from_option
 @click.option(
     "--engine",
     type=click.Choice(list(ENGINES)),
@@ -42,12 +45,12 @@ class _VerifyFlags(TypedDict):
 )
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Number of reading threads.")
 @output_options
-def verify(src: Path, *, engine: str | None, as_json: bool, quiet: bool, **options: Unpack[_VerifyFlags]) -> None:
+def verify(src: SourcePath, *, engine: str | None, as_json: bool, quiet: bool, **options: Unpack[_VerifyFlags]) -> None:
     """Verify the split checkpoint DIR against its checksums and its source. Exits 3 on a difference."""
     from shardconv.checkpoint.verify import verify as run
 
     console = Console(as_json=as_json, quiet=quiet)
-    checked = _check_engine(src) if engine is not None else None
+    checked = _check_engine(local_path(src)) if engine is not None else None
     with console.progress("verify") as progress:
         report = run(src, progress=progress, **options)
     remedy = "use the source" if report.saved_by else "split the source again or restore the modified files"

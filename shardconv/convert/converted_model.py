@@ -13,6 +13,7 @@ from shardconv.convert.classes import converted_class
 from shardconv.convert.state import gather_state_dict
 from shardconv.distributed import Axis
 from shardconv.layers.dropout import SeedCheck, share_seeds
+from shardconv.layers.lora import LoRALayer
 from shardconv.protocols import PretrainedModel
 
 #: Names of config fields that make a forward pass random in training.
@@ -44,7 +45,16 @@ class ConvertedModel(PretrainedModel):
         return super().generate(*arguments, **options)
 
     def save_pretrained(self, *arguments: object, **options: object) -> None:
-        """Save full tensors as the model's own method does. All ranks call it, and the first rank writes."""
+        """Save full tensors as the model's own method does. All ranks call it, and the first rank writes.
+
+        Raises:
+            ValueError: if adapters are applied, with which the tensors have other names.
+        """
+        if any(isinstance(module, LoRALayer) for module in self.modules()):
+            raise ValueError(
+                "the model has adapters, whose tensors are not those of its class: merge them with shardconv split "
+                "--merge-adapter, or load the model without them"
+            )
         options.setdefault("is_main_process", self.axis.rank == 0)
         super().save_pretrained(*arguments, **{"state_dict": gather_state_dict(self), **options})
 

@@ -19,6 +19,9 @@ from shardconv.hf.rotary import permute_local_heads
 from shardconv.plan.unused import known_unused
 from shardconv.protocols import ModelConfig, PretrainedModel
 
+#: transformers applies an adapter in the folder of a model if PEFT is installed; it does not search this subfolder.
+_NO_ADAPTER = {"subfolder": ".no-adapter"}
+
 
 def load_shards(
     model_class: ModelClass,
@@ -109,6 +112,7 @@ def load_unsharded(
             trust_remote_code=is_trusted,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # which check_report refuses, by name
+            adapter_kwargs=_NO_ADAPTER,
         )
     except Exception as error:
         raise RunError(f"--check {folder}: cannot be loaded as a {kind.__name__}: {one_line(error)}") from error

@@ -8,7 +8,6 @@ import re
 import tomllib
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from shardconv.errors import PlanError
 from shardconv.plan.blocks import expand_blocks
 from shardconv.plan.family import PLAN_FILE, Block, Family, units_named
 from shardconv.plan.family_format import parse_block, parse_family
+from shardconv.plan.family_search import FamilyList, search_families, suggest
 
 FOLDER = Path(__file__).parent / "families"
 _BLOCKS = Path(__file__).parent / "blocks"
@@ -25,6 +25,11 @@ _BLOCKS = Path(__file__).parent / "blocks"
 def family_names() -> list[str]:
     """The names of all families, sorted."""
     return sorted(_index().tables)
+
+
+def list_families(word: str = "") -> FamilyList:
+    """The families whose names contain a word, and those that serve a model type that contains it."""
+    return search_families(_index().of_type, family_names(), word)
 
 
 @cache
@@ -36,8 +41,10 @@ def load_family(name: str) -> Family:
     """
     table = _index().tables.get(name)
     if table is None:
-        similar = ", ".join(get_close_matches(name, family_names(), cutoff=0.5)) or "none; docs/models.md lists all"
-        raise PlanError(f"family {name!r} is unknown (similar names: {similar})")
+        similar = suggest(_index().of_type, family_names(), name)
+        raise PlanError(
+            f"family {name!r} is unknown (similar: {similar}): shardconv plan --list-families [WORD] lists them"
+        )
     family = parse_family(name, table, f"family {name}")
     return expand_family(family, load_family(family.inherits) if family.inherits else Family(name))
 

@@ -44,3 +44,11 @@ def target(tmp_path) -> Path:
     folder = tmp_path / "out"
     folder.mkdir()
     return folder / "result"
+
+
+@pytest.fixture
+def listed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """List PyTorch files in this process."""
+    from tests.support.torch_files import list_in_process  # noqa: PLC0415 - imports torch
+
+    list_in_process(monkeypatch)

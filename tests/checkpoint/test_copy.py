@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardconv.checkpoint import copy as engine
-from shardconv.checkpoint.copy import CopyJob, Shards, split_into_stripes
-from shardconv.checkpoint.fileio import InputFiles, OutputFiles
+from shardconv.checkpoint.copy import CopyJob, FileRows, Shards, split_into_stripes
+from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.geometry import geometry, unsharded
+from shardconv.checkpoint.output_files import OutputFiles
 from shardconv.checkpoint.shards import Comparer, ShardReader, ShardWriter
 from shardconv.errors import IntegrityError
 from shardconv.plan.placement import Interval, Padding, Placement
@@ -77,18 +78,30 @@ def shard_of(array: np.ndarray, placement: Placement, rank: int) -> np.ndarray:
     return np.concatenate([empty, *parts], axis=placement.dim)
 
 
-def side(arrays, placements_) -> tuple[list[Shards], list[bytes]]:
-    """The positions of shards, and the files, built by numpy."""
+def side(arrays, placements_, rows=None) -> tuple[list[Shards], list[bytes]]:
+    """The positions of shards, and the files, built by numpy.
+
+    ``rows`` has those of the shards of each tensor, with zeros between them; None for contiguous shards.
+    """
     tp = placements_[0].tp
+    rows = rows or [None] * len(arrays)
     files = [b""] * tp
     shards = []
     names = {value: key for key, value in DTYPES.items()}
-    for array, placement in zip(arrays, placements_, strict=True):
-        shards.append(
-            Shards(geometry(placement, names[array.dtype.type], array.shape), range(tp), [len(file) for file in files])
-        )
-        files = [file + shard_of(array, placement, rank).tobytes() for rank, file in enumerate(files)]
+    for array, placement, one in zip(arrays, placements_, rows, strict=True):
+        positions, of_tensor = [len(file) for file in files], geometry(placement, names[array.dtype.type], array.shape)
+        shards.append(Shards(of_tensor, range(tp), positions, rows=None if one is None else [one] * tp))
+        files = [file + in_rows(shard_of(array, placement, rank), one) for rank, file in enumerate(files)]
     return shards, files
+
+
+def in_rows(shard: np.ndarray, rows: FileRows | None) -> bytes:
+    """The bytes of a shard in a file."""
+    data = shard.tobytes()
+    if rows is None:
+        return data
+    after = bytes(rows.stride - rows.size)
+    return b"".join(data[at : at + rows.size] + after for at in range(0, len(data), rows.size))
 
 
 def write(folder: Path, prefix: str, files: list[bytes]) -> list[Path]:
@@ -114,6 +127,12 @@ def run(folder, old, old_files, new, new_sizes, *, stripe_bytes, checksums=None,
     return [path.read_bytes() for path in paths], writer.checksums
 
 
+def random_rows(rng: np.random.Generator) -> FileRows | None:
+    """Rows of some bytes, with bytes of other tensors between them, or None."""
+    size, space = int(rng.integers(1, 24)), int(rng.integers(0, 4))
+    return FileRows(size, size + space) if space else None
+
+
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(case=cases(), stripe_bytes=st.integers(1, 200), block_bytes=st.integers(1, 64), seed=st.integers(0, 9))
 def test_copy_between_any_two_placements(tmp_path, monkeypatch, case, stripe_bytes, block_bytes, seed):
@@ -125,8 +144,8 @@ def test_copy_between_any_two_placements(tmp_path, monkeypatch, case, stripe_byt
         rng.integers(1, 256, (*shape, np.dtype(DTYPES[dtype]).itemsize), np.uint8).view(DTYPES[dtype]).reshape(shape)
         for dtype, shape, _, _ in case
     ]
-    old, old_files = side(arrays, [old for _, _, old, _ in case])
-    new, new_files = side(arrays, [new for _, _, _, new in case])
+    old, old_files = side(arrays, [old for _, _, old, _ in case], [random_rows(rng) for _ in arrays])
+    new, new_files = side(arrays, [new for _, _, _, new in case], [random_rows(rng) for _ in arrays])
     source = [Shards(unsharded(array.nbytes), (0,), (0,)) for array in arrays]
     starts = np.cumsum([0, *(array.nbytes for array in arrays)])
     source = [shards._replace(offsets=(int(start),)) for shards, start in zip(source, starts, strict=False)]

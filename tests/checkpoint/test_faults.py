@@ -23,6 +23,7 @@ from shardconv.checkpoint.copy import CopyJob
 from tests.support.checkpoints import contents, part_names
 from tests.support.command import Result, call, finish, run, start
 from tests.support.faults import SLOW, Job, beside, check_done, check_failed, failing
+from tests.support.matrix import MATRIX
 
 pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")
 
@@ -65,7 +66,7 @@ def status_of_child(function: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("is_there", [False, True], ids=["new", "overwrite"])
+@pytest.mark.parametrize("is_there", [pytest.param(False, id="new", marks=MATRIX), pytest.param(True, id="overwrite")])
 def test_killed_before_every_step(job, target, is_there):
     options = ["--overwrite"] if is_there else []
     old = {"model.safetensors": b"old", "extra/notes.txt": b"old"}

@@ -17,10 +17,16 @@ from shardconv.checkpoint.source import open_source
 from shardconv.errors import SourceError, UsageError
 from tests.support.checkpoints import llama_config, llama_specs, stored, write_checkpoint, write_index, write_weights
 from tests.support.command import Result, call
+from tests.support.torch_files import list_in_process
 
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
 SPECS = llama_specs(llama_config(layers=1))
+
+
+@pytest.fixture(autouse=True)
+def _in_process(monkeypatch) -> None:
+    list_in_process(monkeypatch)
 
 
 @pytest.fixture(params=[1, 3], ids=["single", "index"])
@@ -166,7 +172,7 @@ REASON = "duplicate of the checkpoint in another format"
 def test_index_over_files_of_the_same_tensors(folder, monkeypatch):
     """Only the index is read."""
     monkeypatch.setattr(
-        duplicates, "list_tensors", lambda paths: [] if not paths else pytest.fail("torch is not needed")
+        duplicates, "list_torch_files", lambda paths: [] if not paths else pytest.fail("torch is not needed")
     )
     files = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
     for name in files:
@@ -184,7 +190,7 @@ def test_index_over_files_of_other_tensors(folder, names):
     put(folder, "pytorch_model-00001-of-00001.bin")
     write_index(folder, dict.fromkeys(names, "pytorch_model-00001-of-00001.bin"), BIN_INDEX)
     message = refusal(folder)
-    assert "pytorch_model-00001-of-00001.bin (not in the zip format of torch.save)" in message
+    assert "pytorch_model-00001-of-00001.bin (is not a file of torch.save, or it is damaged)" in message
     assert f"{BIN_INDEX} (lists tensors that the checkpoint does not have)" in message
 
 
@@ -230,7 +236,6 @@ def test_files_of_other_tensors(single):
         "extra.bin": changed(lambda held: held.update(extra=torch.zeros(2))),
         "part.bin": changed(lambda held: held.update(tied=held[EMBEDDING][1:])),
         "shape.bin": changed(lambda held: held.update({EMBEDDING: torch.zeros(132, 64)})),
-        "nested.pt": {"state_dict": tensors()},
         "list.pth": [1, 2],
     }
     for name, held in files.items():
@@ -241,17 +246,17 @@ def test_files_of_other_tensors(single):
         "extra.bin (has extra, which the checkpoint does not have)",
         "part.bin (has tied, which the checkpoint does not have)",
         f"shape.bin (has {EMBEDDING} of shape [132, 64], expected [131, 64] as in the checkpoint)",
-        "nested.pt (torch cannot list it (AttributeError))",
-        "list.pth (torch cannot list it (AttributeError))",
+        "list.pth (holds a list (expected a dict of tensors))",
     ):
         assert why in message
     assert "same.bin" not in message
     assert set(ignore_options(message)) == set(files)
 
 
-def test_file_of_the_old_format(single):
+def test_file_of_the_old_format_and_training_checkpoint_of_the_same_tensors(single):
     torch.save(tensors(), single / "old.bin", _use_new_zipfile_serialization=False)
-    assert "old.bin (not in the zip format of torch.save)" in refusal(single)
+    torch.save({"state_dict": tensors(), "epoch": 3}, single / "training.pt")
+    assert open_source(single).left_out == dict.fromkeys(["old.bin", "training.pt"], REASON)
 
 
 def test_nothing_in_a_pickle_is_executed(single, tmp_path):
@@ -262,16 +267,8 @@ def test_nothing_in_a_pickle_is_executed(single, tmp_path):
     torch.save({"x": Bomb()}, single / "pytorch_model.bin")
     put(single, "plain.pt", pickle.dumps(Bomb()))
     message = refusal(single)
-    assert "pytorch_model.bin (torch cannot list it (UnpicklingError))" in message
-    assert "plain.pt (not in the zip format of torch.save)" in message
-    assert not (tmp_path / "executed").exists()
-
-
-def test_modules_of_the_current_folder_are_not_imported(single, tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
-    torch.save(tensors(), single / "pytorch_model.bin")
-    monkeypatch.chdir(tmp_path)
-    assert list(open_source(single).left_out) == ["pytorch_model.bin"]
+    assert "pytorch_model.bin (its pickle asks for posix.mkdir (expected only tensors" in message
+    assert "plain.pt (is not a file of torch.save, or it is damaged)" in message
     assert not (tmp_path / "executed").exists()
 
 
@@ -283,13 +280,6 @@ def test_what_is_not_a_regular_file_is_not_opened(single, tmp_path):
     assert ignore_options(refusal(single)) == ["*.bin"]
     (single / "pytorch_model.bin").unlink()
     assert list(open_source(single, follow_links=True).left_out) == ["link.bin"]
-
-
-def test_without_torch(single, monkeypatch):
-    """Duplicates are not proven, and the message has the reason."""
-    torch.save(tensors(), single / "pytorch_model.bin")
-    monkeypatch.setattr(duplicates, "LISTING", "import a_module_that_is_not_there")
-    assert "pytorch_model.bin (torch cannot list it (ModuleNotFoundError: " in refusal(single)
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
@@ -306,10 +296,7 @@ def test_adapter_next_to_a_base_model(folder, tmp_path):
     put_adapter(folder)
     message = refusal(folder)
     assert "holds a PEFT adapter (adapter_config.json, adapter_model.safetensors) next to the base model" in message
-    assert code_of(message) == [
-        "from peft import AutoPeftModelForCausalLM",
-        f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained('model-merged')",
-    ]
+    assert f"pass --adapter {folder} to split both" in message
     patterns = ignore_options(message)
     source = open_source(folder, ignore=tuple(patterns))
     assert sorted(source.left_out) == ["adapter_config.json", "adapter_model.safetensors"]
@@ -330,6 +317,13 @@ def test_adapter_next_to_an_index_as_source(tmp_path):
     assert open_source(folder / INDEX, ignore=("adapter_*",)).config == llama_config()
 
 
+def test_adapter_without_a_base_model(tmp_path):
+    put_adapter(tmp_path / "adapter")
+    refused = call("split", tmp_path / "adapter", "--tp", "2")
+    assert "is a PEFT adapter, which is split by the plan of its base model: pass --base BASE" in refused.err
+    assert f"pass its folder {tmp_path / 'adapter'}" in refusal(tmp_path / "adapter" / "adapter_model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
@@ -339,16 +333,14 @@ def test_adapter_next_to_an_index_as_source(tmp_path):
         ("{", "AutoPeftModel"),
     ],
 )
-def test_adapter_without_a_base_model(tmp_path, config, kind):
+def test_adapter_in_a_pickle(tmp_path, config, kind):
     folder = tmp_path / "adapter"
-    put_adapter(folder)
-    put(folder, "optimizer.pt")
+    put(folder, "adapter_model.bin")
     (folder / "adapter_config.json").write_text(config)
     message = refusal(folder)
     assert "next to the base model" not in message
     assert "--ignore" not in message
     assert code_of(message)[0] == f"from peft import {kind}"
-    assert code_of(refusal(folder / "adapter_model.safetensors"))[0] == f"from peft import {kind}"
 
 
 @pytest.fixture
@@ -575,50 +567,6 @@ def test_merge_restores_the_folder_without_ignored_files(folder, tmp_path):
 
 
 # --- other formats as sources ---------------------------------------------------------------------------------------
-
-
-def test_pytorch_folder(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-    put(folder, "pytorch_model.bin")
-    expected = [
-        "from transformers import GPT2LMHeadModel",
-        f"GPT2LMHeadModel.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('model-safetensors')",
-    ]
-    assert "holds pytorch_model.bin, but no .safetensors file. Convert it in Python" in refusal(folder)
-    assert code_of(refusal(folder)) == code_of(refusal(folder / "pytorch_model.bin")) == expected
-
-
-def test_proposed_code_for_a_pytorch_folder_works(tmp_path, monkeypatch):
-    import transformers  # noqa: PLC0415 - it takes seconds
-
-    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=8)
-    model = transformers.GPT2LMHeadModel(config)
-    folder = tmp_path / "it's a model"
-    folder.mkdir()
-    config.architectures = ["GPT2LMHeadModel"]
-    config.save_pretrained(folder)
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    monkeypatch.chdir(tmp_path)
-    exec("\n".join(code_of(refusal(folder))), {})
-    converted = transformers.GPT2LMHeadModel.from_pretrained("it's a model-safetensors").state_dict()
-    assert converted.keys() == model.state_dict().keys()
-    assert all(torch.equal(converted[name], tensor) for name, tensor in model.state_dict().items())
-    assert open_source(tmp_path / "it's a model-safetensors").config["model_type"] == "gpt2"
-
-
-@pytest.mark.parametrize("name", ["weights.bin", "model.pt", "model.pth", "model.ckpt", "pytorch_model.bin"])
-def test_proposed_code_for_a_single_file_works(tmp_path, monkeypatch, name):
-    held = {"a.weight": torch.arange(6.0).view(2, 3).T, "b.weight": torch.ones(2)}
-    torch.save({**held, "tied": held["b.weight"]}, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    exec("\n".join(code_of(refusal(tmp_path / name))), {})
-    from safetensors.torch import load_file  # noqa: PLC0415
-
-    converted = load_file(f"{Path(name).stem}.safetensors")
-    assert converted.keys() == {*held, "tied"}
-    assert all(torch.equal(converted[key], held[key]) for key in held)
 
 
 @pytest.mark.parametrize("is_named", [False, True])

@@ -1,4 +1,4 @@
-"""Paths of users: local paths are accepted, URLs and names on the Hugging Face Hub are refused."""
+"""Paths of users: URLs are refused where only local paths can be used, and names on the Hugging Face Hub."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ URLS = {
     "hf://org/model": "hf download org/model --local-dir model",
     "hf://org/model/sub/folder": "hf download org/model --local-dir model",
     "https://huggingface.co/org/model/tree/main": "hf download org/model --local-dir model",
-    "https://example.com/model": "download the checkpoint to a local folder first",
+    "https://example.com/model": "Download an input to a local folder first, or upload an output from one afterwards",
     "file:///data/model": "is a URL (expected a local path)",
     "S3://bucket/out": "aws s3 cp --recursive",
 }
@@ -66,28 +66,21 @@ S3 = "s3://bucket/x"
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["split", S3, "--tp", "2"],
         ["split", "{tiny}", "--tp", "2", "-o", S3],
         ["split", "{tiny}", "--tp", "2", "--rules", S3],
         ["split", "{tiny}", "--tp", "2", "--config", S3],
-        ["merge", S3],
         ["merge", "{tiny}-tp2", "-o", S3],
-        ["reshard", S3, "--tp", "4"],
         ["reshard", "{tiny}-tp2", "--tp", "4", "-o", S3],
-        ["verify", S3],
-        ["verify", "{tiny}-tp2", "--against", S3],
-        ["plan", S3],
         ["plan", "{tiny}", "--rules", S3],
         ["plan", "{tiny}", "--config", S3],
-        ["plan", S3, "--cost"],
-        ["plan", S3, "--prove"],
-        ["plan", S3, "--propose"],
+        ["pad", S3, "--multiple-of", "tp=2"],
+        ["unpad", S3],
         ["run", S3, "--prompt", "x"],
         ["run", "{tiny}-tp2", "--prompt", "x", "--check", S3],
     ],
     ids=" ".join,
 )
-def test_every_command_refuses_a_url(made, tmp_path, monkeypatch, arguments):
+def test_commands_refuse_urls_that_they_cannot_use(made, tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
     result = call(*(argument.format(tiny=made / "tiny") for argument in arguments), "--json")
     assert result.code == 2
@@ -100,28 +93,18 @@ def test_every_command_refuses_a_url(made, tmp_path, monkeypatch, arguments):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda tiny, url: shardconv.split(url, tp=2),
         lambda tiny, url: shardconv.split(tiny, url, tp=2),
         lambda tiny, url: shardconv.split(tiny, tp=2, rules=url),
         lambda tiny, url: shardconv.split(tiny, tp=2, config=url),
-        lambda tiny, url: shardconv.merge(url),
         lambda tiny, url: shardconv.merge(f"{tiny}-tp2", url),
-        lambda tiny, url: shardconv.reshard(url, tp=4),
         lambda tiny, url: shardconv.reshard(f"{tiny}-tp2", url, tp=4),
-        lambda tiny, url: shardconv.verify(url),
-        lambda tiny, url: shardconv.verify(f"{tiny}-tp2", against=url),
-        lambda tiny, url: shardconv.make_plan(url, tp=2),
-        lambda tiny, url: shardconv.report_plan(url),
-        lambda tiny, url: shardconv.estimate_cost(url),
         lambda tiny, url: shardconv.estimate_cost(tiny, config=url),
         lambda tiny, url: shardconv.estimate_cost(tiny / "config.json", config=url),
-        lambda tiny, url: shardconv.prove(url),
-        lambda tiny, url: shardconv.propose_plan(url),
         lambda tiny, url: shardconv.propose_plan(tiny, config=url),
         lambda tiny, url: shardconv.load(url),
     ],
 )
-def test_every_function_refuses_a_url(made, tmp_path, monkeypatch, function, url):
+def test_functions_refuse_urls_that_they_cannot_use(made, tmp_path, monkeypatch, function, url):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="s3://bucket/x: is a URL"):
         function(made / "tiny", url)
@@ -145,7 +128,8 @@ def test_names_of_the_hub_are_explained(made, tmp_path, monkeypatch, arguments, 
     assert result.code == code
     assert "org/My.Model-7b: " in result.err
     assert (
-        "on the Hugging Face Hub, download it first: hf download org/My.Model-7b --local-dir My.Model-7b" in result.err
+        "on the Hugging Face Hub, pass hf://org/My.Model-7b, or download it first: "
+        "hf download org/My.Model-7b --local-dir My.Model-7b" in result.err
     )
 
 

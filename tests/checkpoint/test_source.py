@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardconv.checkpoint.formats import INDEX_SUFFIX
+from shardconv.checkpoint.formats import SAFETENSORS
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.errors import SourceError
 from tests.support.checkpoints import (
@@ -23,7 +23,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.faults import refuse_to_list
 
-INDEX = "model" + INDEX_SUFFIX
+INDEX = "model" + SAFETENSORS.index_suffix
 PARTS = part_names(3)
 FIRST_TENSOR = "model.embed_tokens.weight"  # it is in the first source file
 
@@ -426,14 +426,12 @@ def test_source_files_without_an_index_next_to_a_single_file(folder):
 
 def test_index_next_to_a_single_file_of_another_name(folder):
     write_weights(folder / "consolidated.safetensors", {"x": ("U8", (2,))})
-    refuses(
-        folder, f"not in {INDEX}: consolidated.safetensors. .*--ignore consolidated.safetensors, or pass .*{INDEX} "
-    )
+    refuses(folder, f"not in {INDEX}: consolidated.safetensors .*--ignore consolidated.safetensors, or pass .*{INDEX} ")
     assert stored(open_source(folder / INDEX)) == llama_specs(llama_config())
     assert stored(open_source(folder / "consolidated.safetensors")) == {"x": ("U8", (2,))}
 
 
-OTHER_INDEX = "model.fp16" + INDEX_SUFFIX
+OTHER_INDEX = "model.fp16" + SAFETENSORS.index_suffix
 
 
 @pytest.fixture
@@ -522,7 +520,7 @@ def test_missing_path(tmp_path):
 
 
 def test_empty_folder(tmp_path):
-    refuses(tmp_path, "holds no .safetensors file and no weights in another known format")
+    refuses(tmp_path, "holds no .safetensors or PyTorch file and no weights in another known format")
 
 
 def test_folder_with_checkpoints_in_subfolders(tmp_path):

@@ -7,10 +7,11 @@ one more entry in ``CASES``.
 """
 
 import json
+import os
 import re
 import shutil
 import warnings
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +25,9 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.checkpoint.layout import MANIFEST_NAME
+from shardconv.checkpoint.planning import PlanOptions
 from shardconv.checkpoint.split import split_by
+from shardconv.commands.split import split as split_command
 from shardconv.errors import ShardconvError
 from shardconv.layouts.layout import NATIVE
 from shardconv.proof import prove
@@ -32,12 +35,14 @@ from shardconv.proof.ranks import SPLIT, sharded_fraction
 from shardconv.proof.report import Proof
 from shardconv.proof.small_models import REFERENCE, SMALL
 from shardconv.runtime.run import RunOptions, check_run, run_rank
-from tests.support.checkpoints import contents, write_index
+from tests.support.checkpoints import DEMO, contents, write_index
 from tests.support.command import Result, call
+from tests.support.external import meta_ranks, meta_tensors, write_meta
+from tests.support.matrix import cases
 from tests.support.models import change_config, read
+from tests.support.torch_files import list_in_process
 from tools.model_matrix.trial import LAYOUTS, check, worst
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 TP, PROMPT, TOKENS = 4, "An exception is", 6
 COMMANDS = (
     "plan", "plan --prove", "split", "verify", "verify --against", "merge", "reshard", "run", "run --check", "load",
@@ -184,6 +189,35 @@ def two_checkpoints(source: Path) -> None:
     shutil.copyfile(source / "a.safetensors", source / "b.safetensors")
 
 
+def pytorch(
+    change: Callable[[dict[str, torch.Tensor]], Any] = lambda _: None, damage: Change = lambda _: None
+) -> Change:
+    """Write a PyTorch file in place of the safetensors file; ``change`` its tensors, and ``damage`` the file."""
+
+    def apply(source: Path) -> None:
+        found = read(source)
+        (source / "model.safetensors").unlink()
+        change(found)
+        torch.save(found, source / "pytorch_model.bin")
+        damage(source / "pytorch_model.bin")
+
+    return apply
+
+
+def with_strides(found: dict[str, torch.Tensor]) -> None:
+    """A transposed matrix, a part of a larger one, and an embedding that is also the head."""
+    found[UP] = found[UP].T.contiguous().T
+    found[DOWN] = torch.nn.functional.pad(found[DOWN], (3, 5, 2, 1))[2:-1, 3:-5]
+    found["lm_head.weight"] = found["model.embed_tokens.weight"]
+
+
+class Bomb:
+    """A pickle that exits the process that executes it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (9,)
+
+
 def adapter(source: Path) -> None:
     save_file({"base_model.model.lora_A.weight": torch.zeros(2, 64)}, source / "adapter_model.safetensors")
     (source / "adapter_config.json").write_text('{"peft_type": "LORA"}')
@@ -251,6 +285,43 @@ def plan_file(text: str) -> Change:
     return lambda source: source.with_name("plan.toml").write_text(text) and None
 
 
+def as_meta(change: Callable[[list[dict[str, torch.Tensor]]], object], tp: int = 2) -> Change:
+    """Write Meta's files in place of the checkpoint, with changed tensors of its ranks; safetensors for tp 1."""
+
+    def apply(source: Path) -> None:
+        found = read(source) | {
+            name: read(source)[name][: -1 or None] for name in ("model.embed_tokens.weight", "lm_head.weight")
+        }
+        fields = json.loads((source / "config.json").read_text())
+        heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+        ranks = meta_ranks(meta_tensors(found, heads, kv_heads), tp, kv_heads=kv_heads, embedding_dim=0)
+        change(ranks)
+        params = {
+            "dim": fields["hidden_size"],
+            "n_heads": heads,
+            "n_kv_heads": kv_heads,
+            "norm_eps": 1e-6,
+            "head_dim": fields["head_dim"],
+        }
+        written = write_meta(source / "meta", ranks, {**params, "n_layers": fields["num_hidden_layers"]})
+        for path in written.iterdir():
+            path.rename(source / path.name)
+        written.rmdir()
+        (source / "model.safetensors").unlink()
+        if tp == 1:
+            (source / "consolidated.00.pth").unlink()
+            save_file(ranks[0], source / "consolidated.safetensors")
+
+    return apply
+
+
+def metadata_with_code(source: Path) -> None:
+    """Write a checkpoint of torch.distributed.checkpoint whose metadata would run a command."""
+    (source / "model.safetensors").unlink()
+    (source / "__0_0.distcp").write_bytes(b"")
+    (source / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+
+
 # --- damages of a split checkpoint ----------------------------------------------------------------------------------
 
 Damage = Callable[[Path, Path], None]
@@ -282,6 +353,23 @@ def all_rank_files(source: Path, split: Path) -> None:
         from_other(NATIVE.rank_file(rank, TP))(source, split)
 
 
+def second_file_of_another(source: Path, split: Path) -> None:
+    other = source.with_name("other-several")
+    shardconv.split(other_split(source).with_name("other"), other, tp=TP, max_file_size=SEVERAL)
+    shutil.copyfile(other / SECOND_FILE, split / SECOND_FILE)
+
+
+def exchanged_files(_: Path, split: Path) -> None:
+    first, second = sorted(split.glob("rank-1-of-4-file-*"))[:2]
+    data = first.read_bytes()
+    second.replace(first)
+    second.write_bytes(data)
+
+
+def other_index(_: Path, split: Path) -> None:
+    (split / "rank-1-of-4.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "a.safetensors"}}')
+
+
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
@@ -299,6 +387,8 @@ class Case:
         options: further options of plan and split.
         left_out: files of the source that these options exclude.
         layout: the layout of the rank files.
+        max_file_size: of the split checkpoint that is damaged.
+        dequantize: whether the model is loaded with ``--dequantize``.
     """
 
     expected: Expected
@@ -310,6 +400,8 @@ class Case:
     options: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     layout: str = "native"
+    max_file_size: str | None = None
+    dequantize: bool = False
 
 
 Q, UP, DOWN, NORM = (
@@ -321,6 +413,10 @@ NO_RULE = "no rule of family llama matches it"
 
 GROUPS = "test_padding compares the shards of padded groups with query heads"
 OTHER_NAMES = "test_layouts and test_vllm_layout compare the names and shapes of its files"
+
+NAN, INFINITY = float("nan"), float("inf")
+#: A maximum file size with which each rank has several files, and the second of them of rank 1.
+SEVERAL, SECOND_FILE = "60kB", "rank-1-of-4-file-1-of-4.safetensors"
 
 CASES: Mapping[str, Case] = {
     "unchanged": Case(moved(RIGHT)),
@@ -389,6 +485,32 @@ CASES: Mapping[str, Case] = {
         moved(error("experts"), proof=error("experts", "of another shape")),
         config(num_local_experts=2), base="mixtral",
     ),
+    # rank files of other tools
+    "layout of Meta, a vocabulary that does not divide": Case(
+        every(COMMANDS, na("test_external compares the tensors"))
+        | {"split": error("lm_head.weight", "layout meta cannot express its placement")},
+        options=("--layout", "meta"),
+    ),
+    "rank files of Meta, an unknown tensor": Case(
+        refused(error("extra.weight is unknown in Meta's layout")),
+        as_meta(lambda ranks: ranks[0].update({"extra.weight": torch.ones(2)}), tp=1),
+    ),
+    "rank files of Meta, a tensor of another shape": Case(
+        refused(error("layers.0.attention.wk.weight", "num_key_value_heads * head_dim")),
+        as_meta(lambda ranks: ranks[0].update({"layers.0.attention.wk.weight": torch.ones(8, 64)}), tp=1),
+    ),
+    "rank files of Meta, one is missing": Case(
+        refused(error("the file of rank 0 is missing")),
+        both(as_meta(lambda _: None), lambda source: (source / "consolidated.00.pth").unlink()),
+    ),
+    "rank files of Meta, a replica that differs": Case(
+        every(COMMANDS, na("test_external compares the tensors"))
+        | {"split": error("consolidated.01.pth: model.norm.weight differs from the shard of a lower rank")},
+        as_meta(lambda ranks: ranks[1].update({"norm.weight": ranks[1]["norm.weight"] + 1})),
+    ),
+    "metadata of torch.distributed.checkpoint with code": Case(
+        refused(error("asks for os.system", "nothing in it is executed")), metadata_with_code,
+    ),
     # files
     "two checkpoints in a folder": Case(
         refused(error("a.safetensors, b.safetensors", "pass one of the files")), two_checkpoints,
@@ -402,7 +524,11 @@ CASES: Mapping[str, Case] = {
         in_two_files(second=lambda found: [UP], index=True, names=-1),
     ),
     "adapter next to the base": Case(
-        refused(error("adapter_model.safetensors", "merge_and_unload", "--ignore")), adapter,
+        refused(error("adapter_model.safetensors", "--adapter", "--merge-adapter", "--ignore")), adapter,
+    ),
+    "adapter in place of a model": Case(
+        refused(error("is a PEFT adapter", "--base")),
+        both(adapter, lambda source: (source / "model.safetensors").unlink()),
     ),
     "adapter next to the base, excluded by an option": Case(
         moved(RIGHT), adapter, options=("--ignore", "adapter_*"),
@@ -420,6 +546,33 @@ CASES: Mapping[str, Case] = {
         moved(RIGHT), lambda source: (source / "optimizer.pt").write_bytes(b"state") and None,
         left_out=("optimizer.pt",),
     ),
+    # PyTorch files
+    "PyTorch file": Case(moved(RIGHT), pytorch(with_strides)),
+    "PyTorch file with a pickle that executes code": Case(
+        refused(error("pytorch_model.bin", "posix._exit", "if you trust the file")),
+        pytorch(lambda found: found.update(x=Bomb())),
+    ),
+    "PyTorch file that is truncated": Case(
+        refused(error("pytorch_model.bin", "damaged", "download or save it again")),
+        pytorch(damage=lambda path: os.truncate(path, path.stat().st_size - 5000)),
+    ),
+    "PyTorch file with a list of tensors": Case(
+        refused(error("pytorch_model.bin", "'x' holds tensors", "save the state dict alone")),
+        pytorch(lambda found: found.update(x=[torch.ones(2)])),
+    ),
+    "PyTorch file of complex numbers": Case(
+        refused(error(UP, "torch.complex128", "save it in another dtype")),
+        pytorch(lambda found: found.update({UP: found[UP].to(torch.complex128)})),
+    ),
+    "PyTorch file without a tensor of its index": Case(
+        refused(error(DOWN, "no file of the index", "download both again")),
+        both(
+            pytorch(lambda found: found.pop(DOWN)),
+            lambda source: write_index(
+                source, dict.fromkeys([DOWN], "pytorch_model.bin"), "pytorch_model.bin.index.json"
+            ) and None,
+        ),
+    ),
     # quantized weights
     "fp8 with one scale per tensor": Case(moved(error("is quantized: pass --dequantize")), fp8_scales),
     "fp8 with block scales": Case(moved(error("is quantized: pass --dequantize")), block_scales()),
@@ -431,6 +584,9 @@ CASES: Mapping[str, Case] = {
     ),
     "block scales that are missing": Case(
         refused(error(f"{UP}_scale_inv is missing")), both(block_scales(), drop(f"{UP}_scale_inv")),
+    ),
+    "dequantization of a checkpoint that is not quantized": Case(
+        moved(error("is not quantized", "remove --dequantize")), dequantize=True,
     ),
     "quantized layer that the settings leave unquantized": Case(
         refused(error("down_proj.weight is quantized", "down_proj")),
@@ -579,10 +735,40 @@ CASES: Mapping[str, Case] = {
         damage=from_other(MANIFEST_NAME, tp=2),
     ),
     "manifest of a later version": Case(damaged(error(MANIFEST_NAME, "update shardconv")), damage=newer_manifest),
+    "missing file of a rank with several": Case(
+        damaged(error(SECOND_FILE)), damage=lambda _, split: (split / SECOND_FILE).unlink(), max_file_size=SEVERAL,
+    ),
+    "file of another split for a rank with several": Case(
+        damaged(error(SECOND_FILE)), damage=second_file_of_another, max_file_size=SEVERAL,
+    ),
+    "two files of a rank exchanged": Case(
+        damaged(error("rank-1-of-4-file-")), damage=exchanged_files, max_file_size=SEVERAL,
+    ),
+    "index that contradicts the files of a rank": Case(
+        damaged(RIGHT, verify=error("rank-1-of-4.safetensors.index.json"),
+                verify__against=error("rank-1-of-4.safetensors.index.json")),
+        damage=other_index, max_file_size=SEVERAL,
+    ),
+    # conversions
+    "element that is too large for --dtype": Case(
+        every(COMMANDS, na("the source is not split"))
+        | {"plan": RIGHT, "plan --prove": error("--dtype"), "split": error(UP, "too large for fp16", "--dtype bf16")},
+        put(UP, lambda found: found[UP].index_fill(0, torch.tensor([5]), 65520.0)), options=("--dtype", "fp16"),
+    ),
+    "NaN and infinity with --dtype": Case(
+        every(("plan", "split", *BYTES), RIGHT) | every(MODEL, na("test_load loads a converted checkpoint"))
+        | {"plan --prove": error("--dtype")},
+        put(UP, lambda found: torch.cat([found[UP][:94], torch.tensor([[NAN], [INFINITY]]).expand(2, 64)])),
+        options=("--dtype", "bf16"),
+    ),
+    "quantized weights with --dtype": Case(
+        refused(error("is quantized", "--dtype")) | {"plan --prove": error("--dtype")}, block_scales(),
+        options=("--dtype", "bf16"),
+    ),
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 217, "error": 222, "warning": 8, "na": 313}
+COUNTS = {"right": 246, "error": 286, "warning": 8, "na": 430}
 
 
 def counts() -> Counter[str]:
@@ -653,7 +839,7 @@ def write_case(folder: Path, case: Case, bases: Callable[[str], Path]) -> tuple[
     if case.damage is None:
         case.change(source)
     else:
-        shardconv.split(source, split, tp=TP)
+        shardconv.split(source, split, tp=TP, max_file_size=case.max_file_size)
         case.damage(source, split)
     return source, split
 
@@ -711,7 +897,7 @@ def prove_plan(case: Case, source: Path, _: Path, __: Path, ___: Any) -> Found:
 def split(case: Case, source: Path, _: Path, target: Path, __: Any) -> Found:
     def check() -> None:
         files = [load_file(target / NATIVE.rank_file(rank, TP)) for rank in range(TP)]
-        found = stored(source)
+        found = expected_tensors(case, source)
         assert all(set(file) == set(found) for file in files)
         for name, tensor in found.items():
             check_shards(case, name, tensor, [file[name] for file in files])
@@ -754,15 +940,28 @@ def verified(result: Result, quiet: Result) -> Found:
 
 def merge(case: Case, source: Path, place: Path, target: Path, _: Any) -> Found:
     def check() -> None:
+        if "--dtype" in case.options:
+            found, converted = load_file(target / "model.safetensors"), expected_tensors(case, source)
+            assert {name: as_bytes(tensor) for name, tensor in found.items()} == {
+                name: as_bytes(tensor) for name, tensor in converted.items()
+            }
+            return
         expected = {name: data for name, data in contents(source).items() if name not in case.left_out}
-        assert contents(target) == expected
+        found = contents(target)
+        if expected.pop("pytorch_model.bin", None):
+            del found["model.safetensors"]
+            assert {name: as_bytes(tensor) for name, tensor in stored(target).items()} == {
+                name: as_bytes(tensor) for name, tensor in stored(source).items()
+            }
+        assert found == expected
 
     return of_result(call("merge", split_of(case, source, place), "-o", target, "-q"), check)
 
 
 def reshard(case: Case, source: Path, place: Path, target: Path, _: Any) -> Found:
     def check() -> None:
-        file, expected = load_file(target / NATIVE.rank_file(0, 1)), stored(source)
+        files = map(load_file, target.glob("rank-0-of-1*.safetensors"))
+        file, expected = dict(ChainMap(*files)), expected_tensors(case, source)
         assert set(file) == set(expected)
         for name, tensor in expected.items():
             found, padding = (
@@ -775,11 +974,11 @@ def reshard(case: Case, source: Path, place: Path, target: Path, _: Any) -> Foun
 
 
 def run(case: Case, source: Path, place: Path, _: Path, ranks: Any) -> Found:
-    return ran(ranks("four", run_on_rank, split_of(case, source, place), None), source)
+    return ran(ranks("four", run_on_rank, split_of(case, source, place), None, case.dequantize), source)
 
 
 def run_check(case: Case, source: Path, place: Path, _: Path, ranks: Any) -> Found:
-    return ran(ranks("four", run_on_rank, split_of(case, source, place), source), source)
+    return ran(ranks("four", run_on_rank, split_of(case, source, place), source, case.dequantize), source)
 
 
 def ran(found: list[Any], source: Path) -> Found:
@@ -791,9 +990,11 @@ def ran(found: list[Any], source: Path) -> Found:
     return Found("\n".join(messages).strip(), "\n".join(found[0][2]), check)
 
 
-def run_on_rank(_: Any, place: Path, against: Path | None) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+def run_on_rank(
+    _: Any, place: Path, against: Path | None, dequantize: bool
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """Returns the message of an error or of differences, the outputs, and the notes."""
-    options = RunOptions(max_new_tokens=TOKENS, device="cpu", check=against)
+    options = RunOptions(max_new_tokens=TOKENS, device="cpu", check=against, dequantize=dequantize)
     try:
         check_run(place, [PROMPT], options)
         report = run_rank(place, [PROMPT], options, lambda _: None)
@@ -812,7 +1013,12 @@ def unsharded_text(source: Path) -> str:
 
 
 def load(case: Case, source: Path, place: Path, _: Path, ranks: Any) -> Found:
-    found = ranks("four", load_on_rank, split_of(case, source, place))
+    options = {"dequantize": True} if case.dequantize else {}
+    return loaded(ranks("four", load_on_rank, split_of(case, source, place), options), source)
+
+
+def loaded(found: list[Any], source: Path) -> Found:
+    """The result of loading on all ranks."""
     warned = "\n".join(found[0][2])
 
     def check() -> None:
@@ -831,12 +1037,12 @@ def load(case: Case, source: Path, place: Path, _: Path, ranks: Any) -> Found:
 IDS = torch.arange(3, 12).view(1, -1)
 
 
-def load_on_rank(axis: Any, place: Path) -> tuple[str, torch.Tensor | None, list[str]]:
+def load_on_rank(axis: Any, place: Path, options: dict[str, Any]) -> tuple[str, torch.Tensor | None, list[str]]:
     """Returns the message of an error, the logits, and the warnings."""
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            made = shardconv.load(place, device="cpu", group=axis)
+            made = shardconv.load(place, device="cpu", group=axis, **options)
         with torch.inference_mode():
             return "", made(IDS).logits, [str(one.message) for one in warned]
     except (ShardconvError, RuntimeError) as problem:
@@ -860,7 +1066,17 @@ DIMS = {
 
 
 def stored(source: Path) -> dict[str, torch.Tensor]:
-    return load_file(source / "model.safetensors")
+    pickled = source / "pytorch_model.bin"
+    return torch.load(pickled, weights_only=True) if pickled.exists() else load_file(source / "model.safetensors")
+
+
+def expected_tensors(case: Case, source: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a source, in the dtype of --dtype; its NaN are those of torch.tensor."""
+    found = stored(source)
+    if "--dtype" not in case.options:
+        return found
+    nan = torch.tensor(NAN, dtype=torch.bfloat16)
+    return {name: torch.where(tensor.isnan(), nan, tensor.bfloat16()) for name, tensor in found.items()}
 
 
 def as_bytes(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, bytes]:
@@ -895,6 +1111,11 @@ def check_shards(case: Case, name: str, tensor: torch.Tensor, shards: list[torch
 
 #: Errors of other libraries, and unexpected errors.
 FOREIGN = re.compile(r"Traceback|internal error|(?m:^(rank \d+: )?\w*(Error|Exception): )")
+
+
+@pytest.fixture(autouse=True)
+def _listed_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    list_in_process(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -933,6 +1154,38 @@ def test_outcome(inputs, ranks, tmp_path, name, command):
     outcome, target = case.expected[command], tmp_path / "target"
     found = RUNNERS[command](case, source, place, target, ranks)
     problem = wrong(outcome, found, list(tmp_path.iterdir()))
+    assert not problem, f"expected {outcome.kind}: {problem}"
+    if outcome.kind == "right":
+        found.check()
+
+
+#: Cases that run by default.
+DEFAULT_SOURCES = {
+    "unchanged", "config: fewer kv heads", "renamed tensor", "adapter next to the base, excluded by an option",
+    "fp8 with one scale per tensor",
+}  # fmt: skip
+#: Options of split that load does not have.
+ONLY_OF_SPLIT = {"--dtype", "--layout"}
+#: Cases that have an outcome of loading, without those of commands that write files.
+OF_A_SOURCE = [
+    name
+    for name, case in CASES.items()
+    if not (case.damage or case.while_split or case.layout != "native" or ONLY_OF_SPLIT & {*case.options})
+    and (case.expected["split"].kind == "error" or case.expected["load"].kind != "na")
+]
+
+
+@pytest.mark.parametrize("name", cases(OF_A_SOURCE, lambda name: name in DEFAULT_SOURCES))
+def test_outcome_of_loading_a_source(inputs, ranks, name):
+    """It is that of the split if that fails, else that of loading the split checkpoint."""
+    case, (source, _) = CASES[name], inputs(name)
+    split_outcome = case.expected["split"]
+    outcome = split_outcome if split_outcome.kind == "error" else case.expected["load"]
+    given = split_command.make_context("split", [str(source), "--tp", str(TP), *map(str, options_of(case, source))])
+    options = {name: value for name, value in given.params.items() if name in PlanOptions.__annotations__}
+    options |= {"tp": TP, "dequantize": case.dequantize}
+    found = loaded(ranks("four", load_on_rank, source, options), source)
+    problem = wrong(outcome, found, [])
     assert not problem, f"expected {outcome.kind}: {problem}"
     if outcome.kind == "right":
         found.check()

@@ -10,6 +10,8 @@ import numpy as np
 
 from shardconv.checkpoint.source import Source
 
+#: The trained model of the examples.
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 #: Name to dtype and shape, in the order of the data.
 Specs = dict[str, tuple[str, tuple[int, ...]]]
 

@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 import shardconv
 from shardconv.checkpoint.header import read_header
 from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.rank_reader import RankFileReader
 from shardconv.checkpoint.stored_plan import quantized_tensors, resolver_of, runnable_plan
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import logical_tensors
 from shardconv.plan.resolver import Resolver
 from shardconv.runtime.quantized_shards import Dequantizer
-from shardconv.runtime.rank_file import map_rank_file
+from shardconv.runtime.rank_tensors import read_tensors
 from tests.support.checkpoints import contents
 from tests.support.forked import run
 from tests.support.models import Model, Tensors, change_config, read
@@ -60,6 +61,8 @@ def _model(model_type: str, config: Mapping[str, Any]) -> Model:
 MODELS = {
     "llama": _model("llama", _GQA),
     "phi3": _model("phi3", _PHI3),
+    "qwen2": _model("qwen2", _PHI3),
+    "qwen2_moe": _model("qwen2_moe", {**_PHI3, **_MOE, "shared_expert_intermediate_size": 128}),
     "qwen3_moe": _model("qwen3_moe", {**_GQA, **_MOE}),
     "deepseek_v3": _model("deepseek_v3", {**_SIZES, "num_attention_heads": 8, **_MLA}),
     # 6 heads and 10 groups of 32 features, which 4 ranks do not divide
@@ -151,7 +154,8 @@ def loaded_values(split: Path, rank: int, dtype: torch.dtype) -> Tensors:
     """What ``load`` with ``dequantize`` reads from a rank's file."""
     manifest = read_manifest(split)
     plan = runnable_plan(manifest, split, dequantize=True)
-    return Dequantizer.of_rank(manifest, split, plan, rank, dtype).dequantize(map_rank_file(manifest, split, rank))
+    tensors = read_tensors(RankFileReader(manifest, split, rank))
+    return Dequantizer.of_rank(manifest, split, plan, rank, dtype).dequantize(tensors)
 
 
 def check_run(source: Path, out: Path, *, tp: int = 2, experts: str = "tensor") -> None:
