@@ -166,7 +166,11 @@ def meta_files(place: Place) -> Iterator[Row]:
 
 
 def adapters(place: Place) -> Iterator[Row]:
-    """Split and merge of a LoRA adapter of 1 GB (float32, rank 448), and a split of its model with it merged."""
+    """Split and merge of a LoRA adapter of 1 GB (float32, rank 448), and a split of its model with it merged.
+
+    Matrices A of column parallel layers and B of row parallel ones are replicated, so 8 ranks hold 3.8 times the
+    adapter. Merging it into the model multiplies matrices of 448 columns, which takes most of the time.
+    """
     with llama(place) as source:
         adapter, copied, out, back = (source.parent / name for name in ("adapter", "cp.out", "out8", "back"))
         run((sys.executable, "-m", "benchmarks.models", adapter, "--adapter"))

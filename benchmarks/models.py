@@ -187,10 +187,12 @@ def write_file(
 
 
 def _random_blocks(num_bytes: int) -> Iterator[bytes]:
+    """Yield random bytes that are finite numbers in every dtype: the highest bit of each exponent is zero."""
     rng = random.Random(0)
     while num_bytes:
         size = min(num_bytes, 2**24)
-        yield rng.randbytes(size)
+        mask = int.from_bytes(b"\xff\xbf" * (size // 2) + b"\xff" * (size % 2), "little")
+        yield (rng.getrandbits(8 * size) & mask).to_bytes(size, "little")
         num_bytes -= size
 
 

@@ -85,6 +85,7 @@ class _RowTransform:
     """Base of transforms that compute rows of a tensor."""
 
     result: StoredMatrix
+    stored: StoredMatrix
 
     @property
     def unit(self) -> int:
@@ -99,21 +100,35 @@ class _RowTransform:
         """Fill a block with the bytes of the tensor from ``start`` on.
 
         Raises:
-            SourceError: if an element is too large for the dtype of the weight.
+            SourceError: if a finite element becomes NaN, infinite, or too large for the dtype of the weight.
         """
         first, last = start // self.unit, -(-(start + len(block)) // self.unit)
-        values = np.ascontiguousarray(self.rows(read, first, last))
+        with np.errstate(all="ignore"):  # results are checked
+            values = np.ascontiguousarray(self.rows(read, first, last))
+        self._check_finite(values, read, first, last)
         data = scratch.take("rows", (last - first) * self.unit)
         try:
             convert(values.reshape(-1).view("u1").data, "F32", data, self.result.dtype)
         except OverflowError as error:
-            _, value = error.args
-            raise SourceError(
-                f"{self.result.name}: an element becomes {value:g}, which is too large for {self.result.dtype}: split "
-                f"the adapter with the model, without --merge-adapter"
-            ) from error
+            raise self._too_large(error.args[1]) from error
         offset = start - first * self.unit
         block[:] = data[offset : offset + len(block)]
+
+    def _check_finite(self, values: Array, read: ReadStored, start: int, stop: int) -> None:
+        """Check that elements that are finite in the stored tensor are finite in the rows that were computed of it."""
+        is_finite = np.isfinite(values)
+        if is_finite.all():
+            return
+        wrong = values[~is_finite & np.isfinite(self.stored.read(read, start, stop))]
+        if len(wrong):
+            raise self._too_large(float(wrong[0]))
+
+    def _too_large(self, value: float) -> SourceError:
+        problem = "is not a number" if np.isnan(value) else f"is too large for {self.result.dtype}"
+        return SourceError(
+            f"{self.result.name}: an element becomes {value:g}, which {problem}: split the adapter with the model, "
+            f"without --merge-adapter"
+        )
 
 
 @dataclass(frozen=True, slots=True)

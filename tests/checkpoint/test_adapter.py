@@ -218,6 +218,29 @@ def test_merged_weights_of_16_bits_are_rounded_once(made, tmp_path):
         assert (steps > 0).float().mean() < 0.01, name
 
 
+@pytest.mark.parametrize(
+    ("value", "problem"), [(float("nan"), "nan, which is not a number"), (3e38, "inf, which is too large for F32")]
+)
+def test_merged_elements_that_are_not_finite_are_an_error(made, tmp_path, value, problem):
+    source, adapter = made("llama")
+    shutil.copytree(adapter, tmp_path / "adapter")
+    before = load_file(adapter / WEIGHTS)
+    tensors(A=torch.ones_like(before[A]), B=torch.full_like(before[B], value))(tmp_path / "adapter")
+    with pytest.raises(SourceError, match=rf"layers.0.self_attn.q_proj.weight: .* becomes -?{problem}.*merge-adapter"):
+        split_and_merged(source, tmp_path / "adapter", tmp_path)
+    assert not (tmp_path / "split").exists()
+
+
+def test_merge_keeps_elements_that_are_infinite_in_the_model(made, tmp_path):
+    source, adapter = made("llama")
+    shutil.copytree(source, tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.weight"][0, 0] = float("inf")
+    save_file(weights, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    found = split_and_merged(tmp_path / "source", adapter, tmp_path)["model.layers.0.self_attn.q_proj.weight"]
+    assert found.isinf().sum() == found[0, 0].isinf() == 1
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 LAYER = "base_model.model.model.layers.0.self_attn"
