@@ -75,8 +75,8 @@ def verify(
     """Check a split checkpoint: headers, checksums, equality of replicas, zeros in the padding, auxiliary files.
 
     Args:
-        src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of another
-            tool.
+        src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
+            another tool.
         against: a source to compare every byte of every tensor with.
         follow_links: follow links in ``against`` that point outside of its folder.
         ignore: glob patterns of files of ``against`` to leave out, in addition to the patterns of the split.

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-#: The largest relative differences that are rounding. Sums are taken rank by rank in float32; gradients have more sums.
-OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
+#: The largest relative differences that are rounding. Sums are taken rank by rank in float32; gradients have more sums:
+#: those of mobilebert, which does not normalize, differ by 1.01e-3 in float32, and by 2e-12 in float64.
+OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-4, 2e-3
 
 
 @dataclass(frozen=True, slots=True)
