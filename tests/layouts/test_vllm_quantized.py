@@ -26,6 +26,7 @@ from tests.support.checkpoints import contents
 from tests.support.compressed import write_compressed
 from tests.support.forked import run
 from tests.support.gptq import write_gptq
+from tests.support.matrix import MATRIX
 from tests.support.models import Tensors, change_config, read
 from tests.support.quantized import MODELS, flip, write
 
@@ -143,6 +144,7 @@ def test_concatenation_along_the_output_features(method, unquantized, tmp_path):
         assert bytes(reader.read(name)) == expected.contiguous().view(torch.uint8).numpy().tobytes(), name
 
 
+@MATRIX
 def test_run_with_dequantized_weights(unquantized, tmp_path):
     """Of members that are concatenated along dim 1, and without the indices of groups."""
     source = four_bits("gptq", "qwen2", unquantized, tmp_path / "source", **NAMED)
