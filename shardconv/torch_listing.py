@@ -312,6 +312,8 @@ def refusal(error: Exception) -> RefusedError:
             f"its pickle is damaged, or of another protocol than torch.save writes by default ({text})",
             f"download it again, or if you trust it, load it with torch and {_SAVE_AGAIN}",
         )
+    if isinstance(error, zipfile.BadZipFile | EOFError | struct.error):
+        return RefusedError("is truncated or damaged", _DAMAGED)
     if isinstance(error, OSError):
         return RefusedError(f"cannot be read: {error.strerror or text}", "check the file")
     if needs := re.search(r"GLOBAL (\S+)", text):

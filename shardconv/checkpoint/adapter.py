@@ -72,15 +72,17 @@ def open_adapter(path: Path, *, follow_links: bool = False, ignore: tuple[str, .
         ignore: patterns of files to leave out.
 
     Raises:
-        SourceError: if the folder does not hold an adapter in safetensors format, or a file cannot be read.
+        SourceError: if the folder does not hold an adapter, or a file cannot be read.
         PlanError: if the adapter is not of a supported kind.
     """
     if not (path / ADAPTER_CONFIG).is_file():
         raise SourceError(
             f"{path}: does not hold an adapter (expected {ADAPTER_CONFIG}): pass the folder of an adapter"
         )
-    if holds_base([child.name for child in path.iterdir()]):
-        source = open_files(path, (ADAPTER_WEIGHTS,), (ADAPTER_CONFIG,), follow_links=follow_links)
+    names = [child.name for child in path.iterdir()]
+    if holds_base(names):
+        weights = next((name for name in ADAPTER_WEIGHTS if name in names), ADAPTER_WEIGHTS[0])
+        source = open_files(path, (weights,), (ADAPTER_CONFIG,), follow_links=follow_links)
     else:
         source = open_source(path, follow_links=follow_links, ignore=ignore)
     if ADAPTER_CONFIG not in source.auxiliary_files:

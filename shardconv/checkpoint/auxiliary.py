@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from shardconv.checkpoint.duplicates import unproven
-from shardconv.checkpoint.formats import ADAPTER_FILES, ADAPTER_WEIGHTS, is_trainer_state, is_weights, merge_adapter
+from shardconv.checkpoint.formats import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, is_trainer_state, is_weights
 from shardconv.checkpoint.ignore import ignore_options, ignored_files
 from shardconv.checkpoint.paths import leads_out
 from shardconv.errors import SourceError
@@ -67,14 +67,14 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def refuse_adapter(folder: Path, names: Collection[str]) -> None:
-    """Refuse an adapter next to its base model, to which transformers would apply it, and one in another format.
+    """Refuse an adapter next to its base model, to which transformers would apply it, and one without weights.
 
     Args:
         folder: the folder.
         names: names of the files directly in the folder.
 
     Raises:
-        SourceError: if there are files of an adapter and of a base model, or the adapter is not a safetensors file.
+        SourceError: if there are files of an adapter and of a base model, or the adapter does not have weights.
     """
     adapter = [name for name in ADAPTER_FILES if name in names]
     if adapter and holds_base(names):
@@ -83,10 +83,10 @@ def refuse_adapter(folder: Path, names: Collection[str]) -> None:
             f"split both, --adapter {folder} --merge-adapter to split the model with the adapter merged, or "
             f"{ignore_options(adapter, set(names) - {*adapter})} to split the base model without it"
         )
-    if adapter and ADAPTER_WEIGHTS not in names:
+    if adapter == [ADAPTER_CONFIG]:
         raise SourceError(
-            f"{folder}: holds a PEFT adapter ({', '.join(adapter)}, expected {ADAPTER_WEIGHTS}). "
-            f"{merge_adapter(folder)}"
+            f"{folder}: holds {ADAPTER_CONFIG} of a PEFT adapter without its weights (expected "
+            f"{' or '.join(ADAPTER_WEIGHTS)}): copy them into the folder"
         )
 
 

@@ -99,7 +99,7 @@ def read_dcp(folder: Path, *, follow_links: bool) -> DcpFiles:
             )
         chunks[name].append(Chunk(offsets, sizes, file_of[file], tensor.offset))
     tensors = FullTensors({}, {}, {}, {})
-    for name in sorted(named):
+    for name in named:
         _add(tensors, folder, name, TensorSpec(dtypes[name], tuple(named[name]["shape"])), chunks[name])
     return DcpFiles(paths, tensors, left_out)
 

@@ -9,16 +9,19 @@ from typing import NamedTuple
 
 from shardconv.checkpoint.auxiliary import check_link
 from shardconv.checkpoint.copy import Shards
-from shardconv.checkpoint.formats import NUMBERED_NAME, SOURCE_FORMATS
+from shardconv.checkpoint.formats import NUMBERED_NAME, SOURCE_FORMATS, is_trainer_state, is_weights
 from shardconv.checkpoint.header import read_header
 from shardconv.checkpoint.source_reader import Transform
 from shardconv.checkpoint.torch_files import TorchTensor, read_torch_files
 from shardconv.checkpoint.vllm_files import StoredTensor
 from shardconv.errors import SourceError
+from shardconv.formatting import counted
 from shardconv.layouts.external import EXTERNAL, ExternalLayout, external_layout
 from shardconv.plan.plan import TensorSpec
 
 _AGAIN = "copy the folder again"
+#: The file that DeepSpeed's init_inference writes beside its rank files (save_mp_checkpoint_path).
+_DEEPSPEED = "ds_inference_config.json"
 #: The most tensors in a message.
 _MAX_NAMES = 3
 
@@ -55,18 +58,47 @@ class FullTensors(NamedTuple):
     transforms: dict[str, Transform]
 
 
-def detect_layout(names: Collection[str]) -> ExternalLayout | None:
+def detect_layout(folder: Path, names: Collection[str]) -> ExternalLayout | None:
     """The layout of other tools' rank files among the files of a folder; None if there is none.
 
     Args:
+        folder: the folder, for messages.
         names: of the files directly in the folder.
+
+    Raises:
+        SourceError: if rank files are the only weights, without the file that has to be beside them, or they are those
+            of DeepSpeed.
     """
+    if _DEEPSPEED in names:
+        raise SourceError(
+            f"{folder}: holds rank files of DeepSpeed's init_inference ({_DEEPSPEED}), which do not have all tensors "
+            f"of the model: pass the checkpoint that DeepSpeed loaded"
+        )
     if any(one.single in names for one in SOURCE_FORMATS) or any(map(is_index, names)):
         return None
     for layout in map(external_layout, EXTERNAL):
-        if rank_files(layout, names) and (layout.beside is None or layout.beside in names):
+        if not (found := rank_files(layout, names)):
+            continue
+        if layout.beside is None or layout.beside in names:
             return layout
+        if not any(is_weights(name) and name not in found and not is_trainer_state(name) for name in names):
+            raise SourceError(
+                f"{folder}: holds {found[0]}, a rank file of {layout.title}, without {layout.beside}: copy "
+                f"{layout.beside} into the folder, pass the model's config.json (--from {layout.key} --config FILE), "
+                f"or pass the file alone if it is another checkpoint"
+            )
     return None
+
+
+def refuse_rank_file(path: Path) -> None:
+    """Refuse one rank file of another tool in place of the folder.
+
+    Raises:
+        SourceError: if a file has such a name, and the file that has to be beside it exists.
+    """
+    for layout in map(external_layout, EXTERNAL):
+        if layout.files.fullmatch(path.name) and (layout.beside is None or (path.parent / layout.beside).exists()):
+            raise SourceError(f"{path}: is a rank file of {layout.title}: pass its folder {path.parent} instead")
 
 
 def is_index(name: str) -> bool:
@@ -113,17 +145,41 @@ def _by_rank(folder: Path, layout: ExternalLayout, names: Sequence[str]) -> list
             f"all but one out with --ignore"
         )
     if not any(group.get("rank") for group in found.values()):
+        parts = {int(group.get("part") or 1) for group in found.values()}
+        refuse_missing(folder, layout, names, {*range(1, 1 + int(next(iter(counts), 0)))} - parts)
         _check_count(folder, names, int(next(iter(counts), 1)))
         return [list(names)]
     by_rank = {int(group["rank"] or 0): name for name, group in found.items()}
     tp = int(next(iter(counts), 1 + max(by_rank)))
-    if missing := sorted(set(range(tp)) - by_rank.keys()):
-        raise SourceError(
-            f"{folder}: the file of rank {missing[0]} is missing (got {', '.join(names[:_MAX_NAMES])}, expected {tp} "
-            f"ranks): {_AGAIN}"
-        )
+    refuse_missing(folder, layout, names, {*range(tp)} - by_rank.keys())
     _check_count(folder, names, tp)
     return [[by_rank[rank]] for rank in range(tp)]
+
+
+def refuse_missing(folder: Path, layout: ExternalLayout, names: Sequence[str], missing: Collection[int]) -> None:
+    """Refuse files without those of some ranks, or without some parts.
+
+    Args:
+        folder: the folder.
+        layout: of the files.
+        names: of all files that exist.
+        missing: numbers of the others.
+
+    Raises:
+        SourceError: if there are missing files.
+    """
+    found = layout.files.fullmatch(names[0])
+    assert found is not None
+    kind = "rank" if found["rank"] is not None else "part"
+    if not missing or found[kind] is None:
+        return
+    start, end = found.span(kind)
+    file = f"{names[0][:start]}{min(missing):0{end - start}}{names[0][end:]}"
+    more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+    raise SourceError(
+        f"{folder}: {file}, the file of {kind} {min(missing)}, is missing{more} (got {', '.join(names[:_MAX_NAMES])}, "
+        f"expected {counted(len(names) + len(missing), 'file')}): {_AGAIN}"
+    )
 
 
 def _is_mixed(found: Mapping[str, Mapping[str, str | None]]) -> bool:

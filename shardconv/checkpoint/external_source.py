@@ -13,11 +13,11 @@ from shardconv.checkpoint.formats import CONFIG_NAME, is_trainer_state, is_weigh
 from shardconv.checkpoint.header import build_header
 from shardconv.checkpoint.ignore import ignore_options
 from shardconv.checkpoint.json_files import read_json
-from shardconv.checkpoint.layout import MANIFEST_NAME
-from shardconv.checkpoint.meta_params import PARAMS_NAME, MadeConfig, complete_config, config_of_params
+from shardconv.checkpoint.layout import MANIFEST_NAME, in_file_order
+from shardconv.checkpoint.meta_params import PARAMS_NAME, MadeConfig, complete_config, config_of_params, head_sizes
 from shardconv.checkpoint.source_files import SourceFile
 from shardconv.checkpoint.source_reader import StoredFiles, Transform
-from shardconv.errors import SourceError
+from shardconv.errors import PlanError, SourceError
 from shardconv.formatting import counted
 from shardconv.layouts.external import DCP_NAME, DCP_TITLE, external_layout
 from shardconv.plan.plan import TensorSpec
@@ -59,7 +59,7 @@ def open_external(
         UsageError: if the layout is unknown.
     """
     names = [name for name, path in files.kept.items() if "/" not in name and not path.is_dir()]
-    key = asked or _detect(names)
+    key = asked or detect(folder, names)
     if key is None or (asked is None and MANIFEST_NAME in names):
         return None
     weights = _weights(folder, key, names)
@@ -68,12 +68,15 @@ def open_external(
     auxiliary_files = find_auxiliary(folder, files, weights, follow_links=follow_links)
     if config is None and CONFIG_NAME in auxiliary_files:
         config = read_json(auxiliary_files[CONFIG_NAME])
+    params = None
+    if key != DCP_NAME and PARAMS_NAME in auxiliary_files:
+        params = read_json(auxiliary_files[PARAMS_NAME])
     read = _read_dcp if key == DCP_NAME else _read_ranks
-    found = read(folder, key, weights, auxiliary_files, config, follow_links=follow_links)
+    found = read(_Folder(folder, key, weights, params, config, follow_links))
     if auxiliary_files.pop(PARAMS_NAME, None) is not None and key != DCP_NAME:
         left_out |= {PARAMS_NAME: "its values are in config.json"}
     missing = f", without {' and '.join(found.missing)}" if found.missing else ""
-    derived = f"merged from {counted(len(found.stored.paths), 'file')} of {title}{missing}"
+    derived = f"converted from {counted(len(found.stored.paths), 'file')} of {title}{missing}"
     made_files = {} if found.made.config is config else {CONFIG_NAME: json.dumps(found.made.config, indent=2) + "\n"}
     return ExternalSource(
         _files(folder, found.tensors.specs), found.stored, found.tensors.transforms, (derived,), found.made.config,
@@ -81,11 +84,15 @@ def open_external(
     )  # fmt: skip
 
 
-def _detect(names: Collection[str]) -> str | None:
-    """The layout of the files of a folder; None for a Hugging Face checkpoint."""
+def detect(folder: Path, names: Collection[str]) -> str | None:
+    """The layout of the files of a folder; None for a Hugging Face checkpoint.
+
+    Raises:
+        SourceError: if the folder holds rank files without a file that is needed to read them.
+    """
     if METADATA_NAME in names and any(name.endswith(SUFFIX) for name in names):
         return DCP_NAME
-    layout = detect_layout(names)
+    layout = detect_layout(folder, names)
     return None if layout is None else layout.key
 
 
@@ -102,6 +109,17 @@ def _weights(folder: Path, key: str, names: Collection[str]) -> list[str]:
     return files
 
 
+class _Folder(NamedTuple):
+    """The files of another tool: the names of the weights, params.json, the user's or the folder's config."""
+
+    path: Path
+    layout: str
+    weights: Collection[str]
+    params: dict[str, object] | None
+    config: dict[str, object] | None
+    follow_links: bool
+
+
 class _Read(NamedTuple):
     """Full tensors, their files, the config, and what the files do not have."""
 
@@ -112,45 +130,34 @@ class _Read(NamedTuple):
     missing: tuple[str, ...]
 
 
-def _read_dcp(
-    folder: Path,
-    _key: str,
-    _weights: Collection[str],
-    _auxiliary_files: Mapping[str, Path],
-    config: dict[str, object] | None,
-    *,
-    follow_links: bool,
-) -> _Read:
-    found = read_dcp(folder, follow_links=follow_links)
+def _read_dcp(folder: _Folder) -> _Read:
+    found = read_dcp(folder.path, follow_links=folder.follow_links)
     sizes = tuple(path.stat().st_size for path in found.paths)
     stored = StoredFiles(found.paths, (b"",) * len(sizes), sizes, found.tensors.stored, found.tensors.shards)
-    return _Read(found.tensors, stored, MadeConfig(config, ()), len(sizes), found.left_out)
+    return _Read(found.tensors, stored, MadeConfig(folder.config, ()), len(sizes), found.left_out)
 
 
-def _read_ranks(
-    folder: Path,
-    key: str,
-    weights: Collection[str],
-    auxiliary_files: Mapping[str, Path],
-    config: dict[str, object] | None,
-    *,
-    follow_links: bool,
-) -> _Read:
-    layout = external_layout(key)
-    found = read_rank_files(folder, layout, weights, follow_links=follow_links)
-    params = read_json(auxiliary_files[PARAMS_NAME]) if PARAMS_NAME in auxiliary_files else None
-    tensors = full_tensors(folder, layout, found, _known_config(folder, config, params))
-    made = MadeConfig(config, ())
-    if config is None and params is not None:
+def _read_ranks(folder: _Folder) -> _Read:
+    layout, params = external_layout(folder.layout), folder.params
+    if folder.config is None and params is None and layout.beside is not None:
+        raise SourceError(
+            f"{folder.path}: does not have {layout.beside} of {layout.title}: copy it into the folder, or pass the "
+            f"model's config.json (--config)"
+        )
+    found = read_rank_files(folder.path, layout, folder.weights, follow_links=folder.follow_links)
+    tensors = full_tensors(folder.path, layout, found, _known_config(folder))
+    made = MadeConfig(folder.config, ())
+    if folder.config is None and params is not None:
         shapes = {name: spec.shape for name, spec in tensors.specs.items()}
         dtype = tensors.specs["model.embed_tokens.weight"].dtype
-        made = complete_config(folder / PARAMS_NAME, params, shapes, dtype)
+        made = complete_config(folder.path / PARAMS_NAME, params, shapes, dtype)
     stored = StoredFiles(found.paths, found.prefixes, found.sizes, tensors.stored, tensors.shards)
     return _Read(tensors, stored, made, len(found.ranks), layout.missing)
 
 
 def _files(folder: Path, specs: Mapping[str, TensorSpec]) -> tuple[SourceFile, ...]:
-    header = build_header(((name, spec.dtype, spec.shape) for name, spec in specs.items()), _METADATA)
+    ordered = in_file_order(dict(sorted(specs.items())))
+    header = build_header(((name, spec.dtype, spec.shape) for name, spec in ordered.items()), _METADATA)
     return (SourceFile(_FILE, folder / _FILE, header),)
 
 
@@ -169,22 +176,31 @@ def _left_out(
     return files.left_out | dict.fromkeys(others, f"not a file of --from {key}") | reasons
 
 
-def _known_config(
-    folder: Path, config: dict[str, object] | None, params: dict[str, object] | None
-) -> dict[str, object]:
+def _known_config(folder: _Folder) -> dict[str, object]:
     """The config with the values of params.json; null in the config states nothing.
 
     Raises:
         SourceError: if the two differ.
     """
-    stated = {field: value for field, value in (config or {}).items() if value is not None}
-    if params is None:
-        return stated
-    expected = config_of_params(folder / PARAMS_NAME, params)
+    stated = {field: value for field, value in (folder.config or {}).items() if value is not None}
+    if folder.params is None:
+        return _with_heads(folder, stated)
+    expected = config_of_params(folder.path / PARAMS_NAME, folder.params)
     for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
         if field in stated and stated[field] != expected[field]:
             raise SourceError(
-                f"{folder}: {field} is {stated[field]!r:.40} in the config (expected {expected[field]!r:.40} by "
+                f"{folder.path}: {field} is {stated[field]!r:.40} in the config (expected {expected[field]!r:.40} by "
                 f"{PARAMS_NAME}): pass the config of this model"
             )
     return expected | stated
+
+
+def _with_heads(folder: _Folder, config: dict[str, object]) -> dict[str, object]:
+    """A config with the fields of heads that its class has defaults for, if the layout reads them."""
+    if config.get("model_type") not in external_layout(folder.layout).model_types:
+        return config
+    try:
+        sizes = head_sizes(config)
+    except PlanError as error:
+        raise SourceError(f"{folder.path}: {error}") from error
+    return {"num_key_value_heads": sizes.kv_heads, "head_dim": sizes.head_dim} | config

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from shardconv.checkpoint.copy import Shards
-from shardconv.checkpoint.external_files import FullTensors, RankFiles
+from shardconv.checkpoint.external_files import FullTensors, RankFiles, refuse_missing
 from shardconv.checkpoint.geometry import geometry, unsharded
 from shardconv.checkpoint.header import num_bytes
 from shardconv.checkpoint.row_order import RotaryRows
@@ -35,6 +35,7 @@ def full_tensors(folder: Path, layout: ExternalLayout, found: RankFiles, config:
     tensors = FullTensors({}, {}, {}, {})
     names = list(dict.fromkeys(name for rank in found.ranks for name in rank))
     _check_even(folder, layout, found)
+    _check_ranks(folder, layout, found, config)
     for name in names:
         if layout.is_left_out(name):
             continue
@@ -45,8 +46,7 @@ def full_tensors(folder: Path, layout: ExternalLayout, found: RankFiles, config:
             )
         _add(tensors, folder, name, known, found, config)
     _check_layers(folder, tensors.specs, config)
-    order = sorted(tensors.specs)
-    return tensors._replace(specs={name: tensors.specs[name] for name in order})
+    return tensors
 
 
 def _add(
@@ -105,6 +105,20 @@ def _check_even(folder: Path, layout: ExternalLayout, found: RankFiles) -> None:
             f"{folder}: ranks have different numbers of experts' tensors (got {counted}, "
             f"expected equal numbers): {_AGAIN}"
         )
+
+
+def _check_ranks(folder: Path, layout: ExternalLayout, found: RankFiles, config: Mapping[str, object]) -> None:
+    """Check the number of files where their names do not have it: there may be others behind the last one."""
+    for name, shard in found.ranks[0].items():
+        if (known := layout.known(name)) is None:
+            continue
+        try:
+            expected = known.rule.num_ranks(shard.spec.shape, config)
+        except PlanError as error:
+            raise SourceError(f"{folder}: {name}: {error}: correct the config") from error
+        if expected is not None:
+            refuse_missing(folder, layout, [path.name for path in found.paths], range(len(found.ranks), expected))
+            return
 
 
 def _check_layers(folder: Path, specs: Collection[str], config: Mapping[str, object]) -> None:

@@ -10,16 +10,12 @@ from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.manifest_json import to_json
-from shardconv.checkpoint.planning import PlanOptions, plan_source
+from shardconv.checkpoint.planning import PlanOptions, plan_source, refuse_changes
 from shardconv.checkpoint.rank_reader import RankFileReader, RankReader, SourceReader
 from shardconv.checkpoint.sample import sample_checksum
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.write import checksum_file
 from shardconv.errors import UsageError
-from shardconv.plan.rules import AUTO
-
-#: The default values of plan options that are not false.
-_DEFAULTS = {"rules": AUTO, "experts": "tensor"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +100,4 @@ def _refuse_options(path: Path, manifest: Manifest, tp: int | None, options: Pla
             f"{path}: is split for {manifest.tp} ranks (got --tp {tp}): remove --tp, or make a checkpoint for {tp} "
             f"ranks with shardconv reshard {path} --tp {tp}"
         )
-    given = [name for name, value in options.items() if value and value != _DEFAULTS.get(name)]
-    if given:
-        flags = ", ".join("--for" if name == "engine" else f"--{name.replace('_', '-')}" for name in given)
-        raise UsageError(
-            f"{path}: is a split checkpoint, which is loaded by the plan that it stores: remove {flags}, or pass the "
-            f"source that was split"
-        )
+    refuse_changes(path, options)

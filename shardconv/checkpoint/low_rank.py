@@ -81,11 +81,16 @@ class MatrixCache:
             return found
 
 
-class _RowTransform:
+class RowTransform:
     """Base of transforms that compute rows of a tensor."""
 
     result: StoredMatrix
     stored: StoredMatrix
+
+    @property
+    def inputs(self) -> tuple[StoredMatrix, ...]:
+        """The tensors that it reads."""
+        raise NotImplementedError
 
     @property
     def unit(self) -> int:
@@ -132,7 +137,7 @@ class _RowTransform:
 
 
 @dataclass(frozen=True, slots=True)
-class Vector(_RowTransform):
+class Vector(RowTransform):
     """The sum of a stored tensor and a scaled vector, or a tensor that is converted to another dtype.
 
     Attributes:
@@ -147,6 +152,11 @@ class Vector(_RowTransform):
     added: StoredMatrix | None = None
     scaling: float = 1.0
 
+    @property
+    def inputs(self) -> tuple[StoredMatrix, ...]:
+        """See the base."""
+        return (self.stored,) if self.added is None else (self.stored, self.added)
+
     def rows(self, read: ReadStored, start: int, stop: int) -> Array:
         """See the base."""
         values = self.stored.read(read, start, stop)
@@ -154,7 +164,7 @@ class Vector(_RowTransform):
 
 
 @dataclass(frozen=True, eq=False)
-class LowRankUpdate(_RowTransform):
+class LowRankUpdate(RowTransform):
     """A weight with the product of two low-rank matrices.
 
     Attributes:
@@ -178,6 +188,11 @@ class LowRankUpdate(_RowTransform):
     cache: MatrixCache
     _factor: list[Array] = field(default_factory=list)
     _lock: Any = field(default_factory=Lock)
+
+    @property
+    def inputs(self) -> tuple[StoredMatrix, ...]:
+        """See the base."""
+        return (self.stored, self.a, self.b, *(() if self.magnitude is None else (self.magnitude,)))
 
     def rows(self, read: ReadStored, start: int, stop: int) -> Array:
         """See the base."""

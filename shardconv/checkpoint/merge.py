@@ -39,7 +39,8 @@ class MergeReport:
         dry_run: whether nothing was written.
         destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
         saved_by: the engine that saved the rank files; None for a split checkpoint.
-        notes: possible differences from the checkpoint that the engine loaded.
+        notes: possible differences from the checkpoint that the engine loaded, assumptions, and why merged adapters
+            differ from those that were split.
         derived: why the files differ from those that were split, one phrase each; empty for safetensors files.
         adapters: names of the adapters of the split checkpoint, which are merged into folders of their own.
     """
@@ -122,7 +123,7 @@ def merge(
         dry_run=dry_run,
         destination_exists=exists,
         saved_by=manifest.saved_by,
-        notes=(*manifest.notes, *(() if source is None else source.assumed)),
+        notes=(*manifest.notes, *(() if source is None else source.assumed), *_adapter_notes(adapters)),
         derived=manifest.derived,
         adapters=manifest.adapters,
     )
@@ -156,6 +157,12 @@ def _merged_names(folder: Path, adapter: Path) -> Iterator[str]:
     manifest = read_manifest(adapter)
     for name in (*(name for name, _ in manifest.source_files), *manifest.auxiliary_files):
         yield (adapter / name).relative_to(folder).as_posix()
+
+
+def _adapter_notes(adapters: Mapping[str, Path]) -> Iterator[str]:
+    """Yield why adapters differ from those that were split."""
+    for name, path in adapters.items():
+        yield from (f"adapter {name}: {phrase}" for phrase in read_manifest(path).derived)
 
 
 def _write(rewrite: Rewrite, headers: dict[str, Header], adapters: Mapping[str, Path]) -> None:

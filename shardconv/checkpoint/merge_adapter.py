@@ -1,17 +1,27 @@
 """Merge a LoRA adapter into its base model while the model is split, as transforms of the source.
 
-Equals ``merge_and_unload`` of PEFT except for rounding. Importing this module imports numpy, which only this needs.
+Tensors of model and adapter that are computed while they are read, such as those of Meta's files, are read through
+their transforms. Equals ``merge_and_unload`` of PEFT except for rounding. Importing this module imports numpy, which
+only this needs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from shardconv.checkpoint.adapter import Adapter, fitted
+from shardconv.checkpoint.dtype_conversion import Conversion
 from shardconv.checkpoint.formats import MERGED
-from shardconv.checkpoint.low_rank import NUMPY_DTYPES, LowRankUpdate, MatrixCache, StoredMatrix, Vector
+from shardconv.checkpoint.low_rank import (
+    NUMPY_DTYPES,
+    LowRankUpdate,
+    MatrixCache,
+    RowTransform,
+    StoredMatrix,
+    Vector,
+)
 from shardconv.checkpoint.planning import PlannedSource
 from shardconv.checkpoint.source import Source
-from shardconv.checkpoint.source_reader import StoredFiles, Transform, stored_files
+from shardconv.checkpoint.source_reader import ComposedTransform, StoredFiles, Transform, stored_files
 from shardconv.errors import PlanError
 from shardconv.plan.adapter import BIAS, INPUT, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
 from shardconv.plan.plan import TensorSpec
@@ -35,16 +45,12 @@ def merged_source(planned: PlannedSource, adapter: Adapter) -> Source:
             f"{name}: is quantized, and an adapter cannot be merged into quantized weights: split the model with "
             f"--adapter, without --merge-adapter"
         )
-    if source.transforms:
-        raise PlanError(
-            f"{source.path}: its tensors are converted while they are read: write the checkpoint first (shardconv "
-            f"merge, after a split), and merge the adapter into the result"
-        )
-    merge = _Merge(adapter, source.specs, planned.resolution.resolver.rules)
+    merge = _Merge(adapter, source, planned.resolution.resolver.rules)
+    stored, of_adapter = (one.stored or stored_files(one) for one in (source, adapter.source))
     return replace(
         source,
-        stored=_with_files(source.stored or stored_files(source), stored_files(adapter.source)),
-        transforms=merge.transforms(),
+        stored=_with_files(stored, of_adapter),
+        transforms={**source.transforms, **merge.transforms()},
         derived=(*source.derived, f"the adapter {adapter.source.name} {MERGED}"),
     )
 
@@ -67,15 +73,25 @@ def _with_files(one: StoredFiles, other: StoredFiles) -> StoredFiles:
 class _Merge:
     """An adapter and the tensors of its base model.
 
+    Sums are computed of the values before a conversion to another dtype, and rounded once, to that dtype.
+
     Args:
         adapter: the adapter.
-        base: name to dtype and shape of the tensors of the base model.
+        source: the base model.
         rules: of the base model.
     """
 
-    def __init__(self, adapter: Adapter, base: Mapping[str, TensorSpec], rules: RuleSet) -> None:
-        self._settings, self._base, self._rules = adapter.settings, base, rules
-        self._specs = fitted(adapter, rules, base)
+    def __init__(self, adapter: Adapter, source: Source, rules: RuleSet) -> None:
+        self._settings, self._base, self._rules = adapter.settings, source.specs, rules
+        self._conversions = {
+            name: one
+            for name, one in source.transforms.items()
+            if isinstance(one, Conversion) and one.stored_dtype in NUMPY_DTYPES
+        }
+        before = {name: one.inner for name, one in self._conversions.items()}
+        inner = {**source.transforms, **adapter.source.transforms, **before}
+        self._inner: dict[str, Transform] = {name: one for name, one in inner.items() if one is not None}
+        self._specs = fitted(adapter, rules, source.specs)
         self._tensors = AdapterTensors.of_names(self._specs)
         self._cache, self._matching = MatrixCache(), matcher_of(rules)
 
@@ -85,16 +101,25 @@ class _Merge:
         Raises:
             PlanError: if a tensor cannot be merged.
         """
-        found: dict[str, Transform] = {}
+        found: dict[str, RowTransform] = {}
         for target, name in self._tensors.replaced.items():
             self._check_tie(target, name)
             result = self._of_base(target, name)
             found[result.name] = Vector(result, self._of_adapter(name))
         for layer in self._tensors.layers.values():
             found |= self._of_layer(layer)
-        return found
+        return {name: self._composed(one) for name, one in found.items()}
 
-    def _of_layer(self, layer: AdaptedLayer) -> Iterator[tuple[str, Transform]]:
+    def _composed(self, transform: RowTransform) -> Transform:
+        """The transform, with those of the tensors that it reads."""
+        inner = {one.name: self._inner[one.name] for one in transform.inputs if one.name in self._inner}
+        if not inner:
+            return transform
+        stored, result = transform.stored, transform.result
+        unit = inner[stored.name].unit * result.itemsize // stored.itemsize if stored.name in inner else 0
+        return ComposedTransform(transform, inner, max(unit, transform.unit))
+
+    def _of_layer(self, layer: AdaptedLayer) -> Iterator[tuple[str, RowTransform]]:
         """Yield the transform of the weight of an adapted layer, and that of its bias if the adapter has one."""
         parts = {part: self._of_adapter(name) for part, name in layer.tensors.items()}
         scaling = self._settings.scaling(layer.module)
@@ -120,8 +145,10 @@ class _Merge:
 
     def _before(self, target: str, result: StoredMatrix) -> StoredMatrix:
         """The tensor to which a product is added: that of the base model, or the one that replaces it."""
-        name = self._tensors.replaced.get(target)
-        return result if name is None else self._of_adapter(name)
+        if (name := self._tensors.replaced.get(target)) is not None:
+            return self._of_adapter(name)
+        conversion = self._conversions.get(result.name)
+        return result if conversion is None else result._replace(dtype=conversion.stored_dtype)
 
     def _of_base(self, target: str, name: str) -> StoredMatrix:
         """A tensor of the base model, which the tensor ``name`` of the adapter changes."""

@@ -17,13 +17,13 @@ from shardconv.checkpoint.meta_params import PARAMS_NAME, head_sizes, params_of_
 from shardconv.checkpoint.row_order import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.source_reader import Transform, TransformedReader, open_tensors
-from shardconv.checkpoint.staging import staging
 from shardconv.checkpoint.torch_archive import TorchArchive
-from shardconv.checkpoint.write import auxiliary_bytes, check_config, copy_files, write_auxiliary
+from shardconv.checkpoint.write import check_config, copy_files, stage_copy, write_auxiliary
 from shardconv.errors import PlanError
 from shardconv.layouts.external import META, external_layout
 from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.tp_sizes import CANDIDATE_TPS
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _REMEDY = "use --layout native"
@@ -76,11 +76,11 @@ class MetaFiles:
                     file.write(data)
 
 
-def lay_out_meta(source: Source, plan: Plan) -> MetaFiles:
-    """Lay out Meta's rank files.
+def check_meta(source: Source, tp: int) -> None:
+    """Check that Meta's rank files can hold a model of this type, and its sizes on ``tp`` ranks.
 
     Raises:
-        PlanError: if the layout cannot express a tensor, its placement, or the config.
+        PlanError: if they cannot; with the sizes that divide.
     """
     layout, config = external_layout(META), source.config or {}
     if config.get("model_type") not in layout.model_types:
@@ -88,6 +88,52 @@ def lay_out_meta(source: Source, plan: Plan) -> MetaFiles:
             f"layout meta does not support model type {config.get('model_type')!r:.60} (expected one of "
             f"{', '.join(layout.model_types)}): {_REMEDY}"
         )
+    units = [one for name, spec in source.specs.items() if (one := _units(name, spec, config)) is not None]
+    if (wrong := next((one for one in units if not one.divides(tp)), None)) is not None:
+        parts, rest = divmod(wrong.count, tp)
+        sizes = [size for size in CANDIDATE_TPS if all(one.divides(size) for one in units)]
+        raise PlanError(
+            f"{wrong.tensor}: {wrong.count} {wrong.name} do not divide over {tp} ranks ({wrong.count} = {tp} * {parts} "
+            f"+ {rest}), and layout meta does not have padding (tp sizes that divide: "
+            f"{', '.join(map(str, sizes))}): pass one of them, or {_REMEDY}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """The heads, rows or columns of a tensor that ranks divide, and whether ranks may hold the same head."""
+
+    tensor: str
+    name: str
+    count: int
+    may_repeat: bool
+
+    def divides(self, tp: int) -> bool:
+        """Whether every rank gets the same number of them."""
+        return self.count % tp == 0 or (self.may_repeat and tp % self.count == 0)
+
+
+def _units(name: str, spec: TensorSpec, config: Mapping[str, object]) -> _Units | None:
+    """What ranks divide of a tensor; None for one that they replicate, or that the layout does not have."""
+    known = external_layout(META).external(name)
+    if known is None or not known.rule.dims or len(spec.shape) < 2:
+        return None
+    rule = known.rule
+    if rule.heads is not None:
+        sizes = head_sizes(config)
+        count = sizes.heads if rule.gives_tp else sizes.kv_heads
+        return _Units(name, f"heads ({rule.heads})", count, may_repeat=not rule.gives_tp)
+    dim = rule.dims[0]
+    return _Units(name, ("rows", "columns")[dim], spec.shape[dim], may_repeat=False)
+
+
+def lay_out_meta(source: Source, plan: Plan) -> MetaFiles:
+    """Lay out Meta's rank files of a source that :func:`check_meta` accepts.
+
+    Raises:
+        PlanError: if the layout cannot express a tensor, its placement, or the config.
+    """
+    layout, config = external_layout(META), source.config or {}
     tensors, transforms = dict(source.specs), dict[str, Transform]()
     placements = {name: plan.placement(name) for name in tensors}
     if HEAD not in tensors:
@@ -107,7 +153,7 @@ def lay_out_meta(source: Source, plan: Plan) -> MetaFiles:
         names[name] = known.name
         _check_placement(name, placements[name], known.rule.dims)
         if known.rule.is_rotary:
-            transforms[name] = _rotary_rows(name, spec, config, is_query=known.rule.heads == "num_attention_heads")
+            transforms[name] = _rotary_rows(name, spec, config, is_query=known.rule.gives_tp)
     archives = tuple(_archive(rank, tensors, placements, names) for rank in range(plan.tp))
     offsets = [archive.offsets for archive in archives]
     shards = tuple(
@@ -170,14 +216,7 @@ def write_meta(
     stripes = split_into_stripes([shards.geometry.num_bytes for shards in files.shards], STRIPE_BYTES)
     with (
         inputs,
-        staging(
-            target,
-            is_folder=True,
-            overwrite=overwrite,
-            num_bytes=sum(files.file_bytes) + auxiliary_bytes(source.auxiliary_files),
-            auxiliary_files=[*source.auxiliary_names, PARAMS_NAME],
-            mode=permissions([source.path] if source.is_folder else []),
-        ) as folder,
+        stage_copy(source, target, num_bytes=sum(files.file_bytes), added=PARAMS_NAME, overwrite=overwrite) as folder,
     ):
         paths = [folder / name for name in files.names]
         copy_files(reader, inputs, paths, files, stripes, threads=threads, progress=progress)

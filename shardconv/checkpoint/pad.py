@@ -22,8 +22,7 @@ from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.source_files import with_total_size
 from shardconv.checkpoint.source_reader import open_tensors
-from shardconv.checkpoint.staging import staging
-from shardconv.checkpoint.write import auxiliary_bytes, copy_auxiliary, copy_files
+from shardconv.checkpoint.write import copy_auxiliary, copy_files, stage_copy
 from shardconv.errors import PlanError, SourceError, UsageError
 from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
 from shardconv.plan.plan import TensorSpec
@@ -192,18 +191,8 @@ def _write(
 ) -> None:
     manifest = planned.manifest
     reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
-    total = sum(manifest.rank_layout.file_bytes) + auxiliary_bytes(source.auxiliary_files)
-    with (
-        inputs,
-        staging(
-            target,
-            is_folder=True,
-            overwrite=overwrite,
-            num_bytes=total,
-            auxiliary_files=[*source.auxiliary_files, PADDING_NAME],
-            mode=permissions([source.path]),
-        ) as stage,
-    ):
+    total = sum(manifest.rank_layout.file_bytes)
+    with inputs, stage_copy(source, target, num_bytes=total, added=PADDING_NAME, overwrite=overwrite) as stage:
         _write_files(source, planned, reader, inputs, stage, threads=threads, progress=progress)
 
 

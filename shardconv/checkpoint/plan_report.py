@@ -10,8 +10,9 @@ from shardconv.checkpoint.formats import ADAPTER_CONFIG
 from shardconv.checkpoint.header import num_bytes
 from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source, refuse_changes
+from shardconv.checkpoint.planning import PlanOptions, StrPath, refuse_changes
 from shardconv.checkpoint.remote import reads_remote
+from shardconv.checkpoint.split_sources import plan_sources
 from shardconv.checkpoint.stored_plan import quantized_tensors, resolver_of
 from shardconv.errors import UsageError
 from shardconv.layouts.layout import NATIVE
@@ -80,18 +81,27 @@ class PlanReport:
 
 @reads_remote("src")
 def report_plan(
-    src: StrPath, *, tp: int | None = None, dtype: str | None = None, **options: Unpack[PlanOptions]
+    src: StrPath,
+    *,
+    tp: int | None = None,
+    base: StrPath | None = None,
+    dtype: str | None = None,
+    **options: Unpack[PlanOptions],
 ) -> PlanReport:
     """Report the plan and the supported tp sizes of a checkpoint; arguments and errors as in :func:`make_plan`.
 
     For a split checkpoint, reports the plan in its manifest, or with another ``tp`` the plan of a reshard.
+    With ``base``, ``src`` is a LoRA adapter of this base model, as in :func:`~shardconv.split`.
     With ``dtype``, dtypes and sizes are those of a split with it.
     """
     if is_split(path := local_path(src)):
         if dtype is not None:
             raise UsageError(f"{path}: is a split checkpoint, which --dtype cannot convert: pass the source instead")
+        if base is not None:
+            raise UsageError(f"{path}: is a split checkpoint, which stores its plan: remove --base")
         return _report_stored(path, tp, options)
-    source, specs, _, (resolver, assumed), _ = plan_source(src, dtype=dtype, **options)
+    planned = plan_sources(src, base, (), NATIVE.name, options, merge_adapter=False, dtype=dtype).source
+    source, specs, _, (resolver, assumed), _ = planned
     sizes = resolver.tp_sizes()
     tp_plan = None if tp is None else resolver.plan(tp, assumed=assumed)
     tensors = () if tp_plan is None else tensor_reports(source.specs, tp_plan)
@@ -105,7 +115,7 @@ def report_plan(
         left_out=source.left_out,
         supported_tp=sizes.supported,
         blocked_tp=sizes.blocked,
-        padded_tp=sizes.padded,
+        padded_tp=sizes.padded if base is None else (),
         padding=NO_PADDING if tp is None else resolver.padding(tp),
         rank_bytes=() if tp_plan is None else rank_bytes(tensors, tp_plan.tp),
         tensors=tensors,

@@ -66,10 +66,12 @@ def refuse_changes(folder: Path, options: PlanOptions) -> None:
     Raises:
         UsageError: if an option does not have its default value.
     """
-    if changed := sorted(name for name, value in options.items() if value != _DEFAULTS[name]):
-        named = ", ".join({"engine": "--for", "source_layout": "--from"}.get(name, name) for name in changed)
+    given = [name for name, value in options.items() if (value or None) != (_DEFAULTS[name] or None)]
+    if given:
+        flags = {"engine": "--for", "source_layout": "--from"}
+        named = ", ".join(flags.get(name, f"--{name.replace('_', '-')}") for name in given)
         raise UsageError(
-            f"{folder}: is a split checkpoint, and {named} cannot change its stored plan: pass the source instead"
+            f"{folder}: is a split checkpoint, which stores its plan: remove {named}, or pass the source that was split"
         )
 
 
@@ -159,7 +161,7 @@ def refuse_adapter(source: Source) -> None:
     if any(file.name in ADAPTER_FILES for file in source.files):
         raise SourceError(
             f"{source.path}: is a PEFT adapter, which is split by the plan of its base model: pass --base BASE to "
-            f"shardconv split, or split BASE with --adapter {source.path}, also with --merge-adapter"
+            f"shardconv plan or split, or split BASE with --adapter {source.path}, also with --merge-adapter"
         )
 
 

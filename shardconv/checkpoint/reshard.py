@@ -22,6 +22,7 @@ from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.checkpoint.write import auxiliary_paths, write_indexes
 from shardconv.errors import UsageError
 from shardconv.layouts.choice import choose_layout, with_max_file_size
+from shardconv.layouts.external import META
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
 
@@ -116,6 +117,12 @@ def reshard(
         )  # fmt: skip
         return _of_split(report, source)
     old = read_split(folder)
+    if layout == META:
+        merged = old.source_name + "-merged"
+        raise UsageError(
+            f"{folder}: layout meta is written from a source, and not from a split checkpoint: shardconv merge "
+            f"{folder} -o {merged}, then shardconv split {merged} --tp {tp} --layout meta"
+        )
     checksums = checksums and old.checksums is not None  # new checksums would hide errors in unchecked data
     new, padding = _plan_reshard(old, tp, layout, max_file_size, engine, int(pad), checksums=checksums)
     name = folder.resolve().name.removesuffix(f"-tp{old.tp}")

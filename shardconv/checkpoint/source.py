@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from shardconv.checkpoint.auxiliary import check_link, find_auxiliary, leave_out_weights, list_files
+from shardconv.checkpoint.external_files import refuse_rank_file
 from shardconv.checkpoint.external_source import open_external
 from shardconv.checkpoint.formats import (
     ADAPTER_FILES,
@@ -203,17 +204,18 @@ def open_files(folder: Path, names: tuple[str, ...], auxiliary: tuple[str, ...],
 
     Args:
         folder: the folder.
-        names: of the weight files.
+        names: of the weight files, all in one format.
         auxiliary: names of the auxiliary files.
         follow_links: follow links that point outside of the folder.
 
     Raises:
         SourceError: if a file is missing, damaged, or outside of the folder.
     """
-    files = read_safetensors(folder, WeightFiles([*names], None, {}, SAFETENSORS), follow_links=follow_links).files
+    weight_format = next(one for one in SOURCE_FORMATS if one.has(names[0]))
+    source = _read(folder, WeightFiles([*names], None, {}, weight_format), follow_links=follow_links)
     for name in auxiliary:
         check_link(folder / name, folder, follow_links=follow_links)
-    return Source(folder, is_folder=True, files=files, auxiliary_files={name: folder / name for name in auxiliary})
+    return replace(source, auxiliary_files={name: folder / name for name in auxiliary})
 
 
 def standalone_config(path: Path, *, follow_links: bool = False) -> dict[str, object] | None:
@@ -248,6 +250,7 @@ def _check_names(source: Source) -> None:
 
 
 def _open_file(path: Path, *, follow_links: bool) -> Source:
+    refuse_rank_file(path)
     match = NUMBERED_NAME.fullmatch(path.name)
     if match and int(match["count"]) > 1:
         raise SourceError(

@@ -60,6 +60,32 @@ class Transform(Protocol):
         """Fill a block with the bytes of the tensor from ``start`` on."""
 
 
+@dataclass(frozen=True, slots=True)
+class ComposedTransform:
+    """A transform of tensors that are computed themselves.
+
+    Attributes:
+        outer: computes the tensor.
+        inner: name to transform of the tensors that ``outer`` reads and that are not stored in the form that it reads.
+        unit: see :class:`Transform`.
+    """
+
+    outer: Transform
+    inner: Mapping[str, Transform]
+    unit: int
+
+    def fill(self, block: Bytes, start: int, read: ReadStored, scratch: Scratch) -> None:
+        """Fill a block with the bytes of the tensor from ``start`` on."""
+
+        def read_computed(name: str, at: int, buffer: Bytes) -> None:
+            if (transform := self.inner.get(name)) is None:
+                read(name, at, buffer)
+            else:
+                transform.fill(buffer, at, read, scratch.nested("inner"))
+
+        self.outer.fill(block, start, read_computed, scratch)
+
+
 def stored_files(source: "Source") -> StoredFiles:
     """Where the headers of the files of a plain source say that its tensors are."""
     headers = [file.header for file in source.files]

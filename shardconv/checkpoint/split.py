@@ -14,7 +14,7 @@ from shardconv.checkpoint.fileio import permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_file import write_manifest
-from shardconv.checkpoint.meta_writer import lay_out_meta, write_meta
+from shardconv.checkpoint.meta_writer import check_meta, lay_out_meta, write_meta
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlannedSource, PlanOptions, StrPath
 from shardconv.checkpoint.quantization_files import with_settings
@@ -195,7 +195,9 @@ def _meta_output(
         raise UsageError("layout meta has one file per rank: remove --max-file-size")
     if adapters:
         raise UsageError("layout meta does not hold adapters: pass --merge-adapter, or split them alone (--base)")
-    source, plan = planned.source, planned.plan(tp)
+    source = planned.source
+    check_meta(source, tp)
+    plan = planned.plan(tp)
     files = lay_out_meta(source, plan)
 
     def write(target: Path, job: "_Writing") -> None:

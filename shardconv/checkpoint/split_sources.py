@@ -43,10 +43,10 @@ def plan_sources(
     """
     if merge_adapter and len(adapters) != 1:
         raise UsageError(f"--merge-adapter merges one adapter (got {len(adapters)}): pass one --adapter")
-    if dtype is not None and (base is not None or adapters):
+    if dtype is not None and (base is not None or (adapters and not merge_adapter)):
         raise UsageError(
-            "--dtype converts models, not adapters: convert the model first (shardconv split SRC --tp 1 --dtype "
-            f"{dtype}, shardconv merge), or remove --dtype"
+            "--dtype converts models, not adapters: pass --merge-adapter, or convert the model first (shardconv split "
+            f"SRC --tp 1 --dtype {dtype}, shardconv merge), or remove --dtype"
         )
     if base is not None:
         if adapters:

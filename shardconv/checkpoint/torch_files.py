@@ -170,6 +170,8 @@ def _problem_at_start(path: Path) -> TorchProblem | None:
         return TorchProblem(f"cannot be read: {error.strerror or error}", "change its permissions")
     if start.startswith(_ZIP) or _LEGACY in start:
         return None
+    if not start:
+        return TorchProblem("is empty (got 0 bytes)", "download or save it again")
     return TorchProblem("is not a file of torch.save, or it is damaged", "download or save it again")
 
 

@@ -80,25 +80,27 @@ def verify(
         against: a source to compare every byte of every tensor with.
         follow_links: follow links in ``against`` that point outside of its folder.
         ignore: glob patterns of files of ``against`` to leave out, in addition to the patterns of the split.
-        source_layout: the layout of ``against``, if it holds rank files of another tool; None to detect it.
+        source_layout: the layout of ``src``, if it holds rank files of another tool; for a split checkpoint that of
+            ``against``. None to detect it.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
 
     Raises:
         SplitCheckpointError: if the manifest is missing or not valid, or a file cannot be read.
         SourceError: if ``against`` cannot be read, or holds weights that may or may not belong to it.
-        UsageError: if ``ignore`` is given without ``against``, or matches nothing.
+        UsageError: if ``ignore`` is given without ``against``, or matches nothing; or a layout where there are no rank
+            files of another tool.
     """
     began = time.perf_counter()
     folder = local_path(src)
-    for option, value in (("--ignore", ignore), ("--from", source_layout)):
-        if value and against is None:
-            raise UsageError(f"{option} requires --against: add --against SOURCE, or remove {option}")
-    if (external := open_if_external(folder, None)) is not None:
+    if ignore and against is None:
+        raise UsageError("--ignore requires --against: add --against SOURCE, or remove --ignore")
+    if (external := open_if_external(folder, source_layout)) is not None:
         return _verify_external(
-            external, against, follow_links=follow_links, ignore=ignore, source_layout=source_layout, threads=threads,
-            progress=progress,
-        )  # fmt: skip
+            external, against, follow_links=follow_links, ignore=ignore, threads=threads, progress=progress
+        )
+    if source_layout is not None and against is None:
+        raise UsageError(f"{src}: is a split checkpoint, and --from is for rank files of other tools: remove --from")
     manifest = read_split(folder)
     source = None
     if against is not None:
@@ -142,7 +144,6 @@ def _verify_external(
     *,
     follow_links: bool,
     ignore: tuple[str, ...],
-    source_layout: str | None,
     threads: int | None,
     progress: Progress | None,
 ) -> VerifyReport:
@@ -150,9 +151,7 @@ def _verify_external(
     began = time.perf_counter()
     source = None
     if against is not None:
-        source = open_source(
-            local_path(against), follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
-        )
+        source = open_source(local_path(against), follow_links=follow_links, ignore=as_names(ignore))
     differences = compare_sources(external, source, threads=threads, progress=progress)
     compared_with = None if against is None else shown(against)
     return VerifyReport(

@@ -1,6 +1,7 @@
 """Shared steps of split, merge, reshard and pad: open rank files, write new files, copy auxiliary files."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from shardconv.checkpoint.output_files import OutputFiles
 from shardconv.checkpoint.paths import leads_out
 from shardconv.checkpoint.shards import ShardReader, ShardWriter
 from shardconv.checkpoint.source import Source
+from shardconv.checkpoint.staging import staging
 from shardconv.errors import IntegrityError, SourceError, SplitCheckpointError
 
 #: For each rank the checksum of each stripe; each file of an unsharded checkpoint counts as a rank.
@@ -275,6 +277,23 @@ def _chunks(inputs: InputFiles, size: int) -> Iterator[memoryview]:
         chunk = memoryview(bytearray(min(_CHUNK_BYTES, size - start)))
         inputs.read(0, chunk, start)
         yield chunk
+
+
+def stage_copy(
+    source: Source, target: Path, *, num_bytes: int, added: str, overwrite: bool
+) -> AbstractContextManager[Path]:
+    """Stage a folder with new weight files of ``num_bytes`` bytes, the auxiliary files of a source, and one more.
+
+    See :func:`~shardconv.checkpoint.staging.staging`.
+    """
+    return staging(
+        target,
+        is_folder=True,
+        overwrite=overwrite,
+        num_bytes=num_bytes + auxiliary_bytes(source.auxiliary_files),
+        auxiliary_files=[*source.auxiliary_names, added],
+        mode=permissions([source.path] if source.is_folder else []),
+    )
 
 
 def auxiliary_bytes(files: Mapping[str, Path]) -> int:

@@ -107,6 +107,12 @@ ignore_option = click.option(
 )
 
 
+base_option = click.option(
+    "--base",
+    type=PATH,
+    metavar="BASE",
+    help="Shard SRC, a LoRA adapter, for this base model: a source, a split checkpoint or a config.json.",
+)
 from_option = click.option(
     "--from",
     "source_layout",

@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import click
@@ -12,7 +13,15 @@ import click
 from shardconv.commands.check_source import CHECK_MODEL, check_source
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
 from shardconv.commands.notes import layout_note, model_notes, notes, padding_notes
-from shardconv.commands.options import SOURCE, PlanFlags, SourcePath, dtype_option, output_options, plan_options
+from shardconv.commands.options import (
+    SOURCE,
+    PlanFlags,
+    SourcePath,
+    base_option,
+    dtype_option,
+    output_options,
+    plan_options,
+)
 from shardconv.console import Console
 from shardconv.errors import UsageError
 from shardconv.exits import ImportPhase
@@ -55,6 +64,7 @@ _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 )
 @click.option("--propose", is_flag=True, help="Print a plan file that is proposed from the modules of a small model.")
 @cost_options
+@base_option
 @dtype_option
 @plan_options
 @output_options
@@ -75,6 +85,7 @@ def plan(
     alpha: float | None,
     beta: float | None,
     measure_link: bool,
+    base: Path | None,
     dtype: str | None,
     **options: Unpack[PlanFlags],
 ) -> None:
@@ -90,6 +101,8 @@ def plan(
     flags.check(src, all=show_all, prove=prove, propose=propose, check_model=bool(check_model), dtype=dtype is not None)
     if dtype is not None and (prove or propose):
         raise UsageError("--dtype changes sizes only, not proofs and proposals: remove it")
+    if base is not None and (prove or propose or cost or check_model):
+        raise UsageError("--base plans an adapter, which is not a model of its own: remove it, and pass the base model")
     link = measured_link(console, is_reported=src is None) if flags.measure_link else None
     if src is None or (flags.measure_link and link is None):
         return
@@ -111,7 +124,7 @@ def plan(
         _prove(src, console, tp=tp, check_model=check_model is not False, **options)
         return
     with console.progress("read headers", counts=True) as progress, header_progress(progress):
-        report = report_plan(src, tp=tp, dtype=dtype, **options)
+        report = report_plan(src, tp=tp, base=base, dtype=dtype, **options)
     found = [*notes(report.assumed, report.left_out), *model_notes(checked)]
     console.report(report, _plan_lines(report, found), quiet_warnings=notes(report.assumed, {}))
     if report.tp is not None:

@@ -185,9 +185,10 @@ def _quiet_lines(report: "RunReport", *, is_text: bool) -> list[str]:
 def _verdict(report: "RunReport", temperature: float) -> str:
     """The line for a check that found no differences."""
     tokens = "; greedy tokens are equal" if report.has_continuations and not temperature else ""
+    adapter = "" if report.adapter is None else f" with the adapter {report.adapter}, by PEFT,"
     return (
-        f"equal to the unsharded model in float32, for this input: outputs differ by at most {report.error:.0e} of the "
-        f"largest{tokens}"
+        f"equal to the unsharded model{adapter} in float32, for this input: outputs differ by at most "
+        f"{report.error:.0e} of the largest{tokens}"
     )
 
 

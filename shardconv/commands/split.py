@@ -21,6 +21,7 @@ from shardconv.commands.options import (
     PlanFlags,
     SourcePath,
     WriteFlags,
+    base_option,
     checksum_option,
     dtype_option,
     layout_option,
@@ -50,12 +51,7 @@ class _SplitFlags(PlanFlags, WriteFlags):
 @click.argument("src", type=SOURCE)
 @tp_option
 @click.option("-o", "--output", type=PATH, metavar="DIR", help="Folder to write. [default: NAME-tpN here]")
-@click.option(
-    "--base",
-    type=PATH,
-    metavar="BASE",
-    help="Split SRC, a LoRA adapter, for this base model: a source, a split checkpoint or a config.json.",
-)
+@base_option
 @click.option(
     "--adapter",
     "adapters",

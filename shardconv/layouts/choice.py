@@ -84,10 +84,6 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
         UsageError: if the layout is unknown.
         PlanError: if the layout does not support this checkpoint.
     """
-    if name == META:
-        raise PlanError(
-            "layout meta is only written from a source: merge the split checkpoint first, then split --layout meta"
-        )
     if engine_of(name) is None:
         return _FIXED[name]
     data, config = _file(name), config or {}

@@ -3,7 +3,7 @@
 A layout is a TOML file of this package:
 
     title      what the files are, for messages.
-    files      regular expression of the file names; its groups have the rank, and tp or the number of parts.
+    files      regular expression of the file names; its groups have the rank and tp, or the part and their number.
     beside     a file beside them, without which the names are not enough to detect the layout.
     missing    what the files do not have.
     model_types  the models that can be written in this layout; none if it is only read.
@@ -14,6 +14,7 @@ A layout is a TOML file of this package:
                  shape        dim to the config field with its expected full size
                  heads        the config field with the number of heads in dim 0; ranks may hold the same head
                  rotary       whether neighboring rows of a head form the pairs that rotary embeddings rotate
+                 gives_tp     whether heads of a shard give the number of ranks, which file names do not
                  on_one_rank  whether each tensor is on one rank only
     left_out   names that a Hugging Face checkpoint does not have.
 """
@@ -42,6 +43,7 @@ class TensorTable(TypedDict, total=False):
     shape: dict[str, str]
     heads: str
     rotary: bool
+    gives_tp: bool
     on_one_rank: bool
 
 
@@ -73,7 +75,15 @@ class ExternalRule:
     shape: Mapping[int, str]
     heads: str | None
     is_rotary: bool
+    gives_tp: bool
     is_on_one_rank: bool
+
+    def num_ranks(self, shard: tuple[int, ...], config: Mapping[str, object]) -> int | None:
+        """The number of ranks by the heads of a shard; None if they do not give it."""
+        if not self.gives_tp or self.heads is None:
+            return None
+        rows = _positive(config, self.heads) * _positive(config, "head_dim")
+        return None if not shard or not shard[0] or rows % shard[0] else rows // shard[0]
 
     def full(self, shards: Sequence[tuple[int, ...]], config: Mapping[str, object]) -> FullTensor:
         """The full tensor of the shards of all ranks, which must have equal shapes.
@@ -186,7 +196,7 @@ def _rules(target: str, entry: TensorTable) -> Iterator[ExternalRule]:
     for pattern, name in without_choices([target, entry["name"]]):
         yield ExternalRule(
             Pattern(pattern), Pattern(name), tuple(entry.get("dims", ())), shape, entry.get("heads"),
-            entry.get("rotary", False), entry.get("on_one_rank", False),
+            entry.get("rotary", False), entry.get("gives_tp", False), entry.get("on_one_rank", False),
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from shardconv.checkpoint.copy import Progress
+from shardconv.checkpoint.external_source import detect
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.loadable import Loadable, open_loadable
 from shardconv.checkpoint.paths import hub_hint
@@ -81,6 +82,11 @@ def _check_source(folder: Path) -> None:
     """Check that the folder of ``--check`` may have an unsharded checkpoint."""
     if not folder.is_dir():
         raise RunError(f"--check {folder}: is not a folder (expected that of the unsharded model){hub_hint(folder)}")
+    if (layout := detect(folder, [path.name for path in folder.iterdir()])) is not None:
+        raise RunError(
+            f"--check {folder}: holds rank files of another tool ({layout}), which transformers does not load: merge "
+            f"them first (shardconv merge {folder} -o DIR), and pass --check DIR"
+        )
     if not (folder / CONFIG_NAME).is_file():
         raise RunError(f"--check {folder}: does not have a config.json: pass the folder of the unsharded model")
 
@@ -153,6 +159,7 @@ def run_rank(
         tokens_per_second=clock.tokens_per_second(len(prompts)),
         differences=None if comparison is None else comparison.differences,
         error=None if comparison is None else comparison.error,
+        adapter=None if options.adapter is None else str(options.adapter),
         notes=tuple(_notes(checkpoint, run, outputs, is_default=is_default)),
     )
 

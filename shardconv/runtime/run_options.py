@@ -64,6 +64,7 @@ class RunReport:
         differences: with ``check``, the differences from the unsharded model; empty if there are none.
         error: with ``check``, the largest error of an output, relative to the largest output.
         notes: notes on the checkpoint and the run.
+        adapter: the split adapter that was applied, also to the model of ``check``; None for none.
     """
 
     path: str
@@ -80,6 +81,7 @@ class RunReport:
     differences: tuple[str, ...] | None
     error: float | None
     notes: tuple[str, ...]
+    adapter: str | None = None
 
     @property
     def has_continuations(self) -> bool:

@@ -5,6 +5,7 @@ Shards and restored files are compared exactly. Merged weights differ from those
 """
 
 import json
+import os
 import shutil
 from functools import cache
 
@@ -18,9 +19,15 @@ from shardconv.layouts.layout import NATIVE
 from tests.support.adapters import ADAPTERS, adapted, write_adapter
 from tests.support.checkpoints import contents
 from tests.support.command import call
+from tests.support.external import meta_ranks, meta_tensors, write_meta
 from tests.support.models import MODELS, change_config, read
+from tests.support.torch_files import list_in_process, write_pytorch
 
 WEIGHTS = "adapter_model.safetensors"
+#: The tensor parallel sizes of split adapters.
+TPS = (2, 4)
+LAYER = "base_model.model.model.layers.0.self_attn"
+A, B = f"{LAYER}.q_proj.lora_A.weight", f"{LAYER}.q_proj.lora_B.weight"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ def shards_of(folder, tp):
     return [load_file(folder / NATIVE.rank_file(rank, tp)) for rank in range(tp)]
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", TPS)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_merge_restores_the_adapter(made, tmp_path, name, tp):
     source, adapter = made(name)
@@ -241,10 +248,160 @@ def test_merge_keeps_elements_that_are_infinite_in_the_model(made, tmp_path):
     assert found.isinf().sum() == found[0, 0].isinf() == 1
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("stored", "dtype"), [("bf16", "fp32"), ("bf16", "fp16"), ("fp32", "bf16")])
+def test_dtype_converts_the_sums(made, tmp_path, stored, dtype):
+    """Sums are rounded once, as if the model were converted to float32 first, and to the dtype last."""
+    source, adapter = made("llama", {"bf16": torch.bfloat16, "fp32": torch.float32}[stored])
+    options = {"tp": 2, "adapters": [adapter], "merge_adapter": True}
+    shardconv.split(source, tmp_path / "split", dtype=dtype, **options)
+    shardconv.split(source, tmp_path / "wide", tp=1, dtype="fp32")
+    shardconv.merge(tmp_path / "wide", tmp_path / "wide-merged")
+    shardconv.split(tmp_path / "wide-merged", tmp_path / "adapted", **options)
+    shardconv.merge(tmp_path / "adapted", tmp_path / "adapted-merged")
+    shardconv.split(tmp_path / "adapted-merged", tmp_path / "expected", tp=2, dtype=dtype)
+    assert_equal_shards(tmp_path / "split", tmp_path / "expected")
 
-LAYER = "base_model.model.model.layers.0.self_attn"
-A, B = f"{LAYER}.q_proj.lora_A.weight", f"{LAYER}.q_proj.lora_B.weight"
+
+@pytest.mark.usefixtures("listed_here")
+def test_an_adapter_is_merged_into_metas_files(made, tmp_path):
+    """The same as after a merge of Meta's files. Query and key rows are read in another order."""
+    source, adapter = made("llama")
+    found = read(source)
+    heads = {"n_heads": 8, "n_kv_heads": 2, "head_dim": 16}
+    params = {"dim": 64, "n_layers": 2, "norm_eps": 1e-6, "rope_theta": 10000.0, **heads}
+    found |= {name: found[name][:130] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    ranks = meta_ranks(meta_tensors(found, 8, 2), 2, kv_heads=2, embedding_dim=0)
+    meta = write_meta(tmp_path / "meta", ranks, params)
+    adapter = shutil.copytree(adapter, tmp_path / "adapter")
+    vocabulary = {name: tensor for name, tensor in load_file(adapter / WEIGHTS).items() if len(tensor) == 131}
+    tensors(**{name: tensor[:130].contiguous() for name, tensor in vocabulary.items()})(adapter)
+    assert_merged_in_one_step(meta, adapter, tmp_path)
+
+
+@pytest.mark.usefixtures("listed_here")
+@pytest.mark.parametrize("name", ["llama-dora", "gpt2-dora"])
+def test_an_adapter_is_merged_into_a_pytorch_file_with_strides(made, tmp_path, name):
+    source, adapter = made(name)
+    strided = {one: tensor.T.contiguous().T if tensor.ndim == 2 else tensor for one, tensor in read(source).items()}
+    write_pytorch(tmp_path / "torch", strided)
+    shutil.copy(source / "config.json", tmp_path / "torch")
+    assert_merged_in_one_step(tmp_path / "torch", adapter, tmp_path)
+
+
+def assert_merged_in_one_step(source, adapter, folder):
+    """Compare with a split and a merge of the source, and a merge of the adapter into the result."""
+    options = {"tp": 2, "adapters": [adapter], "merge_adapter": True}
+    shardconv.split(source, folder / "split", **options)
+    shardconv.split(source, folder / "plain", tp=1)
+    shardconv.merge(folder / "plain", folder / "safetensors")
+    shardconv.split(folder / "safetensors", folder / "expected", **options)
+    assert_equal_shards(folder / "split", folder / "expected")
+
+
+def assert_equal_shards(one, other):
+    for found, expected in zip(shards_of(one, 2), shards_of(other, 2), strict=True):
+        assert found.keys() == expected.keys()
+        assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+        assert all(found[name].dtype == tensor.dtype for name, tensor in expected.items())
+
+
+# --- adapter_model.bin ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_bin(made, tmp_path):
+    """An adapter as a PyTorch file; A of a layer is transposed in it."""
+    source, adapter = made("llama")
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    shutil.copy(adapter / "adapter_config.json", folder)
+    found = load_file(adapter / WEIGHTS)
+    torch.save({**found, A: found[A].T.contiguous().T}, folder / "adapter_model.bin")
+    return source, adapter, folder
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_a_pytorch_adapter_has_the_shards_of_a_safetensors_one(as_bin, tmp_path):
+    source, adapter, folder = as_bin
+    shardconv.split(folder, tmp_path / "split", tp=2, base=source)
+    shardconv.split(adapter, tmp_path / "expected", tp=2, base=source)
+    assert_equal_shards(tmp_path / "split", tmp_path / "expected")
+    assert not shardconv.verify(tmp_path / "split", against=folder).differences
+    report = shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert (report.is_identical, report.derived) == (False, ("converted from PyTorch files",))
+    assert {path.name for path in (tmp_path / "merged").iterdir()} == {WEIGHTS, "adapter_config.json"}
+    found, expected = load_file(tmp_path / "merged" / WEIGHTS), load_file(adapter / WEIGHTS)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_a_merge_says_which_adapters_are_converted(as_bin, tmp_path):
+    source, adapter, folder = as_bin
+    shardconv.split(source, tmp_path / "split", tp=2, adapters=[folder, adapter])
+    report = shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert report.is_identical
+    assert report.notes == ("adapter bin: converted from PyTorch files",)
+    assert (tmp_path / "merged" / "adapters" / "bin" / WEIGHTS).exists()
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_a_pytorch_adapter_is_merged_into_the_weights(as_bin, tmp_path):
+    source, adapter, folder = as_bin
+    for name, one in (("split", folder), ("expected", adapter)):
+        shardconv.split(source, tmp_path / name, tp=2, adapters=[one], merge_adapter=True)
+    assert_equal_shards(tmp_path / "split", tmp_path / "expected")
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_a_pytorch_adapter_next_to_its_model(as_bin, tmp_path):
+    source, adapter, folder = as_bin
+    both = shutil.copytree(source, tmp_path / "both")
+    for path in folder.iterdir():
+        shutil.copy(path, both)
+    shardconv.split(both, tmp_path / "split", tp=2, adapters=[both])
+    shardconv.split(adapter, tmp_path / "expected", tp=2, base=source)
+    assert_equal_shards(tmp_path / "split" / "adapters" / "both", tmp_path / "expected")
+
+
+def test_a_pytorch_adapter_whose_pickle_asks_for_code_is_refused(as_bin, tmp_path, monkeypatch):
+    source, _, folder = as_bin
+    torch.save({A: os.system}, folder / "adapter_model.bin")
+    list_in_process(monkeypatch)
+    with pytest.raises(SourceError, match=r"adapter_model\.bin: its pickle asks for posix\.system"):
+        shardconv.split(folder, tmp_path / "split", tp=2, base=source)
+
+
+# --- plan -----------------------------------------------------------------------------------------------------------
+
+
+def test_plan_of_an_adapter_is_that_of_its_split(made, tmp_path):
+    source, adapter = made("llama")
+    shardconv.split(adapter, tmp_path / "split", tp=2, base=source)
+    expected = json.loads(call("plan", tmp_path / "split", "--json").out)
+    found = json.loads(call("plan", adapter, "--base", source, "--tp", 2, "--json").out)
+    assert found["tensors"] == expected["tensors"]
+    assert (found["supported_tp"], found["padded_tp"]) == (expected["supported_tp"], [])
+    assert found["supported_tp"] == json.loads(call("plan", source, "--json").out)["supported_tp"]
+
+
+def test_plans_of_adapters_with_other_options_are_refused(made, tmp_path):
+    source, adapter = made("llama")
+    shardconv.split(adapter, tmp_path / "split", tp=2, base=source)
+    for words, text in (
+        ((adapter,), "pass --base BASE to shardconv plan or split"),
+        ((adapter, "--base", source, "--prove"), "--base plans an adapter"),
+        ((adapter, "--base", source, "--cost"), "--base plans an adapter"),
+        ((adapter, "--base", source, "--dtype", "bf16"), "--dtype converts models, not adapters"),
+        ((adapter, "--base", source, "--pad"), "--pad is not supported for adapters"),
+        ((tmp_path / "split", "--base", source), "which stores its plan: remove --base"),
+    ):
+        result = call("plan", *words)
+        assert result.code in {1, 2}
+        assert text in result.err
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 def settings(**changes):
@@ -302,7 +459,7 @@ REFUSED = {
     "no settings": (without("adapter_config.json"), ("does not hold an adapter (expected adapter_config.json)",)),
     "no weights": (
         without(WEIGHTS),
-        ("holds a PEFT adapter (adapter_config.json, expected adapter_model.safetensors",),
+        ("without its weights (expected adapter_model.safetensors or adapter_model.bin)",),
     ),
     "truncated weights": (
         lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-8]),

@@ -16,12 +16,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardconv
 from shardconv import dcp_listing
+from shardconv.checkpoint import torch_files
 from shardconv.checkpoint.source import open_source
 from shardconv.errors import ShardconvError, SourceError
 from tests.support.command import call
 from tests.support.models import GQA, Model
 
 LLAMA = Model("llama", {**GQA, "head_dim": 8, "vocab_size": 131})
+#: The tensor parallel sizes of the splits; the checkpoint has 4 ranks.
+TPS = (2, 4)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 #: By the end of a name, the placements on a mesh of 2 x 2 ranks: those of FSDP and tensor parallelism, and others.
 PLACEMENTS = {
@@ -78,11 +81,11 @@ def assert_equal(folder: Path, source: Path) -> None:
 def test_merge_has_the_tensors_that_were_saved_and_not_the_optimizers(llama, nested, tmp_path):
     report = shardconv.merge(nested, tmp_path / "merged")
     assert_equal(tmp_path / "merged", llama)
-    assert report.derived == ("merged from 4 files of torch.distributed.checkpoint, without optimizer",)
+    assert report.derived == ("converted from 4 files of torch.distributed.checkpoint, without optimizer",)
 
 
 @pytest.mark.usefixtures("listed_here")
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", TPS)
 def test_split_equals_a_split_of_the_model(llama, nested, tmp_path, tp):
     shardconv.split(nested, tmp_path / "from-dcp", tp=tp)
     shardconv.split(llama, tmp_path / "split", tp=tp)
@@ -161,6 +164,14 @@ def test_a_missing_file_is_named(nested, tmp_path):
     (source / "__2_0.distcp").unlink()
     with pytest.raises(SourceError, match=r"__2_0\.distcp: is missing"):
         open_source(source)
+
+
+def test_without_torch_the_message_names_the_package(nested, tmp_path, monkeypatch):
+    """The metadata is listed without torch, and the chunks with it."""
+    (tmp_path / "script.py").write_text("import a_module_that_is_not_there")
+    monkeypatch.setattr(torch_files, "SCRIPT", tmp_path / "script.py")
+    with pytest.raises(SourceError, match=r"distcp: torch cannot be imported .*: pip install 'shardconv\[torch\]'"):
+        open_source(nested)
 
 
 def test_damaged_metadata_is_an_error_without_a_traceback(nested, tmp_path):

@@ -19,7 +19,7 @@ from shardconv.checkpoint.meta_params import head_sizes, params_of_config
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.torch_archive import TorchArchive
 from shardconv.checkpoint.write import copy_files
-from shardconv.errors import IntegrityError, OutputError, PlanError, ShardconvError, SourceError
+from shardconv.errors import IntegrityError, OutputError, PlanError, ShardconvError, SourceError, UsageError
 from shardconv.plan.plan import TensorSpec
 from tests.support.checkpoints import contents
 from tests.support.command import call
@@ -34,6 +34,12 @@ from tests.support.external import (
 )
 from tests.support.models import EXPERTS, GQA, LAYERS, MODELS, Model, read
 
+#: The tensor parallel sizes of Meta's files, with the dim along which the embedding table is sharded.
+META_TPS = {1: 0, 2: 1, 4: 0}
+#: Those of DeepSeek's files, and of files that are written in Meta's layout.
+DEEPSEEK_TPS, WRITTEN_TPS = (2, 4), (1, 2, 4)
+#: Mistral's files are not sharded.
+MISTRAL_TPS = (1,)
 HEADS, KV_HEADS, HIDDEN, VOCAB = 8, 2, 64, 128
 LLAMA = Model("llama", {**GQA, "head_dim": 8, "vocab_size": VOCAB, "rms_norm_eps": 1e-5})
 PARAMS = {
@@ -67,12 +73,21 @@ def assert_equal(got: Tensors, expected: Tensors) -> None:
 
 
 @pytest.mark.usefixtures("listed_here")
-@pytest.mark.parametrize(("tp", "embedding_dim"), [(1, 0), (2, 1), (4, 0)])
+@pytest.mark.parametrize(("tp", "embedding_dim"), META_TPS.items())
 def test_merge_of_metas_files_has_the_tensors_of_the_checkpoint(llama, in_meta_order, tmp_path, tp, embedding_dim):
     source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, tp, embedding_dim), PARAMS)
     report = shardconv.merge(source, tmp_path / "merged")
-    assert report.derived == (f"merged from {tp} file{'s' * (tp > 1)} of Meta's layout",)
+    assert report.derived == (f"converted from {tp} file{'s' * (tp > 1)} of Meta's layout",)
     assert_equal(read(tmp_path / "merged"), read(llama))
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_reports_of_all_commands_say_that_the_files_are_converted(in_meta_order, tmp_path):
+    source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
+    for words in (("merge",), ("reshard", "--tp", "4"), ("split", "--tp", "4")):
+        result = call(words[0], source, *words[1:], "-o", tmp_path / words[0])
+        assert "converted from 2 files of Meta's layout" in result.out
+        assert "merged from" not in result.out
 
 
 @pytest.mark.usefixtures("listed_here")
@@ -163,7 +178,7 @@ def test_weights_in_metas_layout_that_the_model_does_not_have_are_refused(llama,
     ("change", "text"),
     [
         (lambda ranks: ranks[1].pop("norm.weight"), r"rank 1 does not have norm\.weight"),
-        (lambda ranks: ranks.pop(1), r"layers\.0\.attention\.w[qkv]\.weight: the shards of 1 rank form"),
+        (lambda ranks: ranks.pop(1), r"consolidated\.01\.pth, the file of rank 1, is missing \(got .*expected 2 files"),
         (lambda ranks: [rank.update({"extra.weight": torch.ones(1)}) for rank in ranks], "extra.weight is unknown"),
         (lambda ranks: ranks[0].update({"norm.weight": torch.ones(7)}), r"norm\.weight: ranks have different shapes"),
         (lambda ranks: ranks[0].update({"norm.weight": torch.ones(HIDDEN).half()}), "several dtypes"),
@@ -194,8 +209,72 @@ def test_a_replica_that_differs_is_an_error(in_meta_order, tmp_path, name):
 def test_a_missing_rank_is_named(in_meta_order, tmp_path):
     source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
     (source / "consolidated.00.pth").unlink()
-    with pytest.raises(SourceError, match="the file of rank 0 is missing"):
+    with pytest.raises(SourceError, match=r"consolidated\.00\.pth, the file of rank 0, is missing \(got .*01.*2 files"):
         open_source(source)
+
+
+@pytest.mark.usefixtures("listed_here")
+@pytest.mark.parametrize("embedding_dim", [0, 1])
+def test_missing_files_behind_the_last_one_are_named(in_meta_order, tmp_path, embedding_dim):
+    """No name says how many there are, but the heads of a rank do, also where ranks have the same KV head."""
+    source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 4, embedding_dim)[:2], PARAMS)
+    message = r"consolidated\.02\.pth, the file of rank 2, is missing, and 1 more \(got .*, expected 4 files"
+    with pytest.raises(SourceError, match=message):
+        open_source(source)
+
+
+def test_a_missing_part_is_named(in_meta_order, tmp_path):
+    save_file(in_meta_order | {}, tmp_path / "consolidated-00002-of-00002.safetensors")
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS))
+    with pytest.raises(SourceError, match=r"consolidated-00001-of-00002\.safetensors, the file of part 1, is missing"):
+        open_source(tmp_path)
+
+
+@pytest.mark.usefixtures("listed_here")
+@pytest.mark.parametrize("tp", [1, 2])
+def test_without_params_the_message_names_them(in_meta_order, tmp_path, tp):
+    source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, tp), PARAMS)
+    (source / "params.json").unlink()
+    with pytest.raises(SourceError, match=r"without params\.json: copy params\.json into the folder"):
+        open_source(source)
+    with pytest.raises(SourceError, match=r"does not have params\.json of Meta's layout: copy it"):
+        open_source(source, source_layout="meta")
+
+
+@pytest.mark.usefixtures("listed_here")
+@pytest.mark.parametrize("without", [(), ("head_dim", "num_key_value_heads")])
+def test_a_config_replaces_params(llama, in_meta_order, tmp_path, without):
+    """Without the fields of heads, they are those of the class: as many KV heads as heads."""
+    tensors = in_meta_order
+    if without:
+        doubled = Model("llama", {**GQA, "num_key_value_heads": HEADS, "head_dim": 8, "vocab_size": VOCAB})
+        llama = doubled.write(tmp_path / "llama")
+        tensors = meta_tensors(read(llama), HEADS, HEADS)
+    ranks = meta_ranks(tensors, 2, kv_heads=HEADS if without else KV_HEADS, embedding_dim=0)
+    source = write_meta(tmp_path / "meta", ranks, PARAMS)
+    (source / "params.json").unlink()
+    config = json.loads((llama / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in without}))
+    shardconv.merge(source, tmp_path / "merged", source_layout="meta")
+    assert_equal(read(tmp_path / "merged"), read(llama))
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_one_of_the_rank_files_is_refused(in_meta_order, tmp_path):
+    source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
+    with pytest.raises(SourceError, match=r"consolidated\.01\.pth: is a rank file of Meta's layout: pass its folder"):
+        open_source(source / "consolidated.01.pth")
+
+
+def test_merged_files_are_those_of_the_reference_library(tmp_path, deepseek):
+    """Tensors of several dtypes are in its order, in which each is aligned to its dtype."""
+    source = write_deepseek(
+        tmp_path / "ranks", deepseek_ranks(read(deepseek), 2, LAYERS, EXPERTS), deepseek / "config.json"
+    )
+    shardconv.merge(source, tmp_path / "merged")
+    found = tmp_path / "merged" / "model.safetensors"
+    save_file(load_file(found), tmp_path / "expected.safetensors", metadata={"format": "pt"})
+    assert found.read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +308,7 @@ def deepseek(tmp_path_factory) -> Path:
     )
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", DEEPSEEK_TPS)
 def test_merge_of_deepseeks_files_has_the_tensors_of_the_checkpoint(deepseek, tmp_path, tp):
     expected = {name: tensor for name, tensor in read(deepseek).items() if f"layers.{LAYERS}." not in name}
     source = write_deepseek(tmp_path / "ranks", deepseek_ranks(expected, tp, LAYERS, EXPERTS), deepseek / "config.json")
@@ -252,7 +331,7 @@ def test_split_of_deepseeks_files_equals_a_split_of_the_merged_checkpoint(deepse
 def test_a_missing_rank_of_deepseeks_files_is_named(deepseek, tmp_path):
     source = write_deepseek(tmp_path / "ranks", deepseek_ranks(read(deepseek), 2, LAYERS, EXPERTS))
     (source / "model1-mp2.safetensors").unlink()
-    with pytest.raises(SourceError, match="the file of rank 1 is missing"):
+    with pytest.raises(SourceError, match=r"model1-mp2\.safetensors, the file of rank 1, is missing"):
         open_source(source)
 
 
@@ -273,7 +352,7 @@ def test_an_expert_on_no_rank_is_an_error(deepseek, tmp_path):
 # --- written in Meta's layout ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", WRITTEN_TPS)
 @pytest.mark.parametrize("mmap", [False, True])
 def test_metas_files_are_those_of_torch_for_each_rank(llama, in_meta_order, tmp_path, tp, mmap):
     shardconv.split(llama, tmp_path / "meta", tp=tp, layout="meta")
@@ -338,13 +417,22 @@ def test_tied_embeddings_are_written_as_the_output_too(tmp_path):
             Model("llama", {**GQA, "vocab_size": VOCAB, "attention_bias": True}),
             r"proj\.bias: layout meta does not have",
         ),
-        (Model("llama", {**GQA, "vocab_size": 131}), "cannot express its placement"),
+        (
+            Model("llama", {**GQA, "vocab_size": 132, "head_dim": 8}),
+            r"lm_head\.weight: 132 rows do not divide over 8 ranks \(132 = 8 \* 16 \+ 4\), .*"
+            r"\(tp sizes that divide: 1, 2, 4\)",
+        ),
+        (
+            Model("llama", {**GQA, "num_attention_heads": 6, "vocab_size": 192, "hidden_size": 48}),
+            r"q_proj\.weight: 6 heads \(num_attention_heads\) do not divide over 8 ranks \(6 = 8 \* 0 \+ 6\), .*"
+            r"\(tp sizes that divide: 1, 2, 6\)",
+        ),
     ],
 )
 def test_models_that_metas_layout_cannot_express_are_refused(tmp_path, model, text):
     source = model.write(tmp_path / "source")
     with pytest.raises(ShardconvError, match=text):
-        shardconv.split(source, tmp_path / "meta", tp=2, layout="meta")
+        shardconv.split(source, tmp_path / "meta", tp=8, layout="meta")
     assert not (tmp_path / "meta").exists()
 
 
@@ -495,6 +583,46 @@ def test_a_config_that_changes_after_the_plan_is_an_error(llama, tmp_path, monke
     with pytest.raises(SourceError, match="changed after the plan was made"):
         shardconv.split(source, tmp_path / "meta", tp=1, layout="meta")
     assert not (tmp_path / "meta").exists()
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_split_checkpoint_is_not_resharded_to_metas_files_but_the_commands_are_named(llama, tmp_path, tp):
+    shardconv.split(llama, tmp_path / "split", tp=2)
+    with pytest.raises(UsageError) as caught:
+        shardconv.reshard(tmp_path / "split", tmp_path / "meta", tp=tp, layout="meta")
+    steps = [line.split() for line in str(caught.value).partition("split checkpoint: ")[2].split(", then ")]
+    for words in steps:
+        named = [word.replace(f"{llama.name}-merged", str(tmp_path / "merged")) for word in words[1:]]
+        assert call(*named, *(["-o", tmp_path / "meta"] if "--layout" in named else [])).code == 0
+    shardconv.split(llama, tmp_path / "expected", tp=tp, layout="meta")
+    assert contents(tmp_path / "meta") == contents(tmp_path / "expected")
+
+
+def test_verify_reads_the_layout_that_is_asked_for(llama, in_meta_order, tmp_path):
+    """A folder with a Hugging Face checkpoint, and Meta's files with other values."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((llama / name).read_bytes())
+    save_file(in_meta_order | {"norm.weight": in_meta_order["norm.weight"] + 1}, tmp_path / "consolidated.safetensors")
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS))
+    report = shardconv.verify(tmp_path, source_layout="meta")
+    assert (report.layout, report.checked, report.differences) == ("meta", ("names and shapes", "replicas equal"), ())
+    (difference,) = shardconv.verify(tmp_path, source_layout="meta", against=llama).differences
+    assert difference.startswith("model.norm.weight")
+    shardconv.split(llama, tmp_path / "split", tp=2)
+    with pytest.raises(UsageError, match="is a split checkpoint, and --from is for rank files of other tools"):
+        shardconv.verify(tmp_path / "split", source_layout="meta")
+    with pytest.raises(SourceError, match="does not hold files of --from deepseek"):
+        shardconv.verify(tmp_path, source_layout="deepseek")
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_verify_finds_a_replica_that_differs(in_meta_order, tmp_path):
+    ranks = ranks_of(in_meta_order, 4)
+    ranks[2]["norm.weight"] = ranks[2]["norm.weight"] + 1
+    source = write_meta(tmp_path / "meta", ranks, PARAMS)
+    result = call("verify", source, "--from", "meta")
+    assert result.code == 3
+    assert "consolidated.02.pth: model.norm.weight differs" in result.out
 
 
 # --- what params.json does not state --------------------------------------------------------------------------------

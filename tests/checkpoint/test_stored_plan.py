@@ -328,4 +328,4 @@ def test_plan_of_a_split_checkpoint(tmp_path):
         assert (ours.code, ours.out.splitlines()[1:]) == (0, theirs.out.splitlines()[1:])
     result = call("plan", tmp_path / "split", "--rules", "gpt2")
     assert result.code == 2
-    assert "rules cannot change its stored plan" in result.err
+    assert "which stores its plan: remove --rules" in result.err

@@ -18,6 +18,8 @@ from tests.support.checkpoints import contents, llama_config, llama_specs, part_
 from tests.support.command import call
 from tests.support.torch_files import INDEX, SINGLE, list_in_process, read_pytorch, write_pytorch
 
+#: The tensor parallel sizes of the splits.
+TPS = (1, 2, 4)
 CONFIG = llama_config(layers=1)
 QUANTIZED = Path(__file__).parents[1] / "data/quantized"
 GATE, QUERY, HEAD, EMBEDDING = (
@@ -74,8 +76,9 @@ def merged(folder: Path) -> dict[str, torch.Tensor]:
 # --- split, merge, reshard, verify ----------------------------------------------------------------------------------
 
 
-def test_merge_gives_equal_tensors_and_says_that_the_bytes_differ(folder, tmp_path):
-    shardconv.split(folder, tmp_path / "split", tp=4)
+@pytest.mark.parametrize("tp", TPS)
+def test_merge_gives_equal_tensors_and_says_that_the_bytes_differ(folder, tmp_path, tp):
+    shardconv.split(folder, tmp_path / "split", tp=tp)
     report = shardconv.merge(tmp_path / "split", tmp_path / "merged")
     assert_same(merged(tmp_path / "merged"), tensors_of(folder))
     assert report.derived == ("converted from PyTorch files",)

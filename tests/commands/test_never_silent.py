@@ -315,6 +315,25 @@ def as_meta(change: Callable[[list[dict[str, torch.Tensor]]], object], tp: int =
     return apply
 
 
+def vocabulary(size: int) -> Change:
+    """Leave out the last rows of the embedding table and of the head."""
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    return both(
+        tensors(lambda found: found.update({name: found[name][:size] for name in names})), config(vocab_size=size)
+    )
+
+
+def as_deepspeed(source: Path) -> None:
+    """Write files with the names that DeepSpeed's init_inference gives them, in place of the checkpoint."""
+    found = read(source)
+    (source / "model.safetensors").unlink()
+    for name in ("non-tp.pt", "tp_00_00.pt", "tp_01_00.pt"):
+        torch.save(
+            {one: tensor for one, tensor in found.items() if ("layers" in one) == (name[0] == "t")}, source / name
+        )
+    (source / "ds_inference_config.json").write_text('{"type": "ds_model", "parallelization": "tp", "tp_size": 2}')
+
+
 def metadata_with_code(source: Path) -> None:
     """Write a checkpoint of torch.distributed.checkpoint whose metadata would run a command."""
     (source / "model.safetensors").unlink()
@@ -488,7 +507,23 @@ CASES: Mapping[str, Case] = {
     # rank files of other tools
     "layout of Meta, a vocabulary that does not divide": Case(
         every(COMMANDS, na("test_external compares the tensors"))
-        | {"split": error("lm_head.weight", "layout meta cannot express its placement")},
+        | {"split": error("lm_head.weight: 1999 rows do not divide over 4 ranks", "tp sizes that divide: 1")},
+        options=("--layout", "meta"),
+    ),
+    "layout of Meta, an activation that its models do not have": Case(
+        every(COMMANDS, na("test_external compares the tensors"))
+        | {"split": error("cannot express hidden_act = 'gelu'", "--layout native")},
+        both(vocabulary(1996), config(hidden_act="gelu")), options=("--layout", "meta"),
+    ),
+    "layout of Meta, heads of another size": Case(
+        every(COMMANDS, na("test_external compares the tensors"))
+        | {"split": error("cannot express head_dim = 16", "hidden_size / num_attention_heads = 8")},
+        vocabulary(1996), options=("--layout", "meta"),
+    ),
+    "layout of Meta, scaled rotary embeddings of another kind": Case(
+        every(COMMANDS, na("test_external compares the tensors"))
+        | {"split": error("does not support rotary embeddings of type 'linear'", "--layout native")},
+        both(vocabulary(1996), config(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})),
         options=("--layout", "meta"),
     ),
     "rank files of Meta, an unknown tensor": Case(
@@ -500,13 +535,24 @@ CASES: Mapping[str, Case] = {
         as_meta(lambda ranks: ranks[0].update({"layers.0.attention.wk.weight": torch.ones(8, 64)}), tp=1),
     ),
     "rank files of Meta, one is missing": Case(
-        refused(error("the file of rank 0 is missing")),
+        refused(error("consolidated.00.pth, the file of rank 0, is missing")),
         both(as_meta(lambda _: None), lambda source: (source / "consolidated.00.pth").unlink()),
+    ),
+    "rank files of Meta, the last one is missing": Case(
+        refused(error("consolidated.01.pth, the file of rank 1, is missing", "expected 2 files")),
+        both(as_meta(lambda _: None), lambda source: (source / "consolidated.01.pth").unlink()),
+    ),
+    "rank files of Meta without params.json": Case(
+        refused(error("consolidated.00.pth", "copy params.json into the folder")),
+        both(as_meta(lambda _: None), lambda source: (source / "params.json").unlink()),
     ),
     "rank files of Meta, a replica that differs": Case(
         every(COMMANDS, na("test_external compares the tensors"))
         | {"split": error("consolidated.01.pth: model.norm.weight differs from the shard of a lower rank")},
         as_meta(lambda ranks: ranks[1].update({"norm.weight": ranks[1]["norm.weight"] + 1})),
+    ),
+    "rank files of DeepSpeed": Case(
+        refused(error("DeepSpeed's init_inference (ds_inference_config.json)", "pass the checkpoint")), as_deepspeed,
     ),
     "metadata of torch.distributed.checkpoint with code": Case(
         refused(error("asks for os.system", "nothing in it is executed")), metadata_with_code,
@@ -552,8 +598,12 @@ CASES: Mapping[str, Case] = {
         refused(error("pytorch_model.bin", "posix._exit", "if you trust the file")),
         pytorch(lambda found: found.update(x=Bomb())),
     ),
+    "PyTorch file that is empty": Case(
+        refused(error("pytorch_model.bin: is empty", "download or save it again")),
+        pytorch(damage=lambda path: os.truncate(path, 0)),
+    ),
     "PyTorch file that is truncated": Case(
-        refused(error("pytorch_model.bin", "damaged", "download or save it again")),
+        refused(error("pytorch_model.bin: is truncated or damaged: download or save it again")),
         pytorch(damage=lambda path: os.truncate(path, path.stat().st_size - 5000)),
     ),
     "PyTorch file with a list of tensors": Case(
@@ -768,7 +818,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 246, "error": 286, "warning": 8, "na": 430}
+COUNTS = {"right": 246, "error": 301, "warning": 8, "na": 485}
 
 
 def counts() -> Counter[str]:

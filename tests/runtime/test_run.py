@@ -211,7 +211,7 @@ def test_quantized_source_is_dequantized(tmp_path):
     ("arguments", "code", "message"),
     [
         (["SPLIT", "--tp", 4], 2, "is split for 2 ranks (got --tp 4): remove --tp"),
-        (["SPLIT", "--rules", "llama"], 2, "is loaded by the plan that it stores: remove --rules"),
+        (["SPLIT", "--rules", "llama"], 2, "is a split checkpoint, which stores its plan: remove --rules"),
         (["DEMO", "--tp", 3], 1, "is not a multiple of 3"),
         (["DEMO"], 1, "or load it without splitting it: --tp N"),
         (["DEMO", "--tp", 2, "--dequantize"], 1, "is not quantized: remove --dequantize"),
