@@ -168,7 +168,7 @@ def find_weights(loaded: object) -> tuple[dict[str, torch.Tensor], list[str]]:
     if not isinstance(loaded, dict):
         raise RefusedError(f"holds a {type(loaded).__name__} (expected a dict of tensors)", _SAVE_ALONE)
     tensors, others = _split(loaded)
-    if tensors:
+    if tensors or not loaded:
         _check_others(others, None)
         return tensors, [str(name) for name in others]
     wrapper = _wrapper(others)

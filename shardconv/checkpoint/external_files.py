@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardconv.checkpoint.auxiliary import check_link
 from shardconv.checkpoint.copy import Shards
-from shardconv.checkpoint.formats import NUMBERED_NAME, SOURCE_FORMATS, is_trainer_state, is_weights
+from shardconv.checkpoint.formats import NUMBERED_NAME, PYTORCH, SOURCE_FORMATS, is_trainer_state, is_weights
 from shardconv.checkpoint.header import read_header
 from shardconv.checkpoint.source_reader import Transform
 from shardconv.checkpoint.torch_files import TorchTensor, read_torch_files
@@ -20,8 +20,6 @@ from shardconv.layouts.external import EXTERNAL, ExternalLayout, external_layout
 from shardconv.plan.plan import TensorSpec
 
 _AGAIN = "copy the folder again"
-#: The file that DeepSpeed's init_inference writes beside its rank files (save_mp_checkpoint_path).
-_DEEPSPEED = "ds_inference_config.json"
 #: The most tensors in a message.
 _MAX_NAMES = 3
 
@@ -66,14 +64,8 @@ def detect_layout(folder: Path, names: Collection[str]) -> ExternalLayout | None
         names: of the files directly in the folder.
 
     Raises:
-        SourceError: if rank files are the only weights, without the file that has to be beside them, or they are those
-            of DeepSpeed.
+        SourceError: if rank files are the only weights, without the file that has to be beside them.
     """
-    if _DEEPSPEED in names:
-        raise SourceError(
-            f"{folder}: holds rank files of DeepSpeed's init_inference ({_DEEPSPEED}), which do not have all tensors "
-            f"of the model: pass the checkpoint that DeepSpeed loaded"
-        )
     if any(one.single in names for one in SOURCE_FORMATS) or any(map(is_index, names)):
         return None
     for layout in map(external_layout, EXTERNAL):
@@ -127,7 +119,7 @@ def read_rank_files(folder: Path, layout: ExternalLayout, names: Collection[str]
     paths = tuple(folder / name for files in grouped for name in files)
     for path in paths:
         check_link(path, folder, follow_links=follow_links)
-    found = _read_torch(paths) if paths[0].suffix == ".pth" else _read_safetensors(paths)
+    found = _read_torch(paths) if paths[0].suffix in PYTORCH.suffixes else _read_safetensors(paths)
     number_of = {path.name: number for number, path in enumerate(paths)}
     ranks = tuple(_joined(folder, [found.ranks[number_of[name]] for name in files]) for files in grouped)
     return found._replace(ranks=ranks)
@@ -149,11 +141,20 @@ def _by_rank(folder: Path, layout: ExternalLayout, names: Sequence[str]) -> list
         refuse_missing(folder, layout, names, {*range(1, 1 + int(next(iter(counts), 0)))} - parts)
         _check_count(folder, names, int(next(iter(counts), 1)))
         return [list(names)]
-    by_rank = {int(group["rank"] or 0): name for name, group in found.items()}
+    by_rank: dict[int, list[str]] = {}
+    for name, group in found.items():
+        if group["rank"] is not None:
+            by_rank.setdefault(int(group["rank"]), []).append(name)
     tp = int(next(iter(counts), 1 + max(by_rank)))
-    refuse_missing(folder, layout, names, {*range(tp)} - by_rank.keys())
-    _check_count(folder, names, tp)
-    return [[by_rank[rank]] for rank in range(tp)]
+    refuse_missing(folder, layout, [name for held in by_rank.values() for name in held], {*range(tp)} - by_rank.keys())
+    for rank, held in by_rank.items():
+        if rank >= tp or len(held) != layout.files_per_rank:
+            raise SourceError(
+                f"{folder}: rank {rank} of {tp} has {counted(len(held), 'file')} (got {held[-1]}, expected "
+                f"{layout.files_per_rank}): {_AGAIN}"
+            )
+    by_rank[0] += [name for name, group in found.items() if group["rank"] is None]
+    return [by_rank[rank] for rank in range(tp)]
 
 
 def refuse_missing(folder: Path, layout: ExternalLayout, names: Sequence[str], missing: Collection[int]) -> None:
@@ -176,9 +177,10 @@ def refuse_missing(folder: Path, layout: ExternalLayout, names: Sequence[str], m
     start, end = found.span(kind)
     file = f"{names[0][:start]}{min(missing):0{end - start}}{names[0][end:]}"
     more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+    held = {match[kind] for match in map(layout.files.fullmatch, names) if match is not None and match[kind]}
     raise SourceError(
         f"{folder}: {file}, the file of {kind} {min(missing)}, is missing{more} (got {', '.join(names[:_MAX_NAMES])}, "
-        f"expected {counted(len(names) + len(missing), 'file')}): {_AGAIN}"
+        f"expected {counted(len(held) + len(missing), kind)}): {_AGAIN}"
     )
 
 

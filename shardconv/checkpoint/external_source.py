@@ -19,7 +19,7 @@ from shardconv.checkpoint.source_files import SourceFile
 from shardconv.checkpoint.source_reader import StoredFiles, Transform
 from shardconv.errors import PlanError, SourceError
 from shardconv.formatting import counted
-from shardconv.layouts.external import DCP_NAME, DCP_TITLE, external_layout
+from shardconv.layouts.external import DCP_NAME, DCP_TITLE, META, external_layout
 from shardconv.plan.plan import TensorSpec
 
 #: Name and metadata of the file that a merge writes.
@@ -73,8 +73,11 @@ def open_external(
         params = read_json(auxiliary_files[PARAMS_NAME])
     read = _read_dcp if key == DCP_NAME else _read_ranks
     found = read(_Folder(folder, key, weights, params, config, follow_links))
-    if auxiliary_files.pop(PARAMS_NAME, None) is not None and key != DCP_NAME:
-        left_out |= {PARAMS_NAME: "its values are in config.json"}
+    beside = None if key == DCP_NAME else external_layout(key).beside
+    if beside is not None and auxiliary_files.pop(beside, None) is not None:
+        left_out |= {
+            beside: "its values are in config.json" if beside == PARAMS_NAME else f"lists the files of {title}"
+        }
     missing = f", without {' and '.join(found.missing)}" if found.missing else ""
     derived = f"converted from {counted(len(found.stored.paths), 'file')} of {title}{missing}"
     made_files = {} if found.made.config is config else {CONFIG_NAME: json.dumps(found.made.config, indent=2) + "\n"}
@@ -140,9 +143,10 @@ def _read_dcp(folder: _Folder) -> _Read:
 def _read_ranks(folder: _Folder) -> _Read:
     layout, params = external_layout(folder.layout), folder.params
     if folder.config is None and params is None and layout.beside is not None:
+        needed = PARAMS_NAME if layout.beside == PARAMS_NAME else CONFIG_NAME
         raise SourceError(
-            f"{folder.path}: does not have {layout.beside} of {layout.title}: copy it into the folder, or pass the "
-            f"model's config.json (--config)"
+            f"{folder.path}: does not have {needed}, which has the sizes of the model: copy it into the folder, or "
+            f"pass the model's config.json (--config)"
         )
     found = read_rank_files(folder.path, layout, folder.weights, follow_links=folder.follow_links)
     tensors = full_tensors(folder.path, layout, found, _known_config(folder))
@@ -196,8 +200,8 @@ def _known_config(folder: _Folder) -> dict[str, object]:
 
 
 def _with_heads(folder: _Folder, config: dict[str, object]) -> dict[str, object]:
-    """A config with the fields of heads that its class has defaults for, if the layout reads them."""
-    if config.get("model_type") not in external_layout(folder.layout).model_types:
+    """A config with the fields of heads that its class has defaults for, if it is that of a Llama."""
+    if config.get("model_type") not in external_layout(META).model_types:
         return config
     try:
         sizes = head_sizes(config)

@@ -18,6 +18,7 @@ from shardconv.plan.plan import TensorSpec
 #: The number of a layer in a name.
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 _AGAIN = "copy the folder again"
+_OTHERS = f"{_AGAIN}, or pass the checkpoint that the ranks have shards of"
 
 
 def full_tensors(folder: Path, layout: ExternalLayout, found: RankFiles, config: Mapping[str, object]) -> FullTensors:
@@ -57,7 +58,7 @@ def _add(
     dtypes = sorted({shard.spec.dtype for shard in shards})
     if len(shards) < len(found.ranks) and not known.rule.is_on_one_rank:
         missing = next(rank for rank, held in enumerate(found.ranks) if name not in held)
-        raise SourceError(f"{folder}: rank {missing} does not have {name}, which other ranks have: {_AGAIN}")
+        raise SourceError(f"{folder}: rank {missing} does not have {name}, which other ranks have: {_OTHERS}")
     if len(dtypes) > 1:
         raise SourceError(
             f"{folder}: {name} has several dtypes (got {', '.join(dtypes)}, expected the same on all ranks)"

@@ -38,7 +38,7 @@ class PlanOptions(TypedDict, total=False):
         config: a config.json to use instead of the one next to the weights.
         follow_links: follow links that point outside of the folder.
         ignore: glob patterns, relative to the folder, of weights and auxiliary files to leave out.
-        source_layout: "deepseek", "meta" or "dcp" for rank files of other tools; None to detect them.
+        source_layout: "deepseek", "deepspeed", "meta" or "dcp" for rank files of other tools; None to detect them.
     """
 
     rules: Rules

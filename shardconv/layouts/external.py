@@ -4,6 +4,7 @@ A layout is a TOML file of this package:
 
     title      what the files are, for messages.
     files      regular expression of the file names; its groups have the rank and tp, or the part and their number.
+    files_per_rank  the number of files of each rank, if it is not 1; a file without a rank in its name is of rank 0.
     beside     a file beside them, without which the names are not enough to detect the layout.
     missing    what the files do not have.
     model_types  the models that can be written in this layout; none if it is only read.
@@ -50,6 +51,7 @@ class TensorTable(TypedDict, total=False):
 class _LayoutTable(TypedDict, total=False):
     title: str
     files: str
+    files_per_rank: int
     beside: str
     missing: list[str]
     model_types: list[str]
@@ -148,6 +150,7 @@ class ExternalLayout:
     key: str
     title: str
     files: re.Pattern[str]
+    files_per_rank: int
     beside: str | None
     missing: tuple[str, ...]
     model_types: tuple[str, ...]
@@ -186,8 +189,8 @@ def external_layout(key: str) -> ExternalLayout:
     rules = tuple(rule for target, entry in table["tensors"].items() for rule in _rules(target, entry))
     left_out = tuple(one for text in table.get("left_out", {}).get("names", ()) for one in patterns(text))
     return ExternalLayout(
-        key, table["title"], re.compile(table["files"]), table.get("beside"), tuple(table["missing"]),
-        tuple(table.get("model_types", ())), rules, left_out,
+        key, table["title"], re.compile(table["files"]), table.get("files_per_rank", 1), table.get("beside"),
+        tuple(table["missing"]), tuple(table.get("model_types", ())), rules, left_out,
     )  # fmt: skip
 
 
@@ -208,7 +211,7 @@ def _positive(config: Mapping[str, object], field: str) -> int:
 
 
 #: The layouts of other tools that have a TOML file.
-EXTERNAL = ("deepseek", "meta")
+EXTERNAL = ("deepseek", "deepspeed", "meta")
 #: The layout that can be written.
 META = "meta"
 #: The layout of torch.distributed.checkpoint, whose files describe themselves.

@@ -4,7 +4,8 @@ All comparisons of tensors are exact. The rank files are written by tests/suppor
 """
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,7 +179,7 @@ def test_weights_in_metas_layout_that_the_model_does_not_have_are_refused(llama,
     ("change", "text"),
     [
         (lambda ranks: ranks[1].pop("norm.weight"), r"rank 1 does not have norm\.weight"),
-        (lambda ranks: ranks.pop(1), r"consolidated\.01\.pth, the file of rank 1, is missing \(got .*expected 2 files"),
+        (lambda ranks: ranks.pop(1), r"consolidated\.01\.pth, the file of rank 1, is missing \(got .*expected 2 ranks"),
         (lambda ranks: [rank.update({"extra.weight": torch.ones(1)}) for rank in ranks], "extra.weight is unknown"),
         (lambda ranks: ranks[0].update({"norm.weight": torch.ones(7)}), r"norm\.weight: ranks have different shapes"),
         (lambda ranks: ranks[0].update({"norm.weight": torch.ones(HIDDEN).half()}), "several dtypes"),
@@ -209,7 +210,7 @@ def test_a_replica_that_differs_is_an_error(in_meta_order, tmp_path, name):
 def test_a_missing_rank_is_named(in_meta_order, tmp_path):
     source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
     (source / "consolidated.00.pth").unlink()
-    with pytest.raises(SourceError, match=r"consolidated\.00\.pth, the file of rank 0, is missing \(got .*01.*2 files"):
+    with pytest.raises(SourceError, match=r"consolidated\.00\.pth, the file of rank 0, is missing \(got .*01.*2 ranks"):
         open_source(source)
 
 
@@ -218,7 +219,7 @@ def test_a_missing_rank_is_named(in_meta_order, tmp_path):
 def test_missing_files_behind_the_last_one_are_named(in_meta_order, tmp_path, embedding_dim):
     """No name says how many there are, but the heads of a rank do, also where ranks have the same KV head."""
     source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 4, embedding_dim)[:2], PARAMS)
-    message = r"consolidated\.02\.pth, the file of rank 2, is missing, and 1 more \(got .*, expected 4 files"
+    message = r"consolidated\.02\.pth, the file of rank 2, is missing, and 1 more \(got .*, expected 4 ranks"
     with pytest.raises(SourceError, match=message):
         open_source(source)
 
@@ -237,7 +238,7 @@ def test_without_params_the_message_names_them(in_meta_order, tmp_path, tp):
     (source / "params.json").unlink()
     with pytest.raises(SourceError, match=r"without params\.json: copy params\.json into the folder"):
         open_source(source)
-    with pytest.raises(SourceError, match=r"does not have params\.json of Meta's layout: copy it"):
+    with pytest.raises(SourceError, match=r"does not have params\.json, which has the sizes of the model: copy it"):
         open_source(source, source_layout="meta")
 
 
@@ -347,6 +348,71 @@ def test_an_expert_on_no_rank_is_an_error(deepseek, tmp_path):
     ranks[1].pop(f"layers.1.ffn.experts.{EXPERTS - 1}.w2.weight")
     with pytest.raises(SourceError, match="different numbers of experts' tensors"):
         open_source(write_deepseek(tmp_path / "ranks", ranks))
+
+
+# --- DeepSpeed ------------------------------------------------------------------------------------------------------
+
+DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed"
+#: The tensor parallel size of the files that DeepSpeed wrote.
+DEEPSPEED_TPS = (2,)
+
+
+@pytest.fixture
+def deepspeed(tmp_path) -> Path:
+    """Rank files that DeepSpeed wrote, and the config of the model."""
+    folder = shutil.copytree(DEEPSPEED / "ranks", tmp_path / "ranks")
+    (folder / "config.json").write_bytes((DEEPSPEED / "source" / "config.json").read_bytes())
+    return folder
+
+
+@pytest.mark.usefixtures("listed_here")
+def test_merge_of_deepspeeds_files_has_the_tensors_of_the_model(deepspeed, tmp_path):
+    report = shardconv.merge(deepspeed, tmp_path / "merged")
+    assert report.derived == ("converted from 17 files of DeepSpeed's layout",)
+    assert_equal(read(tmp_path / "merged"), read(DEEPSPEED / "source"))
+    assert {path.name for path in (tmp_path / "merged").iterdir()} == {"config.json", "model.safetensors"}
+    shardconv.split(deepspeed, tmp_path / "split", tp=1)
+    assert not shardconv.verify(tmp_path / "split", against=DEEPSPEED / "source").differences
+
+
+def change_file(name: str, change) -> Callable[[Path], object]:
+    """Change the tensors of a file."""
+
+    def apply(folder: Path) -> None:
+        found = torch.load(folder / name, weights_only=True)
+        change(found)
+        torch.save(found, folder / name)
+
+    return apply
+
+
+@pytest.mark.usefixtures("listed_here")
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda folder: (folder / "tp_01_03.pt").unlink(), r"rank 1 of 2 has 7 files .*expected 8"),
+        (
+            lambda folder: [path.unlink() for path in folder.glob("tp_01*")],
+            r"tp_01_00\.pt, the file of rank 1, is missing",
+        ),
+        (lambda folder: (folder / "config.json").unlink(), r"does not have config\.json"),
+        (
+            change_file("non-tp.pt", lambda found: found.update({"model.extra.weight": torch.ones(2)})),
+            r"model\.extra\.weight is unknown in DeepSpeed's layout",
+        ),
+        (
+            lambda folder: (
+                [change_file(f"tp_0{rank}_06.pt", lambda found: found.pop("lm_head.weight"))(folder) for rank in (0, 1)]
+                and change_file("non-tp.pt", lambda found: found.update({"lm_head.weight": torch.ones(64, 16)}))(folder)
+            ),
+            r"rank 1 does not have lm_head\.weight, which other ranks have: .*or pass the checkpoint",
+        ),
+    ],
+)
+def test_deepspeeds_files_that_do_not_fit_are_refused(deepspeed, change, text):
+    change(deepspeed)
+    with pytest.raises(SourceError, match=text):
+        open_source(deepspeed)
 
 
 # --- written in Meta's layout ---------------------------------------------------------------------------------------

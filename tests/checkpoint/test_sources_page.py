@@ -8,7 +8,7 @@ from shardconv.layouts.choice import LAYOUTS
 from shardconv.layouts.external import META, SOURCE_LAYOUTS
 from tests.checkpoint.test_adapter import TPS as OF_ADAPTERS
 from tests.checkpoint.test_dcp_source import TPS as OF_DCP
-from tests.checkpoint.test_external import DEEPSEEK_TPS, META_TPS, MISTRAL_TPS, WRITTEN_TPS
+from tests.checkpoint.test_external import DEEPSEEK_TPS, DEEPSPEED_TPS, META_TPS, MISTRAL_TPS, WRITTEN_TPS
 from tests.checkpoint.test_torch_source import TPS as OF_PYTORCH
 from tests.plan.test_families import TPS as OF_SAFETENSORS
 
@@ -58,6 +58,13 @@ ROWS = (
         "no",
         "tensors of transformers' DeepSeek-V3, with FP8 weights and scales",
         DEEPSEEK_TPS,
+    ),
+    Row(
+        "DeepSpeed's `tp_NN_MM.pt` and `ds_inference_config.json` (Llama)",
+        "deepspeed",
+        "no",
+        "the tensors of the Llama of which DeepSpeed 0.19 wrote them",
+        DEEPSPEED_TPS,
     ),
     Row(
         "torch.distributed.checkpoint: `.metadata` and `*.distcp`",
