@@ -109,7 +109,7 @@ def _check_even(folder: Path, layout: ExternalLayout, found: RankFiles) -> None:
 
 
 def _check_ranks(folder: Path, layout: ExternalLayout, found: RankFiles, config: Mapping[str, object]) -> None:
-    """Check the number of files where their names do not have it: there may be others behind the last one."""
+    """Check the number of files where their names do not have it: the last ones may be missing."""
     for name, shard in found.ranks[0].items():
         if (known := layout.known(name)) is None:
             continue

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardconv
+from shardconv.commands.run import _verdict
 from shardconv.errors import ShardconvError
 from shardconv.runtime.run import check_run, run_rank
 from shardconv.runtime.run_options import RunOptions
@@ -84,21 +85,22 @@ def run_on_rank(axis, folder, adapter, source):
     options = RunOptions(max_new_tokens=4, device="cpu", check=source, token_ids=True, adapter=adapter)
     check_run(folder, [], options)
     report = run_rank(folder, [], options, lambda _: None)
-    return report.differences, report.error
+    return report.differences, report.error, _verdict(report, 0.0)
 
 
 def test_check_compares_with_peft(ranks, made, split):
     folder, adapter = split("llama", 4)
-    for differences, error in ranks("four", run_on_rank, folder, adapter, made("llama")[0]):
+    for differences, error, verdict in ranks("four", run_on_rank, folder, adapter, made("llama")[0]):
         assert differences == ()
         assert error < 1e-4
+        assert f"equal to the unsharded model with the adapter {adapter}, by PEFT, in float32" in verdict
 
 
 def test_check_finds_a_difference(ranks, home, split):
     other = home / "other-source"
     MODELS["llama"].build(0.25).save_pretrained(other)
     folder, adapter = split("llama", 4)
-    for differences, _ in ranks("four", run_on_rank, folder, adapter, other):
+    for differences, _, _ in ranks("four", run_on_rank, folder, adapter, other):
         assert "logits differ" in differences[0]
 
 

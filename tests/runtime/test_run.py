@@ -226,6 +226,15 @@ def test_source_and_split_options(split, arguments, code, message):
     assert message in result.err
 
 
+def test_check_with_rank_files_of_another_tool_names_the_merge(split, tmp_path):
+    for name in ("config.json", "params.json", "consolidated.00.pth"):
+        (tmp_path / name).write_text("{}")
+    result = call("run", split, "--prompt", PROMPT, "--device", "cpu", "--check", tmp_path)
+    assert (result.code, result.out) == (1, "")
+    assert "another tool (meta), which transformers does not load" in result.err
+    assert f"merge them first (shardconv merge {tmp_path} -o DIR), and pass --check DIR" in result.err
+
+
 CHAT = "{% for message in messages %}<{{ message.role }}> {{ message.content }}{% endfor %}: The"
 
 
