@@ -88,8 +88,8 @@ def verify(
     Raises:
         SplitCheckpointError: if the manifest is missing or not valid, or a file cannot be read.
         SourceError: if ``against`` cannot be read, or holds weights that may or may not belong to it.
-        UsageError: if ``ignore`` is given without ``against``, or matches nothing; or a layout for a folder without rank
-            files of another tool.
+        UsageError: if ``ignore`` is given without ``against``, or matches nothing; or a layout for a folder that does
+            not hold rank files of another tool.
     """
     began = time.perf_counter()
     folder = local_path(src)
