@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 
-.PHONY: demo test test-torchao test-matrix test-models test-vllm vllm-names check docs bench clean
+.PHONY: demo test test-torchao test-matrix test-models test-vllm vllm-names check docs picture bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +56,9 @@ check: $(VENV)/.installed
 docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+picture: $(VENV)/.installed
+	$(BIN)/python -m tools.picture
 
 bench: $(VENV)/.installed $(VLLM)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 import shardconv
 from shardconv.plan.family_file import parse_plan_file
 from tests.support.forked import python_command
+from tools.plots import sections
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -22,8 +24,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TESTED_ELSEWHERE = {"coming-from.md"}
 LINKED = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md"))]
 
-#: Languages of fenced blocks. All blocks of the first two are run, unless a comment before the block has the reason.
-RUN, NOT_RUN = {"console", "python"}, {"json", "text", "toml"}
+#: Languages of fenced blocks. All blocks of the first set are run, unless a comment before the block has the reason. A
+#: block with the comment ``file: NAME`` is written to that file, for later blocks. The steps of a workflow are run.
+RUN, NOT_RUN = {"console", "python", "yaml"}, {"json", "text", "toml"}
+_FILE = "file: "
 _FENCED = re.compile(
     r"^(?:<!-- (?P<comment>[^\n]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -77,7 +81,12 @@ class Block(NamedTuple):
 
     @property
     def is_run(self) -> bool:
-        return self.language in RUN and not self.comment.startswith("not run: ")
+        return self.language in RUN and not self.comment.startswith(("not run: ", _FILE))
+
+    @property
+    def file(self) -> str:
+        """The name of the file that the page makes of it; empty for none."""
+        return self.comment.removeprefix(_FILE) if self.comment.startswith(_FILE) else ""
 
 
 def blocks(page: Path) -> list[Block]:
@@ -106,7 +115,12 @@ def test_code_of_a_page_runs(page, tmp_path):
     (home / "demo-model").symlink_to(ROOT / "examples" / "demo-model")
     environment = command_environment(tmp_path / "bin")
     for number, block in enumerate(blocks(page)):
-        if block.is_run and block.language == "console":
+        if block.file:
+            (home / block.file).write_text(block.text, "utf-8")
+        if block.language == "yaml":
+            for command in steps(block.text):
+                check_command(command, "...", home, environment)
+        elif block.is_run and block.language == "console":
             for command, expected in commands(block.text):
                 check_command(command, expected, home, environment)
         elif block.is_run:
@@ -129,6 +143,13 @@ def commands(text: str) -> list[tuple[str, str]]:
     parts = re.split(r"^\$ ", text.replace("\\\n", ""), flags=re.MULTILINE)
     assert not parts[0].strip(), f"a console block begins with a command: {text}"
     return [(part.partition("\n")[0], part.partition("\n")[2]) for part in parts[1:]]
+
+
+def steps(workflow: str) -> list[str]:
+    """The commands of a workflow, except those that install packages."""
+    jobs = yaml.safe_load(workflow)["jobs"].values()
+    found = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    return [command for command in found if not command.startswith("pip install ")]
 
 
 def check_command(command: str, expected: str, home: Path, environment: dict[str, str]) -> None:
@@ -185,7 +206,8 @@ def test_every_check_belongs_to_a_block():
 
 def test_the_plan_files_of_the_pages_are_valid():
     texts = [block.text for page in PAGES for block in blocks(page) if block.language == "toml"]
-    assert [parse_plan_file("page.toml", text).units.keys() for text in texts] == [{"query_head", "kv_head"}]
+    units = [parse_plan_file("page.toml", text).units.keys() for text in texts]
+    assert units == [set(), set(), {"query_head", "kv_head"}]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
@@ -193,7 +215,7 @@ def test_every_block_is_run_or_has_a_reason(page):
     """Commands in blocks without a language, or in indented blocks, would not be run."""
     for block in blocks(page):
         assert block.language in RUN | NOT_RUN, block
-        assert not block.comment or re.fullmatch(r"not run: .+|run on \d ranks", block.comment), block
+        assert not block.comment or re.fullmatch(r"not run: .+|run on \d ranks|file: \S+", block.comment), block
     assert re.findall(r"\n\n    \S[^\n]*", prose(page)) == []
 
 
@@ -222,6 +244,23 @@ def test_index_links_all_pages():
 
 def test_pages_have_no_placeholders():
     assert [page.name for page in LINKED if "@@" in page.read_text("utf-8")] == []
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"\d[\d,.]*\d|\d", text)
+
+
+def test_figures_of_the_readme_are_measured():
+    """Each is in the section of benchmarks/RESULTS.md that its command writes."""
+    table = (ROOT / "README.md").read_text("utf-8").partition("## Measured")[2].partition("\n## ")[0]
+    results = sections((ROOT / "benchmarks" / "RESULTS.md").read_text("utf-8"))
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    section, missing = "", []
+    for what, measured, command in rows:
+        section = command.partition("--only ")[2].partition(" ")[0] or section  # else "the same"
+        missing += [(what, number) for number in numbers(measured) if number not in numbers(results[section])]
+    assert len(rows) > 8
+    assert missing == []
 
 
 def test_readme_is_short():

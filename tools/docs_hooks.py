@@ -1,4 +1,8 @@
-"""Hooks of the documentation site: pages that lie outside of docs/, and links to files that are not pages."""
+"""Hooks of the documentation site.
+
+They add the pages that lie outside of docs/ and the generated ones, replace links to files that are not pages by their
+paths, and insert the results of benchmarks with charts.
+"""
 
 import re
 from pathlib import Path, PurePosixPath
@@ -8,6 +12,7 @@ import click
 
 import shardconv
 from shardconv.cli import cli
+from tools.plots import sections, with_charts
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -31,6 +36,7 @@ _INTRODUCTIONS = {
     _OPTIONS: "# Options of each command\n\nThe output of `shardconv COMMAND --help`. [Commands](commands.md) explains "
     "the options.",
 }
+_RESULTS = re.compile(r"^<!-- results: (?P<name>\w+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
 
 
@@ -40,8 +46,8 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
-    for page, sections in ((_API, _api()), (_OPTIONS, _options())):
-        files.append(File.generated(config, page, content="\n\n".join([_INTRODUCTIONS[page], *sections])))
+    for page, parts in ((_API, _api()), (_OPTIONS, _options())):
+        files.append(File.generated(config, page, content="\n\n".join([_INTRODUCTIONS[page], *parts])))
     return files
 
 
@@ -62,9 +68,15 @@ def _options() -> list[str]:
 
 
 def on_page_markdown(markdown: str, *, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
-    """Resolve links between pages; links to files of the repository that are not pages become their paths."""
+    """Resolve links between pages, and insert results of benchmarks with their charts."""
     del config, files
-    return site_links(markdown, page.file.src_uri)
+    return with_charts(with_results(site_links(markdown, page.file.src_uri)))
+
+
+def with_results(markdown: str) -> str:
+    """The text of a page, with the sections of benchmarks/RESULTS.md for its comments; nothing for unmeasured ones."""
+    measured = sections((ROOT / "benchmarks" / "RESULTS.md").read_text("utf-8"))
+    return _RESULTS.sub(lambda comment: measured.get(comment["name"], ""), markdown)
 
 
 def site_links(markdown: str, page: str) -> str:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def table(found: list[Row]) -> str:
     """The text of docs/models.md."""
     lines = [
-        "# Models",
+        "# Model types",
         "",
         f"Results of `make test-models` for all model types of transformers {transformers.__version__}: a small model",
         "of the type, randomly initialized, is written by `save_pretrained`, split, loaded by `shardconv.load` on 2",
