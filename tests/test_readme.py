@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -16,6 +17,8 @@ import yaml
 import shardconv
 from shardconv.plan.family_file import parse_plan_file
 from tests.support.forked import python_command
+from tools.picture import PICTURE
+from tools.picture import commands as pictured
 from tools.plots import sections
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,6 +148,10 @@ def commands(text: str) -> list[tuple[str, str]]:
     return [(part.partition("\n")[0], part.partition("\n")[2]) for part in parts[1:]]
 
 
+def commands_of(block: Block) -> list[tuple[str, str]]:
+    return commands(block.text) if block.language == "console" else []
+
+
 def steps(workflow: str) -> list[str]:
     """The commands of a workflow, except those that install packages."""
     jobs = yaml.safe_load(workflow)["jobs"].values()
@@ -261,6 +268,26 @@ def test_figures_of_the_readme_are_measured():
         missing += [(what, number) for number in numbers(measured) if number not in numbers(results[section])]
     assert len(rows) > 8
     assert missing == []
+
+
+def shown_in_the_picture() -> str:
+    """The text of docs/assets/demo.svg, line by line."""
+    lines: dict[float, str] = {}
+    for text in ElementTree.parse(PICTURE).iter("{http://www.w3.org/2000/svg}text"):
+        if text.get("clip-path"):  # not the title
+            lines[float(text.get("y"))] = lines.get(float(text.get("y")), "") + (text.text or "")
+    return "\n".join(line.replace("\xa0", " ") for _, line in sorted(lines.items()))
+
+
+def test_the_picture_is_current():
+    """It shows the commands of the demo, and prints what the pages print, which is tested above; ``make picture``."""
+    shown = " ".join(stable(shown_in_the_picture()).split())
+    pages = (ROOT / "README.md", ROOT / "docs" / "tutorial.md")
+    printed = {each for page in pages for block in blocks(page) if block.is_run for each in commands_of(block)}
+    found = [(command, expected) for command, expected in printed if f"$ {command} " in shown]
+    assert {command for command, _ in found} == {command for command in pictured() if command.startswith("shardconv")}
+    for command, expected in found:
+        assert re.search(pattern(f"$ {command}\n{expected}").replace("\\\n", r"\ "), shown), command
 
 
 def test_readme_is_short():
