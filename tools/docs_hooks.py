@@ -36,6 +36,7 @@ _INTRODUCTIONS = {
     _OPTIONS: "# Options of each command\n\nThe output of `shardconv COMMAND --help`. [Commands](commands.md) explains "
     "the options.",
 }
+_ROLE = re.compile(r":\w+:`(?P<short>~?)(?P<name>[\w.]+)`")
 _RESULTS = re.compile(r"^<!-- results: (?P<name>\w+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
 
@@ -111,3 +112,9 @@ def _resolved(path: PurePosixPath) -> str:
         else:
             parts.append(part)
     return "/".join(parts)
+
+
+def docstring_markdown(docstring: str) -> str:
+    """A docstring with Sphinx's references as code, and its example under the heading that griffe knows."""
+    text = _ROLE.sub(lambda role: f"`{role['name'].rpartition('.')[2] if role['short'] else role['name']}`", docstring)
+    return re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)

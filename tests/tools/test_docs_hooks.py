@@ -1,8 +1,8 @@
-"""Links of the documentation site."""
+"""Links and docstrings of the documentation site."""
 
 import pytest
 
-from tools.docs_hooks import site_links
+from tools.docs_hooks import docstring_markdown, site_links
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,9 @@ from tools.docs_hooks import site_links
 )
 def test_links_lead_to_pages_of_the_site(page, link, expected):
     assert site_links(link, page) == expected
+
+
+def test_docstrings_become_markdown():
+    docstring = "See :class:`~torch.nn.Linear` and :meth:`DeviceMesh.from_group`.\n\nExample:\n    >>> 1\n    1"
+    expected = "See `Linear` and `DeviceMesh.from_group`.\n\nExamples:\n    >>> 1\n    1"
+    assert docstring_markdown(docstring) == expected
