@@ -51,6 +51,11 @@ class Span(NamedTuple):
 Stripe = tuple[Span, ...]
 
 
+def bytes_of(stripe: Stripe) -> int:
+    """Bytes of a stripe."""
+    return sum(span.stop - span.start for span in stripe)
+
+
 class Edits(NamedTuple):
     """Integers of a quantization format: their values in the full tensor, and how those of shards differ.
 
@@ -169,6 +174,10 @@ class Scratch:
         return buffer[:size]
 
 
+#: Called with the number of a stripe, the stripe, and the buffers of the calling thread.
+IsDone = Callable[[int, Stripe, Scratch], bool]
+
+
 class StripeState:
     """State of a reader or sink for one stripe: a running checksum per rank, and the first problem."""
 
@@ -185,40 +194,33 @@ class StripeState:
         running.update(data)
 
 
-class Reader(Protocol):
-    """Reads blocks of full tensors."""
+class Side(Protocol):
+    """A reader or a sink."""
 
     tensors: Sequence[Shards]
 
     def prefetch(self, stripe: Stripe) -> None:
-        """Read a stripe ahead; the thread that calls this copies it next."""
+        """Read a stripe ahead, if bytes of it are read; the thread that calls this copies it next."""
 
     def cancel(self) -> None:
         """Cancel what threads are waiting for: the copy failed or was interrupted."""
+
+    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
+        """Finish a stripe; raises IntegrityError if it has a problem."""
+
+
+class Reader(Side, Protocol):
+    """Reads blocks of full tensors."""
 
     def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch, /) -> None:
         """Fill a block with the bytes of a span."""
 
-    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
-        """Finish a stripe; raises IntegrityError if it has a problem."""
 
-
-class Sink(Protocol):
+class Sink(Side, Protocol):
     """Writes or compares blocks of full tensors."""
-
-    tensors: Sequence[Shards]
-
-    def prefetch(self, stripe: Stripe) -> None:
-        """Read a stripe ahead, if the sink reads; the thread that calls this copies it next."""
-
-    def cancel(self) -> None:
-        """Cancel what threads are waiting for: the copy failed or was interrupted."""
 
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Write or compare a block."""
-
-    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
-        """Finish a stripe; raises IntegrityError if it has a problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +232,14 @@ class CopyJob:
         reader: reads the blocks.
         sinks: write or compare the blocks.
         on_problem: called for each IntegrityError, so that the copy continues; None to stop at the first.
+        is_done: whether a stripe is already written; None to copy all.
     """
 
     stripes: Sequence[Stripe]
     reader: Reader
     sinks: Sequence[Sink]
     on_problem: Callable[[IntegrityError], None] | None = None
+    is_done: IsDone | None = None
 
     def run(self, *, threads: int | None = None, progress: Progress | None = None) -> None:
         """Copy all stripes with several threads.
@@ -250,10 +254,13 @@ class CopyJob:
         _CopyThreads(self, progress).run(threads or min(_MAX_THREADS, os.cpu_count() or 1))
 
     def copy_stripe(self, number: int, scratch: Scratch, advance: Callable[[int], None]) -> None:
-        """Copy one stripe with the buffers of the calling thread."""
+        """Copy one stripe with the buffers of the calling thread, unless it is done."""
+        stripe = self.stripes[number]
+        if self.is_done is not None and self.is_done(number, stripe, scratch):
+            advance(bytes_of(stripe))
+            return
         state = StripeState(number)
         sinks = [(sink, StripeState(number)) for sink in self.sinks]
-        stripe = self.stripes[number]
         self.reader.prefetch(stripe)
         for sink in self.sinks:
             sink.prefetch(stripe)
@@ -273,7 +280,7 @@ class CopyJob:
             sink.cancel()
 
     @staticmethod
-    def _finish(stripe: Stripe, sides: Sequence[tuple[Reader | Sink, StripeState]]) -> None:
+    def _finish(stripe: Stripe, sides: Sequence[tuple[Side, StripeState]]) -> None:
         """Finish the stripe on the reader and all sinks, and report their problems together."""
         problems = []
         for side, state in sides:
@@ -304,7 +311,7 @@ class _CopyThreads:
     def __init__(self, job: CopyJob, progress: Progress | None) -> None:
         self._job = job
         self._progress = progress
-        self._total = sum(span.stop - span.start for stripe in job.stripes for span in stripe)
+        self._total = sum(map(bytes_of, job.stripes))
         self._done = 0
         self._numbers: Iterator[int] = iter(())
         self._is_stopping = False

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,24 +128,6 @@ def test_signalled(job, target, number, code, message):
 
 
 # --- no room, and other errors of the system ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mount(tmp_path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a file system of a given size, if that is permitted."""
-    place = tmp_path / "mounted"
-    place.mkdir()
-    program = shutil.which("mount")
-
-    def mount_one(num_bytes: int) -> Path:
-        command = [program, "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", place]
-        if program is None or os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("no file system can be mounted here")
-        return place / "result"
-
-    yield mount_one
-    if place.is_mount():
-        subprocess.run(["umount", place], check=True)
 
 
 def test_too_little_space_is_found_before_the_copy(job, mount):
