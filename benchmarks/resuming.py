@@ -1,5 +1,6 @@
 """Measure a run that continues an interrupted one."""
 
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ def compare(command: Command, target: Path, num_stripes: int, rounds: int) -> Pa
             remove(target)
             if not is_alone:
                 interrupted(command, target, num_stripes)
+            os.sync()
             results[is_alone].append(run(command if is_alone else (*command, "--resume")))
     remove(target)
     return Pairs(tuple(results[0]), tuple(results[1]))

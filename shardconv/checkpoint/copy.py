@@ -51,11 +51,6 @@ class Span(NamedTuple):
 Stripe = tuple[Span, ...]
 
 
-def bytes_of(stripe: Stripe) -> int:
-    """Bytes of a stripe."""
-    return sum(span.stop - span.start for span in stripe)
-
-
 class Edits(NamedTuple):
     """Integers of a quantization format: their values in the full tensor, and how those of shards differ.
 
@@ -174,10 +169,6 @@ class Scratch:
         return buffer[:size]
 
 
-#: Called with the number of a stripe, the stripe, and the buffers of the calling thread.
-IsDone = Callable[[int, Stripe, Scratch], bool]
-
-
 class StripeState:
     """State of a reader or sink for one stripe: a running checksum per rank, and the first problem."""
 
@@ -232,14 +223,14 @@ class CopyJob:
         reader: reads the blocks.
         sinks: write or compare the blocks.
         on_problem: called for each IntegrityError, so that the copy continues; None to stop at the first.
-        is_done: whether a stripe is already written; None to copy all.
+        resume: returns the bytes of a stripe if it is already written, or else 0; None to copy all stripes.
     """
 
     stripes: Sequence[Stripe]
     reader: Reader
     sinks: Sequence[Sink]
     on_problem: Callable[[IntegrityError], None] | None = None
-    is_done: IsDone | None = None
+    resume: Callable[[int, Stripe, Scratch], int] | None = None
 
     def run(self, *, threads: int | None = None, progress: Progress | None = None) -> None:
         """Copy all stripes with several threads.
@@ -254,10 +245,10 @@ class CopyJob:
         _CopyThreads(self, progress).run(threads or min(_MAX_THREADS, os.cpu_count() or 1))
 
     def copy_stripe(self, number: int, scratch: Scratch, advance: Callable[[int], None]) -> None:
-        """Copy one stripe with the buffers of the calling thread, unless it is done."""
+        """Copy one stripe with the buffers of the calling thread, unless it is already written."""
         stripe = self.stripes[number]
-        if self.is_done is not None and self.is_done(number, stripe, scratch):
-            advance(bytes_of(stripe))
+        if self.resume is not None and (written := self.resume(number, stripe, scratch)):
+            advance(written)
             return
         state = StripeState(number)
         sinks = [(sink, StripeState(number)) for sink in self.sinks]
@@ -311,7 +302,7 @@ class _CopyThreads:
     def __init__(self, job: CopyJob, progress: Progress | None) -> None:
         self._job = job
         self._progress = progress
-        self._total = sum(map(bytes_of, job.stripes))
+        self._total = sum(span.stop - span.start for stripe in job.stripes for span in stripe)
         self._done = 0
         self._numbers: Iterator[int] = iter(())
         self._is_stopping = False

@@ -3,7 +3,7 @@
 It is a file in the staging folder. Line 1 is the format, line 2 the job: everything that determines the bytes of the
 new files. Each further line is a finished stripe with the checksum of its bytes on each rank. Lines from the second on
 begin with their own checksum, so a line that was not written completely is detected. Nothing waits for the disk:
-whoever continues compares the checksums with what is there.
+a run that continues compares the checksums with what is there.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardconv.checkpoint.copy import Scratch, Shards, Span, Stripe, StripeState, bytes_of
+from shardconv.checkpoint.copy import Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.journal import Journal
 from shardconv.checkpoint.output_files import OutputFiles
 from shardconv.checkpoint.shards import ShardWriter
@@ -30,19 +30,20 @@ class ResumableWriter(ShardWriter):
         super().finish(state, stripe)
         self._journal.record(state.number, _digests(state))
 
-    def is_done(self, number: int, stripe: Stripe, scratch: Scratch) -> bool:
-        """Whether a stripe is on the disk with the recorded checksums; stores them if it is."""
+    def resume(self, number: int, stripe: Stripe, scratch: Scratch) -> int:
+        """The bytes of a stripe if it is on the disk with the recorded checksums, which are stored; or else 0."""
         expected = self._journal.finished.get(number)
         if expected is None:
-            return False
+            return 0
         state = StripeState(number)
         for span in stripe:
             self._read(state, span, scratch)
         if _digests(state) != expected:
-            return False
+            return 0
         super().finish(state, stripe)
-        self._journal.count_resumed(bytes_of(stripe))
-        return True
+        num_bytes = sum(span.stop - span.start for span in stripe)
+        self._journal.count_resumed(num_bytes)
+        return num_bytes
 
     def _read(self, state: StripeState, span: Span, scratch: Scratch) -> None:
         """Compute the checksums of a span, in the order in which its bytes were written."""

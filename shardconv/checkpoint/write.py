@@ -7,7 +7,7 @@ from typing import Protocol
 
 import xxhash
 
-from shardconv.checkpoint.copy import CopyJob, IsDone, Progress, Reader, Shards, Stripe
+from shardconv.checkpoint.copy import CopyJob, Progress, Reader, Shards, Stripe
 from shardconv.checkpoint.fileio import InputFiles, create, file_bytes, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.journal import Journal
@@ -81,8 +81,9 @@ def copy_files(
     """
     may_exist = journal is not None and journal.is_continued
     with OutputFiles(paths, layout.prefixes, layout.file_bytes, inputs.mode, may_exist=may_exist) as outputs:
-        writer, is_done = _writer(layout, outputs, len(stripes), journal, with_checksums=identify is not None)
-        job = CopyJob(stripes, reader, [writer], is_done=is_done)
+        writer = _writer(layout, outputs, len(stripes), journal, with_checksums=identify is not None)
+        resume = writer.resume if isinstance(writer, ResumableWriter) else None
+        job = CopyJob(stripes, reader, [writer], resume=resume)
         job.run(threads=threads or inputs.threads, progress=progress)
         inputs.check_unchanged()
         if identify is None:
@@ -96,14 +97,13 @@ def copy_files(
 
 def _writer(
     layout: NewFiles, outputs: OutputFiles, num_stripes: int, journal: Journal | None, *, with_checksums: bool
-) -> tuple[ShardWriter, IsDone | None]:
-    """The sink for new files, and whether it already has a stripe."""
+) -> ShardWriter:
+    """The sink for new files."""
     count = layout.files_per_rank
     if journal is None:
         sizes = {"num_stripes": num_stripes, "files_per_rank": count}
-        return ShardWriter(layout.shards, outputs, with_checksums=with_checksums, **sizes), None
-    writer = ResumableWriter(layout.shards, outputs, num_stripes=num_stripes, journal=journal, files_per_rank=count)
-    return writer, writer.is_done
+        return ShardWriter(layout.shards, outputs, with_checksums=with_checksums, **sizes)
+    return ResumableWriter(layout.shards, outputs, num_stripes=num_stripes, journal=journal, files_per_rank=count)
 
 
 def read_ranks(manifest: Manifest, folder: Path) -> tuple[ShardReader, InputFiles]:
