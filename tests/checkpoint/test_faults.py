@@ -66,9 +66,16 @@ def status_of_child(function: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("is_there", [pytest.param(False, id="new", marks=MATRIX), pytest.param(True, id="overwrite")])
-def test_killed_before_every_step(job, target, is_there):
-    options = ["--overwrite"] if is_there else []
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="new", marks=MATRIX),
+        pytest.param(["--overwrite"], id="overwrite"),
+        pytest.param(["--overwrite", "--resume"], id="resume", marks=MATRIX),
+    ],
+)
+def test_killed_before_every_step(job, target, options):
+    is_there = "--overwrite" in options
     old = {"model.safetensors": b"old", "extra/notes.txt": b"old"}
     for step in itertools.count(1):
         shutil.rmtree(target, ignore_errors=True)

@@ -39,6 +39,8 @@ from tests.support.matrix import cases
 pytestmark = pytest.mark.usefixtures("_small_stripes", "_sources_stay_as_they_are")
 
 STRIPE_BYTES, THREADS = 4096, 2
+#: For what does not depend on the command.
+OF_SPLIT = pytest.mark.parametrize("job", ["split"], indirect=True)
 
 #: A slow disk, small stripes, and a log of the bytes that are copied.
 COUNTING = f"""
@@ -123,10 +125,10 @@ def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool]) ->
         time.sleep(0.001)
 
 
-KILLS = [("split", 6), ("split", 34), ("merge", 33), ("reshard", 33)]
+KILLS = [("split", 4), ("split", 34), ("merge", 33), ("reshard", 33)]
 
 
-@pytest.mark.parametrize(("job", "kills"), cases(KILLS, lambda _, kills: kills == 6), indirect=["job"])
+@pytest.mark.parametrize(("job", "kills"), cases(KILLS, lambda _, kills: kills == 4), indirect=["job"])
 def test_killed_at_random_moments(job, target, tmp_path, kills):
     """Every run is one that continues, and the first of them starts; at most one stripe per thread is copied twice."""
     log, moments = tmp_path / "log", random.Random(0)
@@ -152,6 +154,7 @@ def test_killed_at_random_moments(job, target, tmp_path, kills):
         num_in_a_row = 0
 
 
+@OF_SPLIT
 def test_a_run_that_was_killed_without_the_option_is_continued(job, target, tmp_path):
     process = start_counting(job, target, tmp_path / "log")
     wait_until(process, lambda: journal_of(target).exists() and len(recorded(target)) > 2)
@@ -167,7 +170,7 @@ def test_a_run_that_was_killed_without_the_option_is_continued(job, target, tmp_
     ("number", "code", "message"),
     [(signal.SIGINT, 130, "interrupted; finished stripes"), (signal.SIGTERM, 143, "terminated; finished stripes")],
 )
-@pytest.mark.parametrize("job", ["split"], indirect=True)
+@OF_SPLIT
 def test_signalled(job, target, tmp_path, number, code, message):
     process = start_counting(job, target, tmp_path / "log", "--resume")
     wait_until(process, lambda: journal_of(target).exists() and len(recorded(target)) > 2)
@@ -202,6 +205,7 @@ def test_a_run_that_starts_keeps_nothing_and_counts_nothing(job, target):
     assert kept_bytes == 0
 
 
+@OF_SPLIT
 def test_nothing_is_left_after_an_error_before_the_first_stripe(job, target):
     assert interrupt(job, target, 0).code == 1
     assert beside(target) == []
@@ -214,6 +218,7 @@ def test_a_run_without_the_option_starts_over(job, target):
     assert 0 in copied.stripes
 
 
+@OF_SPLIT
 def test_text_says_what_was_kept(job, target):
     interrupt(job, target, 3)
     result = job.call(target, "--resume")
@@ -221,6 +226,7 @@ def test_text_says_what_was_kept(job, target):
     assert "kB were already written" in result.out
 
 
+@OF_SPLIT
 def test_progress_counts_stripes_that_are_kept(job, target):
     interrupt(job, target, 3)
     calls: list[tuple[int, int]] = []
@@ -244,6 +250,7 @@ def test_full_disk(job, mount):
     assert not before & copied.stripes
 
 
+@OF_SPLIT
 def test_room_that_kept_stripes_take_is_not_needed_again(job, mount):
     """Beside them, the disk is too small for a whole checkpoint."""
     size = sum(map(len, job.expected.values()))
@@ -259,6 +266,7 @@ def test_room_that_kept_stripes_take_is_not_needed_again(job, mount):
     assert contents(target) == job.expected
 
 
+@OF_SPLIT
 def test_read_only_folder(job, mount):
     target = mount(2_000_000)
     interrupt(job, target, 3)
@@ -308,7 +316,7 @@ def test_other_options(job, target, options, message):
         (["--replicate", "lm_head.weight"], "replicate is not as in the interrupted run"),
     ],
 )
-@pytest.mark.parametrize("job", ["split"], indirect=True)
+@OF_SPLIT
 def test_other_options_of_split(job, target, options, message):
     interrupt(job, target, 3)
     refused(job, target, message, *options)
@@ -354,7 +362,7 @@ def test_source_that_changed(job, tmp_path, target, change):
     refused(job, target, f"{path} is not as in the interrupted run (got ")
 
 
-@pytest.mark.parametrize("job", ["split"], indirect=True)
+@OF_SPLIT
 def test_source_with_other_values_at_the_same_time(job, tmp_path, target):
     """As an archive restores it, or a store that does not keep times."""
     source = shutil.copytree(job.source, tmp_path / "copy")
@@ -368,6 +376,7 @@ def test_source_with_other_values_at_the_same_time(job, tmp_path, target):
     refused(job, target, "another sample of the source's values")
 
 
+@OF_SPLIT
 def test_another_version_of_shardconv(job, target, monkeypatch):
     interrupt(job, target, 3)
     monkeypatch.setattr(job_module, "__version__", "99.0")
@@ -405,6 +414,7 @@ def test_one_damaged_byte(job, target):
     assert len(before & copied.stripes) == 1
 
 
+@OF_SPLIT
 @pytest.mark.parametrize("size", [0, 1000, 10**6])
 def test_staged_file_of_another_size(job, target, size):
     interrupt(job, target, 8)
@@ -412,12 +422,14 @@ def test_staged_file_of_another_size(job, target, size):
     resume(job, target)
 
 
+@OF_SPLIT
 def test_staged_file_that_is_missing(job, target):
     interrupt(job, target, 8)
     staged_files(target)[0].unlink()
     resume(job, target)
 
 
+@OF_SPLIT
 @pytest.mark.parametrize("size", [1, 30])
 def test_torn_last_record(job, target, size):
     interrupt(job, target, 3)
@@ -429,6 +441,7 @@ def test_torn_last_record(job, target, size):
     assert before & copied.stripes == lost
 
 
+@OF_SPLIT
 def test_records_after_a_torn_one_can_be_read(job, target):
     interrupt(job, target, 3)
     os.truncate(journal_of(target), journal_of(target).stat().st_size - 1)
@@ -438,6 +451,7 @@ def test_records_after_a_torn_one_can_be_read(job, target):
     assert not before & copied.stripes
 
 
+@OF_SPLIT
 def test_damaged_record(job, target):
     """Those after it are not trusted."""
     interrupt(job, target, 3)
@@ -449,6 +463,7 @@ def test_damaged_record(job, target):
     assert len({0, 1, 2} - copied.stripes) <= 1
 
 
+@OF_SPLIT
 @pytest.mark.parametrize(
     ("line", "text", "message"),
     [
@@ -466,6 +481,7 @@ def test_journal_that_cannot_be_read(job, target, line, text, message):
     check_done(job.call(target), job, target)
 
 
+@OF_SPLIT
 @pytest.mark.parametrize("size", [0, 10, 25])
 def test_journal_without_a_job(job, target, size):
     """The run was killed before it copied anything."""
@@ -475,6 +491,7 @@ def test_journal_without_a_job(job, target, size):
     assert kept_bytes == 0
 
 
+@OF_SPLIT
 def test_other_files_in_the_staging_folder_are_removed(job, target):
     interrupt(job, target, 3)
     for name in ("tokenizer.json", "extra/other.txt"):
@@ -537,7 +554,7 @@ def test_two_runs_at_once(job, target, monkeypatch):
         (["--no-checksums"], "--resume compares what is on the disk with checksums: remove --no-checksums"),
     ],
 )
-@pytest.mark.parametrize("job", ["split"], indirect=True)
+@OF_SPLIT
 def test_options_that_contradict(job, target, options, message):
     result = job.call(target, "--resume", *options)
     assert (result.code, message in result.err) == (2, True)
