@@ -128,6 +128,7 @@ def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool]) ->
 KILLS = [("split", 4), ("split", 34), ("merge", 33), ("reshard", 33)]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("job", "kills"), cases(KILLS, lambda _, kills: kills == 4), indirect=["job"])
 def test_killed_at_random_moments(job, target, tmp_path, kills):
     """Every run is one that continues, and the first of them starts; at most one stripe per thread is copied twice."""
