@@ -390,7 +390,7 @@ def main() -> None:
     plan: list[tuple[Callable[[Place], Iterator[Row]], tuple[Place, ...]]] = [
         (copying, (tmpfs, disk)), (quantized, (tmpfs,)), (adapters, (tmpfs,)), (pytorch_files, (tmpfs,)),
         (meta_files, (tmpfs,)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)),
-        (resuming, (tmpfs, disk)), (memory, (tmpfs,)),
+        (resuming, (tmpfs,)), (memory, (tmpfs,)),
         (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)), (loading_and_running, (tmpfs,)),
         (loading_a_source, (disk,)), (vllm_loading, (disk,)),
     ]  # fmt: skip
