@@ -18,6 +18,8 @@ from benchmarks import layers, models
 from benchmarks import run as running
 from benchmarks import vllm_loading as vllm
 from benchmarks.measure import Command, Pairs, remove, run, run_pairs
+from benchmarks.resuming import compare as compare_resumed
+from shardconv.checkpoint.copy import STRIPE_BYTES
 
 SHARDCONV: Command = (sys.executable, "-m", "shardconv")
 RESULTS = Path(__file__).parent / "RESULTS.md"
@@ -213,6 +215,22 @@ def checksums(place: Place) -> Iterator[Row]:
         yield _pair_row("split with checksums / without", "1.10 or less", pairs, "without")
 
 
+def resuming(place: Place) -> Iterator[Row]:
+    """Time of a split with its journal, compared with one without; and of a split that was killed at half."""
+    main = "from shardconv.cli import main; main()"
+    module = "import shardconv.checkpoint.split as split"
+    with llama(place) as source:
+        out = source.parent / "out"
+        words = ("split", source, "--tp", "8", "-o", out)
+        journal: Command = (sys.executable, "-c", f"{module}; {main}", *words)
+        none: Command = (sys.executable, "-c", f"{module}; split._Writing._journal = lambda *_: None; {main}", *words)
+        pairs = run_pairs(journal, none, outputs=(out,), rounds=2 * ROUNDS)
+        yield _pair_row(f"split with its journal / without, {place.kind}", "1.05 or less", pairs, "without")
+        half = source.stat().st_size // STRIPE_BYTES // 2
+        pairs = compare_resumed(shardconv(*words), out, half, ROUNDS)
+        yield _pair_row(f"split resumed at 50 % / split, {place.kind}", "0.8 or less", pairs, "split")
+
+
 def memory(place: Place) -> Iterator[Row]:
     """Peak memory for sources of three sizes."""
     for count in (2, 10, 40):
@@ -371,7 +389,8 @@ def main() -> None:
     tmpfs, disk = Place("tmpfs", arguments.memory), Place("disk", arguments.disk)
     plan: list[tuple[Callable[[Place], Iterator[Row]], tuple[Place, ...]]] = [
         (copying, (tmpfs, disk)), (quantized, (tmpfs,)), (adapters, (tmpfs,)), (pytorch_files, (tmpfs,)),
-        (meta_files, (tmpfs,)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)), (memory, (tmpfs,)),
+        (meta_files, (tmpfs,)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)),
+        (resuming, (tmpfs,)), (memory, (tmpfs,)),
         (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)), (loading_and_running, (tmpfs,)),
         (loading_a_source, (disk,)), (vllm_loading, (disk,)),
     ]  # fmt: skip

@@ -18,10 +18,8 @@ if TYPE_CHECKING:  # typing takes longer to import than the modules above
 #: Package to the extra of shardconv with which commands that import it run.
 _EXTRAS = {"torch": "transformers", "safetensors": "transformers", "transformers": "transformers"}
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
-_MESSAGES = {
-    signal.SIGINT: "interrupted; nothing was left behind",
-    signal.SIGTERM: "terminated; nothing was left behind",
-}
+_MESSAGES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_NOTHING_LEFT = "nothing was left behind"
 #: Seconds between two attempts to raise an exception that would be lost now, and the largest number of attempts.
 _RETRY_SECONDS, _MAX_RETRIES = 0.05, 400
 
@@ -30,19 +28,32 @@ class Terminated(BaseException):
     """SIGTERM was received. As with KeyboardInterrupt, no ``except Exception`` stops it."""
 
 
-def describe_signal(number: int) -> tuple[str, int]:
+def describe_signal(number: int, left: str = _NOTHING_LEFT) -> tuple[str, int]:
     """The message and the exit code of a signal."""
-    return _MESSAGES[signal.Signals(number)], 128 + number
+    return f"{_MESSAGES[signal.Signals(number)]}; {left}", 128 + number
 
 
-def describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a table: the first match counts
-    """The message and the exit code of an exception."""
+def describe(error: BaseException) -> tuple[str, int]:
+    """The message of an exception, with its notes, and the exit code."""
     import click  # noqa: PLC0415 - slow to import, and this module is imported before signals have handlers
-
-    from shardconv.errors import ShardconvError  # noqa: PLC0415
 
     if isinstance(error, click.Abort) and error.__cause__ is not None:
         error = error.__cause__  # click raises Abort from KeyboardInterrupt and EOFError
+    notes = "; ".join(getattr(error, "__notes__", []))
+    if isinstance(error, KeyboardInterrupt):
+        return describe_signal(signal.SIGINT, notes or _NOTHING_LEFT)
+    if isinstance(error, Terminated):
+        return describe_signal(signal.SIGTERM, notes or _NOTHING_LEFT)
+    message, code = _describe(error)
+    return f"{message}; {notes}" if notes else message, code
+
+
+def _describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a table: the first match counts
+    """The message and the exit code of an exception other than a signal."""
+    import click  # noqa: PLC0415 - see above
+
+    from shardconv.errors import ShardconvError  # noqa: PLC0415 - see above
+
     if isinstance(error, click.UsageError):
         usage = f"\n{error.ctx.get_usage()}" if error.ctx else ""
         return error.format_message() + usage, error.exit_code
@@ -50,10 +61,6 @@ def describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a tabl
         return error.format_message(), error.exit_code
     if isinstance(error, ShardconvError):
         return str(error), error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return describe_signal(signal.SIGINT)
-    if isinstance(error, Terminated):
-        return describe_signal(signal.SIGTERM)
     if isinstance(error, ModuleNotFoundError) and (extra := _EXTRAS.get(error.name or "")):
         return f"this command needs {error.name}, which is not installed: pip install 'shardconv[{extra}]'", 1
     if isinstance(error, MemoryError):

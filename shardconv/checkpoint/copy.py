@@ -185,40 +185,33 @@ class StripeState:
         running.update(data)
 
 
-class Reader(Protocol):
-    """Reads blocks of full tensors."""
+class Side(Protocol):
+    """A reader or a sink."""
 
     tensors: Sequence[Shards]
 
     def prefetch(self, stripe: Stripe) -> None:
-        """Read a stripe ahead; the thread that calls this copies it next."""
+        """Read a stripe ahead, if bytes of it are read; the thread that calls this copies it next."""
 
     def cancel(self) -> None:
         """Cancel what threads are waiting for: the copy failed or was interrupted."""
+
+    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
+        """Finish a stripe; raises IntegrityError if it has a problem."""
+
+
+class Reader(Side, Protocol):
+    """Reads blocks of full tensors."""
 
     def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch, /) -> None:
         """Fill a block with the bytes of a span."""
 
-    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
-        """Finish a stripe; raises IntegrityError if it has a problem."""
 
-
-class Sink(Protocol):
+class Sink(Side, Protocol):
     """Writes or compares blocks of full tensors."""
-
-    tensors: Sequence[Shards]
-
-    def prefetch(self, stripe: Stripe) -> None:
-        """Read a stripe ahead, if the sink reads; the thread that calls this copies it next."""
-
-    def cancel(self) -> None:
-        """Cancel what threads are waiting for: the copy failed or was interrupted."""
 
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Write or compare a block."""
-
-    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
-        """Finish a stripe; raises IntegrityError if it has a problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +223,14 @@ class CopyJob:
         reader: reads the blocks.
         sinks: write or compare the blocks.
         on_problem: called for each IntegrityError, so that the copy continues; None to stop at the first.
+        resume: returns the bytes of a stripe if it is already written, or else 0; None to copy all stripes.
     """
 
     stripes: Sequence[Stripe]
     reader: Reader
     sinks: Sequence[Sink]
     on_problem: Callable[[IntegrityError], None] | None = None
+    resume: Callable[[int, Stripe, Scratch], int] | None = None
 
     def run(self, *, threads: int | None = None, progress: Progress | None = None) -> None:
         """Copy all stripes with several threads.
@@ -250,10 +245,13 @@ class CopyJob:
         _CopyThreads(self, progress).run(threads or min(_MAX_THREADS, os.cpu_count() or 1))
 
     def copy_stripe(self, number: int, scratch: Scratch, advance: Callable[[int], None]) -> None:
-        """Copy one stripe with the buffers of the calling thread."""
+        """Copy one stripe with the buffers of the calling thread, unless it is already written."""
+        stripe = self.stripes[number]
+        if self.resume is not None and (written := self.resume(number, stripe, scratch)):
+            advance(written)
+            return
         state = StripeState(number)
         sinks = [(sink, StripeState(number)) for sink in self.sinks]
-        stripe = self.stripes[number]
         self.reader.prefetch(stripe)
         for sink in self.sinks:
             sink.prefetch(stripe)
@@ -273,7 +271,7 @@ class CopyJob:
             sink.cancel()
 
     @staticmethod
-    def _finish(stripe: Stripe, sides: Sequence[tuple[Reader | Sink, StripeState]]) -> None:
+    def _finish(stripe: Stripe, sides: Sequence[tuple[Side, StripeState]]) -> None:
         """Finish the stripe on the reader and all sinks, and report their problems together."""
         problems = []
         for side, state in sides:

@@ -172,6 +172,18 @@ def file_bytes(path: Path) -> int:
     return path.stat().st_size if remote is None else remote.size
 
 
+def file_state(path: Path) -> str:
+    """The size, version and permissions of a file, or of the remote file that it stands for.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    if (remote := remote_file(path)) is not None:
+        return remote.state
+    status = path.stat()
+    return f"{status.st_size} bytes, time {status.st_mtime_ns}, mode {status.st_mode & 0o777:o}"
+
+
 class InputFiles:
     """Open input files that are checked for modifications.
 
@@ -183,6 +195,7 @@ class InputFiles:
     Attributes:
         mode: the permissions that all files have; a file that is copied from them gets these, before the umask.
         threads: the default number of threads that read them; None for the default of local files.
+        is_remote: whether one is remote.
 
     Raises:
         SourceError: if a file cannot be opened, or has another size or prefix.
@@ -202,6 +215,7 @@ class InputFiles:
         self._remote = {number: file for number, path in enumerate(paths) if (file := remote_file(path)) is not None}
         self._ahead = _read_ahead() if self._remote else None
         self.threads = _REMOTE_THREADS if self._remote else None
+        self.is_remote = bool(self._remote)
 
     def _open(self, path: Path, prefix: bytes, size: int) -> None:
         file = open_input(path)

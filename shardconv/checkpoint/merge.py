@@ -8,6 +8,8 @@ from pathlib import Path
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.fileio import create, permissions
 from shardconv.checkpoint.header import Header, build_header
+from shardconv.checkpoint.job import settings_of
+from shardconv.checkpoint.journal import check_resume
 from shardconv.checkpoint.layout import ADAPTERS, MANIFEST_NAME, lay_out_source
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_file import read_manifest
@@ -43,6 +45,7 @@ class MergeReport:
             differ from those that were split.
         derived: why the files differ from those that were split, one phrase each; empty for safetensors files.
         adapters: names of the adapters of the split checkpoint, which are merged into folders of their own.
+        resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
     """
 
     path: str
@@ -57,6 +60,7 @@ class MergeReport:
     notes: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
+    resumed_bytes: int = 0
 
 
 @reads_remote("src")
@@ -66,6 +70,7 @@ def merge(
     *,
     overwrite: bool = False,
     dry_run: bool = False,
+    resume: bool = False,
     source_layout: str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -83,14 +88,18 @@ def merge(
         dry_run: check everything that does not require reading the data, but write nothing; an existing checkpoint at
             ``dst`` is not an error.
         source_layout: the layout of another tool's rank files in ``src``; None to detect it.
+        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
+            copied again. If this run fails, finished stripes are kept.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
 
     Raises:
         SplitCheckpointError: if a rank file is missing, or bytes differ from those that were written.
-        OutputError: if the destination exists, is in use, or has too little free space.
+        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
+            that of the same arguments.
     """
     began = time.perf_counter()
+    check_resume(resume=resume, dry_run=dry_run)
     folder = local_path(src)
     manifest, source = _read(folder, source_layout)
     target = local_path(dst) if dst is not None else _default_target(folder, manifest)
@@ -104,15 +113,14 @@ def merge(
     is_same_layout = list(headers.values()) == [header for _, header in manifest.source_files]
     is_same_layout = is_same_layout and not manifest.derived
     rewrite = Rewrite(
-        manifest, folder, target, is_folder=is_folder, source=source, overwrite=overwrite, threads=threads,
-        progress=progress,
+        manifest, folder, target, is_folder=is_folder, source=source, overwrite=overwrite, resume=resume,
+        threads=threads, progress=progress,
         added_files=tuple(name for one in adapters.values() for name in _merged_names(folder, one)),
     )  # fmt: skip
     exists = rewrite.check(dry_run=dry_run)
     for path in adapters.values() if dry_run else ():
         check_readable(read_manifest(path), path)
-    if not dry_run:
-        _write(rewrite, headers, adapters)
+    resumed_bytes = 0 if dry_run else _write(rewrite, headers, adapters)
     return MergeReport(
         path=str(target),
         files=tuple(headers) if is_folder else (target.name,),
@@ -126,6 +134,7 @@ def merge(
         notes=(*manifest.notes, *(() if source is None else source.assumed), *_adapter_notes(adapters)),
         derived=manifest.derived,
         adapters=manifest.adapters,
+        resumed_bytes=resumed_bytes,
     )
 
 
@@ -165,13 +174,16 @@ def _adapter_notes(adapters: Mapping[str, Path]) -> Iterator[str]:
         yield from (f"adapter {name}: {phrase}" for phrase in read_manifest(path).derived)
 
 
-def _write(rewrite: Rewrite, headers: dict[str, Header], adapters: Mapping[str, Path]) -> None:
+def _write(rewrite: Rewrite, headers: dict[str, Header], adapters: Mapping[str, Path]) -> int:
+    """Write the checkpoint; returns the bytes of full tensors that an interrupted run had written."""
     manifest = rewrite.manifest
     names = list(headers) if rewrite.is_folder else [rewrite.target.name]
-    with rewrite.run(names, lay_out_source(list(headers.values()), manifest.tensors)) as staged:
+    layout = lay_out_source(list(headers.values()), manifest.tensors)
+    with rewrite.run(settings_of("merge", manifest), names, layout) as staged:
         for name, path in adapters.items():
             merge(path, staged.folder / ADAPTERS / name, threads=rewrite.threads)
         if rewrite.is_folder and manifest.index is not None:
             name, text = manifest.index
             with create(staged.folder / name, permissions([rewrite.folder / MANIFEST_NAME])) as file:
                 file.write(text.encode())
+    return staged.resumed_bytes

@@ -4,7 +4,7 @@ The files have the placements of the plan, with Meta's names and Meta's order of
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from shardconv.checkpoint.fileio import InputFiles, create, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.header import num_bytes
+from shardconv.checkpoint.journal import Journal
 from shardconv.checkpoint.meta_params import PARAMS_NAME, head_sizes, params_of_config
 from shardconv.checkpoint.row_order import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.source import Source
@@ -201,12 +202,25 @@ def write_meta(
     source: Source,
     files: MetaFiles,
     target: Path,
+    make_journal: Callable[..., Journal] | None,
     *,
     overwrite: bool,
     threads: int | None,
     progress: Progress | None,
-) -> None:
+) -> int:
     """Write Meta's rank files and the auxiliary files of a source.
+
+    Args:
+        source: the source.
+        files: the rank files.
+        target: the folder to write.
+        make_journal: as :func:`~shardconv.checkpoint.job.journal_of`, with settings; None to keep no journal.
+        overwrite: replace an existing checkpoint at ``target``.
+        threads: number of threads, or None for the default.
+        progress: called with the number of copied bytes and the total.
+
+    Returns:
+        Bytes of full tensors that an interrupted run had written.
 
     Raises:
         SourceError: if the source changes.
@@ -216,10 +230,17 @@ def write_meta(
     stripes = split_into_stripes([shards.geometry.num_bytes for shards in files.shards], STRIPE_BYTES)
     with (
         inputs,
-        stage_copy(source, target, num_bytes=sum(files.file_bytes), added=PARAMS_NAME, overwrite=overwrite) as folder,
+        stage_copy(
+            source,
+            target,
+            num_bytes=sum(files.file_bytes),
+            added=PARAMS_NAME,
+            overwrite=overwrite,
+            journal=(journal := make_journal and make_journal(reader, inputs, files.names, files)),
+        ) as folder,
     ):
         paths = [folder / name for name in files.names]
-        copy_files(reader, inputs, paths, files, stripes, threads=threads, progress=progress)
+        copy_files(reader, inputs, paths, files, stripes, journal=journal, threads=threads, progress=progress)
         files.finish(folder)
         kept = {name: path for name, path in source.auxiliary_files.items() if name != PARAMS_NAME}
         write_auxiliary(replace(source, auxiliary_files=kept), folder)
@@ -227,6 +248,7 @@ def write_meta(
         config = source.auxiliary_files.get(CONFIG_NAME)
         with create(folder / PARAMS_NAME, 0o666 if config is None else permissions([config])) as file:
             file.write((json.dumps(files.params, indent=2) + "\n").encode())
+    return 0 if journal is None else journal.resumed_bytes
 
 
 def _open(source: Source, files: MetaFiles) -> tuple[Reader, InputFiles]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
-from shardconv.checkpoint.fileio import CREATE, Bytes, allow_open_files, write_exactly
+from shardconv.checkpoint.fileio import CREATE, Bytes, allow_open_files, read_exactly, write_exactly
 
 
 class OutputFiles:
@@ -16,21 +16,29 @@ class OutputFiles:
     other threads can read.
 
     Args:
-        paths: the files; none may exist.
+        paths: the files.
         prefixes: for each file its first bytes.
         sizes: for each file its size in bytes; bytes that are not written are zero.
         mode: their permissions, before the umask.
+        may_exist: whether files of an interrupted run may exist, whose bytes are kept.
     """
 
     def __init__(
-        self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int], mode: int = 0o666
+        self,
+        paths: Sequence[Path],
+        prefixes: Sequence[bytes],
+        sizes: Sequence[int],
+        mode: int = 0o666,
+        *,
+        may_exist: bool = False,
     ) -> None:
         self.descriptors: list[int] = []
         self._locks = [threading.Lock() for _ in paths]
         allow_open_files(len(paths))
+        flags = os.O_RDWR | (CREATE & ~os.O_EXCL if may_exist else CREATE)
         try:
             for path, prefix, size in zip(paths, prefixes, sizes, strict=True):
-                self.descriptors.append(os.open(path, CREATE | os.O_RDWR, mode))
+                self.descriptors.append(os.open(path, flags, mode))
                 os.ftruncate(self.descriptors[-1], size)
                 write_exactly(self.descriptors[-1], prefix, 0)
         except BaseException:
@@ -47,6 +55,10 @@ class OutputFiles:
             for offset, size in ranges:
                 write_exactly(self.descriptors[number], data[:size], offset)
                 data = data[size:]
+
+    def read(self, number: int, buffer: Bytes, offset: int) -> None:
+        """Fill a buffer from a position of file ``number``."""
+        read_exactly(self.descriptors[number], buffer, offset)
 
     def close(self) -> None:
         """Close the files."""

@@ -8,12 +8,15 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress, Reader
 from shardconv.checkpoint.destination import check_disjoint, check_target
 from shardconv.checkpoint.fileio import InputFiles, create, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
+from shardconv.checkpoint.job import journal_of, settings_of
+from shardconv.checkpoint.journal import Journal, check_resume
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.padding_manifest import PADDING_NAME, with_files, write_padding
 from shardconv.checkpoint.paths import local_path
@@ -53,6 +56,7 @@ class PadReport:
         seconds: wall time in seconds.
         dry_run: whether nothing was written.
         destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
+        resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
     """
 
     path: str
@@ -68,6 +72,7 @@ class PadReport:
     seconds: float
     dry_run: bool
     destination_exists: bool
+    resumed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ def pad(
     vocab_multiple: int = 1,
     overwrite: bool = False,
     dry_run: bool = False,
+    resume: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
     check: Check | None = None,
@@ -109,6 +115,8 @@ def pad(
             logits of padding are zero, not minus infinity.
         overwrite: replace an existing checkpoint at ``dst``.
         dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
+        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
+            copied again. If this run fails, finished stripes are kept.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
         check: called with the new config and the padded tensors before anything is written; raises to refuse them.
@@ -119,17 +127,21 @@ def pad(
         SourceError: if the source cannot be read, or does not have a config.json.
         PlanError: if outputs would differ, or config.json cannot express the padded sizes.
         UsageError: if nothing needs padding.
-        OutputError: if the destination exists, is in use, or has too little free space.
+        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
+            that of the same arguments.
     """
     began = time.perf_counter()
+    check_resume(resume=resume, dry_run=dry_run)
     source = open_source(local_path(src), follow_links=follow_links, ignore=as_names(ignore))
     planned = _plan_padding(source, tp, vocab_multiple, check)
     target = local_path(dst) if dst is not None else Path(f"{source.name}-pad{tp}")
     check_disjoint(target, (source.path, *source.paths, *source.auxiliary_files.values()))
     names = [*source.auxiliary_files, PADDING_NAME]
     exists = check_target(target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=names)
+    resumed_bytes = 0
     if not dry_run:
-        _write(source, planned, target, overwrite=overwrite, threads=threads, progress=progress)
+        write = partial(_write, source, planned, target, overwrite=overwrite, resume=resume)
+        resumed_bytes = write(threads=threads, progress=progress)
     return PadReport(
         path=str(target),
         tp=tp,
@@ -144,6 +156,7 @@ def pad(
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
+        resumed_bytes=resumed_bytes,
     )
 
 
@@ -187,13 +200,33 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, check: Check | N
 
 
 def _write(
-    source: Source, planned: _Planned, target: Path, *, overwrite: bool, threads: int | None, progress: Progress | None
-) -> None:
+    source: Source,
+    planned: _Planned,
+    target: Path,
+    *,
+    overwrite: bool,
+    resume: bool,
+    threads: int | None,
+    progress: Progress | None,
+) -> int:
+    """Write the padded checkpoint; returns the bytes of full tensors that an interrupted run had written."""
     manifest = planned.manifest
     reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
     total = sum(manifest.rank_layout.file_bytes)
-    with inputs, stage_copy(source, target, num_bytes=total, added=PADDING_NAME, overwrite=overwrite) as stage:
-        _write_files(source, planned, reader, inputs, stage, threads=threads, progress=progress)
+    journal_for = partial(journal_of, settings_of("pad", manifest), read=source.auxiliary_files.values(), resume=resume)
+    with (
+        inputs,
+        stage_copy(
+            source,
+            target,
+            num_bytes=total,
+            added=PADDING_NAME,
+            overwrite=overwrite,
+            journal=(journal := journal_for(reader, inputs, manifest.rank_files, manifest.rank_layout)),
+        ) as stage,
+    ):
+        _write_files(source, planned, reader, inputs, stage, journal, threads=threads, progress=progress)
+    return journal.resumed_bytes
 
 
 def _write_files(
@@ -202,6 +235,7 @@ def _write_files(
     reader: Reader,
     inputs: InputFiles,
     folder: Path,
+    journal: Journal,
     *,
     threads: int | None,
     progress: Progress | None,
@@ -212,7 +246,7 @@ def _write_files(
     original = _text_of(source.auxiliary_files[CONFIG_NAME], source.config)
     stripe_checksums = copy_files(
         reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
-        identify=lambda _: layout.prefixes, threads=threads, progress=progress,
+        identify=lambda _: layout.prefixes, journal=journal, threads=threads, progress=progress,
     )  # fmt: skip
     copied = copy_auxiliary({name: source.auxiliary_files[name] for name in manifest.auxiliary_files}, folder)
     with create(folder / CONFIG_NAME, config_mode) as file:

@@ -8,6 +8,8 @@ from shardconv import __version__
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import permissions
 from shardconv.checkpoint.formats import ADAPTER_CONFIG
+from shardconv.checkpoint.job import settings_of
+from shardconv.checkpoint.journal import check_resume
 from shardconv.checkpoint.layout import ADAPTERS, MANIFEST_NAME
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_file import read_manifest, write_manifest
@@ -45,6 +47,7 @@ class ReshardReport:
         notes: possible differences between rank files that an engine saved and the checkpoint that it loaded.
         padding: padded units and their cost.
         files_per_rank: number of files of each new rank.
+        resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
     """
 
     path: str
@@ -60,6 +63,7 @@ class ReshardReport:
     notes: tuple[str, ...] = ()
     padding: PaddingReport = NO_PADDING
     files_per_rank: int = 1
+    resumed_bytes: int = 0
 
 
 @reads_remote("src")
@@ -75,6 +79,7 @@ def reshard(
     overwrite: bool = False,
     checksums: bool = True,
     dry_run: bool = False,
+    resume: bool = False,
     source_layout: str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -98,6 +103,8 @@ def reshard(
         checksums: store checksums, unless the split checkpoint has none.
         dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
         source_layout: the layout of another tool's rank files in ``src``; None to detect it.
+        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
+            copied again. If this run fails, finished stripes are kept.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
 
@@ -106,14 +113,17 @@ def reshard(
         PlanError: if the checkpoint cannot be split for ``tp`` in this layout.
         UsageError: if the layout is unknown, or it is the layout of an engine and the checkpoint was split with options
             that change the plan.
-        OutputError: if the destination exists, is in use, or has too little free space.
+        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
+            that of the same arguments.
     """
     began = time.perf_counter()
+    check_resume(resume=resume, dry_run=dry_run)
     folder = local_path(src)
     if (source := open_if_external(folder, source_layout)) is not None:
         report = split(
             source, dst, tp=tp, layout=layout or NATIVE.name, max_file_size=max_file_size, engine=engine, pad=pad,
-            overwrite=overwrite, checksums=checksums, dry_run=dry_run, threads=threads, progress=progress,
+            overwrite=overwrite, checksums=checksums, dry_run=dry_run, resume=resume, threads=threads,
+            progress=progress,
         )  # fmt: skip
         return _of_split(report, source)
     old = read_split(folder)
@@ -127,12 +137,11 @@ def reshard(
     new, padding = _plan_reshard(old, tp, layout, max_file_size, engine, int(pad), checksums=checksums)
     name = folder.resolve().name.removesuffix(f"-tp{old.tp}")
     target = Path(f"{name}-tp{tp}") if dst is None else local_path(dst)
-    rewrite = Rewrite(old, folder, target, overwrite=overwrite, threads=threads, progress=progress)
+    rewrite = Rewrite(old, folder, target, overwrite=overwrite, resume=resume, threads=threads, progress=progress)
     exists = rewrite.check(dry_run=dry_run)
     for path in old.adapter_folders(folder).values():
         _plan_reshard(read_manifest(path), tp, None, None, None, int(pad), checksums=checksums)
-    if not dry_run:
-        _write(rewrite, new, checksums=checksums)
+    resumed_bytes = 0 if dry_run else _write(rewrite, new, checksums=checksums)
     return ReshardReport(
         path=str(target),
         old_tp=old.tp,
@@ -147,6 +156,7 @@ def reshard(
         notes=old.notes,
         padding=padding,
         files_per_rank=new.files_per_rank,
+        resumed_bytes=resumed_bytes,
     )
 
 
@@ -166,6 +176,7 @@ def _of_split(report: SplitReport, source: Source) -> ReshardReport:
         notes=(*source.derived, *report.assumed),
         padding=report.padding,
         files_per_rank=report.files_per_rank,
+        resumed_bytes=report.resumed_bytes,
     )
 
 
@@ -197,10 +208,11 @@ def _plan_reshard(
     return old.with_plan(plan, request, file_layout, checksums=checksums), resolver.padding(tp)
 
 
-def _write(rewrite: Rewrite, new: Manifest, *, checksums: bool) -> None:
+def _write(rewrite: Rewrite, new: Manifest, *, checksums: bool) -> int:
+    """Write the checkpoint; returns the bytes of full tensors that an interrupted run had written."""
     old, folder = rewrite.manifest, rewrite.folder
-    identify = new.prefixes_with if checksums else None
-    with rewrite.run(new.rank_files, new.rank_layout, identify=identify) as staged:
+    settings, identify = settings_of("reshard", new), new.prefixes_with if checksums else None
+    with rewrite.run(settings, new.rank_files, new.rank_layout, identify=identify) as staged:
         for name, path in old.adapter_folders(folder).items():
             reshard(path, staged.folder / ADAPTERS / name, tp=new.tp, checksums=checksums, threads=rewrite.threads)
         is_split = old.explicit_files is None
@@ -208,3 +220,4 @@ def _write(rewrite: Rewrite, new: Manifest, *, checksums: bool) -> None:
         write_indexes(new, staged.folder, staged.mode)
         written = new.written(staged.checksums, staged.auxiliary_files)
         write_manifest(written, staged.folder, f"shardconv {__version__}", mode=mode)
+    return staged.resumed_bytes

@@ -3,14 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint.copy import Progress, Reader
 from shardconv.checkpoint.destination import check_disjoint, check_target
 from shardconv.checkpoint.fileio import InputFiles, permissions
-from shardconv.checkpoint.layout import Layout
+from shardconv.checkpoint.job import journal_of
+from shardconv.checkpoint.journal import Job
+from shardconv.checkpoint.layout import MANIFEST_NAME, Layout
 from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.padding_manifest import PADDING_NAME
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.source_reader import open_tensors
 from shardconv.checkpoint.staging import staging
@@ -35,12 +39,14 @@ class Staged(NamedTuple):
         checksums: for each weight file the checksum of each stripe, or None.
         auxiliary_files: name to checksum of each auxiliary file.
         mode: the permissions that all existing weight files have.
+        resumed_bytes: bytes of full tensors that an interrupted run had written.
     """
 
     folder: Path
     checksums: Checksums | None
     auxiliary_files: dict[str, str]
     mode: int
+    resumed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class Rewrite:
         source: to read in place of the files of the manifest; None for a checkpoint that has a manifest.
         added_files: names of auxiliary files that only the new checkpoint has.
         overwrite: replace an existing checkpoint at ``target``.
+        resume: continue an interrupted run.
         threads: number of threads, or None for the default.
         progress: called with the number of copied bytes and the total.
     """
@@ -66,6 +73,7 @@ class Rewrite:
     source: Source | None = None
     added_files: tuple[str, ...] = ()
     overwrite: bool = False
+    resume: bool = False
     threads: int | None = None
     progress: Progress | None = None
 
@@ -93,11 +101,18 @@ class Rewrite:
 
     @contextmanager
     def run(
-        self, names: Sequence[str], layout: Layout, *, identify: Identify | None = None, added_bytes: int = 0
+        self,
+        settings: Job,
+        names: Sequence[str],
+        layout: Layout,
+        *,
+        identify: Identify | None = None,
+        added_bytes: int = 0,
     ) -> Iterator[Staged]:
         """Copy all tensors and auxiliary files into a staging folder, which gets its final name on exit.
 
         Args:
+            settings: the command and its options: see :func:`~shardconv.checkpoint.job.settings_of`.
             names: names of the new weight files.
             layout: of the new weight files.
             identify: see :func:`~shardconv.checkpoint.write.copy_files`.
@@ -109,10 +124,12 @@ class Rewrite:
         """
         auxiliary_files = self._auxiliary_paths() if self.is_folder else {}
         reader, inputs = self._open()
+        journal_for = partial(journal_of, settings, read=self._manifest_paths(), resume=self.resume)
         with (
             inputs,
             staging(
                 self.target,
+                journal=(journal := journal_for(reader, inputs, names, layout)),
                 is_folder=self.is_folder,
                 overwrite=self.overwrite,
                 num_bytes=sum(layout.file_bytes) + auxiliary_bytes(auxiliary_files) + added_bytes,
@@ -122,14 +139,19 @@ class Rewrite:
         ):
             checksums = copy_files(
                 reader, inputs, [folder / name for name in names], layout, self.manifest.stripes,
-                identify=identify, threads=self.threads, progress=self.progress,
+                identify=identify, journal=journal, threads=self.threads, progress=self.progress,
             )  # fmt: skip
-            yield Staged(folder, checksums, self._copy_auxiliary(auxiliary_files, folder), inputs.mode)
+            copied = self._copy_auxiliary(auxiliary_files, folder)
+            yield Staged(folder, checksums, copied, inputs.mode, journal.resumed_bytes)
 
     def _open(self) -> tuple[Reader, InputFiles]:
         if self.source is not None:
             return open_tensors(self.source, self.manifest.tensors, None)
         return read_ranks(self.manifest, self.folder)
+
+    def _manifest_paths(self) -> list[Path]:
+        """The manifest of the existing checkpoint, if it has one."""
+        return [path for name in (MANIFEST_NAME, PADDING_NAME) if (path := self.folder / name).is_file()]
 
     def _auxiliary_paths(self) -> Mapping[str, Path]:
         return auxiliary_paths(self.manifest, self.folder) if self.source is None else self.source.auxiliary_files

@@ -4,9 +4,12 @@ Checkpoints of one model before and after a training have equal headers, and rea
 loading them. So some tensors of every kind are sampled: those whose names differ in numbers only are of one kind.
 """
 
+from collections.abc import Iterable
+from itertools import chain
+
 import xxhash
 
-from shardconv.checkpoint.copy import Scratch, Span, StripeState
+from shardconv.checkpoint.copy import Reader, Scratch, Span, StripeState
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.source_reader import open_tensors
 from shardconv.errors import SourceError
@@ -26,16 +29,23 @@ def sample_checksum(source: Source) -> str:
     for number, name in enumerate(source.specs):
         kinds.setdefault(pattern_for(name), []).append(number)
     reader, files = open_tensors(source, source.specs, None)
-    running, state, scratch = xxhash.xxh3_128(), StripeState(0), Scratch(_NUM_BYTES)
+    state = StripeState(0)
     with files:
-        for numbers in kinds.values():
-            for number in numbers[:: -(-len(numbers) // _NUM_TENSORS)]:
-                size = reader.tensors[number].geometry.num_bytes
-                start = max(size - _NUM_BYTES, 0) // 2
-                block = scratch.take("sample", min(size, _NUM_BYTES))
-                if len(block):
-                    reader.gather(state, Span(number, start, start + len(block)), block, scratch)
-                    running.update(block)
+        found = [numbers[:: -(-len(numbers) // _NUM_TENSORS)] for numbers in kinds.values()]
+        checksum = checksum_of_tensors(reader, chain.from_iterable(found), state)
     if state.problem:
         raise SourceError(state.problem)
+    return checksum
+
+
+def checksum_of_tensors(reader: Reader, numbers: Iterable[int], state: StripeState) -> str:
+    """Compute the checksum of the values in the middle of these tensors of a reader."""
+    running, scratch = xxhash.xxh3_128(), Scratch(_NUM_BYTES)
+    for number in numbers:
+        size = reader.tensors[number].geometry.num_bytes
+        start = max(size - _NUM_BYTES, 0) // 2
+        block = scratch.take("sample", min(size, _NUM_BYTES))
+        if len(block):
+            reader.gather(state, Span(number, start, start + len(block)), block, scratch)
+            running.update(block)
     return running.hexdigest()

@@ -3,15 +3,18 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, Unpack
 
 from shardconv import __version__
-from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
+from shardconv.checkpoint.copy import STRIPE_BYTES, Progress, Reader
 from shardconv.checkpoint.destination import check_disjoint, check_target
-from shardconv.checkpoint.fileio import permissions
+from shardconv.checkpoint.fileio import InputFiles, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
+from shardconv.checkpoint.job import journal_of, settings_of
+from shardconv.checkpoint.journal import Journal, check_resume
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_file import write_manifest
 from shardconv.checkpoint.meta_writer import check_meta, lay_out_meta, write_meta
@@ -54,6 +57,7 @@ class SplitReport:
         derived: why a merge does not give the bytes of the source's files, one phrase each; empty if it does.
         files_per_rank: number of files of each rank.
         adapters: names of the adapters that were split with the model.
+        resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
     """
 
     path: str
@@ -72,6 +76,7 @@ class SplitReport:
     derived: tuple[str, ...] = ()
     files_per_rank: int = 1
     adapters: tuple[str, ...] = ()
+    resumed_bytes: int = 0
 
 
 @reads_remote("src")
@@ -89,6 +94,7 @@ def split(
     dtype: str | None = None,
     max_file_size: int | str | None = None,
     dry_run: bool = False,
+    resume: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
@@ -117,6 +123,8 @@ def split(
             an index. A tensor is never divided over files, so one that is larger has a file of its own. By default
             each rank has one file. Not for layout meta.
         dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
+        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
+            copied again. If this run fails, finished stripes are kept.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
         options: how the source is read and planned, see :class:`PlanOptions`.
@@ -129,9 +137,11 @@ def split(
             quantized source.
         UsageError: if the layout, dtype or size is unknown, or it is the layout of an engine and the options change
             the plan.
-        OutputError: if the destination exists, is in use, or has too little free space.
+        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
+            that of the same arguments.
     """
     began = time.perf_counter()
+    check_resume(resume=resume, dry_run=dry_run, checksums=checksums)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
     source = planned.source
     if layout == META:
@@ -143,8 +153,13 @@ def split(
     exists = check_target(
         target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=source.auxiliary_names
     )
+    resumed_bytes = 0
     if not dry_run:
-        output.write(target, _Writing(overwrite=overwrite, checksums=checksums, threads=threads, progress=progress))
+        job = _Writing(
+            overwrite=overwrite, checksums=checksums, resume=resume, read=planned.paths, threads=threads,
+            progress=progress,
+        )  # fmt: skip
+        resumed_bytes = output.write(target, job)
     return SplitReport(
         path=str(target),
         tp=tp,
@@ -162,6 +177,7 @@ def split(
         derived=source.derived,
         files_per_rank=output.files_per_rank,
         adapters=tuple(of_adapters),
+        resumed_bytes=resumed_bytes,
     )
 
 
@@ -178,13 +194,13 @@ class _Output(NamedTuple):
         plan: the plan.
         rank_bytes: bytes of each rank's files.
         files_per_rank: number of files of each rank.
-        write: writes it to a folder.
+        write: writes it to a folder, and returns the bytes that an interrupted run had written.
     """
 
     plan: Plan
     rank_bytes: tuple[int, ...]
     files_per_rank: int
-    write: Callable[[Path, "_Writing"], None]
+    write: Callable[[Path, "_Writing"], int]
 
 
 def _meta_output(
@@ -200,8 +216,13 @@ def _meta_output(
     plan = planned.plan(tp)
     files = lay_out_meta(source, plan)
 
-    def write(target: Path, job: "_Writing") -> None:
-        write_meta(source, files, target, overwrite=job.overwrite, threads=job.threads, progress=job.progress)
+    def write(target: Path, job: "_Writing") -> int:
+        manifest = Manifest.of_source(source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=False)
+        settings = settings_of("split", manifest) | {"layout": META}
+        journal = partial(journal_of, settings, read=job.read, resume=job.resume) if job.checksums else None
+        return write_meta(
+            source, files, target, journal, overwrite=job.overwrite, threads=job.threads, progress=job.progress
+        )
 
     return _Output(plan, tuple(files.file_bytes), 1, write)
 
@@ -225,8 +246,8 @@ def _output(
     )  # fmt: skip
     nested = {name: (one.source, _adapter_manifest(one, tp, checksums=checksums)) for name, one in adapters.items()}
 
-    def write(target: Path, job: "_Writing") -> None:
-        job.write(source, manifest, target, nested)
+    def write(target: Path, job: "_Writing") -> int:
+        return job.write(source, manifest, target, nested)
 
     return _Output(plan, manifest.rank_layout.rank_bytes, manifest.files_per_rank, write)
 
@@ -243,6 +264,8 @@ class _Writing:
 
     overwrite: bool = False
     checksums: bool = True
+    resume: bool = False
+    read: tuple[Path, ...] = ()
     threads: int | None = None
     progress: Progress | None = None
 
@@ -252,8 +275,12 @@ class _Writing:
         manifest: Manifest,
         target: Path,
         adapters: Mapping[str, tuple[Source, Manifest]] = MappingProxyType({}),
-    ) -> None:
-        """Write a split checkpoint, with adapters in folders in it."""
+    ) -> int:
+        """Write a split checkpoint, with adapters in folders in it.
+
+        Returns:
+            Bytes of full tensors that an interrupted run had written.
+        """
         layout = manifest.rank_layout
         total = sum(_num_bytes(*one) for one in ((source, manifest), *adapters.values()))
         reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
@@ -261,6 +288,7 @@ class _Writing:
             inputs,
             staging(
                 target,
+                journal=(journal := self._journal(manifest, reader, inputs)),
                 is_folder=True,
                 overwrite=self.overwrite,
                 num_bytes=total,
@@ -270,19 +298,30 @@ class _Writing:
         ):
             stripe_checksums = copy_files(
                 reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
-                identify=manifest.prefixes_with if self.checksums else None, threads=self.threads,
+                identify=manifest.prefixes_with if self.checksums else None, journal=journal, threads=self.threads,
                 progress=self.progress,
             )  # fmt: skip
             auxiliary_files = write_auxiliary(source, folder)
             check_config(source, folder)
             paths = manifest.adapter_folders(folder)
             for name, (of_adapter, adapter_manifest) in adapters.items():
-                replace(self, overwrite=False, progress=None).write(of_adapter, adapter_manifest, paths[name])
+                replace(self, overwrite=False, resume=False, progress=None).write(
+                    of_adapter, adapter_manifest, paths[name]
+                )
             write_indexes(manifest, folder, inputs.mode)
             mode = _manifest_mode(source, inputs.mode)
             write_manifest(
                 manifest.written(stripe_checksums, auxiliary_files), folder, f"shardconv {__version__}", mode=mode
             )
+        return 0 if journal is None else journal.resumed_bytes
+
+    def _journal(self, manifest: Manifest, reader: Reader, inputs: InputFiles) -> Journal | None:
+        if not self.checksums:
+            return None
+        return journal_of(
+            settings_of("split", manifest), reader, inputs, manifest.rank_files, manifest.rank_layout, read=self.read,
+            resume=self.resume,
+        )  # fmt: skip
 
 
 def _num_bytes(source: Source, manifest: Manifest) -> int:

@@ -63,7 +63,9 @@ def plan_sources(
 
     (adapter,) = opened
     merged = merged_source(model, adapter)
-    return SplitSources(model._replace(source=merged, paths=(*model.paths, *adapter.source.paths)), {})
+    return SplitSources(
+        model._replace(source=merged, paths=(*model.paths, *adapter.source.paths, adapter.config_path)), {}
+    )
 
 
 def _plan_alone(src: StrPath, base: StrPath, layout: str, options: PlanOptions) -> PlannedSource:

@@ -1,7 +1,7 @@
 """Atomic output: write into a staging folder, then rename, so that a failed run leaves no incomplete checkpoint.
 
 The staging folder is ``.NAME.partial`` next to the destination. A run holds a lock on it. A marker file in it
-identifies it, so the next run can remove the files of a killed run.
+identifies it, so the next run can remove the files of a killed run, or continue it by its journal.
 """
 
 import errno
@@ -13,11 +13,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardconv.checkpoint.destination import check_destination
+from shardconv.checkpoint.journal import JOURNAL_NAME, Journal
 from shardconv.checkpoint.paths import absolute_path
 from shardconv.errors import OutputError
 
 #: Names in the staging folder: the marker, the folder that is written, and the folder that it replaces.
 _MARKER, _RESULT, _REPLACED = ".shardconv", "result", "replaced"
+_BLOCK_BYTES = 512  # of st_blocks
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 _NO_LINKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK, errno.ENOSYS}
@@ -34,6 +36,7 @@ def staging(
     num_bytes: int,
     auxiliary_files: Collection[str] = (),
     mode: int = 0o777,
+    journal: Journal | None = None,
 ) -> Iterator[Path]:
     """Context manager that provides a folder to write into, and moves the result to ``path`` on success.
 
@@ -44,6 +47,7 @@ def staging(
         num_bytes: number of bytes that will be written.
         auxiliary_files: names of the auxiliary files that will be written.
         mode: permissions of the folder, before the umask; its owner gets all.
+        journal: of the copy of the weights; None to keep none.
 
     Raises:
         OutputError: if ``path`` exists, another run writes to it, there is too little free space, or it cannot be
@@ -53,13 +57,15 @@ def staging(
     with _as_output_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.parent / f".{path.name}.partial"
-        with _locked(partial, path) as descriptor:
+        result = partial / (_RESULT if is_folder else path.name)
+        folder = result if is_folder else partial
+        weights = [folder / name for name in ([] if journal is None else journal.names)]
+        with _locked(partial, path, journal, weights) as descriptor:
             check_destination(path, is_folder=is_folder, overwrite=overwrite, auxiliary_files=auxiliary_files)
-            check_room(path, num_bytes)
-            result = partial / (_RESULT if is_folder else path.name)
+            check_room(path, num_bytes - _allocated_bytes(weights))
             if is_folder:
-                result.mkdir(mode | 0o700)
-            yield result if is_folder else partial
+                result.mkdir(mode | 0o700, exist_ok=True)
+            yield folder
             if not _is_same_folder(partial, descriptor):
                 raise OutputError(f"{partial}: was removed while it was in use: run the command again")
             if overwrite:
@@ -76,31 +82,55 @@ def _as_output_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        notes = getattr(error, "__notes__", [])
+        left = "" if notes else " (no files were left behind)"
         if error.errno in _NO_ROOM:
-            raise OutputError(f"{path}: the disk is full: free some space (no files were left behind)") from error
-        raise OutputError(
-            f"{error.filename or path}: cannot be written: {error.strerror or error} (no files were left behind)"
-        ) from error
+            message = f"{path}: the disk is full: free some space{left}"
+        else:
+            message = f"{error.filename or path}: cannot be written: {error.strerror or error}{left}"
+        output_error = OutputError(message)
+        for note in notes:
+            output_error.add_note(note)
+        raise output_error from error
 
 
 @contextmanager
-def _locked(partial: Path, path: Path) -> Iterator[int]:
-    """Create and lock the staging folder, with only the marker in it, and remove it on exit."""
+def _locked(partial: Path, path: Path, journal: Journal | None, weights: Collection[Path]) -> Iterator[int]:
+    """Create and lock the staging folder, and remove it on exit, unless the journal is for another run to continue.
+
+    It is empty except for the marker and, if the journal continues another run, the journal and the weight files.
+    """
     descriptor = _lock(partial, path)
     try:
+        if journal is not None:
+            journal.read(partial, path)  # before anything is removed, as it may refuse the run
+        is_kept = False
         try:
             _recover(partial, path)
-            _clear(partial)
+            _clear(partial, {partial / JOURNAL_NAME, *weights} if journal is not None and journal.is_continued else ())
             (partial / _MARKER).touch()
+            if journal is not None:
+                journal.start(partial)
             yield descriptor
+        except BaseException as error:
+            if is_kept := journal is not None and journal.is_kept:
+                error.add_note(f"finished stripes are kept in {partial}: run the same command again to continue")
+            raise
         finally:
+            if journal is not None:
+                journal.close()
             if _is_same_folder(partial, descriptor):
                 _recover(partial, path)
-                _clear(partial)
-                (partial / _MARKER).unlink(missing_ok=True)  # last, so that files of a killed run are identified
-                partial.rmdir()
+                if not is_kept:
+                    _remove(partial)
     finally:
         os.close(descriptor)
+
+
+def _remove(partial: Path) -> None:
+    _clear(partial)
+    (partial / _MARKER).unlink(missing_ok=True)  # last, so that files of a killed run are identified
+    partial.rmdir()
 
 
 def _lock(partial: Path, path: Path) -> int:
@@ -154,15 +184,23 @@ def _is_staging_folder(partial: Path) -> bool:
     return not names or _MARKER in names
 
 
-def _clear(partial: Path) -> None:
-    """Remove everything except the marker."""
-    for child in partial.iterdir():
-        if child.name == _MARKER:
+def _clear(folder: Path, kept: Collection[Path] = ()) -> None:
+    """Remove everything except the marker and these files."""
+    for child in folder.iterdir():
+        if child.name == _MARKER or child in kept:
             continue
-        if child.is_dir() and not child.is_symlink():
-            shutil.rmtree(child)
-        else:
+        if not child.is_dir() or child.is_symlink():
             child.unlink()
+        elif any(path.is_relative_to(child) for path in kept):
+            _clear(child, kept)
+        else:
+            shutil.rmtree(child)
+
+
+def _allocated_bytes(paths: Collection[Path]) -> int:
+    """Bytes that these files, if they exist, have on the disk."""
+    found = [path.stat() for path in paths if path.is_file()]
+    return sum(min(status.st_blocks * _BLOCK_BYTES, status.st_size) for status in found)
 
 
 def _recover(partial: Path, path: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import create, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
+from shardconv.checkpoint.job import settings_of
+from shardconv.checkpoint.journal import check_resume
 from shardconv.checkpoint.layout import lay_out_source
 from shardconv.checkpoint.padding_manifest import read_padding
 from shardconv.checkpoint.paths import local_path
@@ -29,6 +31,7 @@ class UnpadReport:
     dry_run: bool
     destination_exists: bool
     derived: tuple[str, ...] = ()
+    resumed_bytes: int = 0
 
 
 def unpad(
@@ -37,6 +40,7 @@ def unpad(
     *,
     overwrite: bool = False,
     dry_run: bool = False,
+    resume: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> UnpadReport:
@@ -47,23 +51,27 @@ def unpad(
         dst: the folder to write; defaults to ``NAME-unpadded`` in the current folder.
         overwrite: replace an existing checkpoint at ``dst``.
         dry_run: check everything that does not require reading the data, but write nothing.
+        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
+            copied again. If this run fails, finished stripes are kept.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
 
     Raises:
         SplitCheckpointError: if the folder is not a padded checkpoint, or bytes differ from those that were written.
-        OutputError: if the destination exists, is in use, or has too little free space.
+        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
+            that of the same arguments.
     """
     began = time.perf_counter()
+    check_resume(resume=resume, dry_run=dry_run)
     folder = local_path(src)
     manifest, config = read_padding(folder)
     target = local_path(dst) if dst is not None else Path(f"{folder.resolve().name}-unpadded")
     rewrite = Rewrite(
-        manifest, folder, target, added_files=(CONFIG_NAME,), overwrite=overwrite, threads=threads, progress=progress
-    )
+        manifest, folder, target, added_files=(CONFIG_NAME,), overwrite=overwrite, resume=resume, threads=threads,
+        progress=progress,
+    )  # fmt: skip
     exists = rewrite.check(dry_run=dry_run)
-    if not dry_run:
-        _write(rewrite, config)
+    resumed_bytes = 0 if dry_run else _write(rewrite, config)
     return UnpadReport(
         path=str(target),
         num_tensors=len(manifest.tensors),
@@ -72,14 +80,18 @@ def unpad(
         dry_run=dry_run,
         destination_exists=exists,
         derived=manifest.derived,
+        resumed_bytes=resumed_bytes,
     )
 
 
-def _write(rewrite: Rewrite, config: str) -> None:
+def _write(rewrite: Rewrite, config: str) -> int:
+    """Write the checkpoint; returns the bytes of full tensors that an interrupted run had written."""
     manifest = rewrite.manifest
     names, headers = zip(*manifest.source_files, strict=True)
     texts = {CONFIG_NAME: config} | dict([manifest.index] if manifest.index else [])
-    with rewrite.run(names, lay_out_source(headers, manifest.tensors), added_bytes=len(config)) as staged:
+    settings, layout = settings_of("unpad", manifest), lay_out_source(headers, manifest.tensors)
+    with rewrite.run(settings, names, layout, added_bytes=len(config)) as staged:
         for name, text in texts.items():
             with create(staged.folder / name, permissions([rewrite.folder / name])) as file:
                 file.write(text.encode())
+    return staged.resumed_bytes

@@ -10,10 +10,12 @@ import xxhash
 from shardconv.checkpoint.copy import CopyJob, Progress, Reader, Shards, Stripe
 from shardconv.checkpoint.fileio import InputFiles, create, file_bytes, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
+from shardconv.checkpoint.journal import Journal
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.output_files import OutputFiles
 from shardconv.checkpoint.paths import leads_out
+from shardconv.checkpoint.resumable import ResumableWriter
 from shardconv.checkpoint.shards import ShardReader, ShardWriter
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.staging import staging
@@ -56,6 +58,7 @@ def copy_files(
     stripes: Sequence[Stripe],
     *,
     identify: Identify | None = None,
+    journal: Journal | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Checksums | None:
@@ -68,19 +71,20 @@ def copy_files(
         layout: of the new files.
         stripes: the stripes to copy.
         identify: computes the prefix of each file from the checksums, with the length of the prefix in ``layout``; None
-            to compute no checksums.
+            to return no checksums.
+        journal: of this copy, which says what is already written; None to keep none.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
 
     Returns:
         For each rank the checksum of each stripe, or None.
     """
-    with OutputFiles(paths, layout.prefixes, layout.file_bytes, inputs.mode) as outputs:
-        writer = ShardWriter(
-            layout.shards, outputs, num_stripes=len(stripes), with_checksums=identify is not None,
-            files_per_rank=layout.files_per_rank,
-        )  # fmt: skip
-        CopyJob(stripes, reader, [writer]).run(threads=threads or inputs.threads, progress=progress)
+    may_exist = journal is not None and journal.is_continued
+    with OutputFiles(paths, layout.prefixes, layout.file_bytes, inputs.mode, may_exist=may_exist) as outputs:
+        writer = _writer(layout, outputs, len(stripes), journal, with_checksums=identify is not None)
+        resume = writer.resume if isinstance(writer, ResumableWriter) else None
+        job = CopyJob(stripes, reader, [writer], resume=resume)
+        job.run(threads=threads or inputs.threads, progress=progress)
         inputs.check_unchanged()
         if identify is None:
             return None
@@ -89,6 +93,17 @@ def copy_files(
             assert len(old) == len(new)
             outputs.write(number, memoryview(new), 0)
     return checksums
+
+
+def _writer(
+    layout: NewFiles, outputs: OutputFiles, num_stripes: int, journal: Journal | None, *, with_checksums: bool
+) -> ShardWriter:
+    """The sink for new files."""
+    count = layout.files_per_rank
+    if journal is None:
+        sizes = {"num_stripes": num_stripes, "files_per_rank": count}
+        return ShardWriter(layout.shards, outputs, with_checksums=with_checksums, **sizes)
+    return ResumableWriter(layout.shards, outputs, num_stripes=num_stripes, journal=journal, files_per_rank=count)
 
 
 def read_ranks(manifest: Manifest, folder: Path) -> tuple[ShardReader, InputFiles]:
@@ -280,7 +295,7 @@ def _chunks(inputs: InputFiles, size: int) -> Iterator[memoryview]:
 
 
 def stage_copy(
-    source: Source, target: Path, *, num_bytes: int, added: str, overwrite: bool
+    source: Source, target: Path, *, num_bytes: int, added: str, overwrite: bool, journal: Journal | None
 ) -> AbstractContextManager[Path]:
     """Stage a folder with new weight files of ``num_bytes`` bytes, the auxiliary files of a source, and one more.
 
@@ -288,6 +303,7 @@ def stage_copy(
     """
     return staging(
         target,
+        journal=journal,
         is_folder=True,
         overwrite=overwrite,
         num_bytes=num_bytes + auxiliary_bytes(source.auxiliary_files),

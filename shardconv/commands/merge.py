@@ -5,7 +5,7 @@ from typing import Unpack
 
 import click
 
-from shardconv.commands.notes import dry_run_notes
+from shardconv.commands.notes import dry_run_notes, resume_notes
 from shardconv.commands.options import (
     PATH,
     SOURCE,
@@ -50,10 +50,16 @@ def merge(src: SourcePath, output: Path | None, *, as_json: bool, quiet: bool, *
     }[report.is_identical]
     origin = "; ".join(report.derived) or origin
     origin = f"from rank files that {report.saved_by} saved" if report.saved_by else origin
-    verb = "would be written" if report.dry_run else rate(report.num_bytes, report.seconds)
+    verb = "would be written" if report.dry_run else rate(report.num_bytes - report.resumed_bytes, report.seconds)
     line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {origin}; {verb}"
     adapters = [f"with {counted(len(report.adapters), 'adapter')}: {', '.join(report.adapters)}"] * bool(
         report.adapters
     )
-    lines = [line, *adapters, *report.notes, *dry_run_notes(report, overwrite=options["overwrite"])]
+    lines = [
+        line,
+        *adapters,
+        *report.notes,
+        *resume_notes(report),
+        *dry_run_notes(report, overwrite=options["overwrite"]),
+    ]
     console.report(report, lines, quiet_warnings=[line] if report.is_identical is None else [])

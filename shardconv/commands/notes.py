@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shardconv.formatting import counted, sizes
+from shardconv.formatting import counted, size, sizes
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.merge import MergeReport
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from shardconv.checkpoint.unpad import UnpadReport
     from shardconv.plan.tp_sizes import PaddingReport
     from shardconv.proof.model_check import ModelCheck
+
+    WriteReport = SplitReport | MergeReport | ReshardReport | PadReport | UnpadReport
 
 
 def notes(assumed: tuple[str, ...], left_out: Mapping[str, str]) -> list[str]:
@@ -32,13 +34,16 @@ def model_notes(check: "ModelCheck | None") -> list[str]:
     return [f"names and shapes are those of {check.model}{ignored}"]
 
 
-def dry_run_notes(
-    report: "SplitReport | MergeReport | ReshardReport | PadReport | UnpadReport", *, overwrite: bool
-) -> list[str]:
+def dry_run_notes(report: "WriteReport", *, overwrite: bool) -> list[str]:
     """Whether the destination of a dry run exists."""
     if not (report.dry_run and report.destination_exists):
         return []
     return [f"{report.path} exists: {'it would be replaced' if overwrite else '--overwrite would be needed'}"]
+
+
+def resume_notes(report: "WriteReport") -> list[str]:
+    """How much an interrupted run had written, if one was continued."""
+    return [f"resumed: {size(report.resumed_bytes)} were already written"] * bool(report.resumed_bytes)
 
 
 def padding_notes(padding: "PaddingReport") -> list[str]:

@@ -43,6 +43,7 @@ class WriteFlags(TypedDict):
 
     overwrite: bool
     dry_run: bool
+    resume: bool
     threads: int | None
 
 
@@ -159,6 +160,9 @@ plan_options = together(
 write_options = together(
     click.option("--overwrite", is_flag=True, help="Replace what is at the destination."),
     click.option("--dry-run", is_flag=True, help="Plan and check, but write nothing."),
+    click.option(
+        "--resume", is_flag=True, help="Continue an interrupted run of this command, or start if there is none."
+    ),
     click.option(
         "--threads",
         type=click.IntRange(min=1),

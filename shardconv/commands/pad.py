@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import click
 
-from shardconv.commands.notes import dry_run_notes, notes, padding_notes
+from shardconv.commands.notes import dry_run_notes, notes, padding_notes, resume_notes
 from shardconv.commands.options import PATH, WriteFlags, ignore_option, output_options, write_options
 from shardconv.console import Console
 from shardconv.exits import ImportPhase
@@ -89,6 +89,7 @@ def pad(
             f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, family {report.family}; {verb}",
             *padding_notes(report.padding),
             f"config.json: {', '.join([*changes, *added])}",
+            *resume_notes(report),
             *dry_run_notes(report, overwrite=options["overwrite"]),
             *report.notes,
             *notes((), report.left_out),
@@ -120,4 +121,4 @@ def unpad(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **optio
     verb = "would be written" if report.dry_run else rate(report.num_bytes, report.seconds)
     origin = "; ".join(report.derived) or "the source's bytes"
     line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {origin}; {verb}"
-    console.report(report, [line, *dry_run_notes(report, overwrite=options["overwrite"])])
+    console.report(report, [line, *resume_notes(report), *dry_run_notes(report, overwrite=options["overwrite"])])

@@ -5,7 +5,7 @@ from typing import Unpack
 
 import click
 
-from shardconv.commands.notes import dry_run_notes, engine_note, layout_note, padding_notes, rank_files
+from shardconv.commands.notes import dry_run_notes, engine_note, layout_note, padding_notes, rank_files, resume_notes
 from shardconv.commands.options import (
     PATH,
     SOURCE,
@@ -66,6 +66,7 @@ def reshard(
             f"{rank_files(report)}{layout_note(report.layout)}; {verb}",
             *padding_notes(report.padding),
             *report.notes,
+            *resume_notes(report),
             *dry_run_notes(report, overwrite=options["overwrite"]),
             *engine_note(report.layout),
         ],

@@ -14,6 +14,7 @@ from shardconv.commands.notes import (
     notes,
     padding_notes,
     rank_files,
+    resume_notes,
 )
 from shardconv.commands.options import (
     PATH,
@@ -86,7 +87,7 @@ def split(
     checked = check_source(src, options) if check_model else None
     with console.progress("split") as progress:
         report = run(src, output, layout=layout or "native", progress=progress, **options)
-    verb = "would be written" if report.dry_run else rate(report.source_bytes, report.seconds)
+    verb = "would be written" if report.dry_run else rate(report.source_bytes - report.resumed_bytes, report.seconds)
     warnings = notes(report.assumed, report.left_out)
     console.report(
         report,
@@ -99,6 +100,7 @@ def split(
             ),
             *report.derived,
             *padding_notes(report.padding),
+            *resume_notes(report),
             *dry_run_notes(report, overwrite=options["overwrite"]),
             *engine_note(report.layout),
             *warnings,

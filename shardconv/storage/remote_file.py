@@ -61,6 +61,11 @@ class RemoteFile:
         assert self._size is not None
         return self._size
 
+    @property
+    def state(self) -> str:
+        """The size and version, which a file with other contents does not have."""
+        return f"{self.size} bytes, version {self._key if self._is_pinned else self._version}"
+
     def exists(self) -> bool:
         """Whether the file exists.
 

@@ -1,6 +1,9 @@
-"""Commands that write, with something to write: for test_faults.py and test_destination.py."""
+"""Commands that write, with something to write: for test_faults.py, test_destination.py and test_resume.py."""
 
-from collections.abc import Iterator
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,24 @@ def target(tmp_path) -> Path:
     folder = tmp_path / "out"
     folder.mkdir()
     return folder / "result"
+
+
+@pytest.fixture
+def mount(tmp_path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a file system of a given size, if that is permitted."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+    program = shutil.which("mount")
+
+    def mount_one(num_bytes: int) -> Path:
+        command = [program, "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", place]
+        if program is None or os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("no file system can be mounted here")
+        return place / "result"
+
+    yield mount_one
+    if place.is_mount():
+        subprocess.run(["umount", place], check=True)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,16 @@ def status_of_child(function: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("is_there", [pytest.param(False, id="new", marks=MATRIX), pytest.param(True, id="overwrite")])
-def test_killed_before_every_step(job, target, is_there):
-    options = ["--overwrite"] if is_there else []
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="new", marks=MATRIX),
+        pytest.param(["--overwrite"], id="overwrite"),
+        pytest.param(["--overwrite", "--resume"], id="resume", marks=MATRIX),
+    ],
+)
+def test_killed_before_every_step(job, target, options):
+    is_there = "--overwrite" in options
     old = {"model.safetensors": b"old", "extra/notes.txt": b"old"}
     for step in itertools.count(1):
         shutil.rmtree(target, ignore_errors=True)
@@ -128,24 +135,6 @@ def test_signalled(job, target, number, code, message):
 
 
 # --- no room, and other errors of the system ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mount(tmp_path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a file system of a given size, if that is permitted."""
-    place = tmp_path / "mounted"
-    place.mkdir()
-    program = shutil.which("mount")
-
-    def mount_one(num_bytes: int) -> Path:
-        command = [program, "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", place]
-        if program is None or os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("no file system can be mounted here")
-        return place / "result"
-
-    yield mount_one
-    if place.is_mount():
-        subprocess.run(["umount", place], check=True)
 
 
 def test_too_little_space_is_found_before_the_copy(job, mount):

@@ -24,6 +24,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import shardconv
+from shardconv.checkpoint.copy import CopyJob
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.planning import PlanOptions
 from shardconv.checkpoint.split import split_by
@@ -38,6 +39,7 @@ from shardconv.runtime.run import RunOptions, check_run, run_rank
 from tests.support.checkpoints import DEMO, contents, write_index
 from tests.support.command import Result, call
 from tests.support.external import meta_ranks, meta_tensors, write_meta
+from tests.support.faults import failing
 from tests.support.matrix import cases
 from tests.support.models import change_config, read
 from tests.support.torch_files import list_in_process
@@ -110,6 +112,11 @@ def damaged(outcome: Outcome, **others: Outcome) -> Expected:
     return every(OF_SOURCE, na("the source is unchanged")) | every(OF_SPLIT, outcome) | commands
 
 
+def only_split(outcome: Outcome) -> Expected:
+    """Outcomes of a split that resumes an interrupted one."""
+    return every(COMMANDS, na("nothing was interrupted")) | {"split": outcome}
+
+
 # --- changes --------------------------------------------------------------------------------------------------------
 
 Change = Callable[[Path], None]
@@ -149,6 +156,25 @@ def in_place(source: Path) -> None:
     with (source / "model.safetensors").open("r+b") as file:
         file.seek(-8, 2)
         file.write(b"another.")
+
+
+def other_values(source: Path) -> None:
+    """Change all values, but neither the size nor the time of the file."""
+    path = source / "model.safetensors"
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    save_file({name: tensor + 1 for name, tensor in read(source).items()}, path, metadata={"format": "pt"})
+    os.utime(path, ns=times)
+
+
+def flip_all(staged: Path) -> None:
+    """Change all bytes of the files in a staging folder."""
+    for path in staged.rglob("*.safetensors"):
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+
+
+def damage_journal(staged: Path) -> None:
+    lines = (staged / "journal").read_bytes().split(b"\n")
+    (staged / "journal").write_bytes(b"\n".join([lines[0], lines[1].replace(b"split", b"merge"), *lines[2:]]))
 
 
 def config(**fields: Any) -> Change:
@@ -402,6 +428,7 @@ class Case:
         damage: a change of the split checkpoint, after the split of an unchanged source.
         base: the model type.
         while_split: a change of the source while it is split.
+        interrupted: a change of the source and the staging folder between a split that fails and one that resumes it.
         has_plan: whether plan and split get the plan file that the change wrote.
         options: further options of plan and split.
         left_out: files of the source that these options exclude.
@@ -415,6 +442,7 @@ class Case:
     damage: Damage | None = None
     base: str = "llama"
     while_split: Change | None = None
+    interrupted: Damage | None = None
     has_plan: bool = False
     options: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -755,6 +783,21 @@ CASES: Mapping[str, Case] = {
         every(COMMANDS, na("nothing else reads the source then")) | {"split": error("config.json", "changed")},
         while_split=config(num_key_value_heads=8),
     ),
+    # interrupted runs
+    "resumed split": Case(only_split(RIGHT), interrupted=lambda *_: None),
+    "resumed split with damaged rank files": Case(only_split(RIGHT), interrupted=lambda _, staged: flip_all(staged)),
+    "resumed split with a damaged journal": Case(
+        only_split(error("target", "the journal of the interrupted run is damaged")),
+        interrupted=lambda _, staged: damage_journal(staged),
+    ),
+    "resumed split of a modified source": Case(
+        only_split(error("model.safetensors", "is not as in the interrupted run")),
+        interrupted=lambda source, _: in_place(source),
+    ),
+    "resumed split of other values with the same time": Case(
+        only_split(error("target", "another sample of the source's values")),
+        interrupted=lambda source, _: other_values(source),
+    ),
     # split checkpoints
     "additional rank file of another tp": Case(
         damaged(RIGHT, verify=warning(NATIVE.rank_file(0, 2)),
@@ -818,7 +861,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 246, "error": 301, "warning": 8, "na": 485}
+COUNTS = {"right": 248, "error": 304, "warning": 8, "na": 530}
 
 
 def counts() -> Counter[str]:
@@ -952,10 +995,18 @@ def split(case: Case, source: Path, _: Path, target: Path, __: Any) -> Found:
         for name, tensor in found.items():
             check_shards(case, name, tensor, [file[name] for file in files])
 
+    arguments = ["split", source, "--tp", TP, "-o", target, "-q", *options_of(case, source)]
     with pytest.MonkeyPatch.context() as patch:
         if case.while_split is not None:
             change_during(patch, lambda: case.while_split(source))
-        result = call("split", source, "--tp", TP, "-o", target, "-q", *options_of(case, source))
+        if case.interrupted is not None:
+            patch.setattr("shardconv.checkpoint.split.STRIPE_BYTES", 4096)
+            arguments += ["--resume", "--threads", 1]
+            with pytest.MonkeyPatch.context() as failure:
+                failure.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, 3))
+                assert call(*arguments).code == 1
+            case.interrupted(source, target.with_name(f".{target.name}.partial"))
+        result = call(*arguments)
     return of_result(result, check)
 
 
@@ -1203,7 +1254,8 @@ def test_outcome(inputs, ranks, tmp_path, name, command):
     case, (source, place) = CASES[name], inputs(name)
     outcome, target = case.expected[command], tmp_path / "target"
     found = RUNNERS[command](case, source, place, target, ranks)
-    problem = wrong(outcome, found, list(tmp_path.iterdir()))
+    left = [path for path in tmp_path.iterdir() if case.interrupted is None or path.suffix != ".partial"]
+    problem = wrong(outcome, found, left)
     assert not problem, f"expected {outcome.kind}: {problem}"
     if outcome.kind == "right":
         found.check()

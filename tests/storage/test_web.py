@@ -8,11 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 import shardconv
+from shardconv.checkpoint.copy import CopyJob
 from shardconv.errors import SourceError, UsageError
 from shardconv.storage import table
 from shardconv.storage.url import parse
 from tests.support.checkpoints import contents
 from tests.support.command import call
+from tests.support.faults import failing
 from tests.support.s3_server import environment
 from tests.support.web_server import HEADER_REQUESTS, WebServer, num_requests, serve
 
@@ -37,6 +39,20 @@ def test_split_fetches_each_byte_of_the_weights_once(made, web, tmp_path):
     weights = [request for request in web.log if request.path.endswith(".safetensors")]
     needed = sum(len(data) for name, data in contents(made / "model").items() if name.endswith(".safetensors"))
     assert sum(request.sent for request in weights) <= 1.02 * needed
+
+
+def test_an_interrupted_split_is_resumed_unless_the_file_changed(made, web, tmp_path, monkeypatch):
+    monkeypatch.setattr("shardconv.checkpoint.split.STRIPE_BYTES", 4096)
+    shardconv.split(made / "model", tmp_path / "expected", tp=2)
+    arguments = ["split", f"{web.url}/models/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out", "--resume"]
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, 3))
+        assert "finished stripes are kept" in call(*arguments, "--threads", "1").err
+    web.tag = "v2"
+    assert f"{web.url}/models/model/{FILE} is not as in the interrupted run" in call(*arguments).err
+    web.tag = "v1"
+    assert json.loads(call(*arguments, "--json").out)["resumed_bytes"] > 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
 def test_plan_reads_headers_only(made, web):

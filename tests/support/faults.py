@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from shardconv.checkpoint.copy import CopyJob
 from shardconv.checkpoint.merge import merge
 from shardconv.checkpoint.reshard import reshard
 from shardconv.checkpoint.split import split
@@ -92,6 +93,17 @@ def failing(function: Callable[..., Any], after: int) -> Callable[..., Any]:
         return function(*arguments, **options)
 
     return fail
+
+
+#: Modules of shardconv.checkpoint that have a STRIPE_BYTES for what they write.
+STRIPE_MODULES = ("split", "merge", "pad", "meta_writer")
+
+
+def interrupt(job: Job, target: Path, num_stripes: int, *options: str) -> Result:
+    """Run it in this process with --resume, and let it fail after it has copied some stripes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, num_stripes))
+        return job.call(target, "--resume", "--threads", "1", *options)
 
 
 def refuse_to_list(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -1,0 +1,653 @@
+"""Interrupted runs that are continued with --resume: killed, interrupted, out of space, with other sources or options.
+
+The result is that of an uninterrupted run, and stripes that were on the disk are not copied again.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pytest
+
+import shardconv
+from shardconv.checkpoint import job as job_module
+from shardconv.checkpoint import staging
+from shardconv.checkpoint.copy import CopyJob
+from shardconv.checkpoint.shards import ShardWriter
+from shardconv.errors import OutputError
+from tests.support.checkpoints import (
+    contents,
+    entries,
+    llama_config,
+    safetensors_bytes,
+    write_checkpoint,
+    write_config,
+)
+from tests.support.command import Result, call, finish, start
+from tests.support.faults import STRIPE_MODULES, Job, beside, check_done, interrupt
+from tests.support.matrix import cases
+
+pytestmark = pytest.mark.usefixtures("_small_stripes", "_sources_stay_as_they_are")
+
+STRIPE_BYTES, THREADS = 4096, 2
+#: For what does not depend on the command.
+OF_SPLIT = pytest.mark.parametrize("job", ["split"], indirect=True)
+
+#: A slow disk, small stripes, and a log of the bytes that are copied.
+COUNTING = f"""
+import os, signal, time
+import shardconv.checkpoint.copy as engine
+engine.STRIPE_BYTES = {STRIPE_BYTES}
+from shardconv.checkpoint.shards import ShardWriter
+log = os.open(os.environ["COPIED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+put = ShardWriter.put
+def counted(self, state, span, block, scratch):
+    time.sleep(0.005)
+    put(self, state, span, block, scratch)
+    os.write(log, b"%d\\n" % len(block))
+ShardWriter.put = counted
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_stripes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in STRIPE_MODULES:
+            patch.setattr(f"shardconv.checkpoint.{module}.STRIPE_BYTES", STRIPE_BYTES)
+        yield
+
+
+def journal_of(target: Path) -> Path:
+    return target.parent / f".{target.name}.partial" / "journal"
+
+
+def recorded(target: Path) -> set[int]:
+    """The stripes of the complete records in a journal."""
+    *lines, _ = journal_of(target).read_bytes().split(b"\n")
+    return {json.loads(line.partition(b" ")[2])["stripe"] for line in lines[2:]}
+
+
+class Counted:
+    """The stripes and bytes that are copied while this context is open."""
+
+    def __init__(self) -> None:
+        self.stripes: set[int] = set()
+        self.num_bytes = 0
+
+    def __enter__(self) -> Self:
+        put, lock = ShardWriter.put, threading.Lock()
+
+        def counted(writer: ShardWriter, state: Any, span: Any, block: Any, scratch: Any) -> None:
+            with lock:
+                self.stripes.add(state.number)
+                self.num_bytes += len(block)
+            put(writer, state, span, block, scratch)
+
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(ShardWriter, "put", counted)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+
+def resume(job: Job, target: Path) -> tuple[int, Counted]:
+    """Continue a run, and check the result; returns the bytes that it kept, and what it copied."""
+    with Counted() as copied:
+        result = job.call(target, "--resume", "--json")
+    check_done(result, job, target)
+    return json.loads(result.out)["resumed_bytes"], copied
+
+
+# --- killed ---------------------------------------------------------------------------------------------------------
+
+
+def copied_bytes(log: Path) -> int:
+    return sum(map(int, log.read_text().split())) if log.exists() else 0
+
+
+def start_counting(job: Job, target: Path, log: Path, *options: str) -> subprocess.Popen[str]:
+    return start(*job.arguments, "-o", target, "--threads", THREADS, *options, patch=COUNTING, env={"COPIED": str(log)})
+
+
+def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+    while process.poll() is None and not condition():
+        time.sleep(0.001)
+
+
+KILLS = [("split", 4), ("split", 34), ("merge", 33), ("reshard", 33)]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("job", "kills"), cases(KILLS, lambda _, kills: kills == 4), indirect=["job"])
+def test_killed_at_random_moments(job, target, tmp_path, kills):
+    """Every run is one that continues, and the first of them starts; at most one stripe per thread is copied twice."""
+    log, moments = tmp_path / "log", random.Random(0)
+    check_done(finish(start_counting(job, target, log)), job, target)
+    once = copied_bytes(log)
+    killed = num_in_a_row = 0
+    while killed < kills or num_in_a_row:
+        if target.exists():
+            shutil.rmtree(target)
+            log.unlink()
+        before = copied_bytes(log)
+        process = start_counting(job, target, log, "--resume")
+        if killed < kills:
+            wait_until(process, lambda before=before: copied_bytes(log) > before)
+            time.sleep(moments.uniform(0, 0.05))
+            process.kill()
+        result = finish(process)
+        if result.code == -signal.SIGKILL:
+            killed, num_in_a_row = killed + 1, num_in_a_row + 1
+            continue
+        check_done(result, job, target)
+        assert 0 <= copied_bytes(log) - once <= num_in_a_row * THREADS * STRIPE_BYTES
+        num_in_a_row = 0
+
+
+@OF_SPLIT
+def test_a_run_that_was_killed_without_the_option_is_continued(job, target, tmp_path):
+    process = start_counting(job, target, tmp_path / "log")
+    wait_until(process, lambda: journal_of(target).exists() and len(recorded(target)) > 2)
+    process.kill()
+    assert finish(process).code == -signal.SIGKILL
+    before = recorded(target)
+    kept_bytes, copied = resume(job, target)
+    assert kept_bytes > 0
+    assert not before & copied.stripes
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [(signal.SIGINT, 130, "interrupted; finished stripes"), (signal.SIGTERM, 143, "terminated; finished stripes")],
+)
+@OF_SPLIT
+def test_signalled(job, target, tmp_path, number, code, message):
+    process = start_counting(job, target, tmp_path / "log", "--resume")
+    wait_until(process, lambda: journal_of(target).exists() and len(recorded(target)) > 2)
+    process.send_signal(number)
+    result = finish(process)
+    assert result.code == code
+    assert f"shardconv: {message} are kept in {journal_of(target).parent}: run the same command again" in result.err
+    before = recorded(target)
+    _, copied = resume(job, target)
+    assert not before & copied.stripes
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_finished_stripes_are_kept_after_an_error(job, target):
+    result = interrupt(job, target, 3)
+    assert result.code == 1
+    assert f"Input/output error; finished stripes are kept in {journal_of(target).parent}: run" in result.err
+    assert result.err.count("\n") == 1
+    before = recorded(target)
+    kept_bytes, copied = resume(job, target)
+    assert len(before) == 3
+    assert not before & copied.stripes
+    with Counted() as everything:
+        job.function(job.source, target.with_name("again"))
+    assert kept_bytes + copied.num_bytes == everything.num_bytes
+
+
+def test_a_run_that_starts_keeps_nothing_and_counts_nothing(job, target):
+    kept_bytes, _ = resume(job, target)
+    assert kept_bytes == 0
+
+
+@OF_SPLIT
+def test_nothing_is_left_after_an_error_before_the_first_stripe(job, target):
+    assert interrupt(job, target, 0).code == 1
+    assert beside(target) == []
+
+
+def test_a_run_without_the_option_starts_over(job, target):
+    interrupt(job, target, 3)
+    with Counted() as copied:
+        check_done(job.call(target), job, target)
+    assert 0 in copied.stripes
+
+
+@OF_SPLIT
+def test_text_says_what_was_kept(job, target):
+    interrupt(job, target, 3)
+    result = job.call(target, "--resume")
+    assert "resumed: 1" in result.out
+    assert "kB were already written" in result.out
+
+
+@OF_SPLIT
+def test_progress_counts_stripes_that_are_kept(job, target):
+    interrupt(job, target, 3)
+    calls: list[tuple[int, int]] = []
+    report = job.function(job.source, target, resume=True, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1] > report.resumed_bytes > 0
+
+
+def test_full_disk(job, mount):
+    """After room was made, the run continues."""
+    size = sum(map(len, job.expected.values()))
+    target = mount(int(size * 0.6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "check_room", lambda *_: None)
+        result = job.call(target, "--resume", "--threads", "1")
+    assert f"{target}: the disk is full: free some space; finished stripes are kept in" in result.err
+    before = recorded(target)
+    assert job.call(target, "--resume").err.startswith(f"shardconv: {target}: the disk has too little free space")
+    subprocess.run(["mount", "-o", f"remount,size={size + 400_000}", target.parent], check=True)
+    kept_bytes, copied = resume(job, target)
+    assert kept_bytes > 0
+    assert not before & copied.stripes
+
+
+@OF_SPLIT
+def test_room_that_kept_stripes_take_is_not_needed_again(job, mount):
+    """Beside them, the disk is too small for a whole checkpoint."""
+    size = sum(map(len, job.expected.values()))
+    target = mount(2 * size)
+    interrupt(job, target, 15)
+    kept = sum(path.stat().st_blocks * 512 for path in journal_of(target).parent.rglob("*.safetensors"))
+    free = shutil.disk_usage(target.parent).free
+    with (target.parent / "other").open("wb") as file:
+        file.write(bytes(free - size + kept // 2))
+    assert shutil.disk_usage(target.parent).free < size
+    result = job.call(target, "--resume")
+    assert result.code == 0, result.err
+    assert contents(target) == job.expected
+
+
+@OF_SPLIT
+def test_read_only_folder(job, mount):
+    target = mount(2_000_000)
+    interrupt(job, target, 3)
+    before = contents(target.parent)
+    subprocess.run(["mount", "-o", "remount,ro", target.parent], check=True)
+    result = job.call(target, "--resume")
+    assert (result.code, "Read-only file system" in result.err, result.err.count("\n")) == (1, True, 1)
+    subprocess.run(["mount", "-o", "remount,rw", target.parent], check=True)
+    assert contents(target.parent) == before
+    resume(job, target)
+
+
+# --- another job ----------------------------------------------------------------------------------------------------
+
+
+def refused(job: Job, target: Path, message: str, *options: str) -> None:
+    """Check that a run is not continued, that nothing is lost, and that it can be continued or started over."""
+    before = contents(target.parent)
+    result = job.call(target, "--resume", *options)
+    assert (result.code, result.err.count("\n")) == (1, 1)
+    assert message in result.err
+    assert "remove --resume to start over" in result.err
+    assert contents(target.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tp", "8"], "the interrupted run has another tp (got 8, expected {tp}): repeat its command"),
+        (["--layout", "vllm"], "another layout (got vllm, expected native)"),
+        (["--max-file-size", "20000"], "another maximum file size (got 20000, expected None)"),
+        (["--for", "vllm"], "engine is not as in the interrupted run (got vllm, expected None)"),
+    ],
+)
+@pytest.mark.parametrize("job", ["split", "reshard"], indirect=True)
+def test_other_options(job, target, options, message):
+    interrupt(job, target, 3)
+    tp = job.arguments[-1]
+    refused(job, target, message.format(tp=tp), *options)
+    resume(job, target)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtype", "fp32"], "another dtype (got fp32, expected None)"),
+        (["--replicate", "lm_head.weight"], "replicate is not as in the interrupted run"),
+    ],
+)
+@OF_SPLIT
+def test_other_options_of_split(job, target, options, message):
+    interrupt(job, target, 3)
+    refused(job, target, message, *options)
+
+
+def test_another_command(made, target):
+    split = Job(["split", str(made / "source"), "--tp", "2"], shardconv.split, made / "source", {})
+    interrupt(split, target, 3)
+    reshard = Job(["reshard", str(made / "split"), "--tp", "2"], shardconv.reshard, made / "split", {})
+    refused(reshard, target, "another command (got reshard, expected split)")
+
+
+def test_another_source(job, tmp_path, target):
+    """With equal names, sizes, times and contents."""
+    interrupt(job, target, 3)
+    other = job.on(shutil.copytree(job.source, tmp_path / "copy"))
+    refused(other, target, "the interrupted run has another source")
+    resume(job, target)
+
+
+def flip(path: Path, offset: int = -1) -> None:
+    """Change a byte, but neither size nor time."""
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def touch(path: Path) -> None:
+    os.utime(path, (1, 1))
+
+
+@pytest.mark.parametrize("change", [touch, lambda path: path.chmod(0o600)])
+def test_source_that_changed(job, tmp_path, target, change):
+    source = shutil.copytree(job.source, tmp_path / "copy")
+    job = job.on(source)
+    interrupt(job, target, 3)
+    path = min(source.glob("*.safetensors"))
+    change(path)
+    refused(job, target, f"{path} is not as in the interrupted run (got ")
+
+
+@OF_SPLIT
+def test_source_with_other_values_at_the_same_time(job, tmp_path, target):
+    """As an archive restores it, or a store that does not keep times."""
+    source = shutil.copytree(job.source, tmp_path / "copy")
+    job = job.on(source)
+    interrupt(job, target, 3)
+    for path in source.glob("*.safetensors"):
+        status, size = path.stat(), path.stat().st_size
+        header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+        path.write_bytes(path.read_bytes()[:header] + os.urandom(size - header))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    refused(job, target, "another sample of the source's values")
+
+
+@OF_SPLIT
+def test_another_version_of_shardconv(job, target, monkeypatch):
+    interrupt(job, target, 3)
+    monkeypatch.setattr(job_module, "__version__", "99.0")
+    refused(job, target, "another version of shardconv (got 99.0, expected ")
+
+
+# --- a damaged staging folder ---------------------------------------------------------------------------------------
+
+
+def staged_files(target: Path) -> list[Path]:
+    return sorted(journal_of(target).parent.rglob("*.safetensors"))
+
+
+def test_damaged_bytes_are_copied_again(job, target):
+    """One byte of every stripe that the journal has."""
+    interrupt(job, target, 8)
+    before = recorded(target)
+    for path in staged_files(target):
+        size = path.stat().st_size
+        for offset in range(0, size, 64):
+            flip(path, offset)
+    kept_bytes, copied = resume(job, target)
+    assert kept_bytes == 0
+    assert before <= copied.stripes
+
+
+def test_one_damaged_byte(job, target):
+    interrupt(job, target, 8)
+    before = recorded(target)
+    first = staged_files(target)[0]
+    header = 8 + int.from_bytes(first.read_bytes()[:8], "little")
+    flip(first, header + 1)
+    kept_bytes, copied = resume(job, target)
+    assert kept_bytes > 0
+    assert len(before & copied.stripes) == 1
+
+
+@OF_SPLIT
+@pytest.mark.parametrize("size", [0, 1000, 10**6])
+def test_staged_file_of_another_size(job, target, size):
+    interrupt(job, target, 8)
+    os.truncate(staged_files(target)[0], size)
+    resume(job, target)
+
+
+@OF_SPLIT
+def test_staged_file_that_is_missing(job, target):
+    interrupt(job, target, 8)
+    staged_files(target)[0].unlink()
+    resume(job, target)
+
+
+@OF_SPLIT
+@pytest.mark.parametrize("size", [1, 30])
+def test_torn_last_record(job, target, size):
+    interrupt(job, target, 3)
+    path, before = journal_of(target), recorded(target)
+    os.truncate(path, path.stat().st_size - size)
+    lost = before - recorded(target)
+    assert len(lost) == 1
+    _, copied = resume(job, target)
+    assert before & copied.stripes == lost
+
+
+@OF_SPLIT
+def test_records_after_a_torn_one_can_be_read(job, target):
+    interrupt(job, target, 3)
+    os.truncate(journal_of(target), journal_of(target).stat().st_size - 1)
+    interrupt(job, target, 6)
+    before = recorded(target)
+    _, copied = resume(job, target)
+    assert not before & copied.stripes
+
+
+@OF_SPLIT
+def test_damaged_record(job, target):
+    """Those after it are not trusted."""
+    interrupt(job, target, 3)
+    path = journal_of(target)
+    lines = path.read_bytes().split(b"\n")
+    lines[3] = lines[3].replace(b"stripe", b"strike")
+    path.write_bytes(b"\n".join(lines))
+    _, copied = resume(job, target)
+    assert len({0, 1, 2} - copied.stripes) <= 1
+
+
+@OF_SPLIT
+@pytest.mark.parametrize(
+    ("line", "text", "message"),
+    [
+        (0, b"shardconv journal 2", "has another format (got b'shardconv journal 2', expected 'shardconv journal 1')"),
+        (1, b"0 {}", "the journal of the interrupted run is damaged"),
+    ],
+)
+def test_journal_that_cannot_be_read(job, target, line, text, message):
+    interrupt(job, target, 3)
+    path = journal_of(target)
+    lines = path.read_bytes().split(b"\n")
+    lines[line] = text
+    path.write_bytes(b"\n".join(lines))
+    refused(job, target, message)
+    check_done(job.call(target), job, target)
+
+
+@OF_SPLIT
+@pytest.mark.parametrize("size", [0, 10, 25])
+def test_journal_without_a_job(job, target, size):
+    """The run was killed before it copied anything."""
+    interrupt(job, target, 3)
+    os.truncate(journal_of(target), size)
+    kept_bytes, _ = resume(job, target)
+    assert kept_bytes == 0
+
+
+@OF_SPLIT
+def test_other_files_in_the_staging_folder_are_removed(job, target):
+    interrupt(job, target, 3)
+    for name in ("tokenizer.json", "extra/other.txt"):
+        path = staged_files(target)[0].parent / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("other")
+    kept_bytes, _ = resume(job, target)
+    assert kept_bytes > 0
+
+
+# --- destinations ---------------------------------------------------------------------------------------------------
+
+
+def test_destination_that_is_complete(job, target):
+    check_done(job.call(target), job, target)
+    result = job.call(target, "--resume")
+    assert (result.code, "exists: choose another path with -o, or pass --overwrite" in result.err) == (1, True)
+    check_done(Result(0, "", ""), job, target)
+
+
+def test_overwrite(job, target):
+    """The old checkpoint stays until the new one is complete."""
+    target.mkdir()
+    (target / "model.safetensors").write_bytes(b"old")
+    interrupt(job, target, 3, "--overwrite")
+    assert contents(target) == {"model.safetensors": b"old"}
+    before = recorded(target)
+    with Counted() as copied:
+        check_done(job.call(target, "--resume", "--overwrite"), job, target)
+    assert not before & copied.stripes
+
+
+def test_two_runs_at_once(job, target, monkeypatch):
+    interrupt(job, target, 3)
+    is_writing, may_go_on = threading.Event(), threading.Event()
+    copy_stripe = CopyJob.copy_stripe
+
+    def wait_then_pass(*arguments: Any) -> None:
+        is_writing.set()
+        assert may_go_on.wait(60)
+        copy_stripe(*arguments)
+
+    monkeypatch.setattr(CopyJob, "copy_stripe", wait_then_pass)
+    first = threading.Thread(target=job.function, args=(job.source, target), kwargs={"resume": True})
+    first.start()
+    assert is_writing.wait(60)
+    try:
+        with pytest.raises(OutputError, match="result: another run is writing it"):
+            job.function(job.source, target, resume=True)
+    finally:
+        may_go_on.set()
+        first.join()
+    check_done(Result(0, "", ""), job, target)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dry-run"], "--dry-run writes nothing, so it cannot resume: remove --dry-run or --resume"),
+        (["--no-checksums"], "--resume compares what is on the disk with checksums: remove --no-checksums"),
+    ],
+)
+@OF_SPLIT
+def test_options_that_contradict(job, target, options, message):
+    result = job.call(target, "--resume", *options)
+    assert (result.code, message in result.err) == (2, True)
+    assert beside(target) == []
+
+
+# --- everything that is written -------------------------------------------------------------------------------------
+
+
+def make_finite(source: Path) -> None:
+    """Let all values of a checkpoint in bf16 be less than two."""
+    path = source / "model.safetensors"
+    data = path.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    path.write_bytes(data[:header] + (np.frombuffer(data[header:], "<u2") & 0x3FFF).tobytes())
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory, made) -> Path:
+    """An adapter of the source, a split of both, one without checksums, and other models."""
+    folder = tmp_path_factory.mktemp("others")
+    write_checkpoint(folder / "odd", config=llama_config(layers=1, heads=6, kv_heads=6, hidden=48, intermediate=90))
+    fields = {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": False}
+    make_finite(write_checkpoint(folder / "even", config=llama_config(layers=1, vocab=128) | fields))
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    specs = entries({f"{module}.lora_A.weight": ("F32", (4, 64)), f"{module}.lora_B.weight": ("F32", (64, 4))})
+    values = np.random.default_rng(0).standard_normal(512, np.float32)
+    (adapter / "adapter_model.safetensors").write_bytes(safetensors_bytes(specs, values.tobytes()))
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    shardconv.split(made / "source", folder / "with-adapter", tp=2, adapters=[adapter])
+    shardconv.split(made / "source", folder / "unchecked", tp=2, checksums=False)
+    shardconv.pad(folder / "odd", folder / "padded", tp=4)
+    return folder
+
+
+SPLIT = ["split", "{made}/source", "--tp", "2"]
+#: Commands, of which the first runs by default.
+FORMS = [
+    [*SPLIT, "--adapter", "{others}/adapter"],
+    ["split", "{others}/even", "--tp", "2", "--adapter", "{others}/adapter", "--merge-adapter"],
+    ["split", "{others}/even", "--tp", "2", "--layout", "meta"],
+    [*SPLIT, "--layout", "vllm"],
+    ["split", "{others}/even", "--tp", "2", "--layout", "dcp"],
+    [*SPLIT, "--max-file-size", "20kB"],
+    [*SPLIT, "--dtype", "fp32"],
+    ["split", "{made}/source", "--tp", "8", "--pad"],
+    ["merge", "{others}/with-adapter"],
+    ["merge", "{made}/split", "FILE"],
+    ["merge", "{others}/unchecked"],
+    ["reshard", "{others}/with-adapter", "--tp", "4"],
+    ["reshard", "{others}/unchecked", "--tp", "4"],
+    ["pad", "{others}/odd", "--multiple-of", "tp=4", "--no-check-model"],
+    ["unpad", "{others}/padded"],
+]
+
+
+@pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for words in FORMS])
+def test_every_form(made, others, target, words):
+    if words[-1] == "FILE":
+        words, target = words[:-1], target.with_suffix(".safetensors")
+    arguments = [word.format(made=made, others=others) for word in words]
+    expected = target.parent.parent / target.name
+    assert call(*arguments, "-o", expected).code == 0
+    job = Job(arguments, shardconv.split, Path(arguments[1]), {})
+    assert "finished stripes are kept" in interrupt(job, target, 4).err
+    before = recorded(target)
+    with Counted() as copied:
+        result = job.call(target, "--resume", "--json")
+    assert result.code == 0, result.err
+    assert beside(target) == [target.name]
+    assert json.loads(result.out)["resumed_bytes"] > 0
+    assert len(before & copied.stripes) <= (1 if "adapter" in " ".join(words) else 0)
+    read = contents if expected.is_dir() else Path.read_bytes
+    assert read(target) == read(expected)
+
+
+def test_changed_settings_of_an_adapter_that_is_merged(others, tmp_path, target):
+    adapter = shutil.copytree(others / "adapter", tmp_path / "adapter")
+    arguments = ["split", str(others / "even"), "--tp", "2", "--adapter", str(adapter), "--merge-adapter"]
+    job = Job(arguments, shardconv.split, others / "even", {})
+    interrupt(job, target, 4)
+    path = adapter / "adapter_config.json"
+    path.write_text(path.read_text().replace("8", "9"))
+    refused(job, target, f"{path} is not as in the interrupted run")
+
+
+def test_changed_config(made, tmp_path, target):
+    source = shutil.copytree(made / "source", tmp_path / "copy")
+    job = Job(["split", str(source), "--tp", "2"], shardconv.split, source, {})
+    interrupt(job, target, 4)
+    write_config(source, llama_config(layers=1) | {"rope_theta": 5})
+    refused(job, target, "config.json is not as in the interrupted run")
