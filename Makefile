@@ -2,8 +2,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
+OLDEST := .venv-oldest
+EMPTY  := .venv-empty
 
-.PHONY: demo test test-torchao test-matrix test-models test-vllm vllm-names check docs bench clean
+.PHONY: demo test test-torchao test-matrix test-models test-oldest test-vllm vllm-names check dist docs bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +48,17 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 test-vllm: $(VLLM)/.installed $(VENV)/vision
 	$(VLLM)/bin/python -m pytest -p no:warnings tests/engines/vllm
 
+# the oldest versions of dependencies that pyproject.toml allows
+$(OLDEST)/.installed: pyproject.toml $(VENV)/.installed
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(BIN)/python -m tools.oldest > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt --editable '.[remote,transformers]' --group test-core
+	touch $@
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal tests/test_cli.py tests/commands tests/plan tests/checkpoint tests/storage
+
 check: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -57,6 +70,16 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
+# the files of a release; the wheel runs the demo in an environment without anything else
+dist: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dist
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv --clear $(EMPTY)
+	$(EMPTY)/bin/python -m pip install --quiet --constraint constraints.txt "$$(echo dist/*.whl)[transformers]"
+	PATH="$(CURDIR)/$(EMPTY)/bin:$$PATH" sh examples/demo.sh
+
 bench: $(VENV)/.installed $(VLLM)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks
@@ -65,4 +88,4 @@ vllm-names: $(VENV)/.installed $(VENV)/vision $(VLLM)/.installed
 	PYTHONPATH="$(CURDIR)/$(VENV)/vision" $(BIN)/python -m tools.vllm_names --vllm $(VLLM)/bin/python
 
 clean:
-	rm -rf $(VENV) $(VLLM)
+	rm -rf $(VENV) $(VLLM) $(OLDEST) $(EMPTY) dist

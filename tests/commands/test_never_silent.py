@@ -1172,7 +1172,7 @@ def _listed_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def _proofs_on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
     """Run proofs on existing processes, as the start of new ones takes seconds."""
 
-    def proofs(folder: Path, source: Any, plans: Mapping[int, Any], request: Any) -> tuple[Proof, ...]:
+    def proofs(folder: Path, source: Any, plans: Mapping[int, Any], request: Any, _: Any) -> tuple[Proof, ...]:
         made = []
         kind = source.config["architectures"][0]
         for tp, plan in plans.items():
