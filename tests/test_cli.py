@@ -523,6 +523,15 @@ def test_public_name_exists(name):
     assert getattr(shardconv, name) is not None
 
 
+def test_plan_is_a_package_that_names_the_functions():
+    with pytest.raises(TypeError, match=r"shardconv.plan is a package: use shardconv.make_plan"):
+        shardconv.plan("tiny", tp=2)
+
+
+def test_representation_of_a_plan_is_short(made):
+    assert repr(shardconv.make_plan(made / "tiny", tp=2)) == "Plan(tp=2, family='llama', 12 tensors)"
+
+
 def test_dir_has_the_public_names():
     assert dir(shardconv) == shardconv.__all__
 

@@ -74,7 +74,7 @@ def check_room(
     if needed > room:
         raise RunError(
             f"the values are {size(needed)} and {device} has room for {size(room)}: use more ranks "
-            f"(--tp {2 * tp}; for a split checkpoint shardconv reshard ... --tp {2 * tp})"
+            f"(--tp {2 * tp}, for a split checkpoint shardconv reshard DIR --tp {2 * tp})"
         )
 
 

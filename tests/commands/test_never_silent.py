@@ -28,7 +28,7 @@ from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.planning import PlanOptions
 from shardconv.checkpoint.split import split_by
 from shardconv.commands.split import split as split_command
-from shardconv.errors import ShardconvError
+from shardconv.errors import ShardconvError, command_line
 from shardconv.layouts.layout import NATIVE
 from shardconv.proof import prove
 from shardconv.proof.ranks import SPLIT, sharded_fraction
@@ -1040,6 +1040,7 @@ def ran(found: list[Any], source: Path) -> Found:
     return Found("\n".join(messages).strip(), "\n".join(found[0][2]), check)
 
 
+@command_line()
 def run_on_rank(
     _: Any, place: Path, against: Path | None, dequantize: bool
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
@@ -1087,6 +1088,7 @@ def loaded(found: list[Any], source: Path) -> Found:
 IDS = torch.arange(3, 12).view(1, -1)
 
 
+@command_line()
 def load_on_rank(axis: Any, place: Path, options: dict[str, Any]) -> tuple[str, torch.Tensor | None, list[str]]:
     """Returns the message of an error, the logits, and the warnings."""
     try:
