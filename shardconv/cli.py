@@ -34,7 +34,7 @@ shardconv -h lists the commands, and shardconv COMMAND -h the options of one.\
 
 
 class _NoCommand(click.exceptions.NoArgsIsHelpError):
-    """There is no command: shows the first steps."""
+    """The error for a missing command, which shows the first steps."""
 
     def format_message(self) -> str:
         """The first steps."""

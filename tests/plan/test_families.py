@@ -754,6 +754,28 @@ def test_families_are_listed_by_a_model_type():
     assert "qwen2_vl" in [kind for kinds in found.values() for kind in kinds]
 
 
+@pytest.mark.parametrize(
+    ("word", "similar"),
+    [
+        ("mistrl", "mistral"),
+        ("LlamaForCausalLM", "llama"),
+        ("gpt-neox2", "gpt_neox"),
+        ("deepseek-v33", "deepseek_v3"),
+        ("xyzzy", None),
+    ],
+)
+def test_list_of_families_has_similar_names(word, similar):
+    """Names of the same series of models first, whose names begin with the same letters."""
+    found = json.loads(call("plan", "--list-families", word, "--json").out)
+    assert (found["families"], next(iter(found["similar"]), None)) == ({}, similar)
+
+
+def test_families_are_found_in_any_spelling():
+    found = [call("plan", "--list-families", word, "--json").out for word in ("qwen3_moe", "Qwen3-MoE", "qwen3moe")]
+    assert len(set(found)) == 1
+    assert "qwen3_moe" in found[0]
+
+
 def test_transformers_saves_a_tensor_for_each_expert(checkpoint):
     """In memory they are packed; the packed models of models.py have the other form on disk."""
     for name in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"):
