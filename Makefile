@@ -2,8 +2,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
+OLDEST := .venv-oldest
+EMPTY  := .venv-empty
 
-.PHONY: demo test test-torchao test-matrix test-models test-vllm vllm-names check docs picture bench clean
+.PHONY: demo test test-torchao test-matrix test-models test-oldest test-vllm vllm-names check dist docs picture bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +48,23 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 test-vllm: $(VLLM)/.installed $(VENV)/vision
 	$(VLLM)/bin/python -m pytest -p no:warnings tests/engines/vllm
 
+# the oldest versions of dependencies that pyproject.toml allows: of the package and [remote], then of [transformers] as well
+$(OLDEST)/.installed: pyproject.toml $(VENV)/.installed
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(BIN)/python -m tools.oldest > $(OLDEST)/core.txt
+	$(BIN)/python -m tools.oldest remote >> $(OLDEST)/core.txt
+	$(BIN)/python -m tools.oldest torch transformers > $(OLDEST)/models.txt
+	$(OLDEST)/bin/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(OLDEST)/bin/python -m pip install --quiet --requirement $(OLDEST)/core.txt --editable . --group test-core
+	touch $@
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -k "not public_name_exists" tests/test_cli.py tests/test_wheel.py tests/commands/test_help.py tests/storage/test_web.py \
+		tests/checkpoint/test_copy.py tests/checkpoint/test_layout.py tests/checkpoint/test_source.py
+	$(OLDEST)/bin/python -m pip install --quiet --requirement $(OLDEST)/models.txt
+	$(OLDEST)/bin/python -m pytest tests/checkpoint/test_split.py tests/plan/test_families.py tests/runtime/test_load.py
+	rm $(OLDEST)/.installed
+
 check: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -60,6 +79,16 @@ docs: $(VENV)/.installed
 picture: $(VENV)/.installed
 	$(BIN)/python -m tools.picture
 
+# the files of a release; the wheel runs the demo in an environment without anything else
+dist: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dist
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv --clear $(EMPTY)
+	$(EMPTY)/bin/python -m pip install --quiet --constraint constraints.txt "$$(echo dist/*.whl)[transformers]"
+	PATH="$(CURDIR)/$(EMPTY)/bin:$$PATH" sh examples/demo.sh
+
 bench: $(VENV)/.installed $(VLLM)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks
@@ -68,4 +97,4 @@ vllm-names: $(VENV)/.installed $(VENV)/vision $(VLLM)/.installed
 	PYTHONPATH="$(CURDIR)/$(VENV)/vision" $(BIN)/python -m tools.vllm_names --vllm $(VLLM)/bin/python
 
 clean:
-	rm -rf $(VENV) $(VLLM)
+	rm -rf $(VENV) $(VLLM) $(OLDEST) $(EMPTY) dist

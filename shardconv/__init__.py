@@ -149,6 +149,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "plan":  # tells the functions of that command
+        return importlib.import_module("shardconv.plan")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} does not have an attribute {name!r}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

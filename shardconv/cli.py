@@ -17,18 +17,52 @@ from shardconv.commands.run import run
 from shardconv.commands.split import split
 from shardconv.commands.verify import verify
 from shardconv.console import open_streams, show_error
-from shardconv.errors import PeerError, WorldSizeError, is_connection_error
+from shardconv.errors import PeerError, WorldSizeError, command_line, is_connection_error
 from shardconv.exits import Terminated, default_signals, describe, exit_at_once, ignore_signals, raise_on_signals
 from shardconv.parent import PARENT, exit_with_parent
 
+_FIRST_STEPS = """\
+shardconv shards checkpoints for tensor parallelism, one file per rank.
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, message="shardconv %(version)s")
+  shardconv plan SRC                       Show the supported numbers of ranks.
+  shardconv split SRC --tp 8               Write SRC-tp8, one file per rank.
+  shardconv run SRC-tp8 --prompt "Hello"   Run it, one process per rank.
+
+SRC is a checkpoint: a folder, a file, or a URL such as hf://org/model.
+shardconv -h lists the commands, and shardconv COMMAND -h the options of one.\
+"""
+
+
+class _NoCommand(click.exceptions.NoArgsIsHelpError):
+    """The error for a missing command, which shows the first steps."""
+
+    def format_message(self) -> str:
+        """The first steps."""
+        return _FIRST_STEPS
+
+
+class _Group(click.Group):
+    """The commands, in the order in which they are added."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names of the commands."""
+        del ctx
+        return list(self.commands)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Show the first steps where no command is given."""
+        if not args and not ctx.resilient_parsing:
+            raise _NoCommand(ctx)
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="shardconv %(version)s", help="Show the version, and exit.")
 def cli() -> None:
-    """Split safetensors checkpoints into tensor-parallel shards, one per rank, and merge them back byte for byte."""
+    """Shard checkpoints for tensor parallelism, one file per rank, and merge them back byte for byte."""
 
 
-for _command in (split, merge, reshard, verify, plan, run, pad, unpad, prove_rank):
+for _command in (plan, split, run, merge, reshard, verify, pad, unpad, prove_rank):
     cli.add_command(_command)
 
 
@@ -42,20 +76,26 @@ def main() -> NoReturn:
     open_streams()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's linear algebra would start threads that nothing uses
     gc.disable()  # headers and plans are many objects and no cycles; a collection takes as long as the plan itself
-    code: str | int | None = 0
+    with command_line():
+        code = _run()
+    ignore_signals()
+    sys.exit(code)
+
+
+def _run() -> str | int | None:
+    """Run the command of the arguments; returns the exit code."""
     try:
         cli.main(prog_name="shardconv", standalone_mode=False)
     except SystemExit as exit_:
-        code = exit_.code
+        return exit_.code
     except (Exception, KeyboardInterrupt, Terminated) as error:
         ignore_signals()
         if "--debug" in sys.argv:
             raise
         if os.environ.get("RANK"):
             exit_at_once(_report_rank(error))
-        code = _report(error)
-    ignore_signals()
-    sys.exit(code)
+        return _report(error)
+    return 0
 
 
 def _report(error: BaseException) -> int:

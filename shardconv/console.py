@@ -1,30 +1,26 @@
 """Output: results on stdout, everything else on stderr. No other module prints.
 
-Owns the text and the ``--json`` form of reports, and the progress bar. Imports rich only for tables and for bars on a
-terminal. Reports are dataclasses.
+Owns the text and the ``--json`` form of reports, and opens the display of progress. Imports rich only for tables.
+Reports are dataclasses.
 """
 
 import dataclasses
 import json
 import os
+import shutil
 import sys
-import time
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import click
 
 from shardconv.exits import describe
-from shardconv.formatting import size
+from shardconv.progress import Bars, Display, Lines, Progress
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-#: Seconds between two lines of progress if stderr is not a terminal.
-LINE_SECONDS = 10.0
-
-Progress = Callable[[int, int], None]
 
 
 def open_streams() -> None:
@@ -47,6 +43,7 @@ class Console:
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
         self._as_json = as_json
         self._quiet = quiet
+        self._shown: Display | None = None
 
     def report(
         self,
@@ -93,8 +90,13 @@ class Console:
             click.echo("\n".join(lines), err=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table for people."""
+        """Print a table for people; on a terminal that is too narrow for it, some lines for each row."""
         if self._as_json or self._quiet:
+            return
+        widths = [max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True)]
+        terminal_width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sum(widths)
+        if sum(widths) - 2 > terminal_width:
+            click.echo("\n".join(_entries(columns, rows, terminal_width)))
             return
         from rich.console import Console as RichConsole
         from rich.table import Table
@@ -104,54 +106,48 @@ class Console:
             table.add_column(column, overflow="fold")
         for row in rows:
             table.add_row(*(cell.replace("[", r"\[") for cell in row))
-        widths = [max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True)]
-        width = None if sys.stdout.isatty() else max(sum(widths), 80)
-        console = RichConsole(width=width, highlight=False)
+        console = RichConsole(
+            width=max(terminal_width, 80), height=25, highlight=False
+        )  # a dumb terminal has 80 columns else
         with console.capture() as captured:
             console.print(table)
         click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
-    def progress(self, what: str, *, counts: bool = False) -> AbstractContextManager[Progress | None]:
+    @contextmanager
+    def progress(self, what: str, *, counts: bool = False) -> Iterator[Progress | None]:
         """A callback for progress: a bar on a terminal, a line every ten seconds elsewhere.
+
+        It is shown from the first call on. Activities can be nested: each has a bar, and its time begins with its
+        first call.
 
         Args:
             what: name of the activity.
             counts: whether amounts are counts instead of bytes.
         """
         if self._quiet:
-            return nullcontext()
-        return _bar(what, counts=counts) if sys.stderr.isatty() else _lines(what, counts=counts)
+            yield None
+            return
+        with self._display() as display:
+            yield display.activity(what, counts=counts)
+
+    @contextmanager
+    def _display(self) -> Iterator[Display]:
+        """The display of progress, which activities share."""
+        if self._shown is not None:
+            yield self._shown
+            return
+        display = Bars() if sys.stderr.isatty() else Lines(lambda line: click.echo(line, err=True))
+        with display as self._shown:
+            yield display
+        self._shown = None
 
 
-@contextmanager
-def _bar(what: str, *, counts: bool) -> Iterator[Progress]:
-    from rich.console import Console as RichConsole
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as RichProgress
-
-    amounts = (MofNCompleteColumn(),) if counts else (DownloadColumn(), TransferSpeedColumn())
-    columns = ("{task.description}", BarColumn(), *amounts, TimeRemainingColumn())
-    bar: RichProgress = RichProgress(*columns, console=RichConsole(stderr=True), transient=True)
-    with bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def _lines(what: str, *, counts: bool) -> Iterator[Progress]:
-    began = last = time.monotonic()
-
-    def show(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= LINE_SECONDS and done:
-            last = now
-            rate = done / (now - began)
-            left = (total - done) / rate
-            amounts = f"{done} of {total}" if counts else f"{size(done)} of {size(total)}, {size(rate)}/s"
-            click.echo(f"{what}: {amounts}, {left:.0f} s left", err=True)
-
-    yield show
+def _entries(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    """The lines of a table with the first cell of each row above the others, which are named."""
+    for name, *cells in rows:
+        yield from textwrap.wrap(name, width)
+        named = ", ".join(f"{column} {cell}" for column, cell in zip(columns[1:], cells, strict=True))
+        yield from textwrap.wrap(named, width, initial_indent="  ", subsequent_indent="  ")
 
 
 def show_error(error: BaseException, *, as_json: bool) -> int:

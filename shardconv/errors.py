@@ -11,14 +11,42 @@
         ├── PeerError             1   another rank failed and reported why
         └── NotHeldError          1   an engine reads elements of a tensor that are not on this rank
 
-A message is one text: what is wrong, in which file, tensor and rank, what was got and expected, and how to fix it.
+A message is one text: what is wrong, in which file, tensor and rank, what was got and expected, and how to fix it. It
+names options as the command line has them; in Python, exceptions show arguments instead (``option_names.py``).
 :class:`PlanWarning` is the only warning: a model is loaded with a plan that is based on assumptions.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardconv.option_names import in_python
+
+#: Whether this process is the command line.
+_is_command_line = False
 
 
-class ShardconvError(Exception):
+@contextmanager
+def command_line() -> Iterator[None]:
+    """Show options instead of arguments in messages, while this process is the command line."""
+    global _is_command_line  # noqa: PLW0603 - a fact about the process, which threads and nested messages share
+    before, _is_command_line = _is_command_line, True
+    try:
+        yield
+    finally:
+        _is_command_line = before
+
+
+class _NamesOptions(Exception):  # noqa: N818 - the base of errors and of a warning
+    """Its message names options of the command line."""
+
+    def __str__(self) -> str:
+        """The message, in Python with arguments in place of options."""
+        text = super().__str__()
+        return text if _is_command_line else in_python(text)
+
+
+class ShardconvError(_NamesOptions):
     """Base class of all errors that shardconv raises on purpose."""
 
     exit_code = 1
@@ -54,7 +82,7 @@ class RunError(ShardconvError):
     """A model cannot be run: wrong number of processes, or it cannot be built or loaded."""
 
 
-class PlanWarning(UserWarning):
+class PlanWarning(_NamesOptions, UserWarning):
     """A model is loaded with a plan that is based on assumptions or on user rules instead of a family."""
 
 

@@ -33,6 +33,14 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+def time_left(seconds: float) -> str:
+    """A duration for people, without fractions of a second."""
+    for longest, factor, unit in ((120, 1, "s"), (7200, 60, "min")):
+        if seconds < longest:
+            return f"{seconds / factor:.0f} {unit}"
+    return f"{seconds / 3600:.1f} h"
+
+
 def sizes(rank_bytes: tuple[int, ...]) -> str:
     """Bytes per rank: one size, or the range from the smallest to the largest."""
     low, high = size(min(rank_bytes)), size(max(rank_bytes))

@@ -8,13 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+import termios
 import threading
 from pathlib import Path
 
 import pytest
 
 import shardconv
-from shardconv import console, exits
+from shardconv import exits, progress
 from shardconv.checkpoint.copy import CopyJob
 from shardconv.checkpoint.merge import MergeReport
 from shardconv.checkpoint.plan_report import PlanReport, TensorReport
@@ -236,7 +237,7 @@ def test_default_name_from_inside_the_folder(made, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], 2, "Usage: shardconv"),
+        ([], 2, "shardconv plan SRC"),
         (["nonsense"], 2, "No such command 'nonsense'"),
         (["split"], 2, "Missing argument 'SRC'"),
         (["split", "x"], 2, "Missing option '--tp'"),
@@ -321,7 +322,7 @@ def test_version():
 
 def test_progress_without_a_terminal(commands, monkeypatch):
     """Lines on stderr, at intervals."""
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     result = call(*commands["split"], "--json")
     lines = result.err.splitlines()
     assert lines
@@ -331,7 +332,7 @@ def test_progress_without_a_terminal(commands, monkeypatch):
 
 
 def test_no_progress_when_quiet(commands, monkeypatch):
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     assert call(*commands["split"], "-q") == (0, "", "")
 
 
@@ -347,7 +348,8 @@ def stderr_on_a_terminal(arguments: list[str], **environment: str) -> str:
 
     reader = threading.Thread(target=read)
     reader.start()
-    done = run(*arguments, stderr=end, env={"TERM": "xterm-256color", "COLUMNS": "100", **environment})
+    at_once = "import shardconv.progress; shardconv.progress.BAR_SECONDS = 0"
+    done = run(*arguments, stderr=end, patch=at_once, env={"TERM": "xterm-256color", "COLUMNS": "80", **environment})
     os.close(end)
     reader.join()
     os.close(terminal)
@@ -396,6 +398,38 @@ def test_names_of_tensors_are_not_markup(tmp_path):
     assert result.code == 0
     assert "[red]x[/red].weight" in result.out
     assert "y[0].weight" in result.out
+
+
+def on_a_terminal(arguments: list[str], columns: int) -> str:
+    """Run a command with a terminal of this width as stdout; returns the text on it."""
+    terminal, end = os.openpty()
+    termios.tcsetwinsize(end, (24, columns))
+    process = start(*arguments, stdout=end, env={"TERM": "dumb"})
+    os.close(end)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end of the terminal is closed
+        while data := os.read(terminal, 2**16):
+            shown += data
+    os.close(terminal)
+    assert finish(process).code == 0
+    return shown.decode().replace("\r\n", "\n")
+
+
+def test_table_fits_a_narrow_terminal(commands):
+    """Every cell is there, below the name of its tensor."""
+    narrow = on_a_terminal(commands["plan"], 80).partition("\n\n")[2]
+    wide = call(*commands["plan"]).out.partition("\n\n")[2]
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
+    rows = [re.split("  +", line) for line in wide.splitlines()[1:]]
+    words = " ".join(narrow.split())
+    for name, *cells in rows:
+        assert f"{name} count {cells[0]}, dtype {cells[1]}, shape {cells[2]}, shard {cells[3]}," in words
+        assert cells[-1] in words
+
+
+def test_table_on_a_wide_terminal(commands):
+    wide = on_a_terminal(commands["plan"], 300)
+    assert wide.splitlines() == [line.rstrip() for line in call(*commands["plan"]).out.splitlines()]
 
 
 def test_narrow_pipes_do_not_truncate_the_table(commands):
@@ -487,6 +521,15 @@ def test_public_names_are_sorted():
 @pytest.mark.parametrize("name", shardconv.__all__)
 def test_public_name_exists(name):
     assert getattr(shardconv, name) is not None
+
+
+def test_plan_is_a_package_that_names_the_functions():
+    with pytest.raises(TypeError, match=r"shardconv.plan is a package: use shardconv.make_plan"):
+        shardconv.plan("tiny", tp=2)
+
+
+def test_representation_of_a_plan_is_short(made):
+    assert repr(shardconv.make_plan(made / "tiny", tp=2)) == "Plan(tp=2, family='llama', 12 tensors)"
 
 
 def test_dir_has_the_public_names():

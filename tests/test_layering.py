@@ -12,6 +12,7 @@ import shardconv
 PACKAGE = Path(shardconv.__file__).parent
 #: Packages and modules from the bottom up: each may import itself and those before it.
 LAYERS = [
+    "option_names",
     "errors",
     "parent",
     "exits",
@@ -32,6 +33,7 @@ LAYERS = [
     "runtime",
     "engines",
     "proof",
+    "progress",
     "console",
     "commands",
     "cli",

@@ -1,6 +1,7 @@
 """The wheel has all files, and its package splits and merges."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,12 @@ def test_wheel_has_the_data_files(installed):
         own, files = (sorted((root / "shardconv" / data).glob("*.toml")) for root in (ROOT, installed))
         assert [path.read_text() for path in files] == [path.read_text() for path in own]
     assert (installed / "shardconv" / "layouts" / "vllm.toml").is_file()
+
+
+def test_version_is_that_of_the_citation(installed):
+    (metadata,) = installed.glob("shardconv-*.dist-info/METADATA")
+    version = re.search(r"^Version: (.*)$", metadata.read_text(), re.MULTILINE)
+    assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_wheel_has_the_plugin_of_vllm(installed):

@@ -22,6 +22,7 @@ REPORTS = {
     "plan": "shardconv.checkpoint.plan_report.PlanReport",
     "plan-list-families": "shardconv.plan.family_search.FamilyList",
     "plan-prove": "shardconv.proof.report.ProofReport",
+    "plan-measure-link": "shardconv.tensor.link.LinkReport",
     "plan-cost": "shardconv.runtime.cost_report.CostReport",
     "run": "shardconv.runtime.run.RunReport",
 }
@@ -34,6 +35,14 @@ ERROR = {
     "type": "object",
     "properties": {"error": {"type": "string"}, "exit_code": {"type": "integer"}},
     "required": ["error", "exit_code"],
+    "additionalProperties": False,
+}
+#: A plan file, as docs/plan-files.md describes it.
+PROPOSAL = {
+    "$schema": _DIALECT,
+    "title": "Plan file",
+    "type": "object",
+    "properties": {name: {"type": "object"} for name in ("blocks", "units", "rules", "modules")},
     "additionalProperties": False,
 }
 
@@ -60,7 +69,7 @@ def _strict(value: Any) -> Any:
 
 def schemas() -> dict[str, dict[str, object]]:
     """Name to schema."""
-    return {**{name: schema_of(path) for name, path in REPORTS.items()}, "error": ERROR}
+    return {**{name: schema_of(path) for name, path in REPORTS.items()}, "plan-propose": PROPOSAL, "error": ERROR}
 
 
 def main() -> None:

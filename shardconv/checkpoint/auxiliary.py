@@ -78,9 +78,10 @@ def refuse_adapter(folder: Path, names: Collection[str]) -> None:
     """
     adapter = [name for name in ADAPTER_FILES if name in names]
     if adapter and holds_base(names):
+        both = f"--adapter {str(folder)!r}"
         raise SourceError(
-            f"{folder}: holds a PEFT adapter ({', '.join(adapter)}) next to the base model: pass --adapter {folder} to "
-            f"split both, --adapter {folder} --merge-adapter to split the model with the adapter merged, or "
+            f"{folder}: holds a PEFT adapter ({', '.join(adapter)}) next to the base model: pass {both} to split both, "
+            f"{both} --merge-adapter to split the model with the adapter merged, or "
             f"{ignore_options(adapter, set(names) - {*adapter})} to split the base model without it"
         )
     if adapter == [ADAPTER_CONFIG]:

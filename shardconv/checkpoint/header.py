@@ -278,3 +278,8 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     if total % 8:
         raise ValueError(f"{dtype} of shape {list(shape)} ends inside a byte")
     return total // 8
+
+
+def total_bytes(specs: Iterable[tuple[str, tuple[int, ...], object]]) -> int:
+    """Bytes of tensors, each with its dtype and shape first."""
+    return sum(num_bytes(dtype, shape) for dtype, shape, *_ in specs)

@@ -83,7 +83,7 @@ def open_loadable(path: Path, *, tp: int | None, options: PlanOptions) -> Loadab
         PlanError: if no plan is known to be correct.
     """
     if tp is None or is_split(path):
-        manifest = read_manifest(path, remedy="or load it without splitting it: --tp N (tp=N)")
+        manifest = read_manifest(path, remedy="or load it without splitting it: --tp N")
         _refuse_options(path, manifest, tp, options)
         return Loadable(path, manifest)
     source, _, request, (resolver, assumed), _ = plan_source(path, **options)

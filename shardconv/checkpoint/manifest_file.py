@@ -37,6 +37,9 @@ def read_manifest(folder: Path, *, remedy: str = "") -> Manifest:
         return from_json(_read(path))
     except (FileNotFoundError, NotADirectoryError) as error:
         _refuse_sharded_state(folder)
+        if is_split(folder.parent) and folder.is_file():
+            remedy = f"pass its folder {folder.parent}"
+            raise SplitCheckpointError(f"{folder}: belongs to a split checkpoint: {remedy}") from error
         raise SplitCheckpointError(
             f"{folder}: is not a split checkpoint (no {MANIFEST_NAME}): make one with shardconv split {folder} --tp N"
             f"{f', {remedy}' if remedy else ''}"

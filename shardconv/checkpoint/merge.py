@@ -34,7 +34,7 @@ class MergeReport:
         path: the merged file or folder.
         files: the names of its weight files.
         num_tensors: number of tensors.
-        num_bytes: bytes of the weight files.
+        num_bytes: bytes of all tensors.
         is_identical: whether the weight files equal the source files, byte for byte; False if several source files are
             merged into one, or if the source was ``derived``. None without checksums.
         seconds: wall time in seconds.
@@ -125,7 +125,7 @@ def merge(
         path=str(target),
         files=tuple(headers) if is_folder else (target.name,),
         num_tensors=len(manifest.tensors),
-        num_bytes=sum(header.file_bytes for header in headers.values()),
+        num_bytes=sum(header.data_bytes for header in headers.values()),
         is_identical=None if is_same_layout and manifest.checksums is None else is_same_layout,
         seconds=time.perf_counter() - began,
         dry_run=dry_run,

@@ -60,7 +60,10 @@ def read_padding(folder: Path) -> tuple[Manifest, str]:
         manifest = with_files(from_json(data["split"]))
         return replace(manifest, checksums=tuple(map(tuple, data["checksums"]))), data["config"]
     except FileNotFoundError as error:
-        raise SplitCheckpointError(f"{folder}: is not a padded checkpoint (no {PADDING_NAME})") from error
+        raise SplitCheckpointError(
+            f"{folder}: is not a padded checkpoint (no {PADDING_NAME}): pass the folder that shardconv pad wrote; "
+            f"shardconv merge restores the source of a split checkpoint"
+        ) from error
     except OSError as error:
         raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SourceError, PlanError) as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Unpack
 
 from shardconv.checkpoint.formats import ADAPTER_CONFIG
-from shardconv.checkpoint.header import num_bytes
+from shardconv.checkpoint.header import num_bytes, total_bytes
 from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, refuse_changes
@@ -149,7 +149,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         family=plan.family,
         tp=plan.tp,
         num_tensors=len(specs),
-        num_bytes=sum(num_bytes(spec.dtype, spec.shape) for spec in specs.values()),
+        num_bytes=total_bytes(specs.values()),
         assumed=assumed,
         left_out={},
         supported_tp=sizes.supported,

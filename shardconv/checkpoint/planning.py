@@ -161,7 +161,7 @@ def refuse_adapter(source: Source) -> None:
     if any(file.name in ADAPTER_FILES for file in source.files):
         raise SourceError(
             f"{source.path}: is a PEFT adapter, which is split by the plan of its base model: pass --base BASE to "
-            f"shardconv plan or split, or split BASE with --adapter {source.path}, also with --merge-adapter"
+            f"shardconv plan or split, or split BASE with --adapter {str(source.path)!r}, also with --merge-adapter"
         )
 
 

@@ -8,6 +8,7 @@ from shardconv import __version__
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.fileio import permissions
 from shardconv.checkpoint.formats import ADAPTER_CONFIG
+from shardconv.checkpoint.header import total_bytes
 from shardconv.checkpoint.job import settings_of
 from shardconv.checkpoint.journal import check_resume
 from shardconv.checkpoint.layout import ADAPTERS, MANIFEST_NAME
@@ -40,6 +41,7 @@ class ReshardReport:
         old_layout: layout of the old rank files.
         layout: layout of the new rank files.
         num_tensors: number of tensors.
+        num_bytes: bytes of all tensors.
         rank_bytes: for each new rank the bytes of its files.
         seconds: wall time in seconds.
         dry_run: whether nothing was written.
@@ -56,6 +58,7 @@ class ReshardReport:
     old_layout: str
     layout: str
     num_tensors: int
+    num_bytes: int
     rank_bytes: tuple[int, ...]
     seconds: float
     dry_run: bool
@@ -149,6 +152,7 @@ def reshard(
         old_layout=old.layout.name,
         layout=new.layout.name,
         num_tensors=len(new.tensors),
+        num_bytes=total_bytes(new.source_tensors.values()),
         rank_bytes=new.rank_layout.rank_bytes,
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
@@ -169,6 +173,7 @@ def _of_split(report: SplitReport, source: Source) -> ReshardReport:
         old_layout=str(source.layout),
         layout=report.layout,
         num_tensors=report.num_tensors,
+        num_bytes=report.source_bytes,
         rank_bytes=report.rank_bytes,
         seconds=report.seconds,
         dry_run=report.dry_run,

@@ -154,8 +154,7 @@ def open_source(
             that are not part of the checkpoint.
         UsageError: if a pattern of ``ignore`` matches nothing, or a file of the checkpoint.
     """
-    if not path.exists():
-        raise SourceError(f"{path}: does not exist{hub_hint(path)}")
+    _check_path(path)
     given = None if config is None else read_json(config)
     if path.is_dir() and (
         external := _open_external(
@@ -247,6 +246,14 @@ def _check_names(source: Source) -> None:
     for name in (*(file.name for file in source.files), *index, *source.auxiliary_files):
         if not all(is_portable_name(folder_or_file) for folder_or_file in name.split("/")):
             raise SourceError(f"{source.path}: the name of file {name!r:.100} is not valid on every system: rename it")
+
+
+def _check_path(path: Path) -> None:
+    """Refuse a path that does not exist, and a file of a split checkpoint, whose tensors are shards."""
+    if not path.exists():
+        raise SourceError(f"{path}: does not exist{hub_hint(path)}")
+    if path.is_file() and (path.parent / MANIFEST_NAME).exists():
+        raise SourceError(f"{path}: belongs to a split checkpoint: pass its folder {path.parent}, or the source")
 
 
 def _open_file(path: Path, *, follow_links: bool) -> Source:

@@ -85,7 +85,10 @@ def find_weight_files(folder: Path, files: FolderFiles, given_index: str | None,
     """
     top_level = {name: path for name, path in files.kept.items() if "/" not in name and not path.is_dir()}
     if MANIFEST_NAME in top_level:
-        raise SourceError(f"{folder}: is a split checkpoint: merge it, or reshard it for another tp, layout or engine")
+        raise SourceError(
+            f"{folder}: is a split checkpoint: pass the source that was split, merge it (shardconv merge {folder}), or "
+            f"change its size or layout (shardconv reshard {folder} --tp N)"
+        )
     refuse_adapter(folder, top_level)
     refuse_sharded_state(folder, top_level)
     weight_format = _find_format([given_index] if given_index else top_level)

@@ -75,7 +75,7 @@ def unpad(
     return UnpadReport(
         path=str(target),
         num_tensors=len(manifest.tensors),
-        num_bytes=sum(header.file_bytes for _, header in manifest.source_files),
+        num_bytes=sum(header.data_bytes for _, header in manifest.source_files),
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,

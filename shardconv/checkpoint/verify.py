@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from shardconv.checkpoint.copy import CopyJob, Progress
 from shardconv.checkpoint.dtype_conversion import with_dtype
-from shardconv.checkpoint.fileio import file_bytes
 from shardconv.checkpoint.formats import MERGED, is_weights
+from shardconv.checkpoint.header import total_bytes
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
@@ -34,7 +34,7 @@ class VerifyReport:
         tp: number of ranks.
         layout: of the rank files.
         num_tensors: number of tensors.
-        num_bytes: bytes of all rank files; 0 if they cannot be read.
+        num_bytes: bytes of all tensors, without replicas and padding.
         other_weights: weight files in the folder that are not part of the split checkpoint.
         checked: descriptions of the completed checks.
         is_compared: whether every byte was compared with that of ``against``.
@@ -126,7 +126,7 @@ def verify(
         tp=manifest.tp,
         layout=manifest.layout.name,
         num_tensors=len(manifest.tensors),
-        num_bytes=ranks.num_bytes,
+        num_bytes=total_bytes(manifest.source_tensors.values()),
         other_weights=_other_weights(manifest, folder),
         checked=(*checked, *ranks.checked, *([f"every tensor of {compared_with}"] if ranks.is_compared else [])),
         is_compared=ranks.is_compared,
@@ -160,7 +160,7 @@ def _verify_external(
         tp=external.num_ranks,
         layout=str(external.layout),
         num_tensors=len(external.specs),
-        num_bytes=sum(map(file_bytes, external.paths)),
+        num_bytes=total_bytes(external.specs.values()),
         other_weights=(),
         checked=(
             "names and shapes",
@@ -189,13 +189,11 @@ class _RankFiles(NamedTuple):
 
     Attributes:
         differences: descriptions of all differences.
-        num_bytes: bytes of all rank files.
         checked: descriptions of the completed checks.
         is_compared: whether every byte was compared with the source.
     """
 
     differences: list[str]
-    num_bytes: int = 0
     checked: tuple[str, ...] = ()
     is_compared: bool = False
 
@@ -216,7 +214,7 @@ def _compare_ranks(
         )
         inputs.check_unchanged()
     checked = ("headers", *(["checksums"] if manifest.checksums else []), "replicas equal", "padding zero")
-    return _RankFiles(differences, sum(manifest.rank_layout.file_bytes), checked, is_compared)
+    return _RankFiles(differences, checked, is_compared)
 
 
 def _other_weights(manifest: Manifest, folder: Path) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ from shardconv.exits import ImportPhase
 if TYPE_CHECKING:
     from shardconv.proof.model_check import ModelCheck
 
-#: Help of the option.
-CHECK_MODEL = "Compare names and shapes of tensors with those of the model class in transformers first."
+#: The start of its help text.
+CHECK_MODEL = "Compare the names and shapes of tensors with the model class in transformers first."
 
 
 def check_source(src: SourcePath, options: SourceFlags) -> "ModelCheck":

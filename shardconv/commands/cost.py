@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Unpack
 
 import click
 
-from shardconv.commands.options import PlanFlags, SourcePath, together
+from shardconv.commands.options import PlanFlags, SourcePath
+from shardconv.commands.sections import COST, section
 from shardconv.console import Console
 from shardconv.errors import UsageError
 from shardconv.exits import ImportPhase
@@ -27,7 +28,8 @@ def _number(_: click.Context, parameter: click.Parameter, value: float | None) -
     return value
 
 
-cost_options = together(
+cost_options = section(
+    COST,
     click.option("--cost", is_flag=True, help="Show memory per rank and communication cost, for each tp size."),
     click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Prompts per batch of --cost. [default: 1]"),
     click.option(

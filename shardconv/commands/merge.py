@@ -7,14 +7,16 @@ import click
 
 from shardconv.commands.notes import dry_run_notes, resume_notes
 from shardconv.commands.options import (
-    PATH,
-    SOURCE,
+    SOURCE_PATH,
     SourcePath,
     WriteFlags,
+    destination_option,
     from_option,
     output_options,
     write_options,
 )
+from shardconv.commands.sections import Command
+from shardconv.commands.source_progress import source_progress
 from shardconv.console import Console
 from shardconv.formatting import counted, rate, size
 
@@ -25,23 +27,23 @@ class _MergeFlags(WriteFlags):
     source_layout: str | None
 
 
-@click.command()
-@click.argument("src", type=SOURCE, metavar="DIR")
-@click.option(
-    "-o", "--output", type=PATH, metavar="PATH", help="FILE.safetensors or folder. [default: NAME-merged here]"
+@click.command(
+    cls=Command, epilog="shardconv merge llama-tp8\nshardconv merge llama-tp8 -o llama.safetensors --overwrite"
 )
+@click.argument("src", type=SOURCE_PATH, metavar="DIR")
 @from_option
+@destination_option("PATH", "Write this folder, or one file if the name ends with .safetensors.", "NAME-merged")
 @write_options
 @output_options
 def merge(src: SourcePath, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_MergeFlags]) -> None:
     """Merge the split checkpoint DIR into its source, byte for byte.
 
-    DIR may also be a folder that vLLM saved with save_sharded_state, or one with rank files of another tool.
+    DIR may also be a folder that vLLM saved with save_sharded_state, one with rank files of another tool, or a URL.
     """
     from shardconv.checkpoint.merge import merge as run
 
     console = Console(as_json=as_json, quiet=quiet)
-    with console.progress("merge") as progress:
+    with source_progress(console, "merge") as progress:
         report = run(src, output, progress=progress, **options)
     origin = {
         True: "the source's bytes",

@@ -1,21 +1,23 @@
-"""Options of several commands: names, types and help texts."""
+"""Options of several commands: names, types, headings and help texts."""
 
 import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict
 
 import click
 
 from shardconv.checkpoint.header import TARGET_DTYPES
 from shardconv.checkpoint.paths import local_path
+from shardconv.commands.sections import ADAPTERS, DISPLAY, OUTPUT, PLAN, SOURCE, Decorator, section, together
 from shardconv.layouts.choice import LAYOUTS
 from shardconv.layouts.external import SOURCE_LAYOUTS
 from shardconv.plan.engines import ENGINES, SHARDCONV
 from shardconv.storage.url import is_url
 
-Command = TypeVar("Command", bound=Callable[..., object])
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 
 class SourceFlags(TypedDict):
@@ -45,17 +47,6 @@ class WriteFlags(TypedDict):
     dry_run: bool
     resume: bool
     threads: int | None
-
-
-def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one decorator, in the order of ``--help``."""
-
-    def add(function: Command) -> Command:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return add
 
 
 def collect_plan(function: Callable[..., None]) -> Callable[..., None]:
@@ -89,113 +80,181 @@ class _SourcePath(_LocalPath):
         return value if is_url(value) else super().convert(value, param, ctx)
 
 
+class _Family(click.types.StringParamType):
+    """A text that the shell completes with the names of families, and with model types or files.
+
+    Args:
+        has_files: whether it may also be a file; otherwise it may be a model type.
+    """
+
+    def __init__(self, *, has_files: bool) -> None:
+        self._has_files = has_files
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> "list[CompletionItem]":
+        """The names that begin with ``incomplete``; files come first, as bash drops the items before them."""
+        del ctx, param
+        from click.shell_completion import CompletionItem
+
+        from shardconv.plan.family_file import list_families
+
+        families = list_families().families
+        kinds = [] if self._has_files else [kind for served in families.values() for kind in served]
+        names = [name for name in dict.fromkeys([*families, *kinds]) if name.startswith(incomplete)]
+        files = [CompletionItem(incomplete, type="file")] if self._has_files else []
+        return files + [CompletionItem(name) for name in names]
+
+
 #: A path that :data:`SOURCE` parses.
 SourcePath = str | Path
 PATH = _LocalPath(path_type=Path)
-SOURCE = _SourcePath(path_type=Path)
-common_options = together(
-    click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object."),
+SOURCE_PATH = _SourcePath(path_type=Path)
+FAMILY = _Family(has_files=False)
+_RULES = _Family(has_files=True)
+_COUNT = click.IntRange(min=1)
+
+# --- display: every command -----------------------------------------------------------------------------------------
+
+common_options = section(
+    DISPLAY,
+    click.option("--json", "as_json", is_flag=True, help="Print the result, or the error, as one JSON object."),
     click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),
 )
 output_options = together(
-    click.option("-q", "--quiet", is_flag=True, help="Print no result for people and no progress."), common_options
+    section(DISPLAY, click.option("-q", "--quiet", is_flag=True, help="Print neither the result nor progress.")),
+    common_options,
 )
-ignore_option = click.option(
-    "--ignore",
-    metavar="PATTERN",
-    multiple=True,
-    help="Leave out the files of SRC that match this glob pattern. Repeatable.",
+
+# --- source ---------------------------------------------------------------------------------------------------------
+
+follow_links_option = section(
+    SOURCE, click.option("--follow-links", is_flag=True, help="Follow links that lead out of the folder of SRC.")
+)
+ignore_option = section(
+    SOURCE,
+    click.option(
+        "--ignore",
+        metavar="PATTERN",
+        multiple=True,
+        help="Leave out the files of SRC that match this glob pattern. Repeatable.",
+    ),
+)
+from_option = section(
+    SOURCE,
+    click.option(
+        "--from",
+        "source_layout",
+        type=click.Choice(SOURCE_LAYOUTS),
+        help="Read rank files of another tool in this layout. [default: detect it]",
+    ),
+)
+
+# --- plan -----------------------------------------------------------------------------------------------------------
+
+_TP = "Tensor parallel size: the number of ranks."
+tp_option = section(PLAN, click.option("--tp", type=_COUNT, required=True, metavar="N", help=_TP))
+source_tp_option = section(
+    PLAN, click.option("--tp", type=_COUNT, metavar="N", help=f"{_TP} Required if SRC is not a split checkpoint.")
 )
 
 
-base_option = click.option(
-    "--base",
-    type=PATH,
-    metavar="BASE",
-    help="Shard SRC, a LoRA adapter, for this base model: a source, a split checkpoint or a config.json.",
-)
-from_option = click.option(
-    "--from",
-    "source_layout",
-    type=click.Choice(SOURCE_LAYOUTS),
-    help="Read rank files of another tool in this layout. [default: detect it]",
+base_option = section(
+    ADAPTERS,
+    click.option(
+        "--base",
+        type=PATH,
+        metavar="BASE",
+        help="Shard SRC, a LoRA adapter, for this base model: a source, a split checkpoint or a config.json.",
+    ),
 )
 
 
-def engine_option(default: str) -> Callable[[Command], Command]:
+def engine_option(default: str) -> Decorator:
     """``--for``; ``default`` is part of its help text."""
     text = f"Shard at the boundaries of this engine. [default: {default}]"
-    return click.option("--for", "engine", type=click.Choice([*ENGINES, SHARDCONV.name]), help=text)
+    return section(PLAN, click.option("--for", "engine", type=click.Choice([*ENGINES, SHARDCONV.name]), help=text))
 
 
-pad_option = click.option("--pad", is_flag=True, help="Pad heads and widths that tp does not divide with zeros.")
+pad_option = section(
+    PLAN, click.option("--pad", is_flag=True, help="Pad heads and widths that do not divide by tp with zeros.")
+)
 plan_options = together(
-    click.option(
-        "--rules",
-        default="auto",
-        metavar="NAME|FILE",
-        help="Use this family, or try the rules of this plan file (TOML or JSON) before the family's. [default: the "
-        "family of the config's model_type]",
+    section(
+        PLAN,
+        click.option(
+            "--rules",
+            type=_RULES,
+            default="auto",
+            metavar="NAME|FILE",
+            help="Use this family, or try the rules of this plan file (TOML or JSON) before those of the family. "
+            "[default: the family of the config's model_type]",
+        ),
+        click.option(
+            "--replicate", metavar="NAME", multiple=True, help="Replicate this tensor, or a pattern. Repeatable."
+        ),
+        click.option(
+            "--head-dim", type=_COUNT, metavar="N", help="Elements per attention head, for SRC without a config."
+        ),
+        click.option(
+            "--experts",
+            type=click.Choice(["tensor", "expert"]),
+            default="tensor",
+            help="Shard each expert over all ranks, or distribute whole experts over ranks. [default: tensor]",
+        ),
     ),
-    click.option("--replicate", metavar="NAME", multiple=True, help="Replicate this tensor. Repeatable."),
-    click.option(
-        "--head-dim",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Elements per attention head, for checkpoints without a config.",
-    ),
-    click.option(
-        "--experts",
-        type=click.Choice(["tensor", "expert"]),
-        default="tensor",
-        help="Shard each expert over all ranks, or distribute whole experts over ranks. [default: tensor]",
-    ),
-    engine_option("those of shardconv run"),
+    engine_option("shardconv run"),
     pad_option,
-    click.option("--config", type=PATH, help="Use this config.json instead of that of SRC."),
-    click.option("--follow-links", is_flag=True, help="Follow links that lead out of their folder."),
+    section(SOURCE, click.option("--config", type=PATH, help="Read this config.json instead of that of SRC.")),
+    follow_links_option,
     ignore_option,
     from_option,
 )
-write_options = together(
+
+# --- output ---------------------------------------------------------------------------------------------------------
+
+
+def destination_option(metavar: str, text: str, default: str) -> Decorator:
+    """``-o``; ``default`` is the name in the current folder."""
+    text = f"{text} [default: {default}, here]"
+    return section(OUTPUT, click.option("-o", "--output", type=PATH, metavar=metavar, help=text))
+
+
+write_options = section(
+    OUTPUT,
     click.option("--overwrite", is_flag=True, help="Replace what is at the destination."),
     click.option("--dry-run", is_flag=True, help="Plan and check, but write nothing."),
     click.option(
         "--resume", is_flag=True, help="Continue an interrupted run of this command, or start if there is none."
     ),
     click.option(
-        "--threads",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Copying threads. [default: processors, up to 8]",
+        "--threads", type=_COUNT, metavar="N", help="Number of copying threads. [default: processors, at most 8]"
     ),
 )
-checksum_option = click.option(
-    "--checksums/--no-checksums", default=True, help="Compute checksums while copying. [default: on]"
+checksum_option = section(
+    OUTPUT,
+    click.option("--checksums/--no-checksums", default=True, help="Compute checksums while copying. [default: on]"),
 )
 
 
-def layout_option(default: str) -> Callable[[Command], Command]:
+def layout_option(default: str) -> Decorator:
     """``--layout``; ``default`` is the end of its help text."""
     text = (
-        "Write the source's tensor names (native), also with offsets for torch.distributed.checkpoint (dcp), or the "
-        f"files of vLLM's sharded_state (vllm), or Meta's files (meta). {default}"
+        "Write the tensor names of SRC (native), with offsets for torch.distributed.checkpoint (dcp), or the files of "
+        f"vLLM's sharded_state (vllm) or of Meta (meta). [default: {default}]"
     )
-    return click.option("--layout", type=click.Choice(LAYOUTS), help=text)
+    return section(OUTPUT, click.option("--layout", type=click.Choice(LAYOUTS), help=text))
 
 
-dtype_option = click.option(
-    "--dtype",
-    type=click.Choice([*TARGET_DTYPES]),
-    help="Convert floating-point tensors to this data type, rounded to nearest, ties to even. [default: as in SRC]",
-)
-max_file_size_option = click.option(
-    "--max-file-size",
-    metavar="SIZE",
-    help="Write larger rank files as several files with an index per rank. SIZE is a number of bytes, or such as 5GB.",
-)
-_TP = "Tensor parallel size: number of ranks."
-tp_option = click.option("--tp", type=click.IntRange(min=1), required=True, metavar="N", help=_TP)
-source_tp_option = click.option(
-    "--tp", type=click.IntRange(min=1), metavar="N", help=f"{_TP} Required for a checkpoint that is not split."
+def dtype_option(heading: str) -> Decorator:
+    """``--dtype`` of a split."""
+    text = "Convert floating-point tensors to this data type, rounded to nearest, ties to even. [default: as in SRC]"
+    return section(heading, click.option("--dtype", type=click.Choice([*TARGET_DTYPES]), help=text))
+
+
+max_file_size_option = section(
+    OUTPUT,
+    click.option(
+        "--max-file-size",
+        metavar="SIZE",
+        help="Write larger rank files as several files, with an index per rank. SIZE is such as 5GB.",
+    ),
 )

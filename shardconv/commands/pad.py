@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING, Unpack
 
 import click
 
+from shardconv.commands.check_source import CHECK_MODEL
 from shardconv.commands.notes import dry_run_notes, notes, padding_notes, resume_notes
-from shardconv.commands.options import PATH, WriteFlags, ignore_option, output_options, write_options
+from shardconv.commands.options import (
+    PATH,
+    WriteFlags,
+    destination_option,
+    follow_links_option,
+    ignore_option,
+    output_options,
+    write_options,
+)
+from shardconv.commands.sections import CHECKS, PLAN, Command, section
 from shardconv.console import Console
 from shardconv.exits import ImportPhase
 from shardconv.formatting import rate, size
@@ -27,25 +37,28 @@ def _multiples(context: click.Context, parameter: click.Parameter, value: str) -
     return int(found[1]), int(found[2] or 1)
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    epilog="shardconv pad llama --multiple-of tp=8\nshardconv pad llama --multiple-of tp=8,vocab=64 -o llama-padded",
+)
 @click.argument("src", type=PATH)
-@click.option(
-    "--multiple-of",
-    "multiples",
-    callback=_multiples,
-    required=True,
-    metavar="tp=N[,vocab=M]",
-    help="Pad heads and widths to a multiple of N and the vocabulary to a multiple of M (its padding has logits of 0).",
-)
-@click.option("-o", "--output", type=PATH, metavar="DIR", help="Folder to write. [default: NAME-padN here]")
-@click.option("--follow-links", is_flag=True, help="Read files that are links out of their folder.")
+@follow_links_option
 @ignore_option
-@click.option(
-    "--check-model/--no-check-model",
-    default=True,
-    help="Compare names and shapes with those of the model class in transformers first. [default: on]",
+@section(
+    PLAN,
+    click.option(
+        "--multiple-of",
+        "multiples",
+        callback=_multiples,
+        required=True,
+        metavar="tp=N[,vocab=M]",
+        help="Pad heads and widths to a multiple of N, and the vocabulary to a multiple of M (its padding has logits "
+        "of 0).",
+    ),
 )
+@destination_option("DIR", "Write this folder.", "NAME-padN")
 @write_options
+@section(CHECKS, click.option("--check-model/--no-check-model", default=True, help=f"{CHECK_MODEL} [default: on]"))
 @output_options
 def pad(
     src: Path,
@@ -59,9 +72,10 @@ def pad(
     ignore: tuple[str, ...],
     **options: Unpack[WriteFlags],
 ) -> None:
-    """Pad the Hugging Face checkpoint SRC with zeros and change its config, for engines that read such checkpoints.
+    """Pad heads and widths of the checkpoint SRC with zeros.
 
-    Outputs stay equal. shardconv unpad restores SRC, byte for byte.
+    Writes a Hugging Face checkpoint with a larger config, for engines that need sizes that divide. Outputs stay
+    equal. shardconv unpad restores SRC, byte for byte.
     """
     from shardconv.checkpoint.pad import pad as run
 
@@ -106,13 +120,13 @@ def _check() -> "Check":
     return require_padded
 
 
-@click.command()
+@click.command(cls=Command, epilog="shardconv unpad llama-pad8")
 @click.argument("src", type=PATH, metavar="DIR")
-@click.option("-o", "--output", type=PATH, metavar="OUT", help="Folder to write. [default: NAME-unpadded here]")
+@destination_option("OUT", "Write this folder.", "NAME-unpadded")
 @write_options
 @output_options
 def unpad(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[WriteFlags]) -> None:
-    """Restore the checkpoint that shardconv pad read to write DIR, byte for byte."""
+    """Restore the source of the padded checkpoint DIR, byte for byte."""
     from shardconv.checkpoint.unpad import unpad as run
 
     console = Console(as_json=as_json, quiet=quiet)

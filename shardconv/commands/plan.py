@@ -14,7 +14,8 @@ from shardconv.commands.check_source import CHECK_MODEL, check_source
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
 from shardconv.commands.notes import layout_note, model_notes, notes, padding_notes
 from shardconv.commands.options import (
-    SOURCE,
+    FAMILY,
+    SOURCE_PATH,
     PlanFlags,
     SourcePath,
     base_option,
@@ -22,6 +23,7 @@ from shardconv.commands.options import (
     output_options,
     plan_options,
 )
+from shardconv.commands.sections import CHECKS, PLAN, REPORT, Command, section
 from shardconv.console import Console
 from shardconv.errors import UsageError
 from shardconv.exits import ImportPhase
@@ -43,30 +45,48 @@ _ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
-@click.command()
-@click.argument("src", type=SOURCE, required=False)
-@click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Tensor parallel size. [default: list them]")
-@click.option(
-    "--all",
-    "show_all",
-    is_flag=True,
-    help="Print a line per tensor, not one for all layers.",
+@click.command(
+    cls=Command,
+    epilog="shardconv plan llama\n"
+    "shardconv plan hf://org/llama --tp 8\n"
+    "shardconv plan llama --tp 8 --cost\n"
+    "shardconv plan --list-families qwen",
 )
-@click.option("--prove", is_flag=True, help="Compare a small sharded model of this kind with the unsharded one.")
-@click.option("--check-model/--no-check-model", default=None, help=f"{CHECK_MODEL} [default: with --prove]")
-@click.option(
-    "--list-families",
-    "families",
-    metavar="[WORD]",
-    is_flag=False,
-    flag_value="",
-    help="List the families of rules and the model types that they serve; those that contain WORD.",
+@click.argument("src", type=SOURCE_PATH, required=False)
+@section(
+    PLAN,
+    click.option(
+        "--tp",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Show the placement of every tensor for this tensor parallel size. [default: list the supported sizes]",
+    ),
 )
-@click.option("--propose", is_flag=True, help="Print a plan file that is proposed from the modules of a small model.")
-@cost_options
-@base_option
-@dtype_option
 @plan_options
+@base_option
+@section(
+    REPORT,
+    click.option("--all", "show_all", is_flag=True, help="Print a line per tensor, not one for all layers."),
+    click.option(
+        "--list-families",
+        "families",
+        type=FAMILY,
+        metavar="[WORD]",
+        is_flag=False,
+        flag_value="",
+        help="List the families and the model types that they serve, or those that contain WORD.",
+    ),
+    click.option(
+        "--propose", is_flag=True, help="Print a plan file that is derived from the modules of a small model."
+    ),
+)
+@dtype_option(REPORT)
+@section(
+    CHECKS,
+    click.option("--prove", is_flag=True, help="Compare a small sharded model of this kind with the unsharded one."),
+    click.option("--check-model/--no-check-model", default=None, help=f"{CHECK_MODEL} [default: with --prove]"),
+)
+@cost_options
 @output_options
 def plan(
     src: SourcePath | None,
@@ -89,7 +109,12 @@ def plan(
     dtype: str | None,
     **options: Unpack[PlanFlags],
 ) -> None:
-    """Show how SRC would be sharded, why, and for which tp sizes. Reads headers and config only."""
+    """Show how SRC would be sharded, and why.
+
+    Without --tp, list the supported tensor parallel sizes. Reads the headers and the config only. SRC is a
+    .safetensors or PyTorch file, an index, a folder, or the URL of one; or a split checkpoint, whose stored plan is
+    shown.
+    """
     from shardconv.checkpoint.plan_report import report_plan
     from shardconv.checkpoint.remote import header_progress
 
@@ -140,7 +165,8 @@ def _show_families(word: str, console: Console, *, is_alone: bool) -> None:
         raise UsageError("--list-families does not read SRC: remove SRC")
     found = list_families(word)
     lines = [f"{name}: {', '.join(kinds) or 'no model type'}" for name, kinds in found.families.items()]
-    console.report(found, lines or [f"no family or model type contains {word!r}"])
+    similar = f" (similar: {', '.join(found.similar)})" if found.similar else ""
+    console.report(found, lines or [f"no family or model type contains {word!r}{similar}"])
 
 
 def _prove(
@@ -155,7 +181,8 @@ def _prove(
     gc.enable()
     with ImportPhase():
         from shardconv.proof.prove import prove
-    report = prove(src, tps=() if tp is None else (tp,), check_model=check_model, **options)
+    with console.progress("prove", counts=True) as progress:
+        report = prove(src, tps=() if tp is None else (tp,), check_model=check_model, progress=progress, **options)
     gaps, verdict = _gaps(report), _verdict(report)
     console.report(
         report,

@@ -7,11 +7,11 @@ import click
 
 from shardconv.commands.notes import dry_run_notes, engine_note, layout_note, padding_notes, rank_files, resume_notes
 from shardconv.commands.options import (
-    PATH,
-    SOURCE,
+    SOURCE_PATH,
     SourcePath,
     WriteFlags,
     checksum_option,
+    destination_option,
     engine_option,
     from_option,
     layout_option,
@@ -21,8 +21,10 @@ from shardconv.commands.options import (
     tp_option,
     write_options,
 )
+from shardconv.commands.sections import Command
+from shardconv.commands.source_progress import source_progress
 from shardconv.console import Console
-from shardconv.formatting import counted, rate
+from shardconv.formatting import counted, rate, size
 
 
 class _ReshardFlags(WriteFlags):
@@ -37,32 +39,39 @@ class _ReshardFlags(WriteFlags):
     max_file_size: str | None
 
 
-@click.command()
-@click.argument("src", type=SOURCE, metavar="DIR")
-@tp_option
-@click.option("-o", "--output", type=PATH, metavar="DIR2", help="Folder to write. [default: NAME-tpN here]")
-@engine_option("those of DIR, or of --layout")
-@pad_option
+@click.command(
+    cls=Command,
+    epilog="shardconv reshard llama-tp8 --tp 4\nshardconv reshard llama-tp8 --tp 8 --layout vllm -o llama-vllm",
+)
+@click.argument("src", type=SOURCE_PATH, metavar="DIR")
 @from_option
-@write_options
-@checksum_option
-@layout_option("[default: that of DIR]")
+@tp_option
+@engine_option("that of DIR, or of --layout")
+@pad_option
+@destination_option("DIR2", "Write this folder.", "NAME-tpN")
+@layout_option("that of DIR")
 @max_file_size_option
+@checksum_option
+@write_options
 @output_options
 def reshard(
     src: SourcePath, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_ReshardFlags]
 ) -> None:
-    """Rewrite the split checkpoint DIR, or rank files of another tool, for another tensor parallel size or layout."""
+    """Rewrite the split checkpoint DIR for another size or layout.
+
+    DIR may also be a folder with rank files of another tool, or a URL.
+    """
     from shardconv.checkpoint.reshard import reshard as run
 
     console = Console(as_json=as_json, quiet=quiet)
-    with console.progress("reshard") as progress:
+    with source_progress(console, "reshard") as progress:
         report = run(src, output, progress=progress, **options)
-    verb = "would be written" if report.dry_run else rate(sum(report.rank_bytes), report.seconds)
+    verb = "would be written" if report.dry_run else rate(report.num_bytes, report.seconds)
     console.report(
         report,
         [
-            f"{report.path}: {report.num_tensors} tensors, from {counted(report.old_tp, 'rank')} to {report.tp}",
+            f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, from "
+            f"{counted(report.old_tp, 'rank')} to {report.tp}",
             f"{rank_files(report)}{layout_note(report.layout)}; {verb}",
             *padding_notes(report.padding),
             *report.notes,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import click
 
 from shardconv.commands.options import PATH, collect_plan, common_options, plan_options, source_tp_option
+from shardconv.commands.sections import CHECKS, DISPLAY, GENERATION, MODEL, Command, section
 from shardconv.console import Console
 from shardconv.errors import UsageError
 from shardconv.exits import ImportPhase, default_signals
@@ -41,54 +42,83 @@ class _RunFlags(TypedDict):
     plan: "PlanOptions"
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    epilog='shardconv run llama-tp8 --prompt "The capital of France is"\n'
+    'shardconv run llama --tp 8 --chat --prompt "Hello"\n'
+    'shardconv run llama-tp8 --prompt "Hello" --check llama\n'
+    'torchrun --nproc-per-node 8 -m shardconv run llama-tp8 --prompt "Hello"',
+)
 @click.argument("src", type=PATH)
 @source_tp_option
-@click.option("--prompt", multiple=True, metavar="TEXT", help="Text to continue. Repeatable. [default: lines of stdin]")
-@click.option(
-    "--token-ids", multiple=True, metavar="IDS", help='Token ids to continue instead of text: "1 2 3". Repeatable.'
-)
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    metavar="N",
-    help="Tokens to generate per prompt.",
-)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    help="0 is greedy decoding. [default: 0]",
-)
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of sampled tokens.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda where available]")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Data type of the model. [default: as stored]",
-)
-@click.option("--chat", is_flag=True, help="Apply the model's chat template to the prompts.")
-@click.option("--check", type=PATH, metavar="SRC", help="Compare with the unsharded model of this source, in float32.")
-@click.option(
-    "--verify/--no-verify", default=True, show_default=True, help="Check each rank's file against its checksums first."
-)
-@click.option(
-    "--dequantize", is_flag=True, help="Load quantized layers as unquantized ones, in the data type of the model."
-)
-@click.option("--adapter", type=PATH, metavar="NAME|DIR", help="Apply this split LoRA adapter, of DIR by its name.")
-@click.option(
-    "--unused", multiple=True, metavar="PATTERN", help="Allow tensors that the model does not use. Repeatable."
-)
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code of the checkpoint.")
-@click.option(
-    "-q",
-    "--quiet",
-    is_flag=True,
-    help="Print only the generated text, without figures and progress; for several prompts a JSON string per line.",
-)
 @plan_options
+@section(
+    GENERATION,
+    click.option(
+        "--prompt", multiple=True, metavar="TEXT", help="Continue this text. Repeatable. [default: lines of stdin]"
+    ),
+    click.option("--token-ids", multiple=True, metavar="IDS", help='Continue token ids, such as "1 2 3". Repeatable.'),
+    click.option(
+        "--max-new-tokens",
+        type=click.IntRange(min=1),
+        default=64,
+        show_default=True,
+        metavar="N",
+        help="Number of tokens to generate per prompt.",
+    ),
+    click.option(
+        "--temperature",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        metavar="T",
+        help="Sample tokens at this temperature; 0 is greedy decoding. [default: 0]",
+    ),
+    click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of sampled tokens."),
+    click.option("--chat", is_flag=True, help="Apply the model's chat template to the prompts."),
+)
+@section(
+    MODEL,
+    click.option(
+        "--device", type=click.Choice(["cpu", "cuda"]), help="Run on this device. [default: cuda where available]"
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float16"]),
+        help="Run in this data type. [default: as stored]",
+    ),
+    click.option(
+        "--dequantize", is_flag=True, help="Load quantized layers as unquantized ones, in the data type of the model."
+    ),
+    click.option(
+        "--adapter",
+        type=PATH,
+        metavar="NAME|DIR",
+        help="Apply this LoRA adapter: one that was split with the model, by its name, or the folder of one that was "
+        "split alone.",
+    ),
+    click.option(
+        "--unused", multiple=True, metavar="PATTERN", help="Allow tensors that the model does not use. Repeatable."
+    ),
+    click.option("--trust-remote-code", is_flag=True, help="Run Python code of the checkpoint."),
+)
+@section(
+    CHECKS,
+    click.option(
+        "--check", type=PATH, metavar="SRC", help="Compare with the unsharded model of this source, in float32."
+    ),
+    click.option(
+        "--verify/--no-verify", default=True, help="Compare each rank file with its checksums first. [default: on]"
+    ),
+)
+@section(
+    DISPLAY,
+    click.option(
+        "-q",
+        "--quiet",
+        is_flag=True,
+        help="Print only the generated text; for several prompts, a JSON string per line.",
+    ),
+)
 @common_options
 @collect_plan
 def run(
@@ -100,10 +130,10 @@ def run(
     quiet: bool,
     **options: Unpack[_RunFlags],
 ) -> None:
-    """Run SRC with one process per rank. Under torchrun, this process is one of them.
+    """Run the model of SRC with one process per rank. Under torchrun, this process is one of them.
 
-    SRC is a split checkpoint, or with --tp one that is not split: a .safetensors file, an index, or a folder. Options
-    that choose the plan are for the latter, as a split checkpoint stores its plan.
+    SRC is a split checkpoint, or with --tp one that is not split: a .safetensors file, an index, or a folder. The
+    options under Source and Plan are for the latter, as a split checkpoint stores its plan.
     """
     gc.enable()  # disabled by cli.py; models have reference cycles
     if token_ids and (prompt or options["chat"]):

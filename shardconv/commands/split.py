@@ -18,12 +18,13 @@ from shardconv.commands.notes import (
 )
 from shardconv.commands.options import (
     PATH,
-    SOURCE,
+    SOURCE_PATH,
     PlanFlags,
     SourcePath,
     WriteFlags,
     base_option,
     checksum_option,
+    destination_option,
     dtype_option,
     layout_option,
     max_file_size_option,
@@ -32,6 +33,8 @@ from shardconv.commands.options import (
     tp_option,
     write_options,
 )
+from shardconv.commands.sections import ADAPTERS, CHECKS, OUTPUT, Command, section
+from shardconv.commands.source_progress import source_progress
 from shardconv.console import Console
 from shardconv.formatting import counted, rate, size
 
@@ -48,27 +51,36 @@ class _SplitFlags(PlanFlags, WriteFlags):
     merge_adapter: bool
 
 
-@click.command()
-@click.argument("src", type=SOURCE)
-@tp_option
-@click.option("-o", "--output", type=PATH, metavar="DIR", help="Folder to write. [default: NAME-tpN here]")
-@base_option
-@click.option(
-    "--adapter",
-    "adapters",
-    type=PATH,
-    multiple=True,
-    metavar="ADAPTER",
-    help="Split this LoRA adapter of SRC, too, into adapters/NAME of the output. Repeatable.",
+@click.command(
+    cls=Command,
+    epilog="shardconv split llama --tp 8\n"
+    "shardconv split hf://org/llama --tp 8 -o llama-tp8\n"
+    "shardconv split llama --tp 8 --layout vllm --max-file-size 5GB\n"
+    "shardconv split llama --tp 8 --dry-run",
 )
-@click.option("--merge-adapter", is_flag=True, help="Merge the adapter into the weights instead, as PEFT does.")
+@click.argument("src", type=SOURCE_PATH)
+@tp_option
 @plan_options
-@write_options
-@checksum_option
-@layout_option("[default: native]")
-@dtype_option
+@base_option
+@section(
+    ADAPTERS,
+    click.option(
+        "--adapter",
+        "adapters",
+        type=PATH,
+        multiple=True,
+        metavar="ADAPTER",
+        help="Split this LoRA adapter with SRC, into adapters/NAME of the output. Repeatable.",
+    ),
+    click.option("--merge-adapter", is_flag=True, help="Merge the adapter into the weights, as PEFT does."),
+)
+@destination_option("DIR", "Write this folder.", "NAME-tpN")
+@layout_option("native")
+@dtype_option(OUTPUT)
 @max_file_size_option
-@click.option("--check-model", is_flag=True, help=CHECK_MODEL)
+@checksum_option
+@write_options
+@section(CHECKS, click.option("--check-model", is_flag=True, help=CHECK_MODEL))
 @output_options
 def split(
     src: SourcePath,
@@ -80,12 +92,15 @@ def split(
     layout: str | None,
     **options: Unpack[_SplitFlags],
 ) -> None:
-    """Split the checkpoint SRC (a .safetensors or PyTorch file, an index, a folder, or a URL of one) for N ranks."""
+    """Split the checkpoint SRC into one file per rank.
+
+    SRC is a .safetensors or PyTorch file, an index, a folder, or the URL of one.
+    """
     from shardconv.checkpoint.split import split as run
 
     console = Console(as_json=as_json, quiet=quiet)
     checked = check_source(src, options) if check_model else None
-    with console.progress("split") as progress:
+    with source_progress(console, "split") as progress:
         report = run(src, output, layout=layout or "native", progress=progress, **options)
     verb = "would be written" if report.dry_run else rate(report.source_bytes - report.resumed_bytes, report.seconds)
     warnings = notes(report.assumed, report.left_out)

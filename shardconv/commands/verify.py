@@ -9,7 +9,16 @@ import click
 
 from shardconv.checkpoint.paths import local_path
 from shardconv.commands.notes import layout_note, notes
-from shardconv.commands.options import SOURCE, SourcePath, from_option, ignore_option, output_options
+from shardconv.commands.options import (
+    SOURCE_PATH,
+    SourcePath,
+    follow_links_option,
+    from_option,
+    ignore_option,
+    output_options,
+)
+from shardconv.commands.sections import CHECKS, Command, section
+from shardconv.commands.source_progress import source_progress
 from shardconv.console import Console
 from shardconv.formatting import counted, size
 from shardconv.plan.engines import ENGINES
@@ -32,26 +41,37 @@ class _VerifyFlags(TypedDict):
     threads: int | None
 
 
-@click.command()
-@click.argument("src", type=SOURCE, metavar="DIR")
-@click.option("--against", type=SOURCE, metavar="SRC", help="Also compare every byte with this source.")
-@click.option("--follow-links", is_flag=True, help="Follow links of SRC that lead out of their folder.")
+@click.command(cls=Command, epilog="shardconv verify llama-tp8\nshardconv verify llama-tp8 --against llama")
+@click.argument("src", type=SOURCE_PATH, metavar="DIR")
+@follow_links_option
 @ignore_option
 @from_option
-@click.option(
-    "--engine",
-    type=click.Choice(list(ENGINES)),
-    help="Also compare with the model that this engine, if it is installed, constructs on each rank.",
+@section(
+    CHECKS,
+    click.option("--against", type=SOURCE_PATH, metavar="SRC", help="Also compare every byte with this source."),
+    click.option(
+        "--engine",
+        type=click.Choice(list(ENGINES)),
+        help="Also compare with the model that this engine, which has to be installed, constructs on each rank.",
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Number of reading threads. [default: processors, at most 8]",
+    ),
 )
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Number of reading threads.")
 @output_options
 def verify(src: SourcePath, *, engine: str | None, as_json: bool, quiet: bool, **options: Unpack[_VerifyFlags]) -> None:
-    """Verify the split checkpoint DIR against its checksums and its source. Exits 3 on a difference."""
+    """Compare the split checkpoint DIR with its checksums.
+
+    With --against, also with its source, and with --engine, with the model of an engine. Exits 3 on a difference.
+    """
     from shardconv.checkpoint.verify import verify as run
 
     console = Console(as_json=as_json, quiet=quiet)
     checked = _check_engine(local_path(src)) if engine is not None else None
-    with console.progress("verify") as progress:
+    with source_progress(console, "verify") as progress:
         report = run(src, progress=progress, **options)
     remedy = "use the source" if report.saved_by else "split the source again or restore the modified files"
     remedies = [remedy] if report.differences else []  # differences from an engine have remedies of their own

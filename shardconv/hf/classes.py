@@ -53,7 +53,7 @@ def model_class(config: Mapping[str, object], folder: Path | None = None, *, is_
     if config.get("model_type") not in import_transformers().CONFIG_MAPPING:
         raise RunError(
             f"{folder}: its model is code in the checkpoint ({', '.join(code)}): read the code, and if you trust it, "
-            f"use --trust-remote-code (trust_remote_code=True)"
+            f"use --trust-remote-code"
         )
     return _class_of_transformers(config, folder)
 

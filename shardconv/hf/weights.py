@@ -142,7 +142,7 @@ def check_report(report: Mapping[str, Any], kind: str, path: Path, unused: Seque
     for what, names in found.items():
         if names:
             shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-            option = " If the model does not need them, pass --unused PATTERN (unused=)." if names is left else ""
+            option = " If the model does not need them, pass --unused PATTERN." if names is left else ""
             raise RunError(
                 f"{path}: {what} ({len(names)}): {shown}. The outputs could be wrong: correct config.json or the "
                 f"tensors of the source, and split it again.{option}"

@@ -165,6 +165,10 @@ class Plan:
     rules: RuleSet | None = None
     assumed: tuple[str, ...] = field(default=())
 
+    def __repr__(self) -> str:
+        """Without the tensors, which are many."""
+        return f"Plan(tp={self.tp}, family={self.family!r}, {len(self.tensors)} tensors)"
+
     def placement(self, name: str) -> Placement:
         """The placement of a tensor."""
         return self.tensors[name].placement

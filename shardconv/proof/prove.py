@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Unpack
 
+from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source, open_source
@@ -33,7 +34,12 @@ _BEYOND = (8,)
 
 @reads_remote("src")
 def prove(
-    src: StrPath, *, tps: Sequence[int] = (), check_model: bool = True, **options: Unpack[PlanOptions]
+    src: StrPath,
+    *,
+    tps: Sequence[int] = (),
+    check_model: bool = True,
+    progress: Progress | None = None,
+    **options: Unpack[PlanOptions],
 ) -> ProofReport:
     """Prove the plan of a source on the CPU, with a small model.
 
@@ -46,6 +52,7 @@ def prove(
             transformers.
         tps: tensor parallel sizes to try; by default 2 and 4, and 8 if the plan of the small model supports it.
         check_model: first compare names and shapes of the source with those of the model that its config names.
+        progress: called with the number of tensor parallel sizes that were compared, and of all.
         options: see :class:`~shardconv.checkpoint.planning.PlanOptions`.
 
     Raises:
@@ -71,7 +78,7 @@ def prove(
         of_small = resolve(small.specs, small.config, request).resolver
         plans, not_small = ({}, {}) if unsupported and not possible else _small_plans(of_small, [*possible])
         mismatched = {tp: reason for tp in plans if (reason := padding_mismatch(resolver, of_small, tp))}
-        proofs = prove_all(folder, small, {tp: plans[tp] for tp in plans if tp not in mismatched}, request)
+        proofs = prove_all(folder, small, {tp: plans[tp] for tp in plans if tp not in mismatched}, request, progress)
     grids = list(_compare_grids(planned.tensors, resolver, _plans(resolver, [proof.tp for proof in proofs])[0]))
     differences = tuple(f"{name}: {difference}" for name, difference in grids if difference)
     return ProofReport(

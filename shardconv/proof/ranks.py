@@ -5,12 +5,14 @@ Owns the folder through which the ranks of a proof get their task and return the
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
+from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.source import Source
@@ -41,7 +43,9 @@ class RankResult:
     problem: str = ""
 
 
-def prove_all(folder: Path, small: Source, plans: Mapping[int, Plan], request: PlanRequest) -> tuple[Proof, ...]:
+def prove_all(
+    folder: Path, small: Source, plans: Mapping[int, Plan], request: PlanRequest, progress: Progress | None
+) -> tuple[Proof, ...]:
     """Compare at all tensor parallel sizes, one after the other, in processes that are started once.
 
     Args:
@@ -49,6 +53,7 @@ def prove_all(folder: Path, small: Source, plans: Mapping[int, Plan], request: P
         small: the small model.
         plans: tensor parallel size to plan.
         request: the options of the plans.
+        progress: called with the number of sizes that were compared, and of all.
     """
     if not plans:
         return ()
@@ -56,7 +61,7 @@ def prove_all(folder: Path, small: Source, plans: Mapping[int, Plan], request: P
         split_by(small, folder / SPLIT.format(tp=tp), plan, request)
     (folder / TASK).write_text(json.dumps({"request": request.to_json(), "tps": [*plans]}))
     try:
-        launch(["prove-rank", str(folder)], max(plans))
+        launch(["prove-rank", str(folder)], max(plans), partial(_report, progress, folder, [*plans]))
     except RunError:
         if not any(result.problem for tp in plans for result in _results(folder, tp)):
             raise
@@ -64,6 +69,13 @@ def prove_all(folder: Path, small: Source, plans: Mapping[int, Plan], request: P
     return tuple(
         _proof(tp, results[tp], sharded_fraction(small.specs, plan)) for tp, plan in plans.items() if results[tp]
     )
+
+
+def _report(progress: Progress | None, folder: Path, tps: Sequence[int]) -> None:
+    """Report how many sizes were compared on all ranks."""
+    if progress is not None:
+        done = sum(len(list(folder.glob(RESULT.format(tp=tp, rank="*")))) == tp for tp in tps)
+        progress(done, len(tps))
 
 
 def _results(folder: Path, tp: int) -> list[RankResult]:

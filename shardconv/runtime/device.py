@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardconv.checkpoint.header import DTYPE_BITS, TensorInfo
 from shardconv.errors import RunError
+from shardconv.formatting import size
 from shardconv.plan.plan import TensorSpec
 
 Progress = Callable[[int, int], None]
@@ -72,8 +73,8 @@ def check_room(
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > room:
         raise RunError(
-            f"the values are {needed / 1e9:.1f} GB and {device} has room for {room / 1e9:.1f} GB: use more ranks "
-            f"(--tp {2 * tp}; for a split checkpoint shardconv reshard ... --tp {2 * tp})"
+            f"the values are {size(needed)} and {device} has room for {size(room)}: use more ranks "
+            f"(--tp {2 * tp}, for a split checkpoint shardconv reshard DIR --tp {2 * tp})"
         )
 
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,11 +26,13 @@ from shardconv.parent import PARENT
 #: The environment variable with the rendezvous of ranks that :func:`launch` started.
 RENDEZVOUS = "SHARDCONV_RENDEZVOUS"
 _TERMINATE_SECONDS = 10
+#: Seconds between two calls of a function while ranks run.
+_TICK_SECONDS = 1.0
 #: The signals whose handlers torch replaces when it starts processes.
 _TORCH_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def launch(arguments: Sequence[str], ranks: int) -> int:
+def launch(arguments: Sequence[str], ranks: int, tick: Callable[[], None] = lambda: None) -> int:
     """Run ``shardconv`` with some arguments in one process per rank.
 
     When one fails, or this process is interrupted, the others are terminated.
@@ -38,6 +40,7 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     Args:
         arguments: arguments of the command line.
         ranks: number of processes.
+        tick: called every second while they run.
 
     Returns:
         The exit code.
@@ -57,12 +60,11 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
             PARENT: str(os.getpid()),
         }
         envs = {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)}
-        result = _run_processes(arguments, envs, Path(folder) / "logs")
+        result = _run_processes(arguments, envs, Path(folder) / "logs", tick)
         errors = _errors(Path(folder))
-    failures = {} if result is None else result.failures
-    if not failures:
+    if not result.failures:
         return 0
-    first = min(failures.values(), key=lambda failure: failure.timestamp)
+    first = min(result.failures.values(), key=lambda failure: failure.timestamp)
     causes, consequences = errors
     if causes:
         raise RunError(causes[0])
@@ -74,7 +76,9 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     return int(first.exitcode)
 
 
-def _run_processes(arguments: Sequence[str], envs: dict[int, dict[str, str]], logs: Path) -> RunProcsResult | None:
+def _run_processes(
+    arguments: Sequence[str], envs: dict[int, dict[str, str]], logs: Path, tick: Callable[[], None]
+) -> RunProcsResult:
     """Start a process per environment and wait for all of them; none is left when this returns or raises."""
     signals = (signal.SIGINT, signal.SIGTERM)
     handlers = {number: signal.getsignal(number) for number in _TORCH_SIGNALS}
@@ -89,7 +93,9 @@ def _run_processes(arguments: Sequence[str], envs: dict[int, dict[str, str]], lo
             logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
         )
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        return context.wait(period=0.1)
+        while (result := context.wait(timeout=_TICK_SECONDS, period=0.1)) is None:
+            tick()
+        return result  # noqa: TRY300 - the finally clause is for all ways out
     except SignalException as error:  # raised by torch's signal handler
         if error.sigval is signal.SIGINT:
             raise KeyboardInterrupt from error

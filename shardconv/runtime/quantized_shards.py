@@ -127,7 +127,7 @@ def require_quantized(manifest: Manifest, folder: Path) -> dict[str, TensorSpec]
     specs = quantized_tensors(manifest)
     grids = [spec.grid for spec in specs.values() if spec.grid is not None]
     if not grids:
-        raise RunError(f"{folder}: is not quantized: remove --dequantize, or dequantize=True in Python")
+        raise RunError(f"{folder}: is not quantized: remove --dequantize")
     if not any(grid.role for grid in grids):
         raise SplitCheckpointError(
             f"{folder}: its manifest, of an earlier version, does not describe how values are stored: merge it and "
@@ -149,7 +149,7 @@ def refuse_quantized(manifest: Manifest, folder: Path) -> None:
     name = str(dtype).removeprefix("torch.")
     needed = sum(map(num_bytes, Dequantizer.of_source(specs, dtype).weights.values())) / manifest.tp
     raise RunError(
-        f"{folder}: is quantized: pass --dequantize, or dequantize=True in Python, to load it as {name}, with "
+        f"{folder}: is quantized: pass --dequantize to load it as {name}, with "
         f"about {size(needed)} per rank in place of {size(manifest.rank_layout.rank_bytes[0])}"
     )
 

@@ -77,7 +77,7 @@ def _check_size(checkpoint: Loadable, group: GroupLike) -> None:
         if checkpoint.source is None:
             other, remedy = "is", f"make one for {size} by shardconv reshard {path} --tp {size}"
         else:
-            other, remedy = "would be loaded", f"pass --tp {size} (tp={size})"
+            other, remedy = "would be loaded", f"pass --tp {size}"
         raise WorldSizeError(
             f"{path}: {other} for {manifest.tp} ranks, and there {found}: start it by torchrun --nproc-per-node "
             f"{manifest.tp}{f', or {remedy}' if _is_supported(manifest, size) else ''}"

@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from shardconv.runtime.agreement import broadcast_from_first, gather_from_all, i
 from shardconv.runtime.comparison import compare
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.load import load
-from shardconv.runtime.model_config import check_own_config
+from shardconv.runtime.model_config import check_own_config, find_model_class
 from shardconv.runtime.outputs import Clock, ModelRun, Outputs, compute_outputs
 from shardconv.runtime.prompts import (
     Codec,
@@ -132,6 +132,8 @@ def run_rank(
         hide_warnings()  # the first rank prints them
     checkpoint = open_loadable(path, tp=options.tp, options=options.plan)
     manifest, codec = checkpoint.manifest, _codec(checkpoint.folder, options)
+    with suppress(RunError):  # load raises it, too
+        find_model_class(checkpoint, is_trusted=options.trust_remote_code)  # imports its module, which is not loading
     began = time.perf_counter()
     model = _load(path, options, progress)
     load_seconds = time.perf_counter() - began

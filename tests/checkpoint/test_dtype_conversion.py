@@ -208,7 +208,7 @@ def test_element_that_is_too_large_names_its_tensor(tmp_path):
     source = write(tmp_path / "source", tensors)
     index = 2 * tensors[UP].shape[1] + 3
     with pytest.raises(
-        SourceError, match=rf"{UP}: element {index} is -65520, which is too large for fp16.*--dtype bf16"
+        SourceError, match=rf"{UP}: element {index} is -65520, which is too large for fp16.*dtype=\"bf16\""
     ):
         shardconv.split(source, tmp_path / "out", dtype="fp16", **OPTIONS)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -226,10 +226,10 @@ def test_nan_and_infinity_are_kept(tmp_path):
 
 def test_quantized_sources_are_refused(source, tmp_path):
     tensors = tensors_of(torch.float32) | {UP: torch.zeros(96, 64).to(torch.float8_e4m3fn)}
-    with pytest.raises(PlanError, match=f"{UP}: is quantized.*--dtype"):
+    with pytest.raises(PlanError, match=f"{UP}: is quantized.*dtype"):
         shardconv.split(write(tmp_path / "fp8", tensors), tmp_path / "out", dtype="bf16", **OPTIONS)
     settings = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
-    with pytest.raises(PlanError, match=r"gptq: is quantized.*--dtype"):
+    with pytest.raises(PlanError, match=r"gptq: is quantized.*dtype"):
         shardconv.split(write(tmp_path / "gptq", tensors_of(torch.float32), **settings), dtype="bf16", **OPTIONS)
     with pytest.raises(UsageError, match="'int8' is unknown"):
         shardconv.split(source, dtype="int8", **OPTIONS)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import shardconv
 from shardconv.checkpoint.formats import SAFETENSORS
 from shardconv.checkpoint.source import Source, open_source
-from shardconv.errors import SourceError
+from shardconv.errors import SourceError, SplitCheckpointError
 from tests.support.checkpoints import (
     llama_config,
     llama_specs,
@@ -210,7 +211,7 @@ def test_link_out_of_the_folder(folder, tmp_path, name):
     outside = tmp_path / "outside"
     (folder / name).rename(outside)
     (folder / name).symlink_to(outside)
-    refuses(folder, f"{name}: is a link out of its folder: pass --follow-links")
+    refuses(folder, f"{name}: is a link out of its folder: pass follow_links=True")
     source = open_source(folder, follow_links=True)
     assert stored(source) == llama_specs(llama_config())
     assert source.config == llama_config()
@@ -398,7 +399,7 @@ def test_source_file_of_an_earlier_save(folder):
     stale = part_names(4)[3]
     shutil.copyfile(folder / PARTS[0], folder / stale)
     refuses(
-        folder, f"holds weights that are not in {INDEX}: {stale}. .* pass --ignore {stale}, or pass .*{INDEX} instead"
+        folder, f'holds weights that are not in {INDEX}: {stale}. .* pass ignore=."{stale}"., or pass .*{INDEX} instead'
     )
     assert open_source(folder / INDEX).left_out == {stale: "not in the given index"}
     assert open_source(folder, ignore=(stale,)).left_out == {stale: f"ignored by '{stale}'"}
@@ -426,7 +427,9 @@ def test_source_files_without_an_index_next_to_a_single_file(folder):
 
 def test_index_next_to_a_single_file_of_another_name(folder):
     write_weights(folder / "consolidated.safetensors", {"x": ("U8", (2,))})
-    refuses(folder, f"not in {INDEX}: consolidated.safetensors .*--ignore consolidated.safetensors, or pass .*{INDEX} ")
+    refuses(
+        folder, f'not in {INDEX}: consolidated.safetensors .*ignore=."consolidated.safetensors"., or pass .*{INDEX} '
+    )
     assert stored(open_source(folder / INDEX)) == llama_specs(llama_config())
     assert stored(open_source(folder / "consolidated.safetensors")) == {"x": ("U8", (2,))}
 
@@ -531,7 +534,18 @@ def test_folder_with_checkpoints_in_subfolders(tmp_path):
 
 def test_split_checkpoint_as_source(single):
     (single / "shardconv.json").write_text("{}")
-    refuses(single, "is a split checkpoint: merge it, or reshard")
+    refuses(single, "is a split checkpoint: pass the source that was split, merge it .*, or change its size")
+
+
+@pytest.mark.parametrize("name", ["rank-0-of-2.safetensors", "shardconv.json"])
+def test_file_of_a_split_checkpoint_as_source(single, tmp_path, name):
+    """A rank file has shards, whose plan would be another one; the remedy is the folder."""
+    shardconv.split(single, tmp_path / "split", tp=2)
+    refuses(
+        tmp_path / "split" / name, f"belongs to a split checkpoint: pass its folder {tmp_path / 'split'}, or the source"
+    )
+    with pytest.raises(SplitCheckpointError, match=f"pass its folder {tmp_path / 'split'}$"):
+        shardconv.verify(tmp_path / "split" / name)
 
 
 def test_one_of_several_files_as_source(tmp_path):

@@ -1,12 +1,14 @@
 """Output of every command with ``--json``: it conforms to its published schema in docs/schemas."""
 
 import json
+import subprocess
+import sys
 
 import jsonschema
 import pytest
 
 from tests.support.checkpoints import DEMO
-from tests.support.command import call
+from tests.support.command import ENVIRONMENT, Result, call
 from tests.support.matrix import cases
 from tools.json_schemas import FOLDER, schemas
 
@@ -22,9 +24,18 @@ COMMANDS = {
     "plan-list-families": ["plan", "--list-families", "llama"],
     "plan-prove": ["plan", DEMO, "--prove", "--tp", "2"],
     "plan-cost": ["plan", DEMO, "--cost", "--tp", "2"],
+    "plan-propose": ["plan", DEMO, "--propose"],
+    "plan-measure-link": ["plan", "--measure-link"],
     "run": ["run", "{}/split", "--prompt", "An", "--device", "cpu", "--max-new-tokens", "2"],
     "error": ["plan", DEMO, "--tp", "3"],
 }
+
+
+def under_torchrun(*words: str) -> Result:
+    """Run a command in two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardconv", *words]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    return Result(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +46,13 @@ def home(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", cases(COMMANDS, lambda name: name not in {"plan-prove", "plan-cost", "run"}))
+_WITH_MODEL = {"plan-prove", "plan-cost", "plan-propose", "plan-measure-link", "run"}
+
+
+@pytest.mark.parametrize("name", cases(COMMANDS, lambda name: name not in _WITH_MODEL))
 def test_output_conforms_to_its_schema(home, capfd, name):
-    result = call(*(str(word).replace("{}", str(home)) for word in COMMANDS[name]), "--json")
+    words = [*(str(word).replace("{}", str(home)) for word in COMMANDS[name]), "--json"]
+    result = call(*words) if name != "plan-measure-link" else under_torchrun(*words)
     schema = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
     output = result.out or capfd.readouterr().out  # rank 0 of a run is another process
     jsonschema.Draft202012Validator(schema).validate(json.loads(output))
@@ -51,3 +66,25 @@ def test_every_schema_has_a_command():
 def test_published_schema_is_the_generated_one(name):
     """Otherwise run python -m tools.json_schemas."""
     assert json.loads((FOLDER / f"{name}.json").read_text("utf-8")) == schemas()[name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["split", DEMO, "--tp", "two"], 2),
+        (["split", DEMO, "--no-such-option"], 2),
+        (["no-such-command"], 2),
+        (["plan", "--cost"], 2),
+        (["split", DEMO, "--tp", "2", "--layout", "nonsense"], 2),
+        (["verify", "nowhere"], 1),
+        (["merge", DEMO], 1),
+    ],
+    ids=str,
+)
+def test_every_error_is_an_object(arguments, code):
+    """Also errors of wrong usage; the message is on stderr as well."""
+    result = call(*arguments, "--json")
+    error = json.loads(result.out)
+    jsonschema.Draft202012Validator(schemas()["error"]).validate(error)
+    assert (result.code, error["exit_code"]) == (code, code)
+    assert result.err == f"shardconv: {error['error']}\n"

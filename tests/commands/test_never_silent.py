@@ -29,7 +29,7 @@ from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.planning import PlanOptions
 from shardconv.checkpoint.split import split_by
 from shardconv.commands.split import split as split_command
-from shardconv.errors import ShardconvError
+from shardconv.errors import ShardconvError, command_line
 from shardconv.layouts.layout import NATIVE
 from shardconv.proof import prove
 from shardconv.proof.ranks import SPLIT, sharded_fraction
@@ -1091,6 +1091,7 @@ def ran(found: list[Any], source: Path) -> Found:
     return Found("\n".join(messages).strip(), "\n".join(found[0][2]), check)
 
 
+@command_line()
 def run_on_rank(
     _: Any, place: Path, against: Path | None, dequantize: bool
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
@@ -1138,6 +1139,7 @@ def loaded(found: list[Any], source: Path) -> Found:
 IDS = torch.arange(3, 12).view(1, -1)
 
 
+@command_line()
 def load_on_rank(axis: Any, place: Path, options: dict[str, Any]) -> tuple[str, torch.Tensor | None, list[str]]:
     """Returns the message of an error, the logits, and the warnings."""
     try:
@@ -1223,7 +1225,7 @@ def _listed_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def _proofs_on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
     """Run proofs on existing processes, as the start of new ones takes seconds."""
 
-    def proofs(folder: Path, source: Any, plans: Mapping[int, Any], request: Any) -> tuple[Proof, ...]:
+    def proofs(folder: Path, source: Any, plans: Mapping[int, Any], request: Any, _: Any) -> tuple[Proof, ...]:
         made = []
         kind = source.config["architectures"][0]
         for tp, plan in plans.items():

@@ -226,7 +226,7 @@ def test_dtype_that_weights_cannot_have_is_refused(compressed, tmp_path):
 def test_dtype_of_stored_values_is_refused(compressed, tmp_path):
     """A module of the caller may take the stored values, but codes are not converted."""
     shardconv.split(compressed("FP8", "llama"), tmp_path / "split", tp=1)
-    with pytest.raises(RunError, match="is quantized: pass --dequantize"):
+    with pytest.raises(RunError, match="is quantized: pass dequantize=True"):
         shardconv.load(tmp_path / "split", device="cpu", model=torch.nn.Module, dtype=torch.float32)
 
 
@@ -242,14 +242,14 @@ def test_bands_of_rows_have_the_values_of_the_weight(compressed, tmp_path, monke
 def test_quantized_models_are_not_run_as_they_are(compressed, tmp_path):
     shardconv.split(compressed("W4A16", "llama"), tmp_path / "split", tp=1)
     with pytest.raises(
-        RunError, match=r"is quantized: pass --dequantize.* as bfloat16, with about .* per rank in place of .* kB"
+        RunError, match=r"is quantized: pass dequantize=True.* as bfloat16, with about .* per rank in place of .* kB"
     ):
         shardconv.load(tmp_path / "split", device="cpu")
 
 
 def test_nothing_to_dequantize_is_an_error(unquantized, tmp_path):
     shardconv.split(unquantized("llama"), tmp_path / "split", tp=1)
-    with pytest.raises(RunError, match=r"is not quantized: remove --dequantize"):
+    with pytest.raises(RunError, match=r"is not quantized: remove dequantize=True"):
         shardconv.load(tmp_path / "split", device="cpu", dequantize=True)
 
 

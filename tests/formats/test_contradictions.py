@@ -83,7 +83,7 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     "strategy": (weights(strategy="channel"), r"weight_scale has shape \[128, 8\] \(expected \[128, 1\]"),
     "bits with one scale per row": (
         one_scale_per_row,
-        r"dim 1 has 128 elements; .* expect 256: .*, or quantization_config of the layer is wrong: pass --config",
+        r"dim 1 has 128 elements; .* expect 256: .*, or quantization_config of the layer is wrong: pass config=",
     ),
     "unknown strategy": (weights(strategy="attn_head"), "strategy 'attn_head' of config_groups.group_0 is not"),
     "missing scale": (drop("weight_scale"), rf"{LAYER}.weight_scale is missing, which pack-quantized needs"),
@@ -128,7 +128,7 @@ def test_contradiction_is_one_error(w4a16, tmp_path, what):
     change(source)
     with pytest.raises(PlanError, match=message) as caught:
         shardconv.split(source, tmp_path / "out", tp=2)
-    assert str(caught.value).count("--config FILE") <= 1
+    assert str(caught.value).count("config=FILE") <= 1
     assert not (tmp_path / "out").exists()
 
 

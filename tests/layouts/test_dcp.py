@@ -145,7 +145,7 @@ def test_unsupported_placements_are_errors(tmp_path, kind, config, expected):
     with pytest.raises(PlanError) as caught:
         shardconv.split(source, tmp_path / "out", tp=4, layout="dcp")
     assert expected in str(caught.value)
-    assert "use the native layout (--layout native)" in str(caught.value)
+    assert 'use the native layout (layout="native")' in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -80,7 +80,7 @@ def test_unknown_distribution_of_experts_is_refused(mixtral):
 
 
 def test_replicated_tensors_of_distributed_experts_are_refused(mixtral):
-    with pytest.raises(PlanError, match="shards this expert, and --experts expert distributes full experts"):
+    with pytest.raises(PlanError, match='shards this expert, and experts="expert" distributes full experts'):
         shardconv.make_plan(mixtral, tp=2, experts="expert", replicate=("**.experts.*.w2",))
 
 

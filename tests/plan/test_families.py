@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 import shardconv
 from shardconv.errors import PlanError
+from shardconv.option_names import in_python
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.family_file import family_names, load_family
 from tests.support.checkpoints import contents
@@ -392,7 +393,7 @@ def test_heads_limit_the_supported_tp_sizes(name, checkpoint):
 
 
 def test_error_for_an_unsupported_tp_names_the_supported_sizes(checkpoint):
-    with pytest.raises(PlanError, match=r"2 is not a multiple of 3, nor is 3 a multiple of 2 .*Use --tp 1, 2, 4, 8\."):
+    with pytest.raises(PlanError, match=r"2 is not a multiple of 3, nor is 3 a multiple of 2 .*Use tp=1, 2, 4, 8\."):
         shardconv.make_plan(checkpoint("llama"), tp=3)
 
 
@@ -460,13 +461,13 @@ def altered(source: Path, folder: Path, fields: dict[str, object]) -> Path:
     ],
 )
 def test_config_of_another_checkpoint_is_refused(name, fields, checkpoint, tmp_path):
-    with pytest.raises(PlanError, match="--config"):
+    with pytest.raises(PlanError, match="config="):
         shardconv.make_plan(altered(checkpoint(name), tmp_path, fields), tp=2)
 
 
 @pytest.mark.parametrize("name", ["phi3", "gpt2", "gpt_neox", "falcon-7b", "qwen3_moe-packed"])
 def test_fused_tensors_without_a_family_are_refused(name, checkpoint, tmp_path):
-    with pytest.raises(PlanError, match=r"by its name it is a fused tensor.*--rules.*--replicate"):
+    with pytest.raises(PlanError, match=r"by its name it is a fused tensor.*rules.*replicate="):
         shardconv.make_plan(altered(checkpoint(name), tmp_path, {"model_type": "unheard_of"}), tp=2)
 
 
@@ -515,8 +516,8 @@ def test_error_without_a_config_has_the_remedy_first_and_marks_assumptions(eight
     with pytest.raises(shardconv.PlanError) as caught:
         shardconv.make_plan(eight_kv_heads, tp=8)
     assert str(caught.value) == (
-        f"model.layers.0.self_attn.k_proj.weight: {HEAD_DIM_IS_UNKNOWN} Under this assumption 2 is not a multiple of 8 "
-        "(head_dim=512 assumed, num_key_value_heads=2 assumed). Otherwise use --tp 1, 2."
+        f"model.layers.0.self_attn.k_proj.weight: {in_python(HEAD_DIM_IS_UNKNOWN)} Under this assumption 2 is not a "
+        "multiple of 8 (head_dim=512 assumed, num_key_value_heads=2 assumed). Otherwise use tp=1, 2."
     )
 
 
@@ -536,8 +537,8 @@ def test_error_without_a_config_does_not_propose_head_dim_if_it_would_not_help(t
     source = bare(tmp_path / "m.safetensors", heads=8, kv_heads=8, head_dim=512)
     with pytest.raises(shardconv.PlanError) as caught:
         shardconv.make_plan(source, tp=64, replicate=("**.self_attn.*",))
-    assert "--head-dim" not in str(caught.value)
-    assert ". Use --tp 1, 2, 4, 8, 16, 32." in str(caught.value)
+    assert "Pass head_dim" not in str(caught.value)
+    assert ". Use tp=1, 2, 4, 8, 16, 32." in str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -751,6 +752,28 @@ def test_families_are_listed_by_a_model_type():
     found = json.loads(call("plan", "--list-families", "qwen2_v", "--json").out)["families"]
     assert all("qwen2_v" in family or all("qwen2_v" in kind for kind in kinds) for family, kinds in found.items())
     assert "qwen2_vl" in [kind for kinds in found.values() for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("word", "similar"),
+    [
+        ("mistrl", "mistral"),
+        ("LlamaForCausalLM", "llama"),
+        ("gpt-neox2", "gpt_neox"),
+        ("deepseek-v33", "deepseek_v3"),
+        ("xyzzy", None),
+    ],
+)
+def test_list_of_families_has_similar_names(word, similar):
+    """Names of the same series of models first, whose names begin with the same letters."""
+    found = json.loads(call("plan", "--list-families", word, "--json").out)
+    assert (found["families"], next(iter(found["similar"]), None)) == ({}, similar)
+
+
+def test_families_are_found_in_any_spelling():
+    found = [call("plan", "--list-families", word, "--json").out for word in ("qwen3_moe", "Qwen3-MoE", "qwen3moe")]
+    assert len(set(found)) == 1
+    assert "qwen3_moe" in found[0]
 
 
 def test_transformers_saves_a_tensor_for_each_expert(checkpoint):

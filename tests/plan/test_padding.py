@@ -393,7 +393,7 @@ NAME_AND_TP = pytest.mark.parametrize(("name", "tp"), [(name, tp) for name, tps 
 @NAME_AND_TP
 def test_error_proposes_padding(written_once, name, tp, tmp_path):
     _, source = written_once(name)
-    with pytest.raises(PlanError, match=rf"tp {tp}: supported with --pad, [0-9.]+% more memory"):
+    with pytest.raises(PlanError, match=rf"tp {tp}: supported with pad=True, [0-9.]+% more memory"):
         shardconv.split(source, tmp_path / "split", tp=tp)
 
 
@@ -517,7 +517,7 @@ def test_reshard_removes_padding_that_is_not_needed(one_layer, tmp_path):
 
 def test_reshard_pads_only_on_request(one_layer, tmp_path):
     shardconv.split(one_layer, tmp_path / "three", tp=3, pad=True)
-    with pytest.raises(PlanError, match=r"tp 6: supported with --pad, [0-9.]+% more memory"):
+    with pytest.raises(PlanError, match=r"tp 6: supported with pad=True, [0-9.]+% more memory"):
         shardconv.reshard(tmp_path / "three", tmp_path / "six", tp=6)
 
 
@@ -540,7 +540,7 @@ def test_reported_cost_is_that_of_the_files(tmp_path):
 
 
 REFUSED = {
-    "engine": ({"engine": "vllm"}, None, r"--pad is not supported with the boundaries of vllm.* shardconv pad SRC"),
+    "engine": ({"engine": "vllm"}, None, r"pad=True is not supported with the boundaries of vllm.* shardconv pad SRC"),
     "no family": ({}, {"model_type": "unheard_of", "head_dim": 16}, "no family is known for this model"),
 }
 
@@ -569,7 +569,7 @@ def test_models_that_are_not_padded(case, tmp_path):
     model.save_pretrained(tmp_path / "source")
     with pytest.raises(PlanError, match=message) as error:
         shardconv.split(tmp_path / "source", tmp_path / "split", tp=3, pad=True)
-    assert "supported with --pad" not in str(error.value)
+    assert "supported with pad=True" not in str(error.value)
     assert not (tmp_path / "split").exists()
 
 

@@ -101,7 +101,7 @@ def test_block_scale_without_a_block_size_is_refused(tmp_path):
     source = tmp_path / "m.safetensors"
     options = fp8(source, '[rules]\n"down" = { style = "rowwise" }', tmp_path)
     options["config"].write_text('{"quantization_config": {"quant_method": "fp8"}}')
-    with pytest.raises(shardconv.PlanError, match=r"down.weight_scale_inv needs a block size.* pass --config FILE"):
+    with pytest.raises(shardconv.PlanError, match=r"down.weight_scale_inv needs a block size.* pass config=FILE"):
         shardconv.make_plan(source, tp=2, **options)
 
 
@@ -121,7 +121,7 @@ def test_config_that_describes_one_of_two_towers(tmp_path, config):
     write_weights(tmp_path / "model.safetensors", dict.fromkeys(names, ("BF16", (64, 64))))
     if config is not None:
         write_config(tmp_path, config)
-    with pytest.raises(shardconv.PlanError, match=r"Pass --head-dim, or --rules FILE.*1 is not a multiple of 2"):
+    with pytest.raises(shardconv.PlanError, match=r"Pass head_dim, or rules=FILE.*1 is not a multiple of 2"):
         shardconv.make_plan(tmp_path, tp=2)
     plan = shardconv.make_plan(tmp_path, tp=2, head_dim=32)
     assert plan.placement(names[4]).shard_shape((64, 64), 0) == (32, 64)
@@ -140,7 +140,7 @@ def test_unbalanced_braces_in_a_plan_file_are_refused(checkpoint, tmp_path, patt
 
 @UNBALANCED
 def test_unbalanced_braces_in_an_option_are_refused(checkpoint, pattern):
-    with pytest.raises(shardconv.PlanError, match=r"--replicate.*braces are unbalanced"):
+    with pytest.raises(shardconv.PlanError, match=r"replicate=.*braces are unbalanced"):
         shardconv.make_plan(checkpoint("llama"), tp=2, replicate=[pattern])
 
 

@@ -366,7 +366,7 @@ def test_config_that_is_a_link(tiny, tmp_path):
 
 
 def test_unsupported_tp_is_refused(tiny):
-    with pytest.raises(PlanError, match="Use --tp"):
+    with pytest.raises(PlanError, match="Use tp="):
         estimate_cost(tiny, tps=[3])
 
 

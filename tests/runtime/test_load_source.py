@@ -83,7 +83,7 @@ def test_dequantized_values_equal_those_from_a_split(ranks, tmp_path, name):
 
 
 def test_quantized_source_is_not_loaded_as_it_is(ranks):
-    ranks("pair", check_fails, DATA / "gptq-3", ["is quantized: pass --dequantize"], {"tp": 2})
+    ranks("pair", check_fails, DATA / "gptq-3", ["is quantized: pass dequantize=True"], {"tp": 2})
 
 
 def test_dtype(ranks, home):
@@ -107,7 +107,7 @@ def test_own_module_of_a_file_with_a_plan_file(ranks, tmp_path):
 
 
 def check_config_option(axis, file, config):
-    check_fails(axis, file, ["does not have a config.json.* --config FILE"], {"tp": 2, "head_dim": 16})
+    check_fails(axis, file, ["does not have a config.json.* config=FILE"], {"tp": 2, "head_dim": 16})
     model = shardconv.load(file, tp=2, config=config, device="cpu", group=axis)
     assert type(model).__name__.endswith("LlamaForCausalLM")
 
@@ -236,13 +236,13 @@ def test_unsupported_size(ranks, home):
 
 def test_split_checkpoint_with_options_of_a_source(ranks, home):
     split = source_and_split(home, "llama", 2)[1]
-    ranks("pair", check_fails, split, ["is split for 2 ranks .got --tp 4.*reshard"], {"tp": 4})
+    ranks("pair", check_fails, split, ["is split for 2 ranks .got tp=4.*reshard"], {"tp": 4})
     options = {"tp": 2, "replicate": ("lm_head.weight",), "engine": "vllm", "experts": "tensor"}
-    ranks("pair", check_fails, split, ["the plan that it stores: remove --replicate, --for"], options)
+    ranks("pair", check_fails, split, ["the plan that it stores: remove replicate, engine"], options)
 
 
 def test_source_without_a_size(ranks, home):
-    message = r"is not a split checkpoint \(no shardconv.json\): .*or load it without splitting it: --tp N"
+    message = r"is not a split checkpoint \(no shardconv.json\): .*or load it without splitting it: tp=N"
     ranks("pair", check_fails, source_and_split(home, "llama", 2)[0], [message], {})
 
 

@@ -1,0 +1,89 @@
+"""Help texts of commands: options under headings, and examples.
+
+To add an option, pass it to :func:`section` with one of :data:`HEADINGS`: in ``options.py`` if several commands have
+it, or above the function of its command. The options under a heading have the order of the decorators.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import click
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class Decorator(Protocol):
+    """A decorator that adds options to a function."""
+
+    def __call__(self, function: Function, /) -> Function:
+        """Add them."""
+        ...
+
+
+SOURCE, PLAN, OUTPUT, ADAPTERS = "Source", "Plan", "Output", "Adapters"
+GENERATION, MODEL, REPORT, CHECKS, COST, DISPLAY = "Generation", "Model", "Report", "Checks", "Cost", "Display"
+#: The headings, in the order of ``--help``.
+HEADINGS = (SOURCE, PLAN, ADAPTERS, OUTPUT, GENERATION, MODEL, REPORT, CHECKS, COST, DISPLAY)
+#: The most characters of an option and its values before their help text starts on the next line.
+_MAX_WIDTH = 26
+_RANGE = re.compile(r"(; )?([\d.]+<=)?x[<>]=[\d.]+")
+
+_heading_of: dict[click.Parameter, str] = {}
+
+
+def together(*options: Decorator) -> Decorator:
+    """Several options as one decorator, in the order of ``--help``."""
+
+    def add(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
+def section(heading: str, *options: Decorator) -> Decorator:
+    """Options that ``--help`` lists under a heading, as one decorator."""
+
+    def add(function: Function) -> Function:
+        before = len(_parameters(function))
+        function = together(*options)(function)
+        _heading_of.update(dict.fromkeys(_parameters(function)[before:], heading))
+        return function
+
+    return add
+
+
+def _parameters(function: Callable[..., object]) -> list[click.Parameter]:
+    """The options and arguments that click has collected for a function."""
+    collected: list[click.Parameter] = vars(function).get("__click_params__", [])
+    return collected
+
+
+def _without_range(text: str) -> str:
+    """A help text without the range of numbers that click adds; errors name it."""
+    return _RANGE.sub("", text).replace("[; ", "[").replace("  []", "")
+
+
+class Command(click.Command):
+    """A command whose ``--help`` lists options under headings and ends with examples, its ``epilog``."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, in columns that are equally wide under all headings."""
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for option in self.get_params(ctx):
+            if isinstance(option, click.Option) and (row := option.get_help_record(ctx)):
+                rows.setdefault(_heading_of.get(option, DISPLAY), []).append(row)
+        for heading in sorted(rows, key=HEADINGS.index):
+            with formatter.section(heading):
+                aligned = [(f"{name:<{_MAX_WIDTH}}", _without_range(text)) for name, text in rows[heading]]
+                formatter.write_dl(aligned, _MAX_WIDTH)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples, one per line."""
+        del ctx
+        if self.epilog:
+            with formatter.section("Examples"):
+                for line in self.epilog.splitlines():
+                    formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
