@@ -17,6 +17,7 @@ from shardconv.checkpoint.staging import staging
 from shardconv.checkpoint.write import (
     Checksums,
     Identify,
+    SplitFolder,
     auxiliary_bytes,
     auxiliary_paths,
     check_readable,
@@ -57,6 +58,7 @@ class Rewrite:
         overwrite: replace an existing checkpoint at ``target``.
         threads: number of threads, or None for the default.
         progress: called with the number of copied bytes and the total.
+        folders: the folders with the ranks of the manifest, in order; ``folder`` alone if there are none.
     """
 
     manifest: Manifest
@@ -68,6 +70,7 @@ class Rewrite:
     overwrite: bool = False
     threads: int | None = None
     progress: Progress | None = None
+    folders: tuple[SplitFolder, ...] = ()
 
     def check(self, *, dry_run: bool) -> bool:
         """Check the destination, and for a dry run all files that would be read.
@@ -79,7 +82,7 @@ class Rewrite:
             SplitCheckpointError: if a file is missing, or has the wrong size or header.
             OutputError: if the destination must not be written.
         """
-        check_disjoint(self.target, [self.folder])
+        check_disjoint(self.target, [self.folder, *(one.path for one in self.folders)])
         exists = check_target(
             self.target,
             is_folder=self.is_folder,
@@ -88,7 +91,7 @@ class Rewrite:
             auxiliary_files=[*self.manifest.auxiliary_files, *self.added_files],
         )
         if dry_run and self.source is None:
-            check_readable(self.manifest, self.folder)
+            check_readable(self.manifest, self._split_folders)
         return exists
 
     @contextmanager
@@ -129,7 +132,11 @@ class Rewrite:
     def _open(self) -> tuple[Reader, InputFiles]:
         if self.source is not None:
             return open_tensors(self.source, self.manifest.tensors, None)
-        return read_ranks(self.manifest, self.folder)
+        return read_ranks(self.manifest, self._split_folders)
+
+    @property
+    def _split_folders(self) -> tuple[SplitFolder, ...]:
+        return self.folders or (SplitFolder(self.folder, self.manifest),)
 
     def _auxiliary_paths(self) -> Mapping[str, Path]:
         return auxiliary_paths(self.manifest, self.folder) if self.source is None else self.source.auxiliary_files

@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, Unpack
 
 from shardconv import __version__
+from shardconv.checkpoint.chosen_ranks import Ranks, choose_ranks
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.destination import check_disjoint, check_target
 from shardconv.checkpoint.fileio import permissions
@@ -19,11 +22,20 @@ from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlannedSource, PlanOptions, StrPath
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.remote import reads_remote
+from shardconv.checkpoint.sample import sample_checksum
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.source_reader import open_tensors
 from shardconv.checkpoint.split_sources import plan_sources
 from shardconv.checkpoint.staging import staging
-from shardconv.checkpoint.write import auxiliary_bytes, check_config, copy_files, write_auxiliary, write_indexes
+from shardconv.checkpoint.team import Team, facts
+from shardconv.checkpoint.write import (
+    Checksums,
+    auxiliary_bytes,
+    check_config,
+    copy_files,
+    write_auxiliary,
+    write_indexes,
+)
 from shardconv.errors import UsageError
 from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.external import META
@@ -44,7 +56,7 @@ class SplitReport:
         layout: of the rank files.
         num_tensors: number of tensors.
         source_bytes: bytes of the source's weights.
-        rank_bytes: for each rank the bytes of its files.
+        rank_bytes: for each of ``ranks`` the bytes of its files.
         assumed: assumptions of the plan.
         left_out: name to reason of files of the source that were left out; names of hidden folders end with /.
         seconds: wall time in seconds.
@@ -54,6 +66,7 @@ class SplitReport:
         derived: why a merge does not give the bytes of the source's files, one phrase each; empty if it does.
         files_per_rank: number of files of each rank.
         adapters: names of the adapters that were split with the model.
+        ranks: the ranks whose files were written.
     """
 
     path: str
@@ -72,6 +85,7 @@ class SplitReport:
     derived: tuple[str, ...] = ()
     files_per_rank: int = 1
     adapters: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 @reads_remote("src")
@@ -80,6 +94,7 @@ def split(
     dst: StrPath | None = None,
     *,
     tp: int,
+    ranks: Ranks = None,
     base: StrPath | None = None,
     adapters: Sequence[StrPath] = (),
     merge_adapter: bool = False,
@@ -91,6 +106,7 @@ def split(
     dry_run: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
+    team: Team | None = None,
     **options: Unpack[PlanOptions],
 ) -> SplitReport:
     """Split a checkpoint for ``tp`` ranks.
@@ -99,6 +115,8 @@ def split(
         src: a ``.safetensors`` or PyTorch file, an index file, a folder, or a source that is already open.
         dst: the folder to write; defaults to ``NAME-tpN`` in the current folder.
         tp: number of ranks.
+        ranks: the ranks to write, such as "8-15", "0,2,5-7", 3 or ``range(8)``; None for all. Only what their files
+            need is read: of column parallel tensors their rows, of row parallel tensors all rows.
         base: the base model of ``src``, a LoRA adapter of PEFT: a checkpoint, a split checkpoint, or a config.json or a
             folder with one. ``options`` are then those of the base model.
         adapters: folders of LoRA adapters of PEFT for the model ``src``; each is split into a folder
@@ -119,6 +137,7 @@ def split(
         dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
+        team: the processes that write the checkpoint together; None for this one alone.
         options: how the source is read and planned, see :class:`PlanOptions`.
 
     Raises:
@@ -127,24 +146,26 @@ def split(
         PlanError: if no plan is known to be correct, or the layout does not support it: dcp does not support fused or
             padded tensors, and vllm only supports certain model types and plans; or a ``dtype`` is given for a
             quantized source.
-        UsageError: if the layout, dtype or size is unknown, or it is the layout of an engine and the options change
-            the plan.
+        UsageError: if the layout, dtype, size or a rank is unknown, or it is the layout of an engine and the options
+            change the plan.
         OutputError: if the destination exists, is in use, or has too little free space.
     """
     began = time.perf_counter()
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
-    source = planned.source
+    source, chosen, team = planned.source, choose_ranks(ranks, tp), team or Team()
     if layout == META:
-        output = _meta_output(planned, tp, of_adapters, max_file_size)
+        is_whole = len(chosen) == tp and team.size == 1
+        output = _meta_output(planned, tp, of_adapters, max_file_size, is_whole=is_whole)
     else:
-        output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=checksums)
+        output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=checksums, ranks=chosen)
     target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
     check_disjoint(target, [*planned.paths, *(path for one in of_adapters.values() for path in one.paths)])
     exists = check_target(
         target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=source.auxiliary_names
     )
     if not dry_run:
-        output.write(target, _Writing(overwrite=overwrite, checksums=checksums, threads=threads, progress=progress))
+        job = _Writing(overwrite=overwrite, checksums=checksums, threads=threads, progress=progress, team=team)
+        output.write(target, job)
     return SplitReport(
         path=str(target),
         tp=tp,
@@ -162,13 +183,16 @@ def split(
         derived=source.derived,
         files_per_rank=output.files_per_rank,
         adapters=tuple(of_adapters),
+        ranks=chosen,
     )
 
 
-def _adapter_manifest(planned: PlannedSource, tp: int, *, checksums: bool) -> Manifest:
+def _adapter_manifest(planned: PlannedSource, tp: int, *, checksums: bool, ranks: tuple[int, ...]) -> Manifest:
     resolver, assumed = planned.resolution
     plan = resolver.plan(tp, assumed=assumed)
-    return Manifest.of_source(planned.source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=checksums)
+    return Manifest.of_source(
+        planned.source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=checksums, ranks=ranks
+    )
 
 
 class _Output(NamedTuple):
@@ -188,9 +212,16 @@ class _Output(NamedTuple):
 
 
 def _meta_output(
-    planned: PlannedSource, tp: int, adapters: Mapping[str, PlannedSource], max_file_size: int | str | None
+    planned: PlannedSource,
+    tp: int,
+    adapters: Mapping[str, PlannedSource],
+    max_file_size: int | str | None,
+    *,
+    is_whole: bool,
 ) -> _Output:
     """The files of layout meta."""
+    if not is_whole:
+        raise UsageError("layout meta is written for all ranks by one process: remove --ranks, and start one process")
     if max_file_size is not None:
         raise UsageError("layout meta has one file per rank: remove --max-file-size")
     if adapters:
@@ -214,6 +245,7 @@ def _output(
     max_file_size: int | str | None,
     *,
     checksums: bool,
+    ranks: tuple[int, ...],
 ) -> _Output:
     """A split checkpoint, with those of its adapters in it."""
     source = planned.source
@@ -221,9 +253,12 @@ def _output(
     plan = planned.plan(tp)
     manifest = Manifest.of_source(
         source, plan, planned.request, stripe_bytes=STRIPE_BYTES, layout=file_layout, checksums=checksums,
-        adapters=tuple(adapters),
+        adapters=tuple(adapters), ranks=ranks,
     )  # fmt: skip
-    nested = {name: (one.source, _adapter_manifest(one, tp, checksums=checksums)) for name, one in adapters.items()}
+    nested = {
+        name: (one.source, _adapter_manifest(one, tp, checksums=checksums, ranks=ranks))
+        for name, one in adapters.items()
+    }
 
     def write(target: Path, job: "_Writing") -> None:
         job.write(source, manifest, target, nested)
@@ -245,6 +280,7 @@ class _Writing:
     checksums: bool = True
     threads: int | None = None
     progress: Progress | None = None
+    team: Team = field(default_factory=Team)
 
     def write(
         self,
@@ -254,35 +290,49 @@ class _Writing:
         adapters: Mapping[str, tuple[Source, Manifest]] = MappingProxyType({}),
     ) -> None:
         """Write a split checkpoint, with adapters in folders in it."""
-        layout = manifest.rank_layout
+        team = self.team
+        team.meet(target, partial(facts, (source, manifest), *adapters.values()))
+        manifest = manifest.with_ranks(team.folder_ranks(manifest.ranks))
+        if not manifest.is_complete:
+            manifest = replace(manifest, sample=sample_checksum(source))
+        own = manifest.with_ranks(team.own_ranks(manifest.ranks))
+        adapters = {name: (one, each.with_ranks(manifest.ranks)) for name, (one, each) in adapters.items()}
         total = sum(_num_bytes(*one) for one in ((source, manifest), *adapters.values()))
         reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
-        with (
-            inputs,
-            staging(
+        rows: list[tuple[str, ...]] = []
+
+        def identify(own_rows: Checksums) -> Sequence[bytes]:
+            rows.extend(team.gather(own_rows))
+            return own.prefixes_with(tuple(rows))
+
+        def open_staging() -> AbstractContextManager[Path]:
+            return staging(
                 target,
                 is_folder=True,
                 overwrite=self.overwrite,
                 num_bytes=total,
                 auxiliary_files=source.auxiliary_names,
                 mode=permissions([source.path] if source.is_folder else []),
-            ) as folder,
-        ):
-            stripe_checksums = copy_files(
-                reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
-                identify=manifest.prefixes_with if self.checksums else None, threads=self.threads,
-                progress=self.progress,
+            )
+
+        with inputs, team.staging(target, open_staging) as folder:
+            copy_files(
+                reader, inputs, own.rank_paths(folder), own.rank_layout, manifest.stripes,
+                identify=identify if self.checksums else None, threads=self.threads,
+                progress=team.watch(self.progress),
             )  # fmt: skip
+            if not team.is_leader:
+                return
             auxiliary_files = write_auxiliary(source, folder)
             check_config(source, folder)
             paths = manifest.adapter_folders(folder)
             for name, (of_adapter, adapter_manifest) in adapters.items():
-                replace(self, overwrite=False, progress=None).write(of_adapter, adapter_manifest, paths[name])
+                _Writing(checksums=self.checksums, threads=self.threads).write(
+                    of_adapter, adapter_manifest, paths[name]
+                )
             write_indexes(manifest, folder, inputs.mode)
-            mode = _manifest_mode(source, inputs.mode)
-            write_manifest(
-                manifest.written(stripe_checksums, auxiliary_files), folder, f"shardconv {__version__}", mode=mode
-            )
+            written = manifest.written(tuple(rows) if self.checksums else None, auxiliary_files)
+            write_manifest(written, folder, f"shardconv {__version__}", mode=_manifest_mode(source, inputs.mode))
 
 
 def _num_bytes(source: Source, manifest: Manifest) -> int:

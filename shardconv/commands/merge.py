@@ -26,17 +26,20 @@ class _MergeFlags(WriteFlags):
 
 
 @click.command()
-@click.argument("src", type=SOURCE, metavar="DIR")
+@click.argument("src", type=SOURCE, nargs=-1, required=True, metavar="DIR...")
 @click.option(
     "-o", "--output", type=PATH, metavar="PATH", help="FILE.safetensors or folder. [default: NAME-merged here]"
 )
 @from_option
 @write_options
 @output_options
-def merge(src: SourcePath, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_MergeFlags]) -> None:
+def merge(
+    src: tuple[SourcePath, ...], output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_MergeFlags]
+) -> None:
     """Merge the split checkpoint DIR into its source, byte for byte.
 
-    DIR may also be a folder that vLLM saved with save_sharded_state, or one with rank files of another tool.
+    DIR may also be a folder that vLLM saved with save_sharded_state, or one with rank files of another tool. Several
+    folders have some of the ranks each.
     """
     from shardconv.checkpoint.merge import merge as run
 

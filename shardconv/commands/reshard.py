@@ -38,7 +38,7 @@ class _ReshardFlags(WriteFlags):
 
 
 @click.command()
-@click.argument("src", type=SOURCE, metavar="DIR")
+@click.argument("src", type=SOURCE, nargs=-1, required=True, metavar="DIR...")
 @tp_option
 @click.option("-o", "--output", type=PATH, metavar="DIR2", help="Folder to write. [default: NAME-tpN here]")
 @engine_option("those of DIR, or of --layout")
@@ -50,9 +50,12 @@ class _ReshardFlags(WriteFlags):
 @max_file_size_option
 @output_options
 def reshard(
-    src: SourcePath, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_ReshardFlags]
+    src: tuple[SourcePath, ...], output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_ReshardFlags]
 ) -> None:
-    """Rewrite the split checkpoint DIR, or rank files of another tool, for another tensor parallel size or layout."""
+    """Rewrite the split checkpoint DIR, or rank files of another tool, for another tensor parallel size or layout.
+
+    Several folders have some of the ranks each.
+    """
     from shardconv.checkpoint.reshard import reshard as run
 
     console = Console(as_json=as_json, quiet=quiet)

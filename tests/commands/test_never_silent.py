@@ -372,6 +372,10 @@ def all_rank_files(source: Path, split: Path) -> None:
         from_other(NATIVE.rank_file(rank, TP))(source, split)
 
 
+def without_some_ranks(source: Path, split: Path) -> None:
+    shardconv.split(source, split, tp=TP, ranks="1-2", overwrite=True)
+
+
 def second_file_of_another(source: Path, split: Path) -> None:
     other = source.with_name("other-several")
     shardconv.split(other_split(source).with_name("other"), other, tp=TP, max_file_size=SEVERAL)
@@ -784,6 +788,12 @@ CASES: Mapping[str, Case] = {
         damaged(error(NATIVE.rank_file(0, 2)), load=error("is for 2 ranks", "torchrun")),
         damage=from_other(MANIFEST_NAME, tp=2),
     ),
+    "folder with some of the ranks": Case(
+        damaged(error("ranks 0, 3 of 4 are missing"), verify=RIGHT, verify__against=RIGHT,
+                run=error("does not have ranks 0, 3"), run__check=error("does not have ranks 0, 3"),
+                load=error("does not have rank 0")),
+        damage=without_some_ranks,
+    ),
     "manifest of a later version": Case(damaged(error(MANIFEST_NAME, "update shardconv")), damage=newer_manifest),
     "missing file of a rank with several": Case(
         damaged(error(SECOND_FILE)), damage=lambda _, split: (split / SECOND_FILE).unlink(), max_file_size=SEVERAL,
@@ -818,7 +828,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 246, "error": 301, "warning": 8, "na": 485}
+COUNTS = {"right": 248, "error": 306, "warning": 8, "na": 488}
 
 
 def counts() -> Counter[str]:
