@@ -17,7 +17,7 @@ from typing import NamedTuple
 from benchmarks import layers, models
 from benchmarks import run as running
 from benchmarks import vllm_loading as vllm
-from benchmarks.measure import Command, Pairs, remove, run, run_pairs
+from benchmarks.measure import Command, Pairs, read_bytes, remove, run, run_pairs
 from benchmarks.resuming import compare as compare_resumed
 from shardconv.checkpoint.copy import STRIPE_BYTES
 
@@ -65,6 +65,27 @@ def write_llama(path: Path, *options: str) -> int:
     """Write a source in a new process, as a child inherits the peak memory of its parent."""
     run((sys.executable, "-m", "benchmarks.models", path, *options))
     return path.stat().st_size
+
+
+def hosts(place: Place) -> Iterator[Row]:
+    """Split for 8 ranks on one of four hosts, which writes 2 of them, compared with a split that writes all."""
+    with llama(place) as source:
+        size, parent = source.stat().st_size, source.parent
+        some, every = parent / "some", parent / "every"
+        all_ranks = shardconv("split", source, "--tp", "8", "-o", every)
+        two_ranks = shardconv("split", source, "--tp", "8", "--ranks", "0-1", "-o", some)
+        pairs = run_pairs(two_ranks, all_ranks, outputs=(some, every), rounds=ROUNDS)
+        yield _pair_row(f"split of ranks 0-1 / of all 8, time, {place.kind}", "0.6 or less", pairs, "all")
+        for ranks, command in (("0-1", two_ranks), ("0-7", all_ranks)):
+            read = read_bytes(command)
+            remove(some)
+            remove(every)
+            yield Row(
+                f"bytes that a split of ranks {ranks} reads / source",
+                "(none)",
+                f"{read / size:.2f}",
+                f"{read / 1e9:.2f} GB",
+            )
 
 
 def _pair_row(claim: str, goal: str, pairs: Pairs, against: str) -> Row:
@@ -388,8 +409,8 @@ def main() -> None:
     ROUNDS = arguments.rounds
     tmpfs, disk = Place("tmpfs", arguments.memory), Place("disk", arguments.disk)
     plan: list[tuple[Callable[[Place], Iterator[Row]], tuple[Place, ...]]] = [
-        (copying, (tmpfs, disk)), (quantized, (tmpfs,)), (adapters, (tmpfs,)), (pytorch_files, (tmpfs,)),
-        (meta_files, (tmpfs,)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)),
+        (copying, (tmpfs, disk)), (hosts, (disk,)), (quantized, (tmpfs,)), (adapters, (tmpfs,)),
+        (pytorch_files, (tmpfs,)), (meta_files, (tmpfs,)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)),
         (resuming, (tmpfs,)), (memory, (tmpfs,)),
         (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)), (loading_and_running, (tmpfs,)),
         (loading_a_source, (disk,)), (vllm_loading, (disk,)),

@@ -3,6 +3,8 @@
 A full tensor is a matrix of bytes with one row of ``width`` bytes per index of the dims before the sharded dim. A shard
 has the same number of shorter rows. A flat range of the full tensor then is at most three boxes (the end of a row, full
 rows, the beginning of a row), and one contiguous range of every shard, because intervals are ascending.
+
+There may be shards of some ranks only. Then the full tensor has ranges of which no shard holds a byte.
 """
 
 from bisect import bisect_left
@@ -14,6 +16,11 @@ from typing import NamedTuple, Self
 
 from shardconv.checkpoint.header import DTYPE_BITS
 from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, intervals
+
+#: Ranges that no shard holds are read with those around them if they have fewer bytes: another block takes as long.
+GAP_BYTES = 2**20
+#: Bytes at the beginning of a row that the padding there is written with; a multiple of every element.
+_ROW_START = 64
 
 
 class Run(NamedTuple):
@@ -128,11 +135,19 @@ def row_spans(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A full tensor of ``num_bytes`` bytes with rows of ``width`` bytes, and the shard of each rank."""
+    """A full tensor of ``num_bytes`` bytes with rows of ``width`` bytes, and the shard of each rank.
+
+    Attributes:
+        num_bytes: bytes of the full tensor.
+        width: bytes of a row.
+        shards: the rows of each shard.
+        columns: the ranges of a row that shards are made of, with short gaps; None if they hold every byte.
+    """
 
     num_bytes: int
     width: int
     shards: tuple[ShardRows, ...]
+    columns: tuple[tuple[int, int], ...] | None = None
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, ShardRows, int, int]]:
         """The shards that hold bytes of a flat range: rank, rows of the shard, and byte range in the shard."""
@@ -141,32 +156,69 @@ class Geometry:
             if low < high:
                 yield rank, shard, low, high
 
+    def held(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The ranges of a flat range that shards are made of, with short gaps between them."""
+        if self.columns in {None, ((0, self.width),)}:
+            yield start, stop
+            return
+        for row, rows, first, last in row_spans(start, stop, self.width):
+            for base in range(row * self.width, (row + rows) * self.width, self.width):
+                for low, high in self.columns or ():
+                    if max(low, first) < min(high, last):
+                        yield base + max(low, first), base + min(high, last)
+
 
 @lru_cache(maxsize=4096)
-def geometry(placement: Placement, dtype: str, shape: tuple[int, ...]) -> Geometry:
+def geometry(
+    placement: Placement, dtype: str, shape: tuple[int, ...], ranks: tuple[int, ...] | None = None
+) -> Geometry:
     """The geometry of a tensor under a placement.
+
+    Args:
+        placement: of the tensor.
+        dtype: of the tensor.
+        shape: of the full tensor.
+        ranks: the ranks whose shards there are, in order; None for all. A rank may be there twice.
 
     Raises:
         ValueError: if placement and shape do not fit, or an interval does not begin and end at a byte boundary.
     """
     num_bytes = _to_bytes(prod(shape) * DTYPE_BITS[dtype])
+    chosen = placement.ranks if ranks is None else [placement.ranks[rank] for rank in ranks]
     if placement.dim is None or num_bytes == 0:
-        return Geometry(num_bytes, num_bytes, tuple(_full_rows(num_bytes, rank) for rank in range(placement.tp)))
+        return Geometry(num_bytes, num_bytes, tuple(_full_rows(num_bytes, at) for at in range(len(chosen))))
     if placement.dim >= len(shape) or shape[placement.dim] != placement.size:
         raise ValueError(f"placement along dim {placement.dim} of {placement.size} does not fit shape {list(shape)}")
     bits = prod(shape[placement.dim + 1 :]) * DTYPE_BITS[dtype]
     width = _to_bytes(placement.size * bits)
     held: list[Interval] = []
     shards = []
-    for entries in placement.ranks:
+    for entries in chosen:
         shards.append(_shard_rows(entries, width, bits, held))
         held = _union(sorted([*held, *intervals(entries)]))
-    return Geometry(num_bytes, width, tuple(shards))
+    is_complete = held == [Interval(0, placement.size)]
+    columns = None if is_complete else _columns(shards, width, is_one_row=width == num_bytes)
+    return Geometry(num_bytes, width, tuple(shards), columns)
 
 
 def unsharded(num_bytes: int) -> Geometry:
     """The geometry of a full tensor in one file."""
     return Geometry(num_bytes, num_bytes, (_full_rows(num_bytes, 0),))
+
+
+def _columns(shards: Sequence[ShardRows], width: int, *, is_one_row: bool) -> tuple[tuple[int, int], ...]:
+    """The ranges of a row that shards are made of, with short gaps; all of it if gaps between rows are short, too."""
+    held = [Interval(run.start, run.start + run.size) for shard in shards for run in shard.runs]
+    if any(shard.runs[0].local if shard.runs else shard.width for shard in shards):  # padding at the beginning
+        held.append(Interval(0, min(_ROW_START, width)))
+    columns: list[tuple[int, int]] = []
+    for start, stop in _union(sorted(held)):
+        if columns and start - columns[-1][1] < GAP_BYTES:
+            columns[-1] = (columns[-1][0], stop)
+        else:
+            columns.append((start, stop))
+    is_dense = len(columns) == 1 and width - columns[0][1] + columns[0][0] < GAP_BYTES
+    return ((0, width),) if is_dense and not is_one_row else tuple(columns)
 
 
 def _full_rows(num_bytes: int, rank: int) -> ShardRows:

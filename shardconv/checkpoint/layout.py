@@ -35,7 +35,8 @@ class Layout:
 
     Attributes:
         headers: of each file.
-        shards: for each source tensor, in order, the positions of its shards.
+        shards: for each source tensor, in order, the positions of its shards; of some ranks, if there are files of
+            these only. Ranks are then counted by their positions.
         constants: the bytes at the beginning of the data section of each rank's first file, before all shards.
         files_per_rank: number of files of each rank, which follow each other; 1 for the files of full tensors.
     """
@@ -102,6 +103,7 @@ def lay_out_ranks(
     *,
     layout: FileLayout = NATIVE,
     identity: str | None = None,
+    ranks: tuple[int, ...] | None = None,
 ) -> Layout:
     """Lay out the rank files.
 
@@ -111,6 +113,7 @@ def lay_out_ranks(
         metadata: of the source files.
         layout: the tensors of the rank files.
         identity: of the split checkpoint, for the metadata of each file; None for none.
+        ranks: the ranks whose files there are, in order; None for all.
 
     Raises:
         PlanError: if shards do not form the tensors of the layout.
@@ -123,9 +126,12 @@ def lay_out_ranks(
     sizes = [tuple(placement.local_size(rank) for placement in distinct) for rank in range(plan.tp)]
     # ranks with equal shapes share headers, unless these store the offsets of the shards
     first_equal = list(range(plan.tp)) if layout.has_offsets else [sizes.index(size) for size in sizes]
+    # files of all ranks: tensors are divided over files equally on all of them
     files = _lay_out_files(list(dict.fromkeys(first_equal)), tensors, plan, metadata, layout)
     count = len(files[0])
     file_of = {name: number for number, file in enumerate(files[0]) for name in file.positions}
+    chosen = range(plan.tp) if ranks is None else ranks
+    first_equal = [first_equal[rank] for rank in chosen]
 
     # files with offsets are read as parts of the full tensors, and engines read the values of full tensors
     has_full_values = layout.has_offsets or layout.engine is not None
@@ -135,12 +141,13 @@ def lay_out_ranks(
         if name in implied:
             size = num_bytes(spec.dtype, spec.shape)
             return Shards(Geometry(size, size, ()), (), (), edits_of(name, spec, plan))
-        edits = edits_of(name, spec, plan, None if has_full_values else plan.tensors[name].edits)
+        values = None if has_full_values else plan.tensors[name].edits
+        edits = edits_of(name, spec, plan, None if values is None else [values[rank] for rank in chosen])
         found = [files[rank][file_of[name]].positions[name] for rank in first_equal]
         rows = [position.rows for position in found if position.rows is not None] or None
         offsets = tuple(position.offset for position in found)
-        numbers = range(file_of[name], plan.tp * count, count)
-        return Shards(geometry(placements[name], spec.dtype, spec.shape), numbers, offsets, edits, rows)
+        numbers = range(file_of[name], len(chosen) * count, count)
+        return Shards(geometry(placements[name], spec.dtype, spec.shape, ranks), numbers, offsets, edits, rows)
 
     shards = tuple(shards_of(name, spec) for name, spec in tensors.items())
     headers = tuple(file.header for rank in first_equal for file in files[rank])

@@ -3,6 +3,7 @@
 Owns the differences between the two. Whatever loads a checkpoint reads the manifest, and shards from a reader.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from shardconv.checkpoint.planning import PlanOptions, plan_source, refuse_chang
 from shardconv.checkpoint.rank_reader import RankFileReader, RankReader, SourceReader
 from shardconv.checkpoint.sample import sample_checksum
 from shardconv.checkpoint.source import Source
-from shardconv.checkpoint.write import checksum_file
-from shardconv.errors import UsageError
+from shardconv.checkpoint.write import check_ranks, checksum_file
+from shardconv.errors import SplitCheckpointError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,30 @@ class Loadable:
             return RankFileReader(self.manifest, self.path, rank, verify=verify, progress=progress)
         return SourceReader(self.source, self.manifest.plan, rank)
 
+    def check_ranks(self, ranks: Sequence[int]) -> None:
+        """Check that this host has the files of ranks, where the checkpoint is split.
+
+        Raises:
+            SplitCheckpointError: if it does not.
+        """
+        if self.source is not None:
+            return
+        check_ranks(self.manifest, self.path, ranks)
+        layout, paths = self.manifest.rank_layout, self.manifest.rank_paths(self.path)
+        files = [file for rank in ranks for file in paths[layout.files_of(self.manifest.ranks.index(rank))]]
+        if missing := next((file for file in files if not file.exists()), None):
+            raise SplitCheckpointError(f"{missing}: is missing: copy it to this host, or split the source again")
+
     def facts(self) -> dict[str, object]:
         """Facts that have to be the same on all ranks: plural name to value, which JSON can represent.
 
         A manifest has checksums of a split checkpoint, but not of a source, whose folder may have any name on a host.
+        Where hosts have some of the ranks, checksums are not compared.
 
         Raises:
             SourceError: if the source cannot be read.
         """
-        source, manifest = self.source, self.manifest
+        source, manifest = self.source, self.manifest.shared
         return {
             "checkpoints": to_json(manifest if source is None else replace(manifest, source_name=""), ""),
             "values of tensors": None if source is None else sample_checksum(source),

@@ -22,7 +22,7 @@ from shardconv.plan.request import PlanRequest
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of a split checkpoint.
+    """Description of a split checkpoint, in a folder with all ranks, or with some of them.
 
     Attributes:
         plan: the placement of every tensor.
@@ -35,7 +35,9 @@ class Manifest:
         metadata: metadata of the rank files, except the format.
         auxiliary_files: name to checksum of each auxiliary file.
         stripe_bytes: bytes of the full tensors per checksum.
-        checksums: for each rank the xxh3-128 of its bytes of each stripe, or None.
+        ranks: the ranks whose files the folder has, in order. What there is of each rank (checksums, shards in
+            ``rank_layout``) is in this order.
+        checksums: for each of ``ranks`` the xxh3-128 of its bytes of each stripe, or None.
         layout: the tensors of the rank files, and the names of the files.
         is_identified: whether rank files store the identity of the split checkpoint; see :attr:`identity`.
         ignore: patterns of files of the source that the user left out.
@@ -43,6 +45,8 @@ class Manifest:
         dtype: the dtype that floating-point tensors were converted to, by its name as an option; None if they were not.
         adapters: names of the adapters that were split with it, each a split checkpoint in a folder of its own.
         explicit_files: rank files that do not follow from ``layout``, or None.
+        sample: in a folder with some ranks the checksum of a sample of the source's values, see
+            :func:`~shardconv.checkpoint.sample.sample_checksum`.
     """
 
     plan: Plan
@@ -55,6 +59,7 @@ class Manifest:
     metadata: dict[str, str]
     auxiliary_files: Mapping[str, str]
     stripe_bytes: int
+    ranks: tuple[int, ...]
     checksums: tuple[tuple[str, ...], ...] | None = field(default=None, repr=False)
     layout: FileLayout = NATIVE
     is_identified: bool = False
@@ -63,6 +68,7 @@ class Manifest:
     dtype: str | None = None
     adapters: tuple[str, ...] = ()
     explicit_files: ExplicitFiles | None = None
+    sample: str | None = None
 
     @classmethod
     def of_source(
@@ -75,8 +81,9 @@ class Manifest:
         layout: FileLayout = NATIVE,
         checksums: bool = True,
         adapters: tuple[str, ...] = (),
+        ranks: tuple[int, ...] | None = None,
     ) -> Self:
-        """The manifest of a split that is not yet written, with or without ``checksums``.
+        """The manifest of a split that is not yet written, with or without ``checksums``; None for all ``ranks``.
 
         Raises:
             PlanError: as :meth:`checked_for_layout`.
@@ -92,6 +99,7 @@ class Manifest:
             metadata=source.metadata,
             auxiliary_files=dict.fromkeys(source.auxiliary_names, ""),
             stripe_bytes=stripe_bytes,
+            ranks=tuple(range(plan.tp)) if ranks is None else ranks,
             layout=layout,
             is_identified=checksums,
             ignore=source.ignore,
@@ -115,6 +123,16 @@ class Manifest:
         """Number of ranks."""
         return self.plan.tp
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the folder has all ranks."""
+        return self.ranks == tuple(range(self.tp))
+
+    @property
+    def shared(self) -> "Manifest":
+        """What folders with other ranks of the same split have in common; all of it in a folder with all ranks."""
+        return self if self.is_complete else replace(self, ranks=(), checksums=None, source_name="")
+
     @cached_property
     def source_tensors(self) -> dict[str, TensorSpec]:
         """Name to dtype and full shape of every tensor, in the source's order."""
@@ -136,7 +154,8 @@ class Manifest:
     def identity(self) -> str | None:
         """The checksum of all checksums, which rank files store in their headers, so that files of others are detected.
 
-        Zeros while the checksums are unknown; None without checksums, and in formats 1 and 2.
+        Folders with some of the ranks have one each, as no host has the checksums of all ranks. Zeros while the
+        checksums are unknown; None without checksums, and in formats 1 and 2.
         """
         if not self.is_identified:
             return None
@@ -147,7 +166,10 @@ class Manifest:
         """The expected rank files."""
         if self.explicit_files is not None:
             return self.explicit_files.layout
-        return lay_out_ranks(self.tensors, self.plan, self.metadata, layout=self.layout, identity=self.identity)
+        ranks = None if self.is_complete else self.ranks
+        return lay_out_ranks(
+            self.tensors, self.plan, self.metadata, layout=self.layout, identity=self.identity, ranks=ranks
+        )
 
     @cached_property
     def source_layout(self) -> Layout:
@@ -165,7 +187,7 @@ class Manifest:
         if self.explicit_files is not None:
             return list(self.explicit_files.names)
         count = self.files_per_rank
-        return [self.layout.rank_file(rank, self.tp, file, count) for rank in range(self.tp) for file in range(count)]
+        return [self.layout.rank_file(rank, self.tp, file, count) for rank in self.ranks for file in range(count)]
 
     @property
     def rank_indexes(self) -> dict[str, str]:
@@ -173,10 +195,10 @@ class Manifest:
         if self.files_per_rank == 1 or self.layout.engine is not None:
             return {}
         layout, names, indexes = self.rank_layout, self.rank_files, {}
-        for rank in range(self.tp):
-            files = zip(names[layout.files_of(rank)], layout.headers[layout.files_of(rank)], strict=True)
+        for at, rank in enumerate(self.ranks):
+            files = zip(names[layout.files_of(at)], layout.headers[layout.files_of(at)], strict=True)
             weight_map = {tensor: name for name, header in files for tensor in header.tensors}
-            total = sum(info.num_bytes for info in layout.tensors_of(rank).values())
+            total = sum(info.num_bytes for info in layout.tensors_of(at).values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             indexes[f"{self.layout.rank_file(rank, self.tp)}.index.json"] = json.dumps(index, indent=2) + "\n"
         return indexes
@@ -189,8 +211,12 @@ class Manifest:
         """The paths of the rank files in a folder."""
         return [folder / name for name in self.rank_files]
 
+    def with_ranks(self, ranks: tuple[int, ...]) -> "Manifest":
+        """The manifest of a folder with these ranks, not yet written."""
+        return self if ranks == self.ranks else replace(self, ranks=ranks)
+
     def prefixes_with(self, checksums: tuple[tuple[str, ...], ...]) -> list[bytes]:
-        """The bytes of each rank file before its shards, with the identity of these checksums."""
+        """The bytes of each rank file before its shards, with the identity of all checksums of the folder."""
         return replace(self, checksums=checksums).rank_layout.prefixes
 
     def written(self, checksums: tuple[tuple[str, ...], ...] | None, auxiliary_files: Mapping[str, str]) -> Self:
@@ -204,7 +230,7 @@ class Manifest:
             PlanError: as :meth:`checked_for_layout`.
         """
         changed = replace(self, plan=plan, request=request, layout=layout, checksums=None, is_identified=checksums)
-        changed = replace(changed, explicit_files=None)
+        changed = replace(changed, ranks=tuple(range(plan.tp)), explicit_files=None, sample=None)
         return changed.checked_for_layout()
 
     def checked_for_layout(self) -> Self:

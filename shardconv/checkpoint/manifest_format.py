@@ -7,6 +7,7 @@
 | 3 | the plan: placements, styles and units, with the rules and module overrides that they follow from; the layout of
 rank files, null or missing for native; rank files store the identity of the split checkpoint in their headers |
 | 4 | the same; units and rules have other names of keys |
+| 5 | the same; a folder may have some of the ranks, with the checksum of a sample of the source's values |
 
 Older versions are upgraded to the latest when they are read; fields that they do not have are empty.
 """
@@ -22,10 +23,10 @@ from shardconv.plan.plan import PlanJson
 from shardconv.plan.request import PlanRequestJson
 
 #: The version of new manifests, and the latest version that can be read.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
-#: The first version that stores rules.
-_WITH_RULES = 3
+#: The first version that stores rules, and the first with the present names of their keys.
+_WITH_RULES, _WITH_PRESENT_KEYS = 3, 4
 
 #: Key of the checksum of all other keys.
 CHECKSUM_KEY = "manifest_checksum"
@@ -64,6 +65,7 @@ _LAYOUT = {
 #: A list means any number of its element, a mapping from ``...`` any keys, a tuple a choice.
 _SCHEMA = {
     "tp": int,
+    "ranks": ([int], None),
     "layout": (_LAYOUT, None),
     "plan": {
         "tp": int,
@@ -84,6 +86,7 @@ _SCHEMA = {
         "ignore": [str],
         "derived": [str],
         "dtype": (str, None),
+        "sample": (str, None),
     },
     "auxiliary_files": {...: str},
     "checksums": {"stripe_bytes": int, "ranks": ([[str]], None), "identity": (str, None)},
@@ -110,6 +113,7 @@ class SourceJson(TypedDict):
     ignore: list[str]
     derived: list[str]
     dtype: str | None
+    sample: str | None
 
 
 class ChecksumsJson(TypedDict):
@@ -128,6 +132,7 @@ class ManifestJson(TypedDict):
     created_by: str
     layout: dict[str, Any] | None
     tp: int
+    ranks: list[int] | None
     plan: PlanJson
     request: PlanRequestJson
     source: SourceJson
@@ -155,19 +160,19 @@ def checked(data: Mapping[str, object]) -> ManifestJson:
     body: dict[str, Any] = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
     if data.get(CHECKSUM_KEY) != checksum(body):
         raise ValueError("it was changed after it was written (its checksum differs)")
-    body = {"layout": None, **body}
+    body = {"layout": None, "ranks": None, **body}
     if body.get("dcp") is True and body["layout"] is None:  # before there was a key for layouts
         body["layout"] = DCP.to_json(())
     if version < _WITH_RULES:
         body = _upgraded(body)
-    elif version < FORMAT_VERSION:
+    elif version < _WITH_PRESENT_KEYS:
         try:
             body = _with_renamed_keys(body)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("its rules have a missing key or a wrong type") from error
     if isinstance(source := body.get("source"), dict):
-        # before there were sources without safetensors files, and conversions
-        body = {**body, "source": {"derived": [], "dtype": None, **source}}
+        # before there were sources without safetensors files, conversions, and folders with some of the ranks
+        body = {**body, "source": {"derived": [], "dtype": None, "sample": None, **source}}
     has_types = _fits(body, _SCHEMA) and _fits(body.get("adapters", []), [str])
     if not has_types or (body["plan"]["rules"] is None) is not (version < _WITH_RULES):
         raise ValueError("one of its fields is missing or has the wrong type")

@@ -38,6 +38,7 @@ def to_json(manifest: Manifest, created_by: str) -> dict[str, object]:
         "created_by": created_by,
         "layout": None if manifest.layout == NATIVE else manifest.layout.to_json(manifest.source_tensors),
         "tp": manifest.tp,
+        "ranks": None if manifest.is_complete else list(manifest.ranks),
         "plan": manifest.plan.to_json(),
         "request": manifest.request.to_json(),
         "source": {
@@ -53,6 +54,7 @@ def to_json(manifest: Manifest, created_by: str) -> dict[str, object]:
             "ignore": list(manifest.ignore),
             "derived": list(manifest.derived),
             "dtype": manifest.dtype,
+            "sample": manifest.sample,
         },
         "auxiliary_files": dict(manifest.auxiliary_files),
         "checksums": {
@@ -79,6 +81,9 @@ def from_json(data: dict[str, object]) -> Manifest:
             f"its number of ranks is invalid (got tp {body['tp']} and a plan for tp {body['plan']['tp']}, expected "
             f"equal values of at most {MAX_TP})"
         )
+    ranks = body["ranks"]
+    if ranks is not None and not (ranks and ranks == sorted({*ranks}) and 0 <= ranks[0] <= ranks[-1] < body["tp"]):
+        raise ValueError(f"its ranks are not ascending ranks of {body['tp']}")
     manifest = _parse(body)
     if body["checksums"]["identity"] != manifest.identity:
         raise ValueError("its identity does not match its checksums")
@@ -89,12 +94,12 @@ def from_json(data: dict[str, object]) -> Manifest:
 
 
 def _parse(body: ManifestJson) -> Manifest:
-    source, checksums = body["source"], body["checksums"]
+    source, checksums, plan = body["source"], body["checksums"], Plan.from_json(body["plan"])
     source_files = tuple(map(_source_file, source["files"]))
     names = dict.fromkeys(name for _, header in source_files for name in header.tensors)
     ranks = checksums["ranks"]
     return Manifest(
-        plan=Plan.from_json(body["plan"]),
+        plan=plan,
         request=PlanRequest.from_json(body["request"]),
         config=source["config"],
         source_name=source["name"],
@@ -104,6 +109,7 @@ def _parse(body: ManifestJson) -> Manifest:
         metadata=source["metadata"],
         auxiliary_files=body["auxiliary_files"],
         stripe_bytes=checksums["stripe_bytes"],
+        ranks=tuple(range(plan.tp) if body["ranks"] is None else body["ranks"]),
         checksums=None if ranks is None else tuple(map(tuple, ranks)),
         layout=NATIVE if body["layout"] is None else FileLayout.from_json(body["layout"], names),
         is_identified=checksums["identity"] is not None,
@@ -111,6 +117,7 @@ def _parse(body: ManifestJson) -> Manifest:
         derived=tuple(source["derived"]),
         dtype=source["dtype"],
         adapters=tuple(body.get("adapters", ())),
+        sample=source["sample"],
     )
 
 
@@ -141,14 +148,14 @@ def _check_tensors(manifest: Manifest) -> None:
 
 
 def _check_checksums(manifest: Manifest) -> None:
-    """Check that there is one checksum for each rank and stripe."""
+    """Check that there is one checksum for each of the folder's ranks and each stripe."""
     if manifest.checksums is None:
         return
     num_bytes = sum(header.data_bytes for _, header in manifest.source_files)
     if any(len(rank) < num_bytes // manifest.stripe_bytes for rank in manifest.checksums):
         raise ValueError("it has too few checksums for its tensors")  # checked before stripes are computed
     counts = {len(manifest.checksums), *(len(rank) - len(manifest.stripes) for rank in manifest.checksums)}
-    if counts != {manifest.tp, 0}:
+    if counts != {len(manifest.ranks), 0}:
         raise ValueError("the number of its checksums does not match its tensors")
 
 

@@ -1,7 +1,7 @@
 """Merge a split checkpoint back into its source, byte for byte, or rank files of another tool into a checkpoint."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +12,13 @@ from shardconv.checkpoint.job import settings_of
 from shardconv.checkpoint.journal import check_resume
 from shardconv.checkpoint.layout import ADAPTERS, MANIFEST_NAME, lay_out_source
 from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.rewrite import Rewrite
-from shardconv.checkpoint.source import Source, open_if_external
-from shardconv.checkpoint.vllm_folder import read_split
-from shardconv.checkpoint.write import check_readable
+from shardconv.checkpoint.source import Source
+from shardconv.checkpoint.split_folders import SplitFolders, find_folders, read_folders
+from shardconv.checkpoint.write import SplitFolder, check_readable
 from shardconv.errors import UsageError
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
@@ -65,7 +64,7 @@ class MergeReport:
 
 @reads_remote("src")
 def merge(
-    src: StrPath,
+    src: StrPath | Sequence[StrPath],
     dst: StrPath | None = None,
     *,
     overwrite: bool = False,
@@ -81,7 +80,7 @@ def merge(
 
     Args:
         src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
-            another tool.
+            another tool; or several folders with some of the ranks each of one split.
         dst: the output: a path that ends with ``.safetensors`` for one file, any other path for a folder with the
             source files. Defaults to ``NAME-merged`` in the current folder, a file or a folder like the source.
         overwrite: replace an existing checkpoint at ``dst``.
@@ -94,17 +93,18 @@ def merge(
         progress: called with the number of copied bytes and the total.
 
     Raises:
-        SplitCheckpointError: if a rank file is missing, or bytes differ from those that were written.
+        SplitCheckpointError: if a rank file is missing, bytes differ from those that were written, or folders are not
+            of one split.
         OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
             that of the same arguments.
     """
     began = time.perf_counter()
     check_resume(resume=resume, dry_run=dry_run)
-    folder = local_path(src)
-    manifest, source = _read(folder, source_layout)
+    split, source = _read(src, source_layout)
+    folder, manifest = split.first, split.manifest
     target = local_path(dst) if dst is not None else _default_target(folder, manifest)
     is_folder = target.suffix != ".safetensors"
-    adapters = manifest.adapter_folders(folder)
+    adapters = {name: read_folders([one.path / ADAPTERS / name for one in split.folders]) for name in manifest.adapters}
     if adapters and not is_folder:
         raise UsageError(
             f"{target}: is one file (expected a folder, also for the adapters {', '.join(adapters)}): change -o"
@@ -116,10 +116,11 @@ def merge(
         manifest, folder, target, is_folder=is_folder, source=source, overwrite=overwrite, resume=resume,
         threads=threads, progress=progress,
         added_files=tuple(name for one in adapters.values() for name in _merged_names(folder, one)),
+        folders=split.folders,
     )  # fmt: skip
     exists = rewrite.check(dry_run=dry_run)
-    for path in adapters.values() if dry_run else ():
-        check_readable(read_manifest(path), path)
+    for one in adapters.values() if dry_run else ():
+        check_readable(one.manifest, one.folders)
     resumed_bytes = 0 if dry_run else _write(rewrite, headers, adapters)
     return MergeReport(
         path=str(target),
@@ -138,14 +139,15 @@ def merge(
     )
 
 
-def _read(folder: Path, source_layout: str | None) -> tuple[Manifest, Source | None]:
-    """The manifest of a split checkpoint; or of rank files of another tool, with the source that they are."""
-    source = open_if_external(folder, source_layout)
+def _read(src: StrPath | Sequence[StrPath], source_layout: str | None) -> tuple[SplitFolders, Source | None]:
+    """The folders of a split checkpoint; or one with rank files of another tool, with the source that they are."""
+    folders, source = find_folders(src, source_layout)
     if source is None:
-        return read_split(folder), None
+        return read_folders(folders), None
     replicated = TensorPlan(Placement.replicated(1), "replicate", (), Reason("merge", ""))
     plan = Plan(1, None, dict.fromkeys(source.specs, replicated))
-    return Manifest.of_source(source, plan, PlanRequest(), stripe_bytes=STRIPE_BYTES, checksums=False), source
+    manifest = Manifest.of_source(source, plan, PlanRequest(), stripe_bytes=STRIPE_BYTES, checksums=False)
+    return SplitFolders(manifest, (SplitFolder(folders[0], manifest),)), source
 
 
 def _default_target(folder: Path, manifest: Manifest) -> Path:
@@ -161,27 +163,28 @@ def _headers(manifest: Manifest, *, one_file: bool) -> dict[str, Header]:
     return dict(manifest.source_files)
 
 
-def _merged_names(folder: Path, adapter: Path) -> Iterator[str]:
+def _merged_names(folder: Path, adapter: SplitFolders) -> Iterator[str]:
     """Yield the names of the files of a merged adapter, relative to the folder of its base model."""
-    manifest = read_manifest(adapter)
+    manifest = adapter.manifest
     for name in (*(name for name, _ in manifest.source_files), *manifest.auxiliary_files):
-        yield (adapter / name).relative_to(folder).as_posix()
+        yield (adapter.first / name).relative_to(folder).as_posix()
 
 
-def _adapter_notes(adapters: Mapping[str, Path]) -> Iterator[str]:
+def _adapter_notes(adapters: Mapping[str, SplitFolders]) -> Iterator[str]:
     """Yield why adapters differ from those that were split."""
-    for name, path in adapters.items():
-        yield from (f"adapter {name}: {phrase}" for phrase in read_manifest(path).derived)
+    for name, adapter in adapters.items():
+        yield from (f"adapter {name}: {phrase}" for phrase in adapter.manifest.derived)
 
 
-def _write(rewrite: Rewrite, headers: dict[str, Header], adapters: Mapping[str, Path]) -> int:
+def _write(rewrite: Rewrite, headers: dict[str, Header], adapters: Mapping[str, SplitFolders]) -> int:
     """Write the checkpoint; returns the bytes of full tensors that an interrupted run had written."""
     manifest = rewrite.manifest
     names = list(headers) if rewrite.is_folder else [rewrite.target.name]
     layout = lay_out_source(list(headers.values()), manifest.tensors)
     with rewrite.run(settings_of("merge", manifest), names, layout) as staged:
-        for name, path in adapters.items():
-            merge(path, staged.folder / ADAPTERS / name, threads=rewrite.threads)
+        for name, adapter in adapters.items():
+            paths = [one.path for one in adapter.folders]
+            merge(paths, staged.folder / ADAPTERS / name, threads=rewrite.threads)
         if rewrite.is_folder and manifest.index is not None:
             name, text = manifest.index
             with create(staged.folder / name, permissions([rewrite.folder / MANIFEST_NAME])) as file:

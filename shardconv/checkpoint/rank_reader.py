@@ -105,27 +105,28 @@ class RankFileReader(RankReader):
     ) -> None:
         layout, files = manifest.rank_layout, open_rank(manifest, folder, rank)
         super().__init__(files, manifest.tensors, manifest.plan, rank)
-        self._first = layout.files_of(rank).start
+        self._position = manifest.ranks.index(rank)
+        self._first = layout.files_of(self._position).start
         self._shards = dict(zip(manifest.tensors, layout.shards, strict=True))
         if verify:
             verify_rank(manifest, files, rank, progress)
-        sizes = layout.file_bytes[layout.files_of(rank)]
+        sizes = layout.file_bytes[layout.files_of(self._position)]
         files.prefetch((number, 0, size) for number, size in enumerate(sizes))
 
     def read(self, name: str) -> Bytes:
         """See :class:`RankReader`."""
         self._files.check_unchanged()
-        shards, spec = self._shards[name], self.tensors[name]
+        shards, spec, at = self._shards[name], self.tensors[name], self._position
         if not shards.files:
             shard = geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self.rank]
             return _take_shard(_implied_values(shards), shard)
-        size = _shard_bytes(shards, self.rank)
+        size = _shard_bytes(shards, at)
         self.num_bytes_read += size
-        file, ranges = shards.files[self.rank] - self._first, shards.ranges(self.rank, 0, size)
+        file, ranges = shards.files[at] - self._first, shards.ranges(at, 0, size)
         data = self._read_ranges(file, size, list(ranges))
         if shards.edits is None or shards.edits.values is None:
             return data
-        return _sum(data, shards.edits.dtype, shards.edits.values[self.rank], sign=1)
+        return _sum(data, shards.edits.dtype, shards.edits.values[at], sign=1)
 
     def _read_ranges(self, file: int, size: int, ranges: Sequence[tuple[int, int]]) -> Bytes:
         """Ranges of a file, one after the other: a view of the file if there is one, and it is mapped."""
@@ -262,6 +263,6 @@ def _run(box: Box) -> tuple[int, int, int]:
     return box.local + box.local_offset, box.rows * box.size, box.full + box.offset
 
 
-def _shard_bytes(shards: Shards, rank: int) -> int:
+def _shard_bytes(shards: Shards, position: int) -> int:
     full = shards.geometry.num_bytes
-    return shards.geometry.shards[rank].local(full) if full else 0
+    return shards.geometry.shards[position].local(full) if full else 0

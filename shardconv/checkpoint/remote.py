@@ -36,7 +36,7 @@ _progress: ContextVar[Progress | None] = ContextVar("progress of headers", defau
 
 
 def reads_remote(*names: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Let arguments of a function be URLs: during a call, each is the path of a folder or file of stand-ins.
+    """Let arguments of a function be URLs, or lists with some: in a call, each is the path of a folder of stand-ins.
 
     Args:
         names: of the arguments; the first is also the first positional argument.
@@ -50,6 +50,8 @@ def reads_remote(*names: str) -> Callable[[Callable[Parameters, Result]], Callab
             with ExitStack() as stack:
 
                 def local(value: object) -> object:
+                    if isinstance(value, list | tuple):
+                        return [local(one) for one in value]
                     return stack.enter_context(mirrored(str(value))) if _is_url(value) else value
 
                 first = [local(value) for value in args[:1]]
@@ -62,6 +64,8 @@ def reads_remote(*names: str) -> Callable[[Callable[Parameters, Result]], Callab
 
 
 def _is_url(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_is_url, value))
     return isinstance(value, str | os.PathLike) and is_url(value)
 
 

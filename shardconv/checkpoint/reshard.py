@@ -1,6 +1,7 @@
 """Reshard a split checkpoint for another tensor parallel size or layout, without its source and without a merge."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,15 +14,15 @@ from shardconv.checkpoint.job import settings_of
 from shardconv.checkpoint.journal import check_resume
 from shardconv.checkpoint.layout import ADAPTERS, MANIFEST_NAME
 from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.manifest_file import read_manifest, write_manifest
+from shardconv.checkpoint.manifest_file import write_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, request_for
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.rewrite import Rewrite
-from shardconv.checkpoint.source import Source, open_if_external
+from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.split import SplitReport, split
+from shardconv.checkpoint.split_folders import find_folders, read_folders
 from shardconv.checkpoint.stored_plan import quantized_tensors, resolver_of
-from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.checkpoint.write import auxiliary_paths, write_indexes
 from shardconv.errors import UsageError
 from shardconv.layouts.choice import choose_layout, with_max_file_size
@@ -71,7 +72,7 @@ class ReshardReport:
 
 @reads_remote("src")
 def reshard(
-    src: StrPath,
+    src: StrPath | Sequence[StrPath],
     dst: StrPath | None = None,
     *,
     tp: int,
@@ -91,7 +92,7 @@ def reshard(
 
     Args:
         src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
-            another tool.
+            another tool; or several folders with some of the ranks each of one split.
         dst: the folder to write; defaults to ``NAME-tpM`` in the current folder.
         tp: the new number of ranks.
         layout: of the new rank files, as in :func:`~shardconv.split`; defaults to that of the split checkpoint.
@@ -112,7 +113,8 @@ def reshard(
         progress: called with the number of copied bytes and the total.
 
     Raises:
-        SplitCheckpointError: if a rank file is missing, or bytes differ from those that were written.
+        SplitCheckpointError: if a rank file is missing, bytes differ from those that were written, or folders are not
+            of one split.
         PlanError: if the checkpoint cannot be split for ``tp`` in this layout.
         UsageError: if the layout is unknown, or it is the layout of an engine and the checkpoint was split with options
             that change the plan.
@@ -121,29 +123,33 @@ def reshard(
     """
     began = time.perf_counter()
     check_resume(resume=resume, dry_run=dry_run)
-    folder = local_path(src)
-    if (source := open_if_external(folder, source_layout)) is not None:
+    paths, source = find_folders(src, source_layout)
+    if source is not None:
         report = split(
             source, dst, tp=tp, layout=layout or NATIVE.name, max_file_size=max_file_size, engine=engine, pad=pad,
             overwrite=overwrite, checksums=checksums, dry_run=dry_run, resume=resume, threads=threads,
             progress=progress,
         )  # fmt: skip
         return _of_split(report, source)
-    old = read_split(folder)
+    old, folders = found = read_folders(paths)
+    folder = found.first
     if layout == META:
-        merged = old.source_name + "-merged"
+        merged, given = old.source_name + "-merged", " ".join(map(str, paths))
         raise UsageError(
-            f"{folder}: layout meta is written from a source, and not from a split checkpoint: shardconv merge "
-            f"{folder} -o {merged}, then shardconv split {merged} --tp {tp} --layout meta"
+            f"{given}: layout meta is written from a source, and not from a split checkpoint: shardconv merge {given} "
+            f"-o {merged}, then shardconv split {merged} --tp {tp} --layout meta"
         )
     checksums = checksums and old.checksums is not None  # new checksums would hide errors in unchecked data
     new, padding = _plan_reshard(old, tp, layout, max_file_size, engine, int(pad), checksums=checksums)
     name = folder.resolve().name.removesuffix(f"-tp{old.tp}")
     target = Path(f"{name}-tp{tp}") if dst is None else local_path(dst)
-    rewrite = Rewrite(old, folder, target, overwrite=overwrite, resume=resume, threads=threads, progress=progress)
+    rewrite = Rewrite(
+        old, folder, target, overwrite=overwrite, resume=resume, threads=threads, progress=progress, folders=folders
+    )  # fmt: skip
     exists = rewrite.check(dry_run=dry_run)
-    for path in old.adapter_folders(folder).values():
-        _plan_reshard(read_manifest(path), tp, None, None, None, int(pad), checksums=checksums)
+    for name in old.adapters:
+        adapter = read_folders([one.path / ADAPTERS / name for one in folders]).manifest
+        _plan_reshard(adapter, tp, None, None, None, int(pad), checksums=checksums)
     resumed_bytes = 0 if dry_run else _write(rewrite, new, checksums=checksums)
     return ReshardReport(
         path=str(target),
@@ -218,8 +224,9 @@ def _write(rewrite: Rewrite, new: Manifest, *, checksums: bool) -> int:
     old, folder = rewrite.manifest, rewrite.folder
     settings, identify = settings_of("reshard", new), new.prefixes_with if checksums else None
     with rewrite.run(settings, new.rank_files, new.rank_layout, identify=identify) as staged:
-        for name, path in old.adapter_folders(folder).items():
-            reshard(path, staged.folder / ADAPTERS / name, tp=new.tp, checksums=checksums, threads=rewrite.threads)
+        for name in old.adapters:
+            paths = [one.path / ADAPTERS / name for one in rewrite.folders]
+            reshard(paths, staged.folder / ADAPTERS / name, tp=new.tp, checksums=checksums, threads=rewrite.threads)
         is_split = old.explicit_files is None
         mode = permissions([folder / MANIFEST_NAME] if is_split else auxiliary_paths(old, folder).values())
         write_indexes(new, staged.folder, staged.mode)

@@ -21,6 +21,7 @@ from shardconv.checkpoint.staging import staging
 from shardconv.checkpoint.write import (
     Checksums,
     Identify,
+    SplitFolder,
     auxiliary_bytes,
     auxiliary_paths,
     check_readable,
@@ -64,6 +65,7 @@ class Rewrite:
         resume: continue an interrupted run.
         threads: number of threads, or None for the default.
         progress: called with the number of copied bytes and the total.
+        folders: the folders with the ranks of the manifest, in order; ``folder`` alone if there are none.
     """
 
     manifest: Manifest
@@ -76,6 +78,7 @@ class Rewrite:
     resume: bool = False
     threads: int | None = None
     progress: Progress | None = None
+    folders: tuple[SplitFolder, ...] = ()
 
     def check(self, *, dry_run: bool) -> bool:
         """Check the destination, and for a dry run all files that would be read.
@@ -87,7 +90,7 @@ class Rewrite:
             SplitCheckpointError: if a file is missing, or has the wrong size or header.
             OutputError: if the destination must not be written.
         """
-        check_disjoint(self.target, [self.folder])
+        check_disjoint(self.target, [self.folder, *(one.path for one in self.folders)])
         exists = check_target(
             self.target,
             is_folder=self.is_folder,
@@ -96,7 +99,7 @@ class Rewrite:
             auxiliary_files=[*self.manifest.auxiliary_files, *self.added_files],
         )
         if dry_run and self.source is None:
-            check_readable(self.manifest, self.folder)
+            check_readable(self.manifest, self._split_folders)
         return exists
 
     @contextmanager
@@ -147,7 +150,11 @@ class Rewrite:
     def _open(self) -> tuple[Reader, InputFiles]:
         if self.source is not None:
             return open_tensors(self.source, self.manifest.tensors, None)
-        return read_ranks(self.manifest, self.folder)
+        return read_ranks(self.manifest, self._split_folders)
+
+    @property
+    def _split_folders(self) -> tuple[SplitFolder, ...]:
+        return self.folders or (SplitFolder(self.folder, self.manifest),)
 
     def _manifest_paths(self) -> list[Path]:
         """The manifest of the existing checkpoint, if it has one."""

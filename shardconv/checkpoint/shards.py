@@ -206,12 +206,19 @@ class ShardWriter:
 
 
 class Comparer:
-    """A sink that compares every block with that of another reader."""
+    """A sink that compares every block with that of another reader.
 
-    def __init__(self, reader: Reader, names: Sequence[str]) -> None:
+    Args:
+        reader: the other reader.
+        names: for each tensor its name.
+        held: the shards that blocks consist of: where these hold no bytes, nothing is compared.
+    """
+
+    def __init__(self, reader: Reader, names: Sequence[str], held: Sequence[Shards]) -> None:
         self.tensors = reader.tensors
         self._reader = reader
         self._names = names
+        self._held = held
 
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Compare a block."""
@@ -219,6 +226,13 @@ class Comparer:
 
         other = scratch.take("compare", len(block))
         self._reader.gather(state, span, other, scratch)
+        held = self._held[span.tensor].geometry
+        if held.columns is not None:
+            compared = scratch.take("held", len(block))
+            compared[:] = other
+            for _, shard, _, _ in held.overlaps(span.start, span.stop):
+                strided.copy_boxes(block, list(shard.boxes(span.start, span.stop)), compared)
+            block = compared
         at = strided.first_difference(block, other)
         if at is not None and not state.problem:
             state.problem = f"{self._names[span.tensor]}: byte {span.start + at} of the tensor differs from the source"

@@ -2,37 +2,31 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple, Unpack
 
-from shardconv import __version__
-from shardconv.checkpoint.copy import STRIPE_BYTES, Progress, Reader
+from shardconv.checkpoint.chosen_ranks import Ranks, choose_ranks
+from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.destination import check_disjoint, check_target
-from shardconv.checkpoint.fileio import InputFiles, permissions
-from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.job import journal_of, settings_of
-from shardconv.checkpoint.journal import Journal, check_resume
+from shardconv.checkpoint.journal import check_resume
 from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.manifest_file import write_manifest
 from shardconv.checkpoint.meta_writer import check_meta, lay_out_meta, write_meta
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlannedSource, PlanOptions, StrPath
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source
-from shardconv.checkpoint.source_reader import open_tensors
 from shardconv.checkpoint.split_sources import plan_sources
-from shardconv.checkpoint.staging import staging
-from shardconv.checkpoint.write import auxiliary_bytes, check_config, copy_files, write_auxiliary, write_indexes
+from shardconv.checkpoint.split_writing import SplitWriting
+from shardconv.checkpoint.team import Team
 from shardconv.errors import UsageError
 from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.external import META
-from shardconv.layouts.layout import NATIVE, FileLayout
+from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
-from shardconv.plan.request import PlanRequest
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
 
 
@@ -47,7 +41,7 @@ class SplitReport:
         layout: of the rank files.
         num_tensors: number of tensors.
         source_bytes: bytes of the source's weights.
-        rank_bytes: for each rank the bytes of its files.
+        rank_bytes: for each of ``ranks`` the bytes of its files.
         assumed: assumptions of the plan.
         left_out: name to reason of files of the source that were left out; names of hidden folders end with /.
         seconds: wall time in seconds.
@@ -58,6 +52,7 @@ class SplitReport:
         files_per_rank: number of files of each rank.
         adapters: names of the adapters that were split with the model.
         resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
+        ranks: the ranks whose files were written.
     """
 
     path: str
@@ -77,6 +72,7 @@ class SplitReport:
     files_per_rank: int = 1
     adapters: tuple[str, ...] = ()
     resumed_bytes: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 @reads_remote("src")
@@ -85,6 +81,7 @@ def split(
     dst: StrPath | None = None,
     *,
     tp: int,
+    ranks: Ranks = None,
     base: StrPath | None = None,
     adapters: Sequence[StrPath] = (),
     merge_adapter: bool = False,
@@ -97,6 +94,7 @@ def split(
     resume: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
+    team: Team | None = None,
     **options: Unpack[PlanOptions],
 ) -> SplitReport:
     """Split a checkpoint for ``tp`` ranks.
@@ -105,6 +103,8 @@ def split(
         src: a ``.safetensors`` or PyTorch file, an index file, a folder, or a source that is already open.
         dst: the folder to write; defaults to ``NAME-tpN`` in the current folder.
         tp: number of ranks.
+        ranks: the ranks to write, such as "8-15", "0,2,5-7", 3 or ``range(8)``; None for all. Only what their files
+            need is read: of column parallel tensors their rows, of row parallel tensors all rows.
         base: the base model of ``src``, a LoRA adapter of PEFT: a checkpoint, a split checkpoint, or a config.json or a
             folder with one. ``options`` are then those of the base model.
         adapters: folders of LoRA adapters of PEFT for the model ``src``; each is split into a folder
@@ -127,6 +127,7 @@ def split(
             copied again. If this run fails, finished stripes are kept.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
+        team: the processes that write the checkpoint together; None for this one alone.
         options: how the source is read and planned, see :class:`PlanOptions`.
 
     Raises:
@@ -135,19 +136,22 @@ def split(
         PlanError: if no plan is known to be correct, or the layout does not support it: dcp does not support fused or
             padded tensors, and vllm only supports certain model types and plans; or a ``dtype`` is given for a
             quantized source.
-        UsageError: if the layout, dtype or size is unknown, or it is the layout of an engine and the options change
-            the plan.
+        UsageError: if the layout, dtype, size or a rank is unknown, or it is the layout of an engine and the options
+            change the plan.
         OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
             that of the same arguments.
     """
     began = time.perf_counter()
     check_resume(resume=resume, dry_run=dry_run, checksums=checksums)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
-    source = planned.source
+    source, chosen, team = planned.source, choose_ranks(ranks, tp), team or Team()
+    if resume and team.size > 1:
+        raise UsageError(f"--resume continues the run of one process (got {team.size}): remove it, or use --ranks")
     if layout == META:
-        output = _meta_output(planned, tp, of_adapters, max_file_size)
+        is_whole = len(chosen) == tp and team.size == 1
+        output = _meta_output(planned, tp, of_adapters, max_file_size, is_whole=is_whole)
     else:
-        output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=checksums)
+        output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=checksums, ranks=chosen)
     target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
     check_disjoint(target, [*planned.paths, *(path for one in of_adapters.values() for path in one.paths)])
     exists = check_target(
@@ -155,9 +159,9 @@ def split(
     )
     resumed_bytes = 0
     if not dry_run:
-        job = _Writing(
+        job = SplitWriting(
             overwrite=overwrite, checksums=checksums, resume=resume, read=planned.paths, threads=threads,
-            progress=progress,
+            progress=progress, team=team,
         )  # fmt: skip
         resumed_bytes = output.write(target, job)
     return SplitReport(
@@ -178,13 +182,16 @@ def split(
         files_per_rank=output.files_per_rank,
         adapters=tuple(of_adapters),
         resumed_bytes=resumed_bytes,
+        ranks=chosen,
     )
 
 
-def _adapter_manifest(planned: PlannedSource, tp: int, *, checksums: bool) -> Manifest:
+def _adapter_manifest(planned: PlannedSource, tp: int, *, checksums: bool, ranks: tuple[int, ...]) -> Manifest:
     resolver, assumed = planned.resolution
     plan = resolver.plan(tp, assumed=assumed)
-    return Manifest.of_source(planned.source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=checksums)
+    return Manifest.of_source(
+        planned.source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=checksums, ranks=ranks
+    )
 
 
 class _Output(NamedTuple):
@@ -200,13 +207,20 @@ class _Output(NamedTuple):
     plan: Plan
     rank_bytes: tuple[int, ...]
     files_per_rank: int
-    write: Callable[[Path, "_Writing"], int]
+    write: Callable[[Path, SplitWriting], int]
 
 
 def _meta_output(
-    planned: PlannedSource, tp: int, adapters: Mapping[str, PlannedSource], max_file_size: int | str | None
+    planned: PlannedSource,
+    tp: int,
+    adapters: Mapping[str, PlannedSource],
+    max_file_size: int | str | None,
+    *,
+    is_whole: bool,
 ) -> _Output:
     """The files of layout meta."""
+    if not is_whole:
+        raise UsageError("layout meta is written for all ranks by one process: remove --ranks, and start one process")
     if max_file_size is not None:
         raise UsageError("layout meta has one file per rank: remove --max-file-size")
     if adapters:
@@ -216,7 +230,7 @@ def _meta_output(
     plan = planned.plan(tp)
     files = lay_out_meta(source, plan)
 
-    def write(target: Path, job: "_Writing") -> int:
+    def write(target: Path, job: SplitWriting) -> int:
         manifest = Manifest.of_source(source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=False)
         settings = settings_of("split", manifest) | {"layout": META}
         journal = partial(journal_of, settings, read=job.read, resume=job.resume) if job.checksums else None
@@ -235,6 +249,7 @@ def _output(
     max_file_size: int | str | None,
     *,
     checksums: bool,
+    ranks: tuple[int, ...],
 ) -> _Output:
     """A split checkpoint, with those of its adapters in it."""
     source = planned.source
@@ -242,98 +257,14 @@ def _output(
     plan = planned.plan(tp)
     manifest = Manifest.of_source(
         source, plan, planned.request, stripe_bytes=STRIPE_BYTES, layout=file_layout, checksums=checksums,
-        adapters=tuple(adapters),
+        adapters=tuple(adapters), ranks=ranks,
     )  # fmt: skip
-    nested = {name: (one.source, _adapter_manifest(one, tp, checksums=checksums)) for name, one in adapters.items()}
+    nested = {
+        name: (one.source, _adapter_manifest(one, tp, checksums=checksums, ranks=ranks))
+        for name, one in adapters.items()
+    }
 
-    def write(target: Path, job: "_Writing") -> int:
+    def write(target: Path, job: SplitWriting) -> int:
         return job.write(source, manifest, target, nested)
 
     return _Output(plan, manifest.rank_layout.rank_bytes, manifest.files_per_rank, write)
-
-
-def split_by(source: Source, target: Path, plan: Plan, request: PlanRequest, layout: FileLayout = NATIVE) -> None:
-    """Split a source with a given plan and layout, and defaults for all other options."""
-    manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES, layout=layout)
-    _Writing().write(source, manifest, target)
-
-
-@dataclass(frozen=True, slots=True)
-class _Writing:
-    """How split checkpoints are written; see :func:`split`."""
-
-    overwrite: bool = False
-    checksums: bool = True
-    resume: bool = False
-    read: tuple[Path, ...] = ()
-    threads: int | None = None
-    progress: Progress | None = None
-
-    def write(
-        self,
-        source: Source,
-        manifest: Manifest,
-        target: Path,
-        adapters: Mapping[str, tuple[Source, Manifest]] = MappingProxyType({}),
-    ) -> int:
-        """Write a split checkpoint, with adapters in folders in it.
-
-        Returns:
-            Bytes of full tensors that an interrupted run had written.
-        """
-        layout = manifest.rank_layout
-        total = sum(_num_bytes(*one) for one in ((source, manifest), *adapters.values()))
-        reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
-        with (
-            inputs,
-            staging(
-                target,
-                journal=(journal := self._journal(manifest, reader, inputs)),
-                is_folder=True,
-                overwrite=self.overwrite,
-                num_bytes=total,
-                auxiliary_files=source.auxiliary_names,
-                mode=permissions([source.path] if source.is_folder else []),
-            ) as folder,
-        ):
-            stripe_checksums = copy_files(
-                reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
-                identify=manifest.prefixes_with if self.checksums else None, journal=journal, threads=self.threads,
-                progress=self.progress,
-            )  # fmt: skip
-            auxiliary_files = write_auxiliary(source, folder)
-            check_config(source, folder)
-            paths = manifest.adapter_folders(folder)
-            for name, (of_adapter, adapter_manifest) in adapters.items():
-                replace(self, overwrite=False, resume=False, progress=None).write(
-                    of_adapter, adapter_manifest, paths[name]
-                )
-            write_indexes(manifest, folder, inputs.mode)
-            mode = _manifest_mode(source, inputs.mode)
-            write_manifest(
-                manifest.written(stripe_checksums, auxiliary_files), folder, f"shardconv {__version__}", mode=mode
-            )
-        return 0 if journal is None else journal.resumed_bytes
-
-    def _journal(self, manifest: Manifest, reader: Reader, inputs: InputFiles) -> Journal | None:
-        if not self.checksums:
-            return None
-        return journal_of(
-            settings_of("split", manifest), reader, inputs, manifest.rank_files, manifest.rank_layout, read=self.read,
-            resume=self.resume,
-        )  # fmt: skip
-
-
-def _num_bytes(source: Source, manifest: Manifest) -> int:
-    return sum(manifest.rank_layout.file_bytes) + auxiliary_bytes(source.auxiliary_files)
-
-
-def _manifest_mode(source: Source, weights_mode: int) -> int:
-    """Permissions of the manifest, and thereby of a merged index: those of the index, or else of the weights.
-
-    The manifest contains the config, so it is readable only for those who can read the config.
-    """
-    if source.index_path is None:
-        return weights_mode
-    config = [source.auxiliary_files[CONFIG_NAME]] if CONFIG_NAME in source.auxiliary_files else []
-    return permissions([source.index_path, *config])

@@ -78,6 +78,18 @@ def staging(
 
 
 @contextmanager
+def joined_staging(path: Path) -> Iterator[Path]:
+    """Context manager that provides the folder that :func:`staging` provides to another process.
+
+    Raises:
+        OutputError: if it cannot be written.
+    """
+    path = absolute_path(path)
+    with _as_output_errors(path):
+        yield path.parent / f".{path.name}.partial" / _RESULT
+
+
+@contextmanager
 def _as_output_errors(path: Path) -> Iterator[None]:
     try:
         yield

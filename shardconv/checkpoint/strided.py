@@ -47,6 +47,12 @@ def gather(local: Bytes, boxes: Sequence[Box], block: Bytes) -> bool:
     return is_equal
 
 
+def copy_boxes(block: Bytes, boxes: Sequence[Box], other: Bytes) -> None:
+    """Copy the boxes of a block to the same positions of another one."""
+    for box in boxes:
+        np.copyto(_full(other, box), _full(block, box))
+
+
 def is_padding_zero(boxes: Sequence[Box], local: Bytes) -> bool:
     """Whether a shard's range is zero outside of the boxes; overwrites the boxes with zero."""
     for box in boxes:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from shardconv.checkpoint.chosen_ranks import name_ranks
 from shardconv.checkpoint.copy import CopyJob, Progress
 from shardconv.checkpoint.dtype_conversion import with_dtype
 from shardconv.checkpoint.formats import MERGED, is_weights
 from shardconv.checkpoint.header import total_bytes
+from shardconv.checkpoint.held import held_stripes
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
@@ -19,7 +21,14 @@ from shardconv.checkpoint.source import Source, open_if_external, open_source
 from shardconv.checkpoint.source_reader import open_tensors
 from shardconv.checkpoint.verify_external import compare_sources, tensor_differences
 from shardconv.checkpoint.vllm_folder import read_split
-from shardconv.checkpoint.write import auxiliary_checksums, checksum, checksum_file, is_regular_file, read_ranks
+from shardconv.checkpoint.write import (
+    SplitFolder,
+    auxiliary_checksums,
+    checksum,
+    checksum_file,
+    is_regular_file,
+    read_ranks,
+)
 from shardconv.errors import IntegrityError, SplitCheckpointError, UsageError
 from shardconv.storage.table import shown
 
@@ -43,6 +52,7 @@ class VerifyReport:
         left_out: name to reason of files of ``against`` that were left out.
         seconds: wall time in seconds.
         saved_by: the engine that saved the rank files; None for a split checkpoint.
+        ranks: the ranks that the folder has, which were checked.
     """
 
     path: str
@@ -59,6 +69,7 @@ class VerifyReport:
     left_out: Mapping[str, str]
     seconds: float
     saved_by: str | None = None
+    ranks: tuple[int, ...] = ()
 
 
 @reads_remote("src", "against")
@@ -73,6 +84,8 @@ def verify(
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Check a split checkpoint: headers, checksums, equality of replicas, zeros in the padding, auxiliary files.
+
+    In a folder with some of the ranks, these are checked.
 
     Args:
         src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
@@ -128,14 +141,20 @@ def verify(
         num_tensors=len(manifest.tensors),
         num_bytes=total_bytes(manifest.source_tensors.values()),
         other_weights=_other_weights(manifest, folder),
-        checked=(*checked, *ranks.checked, *([f"every tensor of {compared_with}"] if ranks.is_compared else [])),
+        checked=(*checked, *ranks.checked, *([_compared(manifest, compared_with)] if ranks.is_compared else [])),
         is_compared=ranks.is_compared,
         has_checksums=manifest.checksums is not None,
         differences=tuple(map(shown, (*differences, *ranks.differences))),
         left_out={} if source is None else source.left_out,
         seconds=time.perf_counter() - began,
         saved_by=manifest.saved_by,
+        ranks=manifest.ranks,
     )
+
+
+def _compared(manifest: Manifest, compared_with: str | None) -> str:
+    text = f"every tensor of {compared_with}"
+    return text if manifest.is_complete else f"{name_ranks(manifest.ranks)} of {text}"
 
 
 def _verify_external(
@@ -173,6 +192,7 @@ def _verify_external(
         left_out={} if source is None else source.left_out,
         seconds=time.perf_counter() - began,
         saved_by="another tool",
+        ranks=tuple(range(external.num_ranks)),
     )
 
 
@@ -203,7 +223,7 @@ def _compare_ranks(
 ) -> _RankFiles:
     """Compare the rank files with their checksums, and with a source that has the same tensors."""
     try:
-        reader, inputs = read_ranks(manifest, folder)
+        reader, inputs = read_ranks(manifest, [SplitFolder(folder, manifest)])
     except IntegrityError as error:
         return _RankFiles([str(error)])
     is_compared = source is not None and source.specs == manifest.source_tensors
@@ -267,13 +287,14 @@ def _data_differences(
     def add(error: IntegrityError) -> None:
         differences.extend(str(error).splitlines())
 
+    stripes = held_stripes(manifest.stripes, reader.tensors)
     if source is None:
-        CopyJob(manifest.stripes, reader, [], add).run(threads=threads, progress=progress)
+        CopyJob(stripes, reader, [], add).run(threads=threads, progress=progress)
         return sorted(set(differences))
     names = list(manifest.tensors)
     expected, inputs = open_tensors(source, manifest.tensors, None)
     with inputs:
-        CopyJob(manifest.stripes, reader, [Comparer(expected, names)], add).run(
+        CopyJob(stripes, reader, [Comparer(expected, names, reader.tensors)], add).run(
             threads=threads or inputs.threads, progress=progress
         )
         inputs.check_unchanged()

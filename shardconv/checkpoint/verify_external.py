@@ -30,7 +30,7 @@ def compare_sources(
         else:
             expected, others = open_tensors(against, specs, None)
             with others:
-                CopyJob(stripes, reader, [Comparer(expected, names)], add).run(
+                CopyJob(stripes, reader, [Comparer(expected, names, reader.tensors)], add).run(
                     threads=threads or inputs.threads or others.threads, progress=progress
                 )
                 others.check_unchanged()

@@ -24,12 +24,13 @@ def verify_rank(manifest: Manifest, inputs: InputFiles, rank: int, progress: Pro
     """
     if manifest.checksums is None:
         return
-    reader = _ChecksumReader(manifest.rank_layout, inputs, rank, manifest.checksums[rank], list(manifest.tensors))
+    at = manifest.ranks.index(rank)
+    reader = _ChecksumReader(manifest.rank_layout, inputs, at, manifest.checksums[at], list(manifest.tensors))
     CopyJob(manifest.stripes, reader, []).run(progress=progress)
 
 
 class _ChecksumReader:
-    """A reader of one rank's files that only computes and compares checksums."""
+    """A reader of one rank's files that only computes and compares checksums; ranks are positions in the layout."""
 
     def __init__(
         self, layout: Layout, files: InputFiles, rank: int, checksums: Sequence[str], names: Sequence[str]

@@ -86,6 +86,7 @@ def _manifest(folder: Path, saved: SavedFiles) -> Manifest:
         metadata=_METADATA,
         auxiliary_files={name: checksum_file(path) for name, path in saved.auxiliary_files.items()},
         stripe_bytes=STRIPE_BYTES,
+        ranks=tuple(range(tp)),
         layout=layout,
         explicit_files=ExplicitFiles(
             saved.names,

@@ -3,13 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import xxhash
 
+from shardconv.checkpoint.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.copy import CopyJob, Progress, Reader, Shards, Stripe
 from shardconv.checkpoint.fileio import InputFiles, create, file_bytes, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
+from shardconv.checkpoint.held import held_stripes
 from shardconv.checkpoint.journal import Journal
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.manifest import Manifest
@@ -62,7 +64,7 @@ def copy_files(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Checksums | None:
-    """Write new files from a reader.
+    """Write new files from a reader, which only reads what they need.
 
     Args:
         reader: reads the full tensors.
@@ -83,7 +85,7 @@ def copy_files(
     with OutputFiles(paths, layout.prefixes, layout.file_bytes, inputs.mode, may_exist=may_exist) as outputs:
         writer = _writer(layout, outputs, len(stripes), journal, with_checksums=identify is not None)
         resume = writer.resume if isinstance(writer, ResumableWriter) else None
-        job = CopyJob(stripes, reader, [writer], resume=resume)
+        job = CopyJob(held_stripes(stripes, layout.shards), reader, [writer], resume=resume)
         job.run(threads=threads or inputs.threads, progress=progress)
         inputs.check_unchanged()
         if identify is None:
@@ -106,29 +108,33 @@ def _writer(
     return ResumableWriter(layout.shards, outputs, num_stripes=num_stripes, journal=journal, files_per_rank=count)
 
 
-def read_ranks(manifest: Manifest, folder: Path) -> tuple[ShardReader, InputFiles]:
+class SplitFolder(NamedTuple):
+    """A folder with rank files, and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+
+def read_ranks(manifest: Manifest, folders: Sequence[SplitFolder]) -> tuple[ShardReader, InputFiles]:
     """Open the rank files of a split checkpoint and check their headers.
+
+    Args:
+        manifest: has the ranks of all folders, in order.
+        folders: the folders.
 
     Raises:
         IntegrityError: if a file is missing, or has the wrong size or header.
         SplitCheckpointError: if a file cannot be read.
     """
-    paths = manifest.rank_paths(folder)
-    for path in paths:
-        if not path.is_file():
-            raise IntegrityError(
-                f"{path}: is missing (expected all {manifest.tp} rank files): copy it to this folder, or split the "
-                f"source again"
-            )
-        if leads_out(path, folder):
-            raise IntegrityError(f"{path}: is a link out of its folder")
+    paths = [path for folder in folders for path in _existing_files(folder)]
+    prefixes = [prefix for folder in folders for prefix in folder.manifest.rank_layout.prefixes]
     layout = manifest.rank_layout
     try:
-        inputs = InputFiles(paths, layout.prefixes, layout.file_bytes)
+        inputs = InputFiles(paths, prefixes, layout.file_bytes)
     except SourceError as error:
         kind = SplitCheckpointError if isinstance(error.__cause__, OSError) else IntegrityError
         raise kind(str(error)) from error
-    labels = [path.name for path in paths]
+    labels = [path.name if len(folders) == 1 else str(path) for path in paths]
     reader = ShardReader(
         layout.shards, inputs, labels=labels, names=list(manifest.tensors), checksums=manifest.checksums,
         files_per_rank=layout.files_per_rank,
@@ -136,14 +142,43 @@ def read_ranks(manifest: Manifest, folder: Path) -> tuple[ShardReader, InputFile
     return reader, inputs
 
 
+def _existing_files(folder: SplitFolder) -> list[Path]:
+    """The rank files of a folder."""
+    paths, manifest = folder.manifest.rank_paths(folder.path), folder.manifest
+    for path in paths:
+        if not path.is_file():
+            expected = f"all {manifest.tp} rank files" if manifest.is_complete else name_ranks(manifest.ranks)
+            raise IntegrityError(
+                f"{path}: is missing (expected {expected}): copy it to this folder, or split the source again"
+            )
+        if leads_out(path, folder.path):
+            raise IntegrityError(f"{path}: is a link out of its folder")
+    return paths
+
+
+def check_ranks(manifest: Manifest, folder: Path, ranks: Sequence[int]) -> None:
+    """Check that a folder has ranks.
+
+    Raises:
+        SplitCheckpointError: if it does not.
+    """
+    if missing := [rank for rank in ranks if rank not in manifest.ranks]:
+        raise SplitCheckpointError(
+            f"{folder}: does not have {name_ranks(missing)} (got {name_ranks(manifest.ranks)} of {manifest.tp}): split "
+            f"the source on this host with --tp {manifest.tp} --ranks {as_option(missing)}, or start the ranks on the "
+            f"hosts that have them"
+        )
+
+
 def open_rank(manifest: Manifest, folder: Path, rank: int) -> InputFiles:
     """Open the files of one rank of a split checkpoint and check their headers.
 
     Raises:
-        SplitCheckpointError: if a file is missing or a link out of its folder, cannot be read, or has the wrong size or
-            header.
+        SplitCheckpointError: if the folder does not have the rank, or a file is missing or a link out of its folder,
+            cannot be read, or has the wrong size or header.
     """
-    layout, files = manifest.rank_layout, manifest.rank_layout.files_of(rank)
+    check_ranks(manifest, folder, [rank])
+    layout, files = manifest.rank_layout, manifest.rank_layout.files_of(manifest.ranks.index(rank))
     paths = manifest.rank_paths(folder)[files]
     for path in paths:
         if leads_out(path, folder):
@@ -163,14 +198,14 @@ def write_indexes(manifest: Manifest, folder: Path, mode: int) -> None:
             file.write(text.encode())
 
 
-def check_readable(manifest: Manifest, folder: Path) -> None:
+def check_readable(manifest: Manifest, folders: Sequence[SplitFolder]) -> None:
     """Check the existence, sizes and headers of all files, without reading their data.
 
     Raises:
         SplitCheckpointError: as :func:`read_ranks` and :func:`auxiliary_paths`.
     """
-    auxiliary_paths(manifest, folder)
-    _, inputs = read_ranks(manifest, folder)
+    auxiliary_paths(manifest, folders[0].path)
+    _, inputs = read_ranks(manifest, folders)
     inputs.close()
 
 

@@ -30,15 +30,18 @@ class _MergeFlags(WriteFlags):
 @click.command(
     cls=Command, epilog="shardconv merge llama-tp8\nshardconv merge llama-tp8 -o llama.safetensors --overwrite"
 )
-@click.argument("src", type=SOURCE_PATH, metavar="DIR")
+@click.argument("src", type=SOURCE_PATH, nargs=-1, required=True, metavar="DIR...")
 @from_option
 @destination_option("PATH", "Write this folder, or one file if the name ends with .safetensors.", "NAME-merged")
 @write_options
 @output_options
-def merge(src: SourcePath, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_MergeFlags]) -> None:
+def merge(
+    src: tuple[SourcePath, ...], output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_MergeFlags]
+) -> None:
     """Merge the split checkpoint DIR into its source, byte for byte.
 
     DIR may also be a folder that vLLM saved with save_sharded_state, one with rank files of another tool, or a URL.
+    Several folders have some of the ranks each.
     """
     from shardconv.checkpoint.merge import merge as run
 

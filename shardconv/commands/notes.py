@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from shardconv.checkpoint.chosen_ranks import name_ranks
 from shardconv.formatting import counted, size, sizes
 
 if TYPE_CHECKING:
@@ -63,9 +64,11 @@ def engine_note(layout: str) -> list[str]:
 
 def rank_files(report: "SplitReport | ReshardReport") -> str:
     """The number and size of the rank files."""
+    count, ranks = len(report.rank_bytes), getattr(report, "ranks", ())
+    which = f" ({name_ranks(ranks)} of {report.tp})" if count < report.tp else ""
     if report.files_per_rank == 1:
-        return f"{counted(report.tp, 'rank file')} of {sizes(report.rank_bytes)}"
-    return f"{counted(report.tp, 'rank')} of {sizes(report.rank_bytes)} in {report.files_per_rank} files each"
+        return f"{counted(count, 'rank file')}{which} of {sizes(report.rank_bytes)}"
+    return f"{counted(count, 'rank')}{which} of {sizes(report.rank_bytes)} in {report.files_per_rank} files each"
 
 
 def layout_note(layout: str) -> str:

@@ -43,7 +43,7 @@ class _ReshardFlags(WriteFlags):
     cls=Command,
     epilog="shardconv reshard llama-tp8 --tp 4\nshardconv reshard llama-tp8 --tp 8 --layout vllm -o llama-vllm",
 )
-@click.argument("src", type=SOURCE_PATH, metavar="DIR")
+@click.argument("src", type=SOURCE_PATH, nargs=-1, required=True, metavar="DIR...")
 @from_option
 @tp_option
 @engine_option("that of DIR, or of --layout")
@@ -55,11 +55,12 @@ class _ReshardFlags(WriteFlags):
 @write_options
 @output_options
 def reshard(
-    src: SourcePath, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_ReshardFlags]
+    src: tuple[SourcePath, ...], output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_ReshardFlags]
 ) -> None:
     """Rewrite the split checkpoint DIR for another size or layout.
 
     DIR may also be a folder with rank files of another tool, or a URL.
+    Several folders have some of the ranks each.
     """
     from shardconv.checkpoint.reshard import reshard as run
 

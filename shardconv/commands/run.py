@@ -171,7 +171,7 @@ def _run_rank(
     from shardconv.runtime.run import check_prompts, check_run, run_rank
 
     prompts, given = _run_options(src, prompt, token_ids, options)
-    check_run(src, prompts, given)
+    check_run(src, prompts, given, int(os.environ["RANK"]))
     is_first = os.environ["RANK"] == "0"
     if is_first and not prompts and not given.token_ids:
         text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")  # as Python decodes arguments

@@ -1,7 +1,9 @@
 """``shardconv split``: write one rank file per rank."""
 
+import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
@@ -36,13 +38,18 @@ from shardconv.commands.options import (
 from shardconv.commands.sections import ADAPTERS, CHECKS, OUTPUT, Command, section
 from shardconv.commands.source_progress import source_progress
 from shardconv.console import Console
+from shardconv.exits import ImportPhase
 from shardconv.formatting import counted, rate, size
+
+if TYPE_CHECKING:
+    from shardconv.checkpoint.team import Team
 
 
 class _SplitFlags(PlanFlags, WriteFlags):
     """Values of the options of ``shardconv split`` that :func:`shardconv.split` has, too."""
 
     tp: int
+    ranks: str | None
     checksums: bool
     dtype: str | None
     max_file_size: str | None
@@ -78,6 +85,14 @@ class _SplitFlags(PlanFlags, WriteFlags):
 @layout_option("native")
 @dtype_option(OUTPUT)
 @max_file_size_option
+@section(
+    OUTPUT,
+    click.option(
+        "--ranks",
+        metavar="RANKS",
+        help="Write the files of these ranks only, such as 8-15 or 0,2,5-7. [default: all ranks]",
+    ),
+)
 @checksum_option
 @write_options
 @section(CHECKS, click.option("--check-model", is_flag=True, help=CHECK_MODEL))
@@ -98,11 +113,15 @@ def split(
     """
     from shardconv.checkpoint.split import split as run
 
-    console = Console(as_json=as_json, quiet=quiet)
-    checked = check_source(src, options) if check_model else None
-    with source_progress(console, "split") as progress:
-        report = run(src, output, layout=layout or "native", progress=progress, **options)
-    verb = "would be written" if report.dry_run else rate(report.source_bytes - report.resumed_bytes, report.seconds)
+    with _team() as team:
+        console = Console(as_json=as_json, quiet=quiet or not team.is_first)
+        checked = check_source(src, options) if check_model and team.is_first else None
+        with source_progress(console, "split") as progress:
+            report = run(src, output, layout=layout or "native", progress=progress, team=team, **options)
+    if not team.is_first:
+        return
+    num_bytes = report.source_bytes if len(report.ranks) == report.tp else sum(report.rank_bytes)
+    verb = "would be written" if report.dry_run else rate(num_bytes - report.resumed_bytes, report.seconds)
     warnings = notes(report.assumed, report.left_out)
     console.report(
         report,
@@ -123,3 +142,15 @@ def split(
         ],
         quiet_warnings=notes(report.assumed, {}),
     )
+
+
+def _team() -> "AbstractContextManager[Team]":
+    """The processes that torchrun started for this split; this process alone without torchrun."""
+    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        from shardconv.checkpoint.team import Team
+
+        return nullcontext(Team())
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of lost connections have a page each
+    with ImportPhase():
+        from shardconv.runtime.split_team import join
+    return join()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
+from shardconv.checkpoint.chosen_ranks import name_ranks
 from shardconv.checkpoint.paths import local_path
 from shardconv.commands.notes import layout_note, notes
 from shardconv.commands.options import (
@@ -96,7 +97,9 @@ def _is_sure(report: "VerifyReport") -> bool:
 
 
 def _head(report: "VerifyReport") -> list[str]:
-    held = f"{counted(report.tp, 'rank')}, {report.num_tensors} tensors, {size(report.num_bytes)}"
+    is_complete = len(report.ranks) == report.tp
+    ranks = counted(report.tp, "rank") if is_complete else f"{name_ranks(report.ranks)} of {report.tp}"
+    held = f"{ranks}, {report.num_tensors} tensors, {size(report.num_bytes)}"
     return [
         f"{report.path}: {held}{layout_note(report.layout)}",
         f"checked: {', '.join(report.checked)}",

@@ -68,7 +68,7 @@ def check_engine(path: StrPath) -> EngineReport:
         raise UsageError("--engine vllm: vLLM is not installed (expected 0.32 or later): verify in vLLM's environment")
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialized in this process: check the engine in another process")
-    differences = [text for rank in range(manifest.tp) for text in _rank_differences(folder, manifest, rank)]
+    differences = [text for rank in manifest.ranks for text in _rank_differences(folder, manifest, rank)]
     return EngineReport("vllm", _version(), tuple(differences))
 
 
@@ -89,13 +89,17 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
             if manifest.layout.engine is None:
                 differences = [f"no tensor for {name}" for name in _missing(model, folder, manifest.tp, rank)]
             else:
-                differences = list(_tensor_differences(manifest.rank_layout.tensors_of(rank), _state(model)))
+                differences = list(_tensor_differences(_tensors_of(manifest, rank), _state(model)))
             yield from (f"rank {rank}: {difference}" for difference in differences)
     except NotHeldError as error:
         yield f"rank {rank}: {error}"
     except _RAISED as error:
         text = " ".join(str(error).split())  # the reason may be on any of its lines
         yield f"rank {rank}: vLLM raises {type(error).__name__}: {text:.300}"
+
+
+def _tensors_of(manifest: Manifest, rank: int) -> Mapping[str, TensorInfo]:
+    return manifest.rank_layout.tensors_of(manifest.ranks.index(rank))
 
 
 def _construct(config: "VllmConfig", folder: Path) -> EngineModel:

@@ -16,7 +16,7 @@ from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.source import Source
-from shardconv.checkpoint.split import split_by
+from shardconv.checkpoint.split_writing import split_by
 from shardconv.distributed import Axis, as_axis
 from shardconv.errors import RunError, ShardconvError, is_connection_error
 from shardconv.hf.classes import model_class

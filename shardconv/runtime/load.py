@@ -115,7 +115,7 @@ def load(
         run_on_all(axis, partial(refuse_quantized, manifest, place))
     applied = None if adapter is None else _open_adapter(adapter, place, manifest.tp, axis, dtype, verify=verify)
     loading = _Loading(checkpoint, plan, axis, found_device, dtype, dequantizer, applied)
-    total = manifest.rank_layout.rank_bytes[axis.rank]
+    total = manifest.rank_layout.rank_bytes[manifest.ranks.index(axis.rank)]
     reads = verify or checkpoint.source is not None
     steps = _split_progress(progress, reads + dequantize + loading.is_moved, total)
     tensors = run_on_all(axis, partial(loading.read_tensors, steps, verify=verify))
@@ -136,7 +136,7 @@ def _open_adapter(
 ) -> RankAdapter:
     """Open an adapter, which has to be the same on all ranks."""
     opened = run_on_all(axis, partial(SplitAdapter.open, local_path(adapter), base, tp))
-    check_same(opened.folder, axis, {"adapters": to_json(opened.manifest, "")})
+    check_same(opened.folder, axis, {"adapters": to_json(opened.manifest.shared, "")})
     return run_on_all(axis, partial(opened.on_rank, axis.rank, dtype, verify=verify))
 
 
@@ -195,7 +195,7 @@ class _Loading:
         """
         manifest, rank, dequantizer = self.checkpoint.manifest, self.axis.rank, self.dequantizer
         is_source = self.checkpoint.source is not None
-        stored: Iterable[TensorInfo | TensorSpec] = manifest.rank_layout.tensors_of(rank).values()
+        stored: Iterable[TensorInfo | TensorSpec] = manifest.rank_layout.tensors_of(manifest.ranks.index(rank)).values()
         values, dtype = (
             (stored, self.dtype) if dequantizer is None else (dequantizer.weights.values(), dequantizer.dtype)
         )

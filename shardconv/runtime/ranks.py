@@ -31,7 +31,8 @@ def connect_ranks(
 
     Raises:
         WorldSizeError: if there are not as many processes as ranks.
-        ShardconvError: on all ranks, if one cannot open the checkpoint, does not have the device, or differs.
+        ShardconvError: on all ranks, if one cannot open the checkpoint, does not have its file or the device, or
+            differs.
     """
     problem: ShardconvError | None = None
     device_type = "cpu"
@@ -50,6 +51,7 @@ def connect_ranks(
     run_on_all(axis, partial(_raise, problem))
     own = {f"versions of {package}": version for package, version in versions().items()}
     check_same(path, axis, {**facts, "kinds of devices": device_type, **own})
+    run_on_all(axis, partial(checkpoint.check_ranks, [axis.rank]))
     return checkpoint, found, axis.with_shared_memory() if device_type == "cpu" else axis
 
 

@@ -20,7 +20,7 @@ from shardconv.checkpoint.loadable import Loadable, open_loadable
 from shardconv.checkpoint.paths import hub_hint
 from shardconv.checkpoint.verify import auxiliary_differences
 from shardconv.convert.converted_model import ConvertedModel
-from shardconv.errors import PlanWarning, RunError, SplitCheckpointError, is_connection_error
+from shardconv.errors import PlanWarning, RunError, is_connection_error
 from shardconv.hf.package import hide_progress, hide_warnings
 from shardconv.hf.tokenizer import check_tokenizer
 from shardconv.runtime.adapter import SplitAdapter
@@ -46,8 +46,14 @@ from shardconv.runtime.run_options import RunOptions, RunReport
 OpenProgress = Callable[[], AbstractContextManager[Progress | None]]
 
 
-def check_run(path: Path, prompts: Sequence[str], options: RunOptions) -> int:
+def check_run(path: Path, prompts: Sequence[str], options: RunOptions, rank: int | None = None) -> int:
     """Check everything that can be checked before processes are started and tensors are read.
+
+    Args:
+        path: the split checkpoint, or the source.
+        prompts: the prompts.
+        options: the options.
+        rank: the rank of this process; None to check the files of all ranks.
 
     Returns:
         The tensor parallel size.
@@ -71,9 +77,7 @@ def check_run(path: Path, prompts: Sequence[str], options: RunOptions) -> int:
         check_prompts(prompts)
     if options.check is not None:
         _check_source(options.check)
-    rank_files = manifest.rank_paths(path) if checkpoint.source is None else []
-    if missing := next((file for file in rank_files if not file.exists()), None):
-        raise SplitCheckpointError(f"{missing}: is missing")
+    checkpoint.check_ranks([each for each in range(manifest.tp) if rank in {None, each}])
     rank_device(options.device)
     return manifest.tp
 

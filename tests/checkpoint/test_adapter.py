@@ -146,6 +146,21 @@ def test_reshard_takes_adapters_along(together, tmp_path):
     assert contents(tmp_path / "resharded") == contents(tmp_path / "expected")
 
 
+def test_adapters_on_several_hosts(together, tmp_path):
+    """Each host has the shards of its ranks, of the model and of its adapters."""
+    source, adapters, split = together
+    folders = [tmp_path / "host0", tmp_path / "host1"]
+    for rank, folder in enumerate(folders):
+        shardconv.split(source, folder, tp=2, ranks=rank, adapters=adapters)
+        assert shardconv.verify(folder).differences == ()
+    shardconv.merge(folders, tmp_path / "merged")
+    shardconv.merge(split, tmp_path / "expected")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "expected")
+    shardconv.reshard(folders, tmp_path / "resharded", tp=4)
+    shardconv.split(source, tmp_path / "four", tp=4, adapters=adapters)
+    assert contents(tmp_path / "resharded") == contents(tmp_path / "four")
+
+
 def test_overwrite_replaces_adapters(together, made, tmp_path):
     _, _, split = together
     copied = shutil.copytree(split, tmp_path / "split")

@@ -9,9 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardconv.checkpoint import copy as engine
+from shardconv.checkpoint import geometry as byte_ranges
 from shardconv.checkpoint.copy import CopyJob, FileRows, Shards, split_into_stripes
 from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.geometry import geometry, unsharded
+from shardconv.checkpoint.held import held_stripes
 from shardconv.checkpoint.output_files import OutputFiles
 from shardconv.checkpoint.shards import Comparer, ShardReader, ShardWriter
 from shardconv.errors import IntegrityError
@@ -78,20 +80,25 @@ def shard_of(array: np.ndarray, placement: Placement, rank: int) -> np.ndarray:
     return np.concatenate([empty, *parts], axis=placement.dim)
 
 
-def side(arrays, placements_, rows=None) -> tuple[list[Shards], list[bytes]]:
+def side(arrays, placements_, rows=None, ranks=None) -> tuple[list[Shards], list[bytes]]:
     """The positions of shards, and the files, built by numpy.
 
-    ``rows`` has those of the shards of each tensor, with zeros between them; None for contiguous shards.
+    ``rows`` has those of the shards of each tensor, with zeros between them; None for contiguous shards. ``ranks`` has
+    the ranks whose files there are; None for all.
     """
-    tp = placements_[0].tp
+    chosen = range(placements_[0].tp) if ranks is None else ranks
     rows = rows or [None] * len(arrays)
-    files = [b""] * tp
+    files = [b""] * len(chosen)
     shards = []
     names = {value: key for key, value in DTYPES.items()}
     for array, placement, one in zip(arrays, placements_, rows, strict=True):
-        positions, of_tensor = [len(file) for file in files], geometry(placement, names[array.dtype.type], array.shape)
-        shards.append(Shards(of_tensor, range(tp), positions, rows=None if one is None else [one] * tp))
-        files = [file + in_rows(shard_of(array, placement, rank), one) for rank, file in enumerate(files)]
+        positions = [len(file) for file in files]
+        of_tensor = geometry(placement, names[array.dtype.type], array.shape, ranks)
+        in_file = None if one is None else [one] * len(chosen)
+        shards.append(Shards(of_tensor, range(len(chosen)), positions, rows=in_file))
+        files = [
+            file + in_rows(shard_of(array, placement, rank), one) for rank, file in zip(chosen, files, strict=True)
+        ]
     return shards, files
 
 
@@ -112,9 +119,9 @@ def write(folder: Path, prefix: str, files: list[bytes]) -> list[Path]:
 
 
 def run(folder, old, old_files, new, new_sizes, *, stripe_bytes, checksums=None, threads=2):
-    """Copy all tensors from one placement to another; returns the new files and their checksums."""
+    """Copy what new shards need from one placement to another; returns the new files and their checksums."""
     sizes = [shards.geometry.num_bytes for shards in old]
-    stripes = split_into_stripes(sizes, stripe_bytes)
+    stripes = held_stripes(split_into_stripes(sizes, stripe_bytes), new)
     inputs = InputFiles(write(folder, "old", old_files), [b""] * len(old_files), [len(file) for file in old_files])
     paths = [folder / f"new{number}" for number in range(len(new_sizes))]
     for path in paths:
@@ -140,16 +147,10 @@ def test_copy_between_any_two_placements(tmp_path, monkeypatch, case, stripe_byt
     monkeypatch.setattr(engine, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(engine, "BLOCK_BYTES_PER_SHARD", 1)
     rng = np.random.default_rng(seed)
-    arrays = [
-        rng.integers(1, 256, (*shape, np.dtype(DTYPES[dtype]).itemsize), np.uint8).view(DTYPES[dtype]).reshape(shape)
-        for dtype, shape, _, _ in case
-    ]
+    arrays = random_arrays(rng, case)
     old, old_files = side(arrays, [old for _, _, old, _ in case], [random_rows(rng) for _ in arrays])
     new, new_files = side(arrays, [new for _, _, _, new in case], [random_rows(rng) for _ in arrays])
-    source = [Shards(unsharded(array.nbytes), (0,), (0,)) for array in arrays]
-    starts = np.cumsum([0, *(array.nbytes for array in arrays)])
-    source = [shards._replace(offsets=(int(start),)) for shards, start in zip(source, starts, strict=False)]
-    source_file = b"".join(array.tobytes() for array in arrays)
+    source, source_file = in_one_file(arrays)
 
     split, checksums = run(
         tmp_path, source, [source_file], old, [len(file) for file in old_files], stripe_bytes=stripe_bytes
@@ -161,6 +162,55 @@ def test_copy_between_any_two_placements(tmp_path, monkeypatch, case, stripe_byt
     assert resharded == new_files
     merged, _ = run(tmp_path, old, split, source, [len(source_file)], stripe_bytes=stripe_bytes, checksums=checksums)
     assert merged == [source_file]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
+@given(case=cases(), stripe_bytes=st.integers(1, 200), gap=st.integers(1, 40), seed=st.integers(0, 9), data=st.data())
+def test_copy_to_some_ranks(tmp_path, monkeypatch, case, stripe_bytes, gap, seed, data):
+    """Whatever is not read, files are those of numpy, and checksums those of a copy to all ranks."""
+    monkeypatch.setattr(byte_ranges, "GAP_BYTES", gap)
+    geometry.cache_clear()
+    tp = case[0][2].tp
+    ranks = tuple(data.draw(st.lists(st.integers(0, tp - 1), min_size=1, unique=True)))
+    arrays = random_arrays(np.random.default_rng(seed), case)
+    source, source_file = in_one_file(arrays)
+    placements_ = [old for _, _, old, _ in case]
+    (every, files), (some, expected) = side(arrays, placements_), side(arrays, placements_, ranks=ranks)
+    _, checksums = run(tmp_path, source, [source_file], every, [len(file) for file in files], stripe_bytes=stripe_bytes)
+    found, some_checksums = run(
+        tmp_path, source, [source_file], some, [len(file) for file in expected], stripe_bytes=stripe_bytes
+    )
+    assert found == expected
+    assert some_checksums == [checksums[rank] for rank in ranks]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_copy_of_padding_before_everything_else(tmp_path, monkeypatch, rank):
+    """The padding at the beginning of a shard, and a shard of padding only, have their checksum."""
+    monkeypatch.setattr(byte_ranges, "GAP_BYTES", 1)
+    geometry.cache_clear()
+    placement = Placement(0, 200, ((Padding(2),), (Padding(3), Interval(150, 200)), (Interval(0, 150),)))
+    array = np.arange(1, 201, dtype=np.uint8)
+    source, source_file = in_one_file([array])
+    (every, files), (some, expected) = side([array], [placement]), side([array], [placement], ranks=(rank,))
+    _, checksums = run(tmp_path, source, [source_file], every, list(map(len, files)), stripe_bytes=70)
+    found, some_checksums = run(tmp_path, source, [source_file], some, list(map(len, expected)), stripe_bytes=70)
+    assert found == expected
+    assert some_checksums == [checksums[rank]]
+
+
+def random_arrays(rng: np.random.Generator, case) -> list[np.ndarray]:
+    return [
+        rng.integers(1, 256, (*shape, np.dtype(DTYPES[dtype]).itemsize), np.uint8).view(DTYPES[dtype]).reshape(shape)
+        for dtype, shape, _, _ in case
+    ]
+
+
+def in_one_file(arrays) -> tuple[list[Shards], bytes]:
+    """Full tensors in one file: their positions, and the file."""
+    starts = np.cumsum([0, *(array.nbytes for array in arrays)])
+    shards = [Shards(unsharded(one.nbytes), (0,), (int(start),)) for one, start in zip(arrays, starts, strict=False)]
+    return shards, b"".join(array.tobytes() for array in arrays)
 
 
 def one_tensor(placement: Placement, shape: tuple[int, ...]):
@@ -217,7 +267,7 @@ def test_comparer_names_tensor_and_byte(tmp_path):
     found = []
     with ours, theirs:
         reader = ShardReader(shards, ours, labels=["a", "b"], names=["t0"])
-        comparer = Comparer(ShardReader(source, theirs, labels=["c"], names=["t0"]), ["t0"])
+        comparer = Comparer(ShardReader(source, theirs, labels=["c"], names=["t0"]), ["t0"], reader.tensors)
         CopyJob(split_into_stripes([12]), reader, [comparer], found.append).run()
     assert [str(error) for error in found] == ["t0: byte 7 of the tensor differs from the source"]
 

@@ -17,7 +17,7 @@ from shardconv.checkpoint import copy, split
 from shardconv.checkpoint.header import DTYPE_BITS, Header, num_bytes, read_header
 from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.checkpoint.source import open_source
-from shardconv.checkpoint.split import split_by
+from shardconv.checkpoint.split_writing import split_by
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
 from tests.support.checkpoints import contents, llama_config, safetensors_bytes, write_checkpoint

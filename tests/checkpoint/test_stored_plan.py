@@ -232,7 +232,7 @@ def test_planner_that_changed_after_the_split(ranks, tmp_path):
 
 
 OLD_FORMATS = pytest.mark.parametrize(
-    "split", [DATA / "format-1", DATA / "format-2", DATA / "format-3"], ids=lambda path: path.name
+    "split", [DATA / f"format-{version}" for version in (1, 2, 3, 4)], ids=lambda path: path.name
 )
 
 
@@ -251,7 +251,7 @@ def test_older_formats_are_merged(split, tmp_path):
 def test_reshard_of_older_formats_writes_the_current_one(split, tmp_path):
     shardconv.reshard(split, tmp_path / "four", tp=4)
     assert shardconv.verify(tmp_path / "four", against=DATA / "source").differences == ()
-    assert json.loads((tmp_path / "four" / "shardconv.json").read_text())["format_version"] == 4
+    assert json.loads((tmp_path / "four" / "shardconv.json").read_text())["format_version"] == 5
 
 
 @OLD_FORMATS

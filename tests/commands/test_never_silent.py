@@ -27,7 +27,7 @@ import shardconv
 from shardconv.checkpoint.copy import CopyJob
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.planning import PlanOptions
-from shardconv.checkpoint.split import split_by
+from shardconv.checkpoint.split_writing import split_by
 from shardconv.commands.split import split as split_command
 from shardconv.errors import ShardconvError, command_line
 from shardconv.layouts.layout import NATIVE
@@ -396,6 +396,10 @@ def newer_manifest(_: Path, split: Path) -> None:
 def all_rank_files(source: Path, split: Path) -> None:
     for rank in range(TP):
         from_other(NATIVE.rank_file(rank, TP))(source, split)
+
+
+def without_some_ranks(source: Path, split: Path) -> None:
+    shardconv.split(source, split, tp=TP, ranks="1-2", overwrite=True)
 
 
 def second_file_of_another(source: Path, split: Path) -> None:
@@ -827,6 +831,12 @@ CASES: Mapping[str, Case] = {
         damaged(error(NATIVE.rank_file(0, 2)), load=error("is for 2 ranks", "torchrun")),
         damage=from_other(MANIFEST_NAME, tp=2),
     ),
+    "folder with some of the ranks": Case(
+        damaged(error("ranks 0, 3 of 4 are missing"), verify=RIGHT, verify__against=RIGHT,
+                run=error("does not have ranks 0, 3"), run__check=error("does not have ranks 0, 3"),
+                load=error("does not have rank 0")),
+        damage=without_some_ranks,
+    ),
     "manifest of a later version": Case(damaged(error(MANIFEST_NAME, "update shardconv")), damage=newer_manifest),
     "missing file of a rank with several": Case(
         damaged(error(SECOND_FILE)), damage=lambda _, split: (split / SECOND_FILE).unlink(), max_file_size=SEVERAL,
@@ -861,7 +871,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 248, "error": 304, "warning": 8, "na": 530}
+COUNTS = {"right": 250, "error": 309, "warning": 8, "na": 533}
 
 
 def counts() -> Counter[str]:

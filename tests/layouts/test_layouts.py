@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import shardconv
 from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.checkpoint.source import open_source
-from shardconv.checkpoint.split import split_by
+from shardconv.checkpoint.split_writing import split_by
 from shardconv.errors import PlanError, SplitCheckpointError, UsageError
 from shardconv.layouts import choice
 from shardconv.layouts.layout import Constant, FileLayout, FileTensor

@@ -330,7 +330,8 @@ def test_rank_file_missing(split, tmp_path):
     (folder / "rank-1-of-2.safetensors").unlink()
     result = call("run", folder, "--prompt", PROMPT, "--device", "cpu")
     assert (result.code, result.out) == (1, "")
-    assert result.err == f"shardconv: {folder}/rank-1-of-2.safetensors: is missing\n"
+    remedy = "copy it to this host, or split the source again"
+    assert result.err == f"shardconv: {folder}/rank-1-of-2.safetensors: is missing: {remedy}\n"
     result = call("run", folder, "--prompt", PROMPT, "--device", "cpu", "--json")
     assert "rank-1-of-2.safetensors: is missing" in json.loads(result.out)["error"]
 

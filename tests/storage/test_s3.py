@@ -95,6 +95,17 @@ def test_reports_of_remote_rank_files_name_the_url(s3, tmp_path):
     assert all("s3://bucket/deepseek only" in difference for difference in report.differences)
 
 
+def test_some_ranks_of_a_remote_source(made, s3, tmp_path):
+    """Folders with some of the ranks may be remote, too."""
+    for rank in range(2):
+        shardconv.split("s3://bucket/models/model", tmp_path / f"host{rank}", tp=2, ranks=rank)
+    shardconv.split(made / "model", tmp_path / "local", tp=2, ranks=0)
+    assert contents(tmp_path / "host0") == contents(tmp_path / "local")
+    upload(tmp_path / "host1", "bucket", "host1")
+    shardconv.merge([tmp_path / "host0", "s3://bucket/host1"], tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(made / "model")
+
+
 def test_reshard_reads_a_remote_split(made, s3, tmp_path):
     shardconv.reshard("s3://bucket/split", tmp_path / "remote", tp=4)
     shardconv.reshard(made / "split", tmp_path / "local", tp=4)

@@ -1,0 +1,61 @@
+"""The ranks whose files a folder has: how users choose them, and how messages name them."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from shardconv.errors import UsageError
+from shardconv.formatting import ranges
+
+#: Some of the ranks: a text such as ``"0,2,5-7"``, a number or numbers; None for all.
+Ranks = str | int | Iterable[int] | None
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+
+
+def choose_ranks(chosen: Ranks, tp: int) -> tuple[int, ...]:
+    """The ranks that a user chooses, ascending.
+
+    Raises:
+        UsageError: if they are none, malformed, not below ``tp``, or one is given twice.
+    """
+    if chosen is None:
+        return tuple(range(tp))
+    spans = list(_parse(chosen) if isinstance(chosen, str) else _numbers(chosen))
+    if not spans:
+        raise UsageError("--ranks is empty: pass the ranks to write, such as 0-7, or leave it out to write all")
+    if wrong := [bound for span in spans for bound in span if not 0 <= bound < tp]:
+        raise UsageError(f"--ranks has rank {wrong[-1]} (expected ranks from 0 to {tp - 1}, for --tp {tp}): correct it")
+    ((rank, count),) = Counter(rank for first, last in spans for rank in range(first, last + 1)).most_common(1)
+    if count > 1:
+        raise UsageError(f"--ranks has rank {rank} twice: correct it")
+    return tuple(sorted(rank for first, last in spans for rank in range(first, last + 1)))
+
+
+def _parse(text: str) -> Iterator[tuple[int, int]]:
+    """Yield first and last of each range in a text."""
+    for part in text.split(",") if text.strip() else ():
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise UsageError(
+                f"--ranks is malformed (got {text!r:.60}, expected numbers and ranges, such as 0,2,5-7): correct it"
+            )
+        yield first, last
+
+
+def _numbers(chosen: int | Iterable[int]) -> Iterator[tuple[int, int]]:
+    for rank in (chosen,) if isinstance(chosen, int) else chosen:
+        if type(rank) is not int:
+            raise UsageError(f"ranks is malformed (got {rank!r:.60}, expected integers): correct it")
+        yield rank, rank
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks in a sentence, such as "ranks 0, 2, 5-7"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+
+
+def as_option(ranks: Sequence[int]) -> str:
+    """Ascending ranks as ``--ranks`` has them, such as "0,2,5-7"."""
+    return ranges(ranks).replace(", ", ",")

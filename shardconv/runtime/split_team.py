@@ -1,0 +1,240 @@
+"""Processes under torchrun that write one split checkpoint together.
+
+Owns how they find out which of them share a disk, and how the failure of one ends all. Values travel through the store
+of torch.distributed; a gloo group notices when a process has died, as its connections are closed.
+"""
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from shardconv.checkpoint.copy import Progress
+from shardconv.checkpoint.staging import joined_staging
+from shardconv.checkpoint.team import Rows, Team
+from shardconv.checkpoint.write import checksum
+from shardconv.errors import PeerError, RunError, UsageError
+
+#: How long a process waits for the slowest one. Processes that have died are noticed at once.
+_PATIENCE = timedelta(days=2)
+#: Seconds between two looks at whether another process has failed.
+_LOOK_SECONDS = 0.2
+#: Seconds in which the other processes stop, before the folder of a failed split is removed.
+_STOP_SECONDS = 3.0
+
+
+class SplitTeam(Team):
+    """Processes that write a split checkpoint together, seen from this one.
+
+    Args:
+        store: the store of all processes.
+        rank: the number of this process.
+        size: number of processes.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self.size = size
+        self._step = 0
+        self._members = list(range(size))
+        self._looked = 0.0
+        self._has_failed = self._is_later = False
+
+    @property
+    def is_first(self) -> bool:  # type: ignore[override] # a constant in the base class
+        """See :class:`Team`."""
+        return self._rank == 0
+
+    @property
+    def is_leader(self) -> bool:  # type: ignore[override] # likewise
+        """See :class:`Team`."""
+        return self._rank == self._members[0]
+
+    # --- agreement ---------------------------------------------------------------------------------------------------
+
+    def meet(self, target: Path, facts: Callable[[], Mapping[str, object]]) -> None:
+        """See :class:`Team`."""
+        every = self._exchange(
+            {name: checksum(json.dumps(fact, sort_keys=True).encode()) for name, fact in facts().items()}
+        )
+        if different := [name for name in every[0] if any(one[name] != every[0][name] for one in every)]:
+            process = next(at for at, one in enumerate(every) if one != every[0])
+            raise RunError(
+                f"{target}: processes 0 and {process} see different {', '.join(different)}: pass the same source and "
+                f"options to all processes"
+            )
+        self._members = self._find_members(target.absolute().parent)
+
+    def _find_members(self, folder: Path) -> list[int]:
+        """The processes that see the same folder as this one: those that see a new file of one of them."""
+        others = list(range(self.size))
+        while True:
+            leader = others[0]
+            name = self._exchange(f".shardconv-{secrets.token_hex(8)}")[leader]  # no system has cached its absence
+            if self._rank == leader:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).touch()
+            self._wait()
+            sees = self._exchange((folder / name).exists())
+            if self._rank == leader:
+                (folder / name).unlink()
+            members = [process for process in others if sees[process]]
+            others = [process for process in others if not sees[process]]
+            if self._rank in members:
+                found = members
+            if not others:
+                return found
+
+    def folder_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """See :class:`Team`."""
+        found = tuple(rank for process in self._members for rank in self._share(ranks, process))
+        if not found:
+            raise UsageError(
+                f"there are more hosts than ranks (got {self.size} processes for {len(ranks)} ranks): start fewer"
+            )
+        return found
+
+    def own_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """See :class:`Team`; ``ranks`` are those of the folder."""
+        at, count = self._members.index(self._rank), len(self._members)
+        return ranks[at * len(ranks) // count : (at + 1) * len(ranks) // count]
+
+    def _share(self, ranks: tuple[int, ...], process: int) -> tuple[int, ...]:
+        """Neighboring ranks for each process, so that a host has the ranks that it runs."""
+        return ranks[process * len(ranks) // self.size : (process + 1) * len(ranks) // self.size]
+
+    # --- one folder --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def staging(self, target: Path, open_staging: Callable[[], AbstractContextManager[Path]]) -> Iterator[Path]:
+        """See :class:`Team`."""
+        with open_staging() if self.is_leader else joined_staging(target) as folder, self._stopping_others():
+            self._wait()  # until all folders are there
+            yield folder
+            self._wait()  # until all processes have written their files
+        self._wait()  # until all folders have their final names
+
+    def gather(self, rows: Rows) -> Rows:
+        """See :class:`Team`."""
+        every = self._exchange(rows)
+        return tuple(tuple(row) for process in self._members for row in every[process])
+
+    # --- communication -----------------------------------------------------------------------------------------------
+
+    def _exchange(self, value: object) -> list[Any]:
+        """The values of all processes, as JSON represents them."""
+        self._step += 1
+        self._store.set(f"{self._step}/{self._rank}", json.dumps(value))
+        self._wait()
+        return [json.loads(self._store.get(f"{self._step}/{process}")) for process in range(self.size)]
+
+    def _wait(self) -> None:
+        """Wait until all processes are here.
+
+        Raises:
+            PeerError: if another process fails meanwhile.
+            RunError: if another process has died.
+        """
+        try:
+            work = dist.barrier(async_op=True)
+            while not work.is_completed():
+                self._look()
+                time.sleep(0.01)
+            work.wait()
+        except RuntimeError as error:  # its connections are closed
+            self._look(at_once=True)
+            raise _lost() from error
+
+    def watch(self, progress: Progress | None) -> Progress:
+        """See :class:`Team`."""
+
+        def report(done: int, total: int) -> None:
+            self._look()
+            if progress is not None:
+                progress(done, total)
+
+        return report
+
+    def _look(self, *, at_once: bool = False) -> None:
+        """Raise PeerError if another process has failed."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS and not at_once:
+            return
+        self._looked = now
+        try:
+            has_failed = self._store.check(["failed"])
+        except RuntimeError as error:  # the process with the store was killed
+            raise _lost() from error
+        if has_failed:
+            raise PeerError("another process failed and reported why")
+
+    def leave(self) -> None:
+        """Leave, which ends the store of the first process: it waits for those that still look into it."""
+        with suppress(RuntimeError):
+            self._store.add("left", 1)
+            end = time.monotonic() + _STOP_SECONDS
+            while self.is_first and self._store.add("left", 0) < self.size and time.monotonic() < end:
+                time.sleep(0.02)
+
+    @contextmanager
+    def fails_together(self) -> Iterator[None]:
+        """End all processes if one fails; the first that fails raises its error, all others PeerError."""
+        try:
+            yield
+        except BaseException as error:
+            if self._fail():
+                raise PeerError("another process failed and reported why") from error
+            raise
+
+    def _fail(self) -> bool:
+        """Tell the other processes that this one has failed, and wait until they have noticed it.
+
+        Returns:
+            Whether one of them has failed before.
+        """
+        with suppress(RuntimeError):  # the store may have died with its process
+            if not self._has_failed:
+                self._has_failed = True
+                self._is_later = self._store.add("failed", 1) > 1
+                end = time.monotonic() + _STOP_SECONDS
+                while self._store.add("failed", 0) < self.size and time.monotonic() < end:
+                    time.sleep(0.02)
+        return self._is_later
+
+    @contextmanager
+    def _stopping_others(self) -> Iterator[None]:
+        """After an error, wait until no process writes into a folder, which is then removed."""
+        try:
+            yield
+        except BaseException:
+            self._fail()
+            raise
+
+
+def _lost() -> RunError:
+    return RunError("another process was killed, or its host failed: see its output, and start all processes again")
+
+
+@contextmanager
+def join() -> Iterator[Team]:
+    """Join the processes that torchrun started, for one split."""
+    store, rank, size = next(iter(rendezvous("env://", timeout=_PATIENCE)))
+    store.set_timeout(_PATIENCE)
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    own = PrefixStore(f"shardconv split {run}", store)
+    dist.init_process_group("gloo", store=PrefixStore("group", own), rank=rank, world_size=size, timeout=_PATIENCE)
+    team = SplitTeam(own, rank, size)
+    with team.fails_together():
+        yield team
+        team.leave()
+    dist.destroy_process_group()

@@ -1,0 +1,408 @@
+"""Folders with some of the ranks, as on hosts with disks of their own.
+
+Rank files are compared with those of a split for all ranks, merged files with the source.
+"""
+
+import json
+import re
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import shardconv
+from shardconv.checkpoint import geometry as byte_ranges
+from shardconv.checkpoint.chosen_ranks import choose_ranks
+from shardconv.checkpoint.fileio import LocalFile
+from shardconv.checkpoint.geometry import geometry
+from shardconv.checkpoint.layout import MANIFEST_NAME
+from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.errors import OutputError, SplitCheckpointError, UsageError
+from tests.support.checkpoints import DEMO, contents, llama_config, llama_specs, write_checkpoint
+from tests.support.command import call
+from tests.support.faults import failing
+from tests.support.manifests import change_manifest
+from tests.support.matrix import cases
+
+TP = 4
+
+
+@pytest.fixture(autouse=True)
+def _small_stripes(monkeypatch):
+    """Many stripes, and no gap that is read."""
+    monkeypatch.setattr("shardconv.checkpoint.split.STRIPE_BYTES", 5000)
+    monkeypatch.setattr(byte_ranges, "GAP_BYTES", 1)
+    geometry.cache_clear()
+    yield
+    geometry.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A source whose tensors four ranks shard, pad and replicate, with replicated KV heads."""
+    return write_checkpoint(tmp_path_factory.mktemp("some") / "source", parts=2)
+
+
+def split(source: Path, folder: Path, *hosts: str, **options) -> list[Path]:
+    """Split a source on each of some hosts."""
+    paths = [folder / f"host{number}" for number in range(len(hosts))]
+    for path, ranks in zip(paths, hosts, strict=True):
+        shardconv.split(source, path, tp=TP, ranks=ranks, **options)
+    return paths
+
+
+# --- the files ------------------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "native": {},
+    "dcp": {"layout": "dcp"},
+    "vllm": {"layout": "vllm"},
+    "several files": {"max_file_size": 30_000},
+    "fp32": {"dtype": "fp32"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    cases(
+        [(name, ranks) for name in OPTIONS for ranks in ("0", "3", "1-2", "0,2")],
+        lambda name, ranks: name == "native" or ranks == "1-2",
+    ),
+)
+def test_files_are_those_of_a_split_for_all_ranks(tmp_path, name, ranks):
+    config = llama_config(vocab=128, kv_heads=4) if name == "dcp" else None
+    source = write_checkpoint(tmp_path / "source", config=config)
+    shardconv.split(source, tmp_path / "all", tp=TP, checksums=False, **OPTIONS[name])
+    shardconv.split(source, tmp_path / "some", tp=TP, ranks=ranks, checksums=False, **OPTIONS[name])
+    every, some = contents(tmp_path / "all"), contents(tmp_path / "some")
+    chosen = choose_ranks(ranks, TP)
+    is_other = re.compile("|".join(rf"(model-)?rank-{rank}-.*" for rank in range(TP) if rank not in chosen))
+    assert {**some, MANIFEST_NAME: b""} == {
+        **{name: data for name, data in every.items() if not is_other.fullmatch(name)},
+        MANIFEST_NAME: b"",
+    }
+    assert len(some) < len(every)
+
+
+@pytest.mark.parametrize("name", cases(["gptq-3", "gptq-4-act-order", "awq-4"], lambda name: name == "gptq-3"))
+def test_quantized_layers(tmp_path, name):
+    """Indices of groups count from the first group of each rank."""
+    source = Path(__file__).parents[1] / "data" / "quantized" / name
+    shardconv.split(source, tmp_path / "all", tp=2, checksums=False)
+    folders = [tmp_path / "host0", tmp_path / "host1"]
+    for rank, folder in enumerate(folders):
+        file = f"rank-{rank}-of-2.safetensors"
+        shardconv.split(source, folder, tp=2, ranks=rank, checksums=False)
+        assert (folder / file).read_bytes() == (tmp_path / "all" / file).read_bytes()
+        assert shardconv.verify(folder, against=source).differences == ()
+    shardconv.merge(folders, tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+
+
+def test_checksums_are_those_of_a_split_for_all_ranks(source, tmp_path):
+    shardconv.split(source, tmp_path / "all", tp=TP)
+    report = shardconv.split(source, tmp_path / "some", tp=TP, ranks=[3, 1])
+    every, some = read_manifest(tmp_path / "all"), read_manifest(tmp_path / "some")
+    assert report.ranks == some.ranks == (1, 3)
+    assert report.rank_bytes == (every.rank_layout.rank_bytes[1], every.rank_layout.rank_bytes[3])
+    assert some.checksums == (every.checksums[1], every.checksums[3])
+    assert some.identity not in {every.identity, None}
+    for path in some.rank_paths(tmp_path / "some"):
+        assert some.identity in path.read_bytes()[:200].decode()
+
+
+def test_all_ranks_by_name_are_the_whole_split(source, tmp_path):
+    shardconv.split(source, tmp_path / "all", tp=TP)
+    shardconv.split(source, tmp_path / "named", tp=TP, ranks="0-3")
+    assert contents(tmp_path / "named") == contents(tmp_path / "all")
+
+
+def test_only_what_ranks_need_is_read(tmp_path, monkeypatch):
+    """Of column parallel tensors their rows; of row parallel and replicated tensors everything."""
+    config = llama_config(hidden=256, intermediate=512, vocab=512, heads=8, kv_heads=8)
+    source = write_checkpoint(tmp_path / "source", config=config)
+    plan = shardconv.make_plan(source, tp=TP)
+    header = 8 + struct.unpack("<Q", (source / "model.safetensors").read_bytes()[:8])[0]
+    sizes = {name: 2 * shape[0] * (shape[1] if shape[1:] else 1) for name, (_, shape) in llama_specs(config).items()}
+    column_parallel = {name for name in sizes if plan.placement(name).dim == 0}
+    assert {name.rpartition(".weight")[0].rpartition(".")[2] for name in column_parallel} == {
+        "embed_tokens", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head",
+    }  # fmt: skip
+    needed = sum(size // TP if name in column_parallel else size for name, size in sizes.items())
+    read = []
+    original = LocalFile.read
+
+    def counted(file, buffer, offset):
+        if file.size > 100_000:  # the weights
+            read.append((offset, len(buffer)))
+        original(file, buffer, offset)
+
+    monkeypatch.setattr(LocalFile, "read", counted)
+    monkeypatch.setattr("shardconv.checkpoint.split.sample_checksum", lambda _: "")
+    monkeypatch.setattr(byte_ranges, "GAP_BYTES", 1000)  # less than what other ranks have of a row
+    geometry.cache_clear()
+    shardconv.split(source, tmp_path / "one", tp=TP, ranks=2)
+    data = [(offset, count) for offset, count in read if offset >= header]
+    assert sum(count for _, count in data) == needed < 0.6 * sum(sizes.values())
+    assert len({byte for offset, count in data for byte in range(offset, offset + count)}) == needed
+
+
+# --- commands on one folder -----------------------------------------------------------------------------------------
+
+
+def test_verify_checks_the_ranks_that_are_there(source, tmp_path):
+    (folder,) = split(source, tmp_path, "1-2")
+    assert shardconv.verify(folder).differences == ()
+    report = shardconv.verify(folder, against=source)
+    assert (report.ranks, report.differences, report.is_compared) == ((1, 2), (), True)
+    assert f"ranks 1, 2 of every tensor of {source}" in report.checked
+    assert f"{folder}: ranks 1, 2 of 4, 21 tensors" in call("verify", folder).out
+
+
+@pytest.mark.parametrize("position", [-1, -3000, -20_000])
+def test_verify_finds_a_changed_byte(source, tmp_path, position):
+    (folder,) = split(source, tmp_path, "1-2")
+    path = folder / "rank-2-of-4.safetensors"
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+    for options in ({}, {"against": source}):
+        differences = shardconv.verify(folder, **options).differences
+        assert any("rank-2-of-4.safetensors: the bytes of" in text for text in differences), differences
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"]
+)
+def test_verify_compares_every_byte_of_the_ranks(tmp_path, name):
+    """And no other: a byte of the source that is on another rank may differ."""
+    source = write_checkpoint(tmp_path / "source", dtype="F16")
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    (folder,) = split(source, tmp_path, "1", checksums=False)
+    placement = shardconv.make_plan(source, tp=TP).placement(name)
+    assert shardconv.verify(folder, against=source).differences == ()
+    for rank in range(TP):
+        changed = {key: value.copy() for key, value in tensors.items()}
+        where = [slice(None)] * changed[name].ndim
+        if placement.dim is not None:
+            where[placement.dim] = placement.ranks[rank][0].stop - 1
+        changed[name].view("u2")[tuple(where)] ^= 1
+        save_file(changed, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+        differences = shardconv.verify(folder, against=source).differences
+        assert bool(differences) is (rank == 1 or placement.dim is None)
+        assert all("differs from the source" in text and name in text for text in differences)
+
+
+def test_missing_file_of_a_rank(source, tmp_path):
+    (folder,) = split(source, tmp_path, "1-2")
+    (folder / "rank-1-of-4.safetensors").unlink()
+    (difference,) = shardconv.verify(folder).differences
+    assert "rank-1-of-4.safetensors: is missing (expected ranks 1, 2)" in difference
+
+
+def test_file_of_another_rank_is_named(source, tmp_path):
+    first, second = split(source, tmp_path, "0-1", "2-3")
+    shutil.copy(second / "rank-2-of-4.safetensors", first)
+    assert shardconv.verify(first).other_weights == ("rank-2-of-4.safetensors",)
+
+
+def test_run_of_a_folder_without_all_ranks(source, tmp_path):
+    (folder,) = split(source, tmp_path, "1-2")
+    result = call("run", folder, "--token-ids", "1 2")
+    assert result.code == 1
+    assert f"{folder}: does not have ranks 0, 3 (got ranks 1, 2 of 4): split the source on this host" in result.err
+    assert "--tp 4 --ranks 0,3" in result.err
+
+
+def test_dry_run_writes_nothing(source, tmp_path):
+    result = call("split", source, "--tp", 4, "--ranks", "0,2-3", "-o", tmp_path / "out", "--dry-run")
+    assert "3 rank files (ranks 0, 2, 3 of 4) of " in result.out
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- several folders ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosts", [("0-1", "2-3"), ("3", "0,2", "1"), ("0-2", "2-3")], ids="; ".join)
+@pytest.mark.parametrize("checksums", [True, False])
+def test_merge_of_several_folders(source, tmp_path, hosts, checksums):
+    """In any order; a rank may be in several folders."""
+    folders = split(source, tmp_path, *hosts, checksums=checksums)
+    report = shardconv.merge(folders, tmp_path / "back")
+    assert report.is_identical is (True if checksums else None)
+    assert contents(tmp_path / "back") == contents(source)
+
+
+def test_reshard_of_several_folders(source, tmp_path):
+    folders = split(source, tmp_path, "2-3", "0-1")
+    shardconv.split(source, tmp_path / "expected", tp=2)
+    shardconv.reshard(folders, tmp_path / "two", tp=2)
+    assert contents(tmp_path / "two") == contents(tmp_path / "expected")
+
+
+def test_commands_take_several_folders(source, tmp_path):
+    folders = split(source, tmp_path, "0-1", "2-3")
+    assert call("merge", *folders, "-o", tmp_path / "back").code == 0
+    assert contents(tmp_path / "back") == contents(source)
+    assert call("reshard", *folders, "--tp", 1, "-o", tmp_path / "one").code == 0
+    assert shardconv.verify(tmp_path / "one", against=source).differences == ()
+
+
+REFUSED = {
+    "missing rank": (["0", "2-3"], {}, "rank 1 of 4 is missing (got ranks 0, 2, 3): pass the folders"),
+    "missing ranks": (["0"], {}, "ranks 1-3 of 4 are missing (got rank 0): pass the folders"),
+    "other options": (["0-1"], {"replicate": ["lm_head.weight"]}, "was split with other options than"),
+    "other layout": (["0-1"], {"layout": "vllm"}, "different plan, layout"),
+    "no checksums": (["0-1"], {"checksums": False}, "(different checksums)"),
+}
+
+
+@pytest.mark.parametrize("command", [["merge"], ["reshard", "--tp", "2"]], ids=lambda command: command[0])
+@pytest.mark.parametrize("what", REFUSED)
+def test_folders_that_do_not_fit(source, tmp_path, command, what):
+    hosts, options, message = REFUSED[what]
+    folders = split(source, tmp_path, *hosts)
+    if options:
+        folders += split(source, tmp_path / "other", "2-3", **options)
+    result = call(*command, *folders, "-o", tmp_path / "out")
+    assert (result.code, result.out) == (1, "")
+    assert message in result.err
+    assert not (tmp_path / "out").exists()
+
+
+def change_config(source: Path) -> None:
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 5.0}))
+
+
+def change_tokenizer(source: Path) -> None:
+    (source / "tokenizer.json").write_text("{}")
+
+
+def change_values(source: Path) -> None:
+    for path in source.glob("*.safetensors"):
+        save_file({name: value[::-1].copy() for name, value in load_file(path).items()}, path, {"format": "pt"})
+
+
+def change_unsampled_norm(source: Path) -> None:
+    """Change a byte that no sample has, of a tensor that every rank holds."""
+    (path,) = source.glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    header = data[: 8 + struct.unpack("<Q", data[:8])[0]]
+    (start, _) = json.loads(header[8:])["model.norm.weight"]["data_offsets"]
+    data[len(header) + start] ^= 1
+    path.write_bytes(data)
+
+
+OTHER_SOURCES = {
+    "config": (change_config, "another source than", "auxiliary files, config.json"),
+    "tokenizer": (change_tokenizer, "another source than", "(different auxiliary files)"),
+    "values": (change_values, "another source than", "sampled values)"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_SOURCES)
+def test_hosts_with_different_sources(tmp_path, what):
+    change, *messages = OTHER_SOURCES[what]
+    source, other = tmp_path / "source", tmp_path / "other"
+    for folder in (source, other):
+        write_checkpoint(folder, dtype="F16")
+    change(other)
+    (tmp_path / "b").mkdir()
+    folders = [*split(source, tmp_path, "0-1"), *split(other, tmp_path / "b", "2-3")]
+    with pytest.raises(SplitCheckpointError, match=r"host0: was split from another source") as raised:
+        shardconv.merge(folders, tmp_path / "out")
+    assert all(message in str(raised.value) for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("stripe_bytes", "expected"),
+    [(4096, "was split from another source .* bytes of model.norm.weight"), (10**6, "model.norm.weight differs from")],
+)
+def test_hosts_whose_sources_differ_in_a_byte(tmp_path, monkeypatch, stripe_bytes, expected):
+    """Where no sample has the byte, checksums of replicated stripes differ, or else replicas."""
+    monkeypatch.setattr("shardconv.checkpoint.split.STRIPE_BYTES", stripe_bytes)
+    config = llama_config(hidden=4096, heads=8, kv_heads=8, intermediate=8, vocab=8, layers=1)
+    source, other = tmp_path / "source", tmp_path / "other"
+    for folder in (source, other):
+        write_checkpoint(folder, dtype="F16", config=config)
+    change_unsampled_norm(other)
+    folders = [*split(source, tmp_path, "0-1"), *split(other, tmp_path / "b", "2-3")]
+    with pytest.raises(SplitCheckpointError, match=expected):
+        shardconv.merge(folders, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_disk_on_one_of_two_hosts(source, tmp_path, monkeypatch):
+    """The other host has its ranks, and a merge says which are missing."""
+    (first,) = split(source, tmp_path, "0-1")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", failing(lambda *_: 0, 0))
+        with pytest.raises(OutputError):
+            shardconv.split(source, tmp_path / "second", tp=TP, ranks="2-3")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["host0"]
+    assert shardconv.verify(first).differences == ()
+    with pytest.raises(SplitCheckpointError, match="ranks 2, 3 of 4 are missing"):
+        shardconv.merge(first, tmp_path / "out")
+
+
+@pytest.mark.parametrize("ranks", [[], [2, 1], [1, 1], [1, 4], [-1, 1], [1, True], "1-2", [1]], ids=str)
+def test_manifest_with_wrong_ranks(source, tmp_path, ranks):
+    (folder,) = split(source, tmp_path, "1-2")
+    change_manifest(folder, lambda data: data.update(ranks=ranks))
+    with pytest.raises(SplitCheckpointError, match=f"{MANIFEST_NAME}: cannot be used"):
+        shardconv.verify(folder)
+
+
+# --- ranks that cannot be written -----------------------------------------------------------------------------------
+
+WRONG_RANKS = {
+    "": "--ranks is empty",
+    " ": "--ranks is empty",
+    "4": "--ranks has rank 4 (expected ranks from 0 to 3, for --tp 4)",
+    "0-99999999999": "--ranks has rank 99999999999 (expected ranks from 0 to 3, for --tp 4)",
+    "2-1": "--ranks is malformed (got '2-1', expected numbers and ranges, such as 0,2,5-7)",
+    "1,": "--ranks is malformed",
+    "-1": "--ranks is malformed",
+    "a": "--ranks is malformed",
+    "1-2-3": "--ranks is malformed",
+    "0,0": "--ranks has rank 0 twice",
+    "0-2,1": "--ranks has rank 1 twice",
+}
+
+
+@pytest.mark.parametrize("ranks", WRONG_RANKS)
+def test_wrong_ranks(source, tmp_path, ranks):
+    result = call("split", source, "--tp", 4, "--ranks", ranks, "-o", tmp_path / "out")
+    assert (result.code, result.out) == (2, "")
+    assert WRONG_RANKS[ranks] in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ranks", [[], [-1], [4], [1, 1], [1.0], [True]], ids=str)
+def test_wrong_ranks_in_python(source, tmp_path, ranks):
+    with pytest.raises(UsageError, match="ranks"):
+        shardconv.split(source, tmp_path / "out", tp=TP, ranks=ranks)
+
+
+RIGHT_RANKS = {
+    "3": (3,),
+    "0-1": (0, 1),
+    " 5-7 , 2,0": (0, 2, 5, 6, 7),
+    0: (0,),
+    range(6, 8): (6, 7),
+    None: tuple(range(8)),
+}
+
+
+@pytest.mark.parametrize("ranks", RIGHT_RANKS, ids=str)
+def test_right_ranks(ranks):
+    assert choose_ranks(ranks, 8) == RIGHT_RANKS[ranks]
+
+
+def test_layout_meta_is_for_all_ranks(tmp_path):
+    with pytest.raises(UsageError, match="layout meta is written for all ranks by one process: remove --ranks"):
+        shardconv.split(DEMO, tmp_path / "out", tp=2, ranks=0, layout="meta")

@@ -1,0 +1,98 @@
+"""Models on hosts that have the files of their own ranks only, compared with the unsharded model."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import shardconv
+from tests.support.checkpoints import DEMO
+from tests.support.command import ENVIRONMENT, finish
+from tests.support.forked import Popen
+from tests.support.loading import inputs_of, source_and_split
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("hosts")
+
+
+def split(source: Path, folder: Path, *hosts: str) -> list[Path]:
+    """Split a source for four ranks on each of some hosts."""
+    for number, ranks in enumerate(hosts):
+        shardconv.split(source, folder / f"host{number}", tp=4, ranks=ranks)
+    return [folder / f"host{number}" for number in range(len(hosts))]
+
+
+def check_logits(axis, source, folders):
+    unsharded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    inputs = inputs_of("llama", unsharded)
+    with torch.no_grad():
+        expected = unsharded(**inputs).logits
+        found = shardconv.load(folders[axis.rank // 2], device="cpu", dtype=torch.float32, group=axis)(**inputs).logits
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_each_host_has_its_ranks(ranks, home, tmp_path):
+    """The source may have another name on each host."""
+    source, _ = source_and_split(home, "llama", 4)
+    copied = shutil.copytree(source, tmp_path / "copied")
+    folders = [*split(source, tmp_path / "a", "0-1"), *split(copied, tmp_path / "b", "2-3")]
+    ranks("four", check_logits, source, folders)
+
+
+def check_refused(axis, folders, messages):
+    """Check that every rank raises; ``messages`` has a pattern per rank, or one for all."""
+    with pytest.raises(shardconv.ShardconvError, match=messages[axis.rank % len(messages)]):
+        shardconv.load(folders[axis.rank // 2], device="cpu", group=axis)
+
+
+def test_host_without_one_of_its_ranks(ranks, home, tmp_path):
+    source, _ = source_and_split(home, "llama", 4)
+    own = r"host1: does not have rank 2 \(got rank 3 of 4\): split the source on this host with --tp 4 --ranks 2"
+    folders = split(source, tmp_path, "0-1", "3")
+    ranks("four", check_refused, folders, [f"rank 2: .*{own}", f"rank 2: .*{own}", f"^(?!rank).*{own}", own])
+
+
+def test_hosts_with_different_sources(ranks, home, tmp_path):
+    """The headers and auxiliary files are equal, the values are not."""
+    source, _ = source_and_split(home, "llama", 4)
+    other = shutil.copytree(source, tmp_path / "other")
+    data = bytearray((other / "model.safetensors").read_bytes())
+    data[-100_000:] = bytes(100_000)
+    (other / "model.safetensors").write_bytes(data)
+    folders = [*split(source, tmp_path / "a", "0-1", "2"), *split(other, tmp_path / "b", "0", "2-3")]
+    ranks("four", check_refused, [folders[0], folders[3]], ["the ranks see different checkpoints"])
+
+
+def test_run_on_two_hosts(tmp_path):
+    """Two agents with two ranks each, as on two hosts; each host has a folder with its ranks."""
+    folders = split(DEMO, tmp_path, "0-1", "2-3")
+    prompt = "The import statement"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = ["-m", "torch.distributed.run", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    nodes = [
+        Popen(
+            [sys.executable, *torchrun, "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(node), "-m",
+             "shardconv", "run", folder, "--prompt", prompt, "--max-new-tokens", "6", "--device", "cpu", "-q"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+        )
+        for node, folder in enumerate(folders)
+    ]  # fmt: skip
+    results = [finish(node) for node in nodes]
+    assert [result.code for result in results] == [0, 0], results
+    tokenizer, model = AutoTokenizer.from_pretrained(DEMO), AutoModelForCausalLM.from_pretrained(DEMO)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    tokens = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(tokens, skip_special_tokens=True) in results[0].out
+    assert results[1].out == ""

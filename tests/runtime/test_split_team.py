@@ -1,0 +1,283 @@
+"""Splits by several processes, as torchrun starts them, compared with a split by one.
+
+Most tests start the processes themselves, with the variables that torchrun sets. Processes with outputs in different
+folders stand for hosts with a disk each.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import shardconv
+from tests.support.checkpoints import contents, llama_config, write_checkpoint
+from tests.support.command import ENVIRONMENT, Result, call, finish, start
+from tests.support.faults import SLOW
+from tests.support.forked import Popen
+from tests.support.matrix import MATRIX
+
+pytestmark = pytest.mark.timeout(240)
+PATIENCE = 60
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("team") / "source", parts=2)
+
+
+@pytest.fixture(scope="module")
+def expected(source, tmp_path_factory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("team") / "split"
+    shardconv.split(source, folder, tp=4)
+    return contents(folder)
+
+
+def variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """The environment of a process that torchrun starts, on the loopback interface."""
+    return {
+        **ENVIRONMENT, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def begin(*commands: list[object], scripts: dict[int, Path] | None = None) -> list[subprocess.Popen[str]]:
+    """Start ``shardconv split`` with each of some arguments, as the processes of one team."""
+    port, streams = free_port(), {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    programs = {rank: [str(path)] for rank, path in (scripts or {}).items()}
+    return [
+        Popen(
+            [sys.executable, *programs.get(rank, ["-m", "shardconv"]), "split", *map(str, arguments)],
+            text=True, env=variables(rank, len(commands), port), **streams,
+        )
+        for rank, arguments in enumerate(commands)
+    ]  # fmt: skip
+
+
+def team(*commands: list[object], scripts: dict[int, Path] | None = None) -> list[Result]:
+    return [finish(process) for process in begin(*commands, scripts=scripts)]
+
+
+def check_failed(results: list[Result], message: str) -> None:
+    """Check that all processes failed, and that one of them says why."""
+    assert all(result.code not in {0, None} for result in results), results
+    errors = re.findall(r"^shardconv: .*$", "\n".join(result.err for result in results), re.MULTILINE)
+    assert len(errors) == 1, results
+    assert re.search(message, errors[0]), errors
+    assert all(result.out == "" for result in results)
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=MATRIX), 3, pytest.param(5, marks=MATRIX)])
+def test_shared_disk(source, expected, tmp_path, size):
+    """Also with processes without a rank; the first process prints the result."""
+    results = team(*[[source, "--tp", 4, "-o", tmp_path / "out", "--json"]] * size)
+    assert [result.code for result in results] == [0] * size, results
+    assert [bool(result.out) for result in results] == [True] + [False] * (size - 1)
+    report = json.loads(results[0].out)
+    assert (report["ranks"], len(report["rank_bytes"])) == ([0, 1, 2, 3], 4)
+    assert contents(tmp_path / "out") == expected
+    assert left(tmp_path) == sorted(["out", *(f"out/{name}" for name in expected)])
+
+
+def test_disk_of_each_host(source, expected, tmp_path):
+    """Two hosts with two processes each: each host has its ranks, whose files only differ in the identity."""
+    folders = [tmp_path / name / "out" for name in "aabb"]
+    results = team(*([source, "--tp", 4, "-o", folder] for folder in folders))
+    assert [result.code for result in results] == [0] * 4, results
+    for folder, ranks in zip(folders[::2], ("0-1", "2-3"), strict=True):
+        shardconv.split(source, folder.with_name("alone"), tp=4, ranks=ranks)
+        assert contents(folder) == contents(folder.with_name("alone"))
+    shardconv.merge(folders[::2], tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+
+
+def test_some_ranks_by_several_processes(source, tmp_path):
+    results = team(*[[source, "--tp", 4, "--ranks", "1-3", "-o", tmp_path / "out"]] * 2)
+    assert [result.code for result in results] == [0, 0], results
+    assert "3 rank files (ranks 1-3 of 4)" in results[0].out
+    shardconv.split(source, tmp_path / "alone", tp=4, ranks="1-3")
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+
+
+def test_without_checksums(source, tmp_path):
+    results = team(*[[source, "--tp", 4, "--no-checksums", "-o", tmp_path / "out"]] * 2)
+    assert [result.code for result in results] == [0, 0], results
+    shardconv.split(source, tmp_path / "alone", tp=4, checksums=False)
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+
+
+def test_dry_run(source, tmp_path):
+    results = team(*[[source, "--tp", 4, "-o", tmp_path / "out", "--dry-run"]] * 2)
+    assert [result.code for result in results] == [0, 0], results
+    assert [bool(result.out) for result in results] == [True, False]
+    assert left(tmp_path) == []
+
+
+def test_under_torchrun(source, expected, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with Popen(
+        [*torchrun, "-m", "shardconv", "split", str(source), "--tp", "4", "-o", str(tmp_path / "out")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    ) as agent:  # fmt: skip
+        result = finish(agent)
+    assert result.code == 0, result.err
+    assert result.out.count("4 rank files") == 1
+    assert contents(tmp_path / "out") == expected
+
+
+def test_split_by_one_process_does_not_import_torch(source, tmp_path):
+    patch = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
+    result = finish(start("split", source, "--tp", 4, "--ranks", "1", "-o", tmp_path / "out", patch=patch))
+    assert (result.code, result.err.splitlines()[-1]) == (0, "False")
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(tmp_path_factory) -> Path:
+    """A program that is the command on a slow disk; it writes its process id into its folder."""
+    path = tmp_path_factory.mktemp("slow") / "slow.py"
+    here = repr(str(path.parent))
+    pid = (
+        f"import os\nfrom pathlib import Path\nPath({here}, 'pid' + os.environ['RANK']).write_text(f'{{os.getpid()}}')"
+    )
+    path.write_text(f"{pid}\n{SLOW}\nfrom shardconv.cli import main\nmain()\n")
+    return path
+
+
+@pytest.fixture
+def full(tmp_path_factory) -> Path:
+    """A program that is the command on a full disk."""
+    path = tmp_path_factory.mktemp("full") / "full.py"
+    write = "import errno, os\ndef write(*_):\n    raise OSError(errno.ENOSPC, 'full')\nos.pwrite = write\n"
+    path.write_text(f"{write}\nfrom shardconv.cli import main\nmain()\n")
+    return path
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("names", ["aa", "ab"], ids=["shared", "apart"])
+def test_full_disk(source, tmp_path, slow, full, process, names):
+    """The other process stops copying, long before it would be done."""
+    folders = [tmp_path / name / "out" for name in names]
+    programs = {0: slow, 1: slow, process: full}
+    results = team(*([source, "--tp", 4, "-o", folder] for folder in folders), scripts=programs)
+    check_failed(results, "the disk is full: free some space")
+    assert left(tmp_path) == sorted({*names})
+
+
+CHANGES = {
+    "values": (lambda folder: write_checkpoint(folder, parts=2, seed=7), "different values of tensors"),
+    "config": (
+        lambda folder: (folder / "config.json").write_text(json.dumps({**llama_config(), "rope_theta": 5.0})),
+        "different checkpoints or options, auxiliary files",
+    ),
+    "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "different auxiliary files"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_processes_with_different_sources(source, tmp_path, what):
+    change, message = CHANGES[what]
+    other = write_checkpoint(tmp_path / "other" / "source", parts=2)
+    change(other)
+    folders = [tmp_path / name / "out" for name in "ab"]
+    results = team(*([src, "--tp", 4, "-o", to] for src, to in zip((source, other), folders, strict=True)))
+    check_failed(results, f"processes 0 and 1 see {message}: pass the same source and options to all processes")
+    assert not any(folder.parent.exists() for folder in folders)
+
+
+ERRORS = {
+    "another option": ([], ["--replicate", "lm_head.weight"], "processes 0 and 1 see different checkpoints or options"),
+    "unsupported size": (["--pad"], ["--tp", 5], "is not a multiple of 5"),
+    "wrong ranks": (["--ranks", "9"], ["--ranks", "9"], "--ranks has rank 9"),
+    "more hosts than ranks": (["--ranks", "1"], ["--ranks", "1"], "there are more hosts than ranks"),
+    "layout meta": (["--layout", "meta"], ["--layout", "meta"], "layout meta is written for all ranks by one process"),
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_one_error_for_all(source, tmp_path, what):
+    *options, message = ERRORS[what]
+    results = team(*([source, "--tp", 4, "-o", tmp_path / str(at) / "out", *one] for at, one in enumerate(options)))
+    check_failed(results, message)
+    assert not any(path.is_file() or path.name == "out" for path in tmp_path.rglob("*"))
+
+
+def test_destination_exists(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    check_failed(team(*[[source, "--tp", 4, "-o", tmp_path / "out"]] * 2), "exists: choose another path")
+    assert left(tmp_path) == ["out", "out/notes.txt"]
+
+
+def copying(folder: Path) -> bool:
+    return any(folder.glob(".*.partial/result/*.safetensors"))
+
+
+@pytest.mark.parametrize("process", [0, 1], ids=["leader", "other"])
+def test_killed_process(source, tmp_path, slow, process):
+    """The other ends with an error; what a killed leader leaves is removed by the next split."""
+    processes = begin(*[[source, "--tp", 4, "-o", tmp_path / "out"]] * 2, scripts=dict.fromkeys((0, 1), slow))
+    wait_until(lambda: copying(tmp_path))
+    processes[process].kill()
+    began = time.monotonic()
+    results = [finish(each) for each in processes]
+    assert time.monotonic() - began < PATIENCE
+    assert results[process].code == -signal.SIGKILL
+    other = results[1 - process]
+    assert other.code == 1
+    assert "another process was killed, or its host failed" in other.err
+    assert process == 0 or left(tmp_path) == []
+    assert not (tmp_path / "out").exists()
+    assert call("split", source, "--tp", 4, "-o", tmp_path / "out").code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_killed_process_under_torchrun(source, tmp_path, slow):
+    """The agent and the other process end; no process is left."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    agent = Popen(
+        [*torchrun, str(slow), "split", str(source), "--tp", "4", "-o", str(tmp_path / "out")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    wait_until(lambda: copying(tmp_path))
+    workers = [int((slow.parent / f"pid{rank}").read_text()) for rank in range(2)]
+    os.kill(workers[1], signal.SIGKILL)
+    began = time.monotonic()
+    result = finish(agent)
+    assert time.monotonic() - began < PATIENCE
+    assert result.code == 1
+    assert "SIGKILL" in result.err
+    for pid in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert not (tmp_path / "out").exists()
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
