@@ -1,6 +1,6 @@
 // Curves over tensor parallel sizes, on logarithmic axes: half the bytes per rank at twice the size is a straight line.
 
-const CHART = { height: 240, left: 64, right: 14, top: 12, bottom: 24 };
+const CHART = { height: 240, left: 64, right: 14, top: 12, bottom: 28 };
 
 /**
  * A chart that is drawn again where its width changes.
@@ -69,9 +69,9 @@ function xAxis(sizes, { x }) {
   const labels = sizes.map((tp) => {
     if (x(tp) < free) return null;
     free = x(tp) + 10 + 8 * String(tp).length;
-    return graphic('text', { x: x(tp), y: base + 16, 'text-anchor': 'middle' }, String(tp));
+    return graphic('text', { x: x(tp), y: base + 20, 'text-anchor': 'middle' }, String(tp));
   });
-  const title = graphic('text', { x: CHART.left - 8, y: base + 16, 'text-anchor': 'end' }, 'tp');
+  const title = graphic('text', { x: CHART.left - 8, y: base + 20, 'text-anchor': 'end' }, 'tp');
   return [labels, title];
 }
 

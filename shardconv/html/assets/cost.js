@@ -84,7 +84,6 @@ function notCounted(costs) {
   for (const { tp, not_counted: reason } of costs) {
     if (reason !== null) reasons.set(reason, [...(reasons.get(reason) ?? []), tp]);
   }
-  const table = simpleTable('Weights per rank over tp', columns, rows);
   const text = ([reason, tps]) => `Only weights are counted for tp ${rangesText(tps)}: ${reason}`;
   return notesList([...reasons].map(text));
 }

@@ -12,6 +12,11 @@ function sum(numbers) {
   return numbers.reduce((total, number) => total + number, 0);
 }
 
+/** The largest number, of any number of them: a call has a limited number of arguments. */
+function largestOf(numbers) {
+  return numbers.reduce((a, b) => Math.max(a, b), 0);
+}
+
 /** The columns that are not 0 everywhere. */
 function usedColumns(values) {
   const columns = HELD.map((held, column) => ({ ...held, column }));
@@ -22,7 +27,7 @@ function layersSection(plan, layers) {
   const rows = layers.map(layerRow);
   const totals = rankTotals(rows, plan.tp);
   const used = usedColumns(totals.map(({ value }) => value));
-  const largest = Math.max(...rows.map(({ most }) => sum(most)));
+  const largest = largestOf(rows.map(({ most }) => sum(most)));
   const table = new DataTable('Layers', layerColumns(used, largest), layerDetails);
   table.show(rows);
   const keys = used.map(({ name, label }) => element('li', {}, element('i', { class: name }), label));
@@ -79,7 +84,7 @@ function rankSummary(totals) {
 /** What each rank holds, with a row for equal ranks that follow each other. */
 function rankTable(runs) {
   const used = usedColumns(runs.map(([value]) => value));
-  const largest = Math.max(...runs.map(([value]) => sum(value)));
+  const largest = largestOf(runs.map(([value]) => sum(value)));
   const columns = [
     { label: 'Ranks', cell: (row) => ranksText(row) },
     { label: 'Each holds', numeric: true, cell: ({ value }) => size(sum(value)) },
@@ -89,8 +94,9 @@ function rankTable(runs) {
   return simpleTable('Bytes per rank', columns, rankRanges(runs));
 }
 
-function layerColumns(used, largest) {
+function layerColumns(used, full) {
   const wide = (label, key, text) => ({ label, numeric: true, wide: true, key, cell: (row) => text(key(row)) });
+  const largest = (column) => ({ ranks }) => largestOf(ranks.map(([held]) => held[column]));
   const perRank = ({ ranks }) => spread(ranks.map(([held]) => sum(held)));
   return [
     { label: 'Layer', cell: layerName, key: ({ name, first }) => sortKey(`${name}.${first ?? ''}`) },
@@ -99,8 +105,8 @@ function layerColumns(used, largest) {
     wide('Full', (row) => row.num_bytes * row.count, size),
     wide('Per rank and layer', ({ most, count }) => sum(most) / count, size),
     { label: 'Per rank', numeric: true, cell: perRank, key: ({ most }) => sum(most) },
-    ...used.map(({ label, column }) => wide(label, ({ most }) => most[column], size)),
-    { label: 'Share', name: 'bars', cell: ({ most }) => bar(most, largest) },
+    ...used.map(({ label, column }) => wide(label, largest(column), size)),
+    { label: 'Share', name: 'bars', cell: ({ most }) => bar(most, full) },
   ];
 }
 

@@ -13,7 +13,7 @@ function figures(plan, verify) {
     const files = ['Rank files', size(verify.num_bytes)];
     return terms([['Ranks', String(verify.tp)], ['Tensors', grouped(verify.num_tensors)], files], 'figures');
   }
-  const most = plan.rank_bytes.length ? Math.max(...plan.rank_bytes) : 0;
+  const most = plan.rank_bytes.length ? largestOf(plan.rank_bytes) : 0;
   return terms([
     ['Family', plan.family ?? 'none'],
     ['Tensors', grouped(plan.num_tensors)],

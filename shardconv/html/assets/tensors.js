@@ -32,7 +32,7 @@ function expanded({ kinds, names }) {
 
 function prepareKind(kind) {
   const ranges = rankRanges(kind.intervals);
-  const largest = Math.max(...kind.rank_bytes.map(([bytes]) => bytes));
+  const largest = largestOf(kind.rank_bytes.map(([bytes]) => bytes));
   const isPadded = ranges.some(({ value }) => value.some((entry) => entry.length === 1));
   const held = sum(ranges.map(({ value, first, last }) => (last - first + 1) * sum(value.map(intervalSize))));
   const isShared = kind.dim !== null && held > kind.shape[kind.dim];
@@ -185,7 +185,7 @@ function tensorDetails({ name, kind, count }, plan) {
 }
 
 function everyRank(kind, plan) {
-  return element('p', {}, plan.tp === 1 ? 'The only rank holds all of it.' : `Each of the ${plan.tp} ranks holds all of it.`);
+  return element('p', {}, plan.tp === 1 ? 'The only rank holds it.' : `Each of the ${plan.tp} ranks holds all of it.`);
 }
 
 /** Which rank holds which intervals of the sharded dim. */
@@ -206,8 +206,9 @@ function intervalBar(entries, kind) {
   const name = kind.isShared ? 'shared' : 'sharded';
   const marks = entries.filter((entry) => entry.length === 2).map(([start, stop]) => {
     const width = Math.max((1000 * (stop - start)) / total, 4);
-    return graphic('rect', { x: Math.min((1000 * start) / total, 996), y: 0, width, height: 10, class: `interval ${name}` });
+    const x = Math.min((1000 * start) / total, 996);
+    return graphic('rect', { x, y: 0, width, height: 10, class: `interval ${name}` });
   });
-  const attributes = { class: 'intervals', viewBox: '0 0 1000 10', preserveAspectRatio: 'none', 'aria-hidden': 'true' };
-  return graphic('svg', attributes, marks);
+  const box = { viewBox: '0 0 1000 10', preserveAspectRatio: 'none' };
+  return graphic('svg', { class: 'intervals', 'aria-hidden': 'true', ...box }, marks);
 }

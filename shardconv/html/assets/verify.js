@@ -11,21 +11,22 @@ function verdict(report, remedy) {
 function verifySection(report, remedy) {
   const { name, text, more } = verdict(report, remedy);
   const result = element('p', { class: `verdict ${name}` }, element('strong', {}, text), more ? `: ${more}` : '');
-  return section('verification', 'Verification', result, checksTable(report), warnings(report), differencesTable(report));
+  const found = [checksTable(report), warnings(report), differencesTable(report)];
+  return section('verification', 'Verification', result, found);
 }
 
 function checksTable(report) {
-  const done = report.checked.map((check) => ({ check, isDone: true, note: '' }));
+  const done = report.checked.map((check) => ({ check, isDone: true }));
   const columns = [
     { label: 'Check', cell: ({ check }) => breakable(check) },
     { label: 'Done', cell: doneMark },
-    { label: 'Note', cell: ({ note }) => note },
   ];
   return simpleTable('Checks', columns, [...done, ...missingChecks(report)]);
 }
 
-function doneMark({ isDone }) {
-  return element('span', { class: isDone ? 'done' : 'missing' }, isDone ? 'yes' : 'no');
+function doneMark({ isDone, note }) {
+  if (isDone) return element('span', { class: 'done' }, 'yes');
+  return [element('span', { class: 'missing' }, 'no'), `: ${note}`];
 }
 
 function missingChecks({ has_checksums: hasChecksums, is_compared: isCompared, saved_by: savedBy, against }) {
