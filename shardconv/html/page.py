@@ -37,8 +37,8 @@ class PageData:
 
     Attributes:
         version: of shardconv.
-        plan: the plan; None if there is none, for the reason in ``no_plan``.
-        no_plan: why there is no plan.
+        plan: the plan; None if it is not shown, for the reason in ``no_plan``.
+        no_plan: why the plan is not shown.
         tensors: the tensors of the plan; None without a tp size.
         cost: the cost at several tp sizes, if it was asked for.
         verify: the result of a verification, if it is the subject.
@@ -65,8 +65,8 @@ def write_page(
     """The page of a plan, its cost, or a verification.
 
     Args:
-        plan: the plan; None if there is none.
-        no_plan: why there is none.
+        plan: the plan; None if it is not shown.
+        no_plan: why it is not shown.
         cost: the cost at several tp sizes.
         verify: a verification of the split checkpoint whose plan it is.
         remedy: what to do about its differences.
