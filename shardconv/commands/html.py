@@ -69,6 +69,7 @@ class HtmlFile:
         """
         from shardconv.checkpoint.staging import staging
 
+        _check_file(self.path, overwrite=self.overwrite)  # again: a command can take hours
         with staging(self.path, is_folder=False, overwrite=self.overwrite, num_bytes=len(page)) as folder:
             (folder / self.path.name).write_bytes(page)
         console.note([f"{self.path}: page of {size(len(page))}"])

@@ -41,6 +41,9 @@ def files(tmp_path_factory):
     verified = call("verify", folder / "tiny-tp4", "--against", other, "--html", folder / "verify.html", "-q")
     assert verified.code == 3
     (folder / "cost.html").write_bytes(write_page(plan_report([tensor_report("a")]), cost=cost_report()))
+    experts = [tensor_report(f"layers.{layer}.experts.{expert}.up", rows=8 if expert < 2 else 16)
+               for layer in range(3) for expert in range(4)]  # fmt: skip
+    (folder / "experts.html").write_bytes(write_page(plan_report([*experts, tensor_report("norm")])))
     (folder / "many.html").write_bytes(write_page(plan_report(many_tensors())))
     (folder / "hostile.html").write_bytes(write_page(plan_report(map(tensor_report, HOSTILE), source=HOSTILE[0])))
     return folder
@@ -134,6 +137,12 @@ def test_cost_is_shown_as_curves_and_figures(show):
     ]  # fmt: skip
     assert rows[2][2] == "not counted"
     assert "Only weights are counted for tp 4: no model" in page.locator("#curves").inner_text()
+
+
+def test_kinds_with_the_same_pattern_have_their_numbers(show):
+    """As the experts of each rank, or layers of another size."""
+    page = show("experts")
+    assert names(page) == ["layers.{0\u20132}.experts.{0, 1}.up", "layers.{0\u20132}.experts.{2, 3}.up", "norm"]
 
 
 def test_search_of_a_layer_finds_its_tensors(show):

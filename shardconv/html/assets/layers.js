@@ -117,8 +117,8 @@ function spread(sizes) {
 }
 
 function layerName({ name, first, last }) {
-  const number = first === null ? '' : rangeText(first, last);
-  return element('code', {}, breakable(name.replace(/\*$/, number)));
+  const text = first === null ? name : name.slice(0, -1) + rangeText(first, last);
+  return element('code', {}, breakable(text));
 }
 
 /** A bar of what a rank holds; the cells beside it have the figures. */

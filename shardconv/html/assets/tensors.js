@@ -26,8 +26,24 @@ function namesOf(pattern, ranges) {
 /** Kinds with what the table reads of them, and every tensor. */
 function expanded({ kinds, names }) {
   const prepared = kinds.map(prepareKind);
-  const row = ([pattern, index, ranges]) => ({ pattern, kind: prepared[index], names: namesOf(pattern, ranges) });
+  const times = new Map();
+  for (const [pattern] of names) times.set(pattern, (times.get(pattern) ?? 0) + 1);
+  const row = ([pattern, index, ranges]) => {
+    const label = times.get(pattern) > 1 ? withRanges(pattern, ranges) : pattern;
+    return { label, kind: prepared[index], names: namesOf(pattern, ranges) };
+  };
   return { prepared, patterns: names.map(row) };
+}
+
+/** A pattern that several kinds have, with short ranges of numbers in place of `*`, such as the experts of a rank. */
+function withRanges(pattern, ranges) {
+  let level = ranges;
+  return pattern.replace(/\*/g, () => {
+    const text = (level ?? []).map(([first, last]) => rangeText(first, last)).join(', ');
+    const isSame = new Set((level ?? []).map(([, , rest]) => JSON.stringify(rest))).size === 1;
+    level = isSame ? level[0][2] : null;
+    return text && text.length < 20 ? `{${text}}` : '*';
+  });
 }
 
 function prepareKind(kind) {
@@ -93,9 +109,9 @@ function tensorsSection(plan, table) {
 }
 
 /** The tensors of a pattern that match a query, as a row of the table of kinds. */
-function matched({ pattern, kind, names }, matches) {
+function matched({ label, kind, names }, matches) {
   const found = names.filter((name) => matches(name.toLowerCase(), kind));
-  const name = found.length === 1 ? found[0] : pattern;
+  const name = found.length === 1 ? found[0] : label;
   return found.length ? [{ name, kind, names: found, count: found.length }] : [];
 }
 
