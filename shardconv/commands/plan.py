@@ -124,9 +124,14 @@ def plan(
 
     console = Console(as_json=as_json, quiet=quiet)
     page = HtmlFile.of(
-        html, overwrite=overwrite, sources=(src,), list_families=families is not None, prove=prove, propose=propose,
+        html,
+        overwrite=overwrite,
+        sources=(src, base),
+        list_families=families is not None,
+        prove=prove,
+        propose=propose,
         measure_link=measure_link and src is None,
-    )  # fmt: skip
+    )
     if families is not None:
         _show_families(families, console, is_alone=src is None)
         return
