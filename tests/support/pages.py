@@ -1,4 +1,7 @@
-"""HTML pages of reports: plans of made-up tensors, and what is in a page without a browser."""
+"""HTML pages of reports: plans of made-up tensors, and what is in a page without a browser.
+
+python -m tests.support.pages    # prints the size of a page of 100,000 tensors
+"""
 
 import json
 from collections.abc import Iterable
@@ -6,6 +9,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 from shardconv.checkpoint.plan_report import PlanReport, TensorReport
+from shardconv.html.page import write_page
 from shardconv.plan.placement import Interval
 from shardconv.plan.tp_sizes import NO_PADDING
 
@@ -77,3 +81,7 @@ def many_tensors() -> list[TensorReport]:
         return TensorReport(name, *(getattr(shared, field) for field in TensorReport.__slots__ if field != "name"))
 
     return [report(name) for name in names]
+
+
+if __name__ == "__main__":
+    print(f"{len(write_page(plan_report(many_tensors()))):,} bytes")
