@@ -4,7 +4,6 @@ Owns the text and the ``--json`` form of reports, and opens the display of progr
 Reports are dataclasses.
 """
 
-import dataclasses
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardconv.exits import describe
+from shardconv.formatting import json_text
 from shardconv.progress import Bars, Display, Lines, Progress
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Console:
             quiet_warnings: the warnings among ``lines``; with ``quiet`` they are printed on stderr.
         """
         if self._as_json:
-            click.echo(json.dumps(dataclasses.asdict(report)))
+            click.echo(json_text(report))
             return
         if shown := quiet_lines if self._quiet else lines:
             click.echo("\n".join(shown))

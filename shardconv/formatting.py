@@ -1,7 +1,23 @@
-"""Numbers as text for people: sizes, durations, ranges, counts."""
+"""Reports as JSON text, and numbers as text for people: sizes, durations, ranges, counts."""
 
+import dataclasses
+import json
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def json_text(report: "DataclassInstance") -> str:
+    """A report as one JSON object in ASCII, with its fields in order."""
+    return json.dumps(report, default=_fields)
+
+
+def _fields(report: "DataclassInstance") -> dict[str, object]:
+    """The fields of a report, without copies of what they hold: a plan has millions of numbers."""
+    return {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
 
 
 def size(num_bytes: float) -> str:

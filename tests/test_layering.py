@@ -34,6 +34,7 @@ LAYERS = [
     "engines",
     "proof",
     "progress",
+    "html",
     "console",
     "commands",
     "cli",
@@ -43,6 +44,7 @@ LAYERS = [
 APART = {
     ("distributed", "checkpoint"), ("layers", "checkpoint"), ("tensor", "checkpoint"), ("console", "checkpoint"),
     ("proof", "engines"),
+    *(("html", layer) for layer in LAYERS[LAYERS.index("distributed") : LAYERS.index("html")]),
 }  # fmt: skip
 
 
@@ -92,7 +94,7 @@ def test_imports_point_downward(layer):
     assert wrong == set()
 
 
-@pytest.mark.parametrize("layer", ["storage", "plan", "checkpoint"])
+@pytest.mark.parametrize("layer", ["storage", "plan", "checkpoint", "html"])
 def test_layers_do_not_import_torch(layer):
     wrong = [
         path.name for path in modules_of(layer) if any(name.split(".")[0] == "torch" for name in imported_names(path))

@@ -38,6 +38,8 @@ def test_wheel_has_the_data_files(installed):
         own, files = (sorted((root / "shardconv" / data).glob("*.toml")) for root in (ROOT, installed))
         assert [path.read_text() for path in files] == [path.read_text() for path in own]
     assert (installed / "shardconv" / "layouts" / "vllm.toml").is_file()
+    own, files = (sorted((root / "shardconv" / "html" / "assets").iterdir()) for root in (ROOT, installed))
+    assert [(path.name, path.read_text()) for path in files] == [(path.name, path.read_text()) for path in own]
 
 
 def test_version_is_that_of_the_citation(installed):
@@ -85,10 +87,12 @@ def run_without_torch(installed, folder, *words):
 
 def test_checkpoints_are_rewritten_without_torch(installed, tmp_path):
     write_checkpoint(tmp_path / "model", parts=2)
-    commands = ("plan model", "split model --tp 2", "verify model-tp2 --against model", "reshard model-tp2 --tp 1",
+    commands = ("plan model", "split model --tp 2", "verify model-tp2 --against model --html v.html",
+                "plan model --tp 2 --html p.html", "reshard model-tp2 --tp 1",
                 "merge model-tp2")  # fmt: skip
     results = [run_without_torch(installed, tmp_path, *command.split()) for command in commands]
-    assert [result.returncode for result in results] == [0] * 5, results
+    assert [result.returncode for result in results] == [0] * 6, results
+    assert {path.name for path in tmp_path.glob("*.html")} == {"v.html", "p.html"}
 
 
 def test_command_that_needs_torch_names_the_extra(installed, tmp_path):

@@ -1,8 +1,9 @@
 """Reports on the plans of checkpoints, and on the supported tensor parallel sizes."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -16,7 +17,8 @@ from shardconv.checkpoint.split_sources import plan_sources
 from shardconv.checkpoint.stored_plan import quantized_tensors, resolver_of
 from shardconv.errors import UsageError
 from shardconv.layouts.layout import NATIVE
-from shardconv.plan.plan import Plan, TensorSpec, num_quantized, quantized_blocks
+from shardconv.plan.placement import IntervalOrPadding
+from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
 from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, TpSizes
 from shardconv.storage.table import shown
 
@@ -25,7 +27,8 @@ from shardconv.storage.table import shown
 class TensorReport:
     """Placement of one tensor: its full shape, and the shape and bytes of each rank's shard.
 
-    ``shard_shapes`` and ``shard_bytes`` have one entry per rank.
+    ``shard_shapes``, ``shard_bytes`` and ``intervals`` have one entry per rank; ``intervals`` is empty if ``dim`` is
+    None, which is a replicated tensor. Padding among the intervals is a :class:`~shardconv.plan.placement.Padding`.
     """
 
     name: str
@@ -35,6 +38,10 @@ class TensorReport:
     reason: str
     shard_shapes: tuple[tuple[int, ...], ...]
     shard_bytes: tuple[int, ...]
+    style: str
+    units: tuple[str, ...]
+    dim: int | None
+    intervals: tuple[tuple[IntervalOrPadding, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,7 @@ class PlanReport:
         assumed: assumptions of the plan.
         left_out: name to reason of files of the source that are left out; names of hidden folders end with /.
         supported_tp: the supported tp sizes.
+        supported_bytes: for each supported size the bytes of the tensors of the rank that has most.
         blocked_tp: the unsupported sizes of :data:`~shardconv.plan.tp_sizes.CANDIDATE_TPS`, each with the first tensor
             that blocks it, and the reason.
         padded_tp: the unsupported sizes that are supported with ``pad``, and the cost of padding.
@@ -69,6 +77,7 @@ class PlanReport:
     assumed: tuple[str, ...]
     left_out: Mapping[str, str]
     supported_tp: tuple[int, ...]
+    supported_bytes: tuple[int, ...]
     blocked_tp: tuple[BlockedTp, ...]
     padded_tp: tuple[PaddedTp, ...]
     padding: PaddingReport
@@ -114,6 +123,7 @@ def report_plan(
         assumed=assumed,
         left_out=source.left_out,
         supported_tp=sizes.supported,
+        supported_bytes=sizes.rank_bytes,
         blocked_tp=sizes.blocked,
         padded_tp=sizes.padded if base is None else (),
         padding=NO_PADDING if tp is None else resolver.padding(tp),
@@ -153,6 +163,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         assumed=assumed,
         left_out={},
         supported_tp=sizes.supported,
+        supported_bytes=sizes.rank_bytes,
         blocked_tp=sizes.blocked,
         padded_tp=() if is_adapter else sizes.padded,
         padding=padding,
@@ -172,19 +183,30 @@ def rank_bytes(tensors: Iterable[TensorReport], tp: int) -> tuple[int, ...]:
 
 def tensor_reports(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[TensorReport, ...]:
     """The placement of each tensor of a checkpoint."""
-    cache: dict[tuple[int, TensorSpec], TensorReport] = {}  # of the first tensor with this plan and shape
+    cache: dict[tuple[int, TensorSpec], Callable[[str], TensorReport]] = {}  # equal plan and shape: all but the name
     reports = []
     for name, spec in specs.items():
         planned = plan.tensors[name]
-        if (first := cache.get((id(planned), spec))) is None:
-            shapes = tuple(planned.placement.shard_shape(spec.shape, rank) for rank in range(plan.tp))
-            sizes = tuple(num_bytes(spec.dtype, shape) for shape in shapes)
-            placement, reason = planned.placement.describe(), planned.describe()
-            first = TensorReport(name, spec.dtype, spec.shape, placement, reason, shapes, sizes)
-            cache[id(planned), spec] = first
-        reports.append(
-            TensorReport(
-                name, spec.dtype, spec.shape, first.placement, first.reason, first.shard_shapes, first.shard_bytes
-            )
-        )
+        if (report_of := cache.get((id(planned), spec))) is None:
+            report_of = cache[id(planned), spec] = _reports(spec, planned)
+        reports.append(report_of(name))
     return tuple(reports)
+
+
+def _reports(spec: TensorSpec, planned: TensorPlan) -> Callable[[str], TensorReport]:
+    """The report of a tensor by its name."""
+    placement = planned.placement
+    shapes = tuple(placement.shard_shape(spec.shape, rank) for rank in range(placement.tp))
+    return partial(
+        TensorReport,
+        dtype=spec.dtype,
+        shape=spec.shape,
+        placement=placement.describe(),
+        reason=planned.describe(),
+        shard_shapes=shapes,
+        shard_bytes=tuple(num_bytes(spec.dtype, shape) for shape in shapes),
+        style=planned.style,
+        units=planned.units,
+        dim=placement.dim,
+        intervals=() if placement.dim is None else placement.ranks,
+    )

@@ -3,11 +3,12 @@
 import gc
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
 import click
 
+from shardconv.commands.html import HtmlFile, plan_for_page
 from shardconv.commands.options import PlanFlags, SourcePath
 from shardconv.commands.sections import COST, section
 from shardconv.console import Console
@@ -157,6 +158,7 @@ def show_cost(
     console: Console,
     flags: CostFlags,
     link: "Link | None",
+    page: HtmlFile | None,
     *,
     tp: int | None,
     **options: Unpack[PlanFlags],
@@ -168,22 +170,29 @@ def show_cost(
         console: of the command.
         flags: the values of :data:`cost_options`.
         link: the measured link; None for that of ``flags``.
+        page: the file of ``--html``, if there is one; it has the cost of all supported sizes, also with ``tp``.
         tp: the tensor parallel size; None for all that are supported.
         options: of the plan.
     """
     gc.enable()
     with ImportPhase():
+        from shardconv.html.page import write_page
         from shardconv.runtime.estimate import MAX_TP, estimate_cost
+    planned, no_plan = (None, None) if page is None else plan_for_page(src, tp, **options)
+    curve = () if planned is None else tuple(size for size in planned.supported_tp if size <= MAX_TP)
     with console.progress("count", counts=True) as progress:
         report = estimate_cost(
             src,
-            tps=None if tp is None else (tp,),
+            tps=None if tp is None else sorted({tp, *curve}),
             batch=flags.batch or 1,
             seq=flags.seq,
             link=link or flags.link,
             progress=progress,
             **options,
         )
+    if page is not None:
+        page.write(console, write_page(planned, no_plan=no_plan, cost=report))
+    report = replace(report, costs=tuple(cost for cost in report.costs if tp in (None, cost.tp)))
     bound = [] if tp else [f"tp: the supported sizes up to {MAX_TP}; --tp N counts another"]
     gaps = _gaps(report)
     console.report(report, [*_head(report), *bound, *gaps, ""], quiet_warnings=[*report.notes, *gaps])

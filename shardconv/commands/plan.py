@@ -12,6 +12,7 @@ import click
 
 from shardconv.commands.check_source import CHECK_MODEL, check_source
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
+from shardconv.commands.html import HtmlFile, html_options
 from shardconv.commands.notes import layout_note, model_notes, notes, padding_notes
 from shardconv.commands.options import (
     FAMILY,
@@ -80,6 +81,7 @@ _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
         "--propose", is_flag=True, help="Print a plan file that is derived from the modules of a small model."
     ),
 )
+@html_options
 @dtype_option(REPORT)
 @section(
     CHECKS,
@@ -106,6 +108,8 @@ def plan(
     beta: float | None,
     measure_link: bool,
     base: Path | None,
+    html: Path | None,
+    overwrite: bool,
     dtype: str | None,
     **options: Unpack[PlanFlags],
 ) -> None:
@@ -119,6 +123,15 @@ def plan(
     from shardconv.checkpoint.remote import header_progress
 
     console = Console(as_json=as_json, quiet=quiet)
+    page = HtmlFile.of(
+        html,
+        overwrite=overwrite,
+        sources=(src, base),
+        list_families=families is not None,
+        prove=prove,
+        propose=propose,
+        measure_link=measure_link and src is None,
+    )
     if families is not None:
         _show_families(families, console, is_alone=src is None)
         return
@@ -132,7 +145,7 @@ def plan(
     if src is None or (flags.measure_link and link is None):
         return
     if flags.cost:
-        show_cost(src, console, flags, link, tp=tp, **options)
+        show_cost(src, console, flags, link, page, tp=tp, **options)
         return
     checked = check_source(src, options) if check_model and not prove else None
     if propose:
@@ -150,6 +163,10 @@ def plan(
         return
     with console.progress("read headers", counts=True) as progress, header_progress(progress):
         report = report_plan(src, tp=tp, base=base, dtype=dtype, **options)
+    if page is not None:
+        from shardconv.html.page import write_page
+
+        page.write(console, write_page(report))
     found = [*notes(report.assumed, report.left_out), *model_notes(checked)]
     console.report(report, _plan_lines(report, found), quiet_warnings=notes(report.assumed, {}))
     if report.tp is not None:

@@ -9,6 +9,7 @@ import click
 
 from shardconv.checkpoint.chosen_ranks import name_ranks
 from shardconv.checkpoint.paths import local_path
+from shardconv.commands.html import HtmlFile, html_options, plan_for_page
 from shardconv.commands.notes import layout_note, notes
 from shardconv.commands.options import (
     SOURCE_PATH,
@@ -62,8 +63,18 @@ class _VerifyFlags(TypedDict):
         help="Number of reading threads. [default: processors, at most 8]",
     ),
 )
+@html_options
 @output_options
-def verify(src: SourcePath, *, engine: str | None, as_json: bool, quiet: bool, **options: Unpack[_VerifyFlags]) -> None:
+def verify(
+    src: SourcePath,
+    *,
+    engine: str | None,
+    html: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    quiet: bool,
+    **options: Unpack[_VerifyFlags],
+) -> None:
     """Compare the split checkpoint DIR with its checksums.
 
     With --against, also with its source, and with --engine, with the model of an engine. Exits 3 on a difference.
@@ -71,6 +82,7 @@ def verify(src: SourcePath, *, engine: str | None, as_json: bool, quiet: bool, *
     from shardconv.checkpoint.verify import verify as run
 
     console = Console(as_json=as_json, quiet=quiet)
+    page = HtmlFile.of(html, overwrite=overwrite, sources=(src, options["against"]))
     checked = _check_engine(local_path(src)) if engine is not None else None
     with source_progress(console, "verify") as progress:
         report = run(src, progress=progress, **options)
@@ -79,11 +91,23 @@ def verify(src: SourcePath, *, engine: str | None, as_json: bool, quiet: bool, *
     if checked is not None:
         engines = (*report.checked, f"{checked.engine} {checked.version}")
         report = replace(report, checked=engines, differences=(*report.differences, *checked.differences))
+    if page is not None:
+        page.write(console, _page(src, report, remedies))
     warnings = _warnings(report, remedies)
     verdict = ["correct"] if _is_sure(report) and not report.differences else []
     console.report(report, [*_head(report), *warnings, *verdict], quiet_warnings=warnings)
     if report.differences:
         sys.exit(3)
+
+
+def _page(src: SourcePath, report: "VerifyReport", remedies: list[str]) -> bytes:
+    """The page of a verification, with the stored plan."""
+    from shardconv.html.page import write_page
+
+    plan, no_plan = plan_for_page(src, None)
+    if plan is not None and plan.tp is None:
+        plan, no_plan = None, f"{src}: is not a split checkpoint of shardconv, which stores its plan"
+    return write_page(plan, no_plan=no_plan, verify=report, remedy="; ".join(remedies))
 
 
 def _check_engine(src: Path) -> "EngineReport":

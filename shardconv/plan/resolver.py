@@ -148,11 +148,26 @@ class Resolver:
 
     def tp_sizes(self) -> TpSizes:
         """Which of :data:`CANDIDATE_TPS` are supported, and what blocks the others."""
-        unpadded = self.padded(0)
-        blocked = [found for tp in CANDIDATE_TPS if (found := unpadded.blocked(tp)) is not None]
-        others = [found.tp for found in blocked]
-        padded = [one for tp in others if (one := self.padded_size(tp)) is not None]
-        return TpSizes(tuple(tp for tp in CANDIDATE_TPS if tp not in others), tuple(blocked), tuple(padded))
+        unpadded, supported, blocked = self.padded(0), dict[int, int](), list[BlockedTp]()
+        for tp in CANDIDATE_TPS:
+            try:
+                supported[tp] = max(unpadded.rank_bytes(tp))
+            except BlockedError as error:
+                blocked.append(BlockedTp(tp, error.tensor, error.reason))
+        padded = [one for found in blocked if (one := self.padded_size(found.tp)) is not None]
+        return TpSizes(tuple(supported), tuple(blocked), tuple(padded), tuple(supported.values()))
+
+    def rank_bytes(self, tp: int) -> list[int]:
+        """For each of ``tp`` ranks the bytes of its tensors.
+
+        Raises:
+            BlockedError: if a tensor cannot be sharded for ``tp`` ranks.
+        """
+        ranks = [0] * tp
+        for group, count in self._sizes.items():
+            bits = self._planners[group].rank_bits(tp)
+            ranks = [total + count * added for total, added in zip(ranks, bits, strict=True)]
+        return [bits // 8 for bits in ranks]
 
     def padded_size(self, tp: int) -> PaddedTp | None:
         """The cost of a tensor parallel size with padding; None if it is not supported with padding either."""

@@ -120,11 +120,18 @@ class GroupPlanner:
     def padding(self, tp: int) -> tuple[int, int]:
         """Bits of padding, and of everything else, of one tensor of the group on all ranks together."""
         placement, spec = self.plan(tp).placement, self._group.spec
-        found = _BITS.search(spec.dtype)
-        bits = int(found[0]) if found else 8
-        held = bits * sum(placement.shard_numel(spec.shape, rank) for rank in range(tp))
-        zeros = placement.num_padding * (prod(spec.shape) // max(placement.size, 1)) * bits
-        return zeros, held - zeros
+        zeros = placement.num_padding * (prod(spec.shape) // max(placement.size, 1)) * self._element_bits
+        return zeros, sum(self.rank_bits(tp)) - zeros
+
+    def rank_bits(self, tp: int) -> list[int]:
+        """Bits of one tensor of the group on each rank."""
+        placement, shape = self.plan(tp).placement, self._group.spec.shape
+        return [self._element_bits * placement.shard_numel(shape, rank) for rank in range(tp)]
+
+    @cached_property
+    def _element_bits(self) -> int:
+        found = _BITS.search(self._group.spec.dtype)
+        return int(found[0]) if found else 8
 
     def padded_units(self, tp: int) -> Iterator[PaddedRule]:
         """The units that have padding at ``tp`` ranks."""

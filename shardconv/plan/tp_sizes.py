@@ -49,11 +49,13 @@ class TpSizes:
         supported: sizes that are supported without padding, ascending.
         blocked: the other sizes of :data:`CANDIDATE_TPS`, with the reason.
         padded: those of ``blocked`` that are supported with padding.
+        rank_bytes: for each supported size the bytes of the tensors of the rank that has most.
     """
 
     supported: tuple[int, ...]
     blocked: tuple[BlockedTp, ...]
     padded: tuple[PaddedTp, ...] = ()
+    rank_bytes: tuple[int, ...] = ()
 
     def usable(self, *, pad: bool) -> tuple[int, ...]:
         """The supported sizes, ascending; with ``pad``, including those that need padding."""

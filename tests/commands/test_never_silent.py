@@ -42,6 +42,7 @@ from tests.support.external import meta_ranks, meta_tensors, write_meta
 from tests.support.faults import failing
 from tests.support.matrix import cases
 from tests.support.models import change_config, read
+from tests.support.pages import Parsed
 from tests.support.torch_files import list_in_process
 from tools.model_matrix.trial import LAYOUTS, check, worst
 
@@ -439,6 +440,7 @@ class Case:
         layout: the layout of the rank files.
         max_file_size: of the split checkpoint that is damaged.
         dequantize: whether the model is loaded with ``--dequantize``.
+        page: the file of ``plan --html``, beside the source's folder.
     """
 
     expected: Expected
@@ -453,6 +455,7 @@ class Case:
     layout: str = "native"
     max_file_size: str | None = None
     dequantize: bool = False
+    page: str | None = None
 
 
 Q, UP, DOWN, NORM = (
@@ -462,6 +465,7 @@ BIAS = f"{LAYER}.self_attn.q_proj.bias"
 QKV = f"{LAYER}.self_attn.qkv_proj.weight (colwise instead of packed_colwise)"
 NO_RULE = "no rule of family llama matches it"
 
+MARKUP = "</script><script>alert(1)</script>"
 GROUPS = "test_padding compares the shards of padded groups with query heads"
 OTHER_NAMES = "test_layouts and test_vllm_layout compare the names and shapes of its files"
 
@@ -852,6 +856,15 @@ CASES: Mapping[str, Case] = {
                 verify__against=error("rank-1-of-4.safetensors.index.json")),
         damage=other_index, max_file_size=SEVERAL,
     ),
+    # pages
+    "name that is markup, in a page": Case(
+        every(COMMANDS, na("test_html and test_browser have other pages")) | {"plan": RIGHT},
+        put(MARKUP, lambda _: torch.tensor(2.0)), page="page.html",
+    ),
+    "page in place of another file": Case(
+        every(COMMANDS, na("a page is of a plan")) | {"plan": error("notes.txt: is not a page of shardconv")},
+        lambda source: source.with_name("notes.txt").write_text("notes") and None, page="notes.txt",
+    ),
     # conversions
     "element that is too large for --dtype": Case(
         every(COMMANDS, na("the source is not split"))
@@ -871,7 +884,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 250, "error": 309, "warning": 8, "na": 533}
+COUNTS = {"right": 251, "error": 310, "warning": 8, "na": 551}
 
 
 def counts() -> Counter[str]:
@@ -980,13 +993,17 @@ def of_result(result: Result, check: Callable[[], None]) -> Found:
 
 def plan(case: Case, source: Path, _: Path, __: Path, ___: Any) -> Found:
     more = options_of(case, source)
+    page = [] if case.page is None else ["--html", source.with_name(case.page), "--overwrite"]
 
     def check() -> None:
+        if page:
+            parsed = Parsed(page[1].read_bytes())
+            assert MARKUP in [name for name, _, _ in parsed.data["tensors"]["names"]]
         report = json.loads(call("plan", source, "--tp", TP, "--json", *more).out)
         expected = {name: shard_shapes(case, name, tensor) for name, tensor in stored(source).items()}
         assert {one["name"]: [list(shape) for shape in one["shard_shapes"]] for one in report["tensors"]} == expected
 
-    return of_result(call("plan", source, "--tp", TP, "-q", *more), check)
+    return of_result(call("plan", source, "--tp", TP, "-q", *page, *more), check)
 
 
 def prove_plan(case: Case, source: Path, _: Path, __: Path, ___: Any) -> Found:

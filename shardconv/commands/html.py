@@ -1,0 +1,102 @@
+"""``--html FILE`` of ``plan`` and ``verify``: a report as one page."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+import click
+
+from shardconv.commands.options import PATH, SourcePath
+from shardconv.commands.sections import REPORT, section
+from shardconv.console import Console
+from shardconv.errors import OutputError, ShardconvError, UsageError
+from shardconv.formatting import size
+
+if TYPE_CHECKING:
+    from shardconv.checkpoint.plan_report import PlanReport
+    from shardconv.checkpoint.planning import PlanOptions
+
+html_options = section(
+    REPORT,
+    click.option("--html", type=PATH, metavar="FILE", help="Also write the report as one HTML page."),
+    click.option("--overwrite", is_flag=True, help="Replace the page at FILE of --html."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HtmlFile:
+    """The file of ``--html``, which may be written."""
+
+    path: Path
+    overwrite: bool
+
+    @classmethod
+    def of(
+        cls, path: Path | None, *, overwrite: bool, sources: Iterable[SourcePath | None] = (), **others: bool
+    ) -> "HtmlFile | None":
+        """Check the values of :data:`html_options`, before anything else takes time; None without ``--html``.
+
+        Args:
+            path: the file.
+            overwrite: whether a page may be replaced.
+            sources: what the command reads.
+            others: name of each other kind of output, and whether it was asked for.
+
+        Raises:
+            UsageError: if an option contradicts ``--html``.
+            OutputError: if the file must not be written.
+        """
+        if path is None:
+            if overwrite:
+                raise UsageError("--overwrite applies to --html only: add --html FILE, or remove it")
+            return None
+        if other := next((name for name, is_asked in others.items() if is_asked), None):
+            raise UsageError(f"--html does not show --{other.replace('_', '-')}: run one after the other")
+        if str(path) == "-":
+            raise UsageError("--html - is stdout, which has the result (expected a file): pass the name of a file")
+        for source in (Path(source) for source in sources if isinstance(source, Path)):
+            if path.resolve().is_relative_to(source.resolve()):
+                raise OutputError(f"{path}: is in the source {source}: choose another file for --html")
+        _check_file(path, overwrite=overwrite)
+        return cls(path, overwrite)
+
+    def write(self, console: Console, page: bytes) -> None:
+        """Write the page, all of it or nothing.
+
+        Raises:
+            OutputError: if it cannot be written.
+        """
+        from shardconv.checkpoint.staging import staging
+
+        _check_file(self.path, overwrite=self.overwrite)  # again: a command can take hours
+        with staging(self.path, is_folder=False, overwrite=self.overwrite, num_bytes=len(page)) as folder:
+            (folder / self.path.name).write_bytes(page)
+        console.note([f"{self.path}: page of {size(len(page))}"])
+
+
+def _check_file(path: Path, *, overwrite: bool) -> None:
+    """Check that nothing but a page is replaced, and only on request."""
+    from shardconv.html.page import MARK
+
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OutputError(f"{path}: is a folder, a link or a device (expected a file): choose another file for --html")
+    if not path.exists():
+        return
+    if not overwrite:
+        raise OutputError(f"{path}: exists: choose another file for --html, or pass --overwrite")
+    with path.open("rb") as file:
+        if (begin := file.read(len(MARK))) and begin != MARK:
+            raise OutputError(f"{path}: is not a page of shardconv, so it is not overwritten: choose another file")
+
+
+def plan_for_page(
+    src: SourcePath, tp: int | None, **options: "Unpack[PlanOptions]"
+) -> "tuple[PlanReport | None, str | None]":
+    """The plan to show beside another report, or the reason why there is none."""
+    from shardconv.checkpoint.plan_report import report_plan
+
+    try:
+        return report_plan(src, tp=tp, **options), None
+    except ShardconvError as error:
+        return None, str(error)

@@ -1,0 +1,78 @@
+// The result of a verification: what was checked, and what differs.
+
+function verdict(report, remedy) {
+  const number = report.differences.length;
+  if (number) return { name: 'bad', text: counted(number, 'difference'), more: remedy };
+  if (report.has_checksums || report.is_compared) return { name: 'good', text: 'Correct', more: '' };
+  const more = 'without checksums most would not show: --against SRC compares every byte';
+  return { name: 'unsure', text: 'No difference found', more };
+}
+
+function verifySection(report, remedy) {
+  const { name, text, more } = verdict(report, remedy);
+  const result = element('p', { class: `verdict ${name}` }, element('strong', {}, text), more ? `: ${more}` : '');
+  const found = [checksTable(report), warnings(report), differencesTable(report)];
+  return section('verification', 'Verification', result, found);
+}
+
+function checksTable(report) {
+  const done = report.checked.map((check) => ({ check, isDone: true }));
+  const columns = [
+    { label: 'Check', cell: ({ check }) => breakable(check) },
+    { label: 'Done', cell: doneMark },
+  ];
+  return simpleTable('Checks', columns, [...done, ...missingChecks(report)]);
+}
+
+function doneMark({ isDone, note }) {
+  if (isDone) return element('span', { class: 'done' }, 'yes');
+  return [element('span', { class: 'missing' }, 'no'), `: ${note}`];
+}
+
+function missingChecks({ has_checksums: hasChecksums, is_compared: isCompared, saved_by: savedBy, against }) {
+  const missing = [];
+  if (!hasChecksums) {
+    const origin = savedBy ? `saved by ${savedBy}` : 'split with --no-checksums';
+    missing.push({ check: 'checksums', isDone: false, note: `there are none: ${origin}` });
+  }
+  if (!isCompared) {
+    const check = against === null ? 'every tensor of the source' : `every tensor of ${against}`;
+    const note = against === null ? '--against SRC compares them' : 'the tensors or the rank files differ';
+    missing.push({ check, isDone: false, note });
+  }
+  return missing;
+}
+
+function warnings(report) {
+  const others = report.other_weights.map((name) => `${name}: in the folder, but not part of this split checkpoint`);
+  const left = Object.entries(report.left_out).map(([name, reason]) => `left out (${reason}): ${name}`);
+  return notesList([...others, ...left]);
+}
+
+function differencesTable({ differences }) {
+  if (!differences.length) return null;
+  const rows = differences.map(differenceRow);
+  const columns = [
+    { label: 'File or tensor', cell: ({ where }) => element('code', {}, breakable(where)), key: ({ order }) => order },
+    { label: 'Difference', cell: ({ what }) => breakable(what), key: ({ what }) => what },
+  ];
+  const table = new DataTable('Differences', columns, null);
+  const status = element('p', { role: 'status', class: 'status' });
+  const update = () => {
+    const words = search.input.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = rows.filter(({ text }) => words.every((word) => text.includes(word)));
+    table.show(found);
+    status.textContent = `${grouped(found.length)} of ${counted(rows.length, 'difference')}`;
+  };
+  const search = searchField('search-differences', 'Search differences', update);
+  update();
+  const attributes = { class: 'controls', role: 'search', 'aria-label': 'Differences' };
+  return [element('h3', {}, 'Differences'), element('div', attributes, search.node, status), table.node];
+}
+
+/** A difference with the file or tensor before its first colon. */
+function differenceRow(text) {
+  const end = text.indexOf(': ');
+  const [where, what] = end < 0 ? ['', text] : [text.slice(0, end), text.slice(end + 2)];
+  return { where, what, order: sortKey(text), text: text.toLowerCase() };
+}
