@@ -20,17 +20,15 @@ class Usage(NamedTuple):
     peak_mb: float
 
 
-_ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-
-
 def run(command: Command) -> Usage:
     """Run a command until it exits.
 
     Raises:
         subprocess.CalledProcessError: if it fails.
     """
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     began = time.perf_counter()
-    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, env=_ENVIRONMENT)
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, env=environment)
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - began
     process.returncode = os.waitstatus_to_exitcode(status)

@@ -16,6 +16,7 @@ from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.remote import reads_remote
+from shardconv.checkpoint.remote_output import writes_remote
 from shardconv.checkpoint.rewrite import Rewrite
 from shardconv.checkpoint.source import Source, open_if_external
 from shardconv.checkpoint.vllm_folder import read_split
@@ -24,6 +25,7 @@ from shardconv.errors import UsageError
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
+from shardconv.storage.table import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class MergeReport:
 
 
 @reads_remote("src")
+@writes_remote
 def merge(
     src: StrPath,
     dst: StrPath | None = None,
@@ -83,7 +86,8 @@ def merge(
         src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
             another tool.
         dst: the output: a path that ends with ``.safetensors`` for one file, any other path for a folder with the
-            source files. Defaults to ``NAME-merged`` in the current folder, a file or a folder like the source.
+            source files; or the URL of either in an object store. Defaults to ``NAME-merged`` in the current folder, a
+            file or a folder like the source.
         overwrite: replace an existing checkpoint at ``dst``.
         dry_run: check everything that does not require reading the data, but write nothing; an existing checkpoint at
             ``dst`` is not an error.
@@ -122,7 +126,7 @@ def merge(
         check_readable(read_manifest(path), path)
     resumed_bytes = 0 if dry_run else _write(rewrite, headers, adapters)
     return MergeReport(
-        path=str(target),
+        path=shown(target),
         files=tuple(headers) if is_folder else (target.name,),
         num_tensors=len(manifest.tensors),
         num_bytes=sum(header.data_bytes for header in headers.values()),

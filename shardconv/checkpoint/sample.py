@@ -41,11 +41,17 @@ def sample_checksum(source: Source) -> str:
 def checksum_of_tensors(reader: Reader, numbers: Iterable[int], state: StripeState) -> str:
     """Compute the checksum of the values in the middle of these tensors of a reader."""
     running, scratch = xxhash.xxh3_128(), Scratch(_NUM_BYTES)
-    for number in numbers:
-        size = reader.tensors[number].geometry.num_bytes
-        start = max(size - _NUM_BYTES, 0) // 2
-        block = scratch.take("sample", min(size, _NUM_BYTES))
+    spans = [_middle(number, reader.tensors[number].geometry.num_bytes) for number in numbers]
+    reader.prefetch(tuple(spans))
+    for span in spans:
+        block = scratch.take("sample", span.stop - span.start)
         if len(block):
-            reader.gather(state, Span(number, start, start + len(block)), block, scratch)
+            reader.gather(state, span, block, scratch)
             running.update(block)
     return running.hexdigest()
+
+
+def _middle(number: int, size: int) -> Span:
+    """The bytes in the middle of tensor ``number``, which has ``size`` bytes."""
+    start = max(size - _NUM_BYTES, 0) // 2
+    return Span(number, start, start + min(size, _NUM_BYTES))

@@ -22,6 +22,7 @@ from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlannedSource, PlanOptions, StrPath
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.remote import reads_remote
+from shardconv.checkpoint.remote_output import is_remote, refuse_remote, writes_remote
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.source_reader import open_tensors
 from shardconv.checkpoint.split_sources import plan_sources
@@ -34,6 +35,7 @@ from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
+from shardconv.storage.table import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class SplitReport:
 
 
 @reads_remote("src")
+@writes_remote
 def split(
     src: StrPath | Source,
     dst: StrPath | None = None,
@@ -103,7 +106,7 @@ def split(
 
     Args:
         src: a ``.safetensors`` or PyTorch file, an index file, a folder, or a source that is already open.
-        dst: the folder to write; defaults to ``NAME-tpN`` in the current folder.
+        dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpN`` in the current folder.
         tp: number of ranks.
         base: the base model of ``src``, a LoRA adapter of PEFT: a checkpoint, a split checkpoint, or a config.json or a
             folder with one. ``options`` are then those of the base model.
@@ -144,11 +147,13 @@ def split(
     check_resume(resume=resume, dry_run=dry_run, checksums=checksums)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
     source = planned.source
+    target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
     if layout == META:
+        refuse_remote(target, "layout meta")
         output = _meta_output(planned, tp, of_adapters, max_file_size)
     else:
-        output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=checksums)
-    target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
+        is_identified = checksums and not is_remote(target)
+        output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=is_identified)
     check_disjoint(target, [*planned.paths, *(path for one in of_adapters.values() for path in one.paths)])
     exists = check_target(
         target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=source.auxiliary_names
@@ -161,7 +166,7 @@ def split(
         )  # fmt: skip
         resumed_bytes = output.write(target, job)
     return SplitReport(
-        path=str(target),
+        path=shown(target),
         tp=tp,
         family=output.plan.family,
         layout=layout,

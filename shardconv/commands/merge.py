@@ -1,6 +1,5 @@
 """``shardconv merge``: write the source of a split checkpoint."""
 
-from pathlib import Path
 from typing import Unpack
 
 import click
@@ -35,7 +34,9 @@ class _MergeFlags(WriteFlags):
 @destination_option("PATH", "Write this folder, or one file if the name ends with .safetensors.", "NAME-merged")
 @write_options
 @output_options
-def merge(src: SourcePath, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_MergeFlags]) -> None:
+def merge(
+    src: SourcePath, output: SourcePath | None, *, as_json: bool, quiet: bool, **options: Unpack[_MergeFlags]
+) -> None:
     """Merge the split checkpoint DIR into its source, byte for byte.
 
     DIR may also be a folder that vLLM saved with save_sharded_state, one with rank files of another tool, or a URL.
