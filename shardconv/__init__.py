@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from shardconv.proof.model_check import check_source
     from shardconv.proof.propose import propose_plan
     from shardconv.proof.prove import prove
-    from shardconv.runtime import load
+    from shardconv.runtime.load import load
     from shardconv.runtime.estimate import estimate_cost
 
 _HOMES = {
