@@ -18,6 +18,7 @@ from benchmarks import layers, models
 from benchmarks import run as running
 from benchmarks import vllm_loading as vllm
 from benchmarks.measure import Command, Pairs, read_bytes, remove, run, run_pairs
+from benchmarks.remote import transfers
 from benchmarks.resuming import compare as compare_resumed
 from shardconv.checkpoint.copy import STRIPE_BYTES
 
@@ -372,6 +373,29 @@ def loading_a_source(place: Place) -> Iterator[Row]:
         yield Row(f"{names[kind]}, {'cold' if is_cold else 'warm'}", goal, f"{ratio:.2f}", detail)
 
 
+def remote(place: Place) -> Iterator[Row]:
+    """Transfers to and from a loopback S3 server, compared with a client of the store that transfers the same bytes.
+
+    The server and the clients share the processors. The server discards what it gets and does not check it, so that the
+    clients bound the rate; all of them compute SHA-256 of what they send. obstore gets ranges of 8 MiB with 8 threads.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+    try:
+        source = folder / "source" / "model.safetensors"
+        source.parent.mkdir()
+        size = write_llama(source, "--layers", "1")
+        config = models.LLAMA_CONFIG | {"num_hidden_layers": 1}
+        (source.parent / "config.json").write_text(json.dumps(config))
+        run(shardconv("split", source, "--tp", "8", "-o", folder / "split"))
+        for name, client, pairs, num_bytes in transfers(folder, SHARDCONV, ROUNDS):
+            _, _, _, detail = _pair_row("", "", pairs, client)
+            detail += f", {num_bytes / size:.3f} of the weights' bytes"
+            rate = 1 / pairs.ratio
+            yield Row(f"{name}, rate / {client}'s", "0.9 or more", f"{rate:.2f}", detail)
+    finally:
+        remove(folder)
+
+
 def vllm_loading(place: Place) -> Iterator[Row]:
     """Loading a model into two vLLM workers, compared with vLLM's default loader; figures of the slower worker.
 
@@ -413,7 +437,7 @@ def main() -> None:
         (pytorch_files, (tmpfs,)), (meta_files, (tmpfs,)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)),
         (resuming, (tmpfs,)), (memory, (tmpfs,)),
         (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)), (loading_and_running, (tmpfs,)),
-        (loading_a_source, (disk,)), (vllm_loading, (disk,)),
+        (loading_a_source, (disk,)), (remote, (tmpfs,)), (vllm_loading, (disk,)),
     ]  # fmt: skip
     for benchmark, places in plan:
         if arguments.only in (None, benchmark.__name__):

@@ -20,9 +20,6 @@ class Usage(NamedTuple):
     peak_mb: float
 
 
-_ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-
-
 def run(command: Command) -> Usage:
     """Run a command until it exits.
 
@@ -30,7 +27,7 @@ def run(command: Command) -> Usage:
         subprocess.CalledProcessError: if it fails.
     """
     began = time.perf_counter()
-    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, env=_ENVIRONMENT)
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, env=_environment())
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - began
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -45,12 +42,16 @@ def read_bytes(command: Command) -> int:
     Raises:
         subprocess.CalledProcessError: if it fails.
     """
-    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, env=_ENVIRONMENT)
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, env=_environment())
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     (line,) = (one for one in Path(f"/proc/{process.pid}/io").read_text().splitlines() if one.startswith("rchar"))
     if process.wait():
         raise subprocess.CalledProcessError(process.returncode, process.args)
     return int(line.split()[1])
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
 
 
 def remove(path: Path) -> None:

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from shardconv.proof.model_check import check_source
     from shardconv.proof.propose import propose_plan
     from shardconv.proof.prove import prove
-    from shardconv.runtime import load
     from shardconv.runtime.estimate import estimate_cost
+    from shardconv.runtime.load import load
 
 _HOMES = {
     "shardconv.checkpoint.merge": ("merge",),

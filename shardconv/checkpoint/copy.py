@@ -191,7 +191,7 @@ class Side(Protocol):
     tensors: Sequence[Shards]
 
     def prefetch(self, stripe: Stripe) -> None:
-        """Read a stripe ahead, if bytes of it are read; the thread that calls this copies it next."""
+        """Read a stripe ahead, if bytes of it are read; the calling thread copies it after the one read ahead last."""
 
     def cancel(self) -> None:
         """Cancel what threads are waiting for: the copy failed or was interrupted."""
@@ -224,6 +224,7 @@ class CopyJob:
         sinks: write or compare the blocks.
         on_problem: called for each IntegrityError, so that the copy continues; None to stop at the first.
         resume: returns the bytes of a stripe if it is already written, or else 0; None to copy all stripes.
+        in_order: whether to begin stripes in their order.
     """
 
     stripes: Sequence[Stripe]
@@ -231,6 +232,7 @@ class CopyJob:
     sinks: Sequence[Sink]
     on_problem: Callable[[IntegrityError], None] | None = None
     resume: Callable[[int, Stripe, Scratch], int] | None = None
+    in_order: bool = False
 
     def run(self, *, threads: int | None = None, progress: Progress | None = None) -> None:
         """Copy all stripes with several threads.
@@ -244,6 +246,12 @@ class CopyJob:
             raise UsageError(f"threads is invalid (got {threads}, expected at least 1)")
         _CopyThreads(self, progress).run(threads or min(_MAX_THREADS, os.cpu_count() or 1))
 
+    def prefetch(self, number: int) -> None:
+        """Read a stripe ahead, which the calling thread copies after the one that it read ahead last."""
+        self.reader.prefetch(self.stripes[number])
+        for sink in self.sinks:
+            sink.prefetch(self.stripes[number])
+
     def copy_stripe(self, number: int, scratch: Scratch, advance: Callable[[int], None]) -> None:
         """Copy one stripe with the buffers of the calling thread, unless it is already written."""
         stripe = self.stripes[number]
@@ -252,9 +260,8 @@ class CopyJob:
             return
         state = StripeState(number)
         sinks = [(sink, StripeState(number)) for sink in self.sinks]
-        self.reader.prefetch(stripe)
-        for sink in self.sinks:
-            sink.prefetch(stripe)
+        if self.resume is not None:  # which stripes are copied was not known before
+            self.prefetch(number)
         for stripe_span in stripe:
             for span in self._blocks(stripe_span, scratch.block_bytes):
                 block = scratch.take("block", span.stop - span.start)
@@ -313,7 +320,8 @@ class _CopyThreads:
         with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
             try:
                 workers = min(threads, len(self._job.stripes))
-                self._numbers = spread(len(self._job.stripes), threads)
+                count = len(self._job.stripes)
+                self._numbers = iter(range(count)) if self._job.in_order else spread(count, threads)
                 block_bytes = max(min(_MAX_BLOCKS_BYTES // max(workers, 1), _MAX_BLOCK_BYTES), _MIN_BLOCK_BYTES)
                 pending = {pool.submit(self._work, Scratch(block_bytes)) for _ in range(workers)}
                 while pending:
@@ -328,15 +336,22 @@ class _CopyThreads:
                 raise
 
     def _work(self, scratch: Scratch) -> None:
-        while (number := self._next()) is not None:
+        number = self._next()
+        while number is not None:
+            following = self._next()
             try:
                 self._job.copy_stripe(number, scratch, self._advance)
             except IntegrityError as error:
                 self._report(error)
+            number = following
 
     def _next(self) -> int | None:
+        """The number of the next stripe, which is read ahead."""
         with self._lock:
-            return None if self._is_stopping else next(self._numbers, None)
+            number = None if self._is_stopping else next(self._numbers, None)
+        if number is not None and self._job.resume is None:
+            self._job.prefetch(number)
+        return number
 
     def _report(self, error: IntegrityError) -> None:
         if self._job.on_problem is None:

@@ -11,6 +11,7 @@ from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.checkpoint.meta_params import PARAMS_NAME
 from shardconv.errors import OutputError, SplitCheckpointError
+from shardconv.storage.table import shown
 
 _IN_SPLIT = re.compile(
     re.escape(MANIFEST_NAME)
@@ -108,8 +109,8 @@ def check_disjoint(target: Path, sources: Iterable[Path]) -> None:
     Raises:
         OutputError: if they overlap.
     """
-    destination = target.resolve()
-    for source in dict.fromkeys(path.resolve() for path in sources):
+    destination = Path(shown(target.resolve()))
+    for source in dict.fromkeys(Path(shown(path.resolve())) for path in sources):
         if destination == source:
             raise OutputError(f"{target}: is the source: choose another path with -o")
         if destination.is_relative_to(source):

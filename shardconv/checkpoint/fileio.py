@@ -153,6 +153,23 @@ class LocalFile:
         os.close(self.descriptor)
 
 
+class MemoryFile:
+    """A file that was read into memory, with the permissions ``mode``."""
+
+    def __init__(self, data: Bytes, mode: int) -> None:
+        self.data, self.mode, self.size = data, mode, len(data)
+
+    def read(self, buffer: Bytes, offset: int) -> None:
+        """See :class:`InputFile`."""
+        buffer[:] = self.data[offset : offset + len(buffer)]
+
+    def check_unchanged(self) -> None:
+        """Do nothing: it cannot change."""
+
+    def close(self) -> None:
+        """Do nothing: memory is freed with its last view."""
+
+
 def open_input(path: Path) -> InputFile:
     """Open a file, or the remote file that it stands for.
 
@@ -194,8 +211,8 @@ class InputFiles:
 
     Attributes:
         mode: the permissions that all files have; a file that is copied from them gets these, before the umask.
+        is_remote: whether one of them is remote.
         threads: the default number of threads that read them; None for the default of local files.
-        is_remote: whether one is remote.
 
     Raises:
         SourceError: if a file cannot be opened, or has another size or prefix.
@@ -255,12 +272,28 @@ class InputFiles:
         if self._ahead is not None:
             self._ahead.announce((self._remote[one[0]], one[1], one[2]) for one in merged if one[0] in self._remote)
 
+    def fetch(self) -> None:
+        """Read remote files into memory, so that each byte is fetched once, however often it is read.
+
+        Raises:
+            SourceError: if one cannot be read.
+        """
+        self.prefetch((number, 0, file.size) for number, file in self._remote.items())
+        for number, file in self._remote.items():
+            data = memoryview(mmap.mmap(-1, file.size))
+            self.read(number, data, 0)
+            self._files[number] = MemoryFile(data, file.mode)
+        self._remote = {}
+
     def map(self, number: int) -> Bytes | None:
         """Map file ``number`` into memory, until its last view is freed; None if it is remote or cannot be mapped.
 
         The mapping is private: callers may write into views. The file must not be modified meanwhile.
         """
-        if not isinstance(file := self._files[number], LocalFile):
+        file = self._files[number]
+        if isinstance(file, MemoryFile):
+            return file.data
+        if not isinstance(file, LocalFile):
             return None
         allow_open_files(1)  # a mapping has a descriptor of its own
         try:

@@ -15,6 +15,7 @@ from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
 from shardconv.checkpoint.remote import reads_remote
+from shardconv.checkpoint.remote_output import writes_remote
 from shardconv.checkpoint.rewrite import Rewrite
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.split_folders import SplitFolders, find_folders, read_folders
@@ -23,6 +24,7 @@ from shardconv.errors import UsageError
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
+from shardconv.storage.table import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class MergeReport:
 
 
 @reads_remote("src")
+@writes_remote
 def merge(
     src: StrPath | Sequence[StrPath],
     dst: StrPath | None = None,
@@ -82,7 +85,8 @@ def merge(
         src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
             another tool; or several folders with some of the ranks each of one split.
         dst: the output: a path that ends with ``.safetensors`` for one file, any other path for a folder with the
-            source files. Defaults to ``NAME-merged`` in the current folder, a file or a folder like the source.
+            source files; or the URL of either in an object store. Defaults to ``NAME-merged`` in the current folder, a
+            file or a folder like the source.
         overwrite: replace an existing checkpoint at ``dst``.
         dry_run: check everything that does not require reading the data, but write nothing; an existing checkpoint at
             ``dst`` is not an error.
@@ -123,7 +127,7 @@ def merge(
         check_readable(one.manifest, one.folders)
     resumed_bytes = 0 if dry_run else _write(rewrite, headers, adapters)
     return MergeReport(
-        path=str(target),
+        path=shown(target),
         files=tuple(headers) if is_folder else (target.name,),
         num_tensors=len(manifest.tensors),
         num_bytes=sum(header.data_bytes for header in headers.values()),

@@ -1,12 +1,64 @@
-"""New files that the threads of the copy engine write at any position."""
+"""New files that the threads of the copy engine write at any position, local or remote."""
 
 import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from shardconv.checkpoint.fileio import CREATE, Bytes, allow_open_files, read_exactly, write_exactly
+from shardconv.storage.table import remote_output
+
+
+class Outputs(Protocol):
+    """New files that are open.
+
+    Attributes:
+        num_files: their number.
+        in_order: whether they should be written from the beginning to the end, as far as possible.
+        threads: the default number of threads that write them; None for the default of the reader.
+    """
+
+    @property
+    def num_files(self) -> int:
+        """See the class."""
+
+    @property
+    def in_order(self) -> bool:
+        """See the class."""
+
+    @property
+    def threads(self) -> int | None:
+        """See the class."""
+
+    def write_ranges(self, number: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
+        """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
+
+    def cancel(self) -> None:
+        """Cancel what threads are waiting for."""
+
+    def __enter__(self) -> Self:
+        """Close the files at the end."""
+
+    def __exit__(self, *_: object) -> None:
+        """See :meth:`__enter__`."""
+
+
+def open_outputs(
+    paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int], mode: int, *, may_exist: bool
+) -> Outputs:
+    """Create files, at the remote destination that their folder stands for if there is one.
+
+    Args:
+        paths: the files; none may exist.
+        prefixes: for each file its first bytes.
+        sizes: for each file its size in bytes; bytes that are not written are zero.
+        mode: permissions of local files, before the umask.
+        may_exist: whether local files of an interrupted run may exist, whose bytes are kept.
+    """
+    if (output := remote_output(paths[0])) is not None:
+        return output.open(paths, prefixes, sizes)
+    return OutputFiles(paths, prefixes, sizes, mode, may_exist=may_exist)
 
 
 class OutputFiles:
@@ -23,6 +75,9 @@ class OutputFiles:
         may_exist: whether files of an interrupted run may exist, whose bytes are kept.
     """
 
+    #: See :class:`Outputs`.
+    in_order, threads = False, None
+
     def __init__(
         self,
         paths: Sequence[Path],
@@ -32,6 +87,7 @@ class OutputFiles:
         *,
         may_exist: bool = False,
     ) -> None:
+        self.num_files = len(paths)
         self.descriptors: list[int] = []
         self._locks = [threading.Lock() for _ in paths]
         allow_open_files(len(paths))
@@ -45,12 +101,11 @@ class OutputFiles:
             self.close()
             raise
 
-    def write(self, number: int, data: Bytes, offset: int) -> None:
-        """Write to a position of file ``number``."""
-        self.write_ranges(number, data, [(offset, len(data))])
+    def cancel(self) -> None:
+        """Do nothing: writes do not wait."""
 
     def write_ranges(self, number: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
-        """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
+        """See :class:`Outputs`."""
         with self._locks[number]:
             for offset, size in ranges:
                 write_exactly(self.descriptors[number], data[:size], offset)

@@ -22,6 +22,8 @@ from shardconv.checkpoint.padding_manifest import PADDING_NAME, with_files, writ
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
 from shardconv.checkpoint.quantization_files import with_settings
+from shardconv.checkpoint.remote import reads_remote
+from shardconv.checkpoint.remote_output import writes_remote
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.source_files import with_total_size
 from shardconv.checkpoint.source_reader import open_tensors
@@ -33,6 +35,7 @@ from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.tp_sizes import PaddingReport
+from shardconv.storage.table import shown
 
 #: Checks that a model of a config has these tensors; raises if not.
 Check = Callable[[Mapping[str, object], Mapping[str, TensorSpec]], None]
@@ -90,6 +93,8 @@ class _Planned:
         return sum(header.data_bytes for header in self.manifest.rank_layout.headers)
 
 
+@reads_remote("src", contents=True)
+@writes_remote
 def pad(
     src: StrPath,
     dst: StrPath | None = None,
@@ -109,7 +114,7 @@ def pad(
 
     Args:
         src: a folder with config.json.
-        dst: the folder to write; defaults to ``NAME-padN`` in the current folder.
+        dst: the folder to write, or its URL in an object store; defaults to ``NAME-padN`` in the current folder.
         tp: the tensor parallel size that heads and widths are padded for.
         vocab_multiple: also pad the vocabulary to a multiple of this, for engines that cannot shard it otherwise. The
             logits of padding are zero, not minus infinity.
@@ -143,7 +148,7 @@ def pad(
         write = partial(_write, source, planned, target, overwrite=overwrite, resume=resume)
         resumed_bytes = write(threads=threads, progress=progress)
     return PadReport(
-        path=str(target),
+        path=shown(target),
         tp=tp,
         family=str(planned.manifest.plan.family),
         num_tensors=len(planned.manifest.tensors),

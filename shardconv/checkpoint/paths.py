@@ -34,8 +34,8 @@ def local_path(path: str | Path) -> Path:
     if name and (scheme.lower() == "hf" or _HUB_HOST.match(rest)):
         command = _hub_download(name["name"])
     raise UsageError(
-        f"{url}: is a URL (expected a local path): only the sources of plan, split, merge, reshard and verify may be "
-        f"remote. Download an input to a local folder first, or upload an output from one afterwards"
+        f"{url}: is a URL (expected a local path): only checkpoints that are read or written may be remote, not "
+        f"adapters, configs and plan files. Download it to a local folder first"
         f"{f', for example with {command}' if command else ''}"
     )
 

@@ -7,7 +7,7 @@ files cannot be mapped.
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardconv.checkpoint.copy import Progress, Scratch, Shards, Span, StripeState
@@ -108,6 +108,7 @@ class RankFileReader(RankReader):
         self._position = manifest.ranks.index(rank)
         self._first = layout.files_of(self._position).start
         self._shards = dict(zip(manifest.tensors, layout.shards, strict=True))
+        files.fetch()
         if verify:
             verify_rank(manifest, files, rank, progress)
         sizes = layout.file_bytes[layout.files_of(self._position)]
@@ -156,6 +157,21 @@ class SourceReader(RankReader):
         super().__init__(files, source.specs, plan, rank)
         self._number = {name: number for number, name in enumerate(source.specs)}
         self._scratch = Scratch(_BLOCK_BYTES)
+        if files.is_remote:
+            self._reader.prefetch(tuple(span for name in self._number for span in self._spans(name)))
+
+    def _spans(self, name: str) -> Iterator[Span]:
+        """The ranges of a full tensor that are read for its shard."""
+        spec, number = self.tensors[name], self._number[name]
+        full = self._reader.tensors[number]
+        size = full.geometry.num_bytes
+        if full.edits is not None:
+            yield Span(number, 0, size)
+            return
+        for box in geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self.rank].boxes(0, size):
+            rows = Span(number, box.full, box.full + box.rows * box.full_width)
+            _, length, offset = _run(box)
+            yield Span(number, offset, offset + length) if _is_one_run(box) else rows
 
     def read(self, name: str) -> Bytes:
         """See :class:`RankReader`."""

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.formats import CONFIG_NAME, SAFETENSORS
+from shardconv.checkpoint.formats import CONFIG_NAME, SAFETENSORS, WEIGHT_SUFFIXES
 from shardconv.checkpoint.header import MAX_HEADER_BYTES, header_bytes
 from shardconv.errors import SourceError, UsageError
 from shardconv.plan.quantization import SETTINGS_FILES
@@ -32,14 +32,19 @@ _AUXILIARY_FILES = (
 _HUB_HOSTS = ("huggingface.co", "hf.co")
 #: Requests for headers and sizes at a time.
 REQUESTS = 16
+#: Maximum bytes of a file whose contents are copied.
+_MAX_SMALL = 2**28
 _progress: ContextVar[Progress | None] = ContextVar("progress of headers", default=None)
 
 
-def reads_remote(*names: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+def reads_remote(
+    *names: str, contents: bool = False
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Let arguments of a function be URLs, or lists with some: in a call, each is the path of a folder of stand-ins.
 
     Args:
         names: of the arguments; the first is also the first positional argument.
+        contents: whether stand-ins of small files have their contents, for code that reads local files only.
     """
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -52,7 +57,7 @@ def reads_remote(*names: str) -> Callable[[Callable[Parameters, Result]], Callab
                 def local(value: object) -> object:
                     if isinstance(value, list | tuple):
                         return [local(one) for one in value]
-                    return stack.enter_context(mirrored(str(value))) if _is_url(value) else value
+                    return stack.enter_context(mirrored(str(value), contents=contents)) if _is_url(value) else value
 
                 first = [local(value) for value in args[:1]]
                 by_name = {name: local(value) if name in names else value for name, value in kwargs.items()}
@@ -70,8 +75,12 @@ def _is_url(value: object) -> bool:
 
 
 @contextmanager
-def mirrored(url: str) -> Iterator[Path]:
+def mirrored(url: str, *, contents: bool = False) -> Iterator[Path]:
     """The local path of the stand-ins of a remote file or folder.
+
+    Args:
+        url: of the file or folder.
+        contents: see :func:`reads_remote`.
 
     Raises:
         SourceError: if it does not exist, or cannot be listed.
@@ -85,8 +94,14 @@ def mirrored(url: str) -> Iterator[Path]:
         raise SourceError(f"{location}: does not exist")
     name = PurePosixPath(location.folder).name.partition("@")[0] or location.host
     _keep_headers([file for each, file in files.items() if each.endswith(".safetensors") and "/" not in each])
-    with mirror(name, location.to("").rstrip("/"), files) as folder:
+    copied = [each for each, file in files.items() if contents and _is_small(each, file)]
+    with mirror(name, location.to("").rstrip("/"), files, copied) as folder:
         yield folder / location.file if location.file else folder
+
+
+def _is_small(name: str, file: "RemoteFile") -> bool:
+    """Whether the contents of a file may be copied: no weights, and not larger than anything else in a checkpoint."""
+    return (name.endswith(SAFETENSORS.index_suffix) or not name.endswith(WEIGHT_SUFFIXES)) and file.size <= _MAX_SMALL
 
 
 @contextmanager
@@ -156,8 +171,7 @@ def _existing(location: Location, names: list[str]) -> "dict[str, RemoteFile]":
     from shardconv.storage.stores import open_store  # noqa: PLC0415 - likewise
 
     store = open_store(location)
-    prefix = f"{location.folder}/" if location.folder else ""
-    files = {name: RemoteFile(store, prefix + name, location.to(name)) for name in names}
+    files = {name: RemoteFile(store, location.prefix + name, location.to(name)) for name in names}
     with ThreadPoolExecutor(REQUESTS) as pool:
         exist = pool.map(RemoteFile.exists, files.values())
         return {name: file for (name, file), is_there in zip(files.items(), exist, strict=True) if is_there}

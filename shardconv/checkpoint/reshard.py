@@ -18,6 +18,7 @@ from shardconv.checkpoint.manifest_file import write_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, request_for
 from shardconv.checkpoint.remote import reads_remote
+from shardconv.checkpoint.remote_output import is_remote, writes_remote
 from shardconv.checkpoint.rewrite import Rewrite
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.split import SplitReport, split
@@ -29,6 +30,7 @@ from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.external import META
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
+from shardconv.storage.table import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class ReshardReport:
 
 
 @reads_remote("src")
+@writes_remote
 def reshard(
     src: StrPath | Sequence[StrPath],
     dst: StrPath | None = None,
@@ -93,7 +96,7 @@ def reshard(
     Args:
         src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
             another tool; or several folders with some of the ranks each of one split.
-        dst: the folder to write; defaults to ``NAME-tpM`` in the current folder.
+        dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpM`` in the current folder.
         tp: the new number of ranks.
         layout: of the new rank files, as in :func:`~shardconv.split`; defaults to that of the split checkpoint.
         engine: the engine whose boundaries to use, as in :func:`~shardconv.split`, or "shardconv". Defaults to the
@@ -140,9 +143,10 @@ def reshard(
             f"-o {merged}, then shardconv split {merged} --tp {tp} --layout meta"
         )
     checksums = checksums and old.checksums is not None  # new checksums would hide errors in unchecked data
-    new, padding = _plan_reshard(old, tp, layout, max_file_size, engine, int(pad), checksums=checksums)
     name = folder.resolve().name.removesuffix(f"-tp{old.tp}")
     target = Path(f"{name}-tp{tp}") if dst is None else local_path(dst)
+    is_identified = checksums and not is_remote(target)
+    new, padding = _plan_reshard(old, tp, layout, max_file_size, engine, int(pad), checksums=is_identified)
     rewrite = Rewrite(
         old, folder, target, overwrite=overwrite, resume=resume, threads=threads, progress=progress, folders=folders
     )  # fmt: skip
@@ -152,7 +156,7 @@ def reshard(
         _plan_reshard(adapter, tp, None, None, None, int(pad), checksums=checksums)
     resumed_bytes = 0 if dry_run else _write(rewrite, new, checksums=checksums)
     return ReshardReport(
-        path=str(target),
+        path=shown(target),
         old_tp=old.tp,
         tp=tp,
         old_layout=old.layout.name,

@@ -19,6 +19,8 @@ class ResumableWriter(ShardWriter):
         files_per_rank: number of files of a rank, which share checksums.
     """
 
+    _files: OutputFiles
+
     def __init__(
         self, tensors: Sequence[Shards], files: OutputFiles, *, num_stripes: int, journal: Journal, files_per_rank: int
     ) -> None:

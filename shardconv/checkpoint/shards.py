@@ -11,7 +11,7 @@ import xxhash
 from shardconv.checkpoint.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.geometry import Box
-from shardconv.checkpoint.output_files import OutputFiles
+from shardconv.checkpoint.output_files import Outputs
 from shardconv.errors import IntegrityError
 
 
@@ -162,7 +162,7 @@ class ShardWriter:
     def __init__(
         self,
         tensors: Sequence[Shards],
-        files: OutputFiles,
+        files: Outputs,
         *,
         num_stripes: int,
         with_checksums: bool,
@@ -173,7 +173,7 @@ class ShardWriter:
         self._with_checksums = with_checksums
         empty = xxhash.xxh3_128().hexdigest()
         self._files_per_rank = files_per_rank
-        self.checksums = [[empty] * num_stripes for _ in files.descriptors[::files_per_rank]]
+        self.checksums = [[empty] * num_stripes for _ in range(0, files.num_files, files_per_rank)]
 
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Write the bytes of a block to every shard that holds some of them."""
@@ -197,7 +197,8 @@ class ShardWriter:
         """Do nothing: nothing is read."""
 
     def cancel(self) -> None:
-        """Do nothing: writes do not wait."""
+        """Cancel what threads are waiting for."""
+        self._files.cancel()
 
     def finish(self, state: StripeState, _stripe: Stripe, /) -> None:
         """Store the checksums of a stripe."""

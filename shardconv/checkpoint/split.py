@@ -18,6 +18,7 @@ from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlannedSource, PlanOptions, StrPath
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.remote import reads_remote
+from shardconv.checkpoint.remote_output import is_remote, refuse_remote, writes_remote
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.split_sources import plan_sources
 from shardconv.checkpoint.split_writing import SplitWriting
@@ -28,6 +29,7 @@ from shardconv.layouts.external import META
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
+from shardconv.storage.table import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class SplitReport:
 
 
 @reads_remote("src")
+@writes_remote
 def split(
     src: StrPath | Source,
     dst: StrPath | None = None,
@@ -101,7 +104,7 @@ def split(
 
     Args:
         src: a ``.safetensors`` or PyTorch file, an index file, a folder, or a source that is already open.
-        dst: the folder to write; defaults to ``NAME-tpN`` in the current folder.
+        dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpN`` in the current folder.
         tp: number of ranks.
         ranks: the ranks to write, such as "8-15", "0,2,5-7", 3 or ``range(8)``; None for all. Only what their files
             need is read: of column parallel tensors their rows, of row parallel tensors all rows.
@@ -145,14 +148,15 @@ def split(
     check_resume(resume=resume, dry_run=dry_run, checksums=checksums)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
     source, chosen, team = planned.source, choose_ranks(ranks, tp), team or Team()
-    if resume and team.size > 1:
-        raise UsageError(f"--resume continues the run of one process (got {team.size}): remove it, or use --ranks")
+    target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
+    _check_team(team, target, resume=resume)
     if layout == META:
+        refuse_remote(target, "layout meta")
         is_whole = len(chosen) == tp and team.size == 1
         output = _meta_output(planned, tp, of_adapters, max_file_size, is_whole=is_whole)
     else:
-        output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=checksums, ranks=chosen)
-    target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
+        is_identified = checksums and not is_remote(target)
+        output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=is_identified, ranks=chosen)
     check_disjoint(target, [*planned.paths, *(path for one in of_adapters.values() for path in one.paths)])
     exists = check_target(
         target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=source.auxiliary_names
@@ -165,7 +169,7 @@ def split(
         )  # fmt: skip
         resumed_bytes = output.write(target, job)
     return SplitReport(
-        path=str(target),
+        path=shown(target),
         tp=tp,
         family=output.plan.family,
         layout=layout,
@@ -192,6 +196,16 @@ def _adapter_manifest(planned: PlannedSource, tp: int, *, checksums: bool, ranks
     return Manifest.of_source(
         planned.source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=checksums, ranks=ranks
     )
+
+
+def _check_team(team: Team, target: Path, *, resume: bool) -> None:
+    """Refuse what several processes cannot do together."""
+    if team.size == 1:
+        return
+    if resume:
+        raise UsageError(f"--resume continues the run of one process (got {team.size}): remove it, or use --ranks")
+    if is_remote(target):
+        raise UsageError(f"{target}: several processes write one URL (got {team.size}): start one process")
 
 
 class _Output(NamedTuple):

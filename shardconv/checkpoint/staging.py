@@ -15,7 +15,9 @@ from pathlib import Path
 from shardconv.checkpoint.destination import check_destination
 from shardconv.checkpoint.journal import JOURNAL_NAME, Journal
 from shardconv.checkpoint.paths import absolute_path
+from shardconv.checkpoint.remote_output import remote_staging
 from shardconv.errors import OutputError
+from shardconv.storage.table import remote_output
 
 #: Names in the staging folder: the marker, the folder that is written, and the folder that it replaces.
 _MARKER, _RESULT, _REPLACED = ".shardconv", "result", "replaced"
@@ -54,6 +56,10 @@ def staging(
             written.
     """
     path = absolute_path(path)  # resolve() would follow a link that has to be replaced
+    if (output := remote_output(path)) is not None:
+        with _as_output_errors(path), remote_staging(path, output, is_folder=is_folder, overwrite=overwrite) as folder:
+            yield folder
+        return
     with _as_output_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.parent / f".{path.name}.partial"

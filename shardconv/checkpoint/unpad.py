@@ -13,7 +13,10 @@ from shardconv.checkpoint.layout import lay_out_source
 from shardconv.checkpoint.padding_manifest import read_padding
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath
+from shardconv.checkpoint.remote import reads_remote
+from shardconv.checkpoint.remote_output import writes_remote
 from shardconv.checkpoint.rewrite import Rewrite
+from shardconv.storage.table import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class UnpadReport:
     resumed_bytes: int = 0
 
 
+@reads_remote("src", contents=True)
+@writes_remote
 def unpad(
     src: StrPath,
     dst: StrPath | None = None,
@@ -48,7 +53,7 @@ def unpad(
 
     Args:
         src: the padded checkpoint.
-        dst: the folder to write; defaults to ``NAME-unpadded`` in the current folder.
+        dst: the folder to write, or its URL in an object store; defaults to ``NAME-unpadded`` in the current folder.
         overwrite: replace an existing checkpoint at ``dst``.
         dry_run: check everything that does not require reading the data, but write nothing.
         resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
@@ -73,7 +78,7 @@ def unpad(
     exists = rewrite.check(dry_run=dry_run)
     resumed_bytes = 0 if dry_run else _write(rewrite, config)
     return UnpadReport(
-        path=str(target),
+        path=shown(target),
         num_tensors=len(manifest.tensors),
         num_bytes=sum(header.data_bytes for _, header in manifest.source_files),
         seconds=time.perf_counter() - began,

@@ -15,7 +15,7 @@ from shardconv.checkpoint.held import held_stripes
 from shardconv.checkpoint.journal import Journal
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.output_files import OutputFiles
+from shardconv.checkpoint.output_files import OutputFiles, Outputs, open_outputs
 from shardconv.checkpoint.paths import leads_out
 from shardconv.checkpoint.resumable import ResumableWriter
 from shardconv.checkpoint.shards import ShardReader, ShardWriter
@@ -82,27 +82,30 @@ def copy_files(
         For each rank the checksum of each stripe, or None.
     """
     may_exist = journal is not None and journal.is_continued
-    with OutputFiles(paths, layout.prefixes, layout.file_bytes, inputs.mode, may_exist=may_exist) as outputs:
+    with open_outputs(paths, layout.prefixes, layout.file_bytes, inputs.mode, may_exist=may_exist) as outputs:
         writer = _writer(layout, outputs, len(stripes), journal, with_checksums=identify is not None)
         resume = writer.resume if isinstance(writer, ResumableWriter) else None
-        job = CopyJob(held_stripes(stripes, layout.shards), reader, [writer], resume=resume)
-        job.run(threads=threads or inputs.threads, progress=progress)
+        job = CopyJob(
+            held_stripes(stripes, layout.shards), reader, [writer], resume=resume, in_order=outputs.in_order
+        )  # fmt: skip
+        job.run(threads=threads or outputs.threads or inputs.threads, progress=progress)
         inputs.check_unchanged()
         if identify is None:
             return None
         checksums = tuple(map(tuple, writer.checksums))
         for number, (old, new) in enumerate(zip(layout.prefixes, identify(checksums), strict=True)):
             assert len(old) == len(new)
-            outputs.write(number, memoryview(new), 0)
+            if new != old:
+                outputs.write_ranges(number, memoryview(new), [(0, len(new))])
     return checksums
 
 
 def _writer(
-    layout: NewFiles, outputs: OutputFiles, num_stripes: int, journal: Journal | None, *, with_checksums: bool
+    layout: NewFiles, outputs: Outputs, num_stripes: int, journal: Journal | None, *, with_checksums: bool
 ) -> ShardWriter:
     """The sink for new files."""
     count = layout.files_per_rank
-    if journal is None:
+    if journal is None or not isinstance(outputs, OutputFiles):  # an upload cannot be continued
         sizes = {"num_stripes": num_stripes, "files_per_rank": count}
         return ShardWriter(layout.shards, outputs, with_checksums=with_checksums, **sizes)
     return ResumableWriter(layout.shards, outputs, num_stripes=num_stripes, journal=journal, files_per_rank=count)

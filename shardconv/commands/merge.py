@@ -1,6 +1,5 @@
 """``shardconv merge``: write the source of a split checkpoint."""
 
-from pathlib import Path
 from typing import Unpack
 
 import click
@@ -36,7 +35,12 @@ class _MergeFlags(WriteFlags):
 @write_options
 @output_options
 def merge(
-    src: tuple[SourcePath, ...], output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_MergeFlags]
+    src: tuple[SourcePath, ...],
+    output: SourcePath | None,
+    *,
+    as_json: bool,
+    quiet: bool,
+    **options: Unpack[_MergeFlags],
 ) -> None:
     """Merge the split checkpoint DIR into its source, byte for byte.
 

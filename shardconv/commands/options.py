@@ -71,7 +71,7 @@ class _LocalPath(click.Path):
 
 
 class _SourcePath(_LocalPath):
-    """A path, or the URL of a remote file or folder, which stays a text."""
+    """A path of a source or destination, or the URL of one, which stays a text."""
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
@@ -214,8 +214,8 @@ plan_options = together(
 
 def destination_option(metavar: str, text: str, default: str) -> Decorator:
     """``-o``; ``default`` is the name in the current folder."""
-    text = f"{text} [default: {default}, here]"
-    return section(OUTPUT, click.option("-o", "--output", type=PATH, metavar=metavar, help=text))
+    text = f"{text} A URL of an object store is allowed. [default: {default}, here]"
+    return section(OUTPUT, click.option("-o", "--output", type=SOURCE_PATH, metavar=metavar, help=text))
 
 
 write_options = section(

@@ -2,7 +2,6 @@
 
 import gc
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import click
@@ -10,7 +9,8 @@ import click
 from shardconv.commands.check_source import CHECK_MODEL
 from shardconv.commands.notes import dry_run_notes, notes, padding_notes, resume_notes
 from shardconv.commands.options import (
-    PATH,
+    SOURCE_PATH,
+    SourcePath,
     WriteFlags,
     destination_option,
     follow_links_option,
@@ -41,7 +41,7 @@ def _multiples(context: click.Context, parameter: click.Parameter, value: str) -
     cls=Command,
     epilog="shardconv pad llama --multiple-of tp=8\nshardconv pad llama --multiple-of tp=8,vocab=64 -o llama-padded",
 )
-@click.argument("src", type=PATH)
+@click.argument("src", type=SOURCE_PATH)
 @follow_links_option
 @ignore_option
 @section(
@@ -61,8 +61,8 @@ def _multiples(context: click.Context, parameter: click.Parameter, value: str) -
 @section(CHECKS, click.option("--check-model/--no-check-model", default=True, help=f"{CHECK_MODEL} [default: on]"))
 @output_options
 def pad(
-    src: Path,
-    output: Path | None,
+    src: SourcePath,
+    output: SourcePath | None,
     *,
     multiples: tuple[int, int],
     as_json: bool,
@@ -121,11 +121,13 @@ def _check() -> "Check":
 
 
 @click.command(cls=Command, epilog="shardconv unpad llama-pad8")
-@click.argument("src", type=PATH, metavar="DIR")
+@click.argument("src", type=SOURCE_PATH, metavar="DIR")
 @destination_option("OUT", "Write this folder.", "NAME-unpadded")
 @write_options
 @output_options
-def unpad(src: Path, output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[WriteFlags]) -> None:
+def unpad(
+    src: SourcePath, output: SourcePath | None, *, as_json: bool, quiet: bool, **options: Unpack[WriteFlags]
+) -> None:
     """Restore the source of the padded checkpoint DIR, byte for byte."""
     from shardconv.checkpoint.unpad import unpad as run
 

@@ -1,6 +1,5 @@
 """``shardconv reshard``: write a split checkpoint for another tp or layout."""
 
-from pathlib import Path
 from typing import Unpack
 
 import click
@@ -55,7 +54,12 @@ class _ReshardFlags(WriteFlags):
 @write_options
 @output_options
 def reshard(
-    src: tuple[SourcePath, ...], output: Path | None, *, as_json: bool, quiet: bool, **options: Unpack[_ReshardFlags]
+    src: tuple[SourcePath, ...],
+    output: SourcePath | None,
+    *,
+    as_json: bool,
+    quiet: bool,
+    **options: Unpack[_ReshardFlags],
 ) -> None:
     """Rewrite the split checkpoint DIR for another size or layout.
 

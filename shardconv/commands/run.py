@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from shardconv.commands.options import PATH, collect_plan, common_options, plan_options, source_tp_option
+from shardconv.commands.options import (
+    PATH,
+    SOURCE_PATH,
+    SourcePath,
+    collect_plan,
+    common_options,
+    plan_options,
+    source_tp_option,
+)
 from shardconv.commands.sections import CHECKS, DISPLAY, GENERATION, MODEL, Command, section
 from shardconv.console import Console
 from shardconv.errors import UsageError
@@ -49,7 +57,7 @@ class _RunFlags(TypedDict):
     'shardconv run llama-tp8 --prompt "Hello" --check llama\n'
     'torchrun --nproc-per-node 8 -m shardconv run llama-tp8 --prompt "Hello"',
 )
-@click.argument("src", type=PATH)
+@click.argument("src", type=SOURCE_PATH)
 @source_tp_option
 @plan_options
 @section(
@@ -122,7 +130,7 @@ class _RunFlags(TypedDict):
 @common_options
 @collect_plan
 def run(
-    src: Path,
+    src: SourcePath,
     prompt: tuple[str, ...],
     token_ids: tuple[str, ...],
     *,
@@ -140,14 +148,24 @@ def run(
         raise UsageError(f"--token-ids replaces {'--prompt' if prompt else '--chat'}: give one of the two")
     if options["check"] is not None and options["dtype"] not in {None, "float32"}:
         raise UsageError(f"--check compares in float32 (got --dtype {options['dtype']}): leave out --dtype")
+    with ImportPhase():
+        from shardconv.checkpoint.remote import reads_remote
+    reads = reads_remote("src", contents=True)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        _run_rank(src, prompt, token_ids, Console(as_json=as_json, quiet=quiet), options)
+        reads(_run_rank)(src, prompt, token_ids, Console(as_json=as_json, quiet=quiet), options)
     else:
         with ImportPhase():
             from shardconv.runtime.launch import launch
-            from shardconv.runtime.run import check_run
-        prompts, given = _run_options(src, prompt, token_ids, options)
-        sys.exit(launch(sys.argv[1:], check_run(src, prompts, given)))
+        sys.exit(launch(sys.argv[1:], reads(_check_run)(src, prompt, token_ids, options)))
+
+
+def _check_run(src: SourcePath, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: _RunFlags) -> int:
+    """Check what can be checked before processes are started; returns the tensor parallel size."""
+    with ImportPhase():
+        from shardconv.runtime.run import check_run
+    folder = Path(src)  # of a URL, the stand-in
+    prompts, given = _run_options(folder, prompt, token_ids, options)
+    return check_run(folder, prompts, given)
 
 
 def _run_options(
@@ -163,15 +181,16 @@ def _run_options(
 
 
 def _run_rank(
-    src: Path, prompt: tuple[str, ...], token_ids: tuple[str, ...], console: Console, options: _RunFlags
+    src: SourcePath, prompt: tuple[str, ...], token_ids: tuple[str, ...], console: Console, options: _RunFlags
 ) -> None:
     """Run one rank in this process; the first rank reads stdin and prints the report."""
     default_signals()  # a rank has nothing to clean up
     from shardconv.runtime.launch import join, leave
     from shardconv.runtime.run import check_prompts, check_run, run_rank
 
-    prompts, given = _run_options(src, prompt, token_ids, options)
-    check_run(src, prompts, given, int(os.environ["RANK"]))
+    folder = Path(src)  # of a URL, the stand-in
+    prompts, given = _run_options(folder, prompt, token_ids, options)
+    check_run(folder, prompts, given, int(os.environ["RANK"]))
     is_first = os.environ["RANK"] == "0"
     if is_first and not prompts and not given.token_ids:
         text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")  # as Python decodes arguments
@@ -179,7 +198,7 @@ def _run_rank(
         check_prompts(prompts)
     join()
     progress = partial(console.progress, "load") if is_first else nullcontext
-    report = run_rank(src, prompts, given, console.stream, progress)
+    report = run_rank(folder, prompts, given, console.stream, progress)
     if is_first:
         show_report(report, console, is_text=not given.token_ids, temperature=given.temperature)
     leave()

@@ -99,7 +99,7 @@ class _SplitFlags(PlanFlags, WriteFlags):
 @output_options
 def split(
     src: SourcePath,
-    output: Path | None,
+    output: SourcePath | None,
     *,
     as_json: bool,
     quiet: bool,

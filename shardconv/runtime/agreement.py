@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.distributed.agreement import digest, same_on_all_ranks
 from shardconv.errors import PeerError, RunError, ShardconvError
+from shardconv.storage.table import shown
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ def run_on_all(axis: Axis, step: Callable[[], T]) -> T:
     failed = torch.tensor(int(problem is not None), device=axis.message_device)
     if axis.size > 1 and reduce_from_tp(failed, group=axis):
         problems: list[str | None] = [None] * axis.size
-        dist.all_gather_object(problems, None if problem is None else str(problem), group=axis.group)
+        dist.all_gather_object(problems, None if problem is None else shown(str(problem)), group=axis.group)
         for rank, text in enumerate(problems):
             if text is not None and problem is None:
                 raise PeerError(f"rank {rank}: {text}")

@@ -20,6 +20,7 @@ from shardconv.checkpoint.loadable import Loadable, open_loadable
 from shardconv.checkpoint.manifest_json import to_json
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath
+from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.stored_plan import placements_in_memory, runnable_plan
 from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.model import convert_with_request
@@ -38,8 +39,10 @@ from shardconv.runtime.model_config import find_model_class
 from shardconv.runtime.quantized_shards import Dequantizer, refuse_quantized
 from shardconv.runtime.rank_tensors import read_tensors
 from shardconv.runtime.ranks import connect_ranks
+from shardconv.storage.table import shown
 
 
+@reads_remote("path", contents=True)
 def load(
     path: StrPath,
     *,
@@ -63,8 +66,8 @@ def load(
     range of its file, such as those of row parallel weights.
 
     Args:
-        path: the split checkpoint; or with ``tp`` a source: a ``.safetensors`` file, an index file, or a folder. Each
-            rank plans a source as :func:`~shardconv.split` does.
+        path: the split checkpoint; or with ``tp`` a source: a ``.safetensors`` file, an index file, or a folder; or the
+            URL of one. Each rank plans a source as :func:`~shardconv.split` does.
         tp: tensor parallel size, the number of ranks; required for a source.
         device: the device of the model; by default a GPU of this rank where there is one, else the CPU.
         dtype: dtype of floating-point values; by default as they are stored.
@@ -124,7 +127,7 @@ def load(
     )
     loaded = run_on_all(axis, partial(loading.fill, build, tensors, steps[-1] if loading.is_moved else None))
     if plan.assumed and axis.rank == 0:
-        warnings.warn(f"{place}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
+        warnings.warn(f"{shown(place)}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
     for module in loaded.modules():
         if isinstance(module, ParallelModule):
             module.describe_parameters()

@@ -41,6 +41,7 @@ from shardconv.runtime.prompts import (
 )
 from shardconv.runtime.quantized_shards import refuse_quantized, require_quantized
 from shardconv.runtime.run_options import RunOptions, RunReport
+from shardconv.storage.table import shown
 
 #: Opens a progress display; see :func:`~shardconv.load`.
 OpenProgress = Callable[[], AbstractContextManager[Progress | None]]
@@ -152,7 +153,7 @@ def run_rank(
             outputs = compute_outputs(run, clock)
         comparison = None if options.check is None else compare(run, outputs, path, options.check)
     return RunReport(
-        path=str(path),
+        path=shown(path),
         tp=manifest.tp,
         device=str(model.device),
         prompts=tuple(prompts),

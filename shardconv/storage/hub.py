@@ -53,8 +53,7 @@ def list_model(location: Location) -> dict[str, RemoteFile]:
         raise SourceError(f"{location}: {_reason(error, revision)}") from None
     parts = urlsplit(endpoint)
     store = open_web(f"{parts.scheme}://{parts.netloc}/", {"authorization": f"Bearer {token}"} if token else {})
-    folder = Location("hf", location.host, path).folder
-    prefix = f"{folder}/" if folder else ""
+    prefix = Location("hf", location.host, path).prefix
     base = f"{parts.path.strip('/')}/{model}/resolve/{info.sha}".lstrip("/")
     return {
         file.rfilename.removeprefix(prefix): RemoteFile(

@@ -2,7 +2,7 @@
 
 import re
 
-from shardconv.errors import SourceError
+from shardconv.errors import OutputError, SourceError
 
 _STATUS = re.compile(r"status code: (?P<code>\d{3})")
 _KIND = re.compile(r"kind: (?P<kind>Connect|Timeout|Interrupted|Decode|Request)\b")
@@ -22,6 +22,7 @@ _CREDENTIALS = {
 _NO_RANGES = "the server does not support ranges of bytes: download the checkpoint to a local folder first"
 OTHER_RANGE = "the server sent another range than the requested one: run the command again, or download the file"
 _CHANGED = "changed while it was read: run the command again"
+_NO_BUCKET = "cannot be written: its bucket or container does not exist: create it"
 
 #: Types of errors, and types of their causes.
 _KNOWN = {"PreconditionError": _CHANGED, "NotSupportedError": _NO_RANGES, "UnexpectedRange": OTHER_RANGE}
@@ -54,11 +55,18 @@ def explain(error: Exception, shown: str) -> SourceError:
         error: of the store.
         shown: the URL that is shown.
     """
-    return SourceError(f"{shown}: {_reason(error, shown.partition(':')[0])}")
+    return SourceError(f"{shown}: {_reason(error, shown.partition(':')[0], 'read')}")
 
 
-def _reason(error: Exception, scheme: str) -> str:
-    """What went wrong, and the remedy if there is one."""
+def explain_write(error: Exception, shown: str) -> OutputError:
+    """The error for a failed request that writes or deletes; arguments as in :func:`explain`."""
+    missing = is_missing(error)
+    reason = _NO_BUCKET if missing else _reason(error, shown.partition(":")[0], "written")
+    return error if isinstance(error, OutputError) else OutputError(f"{shown}: {reason}")
+
+
+def _reason(error: Exception, scheme: str, done: str) -> str:
+    """What went wrong, and the remedy if there is one; ``done`` is what the request does, as a participle."""
     status, name = _status(error), type(error).__name__
     if known := next((text for kind, text in _KNOWN.items() if kind == name or kind in str(error)), ""):
         return known
@@ -69,9 +77,9 @@ def _reason(error: Exception, scheme: str) -> str:
         return f"access is denied{f' (status {status})' if status else ''}{remedy}"
     tried = f" after {match['count']} retries" if (match := _RETRIES.search(str(error))) else ""
     if status:
-        return f"cannot be read: the server answered with status {status}{tried}"
+        return f"cannot be {done}: the server answered with status {status}{tried}"
     kind = match["kind"] if (match := _KIND.search(str(error))) else ""
-    return f"cannot be read: {_KINDS.get(kind, 'the request failed')}{tried}"
+    return f"cannot be {done}: {_KINDS.get(kind, 'the request failed')}{tried}"
 
 
 def _lacks(error: Exception) -> bool:

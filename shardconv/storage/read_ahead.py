@@ -1,7 +1,7 @@
 """Ranges of remote files that are fetched before they are read, in bounded memory.
 
-A thread of the copy engine copies one stripe at a time: it announces the ranges of the stripe, then reads them in
-about this order.
+A thread of the copy engine copies one stripe at a time. It announces the ranges of a stripe before it reads those of
+the stripe before it, so that requests are under way all the time, and reads them in about this order.
 """
 
 import threading
@@ -20,8 +20,8 @@ CHUNK_BYTES = 4 * 2**20
 MAX_BYTES = 96 * 2**20
 
 
-class _Budget:
-    """Bytes that may be fetched ahead."""
+class Budget:
+    """Bytes of memory that transfers may use."""
 
     def __init__(self, size: int) -> None:
         self._room = size
@@ -41,15 +41,17 @@ class _Budget:
             self._room += size
 
 
-_BUDGET = _Budget(MAX_BYTES)
+#: Shared by all readers, and by uploads while they are written.
+BUDGET = Budget(MAX_BYTES)
 
 
 class Range(NamedTuple):
-    """A range of a file."""
+    """A range of a file, and the number of the announcement that it is part of."""
 
     file: RemoteFile
     start: int
     stop: int
+    number: int
 
 
 @dataclass(eq=False, slots=True)
@@ -73,6 +75,7 @@ class _Ahead(threading.local):
     def __init__(self) -> None:
         self.announced: deque[Range] = deque()
         self.chunks: list[_Chunk] = []
+        self.number = 0
 
 
 class ReadAhead:
@@ -81,14 +84,20 @@ class ReadAhead:
     def __init__(self) -> None:
         self._ahead = _Ahead()
         self._under_way: dict[Future[memoryview], int] = {}
+        self._num_threads = 0
         self._is_cancelled = False
 
     def announce(self, ranges: Iterable[tuple[RemoteFile, int, int]]) -> None:
-        """Start to fetch the ranges that this thread reads next; forgets those that it announced before."""
-        for chunk in list(self._ahead.chunks):
+        """Start to fetch the ranges that this thread reads after those that it announced last; forgets all others."""
+        ahead = self._ahead
+        last = ahead.number
+        self._num_threads += not last
+        ahead.number += 1
+        for chunk in [one for one in ahead.chunks if one.range.number < last]:
             self._drop(chunk)
-        self._ahead.announced = deque(
-            Range(file, at, min(at + CHUNK_BYTES, stop))
+        ahead.announced = deque(one for one in ahead.announced if one.number >= last)
+        ahead.announced.extend(
+            Range(file, at, min(at + CHUNK_BYTES, stop), ahead.number)
             for file, start, stop in ranges
             for at in range(start, stop, CHUNK_BYTES)
         )
@@ -150,7 +159,7 @@ class ReadAhead:
             size = min(size, one.stop - offset)
             self._ahead.announced.remove(one)
             if offset + size < one.stop:
-                self._ahead.announced.appendleft(Range(file, offset + size, one.stop))
+                self._ahead.announced.appendleft(one._replace(start=offset + size))
         return size
 
     def cancel(self) -> None:
@@ -159,18 +168,19 @@ class ReadAhead:
         for future in list(self._under_way):
             future.cancel()
             if (size := self._under_way.pop(future, None)) is not None:
-                _BUDGET.give(size)
+                BUDGET.give(size)
 
     def _fill(self) -> None:
-        """Fetch what was announced, as far as there is room."""
-        ahead = self._ahead
-        while ahead.announced and not self._is_cancelled:
-            file, start, stop = ahead.announced[0]
-            if not _BUDGET.take(stop - start):
+        """Fetch what was announced, as far as there is room, of which each thread has its part."""
+        ahead, most = self._ahead, max(MAX_BYTES // CHUNK_BYTES // max(self._num_threads, 1), 2)
+        while ahead.announced and len(ahead.chunks) < most and not self._is_cancelled:
+            one = ahead.announced[0]
+            size = one.stop - one.start
+            if not BUDGET.take(size):
                 return
             ahead.announced.popleft()
-            chunk = _Chunk(Range(file, start, stop), file.fetch(start, stop))
-            self._under_way[chunk.data] = stop - start
+            chunk = _Chunk(one, one.file.fetch(one.start, one.stop))
+            self._under_way[chunk.data] = size
             ahead.chunks.append(chunk)
             if self._is_cancelled:  # before the request was registered, so that it was not cancelled
                 self._drop(chunk)
@@ -179,7 +189,7 @@ class ReadAhead:
         self._ahead.chunks.remove(chunk)
         chunk.data.cancel()
         if (size := self._under_way.pop(chunk.data, None)) is not None:
-            _BUDGET.give(size)
+            BUDGET.give(size)
 
 
 def _contains(one: Range, file: RemoteFile, offset: int) -> bool:

@@ -2,13 +2,13 @@
 
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from shardconv.errors import SourceError, UsageError
+from shardconv.errors import ShardconvError, SourceError, UsageError
 from shardconv.storage.aws_profile import credential_provider, profile_options
 from shardconv.storage.problems import explain
 from shardconv.storage.remote_file import RemoteFile
@@ -48,14 +48,19 @@ def open_web(url: str, headers: Mapping[str, str]) -> "ObjectStore":
     return store
 
 
-def list_files(location: Location) -> dict[str, RemoteFile]:
+def list_files(
+    location: Location, explain: Callable[[Exception, str], ShardconvError] = explain
+) -> dict[str, RemoteFile]:
     """Name, relative to the folder, to file of everything in a folder of an object store.
 
+    Args:
+        location: of the folder.
+        explain: makes the error if it cannot be listed.
+
     Raises:
-        SourceError: if it cannot be listed, or has too many files.
+        SourceError: if it cannot be listed, unless ``explain`` makes another one, or has too many files.
     """
-    store = open_store(location)
-    prefix = f"{location.folder}/" if location.folder else ""
+    store, prefix = open_store(location), location.prefix
     try:
         sizes = _sizes(store, prefix, location)
     except SourceError:

@@ -5,16 +5,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardconv.storage.remote_file import RemoteFile
+    from shardconv.storage.remote_output import RemoteOutput
 
 #: Stand-in to remote file.
 files: "dict[Path, RemoteFile]" = {}
 #: Folder of stand-ins to the URL that is shown.
 folders: dict[Path, str] = {}
+#: Stand-in of a destination, and the folder with its new files, to the destination.
+outputs: "dict[Path, RemoteOutput]" = {}
 
 
 def remote_file(path: Path) -> "RemoteFile | None":
     """The remote file that a path stands for; None for a local file."""
     return files.get(path)
+
+
+def remote_output(path: Path) -> "RemoteOutput | None":
+    """The remote destination that a path, or a folder that contains it, stands for; None for a local path."""
+    if not outputs:
+        return None
+    return next((outputs[one] for one in (path, *path.parents) if one in outputs), None)
 
 
 def shown(text: str | Path) -> str:

@@ -57,6 +57,11 @@ class Location:
         parent = PurePosixPath(self.path).parent.as_posix() if self.file else self.path
         return "" if parent == "." else parent
 
+    @property
+    def prefix(self) -> str:
+        """The beginning of the names of all files in the folder."""
+        return f"{self.folder}/" if self.folder else ""
+
     def to(self, name: str) -> str:
         """The text that is shown for a file in the folder."""
         return "/".join(filter(None, [f"{self.scheme}://{self.host}", self.folder, name]))

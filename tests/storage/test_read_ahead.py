@@ -32,7 +32,7 @@ class File:
         return future
 
 
-class Budget(read_ahead._Budget):
+class Budget(read_ahead.Budget):
     """A budget that remembers its use."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Budget(read_ahead._Budget):
 def budget(monkeypatch) -> Budget:
     made = Budget()
     monkeypatch.setattr(read_ahead, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(read_ahead, "_BUDGET", made)
+    monkeypatch.setattr(read_ahead, "BUDGET", made)
     return made
 
 

@@ -1,9 +1,14 @@
-"""An S3 server on loopback: moto's, which keeps objects in memory, with a count of the bytes that it sends."""
+"""An S3 server on loopback: moto's, which keeps objects in memory, with a log of requests, and faults.
+
+Faults: a status code, "cut" (the connection is closed in place of an answer), "late" (it is closed after the request
+was carried out) and "hang" (it is closed when :attr:`S3Server.released` is set).
+"""
 
 import logging
 import os
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +31,44 @@ class S3Server:
         url: its address.
         num_sent: bytes of the bodies of all answers.
         authorizations: the header of each request.
+        requests: method, path and query of each request.
+        fault: returns the fault of a request from its method, path and query; None for none.
+        released: ends faults that hang.
     """
 
     url: str = ""
     num_sent: int = 0
     authorizations: list[str] = field(default_factory=list)
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
+    fault: Callable[[str, str, str], str | None] = lambda *_: None
+    released: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def client(self) -> Any:
+        """AWS's own client of the server."""
+        return boto3.client("s3", endpoint_url=self.url)
+
+    def objects(self, prefix: str = "", bucket: str = "bucket") -> dict[str, bytes]:
+        """Name, without the prefix, to content of the objects in a bucket, by the server's own client."""
+        found = self.client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
+        read = self.client.get_object
+        return {one["Key"].removeprefix(prefix): read(Bucket=bucket, Key=one["Key"])["Body"].read() for one in found}
+
+    def unfinished(self, bucket: str = "bucket") -> list[str]:
+        """The names of multipart uploads that were neither completed nor aborted."""
+        return [one["Key"] for one in self.client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])]
+
+
+def answer(environ: dict[str, Any], start: Any, fault: str, state: S3Server) -> list[bytes]:
+    """Answer with a fault."""
+    if fault == "hang":
+        state.released.wait(60)
+    if fault in {"cut", "late", "hang"}:
+        environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+    else:
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+    start(f"{fault if fault.isdigit() else 500} Fault", [("content-length", "0")])
+    return [b""]
 
 
 def environment(patch: pytest.MonkeyPatch, url: str) -> None:
@@ -52,6 +90,12 @@ def serve_s3(bucket: str) -> Iterator[S3Server]:
 
     def counted(environ: dict[str, Any], start: Any) -> Any:
         state.authorizations.append(environ.get("HTTP_AUTHORIZATION", ""))
+        request = (environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"])
+        state.requests.append(request)
+        if (fault := state.fault(*request)) is not None:
+            if fault == "late":
+                list(app(environ, lambda *_: None))
+            return answer(environ, start, fault, state)
 
         def start_counted(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
             if environ["REQUEST_METHOD"] == "GET":
@@ -68,6 +112,7 @@ def serve_s3(bucket: str) -> Iterator[S3Server]:
         environment(patch, state.url)
         boto3.client("s3", endpoint_url=state.url).create_bucket(Bucket=bucket)
         yield state
+    state.released.set()
     server.shutdown()
     server.server_close()
 

@@ -1,0 +1,87 @@
+"""Loading checkpoints in S3: parameters are those of the local checkpoint, and each rank fetches its own bytes once."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardconv
+from shardconv.errors import ShardconvError
+from tests.support.checkpoints import contents
+from tests.support.command import run
+from tests.support.loading import source_and_split
+from tests.support.s3_server import S3Server, serve_s3, upload
+
+#: Bytes of the lists of the folder, one for each rank.
+LISTS = 5_000
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("load")
+
+
+@pytest.fixture(scope="module")
+def s3(home) -> S3Server:
+    source, split = source_and_split(home, "llama", 2)
+    with serve_s3("bucket") as server:
+        upload(source, "bucket", "source")
+        upload(split, "bucket", "split")
+        yield server
+
+
+def check_equal(axis, url, local, endpoint, tmp, options):
+    """Check that a checkpoint at a URL has the parameters of a local one, and that no temporary folder is left."""
+    os.environ.update(
+        AWS_ENDPOINT_URL=endpoint, AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_REGION="us-east-1",
+        TMPDIR=str(tmp),
+    )  # fmt: skip
+    remote = shardconv.load(url, device="cpu", group=axis, **options)
+    expected = shardconv.load(local, device="cpu", group=axis, **options)
+    found, wanted = remote.state_dict(), expected.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_source_at_a_url_is_loaded(ranks, home, s3, tmp_path):
+    source, _ = source_and_split(home, "llama", 2)
+    ranks("pair", check_equal, "s3://bucket/source", source, s3.url, tmp_path, {"tp": 2})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_file_at_a_url_is_fetched_once(ranks, home, s3, tmp_path):
+    _, split = source_and_split(home, "llama", 2)
+    before = s3.num_sent
+    ranks("pair", check_equal, "s3://bucket/split", split, s3.url, tmp_path, {})
+    needed = {name: len(data) * (1 if name.startswith("rank-") else 2) for name, data in contents(split).items()}
+    assert s3.num_sent - before <= 1.02 * sum(needed.values()) + LISTS
+
+
+def check_damaged(axis, url, endpoint):
+    os.environ.update(
+        AWS_ENDPOINT_URL=endpoint, AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_REGION="us-east-1"
+    )
+    with pytest.raises(ShardconvError, match=f"{url}/rank-0-of-2.safetensors: .*differ from their checksum"):
+        shardconv.load(url, device="cpu", group=axis)
+
+
+def test_a_damaged_rank_file_at_a_url_is_found(ranks, home, s3, tmp_path):
+    _, split = source_and_split(home, "llama", 2)
+    damaged = tmp_path / "damaged"
+    upload(split, "bucket", "damaged")
+    data = bytearray((split / "rank-0-of-2.safetensors").read_bytes())
+    data[-3] ^= 1
+    damaged.mkdir()
+    (damaged / "rank-0-of-2.safetensors").write_bytes(data)
+    upload(damaged, "bucket", "damaged")
+    ranks("pair", check_damaged, "s3://bucket/damaged", s3.url)
+
+
+def test_run_of_a_url(home, s3, tmp_path):
+    arguments = ("--tp", "2", "--token-ids", "1 2 3", "--max-new-tokens", "4", "--json", "--device", "cpu")
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    remote = run("run", "s3://bucket/source", *arguments, env=environment)
+    assert remote.code == 0, remote.err
+    assert '"path": "s3://bucket/source"' in remote.out
+    assert list(tmp_path.iterdir()) == []

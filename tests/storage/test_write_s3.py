@@ -1,0 +1,378 @@
+"""Checkpoints that are written to S3, on a real S3 server on loopback, which is also asked what was left behind."""
+
+import json
+import os
+import random
+import signal
+import time
+from itertools import product
+from pathlib import Path
+
+import moto.s3.models
+import pytest
+
+import shardconv
+from shardconv.errors import OutputError
+from shardconv.storage import parts, stores, upload
+from tests.support.checkpoints import contents, llama_config, write_checkpoint
+from tests.support.command import call, finish, start
+from tests.support.matrix import cases
+from tests.support.s3_server import S3Server, serve_s3
+from tests.support.s3_server import upload as copy_to_s3
+
+PART = 16384
+
+
+@pytest.fixture(scope="module")
+def server(made) -> S3Server:
+    with serve_s3("bucket") as server:
+        copy_to_s3(made / "model", "bucket", "model")
+        yield server
+
+
+@pytest.fixture
+def s3(server, monkeypatch, _fast_retries) -> S3Server:
+    """The server without faults, and small parts, so that every weight file is a multipart upload."""
+    monkeypatch.setattr(upload, "part_bytes", lambda _: PART)
+    monkeypatch.setattr(parts, "MEMORY_BYTES", 4 * PART)
+    monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", 1)
+    server.fault = lambda *_: None
+    server.requests.clear()
+    yield server
+    server.fault = lambda *_: None
+
+
+def without_identity(files: dict[str, bytes]) -> dict[str, object]:
+    """Files with parsed headers, without the identity that only local rank files store, and without the manifest."""
+    parsed: dict[str, object] = {name: data for name, data in files.items() if name != "shardconv.json"}
+    for name in [name for name in parsed if name.endswith(".safetensors")]:
+        data = files[name]
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        header["__metadata__"].pop("shardconv", None)
+        parsed[name] = (header, data[8 + size :])
+    return parsed
+
+
+def check_nothing_left(s3: S3Server, prefix: str) -> None:
+    s3.fault = lambda *_: None
+    assert s3.objects(prefix) == {}
+    assert s3.unfinished() == []
+
+
+def test_split_writes_the_tensors_of_a_local_split(made, s3):
+    report = shardconv.split(made / "model", "s3://bucket/out/split", tp=2)
+    assert report.path == "s3://bucket/out/split"
+    assert without_identity(s3.objects("out/split/")) == without_identity(contents(made / "split"))
+    assert any("uploadId" in query for _, _, query in s3.requests)
+    assert s3.unfinished() == []
+
+
+def test_the_manifest_is_written_last(made, s3):
+    shardconv.split(made / "model", "s3://bucket/out/order", tp=2)
+    written = [path for method, path, query in s3.requests if method == "PUT" and "uploadId" not in query]
+    assert written[0].endswith("/.shardconv.lock")
+    assert written[-1].endswith("/shardconv.json")
+    completed = [at for at, (method, _, query) in enumerate(s3.requests) if method == "POST" and "uploadId=" in query]
+    assert max(completed) < s3.requests.index(("PUT", "/bucket/out/order/config.json", ""))
+
+
+def test_verify_and_merge_accept_what_was_written(made, s3, tmp_path):
+    shardconv.split("s3://bucket/model", "s3://bucket/out/both", tp=2)
+    assert shardconv.verify("s3://bucket/out/both", against=made / "model").differences == ()
+    shardconv.merge("s3://bucket/out/both", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(made / "model")
+
+
+def test_merge_writes_the_bytes_of_the_source(made, s3):
+    report = shardconv.merge(made / "split", "s3://bucket/out/merged")
+    assert report.is_identical
+    assert s3.objects("out/merged/") == contents(made / "model")
+
+
+def test_merge_writes_one_file(made, s3, tmp_path):
+    shardconv.merge(made / "split", tmp_path / "one.safetensors")
+    report = shardconv.merge(made / "split", "s3://bucket/out/one.safetensors")
+    assert report.path == "s3://bucket/out/one.safetensors"
+    assert s3.objects("out/one.safetensors") == {"": (tmp_path / "one.safetensors").read_bytes()}
+
+
+def test_reshard_writes_the_tensors_of_a_split(made, s3):
+    shardconv.reshard(made / "split", "s3://bucket/out/reshard", tp=4)
+    shardconv.split(made / "model", "s3://bucket/out/split4", tp=4)
+    assert s3.objects("out/reshard/") == s3.objects("out/split4/")
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicate"),
+    cases(
+        [("vllm", ()), ("dcp", ("model.embed_tokens.weight", "lm_head.weight"))],
+        lambda layout, replicate: layout == "vllm",
+    ),
+)
+def test_layouts_are_merged_into_the_source(made, s3, tmp_path, layout, replicate):
+    shardconv.split(made / "model", f"s3://bucket/out/{layout}", tp=2, layout=layout, replicate=replicate)
+    shardconv.merge(f"s3://bucket/out/{layout}", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(made / "model")
+
+
+def test_layout_meta_is_refused(made, s3):
+    result = call("split", made / "model", "--tp", "2", "--layout", "meta", "-o", "s3://bucket/out/meta")
+    assert result.code == 2
+    assert "s3://bucket/out/meta: is a URL, and layout meta is only written to local folders" in result.err
+
+
+def test_pad_and_unpad(made, s3, tmp_path):
+    write_checkpoint(tmp_path / "odd", config=llama_config(layers=1, heads=6, kv_heads=2))
+    copy_to_s3(tmp_path / "odd", "bucket", "odd")
+    shardconv.pad("s3://bucket/odd", "s3://bucket/out/padded", tp=4)
+    shardconv.pad(tmp_path / "odd", tmp_path / "padded", tp=4)
+    assert s3.objects("out/padded/") == contents(tmp_path / "padded")
+    shardconv.unpad("s3://bucket/out/padded", "s3://bucket/out/unpadded")
+    assert s3.objects("out/unpadded/") == contents(tmp_path / "odd")
+
+
+def test_a_dry_run_writes_nothing(made, s3):
+    report = shardconv.split(made / "model", "s3://bucket/out/dry", tp=2, dry_run=True)
+    assert (report.path, report.destination_exists) == ("s3://bucket/out/dry", False)
+    check_nothing_left(s3, "out/dry")
+
+
+def test_an_existing_checkpoint_is_refused_and_overwritten_on_request(made, s3):
+    shardconv.split(made / "model", "s3://bucket/out/twice", tp=4)
+    before = s3.objects("out/twice/")
+    result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/twice")
+    assert (result.code, result.err) == (
+        1, "shardconv: s3://bucket/out/twice: exists: choose another path with -o, or pass --overwrite\n"
+    )  # fmt: skip
+    assert s3.objects("out/twice/") == before
+    s3.requests.clear()
+    shardconv.split(made / "model", "s3://bucket/out/twice", tp=2, overwrite=True)
+    assert without_identity(s3.objects("out/twice/")) == without_identity(contents(made / "split"))
+
+
+def test_overwriting_removes_the_old_manifest_before_a_new_file_is_visible(made, s3):
+    for tp in (4, 2):
+        s3.requests.clear()
+        shardconv.split(made / "model", "s3://bucket/out/again", tp=tp, overwrite=True)
+    deleted = next(at for at, (method, _, query) in enumerate(s3.requests) if method == "POST" and "delete" in query)
+    completed = [at for at, (method, _, query) in enumerate(s3.requests) if method == "POST" and "uploadId=" in query]
+    assert deleted < min(completed)
+
+
+def test_other_files_are_not_overwritten(made, s3):
+    s3.client.put_object(Bucket="bucket", Key="out/notes/notes.txt", Body=b"mine")
+    result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/notes", "--overwrite")
+    assert result.code == 1
+    assert "s3://bucket/out/notes: does not hold a checkpoint, so it is not overwritten" in result.err
+    assert s3.objects("out/notes/") == {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize("target", ["s3://bucket/model", "s3://bucket/model/out", "s3://bucket"])
+def test_a_destination_in_or_around_the_source_is_refused(s3, target):
+    before = s3.objects("model/")
+    result = call("split", "s3://bucket/model", "--tp", "2", "-o", target, "--overwrite")
+    assert result.code == 1
+    assert "choose another path with -o" in result.err
+    assert s3.objects("model/") == before
+
+
+@pytest.mark.parametrize("url", ["hf://org/model", "https://host/model", "http://user:secret@host/model?sig=secret"])
+def test_stores_that_cannot_be_written_are_refused(made, url):
+    result = call("split", made / "model", "--tp", "2", "-o", url)
+    assert result.code == 2
+    assert ": cannot be written: " in result.err
+    assert "write to a local folder" in result.err
+    assert "secret" not in result.err
+
+
+def test_credentials_in_a_url_are_refused_and_not_shown(made):
+    result = call("split", made / "model", "--tp", "2", "-o", "s3://key:secret@bucket/out")
+    assert result.code == 2
+    assert "has credentials" in result.err
+    assert "secret" not in result.err
+
+
+def test_a_bucket_that_does_not_exist_is_one_error(made, s3):
+    result = call("split", made / "model", "--tp", "2", "-o", "s3://no-bucket/out")
+    assert (result.code, result.err.count("\n")) == (1, 1)
+    assert "s3://no-bucket/out: cannot be written: its bucket or container does not exist: create it" in result.err
+
+
+def test_a_lock_of_another_run_is_one_error(made, s3):
+    lock = {"host": "other", "process": 7, "started": "2026-01-02 03:04:05 UTC", "token": "x"}
+    s3.client.put_object(Bucket="bucket", Key="out/locked/.shardconv.lock", Body=json.dumps(lock).encode())
+    result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/locked")
+    assert result.code == 1
+    assert result.err == (
+        "shardconv: s3://bucket/out/locked: another run is writing it since 2026-01-02 03:04:05 UTC on other: wait "
+        "until it finishes, or if it was killed, remove s3://bucket/out/locked/.shardconv.lock\n"
+    )
+    assert s3.objects("out/locked/").keys() == {".shardconv.lock"}
+
+
+def test_of_two_runs_one_writes_and_one_fails(made, s3, tmp_path):
+    """The second run lists the destination before the first one has written anything."""
+    second = []
+
+    def start_second(done: int, total: int) -> None:
+        if not second:
+            second.append(call("split", made / "model", "--tp", "4", "-o", "s3://bucket/out/race"))
+
+    shardconv.split(made / "model", "s3://bucket/out/race", tp=2, progress=start_second)
+    assert second[0].code == 1
+    assert "another run is writing it since" in second[0].err
+    assert without_identity(s3.objects("out/race/")) == without_identity(contents(made / "split"))
+
+
+def test_a_checkpoint_that_appears_after_the_check_is_not_overwritten(made, s3, monkeypatch):
+    def appear(method: str, path: str, query: str) -> None:
+        if path.endswith(".lock") and method == "PUT":
+            s3.fault = lambda *_: None
+            s3.client.put_object(Bucket="bucket", Key="out/late/shardconv.json", Body=b"theirs")
+
+    s3.fault = appear
+    with pytest.raises(OutputError, match="s3://bucket/out/late: was written by another process"):
+        shardconv.split(made / "model", "s3://bucket/out/late", tp=2)
+    assert s3.objects("out/late/") == {"shardconv.json": b"theirs"}
+
+
+@pytest.mark.parametrize(
+    "faults", cases(["500 503", "429", "cut", "late"], lambda faults: faults in {"500 503", "late"})
+)
+def test_passing_faults_do_not_change_the_result(made, s3, faults):
+    chooser = random.Random(0)
+    s3.fault = lambda method, *_: chooser.choice(faults.split()) if method != "GET" and chooser.random() < 0.2 else None
+    target = f"out/faults-{faults.replace(' ', '-')}"
+    shardconv.split(made / "model", f"s3://bucket/{target}", tp=2)
+    s3.fault = lambda *_: None
+    assert without_identity(s3.objects(f"{target}/")) == without_identity(contents(made / "split"))
+    assert s3.unfinished() == []
+
+
+def failing(step: str, fault: str, after: int = 0):
+    """A fault of all requests of a step, after some of them."""
+    steps = {
+        "lock": lambda method, path, query: method == "PUT" and path.endswith(".lock"),
+        "start": lambda method, path, query: method == "POST" and query == "uploads=",
+        "part": lambda method, path, query: method == "PUT" and "partNumber" in query,
+        "complete": lambda method, path, query: method == "POST" and "uploadId=" in query,
+        "file": lambda method, path, query: method == "PUT" and path.endswith("tokenizer.json"),
+        "manifest": lambda method, path, query: method == "PUT" and path.endswith("shardconv.json"),
+    }
+    seen = []
+
+    def fault_of(*request: str) -> str | None:
+        if not steps[step](*request):
+            return None
+        seen.append(request)
+        return fault if len(seen) > after else None
+
+    return fault_of
+
+
+@pytest.mark.parametrize(
+    ("step", "fault"),
+    cases(
+        list(product(["lock", "start", "part", "complete", "file", "manifest"], ["403", "500"])),
+        lambda step, fault: (
+            (step, fault) in {("lock", "403"), ("part", "500"), ("complete", "403"), ("manifest", "500")}
+        ),
+    ),
+)
+def test_lasting_faults_are_one_error_and_leave_nothing(made, s3, monkeypatch, step, fault):
+    monkeypatch.setattr(stores, "RETRIES", {**stores.RETRIES, "max_retries": 2})
+    s3.fault = failing(step, fault)
+    result = call("split", made / "model", "--tp", "2", "-o", f"s3://bucket/out/lasting-{step}-{fault}")
+    assert (result.code, result.err.count("\n")) == (1, 1)
+    assert "access is denied (status 403)" in result.err if fault == "403" else "cannot be written" in result.err
+    assert f"s3://bucket/out/lasting-{step}-{fault}" in result.err
+    check_nothing_left(s3, f"out/lasting-{step}-{fault}")
+
+
+@pytest.mark.parametrize("after", cases([1, 5, 20], lambda after: after == 5))
+def test_a_part_that_fails_later_leaves_nothing(made, s3, monkeypatch, after):
+    monkeypatch.setattr(stores, "RETRIES", {**stores.RETRIES, "max_retries": 1})
+    s3.fault = failing("part", "500", after)
+    with pytest.raises(OutputError, match="cannot be written: the server answered with status 500"):
+        shardconv.split(made / "model", "s3://bucket/out/later", tp=2)
+    check_nothing_left(s3, "out/later")
+
+
+def test_a_bucket_that_disappears_is_one_error(made, s3):
+    s3.client.create_bucket(Bucket="gone")
+
+    def disappear(done: int, total: int) -> None:
+        s3.fault = lambda _, path, query: "404" if path.startswith("/gone") else None
+
+    with pytest.raises(
+        OutputError, match=r"s3://gone/out.*: cannot be written: its bucket or container does not exist"
+    ):
+        shardconv.split(made / "model", "s3://gone/out", tp=2, progress=disappear)
+
+
+def test_a_failed_overwrite_says_that_the_old_checkpoint_is_incomplete(made, s3, monkeypatch):
+    monkeypatch.setattr(stores, "RETRIES", {**stores.RETRIES, "max_retries": 1})
+    shardconv.split(made / "model", "s3://bucket/out/broken", tp=4)
+    s3.fault = failing("manifest", "500")
+    with pytest.raises(OutputError, match="what was there is partly removed: run the command again"):
+        shardconv.split(made / "model", "s3://bucket/out/broken", tp=2, overwrite=True)
+    s3.fault = lambda *_: None
+    assert "shardconv.json" not in s3.objects("out/broken/")
+    assert "config.json" not in s3.objects("out/broken/")
+
+
+def test_an_error_in_the_source_leaves_nothing(made, s3, tmp_path):
+    write_checkpoint(tmp_path / "split-me", config=llama_config(layers=1))
+    shardconv.split(tmp_path / "split-me", tmp_path / "split", tp=2)
+    path = tmp_path / "split" / "rank-1-of-2.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    result = call("merge", tmp_path / "split", "-o", "s3://bucket/out/damaged")
+    assert result.code == 1
+    assert "checksum" in result.err
+    check_nothing_left(s3, "out/damaged")
+
+
+SMALL_PARTS = f"""
+from shardconv.storage import upload
+upload.part_bytes = lambda _: {PART}
+"""
+
+
+PART_REQUEST, COMPLETE_REQUEST = ("part", 3, "partNumber"), ("complete", 0, "uploadId=")
+
+
+@pytest.mark.parametrize(
+    ("number", "request_of"),
+    cases(
+        list(product([signal.SIGINT, signal.SIGTERM], [PART_REQUEST, COMPLETE_REQUEST])),
+        lambda number, request_of: (number == signal.SIGINT) is (request_of == PART_REQUEST),
+    ),
+)
+def test_an_interruption_leaves_nothing(made, s3, number, request_of):
+    step, after, query = request_of
+    name = f"out/interrupted-{step}-{number.name}"
+    s3.released.clear()
+    s3.fault = failing(step, "hang", after)
+    restore = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    process = start(
+        "split", made / "model", "--tp", "2", "-o", f"s3://bucket/{name}", patch=restore + SMALL_PARTS,
+        env=dict(os.environ),
+    )  # fmt: skip
+    while sum(query in request[2] and request[0] != "GET" for request in s3.requests) <= after:
+        time.sleep(0.02)
+        assert process.poll() is None
+    process.send_signal(number)
+    time.sleep(0.3)
+    s3.released.set()
+    result = finish(process)
+    assert result.code == 128 + number
+    assert "nothing was left behind" in result.err
+    check_nothing_left(s3, name)
+
+
+def test_temporary_folders_are_removed(made, s3, tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    shardconv.split("s3://bucket/model", "s3://bucket/out/tmp", tp=2)
+    assert list(Path(tmp_path / "tmp").iterdir()) == []
