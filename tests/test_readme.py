@@ -171,6 +171,7 @@ def check_command(command: str, expected: str, home: Path, environment: dict[str
 
 def stable(text: str) -> str:
     """Output with the same spacing on all machines, and without figures that depend on the machine."""
+    text = re.sub(r"(?m)^[\w-]+: .* left\n", "", text)  # progress after 10 seconds
     text = re.sub(r"(?m)[ \t]+", " ", text)
     text = re.sub(r"\d[\d.]* (?:s\b|[kMGT]?B/s|tokens/s)", "TIME", text)  # seconds and rates
     text = re.sub(r"(?<=peak memory per rank )[^\n]*", "MEMORY", text)

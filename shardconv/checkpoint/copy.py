@@ -277,14 +277,19 @@ class CopyJob:
         for sink in self.sinks:
             sink.cancel()
 
-    @staticmethod
-    def _finish(stripe: Stripe, sides: Sequence[tuple[Side, StripeState]]) -> None:
-        """Finish the stripe on the reader and all sinks, and report their problems together."""
+    def _finish(self, stripe: Stripe, sides: Sequence[tuple[Side, StripeState]]) -> None:
+        """Finish the stripe on the reader, then on the sinks, and report their problems together.
+
+        A copy that stops at the first problem does not finish sinks after one of the reader: they would record that the
+        stripe is written.
+        """
         problems = []
         for side, state in sides:
             try:
                 side.finish(state, stripe)
             except IntegrityError as error:
+                if self.on_problem is None:
+                    raise
                 problems.append(str(error))
         if problems:
             raise IntegrityError("\n".join(problems))

@@ -56,7 +56,7 @@ def open_outputs(
         mode: permissions of local files, before the umask.
         may_exist: whether local files of an interrupted run may exist, whose bytes are kept.
     """
-    if (output := remote_output(paths[0])) is not None:
+    if paths and (output := remote_output(paths[0])) is not None:
         return output.open(paths, prefixes, sizes)
     return OutputFiles(paths, prefixes, sizes, mode, may_exist=may_exist)
 

@@ -15,6 +15,7 @@ from shardconv.checkpoint.job import journal_of, settings_of
 from shardconv.checkpoint.journal import Journal
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_file import write_manifest
+from shardconv.checkpoint.remote_output import is_remote
 from shardconv.checkpoint.sample import sample_checksum
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.source_reader import open_tensors
@@ -79,22 +80,24 @@ class SplitWriting:
         own = manifest.with_ranks(team.own_ranks(manifest.ranks))
         adapters = {name: (one, each.with_ranks(manifest.ranks)) for name, (one, each) in adapters.items()}
         reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
-        journal = self._journal(own, reader, inputs)
         rows: list[tuple[str, ...]] = []
 
         def identify(own_rows: Checksums) -> Sequence[bytes]:
             rows.extend(team.gather(own_rows))
             return own.prefixes_with(tuple(rows))
 
-        open_staging = partial(self._staging, target, journal, source, manifest, adapters)
-        with inputs, team.staging(target, open_staging) as folder:
-            copy_files(
-                reader, inputs, own.rank_paths(folder), own.rank_layout, manifest.stripes,
-                identify=identify if self.checksums else None, journal=journal, threads=self.threads,
-                progress=team.watch(self.progress),
-            )  # fmt: skip
-            if team.is_leader:
-                self._finish(source, manifest, tuple(rows) if self.checksums else None, folder, adapters, inputs.mode)
+        with inputs:
+            journal = None if is_remote(target) else self._journal(own, reader, inputs)
+            open_staging = partial(self._staging, target, journal, source, manifest, adapters)
+            with team.staging(target, open_staging) as folder:
+                copy_files(
+                    reader, inputs, own.rank_paths(folder), own.rank_layout, manifest.stripes,
+                    identify=identify if self.checksums else None, journal=journal, threads=self.threads,
+                    progress=team.watch(self.progress),
+                )  # fmt: skip
+                if team.is_leader:
+                    checksums = tuple(rows) if self.checksums else None
+                    self._finish(source, manifest, checksums, folder, adapters, inputs.mode)
         return 0 if journal is None else journal.resumed_bytes
 
     def _journal(self, own: Manifest, reader: Reader, inputs: InputFiles) -> Journal | None:

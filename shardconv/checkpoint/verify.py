@@ -43,7 +43,8 @@ class VerifyReport:
         tp: number of ranks.
         layout: of the rank files.
         num_tensors: number of tensors.
-        num_bytes: bytes of all tensors, without replicas and padding.
+        num_bytes: bytes of all tensors, without replicas and padding; of a folder with some of the ranks, bytes of its
+            rank files.
         other_weights: weight files in the folder that are not part of the split checkpoint.
         checked: descriptions of the completed checks.
         is_compared: whether every byte was compared with that of ``against``.
@@ -139,7 +140,7 @@ def verify(
         tp=manifest.tp,
         layout=manifest.layout.name,
         num_tensors=len(manifest.tensors),
-        num_bytes=total_bytes(manifest.source_tensors.values()),
+        num_bytes=_num_bytes(manifest),
         other_weights=_other_weights(manifest, folder),
         checked=(*checked, *ranks.checked, *([_compared(manifest, compared_with)] if ranks.is_compared else [])),
         is_compared=ranks.is_compared,
@@ -150,6 +151,12 @@ def verify(
         saved_by=manifest.saved_by,
         ranks=manifest.ranks,
     )
+
+
+def _num_bytes(manifest: Manifest) -> int:
+    if manifest.is_complete:
+        return total_bytes(manifest.source_tensors.values())
+    return sum(manifest.rank_layout.rank_bytes)
 
 
 def _compared(manifest: Manifest, compared_with: str | None) -> str:

@@ -84,10 +84,9 @@ def copy_files(
     may_exist = journal is not None and journal.is_continued
     with open_outputs(paths, layout.prefixes, layout.file_bytes, inputs.mode, may_exist=may_exist) as outputs:
         writer = _writer(layout, outputs, len(stripes), journal, with_checksums=identify is not None)
-        resume = writer.resume if isinstance(writer, ResumableWriter) else None
-        job = CopyJob(
-            held_stripes(stripes, layout.shards), reader, [writer], resume=resume, in_order=outputs.in_order
-        )  # fmt: skip
+        resume = writer.resume if isinstance(writer, ResumableWriter) and may_exist else None
+        held = held_stripes(stripes, layout.shards) if paths else []
+        job = CopyJob(held, reader, [writer], resume=resume, in_order=outputs.in_order)
         job.run(threads=threads or outputs.threads or inputs.threads, progress=progress)
         inputs.check_unchanged()
         if identify is None:

@@ -121,7 +121,7 @@ def split(
     if not team.is_first:
         return
     num_bytes = report.source_bytes if len(report.ranks) == report.tp else sum(report.rank_bytes)
-    verb = "would be written" if report.dry_run else rate(num_bytes - report.resumed_bytes, report.seconds)
+    verb = "would be written" if report.dry_run else rate(max(num_bytes - report.resumed_bytes, 0), report.seconds)
     warnings = notes(report.assumed, report.left_out)
     console.report(
         report,

@@ -194,7 +194,7 @@ def test_an_adapter_next_to_its_model(made, tmp_path):
     both = shutil.copytree(source, tmp_path / "both")
     for name in ("adapter_config.json", WEIGHTS):
         shutil.copy(adapter / name, both)
-    with pytest.raises(SourceError, match=r"adapters=.*both\" to split both"):
+    with pytest.raises(SourceError, match=r"adapters=.*both\"\] to split both"):
         shardconv.split(both, tmp_path / "split", tp=2)
     report = shardconv.split(both, tmp_path / "split", tp=2, adapters=[both])
     assert report.adapters == ("both",)

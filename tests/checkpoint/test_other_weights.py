@@ -325,25 +325,6 @@ def test_adapter_without_a_base_model(tmp_path):
     assert f"pass its folder {tmp_path / 'adapter'}" in refusal(tmp_path / "adapter" / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("config", "kind"),
-    [
-        ('{"task_type": "SEQ_CLS"}', "AutoPeftModelForSequenceClassification"),
-        ('{"task_type": null}', "AutoPeftModel"),
-        ('{"task_type": ["x"]}', "AutoPeftModel"),
-        ("{", "AutoPeftModel"),
-    ],
-)
-def test_adapter_in_a_pickle(tmp_path, config, kind):
-    folder = tmp_path / "adapter"
-    put(folder, "adapter_model.bin")
-    (folder / "adapter_config.json").write_text(config)
-    message = refusal(folder)
-    assert "next to the base model" not in message
-    assert "--ignore" not in message
-    assert code_of(message)[0] == f"from peft import {kind}"
-
-
 @pytest.fixture
 def with_adapter(folder, tmp_path, monkeypatch) -> Path:
     """A base model with an adapter; the split without the adapter is in the current folder, as ``expected``."""

@@ -651,3 +651,16 @@ def test_changed_config(made, tmp_path, target):
     interrupt(job, target, 4)
     write_config(source, llama_config(layers=1) | {"rope_theta": 5})
     refused(job, target, "config.json is not as in the interrupted run")
+
+
+@pytest.mark.parametrize("command", ["merge", "reshard"])
+def test_stripe_of_a_damaged_rank_file_is_never_kept(made, tmp_path, command):
+    """It is an error in every run, as its bytes on the disk are those that were read."""
+    shutil.copytree(made / "split", tmp_path / "damaged")
+    flip(tmp_path / "damaged" / "rank-1-of-4.safetensors")
+    arguments = [command, tmp_path / "damaged", "-o", tmp_path / "result", "--resume", "--threads", "1"]
+    for _ in range(2):
+        result = call(*arguments, *(["--tp", "2"] if command == "reshard" else []))
+        assert result.code == 1
+        assert "rank-1-of-4.safetensors: the bytes of" in result.err
+        assert not (tmp_path / "result").exists()

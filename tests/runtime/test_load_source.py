@@ -226,7 +226,7 @@ def test_source_that_changes_while_it_is_loaded(ranks, copied):
 
 def test_another_number_of_processes(ranks, home):
     source = source_and_split(home, "llama", 2)[0]
-    message = "would be loaded for 2 ranks, and there are 4 processes: .*--nproc-per-node 2, or pass --tp 4"
+    message = "would be loaded for 2 ranks, and there are 4 processes: .*--nproc-per-node 2, or pass tp=4"
     ranks("four", check_fails, source, [message], {"tp": 2})
 
 
@@ -238,7 +238,7 @@ def test_split_checkpoint_with_options_of_a_source(ranks, home):
     split = source_and_split(home, "llama", 2)[1]
     ranks("pair", check_fails, split, ["is split for 2 ranks .got tp=4.*reshard"], {"tp": 4})
     options = {"tp": 2, "replicate": ("lm_head.weight",), "engine": "vllm", "experts": "tensor"}
-    ranks("pair", check_fails, split, ["the plan that it stores: remove replicate, engine"], options)
+    ranks("pair", check_fails, split, ["which stores its plan: remove replicate, engine"], options)
 
 
 def test_source_without_a_size(ranks, home):
