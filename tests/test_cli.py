@@ -428,7 +428,7 @@ def test_table_fits_a_narrow_terminal(commands):
 
 
 def test_table_on_a_wide_terminal(commands):
-    wide = on_a_terminal(commands["plan"], 300)
+    wide = on_a_terminal(commands["plan"], 1000)
     assert wide.splitlines() == [line.rstrip() for line in call(*commands["plan"]).out.splitlines()]
 
 

@@ -248,7 +248,7 @@ def test_merged_elements_that_are_not_finite_are_an_error(made, tmp_path, value,
     shutil.copytree(adapter, tmp_path / "adapter")
     before = load_file(adapter / WEIGHTS)
     tensors(A=torch.ones_like(before[A]), B=torch.full_like(before[B], value))(tmp_path / "adapter")
-    with pytest.raises(SourceError, match=rf"layers.0.self_attn.q_proj.weight: .* becomes -?{problem}.*merge-adapter"):
+    with pytest.raises(SourceError, match=rf"layers.0.self_attn.q_proj.weight: .* becomes -?{problem}.*merge_adapter"):
         split_and_merged(source, tmp_path / "adapter", tmp_path)
     assert not (tmp_path / "split").exists()
 

@@ -56,9 +56,7 @@ def check_refused(axis, folders, messages):
 
 def test_host_without_one_of_its_ranks(ranks, home, tmp_path):
     source, _ = source_and_split(home, "llama", 4)
-    own = (
-        r"host1: does not have rank 2 \(got rank 3 of 4\): split the source on this host with tp=4 (--ranks 2|ranks=2)"
-    )
+    own = r"host1: does not have rank 2 \(got rank 3 of 4\): split the source on this host with tp=4 .*ranks.2"
     folders = split(source, tmp_path, "0-1", "3")
     ranks("four", check_refused, folders, [f"rank 2: .*{own}", f"rank 2: .*{own}", f"^(?!rank).*{own}", own])
 
