@@ -404,7 +404,7 @@ def on_a_terminal(arguments: list[str], columns: int) -> str:
     """Run a command with a terminal of this width as stdout; returns the text on it."""
     terminal, end = os.openpty()
     termios.tcsetwinsize(end, (24, columns))
-    process = start(*arguments, stdout=end, env={"TERM": "dumb"})
+    process = start(*arguments, stdout=end, env={"TERM": "dumb", "COLUMNS": ""})
     os.close(end)
     shown = b""
     with contextlib.suppress(OSError):  # the other end of the terminal is closed
@@ -428,7 +428,7 @@ def test_table_fits_a_narrow_terminal(commands):
 
 
 def test_table_on_a_wide_terminal(commands):
-    wide = on_a_terminal(commands["plan"], 1000)
+    wide = on_a_terminal(commands["plan"], 300)
     assert wide.splitlines() == [line.rstrip() for line in call(*commands["plan"]).out.splitlines()]
 
 
