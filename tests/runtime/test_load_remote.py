@@ -11,6 +11,7 @@ from shardconv.errors import ShardconvError
 from tests.support.checkpoints import contents
 from tests.support.command import run
 from tests.support.loading import source_and_split
+from tests.support.matrix import MATRIX
 from tests.support.s3_server import S3Server, serve_s3, upload
 
 #: Bytes of the lists of the folder, one for each rank.
@@ -78,6 +79,7 @@ def test_a_damaged_rank_file_at_a_url_is_found(ranks, home, s3, tmp_path):
     ranks("pair", check_damaged, "s3://bucket/damaged", s3.url)
 
 
+@MATRIX
 def test_run_of_a_url(home, s3, tmp_path):
     arguments = ("--tp", "2", "--token-ids", "1 2 3", "--max-new-tokens", "4", "--json", "--device", "cpu")
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
