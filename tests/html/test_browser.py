@@ -40,6 +40,8 @@ def files(tmp_path_factory):
     assert call("plan", source, "--html", folder / "sizes.html", "-q").code == 0
     verified = call("verify", folder / "tiny-tp4", "--against", other, "--html", folder / "verify.html", "-q")
     assert verified.code == 3
+    shardconv.split(source, folder / "tiny-rank1", tp=2, ranks=1)
+    assert call("verify", folder / "tiny-rank1", "--html", folder / "rank1.html", "-q").code == 0
     (folder / "cost.html").write_bytes(write_page(plan_report([tensor_report("a")]), cost=cost_report()))
     experts = [tensor_report(f"layers.{layer}.experts.{expert}.up", rows=8 if expert < 2 else 16)
                for layer in range(3) for expert in range(4)]  # fmt: skip
@@ -162,6 +164,12 @@ def test_verification_shows_checks_and_differences(show):
     rows = page.locator("#verification tbody").last.locator("tr").all_inner_texts()
     assert len(rows) == 1
     assert rows[0].startswith("model.layers.2.self_attn.k_proj.weight")
+
+
+def test_verification_of_some_ranks_names_them(show):
+    page = show("rank1")
+    assert page.locator(".verdict").inner_text() == "Correct, rank 1 of 2"
+    assert "rank 1 of 2" in page.locator(".figures").inner_text()
 
 
 # --- 100,000 tensors ------------------------------------------------------------------------------------------------

@@ -9,16 +9,17 @@ function header({ plan, cost, verify }) {
 
 function figures(plan, verify) {
   if (!plan && !verify) return null;
+  const ranks = (verify && chosenRanks(verify)) || String((plan ?? verify).tp ?? '');
   if (!plan) {
     const files = ['Rank files', size(verify.num_bytes)];
-    return terms([['Ranks', String(verify.tp)], ['Tensors', grouped(verify.num_tensors)], files], 'figures');
+    return terms([['Ranks', ranks], ['Tensors', grouped(verify.num_tensors)], files], 'figures');
   }
   const most = plan.rank_bytes.length ? largestOf(plan.rank_bytes) : 0;
   return terms([
     ['Family', plan.family ?? 'none'],
     ['Tensors', grouped(plan.num_tensors)],
     ['Full size', size(plan.num_bytes)],
-    ['Ranks', plan.tp === null ? null : String(plan.tp)],
+    ['Ranks', ranks],
     ['Per rank', most ? spread(plan.rank_bytes) : null],
     ['Above an equal share', most ? percent((most * plan.tp) / Math.max(plan.num_bytes, 1) - 1) : null],
     ['Layout', plan.layout === 'native' ? null : plan.layout],

@@ -8,11 +8,18 @@ function verdict(report, remedy) {
   return { name: 'unsure', text: 'No difference found', more };
 }
 
+/** The ranks whose files the folder has, where they are not all. */
+function chosenRanks({ ranks, tp }) {
+  if (ranks.length === tp) return '';
+  return `rank${ranks.length === 1 ? '' : 's'} ${rangesText(ranks)} of ${tp}`;
+}
+
 function verifySection(report, remedy) {
   const { name, text, more } = verdict(report, remedy);
-  const result = element('p', { class: `verdict ${name}` }, element('strong', {}, text), more ? `: ${more}` : '');
+  const result = element('strong', {}, [text, chosenRanks(report)].filter(Boolean).join(', '));
+  const shown = element('p', { class: `verdict ${name}` }, result, more ? `: ${more}` : '');
   const found = [checksTable(report), warnings(report), differencesTable(report)];
-  return section('verification', 'Verification', result, found);
+  return section('verification', 'Verification', shown, found);
 }
 
 function checksTable(report) {
