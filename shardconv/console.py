@@ -16,11 +16,19 @@ from typing import TYPE_CHECKING
 import click
 
 from shardconv.exits import describe
-from shardconv.formatting import json_text
+from shardconv.formatting import json_text, visible
 from shardconv.progress import Bars, Display, Lines, Progress
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+#: Characters without a shape that text for people may have: breaks, and the joiners of scripts and emoji.
+_KEPT = "\n\t\u200c\u200d"
+
+
+def _echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print text for people: text of a checkpoint cannot control the terminal, or change its direction."""
+    click.echo(visible(text, keep=_KEPT), err=err, nl=nl)
 
 
 def open_streams() -> None:
@@ -65,34 +73,38 @@ class Console:
             click.echo(json_text(report))
             return
         if shown := quiet_lines if self._quiet else lines:
-            click.echo("\n".join(shown))
+            _echo("\n".join(shown))
         if self._quiet:
             self.warn(quiet_warnings)
 
     def warn(self, lines: Sequence[str]) -> None:
         """Print warnings on stderr, also with ``quiet``."""
         if lines:
-            click.echo("\n".join(lines), err=True)
+            _echo("\n".join(lines), err=True)
 
     def stream(self, text: str) -> None:
         """Print a piece of a result at once, unless the output is JSON."""
         if not self._as_json:
-            click.echo(text, nl=False)
+            _echo(text, nl=False)
             sys.stdout.flush()
 
     def document(self, text: str, parse: Callable[[str], object]) -> None:
         """Print the text of a file; with ``--json`` its content as JSON."""
-        click.echo(json.dumps(parse(text)) if self._as_json else text, nl=self._as_json)
+        if self._as_json:
+            click.echo(json.dumps(parse(text)))
+        else:
+            click.echo(visible(text, keep=_KEPT) if sys.stdout.isatty() else text, nl=False)
 
     def note(self, lines: Sequence[str]) -> None:
         """Print measurements and other notes on stderr, except with ``quiet``."""
         if not self._quiet and lines:
-            click.echo("\n".join(lines), err=True)
+            _echo("\n".join(lines), err=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table for people; on a terminal that is too narrow for it, some lines for each row."""
         if self._as_json or self._quiet:
             return
+        rows = [[visible(cell) for cell in row] for row in rows]
         widths = [max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True)]
         terminal_width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sum(widths)
         if sum(widths) - 2 > terminal_width:
@@ -100,12 +112,13 @@ class Console:
             return
         from rich.console import Console as RichConsole
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in columns:
             table.add_column(column, overflow="fold")
         for row in rows:
-            table.add_row(*(cell.replace("[", r"\[") for cell in row))
+            table.add_row(*map(Text, row))
         console = RichConsole(
             width=max(terminal_width, 80), height=25, highlight=False
         )  # a dumb terminal has 80 columns else
@@ -128,7 +141,7 @@ class Console:
             yield None
             return
         with self._display() as display:
-            yield display.activity(what, counts=counts)
+            yield display.activity(visible(what), counts=counts)
 
     @contextmanager
     def _display(self) -> Iterator[Display]:
@@ -160,5 +173,5 @@ def show_error(error: BaseException, *, as_json: bool) -> int:
         with suppress(OSError):  # the error may be that stdout cannot be written; it is on stderr, too
             click.echo(json.dumps({"error": message, "exit_code": code}))
     if message:
-        click.echo(f"shardconv: {message}", err=True)
+        _echo(f"shardconv: {message}", err=True)
     return code

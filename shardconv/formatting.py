@@ -1,9 +1,12 @@
-"""Reports as JSON text, and numbers as text for people: sizes, durations, ranges, counts."""
+"""Reports as JSON text, and text for people: sizes, durations, ranges, counts, and names without control characters."""
 
 import dataclasses
 import json
+import math
 import re
+import unicodedata
 from collections.abc import Sequence
+from decimal import ROUND_HALF_UP, Context
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,13 +23,37 @@ def _fields(report: "DataclassInstance") -> dict[str, object]:
     return {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
 
 
+#: Categories of characters without a shape; those that change the direction of text make one name look like another.
+_SHAPELESS = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}
+
+
+def visible(text: str, *, keep: str = "") -> str:
+    """Text with escapes in place of control characters and the like, except for those of ``keep``."""
+    if text.isprintable():
+        return text
+    return "".join(
+        f"\\u{{{ord(each):x}}}" if unicodedata.category(each) in _SHAPELESS and each not in keep else each
+        for each in text
+    )
+
+
+#: Rounds as the page does.
+_THREE_DIGITS = Context(prec=3, rounding=ROUND_HALF_UP)
+
+
+def _three_digits(number: float) -> str:
+    return f"{_THREE_DIGITS.create_decimal(number).normalize():f}"
+
+
 def size(num_bytes: float) -> str:
     """Bytes for people, in powers of ten."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}"
+    if num_bytes < 999.5:
+        return f"{math.floor(num_bytes + 0.5)} B"
+    for unit in ("kB", "MB", "GB"):
         num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
+        if num_bytes < 999.5:
+            return f"{_three_digits(num_bytes)} {unit}"
+    return f"{_three_digits(num_bytes / 1000)} TB"
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -44,9 +71,9 @@ def ranges(numbers: Sequence[int]) -> str:
 def duration(seconds: float) -> str:
     """Seconds, in the unit that fits."""
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
-        if seconds * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s"
+        if seconds * factor < 999.5:
+            return f"{_three_digits(seconds * factor)} {unit}"
+    return f"{_three_digits(seconds)} s"
 
 
 def time_left(seconds: float) -> str:

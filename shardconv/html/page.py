@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from shardconv import __version__
-from shardconv.formatting import json_text
+from shardconv.formatting import json_text, visible
 from shardconv.html.tensors import TensorTable, tensor_table
 
 if TYPE_CHECKING:
@@ -76,14 +76,14 @@ def write_page(
     data = json_text(PageData(__version__, summary, no_plan, table, cost, verify, remedy))
     script = "\n".join(_asset(name) for name in _SCRIPTS)
     parts = {
-        "title": html.escape(_title(plan, cost, verify)),
+        "title": html.escape(visible(_title(plan, cost, verify))),
         "style": _asset("page.css"),
         "script": f"'use strict';\n{{\n{script}}}\n",  # a block: its names are not those of the window
         "data": data.replace("<", "\\u003c"),  # no name can close the block of data, or open another
     }
     parts["policy"] = _policy(parts["script"], parts["style"])
     page = _PLACEHOLDER.sub(lambda match: parts[match[1]], _asset("page.html"))
-    return page.encode("utf-8", "replace")  # a path in the title may not be UTF-8
+    return page.encode()
 
 
 def _title(plan: "PlanReport | None", cost: "CostReport | None", verify: "VerifyReport | None") -> str:

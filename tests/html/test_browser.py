@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from importlib.resources import files as files_of
 
 import pytest
 
@@ -10,6 +11,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import sync_playwright
 
 import shardconv
+from shardconv.formatting import duration, size
 from shardconv.html.page import write_page
 from shardconv.runtime.cost_report import CostReport, TpCost, Traffic
 from shardconv.tensor.cost import Link
@@ -48,6 +50,7 @@ def files(tmp_path_factory):
     (folder / "experts.html").write_bytes(write_page(plan_report([*experts, tensor_report("norm")])))
     (folder / "many.html").write_bytes(write_page(plan_report(many_tensors())))
     (folder / "hostile.html").write_bytes(write_page(plan_report(map(tensor_report, HOSTILE), source=HOSTILE[0])))
+    (folder / "bidi.html").write_bytes(write_page(plan_report([tensor_report("a")], source="a\u202eb\udcff")))
     return folder
 
 
@@ -141,6 +144,17 @@ def test_cost_is_shown_as_curves_and_figures(show):
     assert "Only weights are counted for tp 4: no model" in page.locator("#curves").inner_text()
 
 
+def test_numbers_are_those_of_the_command_line(browser):
+    script = (files_of("shardconv.html") / "assets" / "base.js").read_text("utf-8")
+    numbers = [0, 999, 999.6, 1125, 12_250, 99_950, 999_499, 999_999, 999_700_000, 10**12, 12_345 * 10**12]
+    times = [0, 1.25e-4, 9.994e-4, 9.999e-4, 0.002125, 0.25, 0.9994, 0.9999, 1.125, 12_345]
+    page = browser.new_page()
+    call_both = "([numbers, times]) => {" + script + "\nreturn [...numbers.map(size), ...times.map(duration)]; }"
+    found = page.evaluate(call_both, [numbers, times])
+    page.close()
+    assert [text.replace("\u00a0", " ") for text in found] == [*map(size, numbers), *map(duration, times)]
+
+
 def test_kinds_with_the_same_pattern_have_their_numbers(show):
     """As the experts of each rank, or layers of another size."""
     page = show("experts")
@@ -212,6 +226,7 @@ def test_text_of_a_checkpoint_is_shown_as_text(show):
     page = show("hostile")
     escaped = {"\u202e": "\\u{202e}", "\x07": "\\u{7}", "\ud800": "\\u{d800}"}
     expected = list(HOSTILE)
+    assert show("bidi").title() == "a\\u{202e}b\\u{dcff}: plan for tp 2"
     for character, escape in escaped.items():
         expected = [name.replace(character, escape) for name in expected]
     assert sorted(names(page)) == sorted(expected)

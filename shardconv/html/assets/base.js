@@ -66,7 +66,8 @@ function size(bytes) {
 
 /** Seconds, in the unit that fits. */
 function duration(seconds) {
-  const [factor, unit] = seconds < 1e-3 ? [1e6, 'µs'] : seconds < 1 ? [1e3, 'ms'] : [1, 's'];
+  const units = [[1e6, 'µs'], [1e3, 'ms']];
+  const [factor, unit] = units.find(([each]) => seconds * each < 999.5) ?? [1, 's'];
   return `${Number((seconds * factor).toPrecision(3))}\u00a0${unit}`;
 }
 
