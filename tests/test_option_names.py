@@ -19,7 +19,7 @@ from tests.support.command import call
 PACKAGE = Path(shardconv.__file__).parent
 #: Options that no function has: of ``shardconv run`` and ``plan``, and of other programs.
 COMMANDS_ONLY = {
-    "--chat", "--check", "--device", "--engine", "--list-families", "--load-format", "--local-dir", "--max-new-tokens",
+    "--chat", "--check", "--engine", "--list-families", "--load-format", "--local-dir", "--max-new-tokens",
     "--multiple-of", "--nproc-per-node", "--prompt", "--prove", "--recursive", "--token-ids",
 }  # fmt: skip
 FUNCTIONS = [one for one in (getattr(shardconv, name) for name in shardconv.__all__) if inspect.isfunction(one)]
@@ -42,6 +42,17 @@ FUNCTIONS = [one for one in (getattr(shardconv, name) for name in shardconv.__al
         ("run shardconv split SRC --tp 4, or pass --tp 4", "run shardconv split SRC --tp 4, or pass tp=4"),
         ("shardconv merge X -o M; shardconv split M --tp 2", "shardconv merge X -o M; shardconv split M --tp 2"),
         ("serve it with --load-format shardconv", "serve it with --load-format shardconv"),
+        ("DIR: cannot be continued: remove --resume", "DIR: cannot be continued: remove resume=True"),
+        ("so it cannot resume: remove --dry-run or", "so it cannot resume: remove dry_run=True or"),
+        ("with --tp 8 --ranks 0,2,5-7, or", 'with tp=8 ranks="0,2,5-7", or'),
+        ("--ranks has rank 9 (for --tp 2): correct it", "ranks has rank 9 (for tp=2): correct it"),
+        ("my --tp 2 folder/x: exists: pass --tp 2", "my --tp 2 folder/x: exists: pass tp=2"),
+        (
+            "x: has a tensor named '-o' (got \"--pad\"): pass --pad",
+            "x: has a tensor named '-o' (got \"--pad\"): pass pad=True",
+        ),
+        (r"x: got 'it\'s --tp 2': pass --tp 4", r"x: got 'it\'s --tp 2': pass tp=4"),
+        ("x: with transformers' model, the model's --tp 2", "x: with transformers' model, the model's tp=2"),
         ("an en--dash and x-o stay", "an en--dash and x-o stay"),
     ],
 )
@@ -75,6 +86,26 @@ def test_every_option_of_the_tables_exists():
         for name in (*option.opts, *option.secondary_opts)
     }
     assert {*VALUES, *FLAGS} <= known
+
+
+#: Command to the functions that have its options as arguments.
+FUNCTIONS_OF = {
+    "plan": ("report_plan", "make_plan", "estimate_cost"), "run": ("load",),
+    **{name: (name,) for name in ("split", "merge", "reshard", "verify", "pad", "unpad")},
+}  # fmt: skip
+
+
+def test_every_option_that_is_an_argument_is_in_the_tables():
+    assert FUNCTIONS_OF.keys() == {name for name, command in cli.commands.items() if not command.hidden}
+    expected = {}
+    for command, functions in FUNCTIONS_OF.items():
+        arguments = {name for each in functions for name in inspect.signature(getattr(shardconv, each)).parameters}
+        arguments |= shardconv.PlanOptions.__annotations__.keys() if command in {"plan", "split", "run"} else set()
+        options = [option for option in cli.commands[command].params if option.name in arguments]
+        names = {name: option.name for option in options for name in (*option.opts, *option.secondary_opts)}
+        expected |= {name: argument for name, argument in names.items() if name.startswith("--")}
+    tables = VALUES | {option: text.partition("=")[0] for option, text in FLAGS.items()}
+    assert expected.items() <= tables.items()
 
 
 def test_every_argument_of_the_tables_exists():
