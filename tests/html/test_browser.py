@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from importlib.resources import files as files_of
 
 import pytest
@@ -50,6 +51,13 @@ def files(tmp_path_factory):
     (folder / "experts.html").write_bytes(write_page(plan_report([*experts, tensor_report("norm")])))
     (folder / "many.html").write_bytes(write_page(plan_report(many_tensors())))
     (folder / "hostile.html").write_bytes(write_page(plan_report(map(tensor_report, HOSTILE), source=HOSTILE[0])))
+    rows = [16 if layer == 3 else 8 for layer in range(12)]
+    layers = [tensor_report(f"layers.{layer}.up", rows=each) for layer, each in enumerate(rows)]
+    (folder / "layers.html").write_bytes(write_page(plan_report(layers)))
+    shapes = [tensor_report("square", rows=16), replace(tensor_report("long"), shape=(1, 56))]
+    (folder / "shapes.html").write_bytes(write_page(plan_report(shapes)))
+    nothing = replace(plan_report([tensor_report("a", rows=0)]), supported_bytes=(0, 0))
+    (folder / "nothing.html").write_bytes(write_page(nothing))
     (folder / "bidi.html").write_bytes(write_page(plan_report([tensor_report("a")], source="a\u202eb\udcff")))
     return folder
 
@@ -165,8 +173,64 @@ def test_search_of_a_layer_finds_its_tensors(show):
     page = show("plan")
     page.get_by_role("button", name=re.compile(r"model\.layers\.0")).click()
     page.get_by_role("button", name="Search its tensors").click()
-    assert page.evaluate("document.activeElement.value") == "model.layers.*"
+    assert page.evaluate("document.activeElement.value") == "model.layers.{0..2}."
     assert page.locator("#tensors [role=status]").inner_text() == "27 of 30 tensors, 9 kinds"
+
+
+def test_search_of_some_layers_does_not_find_the_others(show):
+    page = show("layers")
+    rows = {
+        "layers.0\u20132": ("layers.{0..2}.", 3),
+        "layers.3": ("layers.3.", 1),
+        "layers.4\u201311": ("layers.{4..11}.", 8),
+    }
+    openers = page.locator("#layers .opener")
+    assert openers.all_inner_texts() == list(rows)
+    for index, (query, count) in enumerate(rows.values()):
+        openers.nth(index).click()
+        page.get_by_role("button", name="Search its tensors").click()
+        assert page.evaluate("document.activeElement.value") == query
+        assert page.locator("#tensors [role=status]").inner_text().startswith(f"{count} of 12 tensors")
+        openers.nth(index).click()
+
+
+def test_shapes_are_sorted_by_their_elements(show):
+    """64 elements in 16 rows, 56 in 1 row: a sum of dims would put the longer row last."""
+    page = show("shapes")
+    page.get_by_role("button", name="Shape").click()
+    assert names(page) == ["long", "square"]
+
+
+def test_checkpoint_without_bytes_has_no_chart(show):
+    page = show("nothing")
+    assert page.locator("#curves").count() == 1
+    assert page.locator(".chart").count() == 0
+    text = page.locator("body").inner_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+
+
+def test_printed_page_says_which_rows_it_has(show):
+    page = show("many")
+    page.get_by_label("Every tensor").check()
+    page.set_viewport_size({"width": 700, "height": 900})
+    dtype = page.locator("#tensors thead th").nth(1)
+    assert not dtype.is_visible()
+    page.emulate_media(media="print")
+    assert dtype.is_visible()
+    assert page.locator("#tensors .pager span").is_visible()
+    assert page.locator("#tensors .pager span").inner_text() == "Page 1 of 1,000"
+    assert not page.get_by_role("button", name="Last").is_visible()
+
+
+def test_screen_readers_hear_the_page_that_is_turned_to(show):
+    """They announce changes of an element that stays, not a new one."""
+    page = show("many")
+    page.get_by_label("Every tensor").check()
+    position = page.locator("#tensors [aria-live]").element_handle()
+    page.get_by_role("button", name="Next").click()
+    assert position.inner_text() == "Page 2 of 1,000"
+    assert position.evaluate("node => node.isConnected")
 
 
 def test_verification_shows_checks_and_differences(show):

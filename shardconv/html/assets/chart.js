@@ -4,10 +4,11 @@ const CHART = { height: 240, left: 64, right: 14, top: 12, bottom: 28 };
 
 /**
  * A chart that is drawn again where its width changes.
- * `series` are `{ label, values, name }`, with a value for each of `sizes` or null.
+ * `series` are `{ label, values, name }`, with a value for each of `sizes` or null. Without values above 0 there is none.
  */
 function lineChart(label, sizes, series, format) {
   const shown = series.filter(({ values }) => values.some((value) => value > 0));
+  if (!shown.length) return null;
   const legend = shown.map(({ label: text, name }) => {
     const sample = graphic('line', { x1: 0, x2: 26, y1: 5, y2: 5, class: `line ${name}` });
     return element('li', {}, graphic('svg', { width: 26, height: 10, 'aria-hidden': 'true' }, sample), text);

@@ -17,7 +17,7 @@ function weightParts(plan) {
   const columns = [
     { label: 'tp', cell: ({ tp }) => String(tp) },
     { label: 'Weights per rank', numeric: true, cell: ({ index }) => size(bytes[index]) },
-    { label: 'Above an equal share', numeric: true, cell: ({ index }) => percent(bytes[index] / ideal[index] - 1) },
+    { label: 'Above an equal share', numeric: true, cell: ({ index }) => excess(bytes[index], ideal[index]) },
   ];
   const rows = sizes.map((tp, index) => ({ tp, index }));
   const table = simpleTable('Weights per rank over tp', columns, rows);
@@ -25,6 +25,11 @@ function weightParts(plan) {
     + 'adds them to the page. It needs torch and transformers.';
   const chart = sizes.length > 1 ? lineChart('Weights per rank', sizes, series, size) : null;
   return [element('div', { class: 'charts' }, chart, table), element('p', { class: 'note' }, text)];
+}
+
+/** What a rank has above an equal share of the full size, which may be nothing. */
+function excess(bytes, share) {
+  return percent(share ? bytes / share - 1 : 0);
 }
 
 function costParts(cost) {
@@ -41,10 +46,9 @@ function costParts(cost) {
     curve('all prompts', 'prefill', (one) => one.prefill?.seconds ?? null),
     curve('next token of each prompt', 'decode', (one) => one.decode?.seconds ?? null),
   ];
-  const hasTime = time.some(({ values }) => values.some((value) => value > 0));
   const charts = sizes.length > 1 && [
     lineChart('Memory per rank', sizes, memory, size),
-    hasTime && lineChart('Time of communication', sizes, time, duration),
+    lineChart('Time of communication', sizes, time, duration),
   ];
   const settings = [element('p', {}, costSettings(cost)), notesList(cost.notes)];
   return [settings, element('div', { class: 'charts' }, charts), costTable(costs), notCounted(costs)];

@@ -43,11 +43,11 @@ function layerRow(layer) {
   return { ...layer, count, ranks, most };
 }
 
-/** What each rank holds, and a way to the tensors. */
-function layerDetails({ name, ranks }) {
+/** What each rank holds, and a way to the tensors of these layers. */
+function layerDetails({ name, first, last, ranks }) {
   const search = document.getElementById('search');
   const show = () => {
-    search.value = name;
+    search.value = first === null ? name : `${name.slice(0, -1)}${first === last ? first : `{${first}..${last}}`}.`;
     search.dispatchEvent(new Event('input'));
     search.focus();
   };

@@ -21,7 +21,7 @@ function figures(plan, verify) {
     ['Full size', size(plan.num_bytes)],
     ['Ranks', ranks],
     ['Per rank', most ? spread(plan.rank_bytes) : null],
-    ['Above an equal share', most ? percent((most * plan.tp) / Math.max(plan.num_bytes, 1) - 1) : null],
+    ['Above an equal share', most ? excess(most, plan.num_bytes / plan.tp) : null],
     ['Layout', plan.layout === 'native' ? null : plan.layout],
     ['Quantized weights', plan.num_quantized ? grouped(plan.num_quantized) : null],
   ], 'figures');

@@ -46,6 +46,10 @@ class DataTable {
     const head = element('thead', {}, element('tr', {}, this.headings));
     this.table = element('table', {}, caption, head, this.body);
     this.pager = element('nav', { class: 'pager', 'aria-label': `Pages of ${label.toLowerCase()}` });
+    this.position = element('span', { 'aria-live': 'polite' });
+    this.back = element('div', { class: 'steps' });
+    this.forth = element('div', { class: 'steps' });
+    this.pager.append(this.back, this.position, this.forth);
     this.node = element('div', {}, framed(label, this.table), this.pager);
   }
 
@@ -92,9 +96,9 @@ class DataTable {
       const disabled = to < 0 || to >= pages || to === number;
       return element('button', { type: 'button', disabled, onclick: () => this.turn(label, to) }, label);
     };
-    const position = element('span', { 'aria-live': 'polite' }, `Page ${grouped(number + 1)} of ${grouped(pages)}`);
-    const back = [step('First', 0), step('Previous', number - 1)];
-    this.pager.replaceChildren(...back, position, step('Next', number + 1), step('Last', pages - 1));
+    this.position.textContent = `Page ${grouped(number + 1)} of ${grouped(pages)}`;
+    this.back.replaceChildren(step('First', 0), step('Previous', number - 1));
+    this.forth.replaceChildren(step('Next', number + 1), step('Last', pages - 1));
   }
 
   /** Go to a page; the focus stays on the button, or goes to its neighbor where it is disabled. */

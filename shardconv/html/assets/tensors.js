@@ -73,14 +73,26 @@ function filtersOf(prepared) {
   return filters.filter(({ accepts }) => prepared.some(accepts));
 }
 
-/** Whether a name or a kind has every word of a query; `*` in a word stands for any text. */
+const RANGE = /\{(\d+)\.\.(\d+)\}/;
+
+/** Whether a name or a kind has every word of a query; in a word `*` is any text, `{2..5}` the numbers from 2 to 5. */
 function matcher(query) {
-  const words = query.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
-    if (!word.includes('*')) return (text) => text.includes(word);
-    const pattern = new RegExp(word.split('*').map((part) => part.replace(/[.+?^${}()|[\]\\]/g, '\\$&')).join('.*'));
-    return (text) => pattern.test(text);
-  });
+  const words = query.toLowerCase().split(/\s+/).filter(Boolean).map(wordMatcher);
   return (name, kind) => words.every((word) => word(name) || word(kind.text));
+}
+
+function wordMatcher(word) {
+  const range = RANGE.exec(word);
+  if (!range && !word.includes('*')) return (text) => text.includes(word);
+  const escaped = (part) => part.replace(/[.+?^${}()|[\]\\]/g, '\\$&').replaceAll('*', '.*');
+  if (!range) {
+    const pattern = new RegExp(escaped(word));
+    return (text) => pattern.test(text);
+  }
+  const [before, after] = [word.slice(0, range.index), word.slice(range.index + range[0].length)];
+  const pattern = new RegExp(`${escaped(before)}(?<!\\d)(\\d+)(?!\\d)${escaped(after)}`, 'g');
+  const isInRange = ([, number]) => Number(number) >= Number(range[1]) && Number(number) <= Number(range[2]);
+  return (text) => [...text.matchAll(pattern)].some(isInRange);
 }
 
 function tensorsSection(plan, table) {
@@ -144,7 +156,7 @@ function tensorColumns(isOfKinds) {
     const text = ({ kind }) => key(kind);
     return { label, key: text, cell: text, ...more };
   };
-  const shape = { name: 'shape', wide: true, key: ({ kind }) => sum(kind.shape) };
+  const shape = { name: 'shape', wide: true, key: ({ kind }) => kind.shape.reduce((a, b) => a * b, 1) };
   const placement = { name: 'placement', cell: ({ kind }) => [glyph(kind), kind.placement] };
   const name = ({ name: text }) => element('code', {}, breakable(text));
   const count = { label: 'Count', numeric: true, cell: (row) => grouped(row.count), key: (row) => row.count };
