@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 import shardconv
 from shardconv.checkpoint import geometry as byte_ranges
 from shardconv.checkpoint.chosen_ranks import choose_ranks
+from shardconv.checkpoint.copy import Scratch
 from shardconv.checkpoint.fileio import LocalFile
 from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.layout import MANIFEST_NAME
@@ -101,6 +102,35 @@ def test_quantized_layers(tmp_path, name):
     assert contents(tmp_path / "back") == contents(source)
 
 
+@pytest.mark.parametrize("gap_bytes", cases([1, 2**20], lambda gap_bytes: gap_bytes > 1))
+@pytest.mark.parametrize("name", ["gptq-2-one-group", "gptq-3", "gptq-4-act-order"])
+def test_quantized_layers_of_ranks_that_are_not_adjacent(tmp_path, monkeypatch, name, gap_bytes):
+    """Values between those of the ranks, which no rank has, are not compared; those of the ranks are."""
+    monkeypatch.setattr(byte_ranges, "GAP_BYTES", gap_bytes)
+    geometry.cache_clear()
+    take = Scratch.take
+
+    def take_used(scratch, name, size):
+        buffer = take(scratch, name, size)
+        buffer[:] = b"\xa5" * size
+        return buffer
+
+    monkeypatch.setattr(Scratch, "take", take_used)
+    source = Path(__file__).parents[1] / "data" / "quantized" / name
+    shardconv.split(source, tmp_path / "some", tp=4, ranks="0,2", checksums=False)
+    assert shardconv.verify(tmp_path / "some").differences == ()
+    assert shardconv.verify(tmp_path / "some", against=source).differences == ()
+    path = tmp_path / "some" / "rank-2-of-4.safetensors"
+    data = bytearray(path.read_bytes())
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:start])
+    index = next(name for name in header if name.endswith("o_proj.g_idx"))
+    struct.pack_into("<i", data, start + header[index]["data_offsets"][0], 99)
+    path.write_bytes(data)
+    differences = shardconv.verify(tmp_path / "some").differences
+    assert any(f"{index}: input feature " in text and "is in group " in text for text in differences), differences
+
+
 def test_checksums_are_those_of_a_split_for_all_ranks(source, tmp_path):
     shardconv.split(source, tmp_path / "all", tp=TP)
     report = shardconv.split(source, tmp_path / "some", tp=TP, ranks=[3, 1])
@@ -140,7 +170,7 @@ def test_only_what_ranks_need_is_read(tmp_path, monkeypatch):
         original(file, buffer, offset)
 
     monkeypatch.setattr(LocalFile, "read", counted)
-    monkeypatch.setattr("shardconv.checkpoint.split.sample_checksum", lambda _: "")
+    monkeypatch.setattr("shardconv.checkpoint.split_writing.sample_checksum", lambda _: "")
     monkeypatch.setattr(byte_ranges, "GAP_BYTES", 1000)  # less than what other ranks have of a row
     geometry.cache_clear()
     shardconv.split(source, tmp_path / "one", tp=TP, ranks=2)
