@@ -118,7 +118,7 @@ def _locked(partial: Path, path: Path, journal: Journal | None, weights: Collect
 
     It is empty except for the marker and, if the journal continues another run, the journal and the weight files.
     """
-    descriptor = _lock(partial, path)
+    descriptor = _lock(partial, path, is_resumable=journal is not None and journal.is_resumable)
     try:
         if journal is not None:
             journal.read(partial, path)  # before anything is removed, as it may refuse the run
@@ -151,7 +151,7 @@ def _remove(partial: Path) -> None:
     partial.rmdir()
 
 
-def _lock(partial: Path, path: Path) -> int:
+def _lock(partial: Path, path: Path, *, is_resumable: bool) -> int:
     """Create or take over the staging folder, and lock it."""
     while True:
         is_new = False
@@ -163,7 +163,7 @@ def _lock(partial: Path, path: Path) -> int:
         except FileNotFoundError:
             continue
         try:
-            _take_lock(descriptor, partial, path, is_new=is_new)
+            _take_lock(descriptor, partial, path, is_new=is_new, is_resumable=is_resumable)
             if _is_same_folder(partial, descriptor):
                 if not _is_staging_folder(partial):
                     raise OutputError(f"{partial}: holds files that shardconv did not write: rename it")
@@ -174,7 +174,8 @@ def _lock(partial: Path, path: Path) -> int:
         os.close(descriptor)
 
 
-def _take_lock(descriptor: int, partial: Path, path: Path, *, is_new: bool) -> None:
+def _take_lock(descriptor: int, partial: Path, path: Path, *, is_new: bool, is_resumable: bool) -> None:
+    """Lock the staging folder; without locks in the file system, only a new one is known to be of no other run."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -182,6 +183,13 @@ def _take_lock(descriptor: int, partial: Path, path: Path, *, is_new: bool) -> N
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+        if is_resumable:
+            if is_new:
+                partial.rmdir()
+            raise OutputError(
+                f"{path}: cannot be resumed (this file system does not support locks, so that another run may be "
+                f"writing it): remove --resume, or write to another file system with -o"
+            ) from error
         if not is_new:
             raise OutputError(
                 f"{path}: another run may be writing it (this file system does not support locks): if none is, remove "

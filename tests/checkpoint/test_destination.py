@@ -419,6 +419,25 @@ def test_file_systems_without_locks(job, target, monkeypatch):
     check_done(job.call(target, "--overwrite"), job, target)
 
 
+def test_no_run_can_be_resumed_on_file_systems_without_locks(job, target, monkeypatch):
+    """The first run refuses it, as the next could not tell whether the first still runs; nothing is left or removed."""
+    killed = target.parent / ".result.partial"
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(staging.fcntl, "flock", refuse)
+    result = job.call(target, "--resume")
+    assert (result.code, "cannot be resumed (this file system does not support locks" in result.err) == (1, True)
+    assert not killed.exists()
+    killed.mkdir()
+    (killed / ".shardconv").touch()
+    result = job.call(target, "--resume")
+    assert (result.code, "remove --resume, or write to another file system" in result.err) == (1, True)
+    assert str(killed) not in result.err
+    assert [path.name for path in killed.iterdir()] == [".shardconv"]
+
+
 def test_staging_folder_that_is_replaced_during_the_run(job, target, monkeypatch):
     """A user removes it during the run, and starts another run."""
     partial = target.parent / ".result.partial"

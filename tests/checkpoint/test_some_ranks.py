@@ -171,6 +171,7 @@ def test_only_what_ranks_need_is_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LocalFile, "read", counted)
     monkeypatch.setattr("shardconv.checkpoint.split_writing.sample_checksum", lambda _: "")
+    monkeypatch.setattr("shardconv.checkpoint.job._sample", lambda _: "")
     monkeypatch.setattr(byte_ranges, "GAP_BYTES", 1000)  # less than what other ranks have of a row
     geometry.cache_clear()
     shardconv.split(source, tmp_path / "one", tp=TP, ranks=2)
