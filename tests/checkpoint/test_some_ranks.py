@@ -267,6 +267,19 @@ def test_merge_of_several_folders(source, tmp_path, hosts, checksums):
     assert contents(tmp_path / "back") == contents(source)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_merge_of_a_folder_with_all_ranks_and_one_with_some(source, tmp_path, order):
+    """The ranks that both have are compared as replicas."""
+    folders = split(source, tmp_path, "0-3", "1")
+    shardconv.merge([folders[at] for at in order], tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+    shutil.rmtree(folders[1])
+    other = write_checkpoint(tmp_path / "other", parts=2, seed=7)
+    folders[1] = split(other, tmp_path / "b", "1")[0]
+    with pytest.raises(SplitCheckpointError, match="was split from another source .*different bytes of|differs from"):
+        shardconv.merge([folders[at] for at in order], tmp_path / "wrong")
+
+
 def test_reshard_of_several_folders(source, tmp_path):
     folders = split(source, tmp_path, "2-3", "0-1")
     shardconv.split(source, tmp_path / "expected", tp=2)
