@@ -4,6 +4,7 @@ Rank files are compared with those of a split for all ranks, merged files with t
 """
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -276,7 +277,7 @@ def test_merge_of_a_folder_with_all_ranks_and_one_with_some(source, tmp_path, or
     shutil.rmtree(folders[1])
     other = write_checkpoint(tmp_path / "other", parts=2, seed=7)
     folders[1] = split(other, tmp_path / "b", "1")[0]
-    with pytest.raises(SplitCheckpointError, match="was split from another source .*different bytes of|differs from"):
+    with pytest.raises(SplitCheckpointError, match=r"was split from another source .*different bytes of|differs from"):
         shardconv.merge([folders[at] for at in order], tmp_path / "wrong")
 
 
@@ -293,6 +294,25 @@ def test_commands_take_several_folders(source, tmp_path):
     assert contents(tmp_path / "back") == contents(source)
     assert call("reshard", *folders, "--tp", 1, "-o", tmp_path / "one").code == 0
     assert shardconv.verify(tmp_path / "one", against=source).differences == ()
+
+
+def test_resumed_with_the_folders_in_another_order(source, tmp_path, monkeypatch):
+    """The copy is the same, whichever folder is the first; with another manifest in any of them it is not."""
+    folders = split(source, tmp_path, "0-1", "2-3")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", failing(os.pwrite, 20))
+        with pytest.raises(OutputError):
+            shardconv.merge(folders, tmp_path / "back", resume=True, threads=1)
+    assert (tmp_path / ".back.partial").exists()
+    for folder in folders:
+        manifest = folder / MANIFEST_NAME
+        before = manifest.stat().st_mtime_ns
+        os.utime(manifest, ns=(before, before + 10**9))
+        with pytest.raises(OutputError, match=r"shardconv\.json is not as in the interrupted run"):
+            shardconv.merge(folders, tmp_path / "back", resume=True)
+        os.utime(manifest, ns=(before, before))
+    assert shardconv.merge(folders[::-1], tmp_path / "back", resume=True).resumed_bytes > 0
+    assert contents(tmp_path / "back") == contents(source)
 
 
 REFUSED = {
@@ -415,6 +435,8 @@ WRONG_RANKS = {
     "1-2-3": "--ranks is malformed",
     "0,0": "--ranks has rank 0 twice",
     "0-2,1": "--ranks has rank 1 twice",
+    "9" * 5000: "--ranks is malformed (got '999",
+    f"0-{'9' * 5000}": "--ranks is malformed (got '0-999",
 }
 
 
