@@ -57,10 +57,10 @@ def staging(
     """
     path = absolute_path(path)  # resolve() would follow a link that has to be replaced
     if (output := remote_output(path)) is not None:
-        with _as_output_errors(path), remote_staging(path, output, is_folder=is_folder, overwrite=overwrite) as folder:
+        with as_output_errors(path), remote_staging(path, output, is_folder=is_folder, overwrite=overwrite) as folder:
             yield folder
         return
-    with _as_output_errors(path):
+    with as_output_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.parent / f".{path.name}.partial"
         result = partial / (_RESULT if is_folder else path.name)
@@ -91,12 +91,17 @@ def joined_staging(path: Path) -> Iterator[Path]:
         OutputError: if it cannot be written.
     """
     path = absolute_path(path)
-    with _as_output_errors(path):
+    with as_output_errors(path):
         yield path.parent / f".{path.name}.partial" / _RESULT
 
 
 @contextmanager
-def _as_output_errors(path: Path) -> Iterator[None]:
+def as_output_errors(path: Path) -> Iterator[None]:
+    """Raise errors of the operating system as OutputError.
+
+    Args:
+        path: the destination, for errors that have no path.
+    """
     try:
         yield
     except OSError as error:
@@ -131,7 +136,8 @@ def _locked(partial: Path, path: Path, journal: Journal | None, weights: Collect
                 journal.start(partial)
             yield descriptor
         except BaseException as error:
-            if is_kept := journal is not None and journal.is_kept:
+            is_staged = any(path.exists() for path in weights)  # until they get their final names
+            if is_kept := journal is not None and journal.is_kept and is_staged:
                 error.add_note(f"finished stripes are kept in {partial}: run the same command again to continue")
             raise
         finally:

@@ -6,10 +6,11 @@ of torch.distributed; a gloo group notices when a process has died, as its conne
 
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.staging import joined_staging
+from shardconv.checkpoint.staging import as_output_errors, joined_staging
 from shardconv.checkpoint.team import Rows, Team
 from shardconv.checkpoint.write import checksum
 from shardconv.errors import PeerError, RunError, UsageError
@@ -30,6 +31,11 @@ _PATIENCE = timedelta(days=2)
 _LOOK_SECONDS = 0.2
 #: Seconds in which the other processes stop, before the folder of a failed split is removed.
 _STOP_SECONDS = 3.0
+_ADDRESS = "MASTER_ADDR"
+#: Variables that torchrun sets, and the form of those that are numbers.
+_VARIABLES = ("RANK", "WORLD_SIZE", _ADDRESS, "MASTER_PORT")
+_NUMBER = re.compile(r"[0-9]{1,5}")
+_REMEDY = "start the processes with torchrun, or unset RANK to split in one process"
 
 
 class SplitTeam(Team):
@@ -81,13 +87,11 @@ class SplitTeam(Team):
         while True:
             leader = others[0]
             name = self._exchange(f".shardconv-{secrets.token_hex(8)}")[leader]  # no system has cached its absence
-            if self._rank == leader:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / name).touch()
-            self._wait()
-            sees = self._exchange((folder / name).exists())
-            if self._rank == leader:
-                (folder / name).unlink()
+            with _new_file(folder / name) if self._rank == leader else nullcontext():
+                self._wait()
+                with as_output_errors(folder):
+                    is_there = (folder / name).exists()
+                sees = self._exchange(is_there)
             members = [process for process in others if sees[process]]
             others = [process for process in others if not sees[process]]
             if self._rank in members:
@@ -221,13 +225,51 @@ class SplitTeam(Team):
             raise
 
 
+@contextmanager
+def _new_file(path: Path) -> Iterator[None]:
+    """An empty file that exists in this context.
+
+    Raises:
+        OutputError: if it cannot be created or removed.
+    """
+    with as_output_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.touch()
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
 def _lost() -> RunError:
     return RunError("another process was killed, or its host failed: see its output, and start all processes again")
 
 
+def _check_variables() -> None:
+    """Check the variables that torchrun sets.
+
+    Raises:
+        UsageError: if one is not set, or is not a number in its range.
+    """
+    for name in _VARIABLES:
+        text = os.environ.get(name, "")
+        if not text:
+            raise UsageError(f"{name} is not set (expected the variables that torchrun sets): {_REMEDY}")
+        if name != _ADDRESS and not _NUMBER.fullmatch(text):
+            raise UsageError(f"{name} is malformed (got {text!r:.60}, expected a number): {_REMEDY}")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= size:
+        raise UsageError(f"RANK is too large (got {rank}, expected less than the WORLD_SIZE of {size}): {_REMEDY}")
+
+
 @contextmanager
 def join() -> Iterator[Team]:
-    """Join the processes that torchrun started, for one split."""
+    """Join the processes that torchrun started, for one split.
+
+    Raises:
+        UsageError: if the variables that torchrun sets are incomplete or malformed.
+    """
+    _check_variables()
     store, rank, size = next(iter(rendezvous("env://", timeout=_PATIENCE)))
     store.set_timeout(_PATIENCE)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("TORCHELASTIC_RESTART_COUNT", "")

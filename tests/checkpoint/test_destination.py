@@ -212,6 +212,23 @@ def test_overwrite_flushes_the_result_before_it_removes_the_checkpoint(job, targ
     assert synced[-1] == (target.parent, True)
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=type)
+def test_nothing_is_kept_after_the_result_has_its_final_name(job, target, monkeypatch, error):
+    """Not the replaced checkpoint either: there is nothing to resume."""
+
+    def fail_at_the_end(path: Path) -> None:
+        if path == target.parent:
+            raise error
+
+    put_checkpoint(target)
+    monkeypatch.setattr(staging, "sync_folder", fail_at_the_end)
+    result = job.call(target, "--overwrite", "--resume")
+    assert result.code != 0
+    assert "finished stripes are kept" not in result.err
+    assert beside(target) == [target.name]
+    assert contents(target) == job.expected
+
+
 # --- what comes to the destination meanwhile, or lies beside it -----------------------------------------------------
 
 
