@@ -100,7 +100,7 @@ def as_output_errors(path: Path) -> Iterator[None]:
     """Raise errors of the operating system as OutputError.
 
     Args:
-        path: the destination, for errors that have no path.
+        path: the destination, for errors without a path.
     """
     try:
         yield

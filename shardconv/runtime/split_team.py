@@ -1,7 +1,7 @@
 """Processes under torchrun that write one split checkpoint together.
 
-Owns how they find out which of them share a disk, and how the failure of one ends all. Values travel through the store
-of torch.distributed; a gloo group notices when a process has died, as its connections are closed.
+Detects which processes share a disk, and stops all processes if one fails. Values are exchanged through the store of
+torch.distributed; a gloo group detects a process that has died, as its connections are closed.
 """
 
 import json
@@ -25,9 +25,9 @@ from shardconv.checkpoint.team import Rows, Team
 from shardconv.checkpoint.write import checksum
 from shardconv.errors import PeerError, RunError, UsageError
 
-#: How long a process waits for the slowest one. Processes that have died are noticed at once.
+#: Time that a process waits for the slowest one. Processes that have died are detected at once.
 _PATIENCE = timedelta(days=2)
-#: Seconds between two looks at whether another process has failed.
+#: Seconds between two checks for a failure of another process.
 _LOOK_SECONDS = 0.2
 #: Seconds in which the other processes stop, before the folder of a failed split is removed.
 _STOP_SECONDS = 3.0
@@ -39,7 +39,7 @@ _REMEDY = "start the processes with torchrun, or unset RANK to split in one proc
 
 
 class SplitTeam(Team):
-    """Processes that write a split checkpoint together, seen from this one.
+    """The team of the processes that write a split checkpoint together.
 
     Args:
         store: the store of all processes.
@@ -82,7 +82,7 @@ class SplitTeam(Team):
         self._members = self._find_members(target.absolute().parent)
 
     def _find_members(self, folder: Path) -> list[int]:
-        """The processes that see the same folder as this one: those that see a new file of one of them."""
+        """The processes that share a folder with this one: a new file that one of them creates is there for all."""
         others = list(range(self.size))
         while True:
             leader = others[0]
@@ -143,7 +143,7 @@ class SplitTeam(Team):
         return [json.loads(self._store.get(f"{self._step}/{process}")) for process in range(self.size)]
 
     def _wait(self) -> None:
-        """Wait until all processes are here.
+        """Wait until all processes call this method.
 
         Raises:
             PeerError: if another process fails meanwhile.
@@ -183,7 +183,7 @@ class SplitTeam(Team):
             raise PeerError("another process failed and reported why")
 
     def leave(self) -> None:
-        """Leave, which ends the store of the first process: it waits for those that still look into it."""
+        """Leave the team; the first process, which has the store, waits until all others have left."""
         with suppress(RuntimeError):
             self._store.add("left", 1)
             end = time.monotonic() + _STOP_SECONDS
@@ -192,7 +192,7 @@ class SplitTeam(Team):
 
     @contextmanager
     def fails_together(self) -> Iterator[None]:
-        """End all processes if one fails; the first that fails raises its error, all others PeerError."""
+        """Stop all processes if one fails: the first to fail raises its error, all others raise PeerError."""
         try:
             yield
         except BaseException as error:
@@ -201,7 +201,7 @@ class SplitTeam(Team):
             raise
 
     def _fail(self) -> bool:
-        """Tell the other processes that this one has failed, and wait until they have noticed it.
+        """Report the failure of this process to the others, and wait until they have stopped.
 
         Returns:
             Whether one of them has failed before.

@@ -238,9 +238,12 @@ def test_folder_that_cannot_be_written(source, tmp_path, process):
 
 
 def test_file_that_finds_shared_disks_is_removed_after_an_error(tmp_path):
-    with pytest.raises(PeerError), split_team._new_file(tmp_path / "new" / "file"):
-        assert left(tmp_path) == ["new", "new/file"]
-        raise PeerError("another process failed")
+    context = split_team._new_file(tmp_path / "new" / "file")
+    context.__enter__()
+    assert left(tmp_path) == ["new", "new/file"]
+    error = PeerError("another process failed")
+    with pytest.raises(PeerError):
+        context.__exit__(PeerError, error, None)
     assert left(tmp_path) == ["new"]
 
 
