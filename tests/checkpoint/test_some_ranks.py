@@ -20,6 +20,7 @@ from shardconv.checkpoint.copy import Scratch
 from shardconv.checkpoint.fileio import LocalFile
 from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.layout import MANIFEST_NAME
+from shardconv.checkpoint.loadable import open_loadable
 from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.errors import OutputError, SplitCheckpointError, UsageError
 from tests.support.checkpoints import DEMO, contents, llama_config, llama_specs, write_checkpoint
@@ -279,6 +280,17 @@ def test_merge_of_a_folder_with_all_ranks_and_one_with_some(source, tmp_path, or
     folders[1] = split(other, tmp_path / "b", "1")[0]
     with pytest.raises(SplitCheckpointError, match=r"was split from another source .*different bytes of|differs from"):
         shardconv.merge([folders[at] for at in order], tmp_path / "wrong")
+
+
+def test_ranks_that_load_folders_of_different_kinds(source, tmp_path):
+    """An error names the kinds, as a folder with all ranks has no sample to compare, and one with some does not have all
+    checksums; folders with different ranks are equal."""
+    folders = split(source, tmp_path, "0-3", "0-1", "2-3")
+    whole, *some = (open_loadable(folder, tp=None, options={}).facts() for folder in folders)
+    assert some[0] == some[1]
+    assert (whole["kinds of folders"], some[0]["kinds of folders"]) == (
+        "a folder with all ranks", "a folder with some of the ranks",
+    )  # fmt: skip
 
 
 def test_reshard_of_several_folders(source, tmp_path):

@@ -241,9 +241,7 @@ def test_file_that_finds_shared_disks_is_removed_after_an_error(tmp_path):
     context = split_team._new_file(tmp_path / "new" / "file")
     context.__enter__()
     assert left(tmp_path) == ["new", "new/file"]
-    error = PeerError("another process failed")
-    with pytest.raises(PeerError):
-        context.__exit__(PeerError, error, None)
+    assert not context.__exit__(PeerError, PeerError("another process failed"), None)  # the error goes on
     assert left(tmp_path) == ["new"]
 
 
