@@ -283,8 +283,7 @@ def test_merge_of_a_folder_with_all_ranks_and_one_with_some(source, tmp_path, or
 
 
 def test_ranks_that_load_folders_of_different_kinds(source, tmp_path):
-    """An error names the kinds, as a folder with all ranks has no sample to compare, and one with some does not have all
-    checksums; folders with different ranks are equal."""
+    """The kinds differ, so an error names them; folders with different ranks have the same facts."""
     folders = split(source, tmp_path, "0-3", "0-1", "2-3")
     whole, *some = (open_loadable(folder, tp=None, options={}).facts() for folder in folders)
     assert some[0] == some[1]
