@@ -10,7 +10,8 @@ from shardconv.formatting import ranges
 #: Some of the ranks: a text such as ``"0,2,5-7"``, a number or numbers; None for all.
 Ranks = str | int | Iterable[int] | None
 
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+#: More digits than any rank has would be too long for an integer.
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
 def choose_ranks(chosen: Ranks, tp: int) -> tuple[int, ...]:

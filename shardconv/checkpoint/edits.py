@@ -45,7 +45,7 @@ def _expected(grid: Grid, positions: NDArray[np.int64]) -> NDArray[np.int64]:
     if grid.content == SHAPE:
         return np.array(grid.shape)[positions]
     positions = positions % grid.shape[grid.dims[-1].dim or 0]
-    return positions // grid.group if grid.group else np.zeros_like(positions)
+    return positions // grid.group if grid.group and grid.numbers != ZERO else np.zeros_like(positions)
 
 
 def difference(data: Bytes, edits: Edits, offset: int) -> str:

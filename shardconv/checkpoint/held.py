@@ -1,4 +1,4 @@
-"""Which ranges of full tensors the shards of some ranks are made of: nothing else of them is read."""
+"""The ranges of full tensors that the shards of some ranks are made of: only these are read."""
 
 from collections.abc import Iterator, Sequence
 

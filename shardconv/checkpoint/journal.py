@@ -59,6 +59,11 @@ class Journal:
         return self._num_bytes > 0
 
     @property
+    def is_resumable(self) -> bool:
+        """Whether the run continues an interrupted run, or can be continued."""
+        return self._resume
+
+    @property
     def is_kept(self) -> bool:
         """Whether the staging folder is kept if the run fails."""
         return self._resume and bool(self.finished)

@@ -72,14 +72,16 @@ class Loadable:
         """Facts that have to be the same on all ranks: plural name to value, which JSON can represent.
 
         A manifest has checksums of a split checkpoint, but not of a source, whose folder may have any name on a host.
-        Where hosts have some of the ranks, checksums are not compared.
+        Where hosts have some of the ranks, checksums are not compared, and all hosts have to have such folders.
 
         Raises:
             SourceError: if the source cannot be read.
         """
-        source, manifest = self.source, self.manifest.shared
+        source, manifest = self.source, self.manifest
+        kind = "a folder with all ranks" if manifest.is_complete else "a folder with some of the ranks"
         return {
-            "checkpoints": to_json(manifest if source is None else replace(manifest, source_name=""), ""),
+            "kinds of folders": None if source is not None else kind,
+            "checkpoints": to_json(manifest.shared if source is None else replace(manifest, source_name=""), ""),
             "values of tensors": None if source is None else sample_checksum(source),
         }
 

@@ -31,6 +31,8 @@ from shardconv.checkpoint.write import (
     write_auxiliary,
 )
 
+_MANIFESTS = (MANIFEST_NAME, PADDING_NAME)
+
 
 class Staged(NamedTuple):
     """The new checkpoint before it has its final name.
@@ -157,8 +159,9 @@ class Rewrite:
         return self.folders or (SplitFolder(self.folder, self.manifest),)
 
     def _manifest_paths(self) -> list[Path]:
-        """The manifest of the existing checkpoint, if it has one."""
-        return [path for name in (MANIFEST_NAME, PADDING_NAME) if (path := self.folder / name).is_file()]
+        """The manifests of the existing checkpoint, if it has any."""
+        folders = [one.path for one in self._split_folders]
+        return [path for folder in folders for name in _MANIFESTS if (path := folder / name).is_file()]
 
     def _auxiliary_paths(self) -> Mapping[str, Path]:
         return auxiliary_paths(self.manifest, self.folder) if self.source is None else self.source.auxiliary_files

@@ -64,6 +64,10 @@ class ShardReader:
     def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Fill a block with the bytes of a span; check replicas, padding, and values that follow from a grid."""
         shards = self.tensors[span.tensor]
+        if shards.edits is not None and (not shards.files or shards.geometry.columns is not None):
+            from shardconv.checkpoint.edits import fill  # noqa: PLC0415 - see its docstring
+
+            fill(block, shards.edits, span.start)  # bytes that no shard holds are as expected
         for rank, shard, low, high in shards.geometry.overlaps(span.start, span.stop):
             file, ranges = shards.files[rank], shards.ranges(rank, low, high)
             boxes = list(shard.boxes(span.start, span.stop))
@@ -78,10 +82,8 @@ class ShardReader:
                 _edit(data, shards.edits, rank, low, sign=1)
             self._copy_boxes(state, span, file, data, block, boxes, is_padded=shard.is_padded)
         if shards.edits is not None:
-            from shardconv.checkpoint.edits import difference, fill  # noqa: PLC0415 - see its docstring
+            from shardconv.checkpoint.edits import difference  # noqa: PLC0415 - see its docstring
 
-            if not shards.files:
-                fill(block, shards.edits, span.start)
             state.problem = state.problem or difference(block, shards.edits, span.start)
 
     def _read(self, state: StripeState, file: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:

@@ -15,12 +15,13 @@ from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.checkpoint.write import SplitFolder
 from shardconv.errors import SplitCheckpointError, UsageError
 
+_SAMPLE = "sampled values"
 #: Properties of a source, and those of a split, which are the same in all folders of a split.
 _OF_SOURCE: dict[str, Callable[[Manifest], object]] = {
     "files": lambda manifest: (manifest.source_files, manifest.index, manifest.metadata, manifest.is_folder),
     "auxiliary files": lambda manifest: manifest.auxiliary_files,
     "config.json": lambda manifest: manifest.config,
-    "sampled values": lambda manifest: manifest.sample,
+    _SAMPLE: lambda manifest: manifest.sample,  # None in a folder with all ranks
 }
 _OF_SPLIT: dict[str, Callable[[Manifest], object]] = {
     "tensor parallel size": lambda manifest: manifest.tp,
@@ -109,7 +110,11 @@ def _check_same(first: SplitFolder, other: SplitFolder) -> None:
 
 
 def _differences(properties: dict[str, Callable[[Manifest], object]], first: Manifest, other: Manifest) -> list[str]:
-    return [name for name, value in properties.items() if value(first) != value(other)]
+    return [
+        name
+        for name, value in properties.items()
+        if (got := value(other)) != (expected := value(first)) and (name != _SAMPLE or None not in {got, expected})
+    ]
 
 
 def _check_replicas(folders: Sequence[SplitFolder]) -> None:

@@ -57,10 +57,10 @@ def staging(
     """
     path = absolute_path(path)  # resolve() would follow a link that has to be replaced
     if (output := remote_output(path)) is not None:
-        with _as_output_errors(path), remote_staging(path, output, is_folder=is_folder, overwrite=overwrite) as folder:
+        with as_output_errors(path), remote_staging(path, output, is_folder=is_folder, overwrite=overwrite) as folder:
             yield folder
         return
-    with _as_output_errors(path):
+    with as_output_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.parent / f".{path.name}.partial"
         result = partial / (_RESULT if is_folder else path.name)
@@ -91,12 +91,17 @@ def joined_staging(path: Path) -> Iterator[Path]:
         OutputError: if it cannot be written.
     """
     path = absolute_path(path)
-    with _as_output_errors(path):
+    with as_output_errors(path):
         yield path.parent / f".{path.name}.partial" / _RESULT
 
 
 @contextmanager
-def _as_output_errors(path: Path) -> Iterator[None]:
+def as_output_errors(path: Path) -> Iterator[None]:
+    """Raise errors of the operating system as OutputError.
+
+    Args:
+        path: the destination, for errors without a path.
+    """
     try:
         yield
     except OSError as error:
@@ -118,7 +123,7 @@ def _locked(partial: Path, path: Path, journal: Journal | None, weights: Collect
 
     It is empty except for the marker and, if the journal continues another run, the journal and the weight files.
     """
-    descriptor = _lock(partial, path)
+    descriptor = _lock(partial, path, is_resumable=journal is not None and journal.is_resumable)
     try:
         if journal is not None:
             journal.read(partial, path)  # before anything is removed, as it may refuse the run
@@ -131,7 +136,8 @@ def _locked(partial: Path, path: Path, journal: Journal | None, weights: Collect
                 journal.start(partial)
             yield descriptor
         except BaseException as error:
-            if is_kept := journal is not None and journal.is_kept:
+            is_staged = any(path.exists() for path in weights)  # until they get their final names
+            if is_kept := journal is not None and journal.is_kept and is_staged:
                 error.add_note(f"finished stripes are kept in {partial}: run the same command again to continue")
             raise
         finally:
@@ -151,7 +157,7 @@ def _remove(partial: Path) -> None:
     partial.rmdir()
 
 
-def _lock(partial: Path, path: Path) -> int:
+def _lock(partial: Path, path: Path, *, is_resumable: bool) -> int:
     """Create or take over the staging folder, and lock it."""
     while True:
         is_new = False
@@ -163,7 +169,7 @@ def _lock(partial: Path, path: Path) -> int:
         except FileNotFoundError:
             continue
         try:
-            _take_lock(descriptor, partial, path, is_new=is_new)
+            _take_lock(descriptor, partial, path, is_new=is_new, is_resumable=is_resumable)
             if _is_same_folder(partial, descriptor):
                 if not _is_staging_folder(partial):
                     raise OutputError(f"{partial}: holds files that shardconv did not write: rename it")
@@ -174,7 +180,8 @@ def _lock(partial: Path, path: Path) -> int:
         os.close(descriptor)
 
 
-def _take_lock(descriptor: int, partial: Path, path: Path, *, is_new: bool) -> None:
+def _take_lock(descriptor: int, partial: Path, path: Path, *, is_new: bool, is_resumable: bool) -> None:
+    """Lock the staging folder; without locks in the file system, only a new one is known to be of no other run."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -182,6 +189,13 @@ def _take_lock(descriptor: int, partial: Path, path: Path, *, is_new: bool) -> N
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+        if is_resumable:
+            if is_new:
+                partial.rmdir()
+            raise OutputError(
+                f"{path}: cannot be resumed (this file system does not support locks, so that another run may be "
+                f"writing it): remove --resume, or write to another file system with -o"
+            ) from error
         if not is_new:
             raise OutputError(
                 f"{path}: another run may be writing it (this file system does not support locks): if none is, remove "

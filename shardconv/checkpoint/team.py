@@ -1,7 +1,7 @@
 """The processes that write one split checkpoint: one, unless a launcher such as torchrun started several.
 
-Owns what they would have to agree on. :mod:`shardconv.runtime.split_team` has several processes; this module does not
-know how they communicate.
+Defines the facts that processes compare and the interface of a team. :mod:`shardconv.runtime.split_team` implements
+the team of several processes with torch.distributed; nothing here depends on torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ Rows = tuple[tuple[str, ...], ...]
 
 
 def facts(*splits: tuple[Source, Manifest]) -> dict[str, object]:
-    """What has to be the same for processes that split sources together: plural name to value."""
+    """Facts that are equal in all processes that split sources together: plural name to value."""
     return {
         "checkpoints or options": [to_json(replace(manifest, source_name=""), "") for _, manifest in splits],
         "auxiliary files": [auxiliary_checksums(source) for source, _ in splits],
@@ -37,7 +37,7 @@ class Team:
     Attributes:
         size: number of processes.
         is_first: whether this process reports the result.
-        is_leader: whether this process writes what does not belong to one rank: auxiliary files and the manifest.
+        is_leader: whether this process writes the auxiliary files and the manifest of its folder.
     """
 
     size = 1
@@ -45,19 +45,19 @@ class Team:
     is_leader = True
 
     def meet(self, target: Path, facts: Callable[[], Mapping[str, object]]) -> None:
-        """Check that all processes would write the same checkpoint, and find those that write the same folder.
+        """Check that all processes write the same checkpoint, and detect those that share a folder with this one.
 
         Args:
-            target: the folder that this process would write.
-            facts: computes what has to be the same in all processes: plural name to value, which JSON can represent.
+            target: the folder that this process writes.
+            facts: computes the facts that are compared: plural name to a value that JSON can represent.
         """
 
     def folder_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of ``ranks`` that the folder of this process will have."""
+        """The subset of ``ranks`` in the folder of this process."""
         return ranks
 
     def own_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of ``ranks`` whose files this process writes."""
+        """The subset of ``ranks`` whose files this process writes."""
         return ranks
 
     def staging(

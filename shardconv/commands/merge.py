@@ -4,7 +4,7 @@ from typing import Unpack
 
 import click
 
-from shardconv.commands.notes import dry_run_notes, resume_notes
+from shardconv.commands.notes import dry_run_notes, resume_notes, written
 from shardconv.commands.options import (
     SOURCE_PATH,
     SourcePath,
@@ -17,7 +17,7 @@ from shardconv.commands.options import (
 from shardconv.commands.sections import Command
 from shardconv.commands.source_progress import source_progress
 from shardconv.console import Console
-from shardconv.formatting import counted, rate, size
+from shardconv.formatting import counted, size
 
 
 class _MergeFlags(WriteFlags):
@@ -59,7 +59,7 @@ def merge(
     }[report.is_identical]
     origin = "; ".join(report.derived) or origin
     origin = f"from rank files that {report.saved_by} saved" if report.saved_by else origin
-    verb = "would be written" if report.dry_run else rate(report.num_bytes - report.resumed_bytes, report.seconds)
+    verb = written(report, report.num_bytes)
     line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {origin}; {verb}"
     adapters = [f"with {counted(len(report.adapters), 'adapter')}: {', '.join(report.adapters)}"] * bool(
         report.adapters

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardconv.checkpoint.chosen_ranks import name_ranks
-from shardconv.formatting import counted, size, sizes
+from shardconv.formatting import counted, rate, size, sizes
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.merge import MergeReport
@@ -40,6 +40,16 @@ def dry_run_notes(report: "WriteReport", *, overwrite: bool) -> list[str]:
     if not (report.dry_run and report.destination_exists):
         return []
     return [f"{report.path} exists: {'it would be replaced' if overwrite else '--overwrite would be needed'}"]
+
+
+def written(report: "WriteReport", num_bytes: int) -> str:
+    """The duration and the rate of what a run wrote; without them for a dry run.
+
+    Args:
+        report: of the run.
+        num_bytes: bytes of the tensors, with those that an interrupted run had written.
+    """
+    return "would be written" if report.dry_run else rate(max(num_bytes - report.resumed_bytes, 0), report.seconds)
 
 
 def resume_notes(report: "WriteReport") -> list[str]:

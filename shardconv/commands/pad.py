@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 import click
 
 from shardconv.commands.check_source import CHECK_MODEL
-from shardconv.commands.notes import dry_run_notes, notes, padding_notes, resume_notes
+from shardconv.commands.notes import dry_run_notes, notes, padding_notes, resume_notes, written
 from shardconv.commands.options import (
     SOURCE_PATH,
     SourcePath,
@@ -21,7 +21,7 @@ from shardconv.commands.options import (
 from shardconv.commands.sections import CHECKS, PLAN, Command, section
 from shardconv.console import Console
 from shardconv.exits import ImportPhase
-from shardconv.formatting import rate, size
+from shardconv.formatting import size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.pad import Check
@@ -94,7 +94,7 @@ def pad(
             progress=progress,
             **options,
         )
-    verb = "would be written" if report.dry_run else rate(report.source_bytes, report.seconds)
+    verb = written(report, report.source_bytes)
     changes = [f"{one.field} from {one.before} to {one.after}" for one in report.config if one.before is not None]
     added = [f"{one.field} = {one.after}" for one in report.config if one.before is None]
     console.report(
@@ -134,7 +134,7 @@ def unpad(
     console = Console(as_json=as_json, quiet=quiet)
     with console.progress("unpad") as progress:
         report = run(src, output, progress=progress, **options)
-    verb = "would be written" if report.dry_run else rate(report.num_bytes, report.seconds)
+    verb = written(report, report.num_bytes)
     origin = "; ".join(report.derived) or "the source's bytes"
     line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {origin}; {verb}"
     console.report(report, [line, *resume_notes(report), *dry_run_notes(report, overwrite=options["overwrite"])])

@@ -4,7 +4,15 @@ from typing import Unpack
 
 import click
 
-from shardconv.commands.notes import dry_run_notes, engine_note, layout_note, padding_notes, rank_files, resume_notes
+from shardconv.commands.notes import (
+    dry_run_notes,
+    engine_note,
+    layout_note,
+    padding_notes,
+    rank_files,
+    resume_notes,
+    written,
+)
 from shardconv.commands.options import (
     SOURCE_PATH,
     SourcePath,
@@ -23,7 +31,7 @@ from shardconv.commands.options import (
 from shardconv.commands.sections import Command
 from shardconv.commands.source_progress import source_progress
 from shardconv.console import Console
-from shardconv.formatting import counted, rate, size
+from shardconv.formatting import counted, size
 
 
 class _ReshardFlags(WriteFlags):
@@ -71,7 +79,7 @@ def reshard(
     console = Console(as_json=as_json, quiet=quiet)
     with source_progress(console, "reshard") as progress:
         report = run(src, output, progress=progress, **options)
-    verb = "would be written" if report.dry_run else rate(report.num_bytes, report.seconds)
+    verb = written(report, report.num_bytes)
     console.report(
         report,
         [

@@ -17,6 +17,7 @@ from shardconv.commands.notes import (
     padding_notes,
     rank_files,
     resume_notes,
+    written,
 )
 from shardconv.commands.options import (
     PATH,
@@ -39,7 +40,7 @@ from shardconv.commands.sections import ADAPTERS, CHECKS, OUTPUT, Command, secti
 from shardconv.commands.source_progress import source_progress
 from shardconv.console import Console
 from shardconv.exits import ImportPhase
-from shardconv.formatting import counted, rate, size
+from shardconv.formatting import counted, size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.team import Team
@@ -121,7 +122,7 @@ def split(
     if not team.is_first:
         return
     num_bytes = report.source_bytes if len(report.ranks) == report.tp else sum(report.rank_bytes)
-    verb = "would be written" if report.dry_run else rate(max(num_bytes - report.resumed_bytes, 0), report.seconds)
+    verb = written(report, num_bytes)
     warnings = notes(report.assumed, report.left_out)
     console.report(
         report,
@@ -146,7 +147,7 @@ def split(
 
 def _team() -> "AbstractContextManager[Team]":
     """The processes that torchrun started for this split; this process alone without torchrun."""
-    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         from shardconv.checkpoint.team import Team
 
         return nullcontext(Team())

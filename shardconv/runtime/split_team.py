@@ -1,15 +1,16 @@
 """Processes under torchrun that write one split checkpoint together.
 
-Owns how they find out which of them share a disk, and how the failure of one ends all. Values travel through the store
-of torch.distributed; a gloo group notices when a process has died, as its connections are closed.
+Detects which processes share a disk, and stops all processes if one fails. Values are exchanged through the store of
+torch.distributed; a gloo group detects a process that has died, as its connections are closed.
 """
 
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,21 +20,26 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.staging import joined_staging
+from shardconv.checkpoint.staging import as_output_errors, joined_staging
 from shardconv.checkpoint.team import Rows, Team
 from shardconv.checkpoint.write import checksum
 from shardconv.errors import PeerError, RunError, UsageError
 
-#: How long a process waits for the slowest one. Processes that have died are noticed at once.
+#: Time that a process waits for the slowest one. Processes that have died are detected at once.
 _PATIENCE = timedelta(days=2)
-#: Seconds between two looks at whether another process has failed.
+#: Seconds between two checks for a failure of another process.
 _LOOK_SECONDS = 0.2
 #: Seconds in which the other processes stop, before the folder of a failed split is removed.
 _STOP_SECONDS = 3.0
+_ADDRESS = "MASTER_ADDR"
+#: Variables that torchrun sets, and the form of those that are numbers.
+_VARIABLES = ("RANK", "WORLD_SIZE", _ADDRESS, "MASTER_PORT")
+_NUMBER = re.compile(r"[0-9]{1,5}")
+_REMEDY = "start the processes with torchrun, or unset RANK to split in one process"
 
 
 class SplitTeam(Team):
-    """Processes that write a split checkpoint together, seen from this one.
+    """The team of the processes that write a split checkpoint together.
 
     Args:
         store: the store of all processes.
@@ -76,18 +82,16 @@ class SplitTeam(Team):
         self._members = self._find_members(target.absolute().parent)
 
     def _find_members(self, folder: Path) -> list[int]:
-        """The processes that see the same folder as this one: those that see a new file of one of them."""
+        """The processes that share a folder with this one: a new file that one of them creates is there for all."""
         others = list(range(self.size))
         while True:
             leader = others[0]
             name = self._exchange(f".shardconv-{secrets.token_hex(8)}")[leader]  # no system has cached its absence
-            if self._rank == leader:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / name).touch()
-            self._wait()
-            sees = self._exchange((folder / name).exists())
-            if self._rank == leader:
-                (folder / name).unlink()
+            with _new_file(folder / name) if self._rank == leader else nullcontext():
+                self._wait()
+                with as_output_errors(folder):
+                    is_there = (folder / name).exists()
+                sees = self._exchange(is_there)
             members = [process for process in others if sees[process]]
             others = [process for process in others if not sees[process]]
             if self._rank in members:
@@ -139,7 +143,7 @@ class SplitTeam(Team):
         return [json.loads(self._store.get(f"{self._step}/{process}")) for process in range(self.size)]
 
     def _wait(self) -> None:
-        """Wait until all processes are here.
+        """Wait until all processes call this method.
 
         Raises:
             PeerError: if another process fails meanwhile.
@@ -179,7 +183,7 @@ class SplitTeam(Team):
             raise PeerError("another process failed and reported why")
 
     def leave(self) -> None:
-        """Leave, which ends the store of the first process: it waits for those that still look into it."""
+        """Leave the team; the first process, which has the store, waits until all others have left."""
         with suppress(RuntimeError):
             self._store.add("left", 1)
             end = time.monotonic() + _STOP_SECONDS
@@ -188,7 +192,7 @@ class SplitTeam(Team):
 
     @contextmanager
     def fails_together(self) -> Iterator[None]:
-        """End all processes if one fails; the first that fails raises its error, all others PeerError."""
+        """Stop all processes if one fails: the first to fail raises its error, all others raise PeerError."""
         try:
             yield
         except BaseException as error:
@@ -197,7 +201,7 @@ class SplitTeam(Team):
             raise
 
     def _fail(self) -> bool:
-        """Tell the other processes that this one has failed, and wait until they have noticed it.
+        """Report the failure of this process to the others, and wait until they have stopped.
 
         Returns:
             Whether one of them has failed before.
@@ -221,13 +225,51 @@ class SplitTeam(Team):
             raise
 
 
+@contextmanager
+def _new_file(path: Path) -> Iterator[None]:
+    """An empty file that exists in this context.
+
+    Raises:
+        OutputError: if it cannot be created or removed.
+    """
+    with as_output_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.touch()
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
 def _lost() -> RunError:
     return RunError("another process was killed, or its host failed: see its output, and start all processes again")
 
 
+def _check_variables() -> None:
+    """Check the variables that torchrun sets.
+
+    Raises:
+        UsageError: if one is not set, or is not a number in its range.
+    """
+    for name in _VARIABLES:
+        text = os.environ.get(name, "")
+        if not text:
+            raise UsageError(f"{name} is not set (expected the variables that torchrun sets): {_REMEDY}")
+        if name != _ADDRESS and not _NUMBER.fullmatch(text):
+            raise UsageError(f"{name} is malformed (got {text!r:.60}, expected a number): {_REMEDY}")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= size:
+        raise UsageError(f"RANK is too large (got {rank}, expected less than the WORLD_SIZE of {size}): {_REMEDY}")
+
+
 @contextmanager
 def join() -> Iterator[Team]:
-    """Join the processes that torchrun started, for one split."""
+    """Join the processes that torchrun started, for one split.
+
+    Raises:
+        UsageError: if the variables that torchrun sets are incomplete or malformed.
+    """
+    _check_variables()
     store, rank, size = next(iter(rendezvous("env://", timeout=_PATIENCE)))
     store.set_timeout(_PATIENCE)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("TORCHELASTIC_RESTART_COUNT", "")

@@ -212,6 +212,23 @@ def test_overwrite_flushes_the_result_before_it_removes_the_checkpoint(job, targ
     assert synced[-1] == (target.parent, True)
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=type)
+def test_nothing_is_kept_after_the_result_has_its_final_name(job, target, monkeypatch, error):
+    """Not the replaced checkpoint either: there is nothing to resume."""
+
+    def fail_at_the_end(path: Path) -> None:
+        if path == target.parent:
+            raise error
+
+    put_checkpoint(target)
+    monkeypatch.setattr(staging, "sync_folder", fail_at_the_end)
+    result = job.call(target, "--overwrite", "--resume")
+    assert result.code != 0
+    assert "finished stripes are kept" not in result.err
+    assert beside(target) == [target.name]
+    assert contents(target) == job.expected
+
+
 # --- what comes to the destination meanwhile, or lies beside it -----------------------------------------------------
 
 
@@ -417,6 +434,25 @@ def test_file_systems_without_locks(job, target, monkeypatch):
     assert f"remove {remains}" in result.err
     shutil.rmtree(remains)
     check_done(job.call(target, "--overwrite"), job, target)
+
+
+def test_no_run_can_be_resumed_on_file_systems_without_locks(job, target, monkeypatch):
+    """The first run refuses it, as the next could not tell whether the first still runs; nothing is left or removed."""
+    killed = target.parent / ".result.partial"
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(staging.fcntl, "flock", refuse)
+    result = job.call(target, "--resume")
+    assert (result.code, "cannot be resumed (this file system does not support locks" in result.err) == (1, True)
+    assert not killed.exists()
+    killed.mkdir()
+    (killed / ".shardconv").touch()
+    result = job.call(target, "--resume")
+    assert (result.code, "remove --resume, or write to another file system" in result.err) == (1, True)
+    assert str(killed) not in result.err
+    assert [path.name for path in killed.iterdir()] == [".shardconv"]
 
 
 def test_staging_folder_that_is_replaced_during_the_run(job, target, monkeypatch):

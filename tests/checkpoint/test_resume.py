@@ -6,6 +6,7 @@ The result is that of an uninterrupted run, and stripes that were on the disk ar
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from shardconv.checkpoint import job as job_module
 from shardconv.checkpoint import staging
 from shardconv.checkpoint.copy import CopyJob
 from shardconv.checkpoint.shards import ShardWriter
+from shardconv.commands import notes
 from shardconv.errors import OutputError
 from tests.support.checkpoints import (
     contents,
@@ -633,6 +635,25 @@ def test_every_form(made, others, target, words):
     assert len(before & copied.stripes) <= (1 if "adapter" in " ".join(words) else 0)
     read = contents if expected.is_dir() else Path.read_bytes
     assert read(target) == read(expected)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["merge", "{made}/split"], ["reshard", "{made}/split", "--tp", "4"], *FORMS[-2:]],
+    ids=lambda words: words[0],
+)
+def test_rate_is_that_of_the_bytes_that_are_copied(made, others, target, monkeypatch, words):
+    monkeypatch.setattr(notes, "rate", lambda num_bytes, _: f"at {num_bytes} B")
+    monkeypatch.setattr(notes, "size", lambda num_bytes: f"{num_bytes} B")
+    arguments = [word.format(made=made, others=others) for word in words]
+    job = Job(arguments, shardconv.split, Path(arguments[1]), {})
+    outputs = [call(*arguments, "-o", target.parent.parent / target.name).out]
+    interrupt(job, target, 4)
+    outputs.append(job.call(target, "--resume").out)
+    whole, rest = (int(re.search(r"at (\d+) B", text)[1]) for text in outputs)
+    kept = int(re.search(r"resumed: (\d+) B", outputs[1])[1])
+    assert 0 < kept < whole
+    assert rest == whole - kept
 
 
 def test_changed_settings_of_an_adapter_that_is_merged(others, tmp_path, target):

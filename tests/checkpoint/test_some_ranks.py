@@ -4,6 +4,7 @@ Rank files are compared with those of a split for all ranks, merged files with t
 """
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -15,9 +16,11 @@ from safetensors.numpy import load_file, save_file
 import shardconv
 from shardconv.checkpoint import geometry as byte_ranges
 from shardconv.checkpoint.chosen_ranks import choose_ranks
+from shardconv.checkpoint.copy import Scratch
 from shardconv.checkpoint.fileio import LocalFile
 from shardconv.checkpoint.geometry import geometry
 from shardconv.checkpoint.layout import MANIFEST_NAME
+from shardconv.checkpoint.loadable import open_loadable
 from shardconv.checkpoint.manifest_file import read_manifest
 from shardconv.errors import OutputError, SplitCheckpointError, UsageError
 from tests.support.checkpoints import DEMO, contents, llama_config, llama_specs, write_checkpoint
@@ -99,6 +102,35 @@ def test_quantized_layers(tmp_path, name):
         assert shardconv.verify(folder, against=source).differences == ()
     shardconv.merge(folders, tmp_path / "back")
     assert contents(tmp_path / "back") == contents(source)
+
+
+@pytest.mark.parametrize("gap_bytes", cases([1, 2**20], lambda gap_bytes: gap_bytes > 1))
+@pytest.mark.parametrize("name", ["gptq-2-one-group", "gptq-3", "gptq-4-act-order"])
+def test_quantized_layers_of_ranks_that_are_not_adjacent(tmp_path, monkeypatch, name, gap_bytes):
+    """Values between those of the ranks, which no rank has, are not compared; those of the ranks are."""
+    monkeypatch.setattr(byte_ranges, "GAP_BYTES", gap_bytes)
+    geometry.cache_clear()
+    take = Scratch.take
+
+    def take_used(scratch, name, size):
+        buffer = take(scratch, name, size)
+        buffer[:] = b"\xa5" * size
+        return buffer
+
+    monkeypatch.setattr(Scratch, "take", take_used)
+    source = Path(__file__).parents[1] / "data" / "quantized" / name
+    shardconv.split(source, tmp_path / "some", tp=4, ranks="0,2", checksums=False)
+    assert shardconv.verify(tmp_path / "some").differences == ()
+    assert shardconv.verify(tmp_path / "some", against=source).differences == ()
+    path = tmp_path / "some" / "rank-2-of-4.safetensors"
+    data = bytearray(path.read_bytes())
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:start])
+    index = next(name for name in header if name.endswith("o_proj.g_idx"))
+    struct.pack_into("<i", data, start + header[index]["data_offsets"][0], 99)
+    path.write_bytes(data)
+    differences = shardconv.verify(tmp_path / "some").differences
+    assert any(f"{index}: input feature " in text and "is in group " in text for text in differences), differences
 
 
 def test_checksums_are_those_of_a_split_for_all_ranks(source, tmp_path):
@@ -237,6 +269,29 @@ def test_merge_of_several_folders(source, tmp_path, hosts, checksums):
     assert contents(tmp_path / "back") == contents(source)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_merge_of_a_folder_with_all_ranks_and_one_with_some(source, tmp_path, order):
+    """The ranks that both have are compared as replicas."""
+    folders = split(source, tmp_path, "0-3", "1")
+    shardconv.merge([folders[at] for at in order], tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+    shutil.rmtree(folders[1])
+    other = write_checkpoint(tmp_path / "other", parts=2, seed=7)
+    folders[1] = split(other, tmp_path / "b", "1")[0]
+    with pytest.raises(SplitCheckpointError, match=r"was split from another source .*different bytes of|differs from"):
+        shardconv.merge([folders[at] for at in order], tmp_path / "wrong")
+
+
+def test_ranks_that_load_folders_of_different_kinds(source, tmp_path):
+    """The kinds differ, so an error names them; folders with different ranks have the same facts."""
+    folders = split(source, tmp_path, "0-3", "0-1", "2-3")
+    whole, *some = (open_loadable(folder, tp=None, options={}).facts() for folder in folders)
+    assert some[0] == some[1]
+    assert (whole["kinds of folders"], some[0]["kinds of folders"]) == (
+        "a folder with all ranks", "a folder with some of the ranks",
+    )  # fmt: skip
+
+
 def test_reshard_of_several_folders(source, tmp_path):
     folders = split(source, tmp_path, "2-3", "0-1")
     shardconv.split(source, tmp_path / "expected", tp=2)
@@ -250,6 +305,25 @@ def test_commands_take_several_folders(source, tmp_path):
     assert contents(tmp_path / "back") == contents(source)
     assert call("reshard", *folders, "--tp", 1, "-o", tmp_path / "one").code == 0
     assert shardconv.verify(tmp_path / "one", against=source).differences == ()
+
+
+def test_resumed_with_the_folders_in_another_order(source, tmp_path, monkeypatch):
+    """The copy is the same, whichever folder is the first; with another manifest in any of them it is not."""
+    folders = split(source, tmp_path, "0-1", "2-3")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", failing(os.pwrite, 20))
+        with pytest.raises(OutputError):
+            shardconv.merge(folders, tmp_path / "back", resume=True, threads=1)
+    assert (tmp_path / ".back.partial").exists()
+    for folder in folders:
+        manifest = folder / MANIFEST_NAME
+        before = manifest.stat().st_mtime_ns
+        os.utime(manifest, ns=(before, before + 10**9))
+        with pytest.raises(OutputError, match=r"shardconv\.json is not as in the interrupted run"):
+            shardconv.merge(folders, tmp_path / "back", resume=True)
+        os.utime(manifest, ns=(before, before))
+    assert shardconv.merge(folders[::-1], tmp_path / "back", resume=True).resumed_bytes > 0
+    assert contents(tmp_path / "back") == contents(source)
 
 
 REFUSED = {
@@ -372,6 +446,8 @@ WRONG_RANKS = {
     "1-2-3": "--ranks is malformed",
     "0,0": "--ranks has rank 0 twice",
     "0-2,1": "--ranks has rank 1 twice",
+    "9" * 5000: "--ranks is malformed (got '999",
+    f"0-{'9' * 5000}": "--ranks is malformed (got '0-999",
 }
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 import shardconv
+from shardconv.errors import PeerError, UsageError
+from shardconv.runtime import split_team
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import ENVIRONMENT, Result, call, finish, start
 from tests.support.faults import SLOW
@@ -222,6 +224,46 @@ def test_one_error_for_all(source, tmp_path, what):
     results = team(*([source, "--tp", 4, "-o", tmp_path / str(at) / "out", *one] for at, one in enumerate(options)))
     check_failed(results, message)
     assert not any(path.is_file() or path.name == "out" for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_folder_that_cannot_be_written(source, tmp_path, process):
+    """The parent of one process's destination is a file; the file that finds shared disks is removed."""
+    (tmp_path / "file").write_text("")
+    folders = [tmp_path / "good"] * 2
+    folders[process] = tmp_path / "file"
+    results = team(*([source, "--tp", 2, "-o", folder / "out"] for folder in folders))
+    check_failed(results, "file.*: cannot be written|exists and is not a folder")
+    assert left(tmp_path) in (["file"], ["file", "good"])
+
+
+def test_file_that_finds_shared_disks_is_removed_after_an_error(tmp_path):
+    context = split_team._new_file(tmp_path / "new" / "file")
+    context.__enter__()
+    assert left(tmp_path) == ["new", "new/file"]
+    assert not context.__exit__(PeerError, PeerError("another process failed"), None)  # the error goes on
+    assert left(tmp_path) == ["new"]
+
+
+WRONG_VARIABLES = {
+    "no address": ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+    "no port": ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
+    "text": ({"WORLD_SIZE": "two"}, "WORLD_SIZE is malformed (got 'two', expected a number)"),
+    "negative": ({"RANK": "-1"}, "RANK is malformed (got '-1', expected a number)"),
+    "too large": ({"RANK": "2"}, "RANK is too large (got 2, expected less than the WORLD_SIZE of 2)"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_VARIABLES)
+def test_variables_that_torchrun_did_not_set(monkeypatch, what):
+    changes, message = WRONG_VARIABLES[what]
+    for name, value in {**variables(0, 2, free_port()), **changes}.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=re.escape(message)), split_team.join():
+        pass
 
 
 def test_destination_exists(source, tmp_path):
