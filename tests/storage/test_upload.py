@@ -11,7 +11,8 @@ from obstore.store import LocalStore
 
 from shardconv.errors import OutputError
 from shardconv.storage import parts, upload
-from shardconv.storage.upload import Key, UploadFiles
+from shardconv.storage.upload import UploadFiles
+from shardconv.storage.write_requests import Key
 from tests.support.matrix import MATRIX
 
 
