@@ -9,7 +9,7 @@ import pytest
 
 import shardconv
 from shardconv.errors import OutputError
-from shardconv.storage import remote_output, write_requests
+from shardconv.storage import remote_output, stores, write_requests
 from tests.storage.written import PART, check_nothing_left, failing, without_identity
 from tests.support.checkpoints import contents
 from tests.support.command import call, finish, start
@@ -152,3 +152,13 @@ def test_a_lock_of_another_tool_is_one_error(made, s3, data):
     result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/foreign")
     assert (result.code, result.err.count("\n")) == (1, 1)
     assert "s3://bucket/out/foreign: another run is writing it: wait until it finishes" in result.err
+
+
+def test_a_store_without_conditional_writes_is_one_error(made, s3, monkeypatch):
+    monkeypatch.setattr(stores, "RETRIES", {**stores.RETRIES, "max_retries": 1})
+    s3.fault = failing("lock", "501")
+    result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/conditions")
+    assert (result.code, result.err.count("\n")) == (1, 1)
+    assert "the store does not support conditional writes" in result.err
+    assert "write to a local folder" in result.err
+    check_nothing_left(s3, "out/conditions")
