@@ -101,6 +101,9 @@ class RemoteOutput:
                 raise OutputError(left) from error
             error.add_note(left)
             raise
+        finally:
+            for files in self._files:
+                files.release()
 
     @contextmanager
     def _staging(self) -> Iterator[Path]:

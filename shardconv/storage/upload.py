@@ -174,8 +174,12 @@ class UploadFiles:
         self.uploads = [
             Upload(key, num_bytes, size, self._memory, self._room) for key, num_bytes in zip(keys, sizes, strict=True)
         ]
-        for upload, prefix in zip(self.uploads, prefixes, strict=True):
-            upload.write(memoryview(prefix), 0)
+        try:
+            for upload, prefix in zip(self.uploads, prefixes, strict=True):
+                upload.write(memoryview(prefix), 0)
+        except BaseException:
+            self._memory.trim()
+            raise
 
     def write_ranges(self, number: int, data: memoryview, ranges: Iterable[tuple[int, int]]) -> None:
         """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
@@ -207,9 +211,13 @@ class UploadFiles:
         late = finish({upload.task: upload.key.shown for upload in self.uploads if upload.task is not None})
         return [*late, *finish({submit(upload.abort()): upload.key.shown for upload in self.uploads})]
 
+    def release(self) -> None:
+        """Give back memory, also after an error."""
+        self._memory.trim()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Release memory: all is written; the files are completed or aborted with the folder that they belong to."""
-        self._memory.trim()
+        self.release()
