@@ -75,6 +75,16 @@ def _is_url(value: object) -> bool:
 
 
 @contextmanager
+def local_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """The local path of a checkpoint: for a URL, that of stand-ins, with the contents of small files."""
+    if is_url(path):
+        with mirrored(os.fspath(path), contents=True) as folder:
+            yield folder
+    else:
+        yield Path(path)
+
+
+@contextmanager
 def mirrored(url: str, *, contents: bool = False) -> Iterator[Path]:
     """The local path of the stand-ins of a remote file or folder.
 

@@ -6,6 +6,7 @@ memory; the conversion takes place after the model is built and before its tenso
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from shardconv.checkpoint.loadable import Loadable, open_loadable
 from shardconv.checkpoint.manifest_json import to_json
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath
-from shardconv.checkpoint.remote import reads_remote
+from shardconv.checkpoint.remote import local_folder
 from shardconv.checkpoint.stored_plan import placements_in_memory, runnable_plan
 from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.model import convert_with_request
@@ -42,7 +43,6 @@ from shardconv.runtime.ranks import connect_ranks
 from shardconv.storage.table import shown
 
 
-@reads_remote("path", contents=True)
 def load(
     path: StrPath,
     *,
@@ -106,32 +106,42 @@ def load(
         >>> model = shardconv.load("llama-tp2")  # doctest: +SKIP
         >>> model = shardconv.load("llama", tp=2)  # doctest: +SKIP
     """
-    place = local_path(path)
-    find = partial(open_loadable, place, tp=tp, options=options)
-    checkpoint, found_device, axis = connect_ranks(place, find, device, group)
-    manifest = checkpoint.manifest
-    plan = run_on_all(axis, partial(runnable_plan, manifest, place, dequantize=dequantize))
-    dequantizer = (
-        run_on_all(axis, partial(Dequantizer.of_rank, manifest, place, plan, axis.rank, dtype)) if dequantize else None
-    )
-    if not dequantize and (model is None or dtype is not None):  # a module of the caller may take the stored values
-        run_on_all(axis, partial(refuse_quantized, manifest, place))
-    applied = None if adapter is None else _open_adapter(adapter, place, manifest.tp, axis, dtype, verify=verify)
-    loading = _Loading(checkpoint, plan, axis, found_device, dtype, dequantizer, applied)
-    total = manifest.rank_layout.rank_bytes[manifest.ranks.index(axis.rank)]
-    reads = verify or checkpoint.source is not None
-    steps = _split_progress(progress, reads + dequantize + loading.is_moved, total)
-    tensors = run_on_all(axis, partial(loading.read_tensors, steps, verify=verify))
-    build = (
-        partial(_build_by_caller, model) if model is not None else _class_builder(loading, unused, trust_remote_code)
-    )
-    loaded = run_on_all(axis, partial(loading.fill, build, tensors, steps[-1] if loading.is_moved else None))
-    if plan.assumed and axis.rank == 0:
-        warnings.warn(f"{shown(place)}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
-    for module in loaded.modules():
-        if isinstance(module, ParallelModule):
-            module.describe_parameters()
-    return loaded.eval()
+    with ExitStack() as stack:
+        find = partial(_open, stack, path, tp, options)
+        checkpoint, found_device, axis = connect_ranks(find, device, group)
+        place = checkpoint.path
+        manifest = checkpoint.manifest
+        plan = run_on_all(axis, partial(runnable_plan, manifest, place, dequantize=dequantize))
+        dequantizer = (
+            run_on_all(axis, partial(Dequantizer.of_rank, manifest, place, plan, axis.rank, dtype))
+            if dequantize
+            else None
+        )
+        if not dequantize and (model is None or dtype is not None):  # a module of the caller may take the stored values
+            run_on_all(axis, partial(refuse_quantized, manifest, place))
+        applied = None if adapter is None else _open_adapter(adapter, place, manifest.tp, axis, dtype, verify=verify)
+        loading = _Loading(checkpoint, plan, axis, found_device, dtype, dequantizer, applied)
+        total = manifest.rank_layout.rank_bytes[manifest.ranks.index(axis.rank)]
+        reads = verify or checkpoint.source is not None
+        steps = _split_progress(progress, reads + dequantize + loading.is_moved, total)
+        tensors = run_on_all(axis, partial(loading.read_tensors, steps, verify=verify))
+        build = (
+            partial(_build_by_caller, model)
+            if model is not None
+            else _class_builder(loading, unused, trust_remote_code)
+        )
+        loaded = run_on_all(axis, partial(loading.fill, build, tensors, steps[-1] if loading.is_moved else None))
+        if plan.assumed and axis.rank == 0:
+            warnings.warn(f"{shown(place)}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
+        for module in loaded.modules():
+            if isinstance(module, ParallelModule):
+                module.describe_parameters()
+        return loaded.eval()
+
+
+def _open(stack: ExitStack, path: StrPath, tp: int | None, options: PlanOptions) -> Loadable:
+    """Open a checkpoint; the local folder that stands for a URL is kept until the stack is closed."""
+    return open_loadable(stack.enter_context(local_folder(path)), tp=tp, options=options)
 
 
 def _open_adapter(

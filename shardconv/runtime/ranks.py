@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,19 +11,18 @@ from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.stored_plan import resolver_of
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
 from shardconv.distributed.groups import has_groups, launched_size
-from shardconv.errors import PlanError, ShardconvError, WorldSizeError
-from shardconv.runtime.agreement import check_same, run_on_all
+from shardconv.errors import PlanError, WorldSizeError
+from shardconv.runtime.agreement import attempt, check_same, run_on_all
 from shardconv.runtime.device import Device, rank_device
 from shardconv.runtime.versions import versions
 
 
 def connect_ranks(
-    path: Path, find: Callable[[], Loadable], device: Device, group: GroupLike
+    find: Callable[[], Loadable], device: Device, group: GroupLike
 ) -> tuple[Loadable, torch.device, Axis]:
     """Open a checkpoint, and check that all ranks have the same one, kind of device and package versions.
 
     Args:
-        path: the checkpoint, for messages.
         find: opens it.
         device: of this rank; None for the default.
         group: the ranks; None for the current tensor axis, else all processes, which are connected if they are not.
@@ -34,25 +32,22 @@ def connect_ranks(
         ShardconvError: on all ranks, if one cannot open the checkpoint, does not have its file or the device, or
             differs.
     """
-    problem: ShardconvError | None = None
-    device_type = "cpu"
-    facts: dict[str, object] = {}
-    try:
+
+    def open_here() -> tuple[Loadable, dict[str, object], torch.device]:
         checkpoint = find()
         _check_size(checkpoint, group)
-        facts = checkpoint.facts()
-        found = rank_device(device)
-        device_type = found.type
-    except WorldSizeError:
-        raise  # on every rank, without communication
-    except ShardconvError as error:
-        problem = error
-    axis = _axis(group, device_type)
+        return checkpoint, checkpoint.facts(), rank_device(device)
+
+    opened, problem = attempt(open_here)
+    if isinstance(problem, WorldSizeError):
+        raise problem  # on every rank, without communication
+    axis = _axis(group, opened[0][2].type if opened else "cpu")
     run_on_all(axis, partial(_raise, problem))
+    checkpoint, facts, found = opened[0]
     own = {f"versions of {package}": version for package, version in versions().items()}
-    check_same(path, axis, {**facts, "kinds of devices": device_type, **own})
+    check_same(checkpoint.path, axis, {**facts, "kinds of devices": found.type, **own})
     run_on_all(axis, partial(checkpoint.check_ranks, [axis.rank]))
-    return checkpoint, found, axis.with_shared_memory() if device_type == "cpu" else axis
+    return checkpoint, found, axis.with_shared_memory() if found.type == "cpu" else axis
 
 
 def _raise(problem: Exception | None) -> None:

@@ -72,8 +72,8 @@ class PartMemory:
         self.condition = threading.Condition()
         self.error: BaseException | None = None
         self._part_bytes = part_bytes
-        self._room = max(MEMORY_BYTES // part_bytes, 2)
         self._taken = MEMORY_BYTES if BUDGET.take(MEMORY_BYTES) else 0
+        self._room = self._taken // part_bytes  # without any, all parts are in the temporary file
         self._free: list[mmap.mmap] = []
         self._is_trimmed = False
         self._num_sending = 0

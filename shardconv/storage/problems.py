@@ -24,6 +24,11 @@ OTHER_RANGE = "the server sent another range than the requested one: run the com
 _CHANGED = "changed while it was read: run the command again"
 _NO_BUCKET = "cannot be written: its bucket or container does not exist: create it"
 
+_NO_CONDITIONS = (
+    "cannot be written: the store does not support conditional writes, or another request that is needed: write to a "
+    "local folder, and upload it by the store's own tools"
+)
+
 #: Types of errors, and types of their causes.
 _KNOWN = {"PreconditionError": _CHANGED, "NotSupportedError": _NO_RANGES, "UnexpectedRange": OTHER_RANGE}
 
@@ -55,14 +60,21 @@ def explain(error: Exception, shown: str) -> SourceError:
         error: of the store.
         shown: the URL that is shown.
     """
-    return SourceError(f"{shown}: {_reason(error, shown.partition(':')[0], 'read')}")
+    return SourceError(f"{shown}: {_reason(error, _scheme(shown), 'read')}")
 
 
 def explain_write(error: Exception, shown: str) -> OutputError:
     """The error for a failed request that writes or deletes; arguments as in :func:`explain`."""
-    missing = is_missing(error)
-    reason = _NO_BUCKET if missing else _reason(error, shown.partition(":")[0], "written")
-    return error if isinstance(error, OutputError) else OutputError(f"{shown}: {reason}")
+    if isinstance(error, OutputError):
+        return error
+    if is_missing(error):
+        return OutputError(f"{shown}: {_NO_BUCKET}")
+    is_refused = type(error).__name__ in {"NotSupportedError", "NotImplementedError"} or _status(error) == "501"
+    return OutputError(f"{shown}: {_NO_CONDITIONS if is_refused else _reason(error, _scheme(shown), 'written')}")
+
+
+def _scheme(shown: str) -> str:
+    return shown.partition(":")[0]
 
 
 def _reason(error: Exception, scheme: str, done: str) -> str:

@@ -4,32 +4,30 @@ Large files are uploaded while they are written (:mod:`~shardconv.storage.upload
 folder, and uploaded at the end in an order that the caller chooses. Names are relative to the destination's folder.
 """
 
-import json
-import os
-import shutil
-import socket
+import asyncio
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from uuid import uuid4
 
 from shardconv.errors import OutputError, ShardconvError, SourceError
 from shardconv.storage import table
 from shardconv.storage.mirror import mirror
 from shardconv.storage.problems import explain_write
 from shardconv.storage.remote_file import RemoteFile
+from shardconv.storage.remote_lock import RemoteLock, create
 from shardconv.storage.requirements import obstore
 from shardconv.storage.stores import list_files, open_store
 from shardconv.storage.transfer import submit
-from shardconv.storage.upload import Key, UploadFiles, finish, request
+from shardconv.storage.upload import UploadFiles
 from shardconv.storage.url import Location
+from shardconv.storage.write_requests import Key, Requests, exists, finish, read
 
 #: Bytes of the largest file that is sent in one request.
 _MAX_REQUEST_BYTES = 32 * 2**20
-_MAX_LOCK_BYTES = 2**16
+#: How often files of an aborted run are looked for and deleted: a request that was given up can still be carried out.
+_NUM_REMOVALS = 3
 _GONE = "was written by another process: choose another path with -o"
 
 
@@ -49,10 +47,13 @@ class RemoteOutput:
     def __init__(self, location: Location) -> None:
         self.location = location
         self._store = open_store(location)
+        self._requests = Requests()
         self._lock_name = f".{location.file}.lock" if location.file else ".shardconv.lock"
+        self._lock = RemoteLock(self._key(self._lock_name), str(location), self._requests)
         self._existing = self._list()
         self._files: list[UploadFiles] = []
-        self._put: list[str] = []
+        self._put: dict[str, bytes | None] = {}
+        self._is_published = False
 
     @contextmanager
     def mirrored(self) -> Iterator[Path]:
@@ -79,21 +80,41 @@ class RemoteOutput:
         Raises:
             OutputError: if another process writes to the destination, or the store refuses a request.
         """
-        self._lock()
-        self._staged = staged = Path(tempfile.mkdtemp(prefix="shardconv-")).resolve()
         try:
-            table.outputs[staged], table.folders[staged] = self, self.location.to("").rstrip("/")
+            self._lock.take()
             if self._list().keys() != self._existing.keys():
                 raise OutputError(f"{self.location}: {_GONE}")
-            yield staged
-            self._publish(order, overwrite=overwrite)
-            self._delete([self._lock_name])
-        except BaseException:
-            self._abort()
+            with self._staging() as staged:
+                yield staged
+                self._publish(order, overwrite=overwrite)
+            self._lock.release()
+        except BaseException as error:
+            if not self._is_published:
+                try:
+                    self._abort(error)
+                except BaseException as second:
+                    second.add_note(f"files in {self.location} and its lock may be left: remove them")
+                    raise
+                raise
+            left = f"{self.location}: is written, but its lock {self._lock.key.shown} could not be removed: remove it"
+            if isinstance(error, ShardconvError):
+                raise OutputError(left) from error
+            error.add_note(left)
             raise
         finally:
-            del table.outputs[staged], table.folders[staged]
-            shutil.rmtree(staged, ignore_errors=True)
+            for files in self._files:
+                files.release()
+
+    @contextmanager
+    def _staging(self) -> Iterator[Path]:
+        """Provide the local folder for new files."""
+        with tempfile.TemporaryDirectory(prefix="shardconv-", ignore_cleanup_errors=True) as folder:
+            self._staged = staged = Path(folder).resolve()
+            table.outputs[staged], table.folders[staged] = self, self.location.to("").rstrip("/")
+            try:
+                yield staged
+            finally:
+                del table.outputs[staged], table.folders[staged]
 
     def open(self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int]) -> UploadFiles:
         """Start new files; arguments as those of :class:`~shardconv.checkpoint.output_files.OutputFiles`."""
@@ -116,87 +137,92 @@ class RemoteOutput:
             raise OutputError(str(error)) from None
         return {name: file for name, file in files.items() if name != self._lock_name}
 
-    def _lock(self) -> None:
-        """Create the lock.
-
-        Raises:
-            OutputError: if there is one.
-        """
-        started = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-        owner = {"host": socket.gethostname(), "process": os.getpid(), "started": started, "token": uuid4().hex}
-        if (other := self._create(self._lock_name, json.dumps(owner).encode())) is None:
-            return
-        found = {}
-        with suppress(ValueError):
-            found = json.loads(other)
-        since = f" since {found['started']} on {found['host']}" if found.keys() >= owner.keys() else ""
-        raise OutputError(
-            f"{self.location}: another run is writing it{since}: wait until it finishes, or if it was killed, remove "
-            f"{self.location.to(self._lock_name)}"
-        )
-
-    def _create(self, name: str, data: bytes) -> bytes | None:
-        """Write a file unless it exists; returns what another process wrote."""
-        key = self._key(name)
-
-        async def create() -> None:
-            with suppress(obstore().exceptions.AlreadyExistsError):
-                await obstore().put_async(key.store, key.name, data, mode="create")
-
-        request(create, key.shown)
-        try:  # a request that is repeated after a lost answer finds what it wrote itself
-            found = RemoteFile(*key).read_all(max(_MAX_LOCK_BYTES, len(data)))
-        except SourceError as error:
-            raise OutputError(str(error)) from None
-        return None if found == data else found
-
     def _publish(self, order: Callable[[str], int], *, overwrite: bool) -> None:
         """Make the new files visible, and remove the old ones."""
         for files in self._files:
             files.flush()
+        self._lock.check()
+        try:
+            self._replace(order, overwrite=overwrite)
+        except BaseException as error:
+            if self._existing:
+                error.add_note("what was there is partly removed: run the command again")
+            raise
+        self._is_published = True
+
+    def _replace(self, order: Callable[[str], int], *, overwrite: bool) -> None:
         staged = self._staged
         small = [path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file()]
         large = {upload.key.name for files in self._files for upload in files.uploads}
         old = [name for name in self._existing if self._key(name).name not in large and name not in small]
         made = sorted((name for name in self._existing if order(name)), key=order, reverse=True)
         self._delete(made)
-        try:
-            for files in self._files:
-                files.complete()
-            self._delete([name for name in old if name not in made])
-            for name in sorted(small, key=lambda name: (order(name), -name.count("/"))):
-                self._upload(staged / name, name, is_last=order(name) == max(map(order, small)) and not overwrite)
-        except ShardconvError as error:
-            if self._existing:
-                error.args = (f"{error}; what was there is partly removed: run the command again",)
-            raise
+        for files in self._files:
+            files.complete()
+        self._lock.check()
+        self._delete([name for name in old if name not in made])
+        for name in sorted(small, key=lambda name: (order(name), -name.count("/"))):
+            self._upload(staged / name, name, is_last=order(name) == max(map(order, small)) and not overwrite)
 
     def _upload(self, path: Path, name: str, *, is_last: bool) -> None:
         key = self._key(name)
-        self._put.append(name)
         if is_last and path.stat().st_size <= _MAX_REQUEST_BYTES:
-            if self._create(name, path.read_bytes()) is not None:
-                self._put.remove(name)
+            self._put[name] = data = path.read_bytes()
+            if create(key, data, self._requests) is not None:
                 raise OutputError(f"{key.shown}: {_GONE}")
             return
+        self._put[name] = None
         is_multipart = path.stat().st_size > _MAX_REQUEST_BYTES
-        put = partial(obstore().put_async, key.store, key.name, path, use_multipart=is_multipart)
-        request(put, key.shown)
+        self._requests.run(
+            partial(obstore().put_async, key.store, key.name, path, use_multipart=is_multipart), key.shown
+        )
 
     def _delete(self, names: Collection[str]) -> None:
         if names:
             keys = [self._key(name).name for name in names]
-            request(partial(obstore().delete_async, self._store, keys), str(self.location))
+            self._requests.run(partial(obstore().delete_async, self._store, keys), str(self.location))
 
-    def _abort(self) -> None:
-        """Remove everything that was written; an error does not replace the one that led here."""
+    def _abort(self, error: BaseException) -> None:
+        """Remove everything that was written; the error stays the one to report, with a note of what may be left."""
+        if not self._lock.is_requested:
+            return
+        left = self._requests.finish()
         for files in self._files:
-            files.abort()
+            left += files.abort()
+        removal = submit(self._remove())
+        if finish({removal: ""}) or removal.exception() is not None:
+            left += [*(key.shown for key, _ in self._written()), self._lock.key.shown]
+        else:
+            left += removal.result()
+        if left:
+            error.add_note(f"may be left: {_joined(left)}: remove these files unless another run wrote them")
 
-        async def delete() -> None:
-            with suppress(Exception):
-                await obstore().delete_async(
-                    self._store, [self._key(name).name for name in (*self._put, self._lock_name)]
-                )
+    def _written(self) -> list[tuple[Key, bytes | None]]:
+        """The files that may be visible, with their bytes if another process may have written one of that name."""
+        uploads = [(upload.key, None) for files in self._files for upload in files.uploads if upload.is_completing]
+        return [*uploads, *((self._key(name), data) for name, data in self._put.items())]
 
-        finish([submit(delete())])
+    async def _remove(self) -> list[str]:
+        """Delete visible files of this run, and then its lock; returns the URLs of the files that remain.
+
+        Without the lock, files may be those of another run, and are not deleted.
+        """
+        is_held, written = await self._lock.is_held(), self._written()
+        for _ in range(_NUM_REMOVALS):
+            there = await asyncio.gather(*(_is_there(key, data) for key, data in written))
+            found = [key for (key, _), is_there in zip(written, there, strict=True) if is_there]
+            if not found or not is_held:
+                break
+            await obstore().delete_async(self._store, [key.name for key in found])
+        if is_held:
+            await self._lock.remove()
+        return [key.shown for key in found]
+
+
+async def _is_there(key: Key, data: bytes | None) -> bool:
+    """Whether a file exists, with these bytes if there are any."""
+    return await exists(key) if data is None else await read(key) == data
+
+
+def _joined(urls: Collection[str]) -> str:
+    return ", ".join(dict.fromkeys(urls))

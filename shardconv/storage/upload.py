@@ -2,34 +2,23 @@
 
 import asyncio
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from shardconv.errors import OutputError
 from shardconv.storage.parts import Part, PartMemory, no_room, part_bytes
 from shardconv.storage.problems import explain_write
 from shardconv.storage.requirements import obstore
 from shardconv.storage.transfer import submit, wait
+from shardconv.storage.write_requests import Key, finish
 
 if TYPE_CHECKING:
     from obstore import AsyncWritableFile
-    from obstore.store import ObjectStore
 
 #: Maximum number of parts that are sent at a time, of all files of a command.
 MAX_SENDING = 8
-#: Seconds that an interrupted command waits for the store to remove what was sent.
-_ABORT_SECONDS = 20
-
-
-class Key(NamedTuple):
-    """The place of a file in a store, and its URL in messages."""
-
-    store: "ObjectStore"
-    name: str
-    shown: str
 
 
 class Upload:
@@ -41,6 +30,9 @@ class Upload:
         part_bytes: bytes of each part except the last one.
         memory: of the parts.
         room: of the requests of all files.
+
+    Attributes:
+        is_completing: whether the file may be visible.
     """
 
     def __init__(self, key: Key, size: int, part_bytes: int, memory: PartMemory, room: asyncio.Semaphore) -> None:
@@ -50,7 +42,7 @@ class Upload:
         self._num_ready = self._num_sent = 0
         self._writer: AsyncWritableFile | None = None
         self._task: Future[None] | None = None
-        self._is_completing = False
+        self.is_completing = False
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write to a position.
@@ -135,7 +127,7 @@ class Upload:
 
     def complete(self) -> Future[None]:
         """Start to make the file visible; after :meth:`flush`."""
-        self._is_completing = True
+        self.is_completing = True
         self._task = submit(self._complete())
         return self._task
 
@@ -149,17 +141,16 @@ class Upload:
         except Exception as error:  # noqa: BLE001 - clients raise errors of many types
             raise explain_write(error, self.key.shown) from None
 
-    def pending(self) -> list[Future[None]]:
-        """The request that is under way, if there is one."""
-        return [] if self._task is None else [self._task]
+    @property
+    def task(self) -> Future[None] | None:
+        """The request that is under way; None if there is none."""
+        return self._task
 
     async def abort(self) -> None:
-        """Remove what the store has of the file; after :meth:`pending` is done."""
+        """Remove the parts that are not visible; after :attr:`task` is done."""
         self._parts.clear()
         writer, self._writer = self._writer, None
         with suppress(Exception):  # the error that led here is the one to report
-            if self._is_completing:
-                await obstore().delete_async(self.key.store, self.key.name)
             if writer is not None and not await writer.closed():
                 await writer.__aexit__(OutputError, OutputError(), None)
 
@@ -183,8 +174,12 @@ class UploadFiles:
         self.uploads = [
             Upload(key, num_bytes, size, self._memory, self._room) for key, num_bytes in zip(keys, sizes, strict=True)
         ]
-        for upload, prefix in zip(self.uploads, prefixes, strict=True):
-            upload.write(memoryview(prefix), 0)
+        try:
+            for upload, prefix in zip(self.uploads, prefixes, strict=True):
+                upload.write(memoryview(prefix), 0)
+        except BaseException:
+            self._memory.trim()
+            raise
 
     def write_ranges(self, number: int, data: memoryview, ranges: Iterable[tuple[int, int]]) -> None:
         """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
@@ -210,36 +205,19 @@ class UploadFiles:
         for future in [upload.complete() for upload in self.uploads]:
             wait(future)
 
-    def abort(self) -> None:
-        """Remove what the store has of the files, also of those that are visible."""
+    def abort(self) -> list[str]:
+        """Remove the parts that are not visible; returns the URLs of files for which the store does not answer."""
         self.cancel()
-        finish([future for upload in self.uploads for future in upload.pending()])
-        finish([submit(upload.abort()) for upload in self.uploads])
+        late = finish({upload.task: upload.key.shown for upload in self.uploads if upload.task is not None})
+        return [*late, *finish({submit(upload.abort()): upload.key.shown for upload in self.uploads})]
+
+    def release(self) -> None:
+        """Give back memory, also after an error."""
+        self._memory.trim()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Release memory: all is written; the files are completed or aborted with the folder that they belong to."""
-        self._memory.trim()
-
-
-def finish(futures: Sequence[Future[None]]) -> None:
-    """Wait for requests, but not for a store that does not answer."""
-    wait_for(futures, timeout=_ABORT_SECONDS)
-
-
-def request(start: Callable[[], Awaitable[object]], shown: str) -> None:
-    """Start a request that writes or deletes, and wait for it.
-
-    Raises:
-        OutputError: if it fails.
-    """
-
-    async def run() -> None:
-        try:
-            await start()
-        except Exception as error:  # noqa: BLE001 - clients raise errors of many types
-            raise explain_write(error, shown) from None
-
-    wait(submit(run()))
+        self.release()

@@ -106,8 +106,9 @@ def check_warned(axis, split):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         shardconv.load(split, device="cpu", group=axis)
-    found = [str(one.message) for one in warned if one.category is shardconv.PlanWarning]
-    assert axis.rank or "does not store module overrides: the installed ones are used" in found[0]
+    found = [one for one in warned if one.category is shardconv.PlanWarning]
+    assert axis.rank or "does not store module overrides: the installed ones are used" in str(found[0].message)
+    assert [one.filename for one in found] == [__file__] * len(found)
 
 
 def to_format_1(folder):

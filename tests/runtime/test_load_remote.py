@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shardconv
-from shardconv.errors import ShardconvError
+from shardconv.errors import PeerError, ShardconvError
 from tests.support.checkpoints import contents
 from tests.support.command import run
 from tests.support.loading import source_and_split
@@ -77,6 +77,19 @@ def test_a_damaged_rank_file_at_a_url_is_found(ranks, home, s3, tmp_path):
     (damaged / "rank-0-of-2.safetensors").write_bytes(data)
     upload(damaged, "bucket", "damaged")
     ranks("pair", check_damaged, "s3://bucket/damaged", s3.url)
+
+
+def check_one_fails(axis, endpoint):
+    os.environ.update(
+        AWS_ENDPOINT_URL=endpoint, AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_REGION="us-east-1"
+    )
+    with pytest.raises(ShardconvError, match="s3://bucket/missing: does not exist") as caught:
+        shardconv.load(["s3://bucket/split", "s3://bucket/missing"][axis.rank], device="cpu", group=axis)
+    assert isinstance(caught.value, PeerError) is (axis.rank == 0)
+
+
+def test_a_url_that_one_rank_cannot_open_is_an_error_on_all_ranks(ranks, s3):
+    ranks("pair", check_one_fails, s3.url)
 
 
 @MATRIX

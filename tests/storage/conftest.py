@@ -3,11 +3,15 @@
 from datetime import timedelta
 from pathlib import Path
 
+import moto.s3.models
 import pytest
 
 import shardconv
-from shardconv.storage import remote_file, stores
+from shardconv.storage import parts, remote_file, stores, upload
+from tests.storage.written import PART
 from tests.support.checkpoints import llama_config, write_checkpoint
+from tests.support.s3_server import S3Server, serve_s3
+from tests.support.s3_server import upload as copy_to_s3
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +29,22 @@ def _fast_retries(monkeypatch) -> None:
     backoff = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=5), "base": 2}
     monkeypatch.setattr(stores, "RETRIES", {**stores.RETRIES, "backoff": backoff})
     monkeypatch.setattr(remote_file, "PAUSES", (0.001,) * len(remote_file.PAUSES))
+
+
+@pytest.fixture(scope="module")
+def server(made) -> S3Server:
+    with serve_s3("bucket") as server:
+        copy_to_s3(made / "model", "bucket", "model")
+        yield server
+
+
+@pytest.fixture
+def s3(server, monkeypatch, _fast_retries) -> S3Server:
+    """The server without faults, and small parts, so that every weight file is a multipart upload."""
+    monkeypatch.setattr(upload, "part_bytes", lambda _: PART)
+    monkeypatch.setattr(parts, "MEMORY_BYTES", 4 * PART)
+    monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", 1)
+    server.fault = lambda *_: None
+    server.requests.clear()
+    yield server
+    server.fault = lambda *_: None

@@ -11,7 +11,9 @@ from obstore.store import LocalStore
 
 from shardconv.errors import OutputError
 from shardconv.storage import parts, upload
-from shardconv.storage.upload import Key, UploadFiles
+from shardconv.storage.read_ahead import Budget
+from shardconv.storage.upload import UploadFiles
+from shardconv.storage.write_requests import Key
 from tests.support.matrix import MATRIX
 
 
@@ -70,6 +72,21 @@ def test_parts_beyond_the_memory_are_in_a_temporary_file(store):
     stored = files.uploads[0]._parts.values()
     assert sum(part.spool is None for part in stored) == 4
     assert sum(part.spool is not None for part in stored) == 85
+
+
+@pytest.mark.usefixtures("_small")
+def test_parts_without_room_in_the_budget_are_in_a_temporary_file(store, monkeypatch):
+    monkeypatch.setattr(parts, "BUDGET", budget := Budget(6 * 4096))
+    keys, prefixes, sizes = [Key(store, "file", "file://x")], [b"12345678"], [3 * 4096]
+    first, second = (UploadFiles(keys, prefixes, sizes) for _ in range(2))
+    assert first.uploads[0]._parts[0].spool is None
+    assert second.uploads[0]._parts[0].spool is not None
+    first.release()
+    second.release()
+    monkeypatch.setattr(upload.Upload, "write", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        UploadFiles(keys, prefixes, sizes)
+    assert budget.take(6 * 4096)
 
 
 @pytest.mark.usefixtures("_small")

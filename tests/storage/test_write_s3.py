@@ -1,63 +1,20 @@
 """Checkpoints that are written to S3, on a real S3 server on loopback, which is also asked what was left behind."""
 
 import json
-import os
 import random
-import signal
-import time
 from itertools import product
 from pathlib import Path
 
-import moto.s3.models
 import pytest
 
 import shardconv
 from shardconv.errors import OutputError
-from shardconv.storage import parts, stores, upload
+from shardconv.storage import stores
+from tests.storage.written import check_nothing_left, failing, without_identity
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
-from tests.support.command import call, finish, start
+from tests.support.command import call
 from tests.support.matrix import cases
-from tests.support.s3_server import S3Server, serve_s3
 from tests.support.s3_server import upload as copy_to_s3
-
-PART = 16384
-
-
-@pytest.fixture(scope="module")
-def server(made) -> S3Server:
-    with serve_s3("bucket") as server:
-        copy_to_s3(made / "model", "bucket", "model")
-        yield server
-
-
-@pytest.fixture
-def s3(server, monkeypatch, _fast_retries) -> S3Server:
-    """The server without faults, and small parts, so that every weight file is a multipart upload."""
-    monkeypatch.setattr(upload, "part_bytes", lambda _: PART)
-    monkeypatch.setattr(parts, "MEMORY_BYTES", 4 * PART)
-    monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", 1)
-    server.fault = lambda *_: None
-    server.requests.clear()
-    yield server
-    server.fault = lambda *_: None
-
-
-def without_identity(files: dict[str, bytes]) -> dict[str, object]:
-    """Files with parsed headers, without the identity that only local rank files store, and without the manifest."""
-    parsed: dict[str, object] = {name: data for name, data in files.items() if name != "shardconv.json"}
-    for name in [name for name in parsed if name.endswith(".safetensors")]:
-        data = files[name]
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size])
-        header["__metadata__"].pop("shardconv", None)
-        parsed[name] = (header, data[8 + size :])
-    return parsed
-
-
-def check_nothing_left(s3: S3Server, prefix: str) -> None:
-    s3.fault = lambda *_: None
-    assert s3.objects(prefix) == {}
-    assert s3.unfinished() == []
 
 
 def test_split_writes_the_tensors_of_a_local_split(made, s3):
@@ -250,27 +207,6 @@ def test_passing_faults_do_not_change_the_result(made, s3, faults):
     assert s3.unfinished() == []
 
 
-def failing(step: str, fault: str, after: int = 0):
-    """A fault of all requests of a step, after some of them."""
-    steps = {
-        "lock": lambda method, path, query: method == "PUT" and path.endswith(".lock"),
-        "start": lambda method, path, query: method == "POST" and query == "uploads=",
-        "part": lambda method, path, query: method == "PUT" and "partNumber" in query,
-        "complete": lambda method, path, query: method == "POST" and "uploadId=" in query,
-        "file": lambda method, path, query: method == "PUT" and path.endswith("tokenizer.json"),
-        "manifest": lambda method, path, query: method == "PUT" and path.endswith("shardconv.json"),
-    }
-    seen = []
-
-    def fault_of(*request: str) -> str | None:
-        if not steps[step](*request):
-            return None
-        seen.append(request)
-        return fault if len(seen) > after else None
-
-    return fault_of
-
-
 @pytest.mark.parametrize(
     ("step", "fault"),
     cases(
@@ -306,7 +242,7 @@ def test_a_bucket_that_disappears_is_one_error(made, s3):
         s3.fault = lambda _, path, query: "404" if path.startswith("/gone") else None
 
     with pytest.raises(
-        OutputError, match=r"s3://gone/out.*: cannot be written: its bucket or container does not exist"
+        OutputError, match=r"s3://gone/out.*: was removed or replaced .*: make sure that its bucket exists"
     ):
         shardconv.split(made / "model", "s3://gone/out", tp=2, progress=disappear)
 
@@ -331,44 +267,6 @@ def test_an_error_in_the_source_leaves_nothing(made, s3, tmp_path):
     assert result.code == 1
     assert "checksum" in result.err
     check_nothing_left(s3, "out/damaged")
-
-
-SMALL_PARTS = f"""
-from shardconv.storage import upload
-upload.part_bytes = lambda _: {PART}
-"""
-
-
-PART_REQUEST, COMPLETE_REQUEST = ("part", 3, "partNumber"), ("complete", 0, "uploadId=")
-
-
-@pytest.mark.parametrize(
-    ("number", "request_of"),
-    cases(
-        list(product([signal.SIGINT, signal.SIGTERM], [PART_REQUEST, COMPLETE_REQUEST])),
-        lambda number, request_of: (number == signal.SIGINT) is (request_of == PART_REQUEST),
-    ),
-)
-def test_an_interruption_leaves_nothing(made, s3, number, request_of):
-    step, after, query = request_of
-    name = f"out/interrupted-{step}-{number.name}"
-    s3.released.clear()
-    s3.fault = failing(step, "hang", after)
-    restore = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    process = start(
-        "split", made / "model", "--tp", "2", "-o", f"s3://bucket/{name}", patch=restore + SMALL_PARTS,
-        env=dict(os.environ),
-    )  # fmt: skip
-    while sum(query in request[2] and request[0] != "GET" for request in s3.requests) <= after:
-        time.sleep(0.02)
-        assert process.poll() is None
-    process.send_signal(number)
-    time.sleep(0.3)
-    s3.released.set()
-    result = finish(process)
-    assert result.code == 128 + number
-    assert "nothing was left behind" in result.err
-    check_nothing_left(s3, name)
 
 
 def test_temporary_folders_are_removed(made, s3, tmp_path, monkeypatch):

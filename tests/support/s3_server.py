@@ -1,7 +1,8 @@
 """An S3 server on loopback: moto's, which keeps objects in memory, with a log of requests, and faults.
 
 Faults: a status code, "cut" (the connection is closed in place of an answer), "late" (it is closed after the request
-was carried out) and "hang" (it is closed when :attr:`S3Server.released` is set).
+was carried out), "hang" (it is closed when :attr:`S3Server.released` is set) and "wait" (it is carried out and answered
+then).
 """
 
 import logging
@@ -92,7 +93,10 @@ def serve_s3(bucket: str) -> Iterator[S3Server]:
         state.authorizations.append(environ.get("HTTP_AUTHORIZATION", ""))
         request = (environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"])
         state.requests.append(request)
-        if (fault := state.fault(*request)) is not None:
+        fault = state.fault(*request)
+        if fault == "wait":
+            state.released.wait(60)
+        elif fault is not None:
             if fault == "late":
                 list(app(environ, lambda *_: None))
             return answer(environ, start, fault, state)

@@ -1,0 +1,164 @@
+"""Checkpoints that are written to S3 while something goes wrong: interruptions, lost locks, and a silent store."""
+
+import os
+import signal
+import time
+from itertools import product
+
+import pytest
+
+import shardconv
+from shardconv.errors import OutputError
+from shardconv.storage import remote_output, stores, write_requests
+from tests.storage.written import PART, check_nothing_left, failing, without_identity
+from tests.support.checkpoints import contents
+from tests.support.command import call, finish, start
+from tests.support.matrix import cases
+
+SMALL_PARTS = f"""
+from shardconv.storage import upload
+upload.part_bytes = lambda _: {PART}
+"""
+
+
+def interrupted(made, s3, number, request_of, target, *options, fault="wait"):
+    """The result of a split that gets a signal while the server does not answer a request."""
+    step, after, query = request_of
+    s3.released.clear()
+    s3.fault = failing(step, fault, after)
+    restore = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    process = start(
+        "split", made / "model", "--tp", "2", "-o", f"s3://bucket/{target}", *options, patch=restore + SMALL_PARTS,
+        env=dict(os.environ),
+    )  # fmt: skip
+    while sum(query in f"{request[1]}?{request[2]}" and request[0] != "GET" for request in s3.requests) <= after:
+        time.sleep(0.02)
+        assert process.poll() is None
+    process.send_signal(number)
+    time.sleep(0.3)
+    s3.released.set()
+    return finish(process)
+
+
+PART_REQUEST, COMPLETE_REQUEST = ("part", 3, "partNumber"), ("complete", 0, "uploadId=")
+
+
+@pytest.mark.parametrize(
+    ("number", "request_of"),
+    cases(
+        list(product([signal.SIGINT, signal.SIGTERM], [PART_REQUEST, COMPLETE_REQUEST])),
+        lambda number, request_of: (number == signal.SIGINT) is (request_of == PART_REQUEST),
+    ),
+)
+def test_an_interruption_leaves_nothing(made, s3, number, request_of):
+    name = f"out/interrupted-{request_of[0]}-{number.name}"
+    result = interrupted(made, s3, number, request_of, name, fault="hang")
+    assert result.code == 128 + number
+    assert "nothing was left behind" in result.err
+    check_nothing_left(s3, name)
+
+
+@pytest.mark.parametrize(
+    ("step", "query"),
+    cases(
+        [("manifest", "shardconv.json?"), ("lock", ".lock?"), ("file", "tokenizer.json?")],
+        lambda step, query: step != "file",
+    ),
+)
+def test_a_request_that_is_carried_out_after_the_interruption_leaves_nothing(made, s3, step, query):
+    target = f"out/carried-out-{step}"
+    result = interrupted(made, s3, signal.SIGTERM, (step, 0, query), target)
+    assert (result.code, result.err.splitlines()[-1]) == (143, "shardconv: terminated; nothing was left behind")
+    check_nothing_left(s3, target)
+
+
+def test_an_interrupted_overwrite_says_that_the_old_checkpoint_is_incomplete(made, s3):
+    shardconv.split(made / "model", "s3://bucket/out/interrupted-overwrite", tp=4)
+    s3.requests.clear()
+    result = interrupted(
+        made, s3, signal.SIGTERM, ("delete", 0, "delete"), "out/interrupted-overwrite", "--overwrite"
+    )  # fmt: skip
+    assert result.code == 143
+    assert "terminated; what was there is partly removed: run the command again" in result.err
+    assert "nothing was left behind" not in result.err
+    s3.fault = lambda *_: None
+    assert "shardconv.json" not in s3.objects("out/interrupted-overwrite/")
+
+
+def test_a_lock_that_cannot_be_removed_does_not_remove_the_checkpoint(made, s3):
+    s3.fault = failing("delete", "403")
+    result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/unlock")
+    assert result.code == 1
+    lock = "s3://bucket/out/unlock/.shardconv.lock"
+    assert f"s3://bucket/out/unlock: is written, but its lock {lock} could not be removed: remove it\n" in result.err
+    s3.fault = lambda *_: None
+    assert without_identity(s3.objects("out/unlock/")).keys() >= without_identity(contents(made / "split")).keys()
+    assert shardconv.verify("s3://bucket/out/unlock").differences == ()
+
+
+def test_urls_of_requests_that_the_store_does_not_answer_are_named(made, s3, monkeypatch):
+    monkeypatch.setattr(write_requests, "_ABORT_SECONDS", 0.2)
+    monkeypatch.setattr(remote_output.RemoteOutput, "_upload", raise_interrupt)
+    s3.released.clear()
+    s3.fault = lambda method, path, _: "wait" if method == "HEAD" and "/out/silent/" in path else None
+    with pytest.raises(KeyboardInterrupt) as caught:
+        shardconv.split(made / "model", "s3://bucket/out/silent", tp=2)
+    s3.released.set()
+    assert caught.value.__notes__[0].startswith("may be left: s3://")
+    for name in ("rank-0-of-2.safetensors", "rank-1-of-2.safetensors", ".shardconv.lock"):
+        assert f"s3://bucket/out/silent/{name}" in caught.value.__notes__[0]
+
+
+def raise_interrupt(*_, **__) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("theirs", [None, b'{"token": "theirs"}'])
+def test_a_lock_that_is_lost_is_one_error_before_anything_is_visible(made, s3, theirs):
+    lock = "out/lost-{}/.shardconv.lock".format("removed" if theirs is None else "replaced")
+    target = f"s3://bucket/{lock.rpartition('/')[0]}"
+
+    def lose(done: int, total: int) -> None:
+        s3.client.delete_object(Bucket="bucket", Key=lock)
+        if theirs is not None:
+            s3.client.put_object(Bucket="bucket", Key=lock, Body=theirs)
+
+    with pytest.raises(OutputError, match="was removed or replaced while this run was writing"):
+        shardconv.split(made / "model", target, tp=2, progress=lose)
+    assert s3.objects(lock) == ({} if theirs is None else {"": theirs})
+    assert s3.objects(lock.removesuffix(".shardconv.lock")).keys() == (set() if theirs is None else {".shardconv.lock"})
+    assert s3.unfinished() == []
+
+
+def test_a_lock_lost_during_publication_keeps_the_files_of_the_other_run(made, s3):
+    name = "out/taken"
+
+    def take(method: str, path: str, query: str) -> None:
+        if method == "PUT" and path.endswith("tokenizer.json"):
+            s3.fault = lambda method, path, _: "403" if method == "PUT" and path.endswith("config.json") else None
+            s3.client.put_object(Bucket="bucket", Key=f"{name}/.shardconv.lock", Body=b"[]")
+
+    s3.fault = take
+    with pytest.raises(OutputError, match="access is denied") as caught:
+        shardconv.split(made / "model", f"s3://bucket/{name}", tp=2)
+    s3.fault = lambda *_: None
+    assert {".shardconv.lock", "rank-0-of-2.safetensors"} <= s3.objects(f"{name}/").keys()
+    assert f"s3://bucket/{name}/rank-0-of-2.safetensors" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("data", cases([b"[]", b"7", b"not JSON", b"", b'{"host": 1}'], lambda data: data == b"[]"))
+def test_a_lock_of_another_tool_is_one_error(made, s3, data):
+    s3.client.put_object(Bucket="bucket", Key="out/foreign/.shardconv.lock", Body=data)
+    result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/foreign")
+    assert (result.code, result.err.count("\n")) == (1, 1)
+    assert "s3://bucket/out/foreign: another run is writing it: wait until it finishes" in result.err
+
+
+def test_a_store_without_conditional_writes_is_one_error(made, s3, monkeypatch):
+    monkeypatch.setattr(stores, "RETRIES", {**stores.RETRIES, "max_retries": 1})
+    s3.fault = failing("lock", "501")
+    result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/conditions")
+    assert (result.code, result.err.count("\n")) == (1, 1)
+    assert "the store does not support conditional writes" in result.err
+    assert "write to a local folder" in result.err
+    check_nothing_left(s3, "out/conditions")
