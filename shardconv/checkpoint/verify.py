@@ -119,7 +119,7 @@ def verify(
     source = None
     if against is not None:
         if merged := next((phrase for phrase in manifest.derived if phrase.endswith(MERGED)), None):
-            raise UsageError(f"{src}: {merged}: compare with the merged model, or remove --against")
+            raise UsageError(f"{src}: {merged}: merge {src} and compare its tensors, or remove --against")
         source = open_source(
             local_path(against), follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
             source_layout=source_layout,

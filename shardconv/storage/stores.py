@@ -90,7 +90,7 @@ def _open_s3(location: Location) -> "ObjectStore":
     variables = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
     endpoint = next(filter(None, variables), options.get("endpoint", ""))
     if endpoint:
-        options["endpoint"] = endpoint
+        options["endpoint"] = _checked_endpoint(endpoint)
     store: ObjectStore = obstore_stores().S3Store(
         location.host,
         config=options,
@@ -99,6 +99,16 @@ def _open_s3(location: Location) -> "ObjectStore":
         credential_provider=credential_provider(options),
     )
     return store
+
+
+def _checked_endpoint(url: str) -> str:
+    """The URL of a server; obstore panics for one without a scheme."""
+    if not url.startswith(("http://", "https://")):
+        raise SourceError(
+            "AWS_ENDPOINT_URL, or endpoint_url of the AWS profile, is not a URL (expected http://HOST:PORT or "
+            "https://HOST): correct it"
+        )
+    return url
 
 
 def _open_gcs(location: Location) -> "ObjectStore":

@@ -150,6 +150,13 @@ def test_a_profile_that_does_not_exist_is_an_error(s3, monkeypatch):
         shardconv.report_plan("s3://bucket/models/model")
 
 
+def test_an_endpoint_without_a_scheme_is_an_error(s3, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "user:secret@127.0.0.1:9000")
+    with pytest.raises(SourceError, match=r"AWS_ENDPOINT_URL.*is not a URL") as caught:
+        shardconv.report_plan("s3://bucket/models/model")
+    assert "secret" not in str(caught.value)
+
+
 def test_empty_objects_for_folders_are_skipped(s3, made, tmp_path):
     upload(made / "model", "bucket", "marked")
     upload(made / "model", "bucket", "marked/sub")
