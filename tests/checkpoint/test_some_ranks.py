@@ -481,5 +481,5 @@ def test_right_ranks(ranks):
 
 
 def test_layout_meta_is_for_all_ranks(tmp_path):
-    with pytest.raises(UsageError, match="layout meta is written for all ranks by one process: remove --ranks"):
+    with pytest.raises(UsageError, match="layout meta is written for all ranks by one process: remove ranks"):
         shardconv.split(DEMO, tmp_path / "out", tp=2, ranks=0, layout="meta")

@@ -76,7 +76,7 @@ def test_device_of_a_rank(monkeypatch, count, requested, expected):
 @pytest.mark.parametrize(
     ("count", "requested", "message"),
     [
-        (0, "cuda", "no CUDA device found: use --device cpu"),
+        (0, "cuda", 'no CUDA device found: use device="cpu"'),
         (2, "cuda:2", r"device cuda:2 does not exist \(found 2 CUDA devices\)"),
     ],
 )
