@@ -240,12 +240,12 @@ def checksums(place: Place) -> Iterator[Row]:
 def resuming(place: Place) -> Iterator[Row]:
     """Time of a split with its journal, compared with one without; and of a split that was killed at half."""
     main = "from shardconv.cli import main; main()"
-    module = "import shardconv.checkpoint.split as split"
+    module = "import shardconv.checkpoint.split_writing as split"
     with llama(place) as source:
         out = source.parent / "out"
         words = ("split", source, "--tp", "8", "-o", out)
         journal: Command = (sys.executable, "-c", f"{module}; {main}", *words)
-        none: Command = (sys.executable, "-c", f"{module}; split._Writing._journal = lambda *_: None; {main}", *words)
+        none: Command = (sys.executable, "-c", f"{module}; split.SplitWriting._journal = lambda *_: None; {main}", *words)
         pairs = run_pairs(journal, none, outputs=(out,), rounds=2 * ROUNDS)
         yield _pair_row(f"split with its journal / without, {place.kind}", "1.05 or less", pairs, "without")
         half = source.stat().st_size // STRIPE_BYTES // 2
