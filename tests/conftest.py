@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -24,11 +25,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Write the checkpoint of a tiny model of models.py, once per name."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str], Path]:
+    """Write the checkpoint of a tiny model of models.py, once per name for all processes that run tests."""
     from tests.support.models import MODELS  # noqa: PLC0415 - transformers takes seconds to import
 
-    return cache(lambda name: MODELS[name].write(tmp_path_factory.mktemp(name)))
+    base = tmp_path_factory.getbasetemp()
+    shared = (base if worker_id == "master" else base.parent) / "checkpoints"
+    shared.mkdir(exist_ok=True)
+
+    @cache
+    def write(name: str) -> Path:
+        if not (shared / name).exists():
+            written = MODELS[name].write(tmp_path_factory.mktemp(name))
+            with suppress(OSError):  # another process was faster
+                written.rename(shared / name)
+        return shared / name
+
+    return write
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ A field that the config does not have is the family's default. The fields that a
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from shardconv.errors import PlanError
 
@@ -56,7 +57,7 @@ class Fields:
             PlanError: if a field is missing or not an integer, or the value is negative.
         """
         try:
-            value = self._value(ast.parse(str(expression), mode="eval").body)
+            value = self._value(_parse(str(expression)))
         except ZeroDivisionError:
             raise PlanError(f"{expression}: division by a config field that is 0") from None
         except RecursionError:
@@ -117,6 +118,11 @@ def lookup(config: Mapping[str, object], name: str) -> object:
     return value
 
 
+@lru_cache(1024)
+def _parse(expression: str) -> ast.expr:
+    return ast.parse(expression, mode="eval").body
+
+
 def check_expression(expression: str | int) -> None:
     """Check that an expression consists of fields, integers, ``+ - * //`` and parentheses.
 
@@ -124,7 +130,7 @@ def check_expression(expression: str | int) -> None:
         ValueError: if it does not.
     """
     try:
-        _check_node(ast.parse(str(expression), mode="eval").body, expression)
+        _check_node(_parse(str(expression)), expression)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{expression!r:.60} is not an expression, or too long") from error
 
@@ -142,7 +148,7 @@ def fields_in(expression: str | int) -> set[str]:
                 return {ast.unparse(node)}
         return set()
 
-    return names(ast.parse(str(expression), mode="eval").body)
+    return names(_parse(str(expression)))
 
 
 def reads_stage(expression: str | int, defaults: Mapping[str, str | int]) -> bool:
@@ -151,7 +157,7 @@ def reads_stage(expression: str | int, defaults: Mapping[str, str | int]) -> boo
     while pending:
         current = pending.pop()
         seen.add(current)
-        tree = ast.walk(ast.parse(str(current), mode="eval"))
+        tree = ast.walk(_parse(str(current)))
         if any(isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) for node in tree):
             return True
         pending |= {defaults[name] for name in fields_in(current) if name in defaults} - seen

@@ -6,7 +6,7 @@ padded.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -195,9 +195,10 @@ def _units_by_module(model_rules: "ModelRules") -> dict[str, _LinkedUnits]:
                 linked.of_group |= names
             if rule.style == "by_rows" and len(names) != 1:
                 linked.refusal = f"{rule.pattern} computes along the dim that would be padded (style by_rows)"
+    layers = list(layers_by_module(model_rules))
     for regex, override in model_rules.modules():
         if names := override.reads() & units.keys():
-            for module in by_module.keys() & {*expand_choices(override.pattern), *matched_modules(model_rules, regex)}:
+            for module in by_module.keys() & {*expand_choices(override.pattern), *matched_modules(layers, regex)}:
                 by_module[module].names |= names
     gathering = (rule.pattern for _, rule in model_rules.modules() if rule.gathered_output)
     for module in (module for pattern in gathering for module in expand_choices(pattern) if module in by_module):
@@ -205,14 +206,18 @@ def _units_by_module(model_rules: "ModelRules") -> dict[str, _LinkedUnits]:
     return by_module
 
 
-def matched_modules(model_rules: "ModelRules", regex: re.Pattern[str]) -> Iterator[str]:
-    """The patterns of modules with a tensor in a module that an override matches, or in a layer of that module."""
+def layers_by_module(model_rules: "ModelRules") -> Iterator[tuple[str, str]]:
+    """The pattern of each module that has tensors, with the name of each of its layers."""
     for rule, layers in (model_rules.used or {}).items():
-        names = [name for name in layers if regex.fullmatch(name) or regex.fullmatch(name.rpartition(".")[0])]
-        for pattern in expand_choices(rule.pattern) if names else ():
-            layer_regex = re.compile(model_rules.regex(pattern.removesuffix(".weight").removesuffix(".bias")))
-            if any(map(layer_regex.fullmatch, names)):
-                yield pattern.rpartition(".")[0]
+        for pattern in expand_choices(rule.pattern):
+            regex = re.compile(model_rules.regex(pattern.removesuffix(".weight").removesuffix(".bias")))
+            module = pattern.rpartition(".")[0]
+            yield from ((module, layer) for layer in layers if regex.fullmatch(layer))
+
+
+def matched_modules(layers: Iterable[tuple[str, str]], regex: re.Pattern[str]) -> Iterator[str]:
+    """The patterns of modules with a layer that an override matches, or a layer of a module that it matches."""
+    return (module for module, name in layers if regex.fullmatch(name) or regex.fullmatch(name.rpartition(".")[0]))
 
 
 def _modules_of(pattern: str) -> list[str]:

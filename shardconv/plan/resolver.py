@@ -7,6 +7,7 @@ from functools import cached_property
 
 from shardconv.errors import PlanError
 from shardconv.plan.matcher import pattern_for
+from shardconv.plan.placed_tensors import PlacedTensors, padding_share, rank_bytes
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import (
@@ -151,40 +152,32 @@ class Resolver:
         unpadded, supported, blocked = self.padded(0), dict[int, int](), list[BlockedTp]()
         for tp in CANDIDATE_TPS:
             try:
-                supported[tp] = max(unpadded.rank_bytes(tp))
+                supported[tp] = max(rank_bytes(unpadded.place(tp)), default=0)
             except BlockedError as error:
                 blocked.append(BlockedTp(tp, error.tensor, error.reason))
         padded = [one for found in blocked if (one := self.padded_size(found.tp)) is not None]
         return TpSizes(tuple(supported), tuple(blocked), tuple(padded), tuple(supported.values()))
 
-    def rank_bytes(self, tp: int) -> list[int]:
-        """For each of ``tp`` ranks the bytes of its tensors.
+    def place(self, tp: int) -> list[PlacedTensors]:
+        """The placement of each group of equal tensors for ``tp`` ranks.
 
         Raises:
             BlockedError: if a tensor cannot be sharded for ``tp`` ranks.
         """
-        ranks = [0] * tp
-        for group, count in self._sizes.items():
-            bits = self._planners[group].rank_bits(tp)
-            ranks = [total + count * added for total, added in zip(ranks, bits, strict=True)]
-        return [bits // 8 for bits in ranks]
+        groups = self._planners.items()
+        return [PlacedTensors(planner.plan(tp).placement, group.spec, self._sizes[group]) for group, planner in groups]
 
     def padded_size(self, tp: int) -> PaddedTp | None:
         """The cost of a tensor parallel size with padding; None if it is not supported with padding either."""
-        if self.rules.padding_refusal or (padded := self.padded()).blocked(tp) is not None:
+        try:
+            return None if self.rules.padding_refusal else PaddedTp(tp, padding_share(self.padded().place(tp)))
+        except BlockedError:
             return None
-        return PaddedTp(tp, padded.padding_share(tp))
-
-    def padding_share(self, tp: int) -> float:
-        """The bytes of padding on all ranks, divided by all other bytes."""
-        counted = [(count, *self._planners[group].padding(tp)) for group, count in self._sizes.items()]
-        padding = sum(count * zeros for count, zeros, _ in counted)
-        return padding / max(sum(count * others for count, _, others in counted), 1)
 
     def padding(self, tp: int) -> PaddingReport:
         """The report on requested padding in the plan for ``tp`` ranks."""
         units = [PaddedUnit(one.unit or pattern_for(one.tensor), one.size, one.padded) for one in self.padded_rules(tp)]
-        return PaddingReport(tuple(dict.fromkeys(units)), self.padding_share(tp)) if units else NO_PADDING
+        return PaddingReport(tuple(dict.fromkeys(units)), padding_share(self.place(tp))) if units else NO_PADDING
 
     def padded_rules(self, tp: int) -> Iterator[PaddedRule]:
         """The units that the plan for ``tp`` ranks pads on request, by rule."""
@@ -194,8 +187,7 @@ class Resolver:
     def blocked(self, tp: int) -> BlockedTp | None:
         """The reason why a tensor parallel size is not supported; None if it is."""
         try:
-            for planner in self._planners.values():
-                planner.plan(tp)
+            self.place(tp)
         except BlockedError as error:
             return BlockedTp(tp, error.tensor, error.reason)
         return None

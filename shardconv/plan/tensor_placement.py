@@ -3,7 +3,6 @@
 Sizes of rule, config and shape that do not agree are an error.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -28,9 +27,6 @@ HEAD_FIELDS = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim
 
 #: Number of elements that fill an integer number of bytes, for dtypes with elements smaller than a byte.
 _ELEMENTS_PER_GROUP = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
-
-#: The number of bits in the name of a dtype; BOOL has none, and is a byte.
-_BITS = re.compile(r"\d+")
 
 
 class PaddedRule(NamedTuple):
@@ -116,22 +112,6 @@ class GroupPlanner:
         edits = None if grid is None else grid.edits(matrix_placement)
         reason = Reason(rule.origin, rule.pattern, self._fields_read())
         return TensorPlan(placement, rule.style, rule.units, reason, grid, edits)
-
-    def padding(self, tp: int) -> tuple[int, int]:
-        """Bits of padding, and of everything else, of one tensor of the group on all ranks together."""
-        placement, spec = self.plan(tp).placement, self._group.spec
-        zeros = placement.num_padding * (prod(spec.shape) // max(placement.size, 1)) * self._element_bits
-        return zeros, sum(self.rank_bits(tp)) - zeros
-
-    def rank_bits(self, tp: int) -> list[int]:
-        """Bits of one tensor of the group on each rank."""
-        placement, shape = self.plan(tp).placement, self._group.spec.shape
-        return [self._element_bits * placement.shard_numel(shape, rank) for rank in range(tp)]
-
-    @cached_property
-    def _element_bits(self) -> int:
-        found = _BITS.search(self._group.spec.dtype)
-        return int(found[0]) if found else 8
 
     def padded_units(self, tp: int) -> Iterator[PaddedRule]:
         """The units that have padding at ``tp`` ranks."""

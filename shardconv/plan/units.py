@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardconv.plan.placement import Interval, IntervalOrPadding, Padding, Placement
 
@@ -109,6 +110,11 @@ def shard_dim(
     Raises:
         IndivisibleError: if groups or units cannot be divided over ``tp`` ranks.
     """
+    return _shard_dim(dim, tuple(segments), tp, groups, padded_groups)
+
+
+@lru_cache(64)  # many tensors of a model have the same units
+def _shard_dim(dim: int, segments: tuple[Unit, ...], tp: int, groups: int, padded_groups: int | None) -> Placement:
     width, total = sum(units.width for units in segments), padded_groups or groups
     has_full_groups = total % tp == 0 and all(units.multiple == 1 for units in segments)
     if not has_full_groups and tp % total:

@@ -400,7 +400,7 @@ def test_hosts_with_different_sources(tmp_path, what):
 def test_hosts_whose_sources_differ_in_a_byte(tmp_path, monkeypatch, stripe_bytes, expected):
     """Where no sample has the byte, checksums of replicated stripes differ, or else replicas."""
     monkeypatch.setattr("shardconv.checkpoint.split.STRIPE_BYTES", stripe_bytes)
-    config = llama_config(hidden=4096, heads=8, kv_heads=8, intermediate=8, vocab=8, layers=1)
+    config = {**llama_config(hidden=4096, heads=8, kv_heads=8, intermediate=8, vocab=8, layers=1), "head_dim": 1}
     source, other = tmp_path / "source", tmp_path / "other"
     for folder in (source, other):
         write_checkpoint(folder, dtype="F16", config=config)

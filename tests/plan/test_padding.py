@@ -24,7 +24,7 @@ from shardconv.plan.family import Family
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.module_override import ModuleRule, SliceRule
 from shardconv.plan.padded_config import change_config
-from shardconv.plan.padding import Heads, UnitPadding, matched_modules, unit_paddings
+from shardconv.plan.padding import Heads, UnitPadding, layers_by_module, matched_modules, unit_paddings
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
@@ -198,7 +198,7 @@ def test_override_applies_to_one_module_of_a_rule():
     family = Family("made up", units=UNITS_OF, rules=(rule, kv), modules=(ModuleRule("**.block", norms="kv"),))
     used = {rule: frozenset({"block.q"}), kv: frozenset({"mlp.down"})}
     model_rules = ModelRules(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10}, pad=1, used=used)
-    assert "mlp" not in set(matched_modules(model_rules, re.compile(model_rules.regex("**.block"))))
+    assert "mlp" not in set(matched_modules(layers_by_module(model_rules), re.compile(model_rules.regex("**.block"))))
 
 
 def test_units_of_unknown_order_are_not_padded():

@@ -711,9 +711,8 @@ print([name for task in Path("/proc/self/task").iterdir() if "gloo" in (name := 
 def test_no_thread_of_gloo_is_left_at_exit(tmp_path):
     """A thread that releases a message while the interpreter exits would abort the process (SIGABRT)."""
     environment = {**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "1", RENDEZVOUS: f"file://{tmp_path}/rendezvous"}
-    result = subprocess.run(
-        [sys.executable, "-c", LEAVE], capture_output=True, text=True, check=False, timeout=100, env=environment
-    )
+    (tmp_path / "leave.py").write_text(LEAVE)
+    result = run_python(tmp_path / "leave.py", env=environment)
     assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
 
 
