@@ -8,7 +8,7 @@ padded.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import product
 from math import gcd, lcm
 from typing import TYPE_CHECKING, NamedTuple
@@ -116,13 +116,12 @@ class _LinkedUnits:
     refusal: str = ""
     block: int = 1
 
-    def add(self, other: "_LinkedUnits") -> None:
-        """Add the units of another module."""
-        self.names |= other.names
-        self.groups |= other.groups
-        self.of_group |= other.of_group
-        self.refusal = self.refusal or other.refusal
-        self.block = lcm(self.block, other.block)
+    def joined(self, other: "_LinkedUnits") -> "_LinkedUnits":
+        """The units of both modules."""
+        return _LinkedUnits(
+            self.names | other.names, self.groups | other.groups, self.of_group | other.of_group,
+            self.refusal or other.refusal, lcm(self.block, other.block),
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -131,9 +130,10 @@ def unit_paddings(model_rules: "ModelRules") -> Mapping[str, UnitPadding]:
     components: list[_LinkedUnits] = []
     for units in _units_by_module(model_rules).values():
         linked = [other for other in components if other.names & units.names]
-        for other in linked:
-            units.add(other)
-        components = [*(other for other in components if other not in linked), units]
+        components = [
+            *(other for other in components if other not in linked),
+            reduce(_LinkedUnits.joined, linked, units),
+        ]
     by_component = [_paddings(units, model_rules) for units in components]
     heads = {padding.heads for paddings in by_component for padding in paddings.values() if padding.heads is not None}
     return {
@@ -176,6 +176,7 @@ def padding_of(model_rules: "ModelRules", rule: Rule, unit: str | None) -> UnitP
     return UnitPadding(align=_ALIGN, block=block)
 
 
+@lru_cache(maxsize=64)
 def _units_by_module(model_rules: "ModelRules") -> dict[str, _LinkedUnits]:
     """The units of each module, by the pattern of the module."""
     by_module: dict[str, _LinkedUnits] = {}
@@ -209,10 +210,13 @@ def _units_by_module(model_rules: "ModelRules") -> dict[str, _LinkedUnits]:
 def layers_by_module(model_rules: "ModelRules") -> Iterator[tuple[str, str]]:
     """The pattern of each module that has tensors, with the name of each of its layers."""
     for rule, layers in (model_rules.used or {}).items():
+        last_names = {layer.rpartition(".")[2] for layer in layers}
         for pattern in expand_choices(rule.pattern):
-            regex = re.compile(model_rules.regex(pattern.removesuffix(".weight").removesuffix(".bias")))
-            module = pattern.rpartition(".")[0]
-            yield from ((module, layer) for layer in layers if regex.fullmatch(layer))
+            of_layer = pattern.removesuffix(".weight").removesuffix(".bias")
+            last_name = of_layer.rpartition(".")[2]
+            if last_name in last_names or "*" in last_name:  # else compiling hundreds of patterns takes the time
+                regex = re.compile(model_rules.regex(of_layer))
+                yield from ((pattern.rpartition(".")[0], layer) for layer in layers if regex.fullmatch(layer))
 
 
 def matched_modules(layers: Iterable[tuple[str, str]], regex: re.Pattern[str]) -> Iterator[str]:
