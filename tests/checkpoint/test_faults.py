@@ -67,17 +67,18 @@ def status_of_child(function: Callable[[], int]) -> int:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "stride"),
     [
-        pytest.param([], id="new", marks=MATRIX),
-        pytest.param(["--overwrite"], id="overwrite"),
-        pytest.param(["--overwrite", "--resume"], id="resume", marks=MATRIX),
+        pytest.param(["--overwrite"], 5, id="overwrite-every-fifth"),
+        pytest.param([], 1, id="new", marks=MATRIX),
+        pytest.param(["--overwrite"], 1, id="overwrite", marks=MATRIX),
+        pytest.param(["--overwrite", "--resume"], 1, id="resume", marks=MATRIX),
     ],
 )
-def test_killed_before_every_step(job, target, options):
+def test_killed_before_every_step(job, target, options, stride):
     is_there = "--overwrite" in options
     old = {"model.safetensors": b"old", "extra/notes.txt": b"old"}
-    for step in itertools.count(1):
+    for step in itertools.count(1, stride):
         shutil.rmtree(target, ignore_errors=True)
         if is_there:
             for name, data in old.items():
