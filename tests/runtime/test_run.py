@@ -191,6 +191,16 @@ def test_source_that_is_not_split(split):
 
 
 @MATRIX
+@pytest.mark.parametrize("name", ["model.pt", "weights.bin"])
+def test_check_with_a_pytorch_file_that_transformers_does_not_find_names_the_commands(split, tmp_path, name):
+    for file in ("config.json", name, "training_args.bin"):
+        (tmp_path / file).write_text("{}")
+    result = call("run", split, "--prompt", PROMPT, "--device", "cpu", "--check", tmp_path)
+    assert (result.code, result.out) == (1, "")
+    assert f"holds {name}, which transformers does not load" in result.err
+    assert f"shardconv split {tmp_path} --tp 1" in result.err
+
+
 def test_text_of_a_pytorch_file_equals_that_of_the_safetensors_file(tmp_path):
     source = shutil.copytree(DEMO, tmp_path / "demo")
     write_pytorch(source, load_file(DEMO / "model.safetensors"))
