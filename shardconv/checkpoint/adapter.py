@@ -134,8 +134,11 @@ def fitted(adapter: Adapter, rules: RuleSet, base: Mapping[str, TensorSpec] | No
     """
     specs, settings = adapter.source.specs, adapter.settings
     tensors = with_adapter_grids(specs, rules, base, fan_in_fan_out=settings.fan_in_fan_out)
-    for layer in AdapterTensors.of_names(specs).layers.values():
+    found = AdapterTensors.of_names(specs)
+    for layer in found.layers.values():
         settings.check(layer, specs[layer.tensors[A]].shape[0])
+    if base is not None:
+        settings.check_saved(found.replaced, base)
     return tensors
 
 

@@ -6,7 +6,7 @@ something else, are refused by name.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,13 +18,15 @@ from shardconv.plan.adapter import MAGNITUDE, A, AdaptedLayer
 
 #: Settings that do not change the values of a trained adapter: the module names are in its tensors.
 _WITHOUT_EFFECT = frozenset({
-    "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
-    "layers_to_transform", "lora_dropout", "loftq_config", "megatron_core", "modules_to_save", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type", "bias", "lora_bias",
+    "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "layers_pattern", "layers_to_transform",
+    "lora_dropout", "loftq_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "task_type", "bias", "lora_bias",
 })  # fmt: skip
+#: Settings with names of modules, which the tensors have to fit.
+_MODULES = ("target_modules", "exclude_modules", "modules_to_save")
 _KNOWN = _WITHOUT_EFFECT | {
-    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
-    "init_lora_weights",
+    *_MODULES, "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora",
+    "fan_in_fan_out", "init_lora_weights",
 }  # fmt: skip
 #: Initializations that leave the weights of the base model as they are. After others they differ from those on disk.
 _INITIALIZERS = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -44,6 +46,8 @@ class AdapterSettings:
         is_rank_stabilized: whether products are scaled by alpha / sqrt(rank) instead of alpha / rank.
         has_magnitudes: whether layers have magnitudes (DoRA).
         fan_in_fan_out: whether weights are stored as [input, output].
+        modules: for ``target_modules``, ``exclude_modules`` and ``modules_to_save`` the names of modules, or the ends
+            of names; none if the setting is empty or a regular expression.
     """
 
     r: int
@@ -53,6 +57,7 @@ class AdapterSettings:
     is_rank_stabilized: bool = False
     has_magnitudes: bool = False
     fan_in_fan_out: bool = False
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict.fromkeys(_MODULES, ()))
 
     def scaling(self, module: str) -> float:
         """The factor of the product B A of a layer."""
@@ -75,11 +80,35 @@ class AdapterSettings:
                 f"{layer.tensors[A]}: has rank {rank} (expected {expected} by r and rank_pattern of {ADAPTER_CONFIG}): "
                 f"{_OTHER_SETTINGS}"
             )
+        targets, excluded = self.modules["target_modules"], self.modules["exclude_modules"]
+        if (targets and not _is_named(layer.module, targets)) or _is_named(layer.module, excluded):
+            raise PlanError(
+                f"{layer.tensors[A]}: PEFT does not adapt {layer.module} by target_modules and exclude_modules of "
+                f"{ADAPTER_CONFIG} (got {', '.join((*targets, *excluded)):.200}): {_OTHER_SETTINGS}"
+            )
         if (MAGNITUDE in layer.tensors) != self.has_magnitudes:
             raise PlanError(
                 f"{layer.tensors[A]}: {layer.module} has {'a' if MAGNITUDE in layer.tensors else 'no'} magnitude "
                 f"vector, and {ADAPTER_CONFIG} has use_dora = {self.has_magnitudes}: {_OTHER_SETTINGS}"
             )
+
+    def check_saved(self, replaced: Collection[str], base: Collection[str]) -> None:
+        """Check that the adapter has tensors for all ``modules_to_save`` that the base model has.
+
+        Args:
+            replaced: names of the tensors of the base model that the adapter replaces.
+            base: names of all tensors of the base model.
+
+        Raises:
+            PlanError: if a module does not have any.
+        """
+        for module in self.modules["modules_to_save"]:
+            expected = [name for name in base if _is_in(name, module)]
+            if expected and not any(_is_in(name, module) for name in replaced):
+                raise PlanError(
+                    f"{expected[0]}: is in {module}, one of modules_to_save of {ADAPTER_CONFIG}, but the adapter does "
+                    f"not have a tensor that replaces it: copy the adapter again"
+                )
 
 
 _OTHER_SETTINGS = f"restore the {ADAPTER_CONFIG} of this adapter"
@@ -110,6 +139,7 @@ def read_settings(path: Path) -> AdapterSettings:
         is_rank_stabilized=table.get("use_rslora") is True,
         has_magnitudes=table.get("use_dora") is True,
         fan_in_fan_out=table.get("fan_in_fan_out") is True,
+        modules={key: _names(path, table, key) for key in _MODULES},
     )
 
 
@@ -125,6 +155,26 @@ def _check_supported(path: Path, table: Mapping[str, object]) -> None:
     for key, value in table.items():
         if key not in _KNOWN and value:
             raise PlanError(f"{path}: {key} is not supported (got {value!r:.60}): {merge_adapter(path.parent)}")
+
+
+def _names(path: Path, table: Mapping[str, object], key: str) -> tuple[str, ...]:
+    """A list of names of modules; none of a regular expression."""
+    names = table.get(key) or ()
+    if isinstance(names, str):
+        return ()
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise SourceError(f"{path}: {key} is {names!r:.60} (expected a list of names): correct the file")
+    return tuple(names)
+
+
+def _is_named(module: str, names: Collection[str]) -> bool:
+    """Whether PEFT takes a module for one of these, which may be the ends of names after a dot."""
+    return any(f".{module}".endswith(f".{name}") for name in names)
+
+
+def _is_in(tensor: str, module: str) -> bool:
+    """Whether a tensor belongs to a module whose name ends so, after a dot or not, as PEFT finds modules to save."""
+    return f"{module}." in tensor
 
 
 def _pattern(path: Path, table: Mapping[str, object], key: str, *, is_rank: bool = False) -> dict[str, float]:

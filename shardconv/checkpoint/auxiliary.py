@@ -148,10 +148,10 @@ def leave_out_weights(
 def _refuse(folder: Path, unknown: Mapping[str, str], files: FolderFiles, checkpoint: str) -> NoReturn:
     described = [f"{name} ({why})" if why else name for name, why in unknown.items()]
     more = f" and {len(described) - _MAX_NAMES} more" if len(described) > _MAX_NAMES else ""
+    alone = "" if checkpoint in ADAPTER_FILES else f", or pass {folder / checkpoint} instead of the folder"
     raise SourceError(
         f"{folder}: holds weights that are not in {checkpoint}: {', '.join(described[:_MAX_NAMES])}{more}. If the "
-        f"model does not need them, pass {ignore_options(unknown, files.kept.keys() - unknown.keys())}, or pass "
-        f"{folder / checkpoint} instead of the folder"
+        f"model does not need them, pass {ignore_options(unknown, files.kept.keys() - unknown.keys())}{alone}"
     )
 
 

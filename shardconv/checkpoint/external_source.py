@@ -9,7 +9,7 @@ from shardconv.checkpoint.auxiliary import FolderFiles, find_auxiliary
 from shardconv.checkpoint.dcp_files import METADATA_NAME, SUFFIX, read_dcp
 from shardconv.checkpoint.external_files import FullTensors, detect_layout, is_index, rank_files, read_rank_files
 from shardconv.checkpoint.external_tensors import full_tensors
-from shardconv.checkpoint.formats import CONFIG_NAME, is_trainer_state, is_weights
+from shardconv.checkpoint.formats import ADAPTER_FILES, CONFIG_NAME, is_trainer_state, is_weights
 from shardconv.checkpoint.header import build_header
 from shardconv.checkpoint.ignore import ignore_options
 from shardconv.checkpoint.json_files import read_json
@@ -65,7 +65,7 @@ def open_external(
     weights = _weights(folder, key, names)
     title = DCP_TITLE if key == DCP_NAME else external_layout(key).title
     left_out = _left_out(folder, files, weights, title, key, asked)
-    auxiliary_files = find_auxiliary(folder, files, weights, follow_links=follow_links)
+    auxiliary_files = find_auxiliary(folder, files, [*weights, *left_out], follow_links=follow_links)
     if config is None and CONFIG_NAME in auxiliary_files:
         config = read_json(auxiliary_files[CONFIG_NAME])
     params = None
@@ -169,12 +169,12 @@ def _left_out(
     folder: Path, files: FolderFiles, weights: Collection[str], title: str, key: str, asked: str | None
 ) -> dict[str, str]:
     """Name to reason of all other files with weights."""
-    others = [name for name in files.kept if is_weights(name) and name not in weights]
+    others = [name for name in files.kept if (is_weights(name) or name in ADAPTER_FILES) and name not in weights]
     reasons = {name: "trainer state" for name in others if is_trainer_state(name)}
     reasons |= {name: f"index of {title}" for name in others if name.endswith(".index.json") and not is_index(name)}
     if asked is None and (unknown := [name for name in others if name not in reasons]):
         raise SourceError(
-            f"{folder}: holds weights besides the files of {title}: {', '.join(unknown[:5])}: pass "
+            f"{folder}: holds weights or an adapter besides the files of {title}: {', '.join(unknown[:5])}: pass "
             f"{ignore_options(unknown, files.kept.keys() - {*unknown})}, or --from {key} to use those files only"
         )
     return files.left_out | dict.fromkeys(others, f"not a file of --from {key}") | reasons

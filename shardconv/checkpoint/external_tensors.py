@@ -12,6 +12,7 @@ from shardconv.checkpoint.header import num_bytes
 from shardconv.checkpoint.row_order import RotaryRows
 from shardconv.checkpoint.vllm_files import StoredTensor
 from shardconv.errors import PlanError, SourceError
+from shardconv.formatting import counted
 from shardconv.layouts.external import ExternalLayout, FullTensor, Known
 from shardconv.plan.plan import TensorSpec
 
@@ -101,9 +102,9 @@ def _check_even(folder: Path, layout: ExternalLayout, found: RankFiles) -> None:
     if (name := next((name for name, count in counts.items() if count > 1), None)) is not None:
         raise SourceError(f"{folder}: {name} is on {counts[name]} ranks (expected one): {_AGAIN}")
     if len({len(names) for names in single}) > 1:
-        counted = ", ".join(str(len(names)) for names in single)
+        numbers = ", ".join(str(len(names)) for names in single)
         raise SourceError(
-            f"{folder}: ranks have different numbers of experts' tensors (got {counted}, "
+            f"{folder}: ranks have different numbers of experts' tensors (got {numbers}, "
             f"expected equal numbers): {_AGAIN}"
         )
 
@@ -127,4 +128,4 @@ def _check_layers(folder: Path, specs: Collection[str], config: Mapping[str, obj
     layers = {int(match[1]) for name in specs if (match := _LAYER.match(name)) is not None}
     expected = config.get("num_hidden_layers", len(layers))
     if layers != set(range(len(layers))) or len(layers) != expected:
-        raise SourceError(f"{folder}: has tensors of {len(layers)} layers (expected {expected}): {_AGAIN}")
+        raise SourceError(f"{folder}: has tensors of {counted(len(layers), 'layer')} (expected {expected}): {_AGAIN}")

@@ -26,8 +26,8 @@ Array = NDArray[np.float32]
 NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 #: Bytes of the matrices that are kept for the next block.
 _KEPT_BYTES = 64 * 2**20
-#: Bytes of a weight that are read at once to compute norms.
-_NORM_BYTES = 2**20
+#: Elements of a weight that are read at once to compute norms; sums are the same for all dtypes.
+_NORM_ELEMENTS = 2**18
 
 
 class StoredMatrix(NamedTuple):
@@ -225,7 +225,8 @@ class LowRankUpdate(RowTransform):
         return self._factor[0]
 
     def _row_blocks(self) -> Iterator[tuple[int, int]]:
-        count, step = self.stored.shape[0], max(_NORM_BYTES // self.unit, 1)
+        count, columns = self.stored.shape
+        step = max(_NORM_ELEMENTS // max(columns, 1), 1)
         return ((start, min(start + step, count)) for start in range(0, count, step))
 
 

@@ -29,8 +29,8 @@ from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import matcher_of
 
 
-def merged_source(planned: PlannedSource, adapter: Adapter) -> Source:
-    """The source of a model with an adapter merged into it.
+def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSource:
+    """A model with an adapter merged into it.
 
     Args:
         planned: the base model.
@@ -47,11 +47,17 @@ def merged_source(planned: PlannedSource, adapter: Adapter) -> Source:
         )
     merge = _Merge(adapter, source, planned.resolution.resolver.rules)
     stored, of_adapter = (one.stored or stored_files(one) for one in (source, adapter.source))
-    return replace(
+    merged = replace(
         source,
         stored=_with_files(stored, of_adapter),
         transforms={**source.transforms, **merge.transforms()},
         derived=(*source.derived, f"the adapter {adapter.source.name} {MERGED}"),
+    )
+    resolution = planned.resolution
+    return planned._replace(
+        source=merged,
+        resolution=resolution._replace(assumed=(*resolution.assumed, *merge.assumed())),
+        paths=(*planned.paths, *adapter.source.paths, adapter.config_path),
     )
 
 
@@ -110,6 +116,16 @@ class _Merge:
             found |= self._of_layer(layer)
         return {name: self._composed(one) for name, one in found.items()}
 
+    def assumed(self) -> Iterator[str]:
+        """Yield which of the adapted embedding tables may be tied to the head, which then changes, too."""
+        for layer in self._tensors.layers.values():
+            table = in_base(f"{layer.module}.weight", self._base, self._rules)
+            if table is not None and self._is_only_table(table):
+                yield (
+                    f"{table}: the adapter is merged into it, and into the head if the two are tied, as by PEFT's "
+                    f"merge_and_unload; an adapter that is not merged changes the embedding only"
+                )
+
     def _composed(self, transform: RowTransform) -> Transform:
         """The transform, with those of the tensors that it reads."""
         inner = {one.name: self._inner[one.name] for one in transform.inputs if one.name in self._inner}
@@ -162,16 +178,20 @@ class _Merge:
 
     def _check_tie(self, target: str, name: str) -> None:
         """Refuse to replace an embedding table that may be tied to the head, whose weight PEFT keeps."""
-        table = self._specs[name].shape
-        is_table = len(table) > 1 and ".base_layer." not in name and "embed" in self._style(target)
-        if (
-            is_table
-            and sum(spec.shape == table and "embed" in self._style(one) for one, spec in self._base.items()) < 2
-        ):
+        if ".base_layer." not in name and self._is_only_table(self._of_base(target, name).name):
             raise PlanError(
                 f"{name}: replaces {target}, which may be tied to the head: merge the adapter with PEFT, and save the "
                 f"model with both"
             )
+
+    def _is_only_table(self, name: str) -> bool:
+        """Whether no other table has the shape of this embedding table of the base model: a head may be tied."""
+        shape = self._base[name].shape
+        return (
+            len(shape) > 1
+            and "embed" in self._style(name)
+            and sum(spec.shape == shape and "embed" in self._style(one) for one, spec in self._base.items()) < 2
+        )
 
     def _style(self, name: str) -> str:
         ruled, matcher = self._matching

@@ -59,13 +59,10 @@ def plan_sources(
     model = plan_source(src, layout=layout, dtype=dtype, **_without_adapters(src, opened, options))
     if not merge_adapter:
         return SplitSources(model, _named([(one, plan_adapter(one, model, layout=layout)) for one in opened]))
-    from shardconv.checkpoint.merge_adapter import merged_source  # noqa: PLC0415 - see its docstring
+    from shardconv.checkpoint.merge_adapter import with_merged_adapter  # noqa: PLC0415 - see its docstring
 
     (adapter,) = opened
-    merged = merged_source(model, adapter)
-    return SplitSources(
-        model._replace(source=merged, paths=(*model.paths, *adapter.source.paths, adapter.config_path)), {}
-    )
+    return SplitSources(with_merged_adapter(model, adapter), {})
 
 
 def _plan_alone(src: StrPath, base: StrPath, layout: str, options: PlanOptions) -> PlannedSource:

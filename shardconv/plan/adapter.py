@@ -75,25 +75,26 @@ class AdapterTensors:
             PlanError: if a name is not that of a tensor of a LoRA adapter, or the adapter of a layer is incomplete.
         """
         parts: dict[str, dict[str, str]] = {}
-        replaced = {}
+        replaced: dict[str, str] = {}
         for name in names:
             if not name.startswith(PREFIX):
                 raise PlanError(f"{name}: is not a tensor of a PEFT adapter (expected a name with {PREFIX}...)")
             suffix = _suffix(name)
             if suffix:
                 module = name.removeprefix(PREFIX).removesuffix(suffix)
-                parts.setdefault(module, {})[{**_LINEAR_SUFFIXES, **_EMBEDDING_SUFFIXES}[suffix]] = name
+                _add(parts.setdefault(module, {}), {**_LINEAR_SUFFIXES, **_EMBEDDING_SUFFIXES}[suffix], name)
             elif ".lora_" in name or ".token_adapter." in name:
                 raise PlanError(
                     f"{name}: is not supported (expected lora_A, lora_B or lora_magnitude_vector): {_MERGE}"
                 )
             else:
-                replaced[base_name(name)] = name
+                _add(replaced, base_name(name), name)
         layers = {module: _layer(module, tensors) for module, tensors in parts.items()}
         return cls(layers, replaced)
 
 
 _MERGE = "merge the adapter into its base model with PEFT"
+_ONE = "save the adapter again with PEFT"
 _OTHER_BASE = "pass the base model that the adapter was trained on"
 #: Padding of a weight is padding of its adapter, whose products are zero.
 _PADDED = (1, 1)
@@ -102,6 +103,12 @@ _PADDED = (1, 1)
 def _suffix(name: str) -> str:
     """The end of the name that says what the tensor is; "" for a tensor that replaces one of the base."""
     return next((suffix for suffix in (*_LINEAR_SUFFIXES, *_EMBEDDING_SUFFIXES) if name.endswith(suffix)), "")
+
+
+def _add(names: dict[str, str], use: str, name: str) -> None:
+    """Add the tensor for a use, which must be the only one."""
+    if (other := names.setdefault(use, name)) != name:
+        raise PlanError(f"{name}: is for the same weight as {other} (expected one of the two): {_ONE}")
 
 
 def base_name(name: str) -> str:
@@ -159,7 +166,20 @@ def with_adapter_grids(
         grids |= fit.layer_grids(layer)
     for target, name in found.replaced.items():
         grids[name] = fit.replaced_grid(target, name)
+    if base is not None:
+        _check_distinct([*found.replaced, *(f"{module}.weight" for module in found.layers)], base, rules)
     return {name: spec._replace(grid=grids[name]) for name, spec in tensors.items()}
+
+
+def _check_distinct(targets: Collection[str], base: Collection[str], rules: RuleSet) -> None:
+    """Refuse two names of one tensor of the base model, with and without a prefix."""
+    known: dict[str, str] = {}
+    for target in targets:
+        found = in_base(target, base, rules)
+        if found is not None and (other := known.setdefault(found, target)) != target:
+            raise PlanError(
+                f"{target} and {other}: are both {found} of the base model (expected one of the two): {_ONE}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

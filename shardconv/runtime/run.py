@@ -15,7 +15,7 @@ import torch
 
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.external_source import detect
-from shardconv.checkpoint.formats import CONFIG_NAME
+from shardconv.checkpoint.formats import CONFIG_NAME, PYTORCH, SAFETENSORS, SOURCE_FORMATS
 from shardconv.checkpoint.loadable import Loadable, open_loadable
 from shardconv.checkpoint.paths import hub_hint
 from shardconv.checkpoint.verify import auxiliary_differences
@@ -78,6 +78,8 @@ def check_run(path: Path, prompts: Sequence[str], options: RunOptions, rank: int
         check_prompts(prompts)
     if options.check is not None:
         _check_source(options.check)
+        if not options.dequantize:
+            _check_names(options.check)
     checkpoint.check_ranks([each for each in range(manifest.tp) if rank in {None, each}])
     rank_device(options.device)
     return manifest.tp
@@ -94,6 +96,18 @@ def _check_source(folder: Path) -> None:
         )
     if not (folder / CONFIG_NAME).is_file():
         raise RunError(f"--check {folder}: does not have a config.json: pass the folder of the unsharded model")
+
+
+def _check_names(folder: Path) -> None:
+    """Check that PyTorch files in the folder of ``--check`` have names with which transformers loads them."""
+    names = {path.name for path in folder.iterdir()}
+    found = {name for one in SOURCE_FORMATS for name in (one.single, f"{one.single}.index.json")}
+    others = sorted(filter(PYTORCH.has, names))
+    if others and not names & found:
+        raise RunError(
+            f"--check {folder}: holds {others[0]}, which transformers does not load (expected {PYTORCH.single} or "
+            f"{SAFETENSORS.single}): pass the result of shardconv split {folder} --tp 1 -o DIR, and shardconv merge DIR"
+        )
 
 
 def check_prompts(prompts: Sequence[str]) -> None:

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
+from shardconv.checkpoint import low_rank
 from shardconv.errors import PlanError, ShardconvError, SourceError, UsageError
 from shardconv.layouts.layout import NATIVE
-from tests.support.adapters import ADAPTERS, adapted, write_adapter
+from tests.support.adapters import ADAPTERS, adapted, quiet, write_adapter
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.external import meta_ranks, meta_tensors, write_meta
@@ -28,6 +29,8 @@ WEIGHTS = "adapter_model.safetensors"
 TPS = (2, 4)
 LAYER = "base_model.model.model.layers.0.self_attn"
 A, B = f"{LAYER}.q_proj.lora_A.weight", f"{LAYER}.q_proj.lora_B.weight"
+#: Their sizes in the adapter "llama".
+SIZES = {A: (4, 64), B: (128, 4)}
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +208,7 @@ def test_an_adapter_next_to_its_model(made, tmp_path):
 # --- merged into the weights ----------------------------------------------------------------------------------------
 
 
+@quiet
 def merged_by_peft(source, adapter, folder):
     adapted(source, adapter).merge_and_unload().save_pretrained(folder)
     return read(folder)
@@ -240,6 +244,20 @@ def test_merged_weights_of_16_bits_are_rounded_once(made, tmp_path):
         assert (steps > 0).float().mean() < 0.01, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_merged_embeddings_of_16_bits_are_rounded_once(made, tmp_path, dtype):
+    """The sum in float64, rounded to the dtype; PEFT rounds the product before the addition."""
+    source, _ = made("llama", dtype)
+    adapter = write_adapter(tmp_path / "adapter", source, target_modules=["embed_tokens"], lora_alpha=12)
+    factors, name = load_file(adapter / WEIGHTS), "base_model.model.model.embed_tokens.lora_embedding_"
+    product = factors[f"{name}B"].double() @ factors[f"{name}A"].double()
+    expected = (read(source)["model.embed_tokens.weight"].double() + 12 / 4 * product.T).to(dtype)
+    found = split_and_merged(source, adapter, tmp_path)["model.embed_tokens.weight"]
+    differing = found != expected
+    assert differing.float().mean() < 0.01
+    torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("value", "problem"), [(float("nan"), "nan, which is not a number"), (3e38, "inf, which is too large for F32")]
 )
@@ -263,10 +281,17 @@ def test_merge_keeps_elements_that_are_infinite_in_the_model(made, tmp_path):
     assert found.isinf().sum() == found[0, 0].isinf() == 1
 
 
-@pytest.mark.parametrize(("stored", "dtype"), [("bf16", "fp32"), ("bf16", "fp16"), ("fp32", "bf16")])
-def test_dtype_converts_the_sums(made, tmp_path, stored, dtype):
+@pytest.mark.parametrize(
+    ("name", "stored", "dtype"),
+    [
+        ("llama", "bf16", "fp32"), ("llama", "bf16", "fp16"), ("llama", "fp32", "bf16"), ("llama-dora", "bf16", "fp32"),
+        ("llama-dora", "fp32", "bf16"),
+    ],
+)  # fmt: skip
+def test_dtype_converts_the_sums(made, tmp_path, monkeypatch, name, stored, dtype):
     """Sums are rounded once, as if the model were converted to float32 first, and to the dtype last."""
-    source, adapter = made("llama", {"bf16": torch.bfloat16, "fp32": torch.float32}[stored])
+    monkeypatch.setattr(low_rank, "_NORM_ELEMENTS", 2**10)  # several blocks for the norms of a table
+    source, adapter = made(name, {"bf16": torch.bfloat16, "fp32": torch.float32}[stored])
     options = {"tp": 2, "adapters": [adapter], "merge_adapter": True}
     shardconv.split(source, tmp_path / "split", dtype=dtype, **options)
     shardconv.split(source, tmp_path / "wide", tp=1, dtype="fp32")
@@ -448,6 +473,31 @@ REFUSED = {
     "width of the base": (tensors(A=torch.zeros(4, 32)), (B, "is for a weight of [128, 32]", "has [128, 64]")),
     "no B": (tensors(B=None), (A, "does not have its B")),
     "no magnitude": (settings(use_dora=True), ("no magnitude vector", "use_dora = True")),
+    "module that the settings do not adapt": (
+        settings(target_modules=["k_proj", "proj"]),
+        ("PEFT does not adapt", "got k_proj, proj"),
+    ),
+    "module that the settings exclude": (
+        settings(exclude_modules=["attn.q_proj", "self_attn.q_proj"]),
+        ("PEFT does not adapt", A),
+    ),
+    "target modules that are not names": (settings(target_modules=[1]), ("target_modules is [1]", "list of names")),
+    "module to save without tensors": (
+        settings(modules_to_save=["norm", "embed_tokens"]),
+        ("model.embed_tokens.weight: is in embed_tokens, one of modules_to_save",),
+    ),
+    "tensor with and without .base_layer": (
+        tensors(**{f"base_model.model.model.norm{end}.weight": torch.zeros(64) for end in ("", ".base_layer")}),
+        ("model.norm.weight: is for the same weight as", "model.norm.base_layer.weight"),
+    ),
+    "layer that is a linear layer and an embedding": (
+        tensors(**{f"{LAYER}.q_proj.lora_embedding_A": torch.zeros(4, 128)}),
+        ("q_proj.lora_embedding_A: is for the same weight as", A),
+    ),
+    "layer with and without the prefix of the model": (
+        tensors(**{name.replace(".model.model.", ".model."): torch.zeros(size) for name, size in SIZES.items()}),
+        ("are both model.layers.0.self_attn.q_proj.weight of the base model",),
+    ),
     "layer that the base lacks": (
         tensors(**{A.replace(".0.", ".7."): torch.zeros(4, 64), B.replace(".0.", ".7."): torch.zeros(128, 4)}),
         ("does not have model.layers.7.self_attn.q_proj.weight",),
@@ -550,14 +600,37 @@ def test_an_adapter_is_not_merged_into_quantized_weights(made, tmp_path):
     assert shards_of(tmp_path / "found", 2)[0].keys() == shards_of(tmp_path / "expected", 2)[0].keys()
 
 
+def tied(source, folder):
+    """A copy of a model whose head is tied to the embedding table."""
+    shutil.copytree(source, folder)
+    found = read(folder)
+    del found["lm_head.weight"]
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, {"tie_word_embeddings": True})
+    return folder
+
+
+def test_merge_says_that_a_tied_head_changes_with_its_table(made, tmp_path):
+    """The shared weight is that of merge_and_unload of PEFT; before, only the embedding had the product."""
+    source = tied(made("llama")[0], tmp_path / "tied")
+    adapter = write_adapter(tmp_path / "adapter", source, target_modules=["embed_tokens", "q_proj"])
+    report = shardconv.split(source, tmp_path / "split", tp=2, adapters=[adapter], merge_adapter=True)
+    (note,) = (one for one in report.assumed if "model.embed_tokens.weight" in one)
+    assert "and into the head if the two are tied" in note
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    expected = merged_by_peft(source, adapter, tmp_path / "peft")["model.embed_tokens.weight"]
+    torch.testing.assert_close(read(tmp_path / "merged")["model.embed_tokens.weight"], expected)
+
+
+def test_merge_says_nothing_of_a_table_next_to_its_head(made, tmp_path):
+    source, adapter = made("llama-dora")
+    report = shardconv.split(source, tmp_path / "split", tp=2, adapters=[adapter], merge_adapter=True)
+    assert not [one for one in report.assumed if "embed_tokens" in one]
+
+
 def test_merge_refuses_a_replaced_table_that_may_be_tied(made, tmp_path):
     """PEFT unties the head, whose weight the checkpoint does not have."""
-    source, _ = made("llama")
-    tied = shutil.copytree(source, tmp_path / "tied")
-    found = read(tied)
-    del found["lm_head.weight"]
-    save_file(found, tied / "model.safetensors", metadata={"format": "pt"})
-    change_config(tied, {"tie_word_embeddings": True})
-    adapter = write_adapter(tmp_path / "a", tied, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    source = tied(made("llama")[0], tmp_path / "tied")
+    adapter = write_adapter(tmp_path / "a", source, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
     with pytest.raises(PlanError, match="may be tied to the head"):
-        shardconv.split(tied, tmp_path / "split", tp=2, adapters=[adapter], merge_adapter=True)
+        shardconv.split(source, tmp_path / "split", tp=2, adapters=[adapter], merge_adapter=True)

@@ -375,6 +375,18 @@ def test_merge_of_deepspeeds_files_has_the_tensors_of_the_model(deepspeed, tmp_p
     assert not shardconv.verify(tmp_path / "split", against=DEEPSPEED / "source").differences
 
 
+@pytest.mark.usefixtures("listed_here")
+def test_an_adapter_next_to_rank_files_is_left_out_by_from(deepspeed, tmp_path):
+    """Of the settings alone, transformers would make an adapter with random weights of a merge."""
+    for name in ("adapter_config.json", "adapter_model.bin"):
+        (deepspeed / name).write_text("{}")
+    with pytest.raises(SourceError, match=r"adapter besides the files of .*: adapter_config\.json, adapter_model\.bin"):
+        open_source(deepspeed)
+    source = open_source(deepspeed, source_layout="deepspeed")
+    assert {*source.left_out} == {"adapter_config.json", "adapter_model.bin", "ds_inference_config.json"}
+    assert {*source.auxiliary_files} == {"config.json"}
+
+
 def change_file(name: str, change) -> Callable[[Path], object]:
     """Change the tensors of a file."""
 

@@ -616,6 +616,13 @@ CASES: Mapping[str, Case] = {
         moved(RIGHT), adapter, options=("--ignore", "adapter_*"),
         left_out=("adapter_model.safetensors", "adapter_config.json"),
     ),
+    "PyTorch adapter next to the base": Case(
+        refused(error("adapter_model.bin", "--adapter", "--merge-adapter", "--ignore")),
+        both(adapter, lambda at: (at / "adapter_model.safetensors").rename(at / "adapter_model.bin") and None),
+    ),
+    "adapter next to rank files of DeepSpeed": Case(
+        refused(error("adapter_config.json, adapter_model.safetensors", "--ignore")), both(as_deepspeed, adapter),
+    ),
     "PyTorch file that may be another model": Case(
         refused(error("pytorch_model.bin", "--ignore")),
         lambda source: (source / "pytorch_model.bin").write_bytes(b"not a copy") and None,
@@ -884,7 +891,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 251, "error": 310, "warning": 8, "na": 551}
+COUNTS = {"right": 251, "error": 316, "warning": 8, "na": 565}
 
 
 def counts() -> Counter[str]:

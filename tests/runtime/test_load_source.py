@@ -14,6 +14,7 @@ from shardconv.checkpoint.rank_reader import SourceReader
 from tests.support.loading import NAMES, PLAN, TP, Mlp, check_fails, source_and_split
 from tests.support.matrix import cases
 from tests.support.models import change_config
+from tests.support.torch_files import SINGLE, write_pytorch
 
 DATA = Path(__file__).parents[1] / "data" / "quantized"
 
@@ -49,6 +50,17 @@ def check_equal(axis, source, split, loading, planning):
 )
 def test_values_equal_those_from_a_split(ranks, home, layout, name):
     ranks(layout, check_equal, *source_and_split(home, name, TP[layout]), {}, {})
+
+
+@pytest.mark.parametrize(("parts", "name"), [(1, "pytorch_model.bin"), (2, None), (1, "model.pt"), (1, "model.pth")])
+def test_values_of_pytorch_files_equal_those_from_a_split(ranks, home, tmp_path, parts, name):
+    """Each rank reads its shards where the PyTorch file has them."""
+    source, split = source_and_split(home, "llama", 2)
+    written = write_pytorch(tmp_path / "model", load_file(source / "model.safetensors"), parts=parts)
+    shutil.copy(source / "config.json", written)
+    if name is not None:
+        (written / SINGLE).rename(written / name)
+    ranks("pair", check_equal, written, split, {}, {})
 
 
 @pytest.mark.parametrize(

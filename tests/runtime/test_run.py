@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import shardconv
 from shardconv.commands.run import show_report
@@ -24,6 +25,7 @@ from tests.support.checkpoints import DEMO
 from tests.support.command import ENVIRONMENT, call, finish, start
 from tests.support.forked import Popen, run, run_python
 from tests.support.matrix import MATRIX, cases
+from tests.support.torch_files import write_pytorch
 
 PROMPT = "The import statement"
 TOKENS = 12
@@ -189,6 +191,25 @@ def test_source_that_is_not_split(split):
 
 
 @MATRIX
+@pytest.mark.parametrize("name", ["model.pt", "weights.bin"])
+def test_check_with_a_pytorch_file_that_transformers_does_not_find_names_the_commands(split, tmp_path, name):
+    for file in ("config.json", name, "training_args.bin"):
+        (tmp_path / file).write_text("{}")
+    result = call("run", split, "--prompt", PROMPT, "--device", "cpu", "--check", tmp_path)
+    assert (result.code, result.out) == (1, "")
+    assert f"holds {name}, which transformers does not load" in result.err
+    assert f"shardconv split {tmp_path} --tp 1" in result.err
+
+
+def test_text_of_a_pytorch_file_equals_that_of_the_safetensors_file(tmp_path):
+    source = shutil.copytree(DEMO, tmp_path / "demo")
+    write_pytorch(source, load_file(DEMO / "model.safetensors"))
+    (source / "model.safetensors").unlink()
+    options = ["--prompt", PROMPT, "--max-new-tokens", TOKENS, "--device", "cpu", "-q"]
+    result = run("run", source, "--tp", 2, *options)
+    assert (result.code, result.out.rstrip("\n")) == (0, unsharded_texts(PROMPT)[0]), result.err
+
+
 def test_source_on_ranks_that_torchrun_started():
     options = ["--tp", "2", "--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--device", "cpu", "-q"]
     ranks = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "shardconv"]
