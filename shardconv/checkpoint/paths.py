@@ -1,10 +1,12 @@
-"""Checks of user paths: refusal of URLs, hints for names on the Hugging Face Hub, and links out of a folder.
+"""Checks of user paths: refusal of URLs, hints for paths that do not exist, and links out of a folder.
 
 Imports only errors and URLs, so that the command line can check its arguments before it imports anything else.
 """
 
 import os
 import re
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 from shardconv.errors import UsageError
@@ -40,8 +42,13 @@ def local_path(path: str | Path) -> Path:
     )
 
 
-def hub_hint(path: Path) -> str:
-    """The remedies for the message that a path does not exist, if it looks like a name on the Hub."""
+def missing_hint(path: Path) -> str:
+    """The end of the message that a path does not exist: a similar path beside it, or how to get a model of the Hub."""
+    names: list[str] = []
+    with suppress(OSError):
+        names = [child.name for child in path.parent.iterdir() if not child.name.startswith(".")]
+    if similar := get_close_matches(path.name, sorted(names), n=1):
+        return f" (similar: {path.parent / similar[0]}): correct the path"
     if not _HUB_NAME.fullmatch(str(path)) or path.suffix in {".safetensors", ".json"}:
         return ""
     return (

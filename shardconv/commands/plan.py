@@ -14,6 +14,7 @@ from shardconv.commands.check_source import CHECK_MODEL, check_source
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
 from shardconv.commands.html import HtmlFile, html_options
 from shardconv.commands.notes import layout_note, model_notes, notes, padding_notes
+from shardconv.commands.numbers import COUNT
 from shardconv.commands.options import (
     FAMILY,
     SOURCE_PATH,
@@ -58,7 +59,7 @@ _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
     PLAN,
     click.option(
         "--tp",
-        type=click.IntRange(min=1),
+        type=COUNT,
         metavar="N",
         help="Show the placement of every tensor for this tensor parallel size. [default: list the supported sizes]",
     ),

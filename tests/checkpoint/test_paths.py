@@ -130,3 +130,39 @@ def test_other_paths_are_not_taken_for_names_of_the_hub(tmp_path, monkeypatch, p
     result = call("plan", path)
     assert result.code == 1
     assert "Hub" not in result.err
+
+
+# --- paths that do not exist ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("split", "tiyn", "--tp", "2"), ("plan", "tiyn"), ("run", "tiyn", "--tp", "2"),
+        ("split", "tiny", "--adapter", "tiyn", "--tp", "2"), ("verify", "tiny-tp2", "--against", "tiyn"),
+        ("run", "tiny-tp2", "--token-ids", "1", "--check", "tiyn"),
+    ],
+)  # fmt: skip
+def test_similar_path_is_suggested_for_one_that_does_not_exist(made, arguments):
+    result = call(*(made / one if one.startswith("ti") else one for one in arguments))
+    assert result.code == 1
+    assert result.err.endswith(f"{made / 'tiyn'}: does not exist (similar: {made / 'tiny'}): correct the path\n")
+    assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["merge", "verify", "run"])
+def test_similar_path_is_suggested_for_a_split_checkpoint(made, monkeypatch, command):
+    monkeypatch.chdir(made)
+    options = ["--token-ids", "1"] if command == "run" else []
+    result = call(command, "./tiny-tp22", *options)
+    assert result.err == "shardconv: tiny-tp22: does not exist (similar: tiny-tp2): correct the path\n"
+
+
+def test_nothing_is_suggested_where_nothing_is_similar(made):
+    assert call("plan", made / "mistral").err == f"shardconv: {made / 'mistral'}: does not exist\n"
+
+
+def test_similar_path_is_suggested_before_the_hub(made, monkeypatch):
+    monkeypatch.chdir(made.parent)
+    assert f"(similar: {made.name}/tiny)" in call("plan", f"{made.name}/tiyn").err
+    assert f"hf://{made.name}/mistral" in call("plan", f"{made.name}/mistral").err
