@@ -232,6 +232,8 @@ def _notes(checkpoint: Loadable, run: ModelRun, outputs: Outputs, *, is_default:
     """Yield notes on the checkpoint and on the outputs; ``is_default`` is whether the prompt is the default one."""
     manifest, is_verified = checkpoint.manifest, run.options.verify and checkpoint.source is None
     yield from (f"assumed: {sentence}" for sentence in manifest.plan.assumed)
+    if run.options.adapter is None and checkpoint.adapter_note:
+        yield checkpoint.adapter_note
     if is_verified:
         yield from auxiliary_differences(manifest, checkpoint.path)
     if is_default:
