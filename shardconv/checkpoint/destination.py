@@ -44,20 +44,20 @@ def check_destination(path: Path, *, is_folder: bool, overwrite: bool, auxiliary
         got, expected = ("folder", "file") if got_folder else ("link" if path.is_symlink() else "file", "folder")
         raise OutputError(f"{path}: exists (got a {got}, expected a {expected}): choose another path with -o")
     if not overwrite:
-        raise OutputError(f"{path}: exists{_remedy(path)}")
+        _refuse_some_ranks(path)
+        raise OutputError(f"{path}: exists: choose another path with -o, or pass --overwrite")
     if got_folder:
         _check_replaceable(path, auxiliary_files)
 
 
-def _remedy(path: Path) -> str:
-    """How to write beside a checkpoint, or in place of it; a folder with some ranks is not replaced by other ranks."""
+def _refuse_some_ranks(path: Path) -> None:
+    """Refuse a folder with some of the ranks, which belong together with those of other folders."""
     with suppress(SplitCheckpointError):
         if is_split(path) and not (manifest := read_manifest(path)).is_complete:
-            return (
-                f" (with {name_ranks(manifest.ranks)} of {manifest.tp}, which --overwrite would remove): choose "
-                f"another folder with -o, as merge and reshard take several folders with some ranks each"
+            raise OutputError(
+                f"{path}: exists (with {name_ranks(manifest.ranks)} of {manifest.tp}, which --overwrite would remove): "
+                f"choose another folder with -o, as merge and reshard take several folders with some ranks each"
             )
-    return ": choose another path with -o, or pass --overwrite"
 
 
 def check_target(
